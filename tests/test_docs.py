@@ -1,4 +1,4 @@
-"""The documentation is true: its examples run, its pages follow from the code, its links lead somewhere."""
+"""The documentation is correct: its examples run, its pages match the code, its link targets exist."""
 
 import ast
 import json
@@ -68,7 +68,7 @@ def test_the_example_methods_are_methods_of_an_environment():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_examples_are_python_and_json_examples_are_json(page: Path):
+def test_python_and_json_examples_are_valid(page: Path):
     for code in blocks(page, "python"):
         compile(code, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     for text in blocks(page, "json"):
@@ -76,7 +76,7 @@ def test_python_examples_are_python_and_json_examples_are_json(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path):
+def test_link_targets_exist(page: Path):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -88,7 +88,7 @@ def test_the_generated_reference_is_up_to_date():
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_settings_that_the_docs_name_exist():
+def test_settings_named_in_the_docs_exist():
     operate = (ROOT / "docs" / "how-to" / "operate.md").read_text()
     for name in (
         "drain_s",
@@ -104,14 +104,14 @@ def test_settings_that_the_docs_name_exist():
         assert name in operate
 
 
-def test_every_example_task_is_what_the_environments_take():
+def test_every_example_task_is_valid():
     environments = Environments()
     for line in (ROOT / "examples" / "tasks.jsonl").read_text().splitlines():
         task = msgspec.convert(json.loads(line), Task)
         environments.get(task.environment).check(task)
 
 
-def test_nothing_names_this_machine_or_a_registry():
+def test_no_file_names_this_machine_or_a_registry():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     secret = re.compile("/" + "work/|/" + "root/|pypi" + r"\.org|npmjs" + r"\.org|debian" + r"\.org")
     for name in tracked:

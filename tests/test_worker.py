@@ -1,4 +1,4 @@
-"""A run of the suite that was killed leaves nothing that the next run does not remove."""
+"""The next run of the suite removes everything that a killed run left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next() -> None:
+def test_the_next_run_removes_what_a_killed_run_left() -> None:
     killed = subprocess.run([sys.executable, "-c", TAKES], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     left = [Path(path) for path in killed.stdout.split()]
@@ -37,14 +37,14 @@ def test_what_a_killed_run_left_is_removed_by_the_next() -> None:
     assert left[0].name not in Path("/proc/self/mounts").read_text()
 
 
-def test_what_a_running_suite_owns_is_left_alone() -> None:
+def test_the_files_of_a_running_suite_are_kept() -> None:
     folder = Path(os.environ["XDG_RUNTIME_DIR"])
     worker.sweep()
     assert folder.is_dir()
 
 
-def test_what_is_owned_in_another_pid_namespace_is_left_alone() -> None:
-    """Some tests run pytest in a namespace of their own, which sees no process of this one."""
+def test_the_files_of_a_suite_in_another_pid_namespace_are_kept() -> None:
+    """Some tests run pytest in their own PID namespace, in which the processes of this one are not visible."""
     inside = [
         "unshare",
         "--pid",

@@ -1,9 +1,9 @@
 """Servers of the real vLLM that share one import of it. Run by vLLM's own Python; see `tests/real_vllm.py`.
 
-vLLM imports itself in three processes for each server: most of what a start costs without a GPU. This process imports
-it once. Each line of its input is a JSON object with the port, the log and the environment of one more server; its
-answer is the server's process id. Only the way in which vLLM's processes start is changed: by fork, not by spawn, which
-vLLM insists on for CPUs so that each worker can have OpenMP settings of its own. Here all have the same.
+vLLM imports itself in three processes for each server, which is most of the cost of a start without a GPU. This process
+imports it once. Each line of its input is a JSON object with the port, the log and the environment of one more server;
+each line of its output is the server's process id. The only change is that vLLM's processes start by fork and not by
+spawn, which vLLM requires for CPUs so that each worker can have its own OpenMP settings. Here all have the same.
 """
 
 import json
@@ -34,7 +34,7 @@ def main() -> None:
     forking = multiprocessing.get_context("fork")
     for name in STARTERS:
         starter = import_module(name)
-        assert hasattr(starter, "get_mp_context"), f"{name} starts its processes in another way now"
+        assert hasattr(starter, "get_mp_context"), f"{name} now starts its processes differently"
         starter.get_mp_context = lambda: forking  # type: ignore[attr-defined]
     print("ready", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps servers that end

@@ -1,8 +1,8 @@
-"""What one test worker owns, so that several of them run side by side on one machine.
+"""The resources of one test worker, so that several workers can run side by side on one machine.
 
-pytest-xdist starts the workers; without it there is one. Each has ports below the range that the kernel hands out by
-itself, uids for its sandboxes, a folder in memory for control files, and control groups of its own. Programs that a
-test starts inherit all of it.
+pytest-xdist starts the workers; without it there is one. Each has its own ports below the range that the kernel assigns
+by itself, uids for its sandboxes, a folder in memory for control files, and control groups. Programs that a test starts
+inherit all of it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rollyard.sandbox.runtimes import namespaced
 
 PORTS = 1000
 FIRST_PORT = 12_000
-"""Linux gives out 32768 and up: to clients, and to servers that ask for any port."""
+"""Linux assigns 32768 and up: to clients, and to servers that request any port."""
 
 UIDS = 4096
 PREFIX = f"ry-tests-{Path('/proc/self/ns/pid').stat().st_ino & 0xFFFF:x}-"
-"""Of the names of what a run makes; its pid follows. Short, because sockets lie below. The PID namespace is in it: a
-pid says whether its owner lives only there, and some tests run pytest in a namespace of their own."""
+"""The prefix of the names that a run creates; its pid follows. Short, because paths of sockets contain it. It includes
+the PID namespace: a pid identifies a process only there, and some tests run pytest in their own namespace."""
 
 SHM = Path("/dev/shm")
 MEMORY_BYTES = 8 << 30
@@ -39,7 +39,7 @@ _ports = itertools.cycle(range(FIRST_PORT + PORTS * NUMBER, FIRST_PORT + PORTS *
 
 
 def free_port() -> int:
-    """A port that nothing else on this machine will take until the caller's server does."""
+    """Returns a port that no other program on this machine takes before the caller's server does."""
     for port in itertools.islice(_ports, PORTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def sweep() -> None:
-    """Removes what runs that were killed have left: mounts, folders and control groups."""
+    """Removes what killed runs have left: mounts, folders and control groups."""
     for folder in {Path(tempfile.gettempdir()), SHM}:
         for left in _left_in(folder):
             subprocess.run(["umount", "--lazy", str(left)], capture_output=True, check=False)
@@ -65,11 +65,11 @@ def _left_in(folder: Path) -> list[Path]:
 
 
 class MemoryFolder:
-    """A folder for temporary files that is in memory, for a whole run of the suite.
+    """A folder in memory for temporary files, for a whole run of the suite.
 
-    The tests make and delete some hundred thousand files. An ext4 filesystem without a journal looks at every inode
-    that was deleted in the last seconds before it gives out one: a third of the suite's CPU time, on such a machine.
-    Only root can mount one; without it the folder for temporary files stays where it is.
+    The tests create and delete some hundred thousand files. An ext4 filesystem without a journal checks every inode
+    that was deleted in the last seconds before it assigns one: a third of the suite's CPU time, on such a machine. Only
+    root can mount the folder; without root, temporary files stay in the usual folder.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class MemoryFolder:
             self._is_mounted = subprocess.run(argv, capture_output=True, check=False).returncode == 0
         if self._is_mounted:
             os.environ["TMPDIR"] = self._folder
-            tempfile.tempdir = None  # it is read again
+            tempfile.tempdir = None  # so that TMPDIR is read again
 
     def give_back(self) -> None:
         if self._is_mounted:
@@ -99,11 +99,11 @@ def own_uids() -> range:
 
 
 class Ownership:
-    """Takes what the worker owns for as long as its session lasts."""
+    """Allocates the worker's resources for the duration of its session."""
 
     def __init__(self) -> None:
         self._runtime_dir = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHM))
-        self._groups: list[tuple[Path, Path]] = []  # ours, and the one we came from
+        self._groups: list[tuple[Path, Path]] = []  # the worker's own group, and its parent, from which it came
 
     def take(self) -> None:
         os.environ["XDG_RUNTIME_DIR"] = str(self._runtime_dir)
@@ -124,8 +124,9 @@ class Ownership:
         shutil.rmtree(self._runtime_dir, ignore_errors=True)
 
     def _enter_groups(self) -> None:
-        """One below each group that this process is in. Only of cgroup v1, and only as root: a v2 group that has
-        processes can have no controlled groups below it, so there the sandboxes' groups stay side by side."""
+        """Creates and enters a group below each group of this process. Only with cgroup v1, and only as root: a v2
+        group with processes cannot have controlled groups below it, so there the sandboxes' groups stay side by side.
+        """
         for parent in _own_groups():
             ours = parent / self._runtime_dir.name
             with contextlib.suppress(OSError):
@@ -140,8 +141,8 @@ def _own_groups() -> set[Path]:
 
 
 def _remove_groups(folder: Path) -> None:
-    """The group and those below it that hold no process. Killed services leave some, which their next start would
-    sweep."""
+    """Removes the group and those below it that contain no process. Killed services leave some, which their next start
+    would remove."""
     for below, _, _ in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):
             Path(below).rmdir()

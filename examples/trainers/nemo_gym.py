@@ -1,10 +1,10 @@
-"""Plays rows of a NeMo Gym dataset through `rollyard gym-agent`, as Gym's collector and NeMo RL do, and shows what a
-trainer learns from: tokens, mask, logprobs, and each rollout's advantage in its group. It needs neither of the two.
+"""Runs rows of a NeMo Gym dataset through `rollyard gym-agent`, as Gym's collector and NeMo RL do, and prints what a
+trainer gets: tokens, mask, logprobs, and each rollout's advantage in its group. It needs neither Gym nor NeMo RL.
 
     rollyard gym-agent --port 8130 --server counter &
     python examples/trainers/nemo_gym.py rows.jsonl --agent http://127.0.0.1:8130 --repeats 4
 
-docs/how-to/train-with-nemo-gym.md says how rows are made and how Gym is told of the agent.
+docs/how-to/train-with-nemo-gym.md explains how to make rows and how to configure the agent in Gym.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EPSILON = 1e-6
 
 
 def tokens_of(result: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
-    """Ids, mask and logprobs of a result; what was seen must be the beginning of each next prompt."""
+    """Ids, mask and logprobs of a result. Each prompt must start with all tokens before it."""
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -62,7 +62,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
         for task, row in enumerate(rows):
             group = await asyncio.gather(*(play(row, task, repeat) for repeat in range(arguments.repeats)))
-            # what failed is in neither loss nor baseline; what may not be trained on carries no tokens
+            # Failed rollouts are in neither loss nor baseline; rollouts with mask_sample have no tokens.
             counted = [it for it in group if "_ng_failure_class" not in it and not it["mask_sample"]]
             failed = [it["_ng_failure_class"] for it in group if "_ng_failure_class" in it]
             say(f"task {task}: {len(counted)} of {len(group)} to be trained on", *failed)

@@ -2,8 +2,8 @@
 
     python examples/trainers/verl_grpo.py --model Qwen/Qwen3-0.6B --tasks examples/tasks.jsonl [settings of verl]
 
-Writes the tasks as rows of verl's data and starts verl's own trainer on them, with Rollyard in the place of its agent
-loops; verl's rollout servers become the engines of the policy. docs/how-to/train-with-verl.md says what to mind.
+Writes the tasks as rows of verl's data and starts verl's own trainer on them, with Rollyard instead of verl's agent
+loops; verl's rollout servers become the engines of the policy. docs/how-to/train-with-verl.md has the details.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MANAGER = "rollyard.trainers.verl.RollyardAgentLoopManager"
 
 def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description="verl's GRPO on Rollyard's rollouts")
-    parser.add_argument("--model", required=True, help="what is trained: a folder, or a name on the hub")
+    parser.add_argument("--model", required=True, help="the model to train: a folder, or a name on the hub")
     parser.add_argument("--tasks", type=Path, required=True, help="a JSON Lines file of tasks")
-    parser.add_argument("--validate", type=Path, help="another one, for validation; by default the same")
+    parser.add_argument("--validate", type=Path, help="a JSON Lines file of tasks for validation; default: --tasks")
     parser.add_argument("--run", default="verl")
-    parser.add_argument("--prompts", type=int, default=16, help="in a step")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
@@ -32,14 +32,15 @@ def options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_rows(tasks: Path, to: Path) -> Path:
-    """verl's data: what it wants itself, and the task, as text, since parquet and JSON Lines mix the fields of rows."""
+    """Writes verl's data: the fields that verl requires, and the task as text, because parquet and JSON Lines merge the
+    fields of all rows."""
     to.parent.mkdir(parents=True, exist_ok=True)
     lines = [line for line in tasks.read_text().splitlines() if line.strip()]
     with to.open("w") as file:
         for index, line in enumerate(lines):
             environment = json.loads(line)["environment"]
             row = {
-                "prompt": [{"role": "user", "content": f"{environment} task {index}"}],  # nobody reads it
+                "prompt": [{"role": "user", "content": f"{environment} task {index}"}],  # not used
                 "data_source": environment,
                 "reward_model": {"style": "rule", "ground_truth": ""},
                 "extra_info": {"index": index},
@@ -67,7 +68,7 @@ def settings(args: argparse.Namespace) -> list[str]:
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
         "algorithm.adv_estimator=grpo",
-        # A prompt all of whose rollouts were lost is replaced by another, instead of being missed.
+        # If all rollouts of a prompt are lost, the prompt is replaced by another one.
         "trainer.v1.sampler.sync_refill_failed_groups=True",
         f"trainer.n_gpus_per_node={args.gpus}",
         f"trainer.total_training_steps={args.steps}",

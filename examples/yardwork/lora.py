@@ -1,8 +1,8 @@
 """A LoRA adapter for a Llama-like model, trained as stacked matrices, and saved in PEFT's layout.
 
-A small model on a large GPU waits for Python, not for arithmetic. So the matrices of all layers lie in one tensor for
-each kind of projection: the sum W + scale · B A is one product for all layers, and the model itself runs as if it had
-no adapter. What is saved is what PEFT would save: `rollyard engine --adapter` and PEFT itself load it.
+A small model on a large GPU is limited by Python, not by arithmetic. So one tensor per kind of projection contains the
+matrices of all layers: the sum W + scale · B A is one product for all layers, and the model itself runs as if it had no
+adapter. The saved files are those of PEFT: `rollyard engine --adapter` and PEFT itself can load them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PROJECTIONS = {
 
 
 class Lora(nn.Module):
-    """See the module. `causal` stays as it is."""
+    """A trainable adapter for `causal`, which is not modified."""
 
     def __init__(self, causal: Any, rank: int, alpha: float) -> None:
         super().__init__()
         self.rank, self.alpha = rank, alpha
-        self._causal = [causal.eval().requires_grad_(False)]  # in a list: no part of what is trained
+        self._causal = [causal.eval().requires_grad_(False)]  # in a list, so that it is not a submodule
         self._bases: dict[str, Tensor] = {}
         first, second = {}, {}
         for block, names in PROJECTIONS.items():
@@ -45,7 +45,7 @@ class Lora(nn.Module):
         self.first, self.second = nn.ParameterDict(first), nn.ParameterDict(second)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """The last hidden states. Sequences may be padded on the right: nobody sees what follows."""
+        """The last hidden states. Sequences may be padded on the right: attention is causal."""
         weights: dict[str, Tensor] = {}
         for path, base in self._bases.items():
             name = path.rpartition(".")[2]
@@ -84,7 +84,7 @@ class Lora(nn.Module):
             one.copy_(saved[name])
 
     def _named(self) -> Mapping[str, Tensor]:
-        """Views of the matrices of each layer."""
+        """Views of each layer's matrices, by PEFT's names."""
         return {
             f"base_model.model.model.layers.{n}.{path}.lora_{letter}.weight": one
             for path in self._bases

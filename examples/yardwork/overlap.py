@@ -1,16 +1,16 @@
-"""What it brings to sample and to learn at the same time: the same RL, decoupled and coupled, by tool latency.
+"""Measures the benefit of sampling and learning at the same time: the same RL, decoupled and coupled, by tool latency.
 
     python examples/yardwork/overlap.py --start ADAPTER --out runs/overlap --json -- --run-slots 96 -- --want 16
 
-Decoupled is `--max-staleness 1`: the next batch is sampled while this one is learned from. Coupled is 0: the same code
-takes turns, in two ways (`pace` in training.py): `coupled` begins what the batch still needs, `coupled_oversampled`
-more than that at once, and throws away what is left over. Everything else is the same: one engine, one service, one
-process that trains, weights to begin with, tasks, seeds, sizes.
+Decoupled is `--max-staleness 1`: the next batch is sampled while the trainer learns from this one. Coupled is 0: the
+same code alternates, in two variants (`pace` in training.py): `coupled` starts only what the batch still needs;
+`coupled_oversampled` starts more at once and discards the surplus. Everything else is the same: engine, service,
+trainer process, initial weights, tasks, seeds, sizes.
 
-The engine records each size of batch when it first meets it, so some steps that do not count come first (`--warm-up`),
-and the first `--skip` of each run do not count either. Tokens are those that a gradient was taken of. What is there
-already is in overlap.json, should somebody pull the plug. What follows the first -- goes to `alone.py`, and what
-follows the second to `train.py`.
+The engine records a CUDA graph for each batch size on first use, so uncounted steps come first (`--warm-up`), and the
+first `--skip` steps of each run do not count either. Tokens are those that contribute to a gradient. Results so far are
+in overlap.json, in case the measurement is interrupted. Options after the first -- are for `alone.py`, those after the
+second for `train.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAYS = {
     "coupled": ["--max-staleness", "0"],
     "coupled_oversampled": ["--max-staleness", "0", "--oversample"],
 }
-THROWN_AWAY = ("filtered", "lost")  # rewards that do not differ; what was left over
+THROWN_AWAY = ("filtered", "lost")  # equal rewards; surplus
 QUERY = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
 
 
@@ -41,21 +41,21 @@ def main() -> None:
     given, _, rest = _cut(sys.argv[1:])
     services, _, train = _cut(rest)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--start", required=True, help="an adapter to begin with")
+    parser.add_argument("--start", required=True, help="the adapter to start with")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--latency-s", type=float, nargs="+", default=[0.0, 0.1, 1.0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--skip", type=int, default=2)
-    parser.add_argument("--warm-up", type=int, default=6, help="steps of each way before anything is measured")
+    parser.add_argument("--warm-up", type=int, default=6, help="steps of each variant before anything is measured")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(given)
     if not 0 <= args.skip < args.steps or args.warm_up < 0:
-        parser.error("--skip: fewer than --steps; --warm-up: 0 or more")
+        parser.error("--skip must be less than --steps, and --warm-up 0 or more")
     if len({*args.ways}) < len(args.ways) or len({*args.latency_s}) < len(args.latency_s):
-        parser.error("--ways, --latency-s: each once")
-    if args.out.exists():  # what is there is of other weights, or cut
-        raise SystemExit(f"{args.out} is there already: give another --out, or delete it")
+        parser.error("--ways and --latency-s must not repeat a value")
+    if args.out.exists():  # its results are of other weights, or incomplete
+        raise SystemExit(f"{args.out} already exists: choose another --out, or delete it")
     found: dict[str, Any] = {}
     parts = alone.options(["--data", str(args.out / "service"), *services])
     with alone.running(parts) as told, alone.trainer([*told, *train], parts.trainer_share) as training:
@@ -67,7 +67,7 @@ def main() -> None:
             out.mkdir(parents=True)
             with _Busy(out / "gpu.csv") as busy:
                 if not training([*map(str, fixed), *way]):
-                    raise SystemExit(f"{name} did not come to its end: see above")
+                    raise SystemExit(f"{name} did not complete: see above")
             return busy
 
         for way in args.ways if args.warm_up else ():
@@ -86,8 +86,8 @@ def main() -> None:
 
 
 def ratios(found: dict[str, Any], latency_s: float) -> dict[str, Any]:
-    """Of tokens per second: decoupled to each of those that take turns, as far as they are there; and where 95 of 100
-    such ratios lie if each run's steps are drawn again (that is the noise of steps, not of runs)."""
+    """The ratios of tokens per second of decoupled to each coupled variant, as far as they are measured, each with a
+    95 % bootstrap interval over the steps of each run (that is the noise of steps, not of runs)."""
     steps = {way: found[name]["steps"] for way in WAYS if (name := f"{way}_{latency_s:g}") in found}
     ours, told = steps.pop("decoupled", None), {}
     for way, theirs in steps.items() if ours else ():
@@ -101,7 +101,7 @@ def ratios(found: dict[str, Any], latency_s: float) -> dict[str, Any]:
 
 
 def per_s(steps: Sequence[Sequence[float]]) -> float:
-    """Of steps: tokens and seconds of each."""
+    """Tokens per second of steps, each given as tokens and seconds."""
     return sum(tokens for tokens, _ in steps) / sum(took_s for _, took_s in steps)
 
 
@@ -109,7 +109,7 @@ def measured(out: Path, skip: int, busy: _Busy) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["phase"] == "rl"][skip:]
     took_s = sum(step["step_s"] for step in steps)
-    over = (out / "metrics.jsonl").stat().st_mtime  # the last step is its last line
+    over = (out / "metrics.jsonl").stat().st_mtime  # its last line is the last step
     tokens = {name: sum(step["figures"][f"tokens_{name}"] for step in steps) for name in ("delivered", *THROWN_AWAY)}
     pairs = [[step["tokens_trained"], step["step_s"]] for step in steps]
     return {
@@ -127,7 +127,7 @@ def measured(out: Path, skip: int, busy: _Busy) -> dict[str, Any]:
 
 
 class _Busy:
-    """How busy the GPU is meanwhile, in the eyes of its driver, which writes it into a file."""
+    """Records the GPU's utilization, as reported by its driver, to a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -136,7 +136,7 @@ class _Busy:
         with self._file.open("wb") as file:
             try:
                 self._process = subprocess.Popen(QUERY, stdout=file)
-            except OSError:  # there is none
+            except OSError:  # no nvidia-smi, so no GPU
                 self._process = None
         return self
 
@@ -146,11 +146,11 @@ class _Busy:
             self._process.wait()
 
     def share(self, since: float, until: float) -> float | None:
-        """In that time; None without a GPU."""
+        """The mean utilization in that time; None without a GPU."""
         seen: list[float] = []
         for line in self._file.read_text().splitlines():
             at, _, value = line.partition(", ")
-            with suppress(ValueError):  # half a line, or a word instead of a number
+            with suppress(ValueError):  # an incomplete line, or a word instead of a number
                 if since <= datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp() <= until:
                     seen.append(float(value))
         return sum(seen) / len(seen) / 100 if seen else None

@@ -1,9 +1,9 @@
-"""What came of some runs of `train.py`, as Markdown: pass@1, by family too, curves, where time went, logprobs by lag.
+"""Prints results of `train.py` as Markdown: pass@1, also by family, curves, times, logprobs by lag.
 
     python examples/yardwork/report.py runs/seed-0 runs/seed-1 runs/seed-2 [--every 10]
 
-A run is its `--out` folder, or its metrics.jsonl. A share is of all that happened in those steps: of all groups that
-were judged, of all tokens that were sampled.
+A run is its `--out` folder, or its metrics.jsonl. Shares are of all groups judged, or all tokens sampled, in those
+steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMES |= {"score_s": "validating"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--every", type=int, default=10, help="steps of RL in a row of the curves")
+    parser.add_argument("--every", type=int, default=10, help="steps of RL per row of the curves")
     args = parser.parse_args()
     runs = {path.stem if path.is_file() else path.name: read(path) for path in args.runs}
     print("\n".join(report(runs, args.every)))
@@ -37,7 +37,7 @@ def read(path: Path) -> list[Line]:
     try:
         return [json.loads(line) for line in file.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path} is no run: {error}") from error
+        raise SystemExit(f"{path} is not a run: {error}") from error
 
 
 def report(runs: dict[str, list[Line]], every: int) -> list[str]:
@@ -64,7 +64,7 @@ def tests(runs: dict[str, list[Line]]) -> Iterable[list[str]]:
 
 
 def families(runs: dict[str, list[Line]]) -> list[str]:
-    """As trained weights sample, stage by stage: a column for each family."""
+    """Sampled pass@1 of the trained weights: a row per stage, a column per family."""
     found = [
         (f"{name}, {stage}", line["result"]["by"])
         for name, lines in runs.items()

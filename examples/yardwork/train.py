@@ -1,21 +1,22 @@
-"""Teaches a small model yardwork, through Rollyard's public API alone: a warm start on demonstrations, then RL.
+"""Trains a small model on yardwork, using only Rollyard's public API: a warm start on demonstrations, then RL.
 
     python examples/yardwork/alone.py --model smollm2 -- --out runs/one             # engine, service and trainer here
-    python examples/yardwork/train.py --model FOLDER --engine URL --out runs/one    # with those that you have started
+    python examples/yardwork/train.py --model FOLDER --engine URL --out runs/one    # with running ones
 
-1. Warm start. The agent `demonstrate` leaves token-exact traces of the tasks' own solutions. A LoRA adapter is trained
-   on them until pass@1 on a validation part of the held-out split has stopped rising; the best epoch stays.
-2. RL. A draw hands out groups whose rewards differ (DAPO's dynamic sampling), advantages are GRPO's, the loss is a mean
-   over tokens, each token's weight is its importance ratio, cut off at `--cap`, and a token that has come as far as
-   `--clip` is left alone. While a batch is learned from, `--rounds` times, the next one is being sampled by the weights
-   before (`--max-staleness 1`); 0 takes turns instead, `pace` says how. What is nearly always solved is in few of such
-   groups, and wrong uses of its words elsewhere unteach it: so some demonstrations are learned along (`--anchor`).
+1. Warm start. The agent `demonstrate` produces token-exact traces of the tasks' own solutions. A LoRA adapter is
+   trained on them until pass@1 on a validation part of the held-out split stops rising; the best epoch is kept.
+2. RL. A draw delivers groups whose rewards differ (DAPO's dynamic sampling). Advantages are GRPO's. The loss is a mean
+   over tokens; each token's weight is its importance ratio, capped at `--cap`, and a token whose ratio has reached
+   `--clip` is skipped. While the trainer learns from a batch, `--rounds` times, the next one is sampled with the
+   previous weights (`--max-staleness 1`); with 0, sampling and learning alternate (see `pace`). Tasks that are nearly
+   always solved are in few such groups, and the model unlearns them from wrong uses of their words in other tasks; so
+   each step also learns from some demonstrations (`--anchor`).
 
-Everything is in `--out`. Cut it anywhere, run it again, and it goes on from the last checkpoint: what is random depends
-on the seed and the step alone, and the draw is told which batches the checkpoint knows. `--minutes 8` cuts it.
+All state is in `--out`. Interrupt it at any time and run it again: it continues from the last checkpoint. Randomness
+depends only on the seed and the step, and the draw is rewound to the checkpoint's batch. `--minutes 8` ends it early.
 
-With `-` at the end, one process runs several trainings, one after another: each line of stdin has the options of one,
-in addition to those of the command line.
+With `-` at the end, one process runs several trainings, one after another: each line of stdin contains the options of
+one training, in addition to those of the command line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 OVER = "this training is over"
-"""What the process says after each of several trainings."""
+"""What the process prints after each of several trainings."""
 
 
 def main() -> None:
@@ -38,14 +39,14 @@ def main() -> None:
         return
     for line in sys.stdin:
         train([*given[:-1], *shlex.split(line)])
-        gc.collect()  # its model, before the next one is loaded
+        gc.collect()  # frees its model before the next one is loaded
         print(OVER, flush=True)
 
 
 def train(given: Sequence[str]) -> None:
-    args = options(given)  # wrong ones are refused before torch is imported, which takes seconds
+    args = options(given)  # refuses wrong options before torch is imported, which takes seconds
 
-    gc.disable()  # while hundreds of thousands of objects are made, none of them garbage
+    gc.disable()  # the imports create hundreds of thousands of objects, and no garbage
     from training import run
 
     gc.enable()
@@ -56,51 +57,51 @@ def options(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="the folder of the model that the engine serves")
-    add("--engine", required=True, help="the URL of `rollyard engine`: it is told the folder of each new adapter")
-    add("--service", help="the URL of `rollyard serve`; else $ROLLYARD_URL")
-    add("--token", help="its token; else $ROLLYARD_TOKEN")
-    add("--out", type=Path, required=True, help="checkpoints and metrics; the same again goes on from there")
+    add("--engine", required=True, help="the URL of `rollyard engine`, which loads each new adapter")
+    add("--service", help="the URL of `rollyard serve`; default $ROLLYARD_URL")
+    add("--token", help="its token; default $ROLLYARD_TOKEN")
+    add("--out", type=Path, required=True, help="checkpoints and metrics; an existing folder is continued")
     add("--seed", type=int, default=0)
-    add("--device", help="by default cuda where there is one, else cpu")
-    add("--bf16", action="store_true", help="compute in bfloat16, if the device can; weights stay float32")
-    add("--levels", default="1-2", help="of the tasks, in training and in testing")
+    add("--device", help="default: cuda if available, else cpu")
+    add("--bf16", action="store_true", help="compute in bfloat16, if the device supports it; weights stay float32")
+    add("--levels", default="1-2", help="levels of the tasks, in training and in testing")
     add("--families", default="all")
-    add("--start", type=Path, help="an adapter to begin RL with, instead of a warm start, and without demonstrations")
+    add("--start", type=Path, help="start RL with this adapter, without a warm start and without demonstrations")
     add("--rank", type=int, default=8)
-    add("--micro-tokens", type=int, default=32768, help="in one forward pass")
+    add("--micro-tokens", type=int, default=32768, help="tokens per forward pass")
     add("--demonstrations", type=int, default=512)
     add("--warm-lr", type=float, default=1e-3)
     add("--warm-batch", type=int, default=16)
-    add("--passes", type=int, default=2, help="over the demonstrations, in an epoch")
-    add("--patience", type=int, default=2, help="epochs without a better pass@1, after which the warm start ends")
+    add("--passes", type=int, default=2, help="passes over the demonstrations per epoch")
+    add("--patience", type=int, default=2, help="end the warm start after so many epochs without a better pass@1")
     add("--max-epochs", type=int, default=12)
-    add("--more-warm-s", type=float, default=0, help="no RL: so many seconds more of warm start on the device instead")
-    add("--steps", type=int, default=60, help="of RL: batches, and versions of the weights")
-    add("--want", type=int, default=32, help="groups in a batch")
+    add("--more-warm-s", type=float, default=0, help="instead of RL, continue the warm start for so many seconds")
+    add("--steps", type=int, default=60, help="steps of RL: each is one batch and one weight version")
+    add("--want", type=int, default=32, help="groups per batch")
     add("--group-size", type=int, default=8)
-    add("--minibatches", type=int, default=2, help="optimizer steps for each round of a batch")
-    add("--rounds", type=int, default=2, help="how often a batch is learned from: sampling is what takes the time")
+    add("--minibatches", type=int, default=2, help="optimizer steps per round of a batch")
+    add("--rounds", type=int, default=2, help="how often to learn from a batch: sampling takes most of the time")
     add("--lr", type=float, default=3e-4)
-    add("--rise", type=int, default=5, help="steps over which it rises: Adam's first ones go as far for noise")
-    add("--fall", type=float, default=0.1, help="what is left of it at the last step: noise is forgotten on the way")
-    add("--cap", type=float, default=2.0, help="of importance weights")
-    add("--clip", type=float, nargs=2, default=(0.2, 0.28), help="a token's ratio is driven no further down, or up")
-    add("--anchor", type=float, default=0.125, help="demonstrations learned again for each rollout: one for eight")
-    add("--max-staleness", type=int, default=1, help="0: sampling and learning take turns")
-    add("--oversample", action="store_true", help="where they take turns: begin more than a batch needs (see `pace`)")
-    add("--tool-latency-s", type=float, default=0.0, help="each tool call takes so much longer (to measure)")
-    add("--keep", default="spread", help="which groups are handed out: spread, or all")
+    add("--rise", type=int, default=5, help="warm-up steps of --lr: Adam's first steps are large even for noise")
+    add("--fall", type=float, default=0.1, help="share of --lr at the last step: the decay averages out noise")
+    add("--cap", type=float, default=2.0, help="upper limit of importance weights")
+    add("--clip", type=float, nargs=2, default=(0.2, 0.28), help="how far a token's ratio may move down and up")
+    add("--anchor", type=float, default=0.125, help="demonstrations to learn from per rollout; 0.125 is one for eight")
+    add("--max-staleness", type=int, default=1, help="0: sampling and learning alternate")
+    add("--oversample", action="store_true", help="if they alternate: start more than a batch needs (see `pace`)")
+    add("--tool-latency-s", type=float, default=0.0, help="delay each tool call (for measurements)")
+    add("--keep", default="spread", help="which groups the draw delivers: spread or all")
     add("--max-turns", type=int, default=8)
     add("--validate-tasks", type=int, default=128)
     add("--test-tasks", type=int, default=512)
     add("--validate-every", type=int, default=10)
     add("--save-every", type=int, default=5)
-    add("--minutes", type=float, help="save, and end, after so many")
+    add("--minutes", type=float, help="save and end after so many minutes")
     add("--tensorboard", action="store_true")
     add("--wandb", metavar="PROJECT")
     args = parser.parse_args(given)
     if args.oversample and args.max_staleness:
-        parser.error("--oversample: that is for --max-staleness 0, where sampling and learning take turns")
+        parser.error("--oversample needs --max-staleness 0, with which sampling and learning alternate")
     return args
 
 

@@ -1,4 +1,4 @@
-"""One training of `train.py`: the warm start and RL, their checkpoints, and what the service is asked for."""
+"""One training of `train.py`: the warm start and RL, their checkpoints, and the calls of the service."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from rollyard.client.batching import collate
 from rollyard.envs.yardwork import YardworkEnvironment
 
 WAIT_S = 60.0
-VALIDATION, TEST = 1, 2  # seeds of the held-out split: one decides when to stop, the other is only ever measured
+VALIDATION, TEST = 1, 2  # seeds of the held-out split: one decides when to stop, the other is only for tests
 
 
 class Cut(Exception):
-    """The time that was given is over, and everything is saved."""
+    """The time limit was reached, and everything is saved."""
 
 
 class Training:
-    """The two phases. `version` is that of the weights that the engine has."""
+    """The warm start and RL. `weights` is the digest of the adapter that the engine has."""
 
     def __init__(self, args: argparse.Namespace, yard: rollyard.Client) -> None:
         self.args = args
         self.yard = yard
         self.name = _name(args.out)
-        self.weights = ""  # the digest of those that the engine has
+        self.weights = ""  # the digest of the engine's adapter
         self.learner = Learner(args)
         self.log = Log(args.out, has_tensorboard=args.tensorboard, wandb_project=args.wandb)
         self.spent: dict[str, float] = defaultdict(float)
         self.anchors: list[dict[str, np.ndarray]] = []
         self.ends = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
-        self.agent = {"schemas": False}  # what the tools are, it learns from the demonstrations
+        self.agent = {"schemas": False}  # the model learns the tools from the demonstrations
         latency = {"tool_latency_s": args.tool_latency_s}
         limits = {"max_turns": args.max_turns, "max_tokens": 320, "max_context": 1024, "run_s": 120.0}
         self.defaults: dict[str, Any] = {
             "sampling": {"temperature": 1.0, "max_tokens": 80},
-            "limits": limits | {"tool_s": 10.0},  # one command without end would hold up a whole evaluation
+            "limits": limits | {"tool_s": 10.0},  # a command that hangs would delay a whole evaluation
             "agent": {"name": "native", "options": self.agent | latency},
         }
         self.tasks = {"levels": args.levels, "families": args.families}
@@ -64,7 +64,7 @@ class Training:
     # --- weights and scores
 
     def push(self, version: int) -> None:
-        """Gives the engine the adapter as it is now. Calls in flight stop for it, and go on with the new weights."""
+        """Loads the current adapter into the engine. Calls in flight pause, then continue with the new weights."""
         with self.spending("push_s"):
             folder = self.learner.save_adapter(self.args.out / "pushed")
             self.weights = sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[:12]
@@ -74,11 +74,11 @@ class Training:
                 urllib.request.urlopen(request, timeout=120).close()
 
     def score(self, what: str, seed: int, count: int, heat: float, rules: str = "trained") -> dict[str, Any]:
-        """Of the weights that the engine has, on the held-out split: pass@1 with its interval."""
+        """Evaluates the engine's weights on the held-out split. Returns the result, with pass@1 and its interval."""
         chosen = {**self._options("held_out", seed, count), "rules": rules}
         body = {"environment": "yardwork", "options": chosen}
         defaults = {**self.defaults, "sampling": {**self.defaults["sampling"], "temperature": heat}}
-        for attempt in range(3):  # an id is an evaluation, for ever: of these weights, and of no others
+        for attempt in range(3):  # an id identifies one evaluation of these weights for ever
             id = f"{self.name}-{what}-{self.weights}" + (f"-{attempt}" if attempt else "")
             with self.spending("score_s"):
                 found = self.yard.evaluate(
@@ -92,7 +92,7 @@ class Training:
         return {**self.tasks, "split": split, "seed": str(seed), "count": str(count)}
 
     def test(self, what: str) -> None:
-        """The final word on some weights, by tasks that decided nothing: as it samples, greedily, and on new rules."""
+        """The final test of some weights, on tasks that decided nothing: sampled, greedy, and on new rules."""
         ways = [("_greedy", 0.0, "trained"), ("_new_rules", 1.0, "new")] if what != "raw" else []
         known = {line["phase"] for line in self.log.lines() if line.get("what") == what}
         for tag, heat, rules in [*ways, ("", 1.0, "trained")]:
@@ -111,7 +111,7 @@ class Training:
     # --- 1. the warm start
 
     def demonstrations(self) -> list[dict[str, np.ndarray]]:
-        """Traces of the tasks' own solutions, as the policy would have had to sample them."""
+        """Traces of the tasks' own solutions, as if the policy had sampled them."""
         kept = self.args.out / "demonstrations.npz"
         if not kept.exists():
             run = f"{self.name}-demonstrations"
@@ -126,14 +126,14 @@ class Training:
                 for trace in self.yard.traces(record.id) if record.reward == 1.0 else ():
                     arrays[f"ids{number}"], arrays[f"mask{number}"] = trace.token_ids, trace.mask
             if not arrays:
-                raise SystemExit(f"none of {len(records)} demonstrations earned a reward: see rollyard rollouts list")
+                raise SystemExit(f"of {len(records)} demonstrations, 0 got a reward: see rollyard rollouts list")
             np.savez(kept.with_name("new.npz"), **arrays)
             kept.with_name("new.npz").replace(kept)
         found = np.load(kept)
         return [{"ids": found[n], "mask": found[n.replace("ids", "mask")]} for n in found.files if n.startswith("ids")]
 
     def warm(self) -> None:
-        """Until pass@1 has stopped rising. `warm` is the checkpoint at work, `best` the one that is left."""
+        """Trains until pass@1 stops rising. `warm` is the current checkpoint, `best` is the one that RL starts from."""
         out, args = self.args.out, self.args
         state = {"epoch": 0, "best": -1.0, "waited": 0}
         if has_saved(out / "warm"):
@@ -165,8 +165,8 @@ class Training:
         return sum(losses) / len(losses)
 
     def more_warm(self) -> None:
-        """What the same time on the device gives without RL: at its end, and where validation found it best. It has no
-        checkpoints: cut, it begins again."""
+        """Measures what the same time on the device gives without RL: at its end, and at the best validation. It has no
+        checkpoints: if interrupted, it starts again."""
         if self.log.has_tested("more-warm-best"):
             return
         args, learner, rows, best = self.args, self.learner, self.demonstrations(), -1.0
@@ -228,12 +228,12 @@ class Training:
         draw.close()
 
     def _next(self, draw: Any, step: int) -> Any:
-        """The next batch. One that is long in coming is told of; it is the time to be cut, too."""
+        """The next batch. While it waits, it reports the state of the draw and checks the time limit."""
         while True:
             try:
                 return draw.batch(want=self.args.want, timeout_s=WAIT_S)
             except rollyard.DrawEnded as ended:
-                raise SystemExit(f"the draw has no more to learn from: {ended}") from ended
+                raise SystemExit(f"the draw has ended: {ended}") from ended
             except TimeoutError:
                 seen = draw.status().get("figures") or {}
                 print(f"step {step} waits for groups: {seen.get('all_zero')} all zero, {seen.get('all_one')} all one")
@@ -279,9 +279,9 @@ class Training:
 
 
 def pace(max_staleness: int, *, oversample: bool) -> dict[str, Any]:
-    """Of a draw. With 0 nothing is sampled while a batch is learned from: no more is begun than the batch still needs,
-    again and again, and nothing is lost. Oversampled, as many are begun as the kept share asks for, and what is left
-    over is thrown away, at work or done: that takes less time, and leans towards short rollouts."""
+    """A draw's options. With `max_staleness` 0 nothing is sampled during learning: the draw repeatedly starts only what
+    the batch still needs, and nothing is discarded. With `oversample` it starts as many groups as the kept share
+    requires and discards the surplus, running or done: that is faster, and biased towards short rollouts."""
     if max_staleness:
         return {"max_staleness": max_staleness}
     strict = {"on_stale": "drop", "surplus": "cancel"} if oversample else {"on_stale": "wait"}
@@ -289,7 +289,7 @@ def pace(max_staleness: int, *, oversample: bool) -> dict[str, Any]:
 
 
 def _name(out: Path) -> str:
-    """Of its runs, draws and evaluations: those of a folder that was deleted are not taken for this one's."""
+    """The name prefix of its runs, draws and evaluations. It is random, so that a deleted folder's are not reused."""
     kept = out / "id"
     if not kept.exists() or not kept.read_text():
         kept.write_text(f"{out.resolve().name}-{secrets.token_hex(3)}")
@@ -297,7 +297,7 @@ def _name(out: Path) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The whole training, from wherever its folder is."""
+    """Runs or continues the training in its folder."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
@@ -305,7 +305,7 @@ def run(args: argparse.Namespace) -> None:
         training = Training(args, yard)
         try:
             if training.wants_test("raw"):
-                training.push(0)  # an adapter that has learned nothing adds nothing
+                training.push(0)  # an untrained adapter changes nothing
                 training.test("raw")
             if args.start:
                 training.learner.lora.load(args.start)
@@ -323,6 +323,6 @@ def run(args: argparse.Namespace) -> None:
             training.reinforce()
             if training.wants_test("rl"):
                 training.test("rl")
-            print(f"done: see it at work with rollyard demo --adapter {args.out / 'rl'}", flush=True)
+            print(f"done: try it with rollyard demo --adapter {args.out / 'rl'}", flush=True)
         except Cut:
-            print("the time is over, and everything is saved: run the same command again to go on", flush=True)
+            print("the time is over and everything is saved: run the same command again to continue", flush=True)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollyard.client import AsyncClient, Client, DrawEnded
+    from rollyard.core.version import __version__
     from rollyard.pipeline.handler import Handler
-
-__version__ = "0.1.0"
 
 __all__ = ["AsyncClient", "Client", "DrawEnded", "Handler", "__version__"]
 
@@ -20,6 +19,10 @@ def __getattr__(name: str) -> object:
         from rollyard import client
 
         return getattr(client, name)
+    if name == "__version__":
+        from rollyard.core.version import __version__
+
+        return __version__
     if name == "Handler":
         from rollyard.pipeline.handler import Handler
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.bench._census import Census, adopting, control_of
-from rollyard.cli.bench.endurance import bench_endurance
-from rollyard.cli.bench.sandbox import bench_sandbox
-from rollyard.cli.bench.survive import bench_survive
+from bench._census import Census, adopting, control_of
+from bench.endurance import bench_endurance
+from bench.sandbox import bench_sandbox
+from bench.survive import bench_survive
 
 pytestmark = pytest.mark.slow
 

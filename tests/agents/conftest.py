@@ -1,4 +1,4 @@
-"""A real engine over HTTP that says what a test tells it, a real router, and the package's small tokenizer."""
+"""A real engine over HTTP with scripted replies, a real router, and the package's small tokenizer."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ USER = ({"role": "user", "content": "please"},)
 
 @dataclass
 class Jotter:
-    """A tool that writes down how it was called, and answers by a function of the test's."""
+    """A tool that records its calls and returns the result of the test's function."""
 
     answer: Callable[[Mapping[str, Json]], Any] = lambda arguments: f"did {arguments.get('command')}"
     calls: list[Mapping[str, Json]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Jotter:
 
 @dataclass
 class Scene:
-    """One rollout's RUN, ready to go."""
+    """One rollout's RUN, ready to start."""
 
     engine: ScriptedEngine
     context: AgentContext
@@ -138,7 +138,7 @@ def scene(renderer: ChatML) -> Stage:
 
 
 def call(name: str, **arguments: Json) -> str:
-    """A tool call as a model writes it."""
+    """Returns a tool call as a model writes it."""
     import json
 
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -1,4 +1,4 @@
-"""For tests of agent programs: scripts by the program's own tools, and what was installed, once per machine."""
+"""Helpers for tests of agent programs: scripts with the program's tools, and programs installed once per machine."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ GREETING = "greeting.txt says 'Hello, wrold!'. Correct its spelling."
 
 
 def installed(name: str) -> AgentInstalls:
-    """A shelf that has it. The first call on a machine fetches it; all later ones find it."""
+    """Returns installs that contain the preset. The first call on a machine downloads it."""
     shelf = AgentInstalls(CACHE / "agents")
     asyncio.run(shelf.install(preset(name)))
     return shelf
@@ -57,11 +57,11 @@ while True:
         break
 print("it ends", flush=True)
 """
-"""An agent as people write them: it keeps its history, runs what it is told, and ends when nothing is called."""
+"""A typical agent: it keeps its history, runs the calls, and ends when there is none."""
 
 
 def runs(code: str, *more: str, **options: Any) -> dict[str, Json]:
-    """Options of the agent `command` for a Python program, run by our own Python: images need not have one."""
+    """Returns options of the agent `command` for a program run by the portable Python: images need not have one."""
     command: list[Json] = ["{{python}}", "-c", code, "{{instruction}}", *more]
     return {"command": command, "env": {"BASE_URL": "{{base_url}}"}, **options}
 
@@ -75,7 +75,7 @@ def said(turn: TryTurn) -> str:
 
 
 def plays(turns: Sequence[str | Reply]) -> Any:
-    """A script by the number of assistant turns in the prompt; who asks without a session (a probe) hears "ok"."""
+    """Returns a script by the number of assistant turns in the prompt. A probe has no session and gets "ok"."""
 
     def script(turn: Turn) -> Reply | str:
         return turns[min(turn.number, len(turns) - 1)] if turn.session_id else "ok"

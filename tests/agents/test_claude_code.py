@@ -29,7 +29,7 @@ def shelf() -> AgentInstalls:
 async def rolled(
     folder: Path, shelf: AgentInstalls, turns: Sequence[str], task: Task | None = None
 ) -> tuple[Rollout, Trajectory]:
-    """How it ended, and what it left, proven."""
+    """Returns how it ended, and its trajectory, verified."""
     async with site(folder, plays(turns), agents=Agents(shelf=shelf)) as pipeline:
         rollout = await pipeline.rolled(task or greeting_task(NAME), within_s=90)
         await pipeline.idle()
@@ -71,11 +71,11 @@ async def test_thinking_and_parallel_calls_stay_in_one_trace(tmp_path: Path, she
     assert len(trace.spans) == 4
     assert forks(trajectory) == {}
     tools = [message["content"] for message in trajectory.messages if message.get("role") == "tool"]
-    assert "Error: Exit code 1" in tools, "a failed command does not read like one that worked"
+    assert "Error: Exit code 1" in tools, "a failed command is distinguishable from a successful one"
 
 
 async def test_a_call_that_it_rewrites_in_its_history_forks(tmp_path: Path, shelf: AgentInstalls) -> None:
-    """It leaves out `cd` into the folder where it is already: other words than the model's, so another history."""
+    """It removes `cd` into the current folder: the call differs from the model's, so the history differs."""
     turns = [READ, call("Bash", command="cd /workspace && ls"), EDIT, "Done."]
     rollout, trajectory = await rolled(tmp_path, shelf, turns)
     assert rollout.ending is not None
@@ -95,7 +95,7 @@ async def test_a_turn_limit_ends_it(tmp_path: Path, shelf: AgentInstalls) -> Non
 
 
 async def test_a_full_context_ends_it(tmp_path: Path, shelf: AgentInstalls) -> None:
-    """It reads our refusal as its own, tries to compact what it has, and gives up: there is no room for that either."""
+    """It recognizes the gateway's refusal, tries to compact its history, and gives up: that does not fit either."""
     flood = call("Bash", command="yes 'a line of some length' | head -n 1000")
     rollout, _ = await rolled(tmp_path, shelf, [flood, "Done."], greeting_task(NAME, max_context=10_000))
     assert rollout.ending is not None

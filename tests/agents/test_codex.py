@@ -16,7 +16,7 @@ from rollyard.tokens import verify
 from tests.agents.harness_parts import call, greeting_task, installed, plays, preset, said
 from tests.pipeline.site import site
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # the first on a machine fetches it
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # the first run on a machine downloads it
 
 NAME = "codex"
 PATCH = "*** Begin Patch\n*** Update File: greeting.txt\n@@\n-Hello, wrold!\n+Hello, world!\n*** End Patch"
@@ -99,7 +99,7 @@ async def test_a_context_that_is_full_truncates_the_rollout(tmp_path: Path, shel
     assert "ran out of room" in str(trajectory.info["harness"])
 
 
-async def test_a_history_that_it_compacts_goes_on_in_another_trace(tmp_path: Path, shelf: AgentInstalls):
+async def test_a_compacted_history_continues_in_another_trace(tmp_path: Path, shelf: AgentInstalls):
     def script(turn: Turn) -> str:
         if "CONTEXT CHECKPOINT COMPACTION" in turn.text:
             return "SUMMARY: half of it is done."
@@ -108,11 +108,11 @@ async def test_a_history_that_it_compacts_goes_on_in_another_trace(tmp_path: Pat
     limit = ["-c", "model_auto_compact_token_limit=11000"]
     rollout, trajectory = await rolled(tmp_path, shelf, script, {"args": limit})
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
-    assert forks_of(trajectory) == {"other tools": 1, "history rewritten": 1}  # to sum up, it offers no tools
+    assert forks_of(trajectory) == {"other tools": 1, "history rewritten": 1}  # its request for a summary has no tools
     assert sum(trace.sampled_tokens for trace in trajectory.traces) == rollout.ending.summary.sampled_tokens
 
 
-async def test_a_sub_agent_is_a_trace_of_its_own(tmp_path: Path, shelf: AgentInstalls):
+async def test_a_sub_agent_has_a_trace_of_its_own(tmp_path: Path, shelf: AgentInstalls):
     def script(turn: Turn) -> str:
         if "CHILD TASK" in turn.text and turn.number == 0:
             return "The child says 42."
@@ -123,7 +123,7 @@ async def test_a_sub_agent_is_a_trace_of_its_own(tmp_path: Path, shelf: AgentIns
 
     rollout, trajectory = await rolled(tmp_path, shelf, script, {"args": ["--enable", "multi_agent"]})
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
-    assert trajectory.turns in (4, 5)  # how often the parent asks depends on when its child ends
+    assert trajectory.turns in (4, 5)  # the number of the parent's calls depends on when its child ends
     assert len(trajectory.traces) == 2
     assert any("The child says 42." in str(message["content"]) for message in trajectory.messages)
 

@@ -1,4 +1,4 @@
-"""Conversations against a real engine over HTTP: every prompt that was sent is what the trace says."""
+"""Conversations against a real engine over HTTP: every prompt that was sent is in the trace."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from .conftest import USER, call
 
 
 def proven(scene):
-    """The traces, verified, and compared with what the engine was really sent."""
+    """Returns the traces, verified and compared with the prompts that the engine received."""
     traces = scene.conversation.traces()
     verify(Trajectory("r1", 1, traces=traces))
     spans = sorted((span.turn, trace.token_ids[: span.start].tolist()) for trace in traces for span in trace.spans)
@@ -40,7 +40,7 @@ async def test_every_prompt_extends_what_was_sent_and_sampled(scene):
         assert [m["role"] for m in s.conversation.messages] == ["user", "assistant"] * 3
 
 
-async def test_what_a_deadline_cut_off_is_in_the_trace(scene):
+async def test_tokens_sampled_before_a_deadline_are_in_the_trace(scene):
     async with scene(["first", Reply("one two three four", stall_after=2)], run_s=0.6) as s:
         await s.conversation.turn(USER, (), max_tokens=50)
         with pytest.raises(DeadlineExpired):
@@ -52,7 +52,7 @@ async def test_what_a_deadline_cut_off_is_in_the_trace(scene):
         assert s.conversation.messages[-1]["role"] == "assistant"
 
 
-async def test_a_deadline_before_any_token_leaves_what_there_was(scene):
+async def test_a_deadline_before_any_token_keeps_the_earlier_turns(scene):
     async with scene(["first", Reply("never", stall_after=0)], run_s=0.6) as s:
         await s.conversation.turn(USER, (), max_tokens=50)
         with pytest.raises(DeadlineExpired):
@@ -63,7 +63,7 @@ async def test_a_deadline_before_any_token_leaves_what_there_was(scene):
 
 
 class Forgetful(ChatML):
-    """Extends nothing, as templates that rewrite history."""
+    """A renderer that extends nothing, like templates that rewrite the history."""
 
     def extend(self, prompt_ids, sampled_ids, new_messages, tools=()):
         return None
@@ -78,13 +78,13 @@ async def test_a_prompt_that_cannot_be_extended_forks_and_drops_nothing(scene, r
         assert [trace.fork_reason for trace in traces] == [None, NOT_EXTENDED, NOT_EXTENDED]
         assert [[(x.turn, x.is_owned) for x in trace.spans] for trace in traces] == [
             [(0, True)],
-            [(0, False), (1, True)],  # rendered again it happens to be the same: a copy, with mask 0
+            [(0, False), (1, True)],  # rendered again it is the same: a copy, with mask 0
             [(0, False), (1, False), (2, True)],
         ]
         assert sum(trace.sampled_tokens for trace in traces) == s.conversation.sampled_tokens
 
 
-async def test_other_tools_make_another_trace(scene):
+async def test_other_tools_start_another_trace(scene):
     schema = {"type": "function", "function": {"name": "x", "description": "", "parameters": {}}}
     async with scene(["one", "two"]) as s:
         await s.conversation.turn(USER, [schema], max_tokens=50)
@@ -129,10 +129,10 @@ async def test_a_cut_by_max_tokens_is_recorded_as_it_is_and_closed_in_the_next_p
         assert s.renderer.decode(trace.token_ids[trace.spans[0].end :]).startswith("<|im_end|>\n<|im_start|>user")
 
 
-async def test_an_engine_that_finds_the_prompt_too_long_means_the_same(scene):
+async def test_a_prompt_that_the_engine_refuses_as_too_long_is_a_context_limit(scene):
     async with scene(["x"]) as s:
         await s.conversation.turn(USER, (), max_tokens=50)
-        s.engine.max_context = 30  # it knows better than it said
+        s.engine.max_context = 30  # less than the engine reported
         with pytest.raises(ContextLimit, match="longer than the maximum"):
             await s.conversation.turn([{"role": "user", "content": "word " * 20}], (), max_tokens=50)
 

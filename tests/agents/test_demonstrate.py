@@ -1,4 +1,4 @@
-"""Demonstrations: an environment's own solution, token by token as the native agent would have had it."""
+"""Demonstrations: an environment's reference solution, in the same tokens as the native agent's."""
 
 import asyncio
 import functools
@@ -56,7 +56,7 @@ def yardwork(data: Mapping[str, Json], agent: str = "demonstrate", **options: Js
 
 @dataclass
 class Stage:
-    """A yard with one engine, which says the replies that it is given, and has nothing to say without."""
+    """A pipeline with one engine, which returns the given replies and fails without them."""
 
     site: Site
     engine: ScriptedEngine
@@ -65,7 +65,7 @@ class Stage:
     def say(self, turn: Turn) -> str:
         if not turn.session_id:
             return "a probe"
-        assert turn.number < len(self.replies), "nobody should have asked"
+        assert turn.number < len(self.replies), "the engine was called"
         return self.replies[turn.number]
 
     async def rolled(self, task: Task, **fields: Any) -> tuple[Rollout, tuple[Trace, ...]]:
@@ -84,7 +84,7 @@ class Stage:
 
 @functools.cache
 def tokenizer_of(model: Path) -> FolderTokenizer:
-    """A large one takes a third of a second to load."""
+    """Loads a tokenizer once: a large one takes a third of a second."""
     return FolderTokenizer(model)
 
 
@@ -100,12 +100,12 @@ async def stage(folder: Path, model: Path, environments: Environments | None = N
 
 @pytest.fixture(params=["small", "smollm2"])
 def model(request: pytest.FixtureRequest) -> Path:
-    """A tokenizer with the markers of tool calls as tokens, and one to which they are text."""
+    """A tokenizer in which the markers of tool calls are tokens, and one in which they are text."""
     return tokenizer_dir() if request.param == "small" else request.getfixturevalue("vllm_model")
 
 
 def said(trace: Trace, model: Path) -> list[str]:
-    """Its turns as text, without their stop tokens: what a policy says that does the same."""
+    """Returns a trace's turns as text, without stop tokens: the replies of a policy that does the same."""
     tokenizer = tokenizer_of(model)
     return [tokenizer.decode(trace.token_ids[span.start : span.end - 1]) for span in trace.spans]
 
@@ -117,7 +117,7 @@ def tasks() -> Iterator[dict[str, Json]]:
         yield from (dict(body["data"]) for body in YardworkEnvironment().generate(options))  # type: ignore[arg-type]
 
 
-async def test_replayed_by_the_native_agent_it_is_the_same_token_by_token(tmp_path: Path, model: Path):
+async def test_a_replay_by_the_native_agent_gives_the_same_tokens(tmp_path: Path, model: Path):
     async with stage(tmp_path, model) as on:
         for data in tasks():
             on.replies = []
@@ -140,8 +140,8 @@ async def test_replayed_by_the_native_agent_it_is_the_same_token_by_token(tmp_pa
     [{"system_prompt": "Be quick."}, {"tools": ["finish", "shell"]}, {"schemas": False}],
     ids=["system_prompt", "tools", "schemas"],
 )
-async def test_the_native_agent_s_options_are_its_own(tmp_path: Path, options: dict[str, Json]):
-    """In the prompt, so in the tokens: the other order of tools is another prompt."""
+async def test_the_native_agents_options_apply(tmp_path: Path, options: dict[str, Json]):
+    """They change the prompt, and so the tokens: another order of tools is another prompt."""
     async with stage(tmp_path, tokenizer_dir()) as on:
         (plain,) = (await on.demonstrated(yardwork(CHAIN))).traces
         (trace,) = (await on.demonstrated(yardwork(CHAIN, "demonstrate", **options))).traces
@@ -172,11 +172,11 @@ async def test_nothing_is_invented_and_nothing_counts_as_sampled(tmp_path: Path)
         on.site.nothing_left()
 
 
-# --- what cannot be demonstrated
+# --- solutions that cannot be demonstrated
 
 
 class Given(Environment):
-    """Its solution is what the test gives it."""
+    """An environment whose solution is set by the test."""
 
     name = "given"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
@@ -219,7 +219,7 @@ async def _given(folder: Path, messages: Sequence[Message], answer: str | None =
         return rollout.ending, traces
 
 
-async def test_an_answer_alone_is_a_turn_where_there_is_nothing_to_do(tmp_path: Path):
+async def test_an_answer_alone_is_a_turn_if_the_task_has_no_tools(tmp_path: Path):
     ending, (trace,) = await _given(tmp_path, (), "42", agent=AgentSpec("demonstrate", {"tools": []}))
     assert (ending.score.reward, ending.summary.ended_by) == (1.0, "stop")
     assert said(trace, tokenizer_dir()) == ["42"]
@@ -228,13 +228,13 @@ async def test_an_answer_alone_is_a_turn_where_there_is_nothing_to_do(tmp_path: 
 @pytest.mark.parametrize(
     ("messages", "fields", "reason"),
     [
-        ((), {}, "says nothing"),
+        ((), {}, "is empty"),
         ((text("The patch is applied."),), {}, "calls no tool, though the task has a sandbox"),
         ((told("2"), text("42")), {}, "does not begin with an assistant's turn"),
         ((text("I look."), calls("finish")), {}, "turn 0 of its solution has 0 calls"),
         ((calls("shell", command="ls"), calls("finish")), {}, "turn 0 of its solution has 1 calls"),
         ((calls("ipython", code="1"),), {}, "calls the tool ipython, which this task does not have"),
-        ((calls("shell", order="ls"),), {}, "calls shell wrongly"),
+        ((calls("shell", order="ls"),), {}, "calls shell with wrong arguments"),
         (
             (calls("shell", command="ls"), told("a"), calls("finish")),
             {"limits": replace(LIMITS, max_turns=1)},
@@ -245,7 +245,7 @@ async def test_an_answer_alone_is_a_turn_where_there_is_nothing_to_do(tmp_path: 
     ],
     ids=["nothing", "behind", "order", "no calls", "no result", "no tool", "arguments", "turns", "turn", "tokens"],
 )
-async def test_what_the_native_agent_could_not_replay_is_refused(
+async def test_a_solution_that_cannot_be_replayed_is_refused(
     tmp_path: Path, messages: Sequence[Message], fields: dict[str, Any], reason: str
 ):
     ending, _ = await _given(tmp_path, messages, **fields)
@@ -258,7 +258,7 @@ async def test_a_demonstration_that_does_not_fit_the_context_is_the_task_s_fault
     assert (ending.failure.code, ending.failure.blame, traces) == ("prompt_too_long", Blame.TASK, ())
 
 
-async def test_a_task_without_a_solution_is_told(tmp_path: Path):
+async def test_a_task_without_a_solution_is_refused(tmp_path: Path):
     async with stage(tmp_path, tokenizer_dir()) as on:
         task = Task(
             "shell", {"instruction": "do it", "checks": ["true"]}, agent=AgentSpec("demonstrate"), limits=LIMITS
@@ -269,12 +269,12 @@ async def test_a_task_without_a_solution_is_told(tmp_path: Path):
         assert "there is no oracle for it" in rollout.ending.failure.detail
 
 
-async def test_an_engine_that_speaks_only_text_cannot_serve(tmp_path: Path):
+async def test_an_engine_that_returns_only_text_is_refused(tmp_path: Path):
     async with site(tmp_path, None, engines=0) as pipeline, ScriptedEngine(lambda turn: "hi") as engine:
         await pipeline.router.add(EngineSpec("e0", engine.url, Kind.OPENAI))
         ending = (await pipeline.rolled(yardwork(CHAIN))).ending
         assert ending is not None and ending.failure is not None
-        assert ending.failure.code == "engine_refused" and "speaks only text" in ending.failure.detail
+        assert ending.failure.code == "engine_refused" and "returns only text" in ending.failure.detail
 
 
 async def test_only_tool_calls_are_demonstrated(tmp_path: Path):
@@ -287,7 +287,7 @@ async def test_only_tool_calls_are_demonstrated(tmp_path: Path):
 # --- through the service
 
 
-async def test_the_page_s_example_gives_arrays_to_learn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_example_of_the_page_returns_training_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "yardwork.md").read_text()
     code, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     exec(compile(code, "yardwork.md", "exec"), names := {})

@@ -1,4 +1,4 @@
-"""An agent program in a real sandbox: how it is started, and every way that it ends."""
+"""An agent program in a real sandbox: how it starts, and every way in which it ends."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ async def trajectory_of(pipeline: Site, rollout_id: str) -> Trajectory:
 
 
 def nothing_left(pipeline: Site, folder: Path, mark: str) -> None:
-    """No process that was started with the mark, no sandbox, no slot and no call."""
+    """Checks that no process with the mark, no sandbox, no slot and no call is left."""
     assert not alive(mark)
     assert not list((folder / "sandboxes").glob("sbx_*"))
     pipeline.nothing_left()
@@ -50,14 +50,14 @@ def nothing_left(pipeline: Site, folder: Path, mark: str) -> None:
 
 @pytest.fixture
 def mark() -> str:
-    """A word for a command line that no other process of this machine has."""
+    """A word that is in no other command line on this machine."""
     return marked()
 
 
-# --- the good end ---------------------------------------------------------------------------------------
+# --- successful ends ------------------------------------------------------------------------------------
 
 
-async def test_a_program_that_nobody_changed_leaves_one_exact_trace_and_its_reward(tmp_path: Path, mark: str):
+async def test_an_unmodified_program_leaves_one_exact_trace_and_its_reward(tmp_path: Path, mark: str):
     async with site(tmp_path) as pipeline:
         rollout = await pipeline.rolled(greeting_task("command", runs(PROGRAM, mark)))
         trajectory = await trajectory_of(pipeline, rollout.id)
@@ -111,7 +111,7 @@ async def test_files_stdin_environment_and_workdir_are_filled_in(tmp_path: Path)
 
 
 class Elsewhere(ShellEnvironment):
-    """Its work is in a folder below the workspace."""
+    """An environment with a working directory below the workspace."""
 
     name = "elsewhere"
 
@@ -119,7 +119,7 @@ class Elsewhere(ShellEnvironment):
         return replace(super().plan(task), workdir="/workspace/inner")
 
 
-async def test_a_program_begins_where_the_environment_says(tmp_path: Path):
+async def test_a_program_starts_in_the_environments_workdir(tmp_path: Path):
     look = PROGRAM + "\nprint(os.getcwd())"
     task = greeting_task("command", runs(look))
     data = {**task.data, "files": {"inner/greeting.txt": "Hello, wrold!\n"}}
@@ -130,10 +130,10 @@ async def test_a_program_begins_where_the_environment_says(tmp_path: Path):
     assert isinstance(harness, dict)
     assert str(harness["output"]).splitlines()[-1] == "/workspace/inner"
     assert rollout.ending is not None and rollout.ending.score is not None
-    assert rollout.ending.score.reward == 1.0, "and so do the checks"
+    assert rollout.ending.score.reward == 1.0, "the checks run there too"
 
 
-async def test_the_operators_mcp_servers_are_beside_the_model_at_the_doorway(tmp_path: Path):
+async def test_the_operators_mcp_servers_are_reachable_at_the_doorway(tmp_path: Path):
     look = PROGRAM + "\ntry: urllib.request.urlopen(sys.argv[2])\nexcept OSError as error: print(error.read().decode())"
     options = runs(look, "{{root_url}}/mcp/theirs", mcp={"theirs": {"server": "dead", "inside": True}})
     servers = {"dead": OutsideServer("http://127.0.0.1:9/", {})}
@@ -145,7 +145,7 @@ async def test_the_operators_mcp_servers_are_beside_the_model_at_the_doorway(tmp
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
 
 
-async def test_statuses_that_the_task_calls_an_end_are_one(tmp_path: Path):
+async def test_exit_statuses_in_end_ok_complete_the_rollout(tmp_path: Path):
     async with site(tmp_path) as pipeline:
         task = greeting_task("command", runs(PROGRAM + "\nsys.exit(3)", end={"ok": [0, 3]}))
         rollout = await pipeline.rolled(task)
@@ -161,14 +161,14 @@ async def test_a_child_that_keeps_the_output_open_does_not_keep_run_open(tmp_pat
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
 
 
-# --- ends that are not --------------------------------------------------------------------------------------
+# --- other ends ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("code", "status"),
     [("import sys; print('no key was given'); sys.exit(2)", 2), ("print('no key was given')", 0)],
 )
-async def test_a_program_that_never_asks_the_model_is_the_tasks_fault_and_says_why(
+async def test_a_program_that_never_calls_the_model_is_the_tasks_fault_with_its_last_lines(
     tmp_path: Path, code: str, status: int
 ):
     async with site(tmp_path) as pipeline:
@@ -190,7 +190,7 @@ async def test_a_program_that_never_asks_the_model_is_the_tasks_fault_and_says_w
     ],
     ids=["program", "no program", "folder"],
 )
-async def test_a_command_that_cannot_start_is_told(tmp_path: Path, options: Any, said: str):
+async def test_a_command_that_cannot_start_is_reported(tmp_path: Path, options: Any, said: str):
     async with site(tmp_path) as pipeline:
         rollout = await pipeline.rolled(greeting_task("command", options))
     assert rollout.ending is not None and rollout.ending.failure is not None
@@ -203,14 +203,14 @@ async def test_a_command_that_cannot_start_is_told(tmp_path: Path, options: Any,
     ("instruction", "more", "said"),
     [
         ("x" * 200_000, {}, "command[3]: is longer than the 128 KB"),
-        ("x\0y", {}, "command[3]: there is a NUL"),
+        ("x\0y", {}, "command[3]: contains a NUL"),
         ("x" * 100_000, {"args": ["{{instruction}}"] * 12}, "more than 1 MB together"),
-        ("x" * 100_000, {"stdin": "{{instruction}}" * 200}, "stdin: with its values in it has more than"),
+        ("x" * 100_000, {"stdin": "{{instruction}}" * 200}, "stdin: with its values it has more than"),
         ("x", {"files": [{"path": "/proc/nothing", "content": ""}]}, "files[0]: /proc/nothing could not be written"),
     ],
     ids=["long", "NUL", "many", "bomb", "unwritable"],
 )
-async def test_what_cannot_be_passed_on_is_the_tasks_fault_and_named(
+async def test_values_that_cannot_be_passed_are_the_tasks_fault_and_named(
     tmp_path: Path, instruction: str, more: dict[str, Any], said: str
 ):
     task = greeting_task("command", runs(PROGRAM, **more))
@@ -238,7 +238,7 @@ STUBBORN = "import signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)
 DEAF = STUBBORN.replace("message = ask()", "try: message = ask()\n    except OSError: continue")
 
 
-@pytest.mark.parametrize("code", [LOOPS, STUBBORN, DEAF], ids=["loops", "ignores SIGTERM", "hears no error"])
+@pytest.mark.parametrize("code", [LOOPS, STUBBORN, DEAF], ids=["loops", "ignores SIGTERM", "ignores errors"])
 async def test_the_turn_limit_ends_the_program_and_is_scored(tmp_path: Path, mark: str, code: str):
     async with site(tmp_path, [FIX, LOOK]) as pipeline:
         rollout = await pipeline.rolled(greeting_task("command", runs(code, mark), max_turns=3))
@@ -294,8 +294,8 @@ async def test_run_s_counts_while_the_program_works(tmp_path: Path, mark: str):
     assert trajectory.turns == 3 and ending.score is not None
 
 
-async def test_a_quiet_program_is_no_stall(tmp_path: Path):
-    """It works longer than stall_s without a word: run_s bounds it, nobody retries it."""
+async def test_a_silent_program_is_not_a_stall(tmp_path: Path):
+    """It runs longer than stall_s without output: run_s bounds it, and it is not retried."""
     code = PROGRAM + "\nimport time\ntime.sleep(2)"
     async with site(tmp_path) as pipeline:
         rollout = await pipeline.rolled(greeting_task("command", runs(code), stall_s=0.5))
@@ -318,7 +318,7 @@ async def test_a_flood_of_output_is_bounded(tmp_path: Path):
 
 
 @pytest.mark.parametrize("end", ["os.kill(-1, 9)", "os.system('kill -9 -1')"], ids=["itself", "by its child"])
-async def test_who_ends_the_own_sandbox_gets_the_failing_score(tmp_path: Path, end: str):
+async def test_a_program_that_ends_its_sandbox_gets_the_failing_score(tmp_path: Path, end: str):
     async with site(tmp_path) as pipeline:
         rollout = await pipeline.rolled(
             greeting_task("command", runs(f"{PROGRAM}\n{end}\nimport time\ntime.sleep(1000)"))
@@ -336,7 +336,7 @@ async def test_a_program_killed_for_its_memory_hit_the_memory_limit(tmp_path: Pa
         rollout = await pipeline.rolled(task)
         in_force = rollout.ending.summary.limits_in_force["memory"] if rollout.ending is not None else "none"
     if in_force in ("none", "rlimit"):
-        pytest.skip("this machine gives us no cgroups, and memory is not counted")
+        pytest.skip("there are no cgroups on this machine, so memory is not counted")
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("memory_limit", Blame.POLICY)
 
@@ -371,7 +371,7 @@ async def test_a_cancel_leaves_no_process_and_no_call(tmp_path: Path, mark: str,
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.CANCELLED
 
 
-async def test_an_engine_that_fails_is_infra_and_the_rollout_is_tried_again(tmp_path: Path):
+async def test_an_engine_that_fails_is_infra_and_the_rollout_is_retried(tmp_path: Path):
     failed: list[int] = []
 
     def once(turn: Any) -> Any:
@@ -388,7 +388,7 @@ async def test_an_engine_that_fails_is_infra_and_the_rollout_is_tried_again(tmp_
     assert [lost.code for lost in rollout.lost] == ["engine_broken"]
 
 
-async def test_an_engine_that_speaks_only_text_is_a_clear_refusal(tmp_path: Path):
+async def test_an_engine_that_returns_only_text_is_refused(tmp_path: Path):
     async with site(tmp_path) as pipeline:
         await pipeline.router.add(EngineSpec("t", pipeline.engines[0].url, Kind.OPENAI, policy="text"))
         run = Run("text", policy="text")
@@ -402,7 +402,7 @@ async def test_an_engine_that_speaks_only_text_is_a_clear_refusal(tmp_path: Path
 # --- at submit ------------------------------------------------------------------------------------------------
 
 
-async def test_what_can_never_run_is_refused_at_submit(tmp_path: Path):
+async def test_invalid_options_are_refused_at_submit(tmp_path: Path):
     async with site(tmp_path) as pipeline:
         for options, said in (
             ({}, "agent.options.command"),
@@ -423,11 +423,11 @@ async def test_what_can_never_run_is_refused_at_submit(tmp_path: Path):
 async def test_a_runtime_that_isolates_nothing_is_refused_at_submit(tmp_path: Path):
     async with site(tmp_path) as pipeline, LocalRuntime(root=tmp_path / "local") as local:
         resources = replace(pipeline.pipeline.resources, runtimes={"local": local}, default_runtime="local")
-        with pytest.raises(TaskInvalid, match="the runtime local makes none"):
+        with pytest.raises(TaskInvalid, match="the runtime local provides none"):
             resources.check(greeting_task("command", runs(PROGRAM)), pipeline.run)
 
 
-def test_a_program_is_told_the_system_part_and_then_the_users():
+def test_the_instruction_is_the_system_part_followed_by_the_users():
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Do it."}]},

@@ -1,4 +1,4 @@
-"""Installing agent programs: real pip and tarballs, from a folder; nothing half made is ever there."""
+"""Installing agent programs: real pip and tarballs, from a folder; a partial install is never visible."""
 
 import asyncio
 import fcntl
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def wheel(folder: Path, name: str = "tiny", version: str = "1.0", code: str = "") -> None:
-    """A package of one module, as pip reads it."""
+    """Writes a wheel with one module."""
     folder.mkdir(exist_ok=True)
     info = f"{name}-{version}.dist-info"
     files = {
@@ -55,7 +55,7 @@ NPM = read_preset('name = "n"\nversion = "2"\ncommand = ["x"]\n[install]\nkind =
 
 @dataclass(frozen=True)
 class Installed:
-    """`pip()`, installed by pip, which takes a second."""
+    """The result of `pip()`, which takes a second."""
 
     shelf: AgentInstalls
     wheels: Path
@@ -74,7 +74,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     )
 
 
-async def test_pip_packages_are_in_one_folder_that_everybody_may_read_and_run(installed: Installed):
+async def test_pip_packages_are_in_one_folder_that_all_users_may_read_and_run(installed: Installed):
     folder = installed.folder
     assert installed.shelf.folder_of(pip()) == folder and installed.said == ["pip installs tiny==1.0"]
     assert folder.stat().st_mode & 0o777 == 0o755
@@ -86,7 +86,7 @@ async def test_pip_packages_are_in_one_folder_that_everybody_may_read_and_run(in
     assert not list(folder.parent.glob(".draft-*"))
 
 
-async def test_what_is_there_is_not_made_again_and_another_section_is_another_folder(
+async def test_an_existing_install_is_reused_and_another_section_has_another_folder(
     tmp_path: Path, installed: Installed
 ):
     shelf, first = installed.shelf, installed.folder
@@ -97,7 +97,7 @@ async def test_what_is_there_is_not_made_again_and_another_section_is_another_fo
     assert (first / "tiny/__main__.py").exists() and not (less / "tiny/__main__.py").exists()
 
 
-async def test_two_at_once_wait_and_say_so_make_it_once_and_clear_what_a_killed_one_left(
+async def test_concurrent_installs_wait_install_once_and_remove_leftovers(
     tmp_path: Path,
 ):
     wheel(tmp_path / "wheels")
@@ -120,7 +120,7 @@ async def test_two_at_once_wait_and_say_so_make_it_once_and_clear_what_a_killed_
     assert not list((tmp_path / "agents").glob(".draft-*"))
 
 
-async def test_what_fails_leaves_nothing(tmp_path: Path):
+async def test_a_failed_install_leaves_nothing(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     shelf = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match=r"pip ended with 1: .*tiny==1.0") as caught:
@@ -150,7 +150,7 @@ async def test_a_tarball_that_would_write_elsewhere_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("level", [0, 6])
 @pytest.mark.parametrize("at", [0.3, 0.5, 0.8])
 async def test_a_tarball_with_a_wrong_byte_is_not_installed(tmp_path: Path, at: float, level: int):
-    """Stored, only the checksum can tell; compressed, the decompressor stumbles."""
+    """In stored data only the checksum detects it; in compressed data the decompressor fails."""
     path = tmp_path / "a-b-2.0.0.tgz"
     tarball(path, ("package/tool", "".join(f"line {number}\n" for number in range(20_000)), 0o755))
     raw = bytearray(gzip.compress(gzip.decompress(path.read_bytes()), level))
@@ -172,7 +172,7 @@ async def test_half_a_tarball_is_not_installed(tmp_path: Path):
     assert shelf.folder_of(NPM) is None
 
 
-async def test_mistakes_say_what_to_do(tmp_path: Path):
+async def test_errors_have_a_remedy(tmp_path: Path):
     shelf = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match=r"a-b-2.0.0.tgz is not in .* npm pack @a/b@2.0.0"):
         await shelf.install(NPM, source=tmp_path)

@@ -18,7 +18,7 @@ from tests.pipeline.site import site
 NAME = "mini-swe-agent"
 TURNS = tuple(said(turn) for turn in preset(NAME).try_.turns)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first on a machine fetches it, and builds our Python
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first run downloads it and builds the Python
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +46,9 @@ async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: P
     assert roles == ["system", "user", *["assistant", "tool"] * 3, "assistant"]
 
 
-async def test_a_reply_without_a_call_which_it_forgets_has_a_trace_of_its_own(tmp_path: Path, shelf: AgentInstalls):
-    """It tells the model that a call was missing, and does not send the reply that lacked it: that forks, and nothing
-    that was sampled is lost. Two calls in one turn do not."""
+async def test_a_reply_without_a_call_which_it_drops_has_a_trace_of_its_own(tmp_path: Path, shelf: AgentInstalls):
+    """It reports the missing call to the model, and does not send the reply without it again: that forks, and no
+    sampled token is lost. Two calls in one turn do not fork."""
     turns = ("I do not call anything.", f"{TURNS[0]}\n{call('bash', command='ls')}", *TURNS[1:])
 
     def script(turn: Turn) -> str:

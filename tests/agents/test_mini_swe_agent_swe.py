@@ -1,4 +1,4 @@
-"""A swe task solved by the real mini-SWE-agent: its issue from the environment, its patch graded by swebench."""
+"""A swe task solved by the real mini-SWE-agent: the issue comes from the environment, and swebench grades the patch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ TURNS = (
     "Done.\n" + call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first on a machine fetches it, and builds our Python
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first run downloads it and builds the Python
 
 
 @pytest.fixture(scope="session")

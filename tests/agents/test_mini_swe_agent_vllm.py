@@ -1,7 +1,7 @@
 """mini-SWE-agent on the real vLLM: real sampling, real logprobs, several turns, one exact trace.
 
-The model is too small to write a tool call by itself, so the engine is told which ones it may write
-(`structured_outputs`, an option of vLLM's that a task passes on in `sampling.extra`); which of them, it samples.
+The model is too small to write a tool call by itself, so the engine is restricted to certain calls
+(`structured_outputs`, an option of vLLM that a task sets in `sampling.extra`); it samples which of them.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ def agents() -> Agents:
     return Agents(shelf=installed(NAME))
 
 
-async def test_what_vllm_sampled_for_the_program_is_one_trace_that_proves_itself(
+async def test_tokens_sampled_by_vllm_for_the_program_are_one_verified_trace(
     tmp_path: Path, vllm_url: str, vllm_model: Path, agents: Agents
 ):
     choices: list[Json] = [call("bash", command=command) for command in COMMANDS]
@@ -48,7 +48,7 @@ async def test_what_vllm_sampled_for_the_program_is_one_trace_that_proves_itself
     ending = rollout.ending
     assert ending is not None and trajectory is not None and ending.failure is not None
     assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "turn_limit"), ending
-    assert ending.score is not None  # EVAL ran, whatever the model chose to do
+    assert ending.score is not None  # EVAL ran, whatever the model did
     verify(trajectory)
     (trace,) = trajectory.traces
     assert len(trace.spans) == trajectory.turns == TURNS

@@ -1,4 +1,4 @@
-"""The native loop, with a scripted engine over HTTP in the model's place."""
+"""The native loop, with a scripted engine over HTTP as the model."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ async def test_an_answer_without_a_call_ends_it(scene):
         assert s.said("assistant") == ["It is 42."]
 
 
-async def test_several_calls_of_a_turn_run_in_order_and_none_behind_a_final_one(scene):
+async def test_several_calls_of_a_turn_run_in_order_and_none_after_a_final_one(scene):
     tool = Jotter()
     turn = call("shell", command="a") + call("shell", command="b") + call("finish") + call("shell", command="c")
     async with scene([turn], tools=[tool, Finish()]) as s:
@@ -134,7 +134,7 @@ async def test_a_tool_that_hangs_beyond_its_time_is_an_observation(scene):
         assert "did not answer within 0.05 s" in s.said("tool")[0]
 
 
-async def test_a_timeout_of_a_tool_s_own_is_not_taken_for_ours(scene):
+async def test_a_tools_own_timeout_error_is_not_mistaken_for_the_agents(scene):
     def fail(_):
         raise TimeoutError("its own")
 
@@ -143,7 +143,7 @@ async def test_a_timeout_of_a_tool_s_own_is_not_taken_for_ours(scene):
             await s.run()
 
 
-async def test_a_lost_sandbox_is_no_observation(scene):
+async def test_a_lost_sandbox_is_not_an_observation(scene):
     def fail(_):
         raise SandboxLost("gone")
 
@@ -166,8 +166,8 @@ async def test_bash_blocks_run_by_the_shell(scene):
 
 
 @pytest.mark.parametrize("kind", [Kind.VLLM, Kind.OPENAI])
-async def test_half_a_character_goes_the_whole_way(scene, kind):
-    """Neither an engine's HTTP nor the store's JSON could hold it."""
+async def test_half_a_surrogate_pair_is_handled_end_to_end(scene, kind):
+    """Neither an engine's HTTP nor the store's JSON can encode it."""
     half = r'<tool_call>{"name": "shell", "arguments": {"command": "\ud83d"}}</tool_call>'
     last = r'<tool_call>{"name": "finish", "arguments": {"answer": "\ud83d"}}</tool_call>'
     async with scene([half, last], kind=kind) as s:
@@ -197,12 +197,12 @@ async def test_bash_blocks_without_a_shell_are_the_task_s_fault(scene):
         assert s.conversation.turns == 0
 
 
-async def test_another_language_s_block_is_an_answer(scene):
+async def test_a_block_of_another_language_is_an_answer(scene):
     async with scene(["```python\nprint(1)\n```"], options={"format": "bash_block"}) as s:
         assert await s.run() == "stop"
 
 
-async def test_without_schemas_the_prompt_says_nothing_of_the_tools_and_calls_work(scene):
+async def test_without_schemas_the_prompt_does_not_contain_the_tools_and_calls_work(scene):
     replies = [call("shell", command="ls"), call("rocket"), call("finish", answer="42")]
     async with scene(replies) as s:
         await s.run()
@@ -225,11 +225,11 @@ async def test_a_tool_s_latency_is_time_in_the_tool(scene):
         assert await s.run() == "finish"
         assert s.said("tool") == ["did a", "did b", "Done."]
         assert s.context.info["tool_s"] >= 3 * 0.05
-        assert s.context.clock.used_s >= s.context.info["tool_s"] - 1e-3, "it counts as RUN's, as a slow tool would"
+        assert s.context.clock.used_s >= s.context.info["tool_s"] - 1e-3, "it counts as RUN's time, like a slow tool"
 
 
 async def test_latency_is_not_taken_from_the_tool_s_own_time(scene):
-    """The latency alone is longer than all that a tool has, and it still gets to answer."""
+    """The latency alone is longer than the tool's limit, and the tool still completes."""
     options, limits = {"tool_latency_s": 0.6}, Limits(tool_s=0.5)
     async with scene([call("shell", command="x"), "ok"], options=options, limits=limits) as s:
         agent = NativeAgent()
@@ -247,7 +247,7 @@ async def test_latency_is_not_taken_from_the_tool_s_own_time(scene):
         ({"system_prompt": None}, USER, []),
     ],
 )
-async def test_a_task_s_system_prompt_goes_before_the_environment_s(scene, options, messages, expected):
+async def test_a_tasks_system_prompt_replaces_the_environments(scene, options, messages, expected):
     async with scene(["ok"], options=options) as s:
         await s.run(messages)
         assert s.said("system") == expected
@@ -272,12 +272,12 @@ async def test_a_task_s_system_prompt_goes_before_the_environment_s(scene, optio
         ({"tool_latency_s": None}, "agent.options.tool_latency_s"),
     ],
 )
-def test_options_that_cannot_work_are_refused_at_submit(options, wrong):
+def test_invalid_options_are_refused_at_submit(options, wrong):
     with pytest.raises(TaskInvalid, match=wrong):
         NativeAgent().check(Task("shell", agent=AgentSpec("native", options)))
 
 
-def test_good_options_pass():
+def test_valid_options_are_accepted():
     NativeAgent().check(Task("shell"))
     NativeAgent().check(Task("shell", agent=AgentSpec("native", {"format": "bash_block", "system_prompt": None})))
     for options in ({"schemas": False}, {"schemas": True, "tool_latency_s": 0}, {"tool_latency_s": 60}):
@@ -315,7 +315,7 @@ def test_arguments_are_checked_against_the_schema(schema, value, wrong):
 
 
 def test_blocks_that_never_close_are_read_once():
-    """A model in a loop writes thousands of them; looking from each to the end would hold the event loop."""
+    """A model in a loop writes thousands of them; searching from each to the end would block the event loop."""
     assert bash_blocks("```bash\n" * 200_000) == []
     assert bash_blocks("a\n```bash \nls\n``` \nb\n```bash\n") == ["ls\n"]
     assert bash_blocks("```bash\n```\n```bash\nb\n```") == ["", "b\n"]

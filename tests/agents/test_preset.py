@@ -1,4 +1,4 @@
-"""Presets: what can be wrong with one is said by the field, and what is filled in is filled in once."""
+"""Presets: errors name their field, and templates are filled once."""
 
 import json
 import re
@@ -22,7 +22,7 @@ PLAIN = 'name = "a"\ncommand = ["x"]\n'
 
 
 @pytest.mark.parametrize("name", sorted(built_in()))
-def test_every_preset_of_ours_loads_and_is_an_agent(name: str):
+def test_every_built_in_preset_loads_and_is_an_agent(name: str):
     preset = read_preset(built_in()[name])
     assert preset.name == name and preset.about
     agent = Agents().get(name)
@@ -32,7 +32,7 @@ def test_every_preset_of_ours_loads_and_is_an_agent(name: str):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name = ", "the file: is no TOML"),
+        ("name = ", "the file: is not valid TOML"),
         ('command = ["x"]', "the preset: Object missing required field `name`"),
         ('name = "A b"', "name: "),
         ('name = "a"\ncommand = [1]', "command[0]: Expected `str`, got `int`"),
@@ -59,18 +59,18 @@ def test_every_preset_of_ours_loads_and_is_an_agent(name: str):
         (PLAIN + '[install]\nkind = "pip"\npackages = ["x==1"]\nremove = ["../y"]', "install.remove[0]: "),
     ],
 )
-def test_what_is_wrong_is_said_by_its_field(text: str, said: str):
+def test_an_error_names_its_field(text: str, said: str):
     with pytest.raises(PresetError) as caught:
         read_preset(text)
     assert str(caught.value).startswith(said), caught.value
 
 
-def test_a_raw_file_is_no_template():
+def test_a_raw_file_is_not_a_template():
     preset = read_preset(PLAIN + '[[files]]\npath = "/x"\ncontent = "{{jinja}}"\nraw = true')
     assert preset.files[0].content == "{{jinja}}"
 
 
-def test_what_is_put_in_is_not_read_again():
+def test_inserted_values_are_not_read_as_templates():
     assert render("{{ a }} {{b|sh}}", {"a": "{{b}}", "b": "it's"}) == """{{b}} 'it'"'"'s'"""
 
 
@@ -78,7 +78,7 @@ def test_what_is_put_in_is_not_read_again():
 def test_json_in_a_template_is_json_and_toml_and_printable(text: str):
     filled = render("x = {{t|json}}", {"t": text})
     assert json.loads(filled.removeprefix("x = ")) == text
-    if not any(0xD800 <= ord(letter) <= 0xDFFF for letter in text):  # TOML has no name for half a pair
+    if not any(0xD800 <= ord(letter) <= 0xDFFF for letter in text):  # TOML cannot represent half a surrogate pair
         assert tomllib.loads(filled) == {"x": text}
     assert not any(0x7F <= ord(letter) < 0xA0 or ord(letter) in (0x2028, 0xFEFF) for letter in filled)
 
@@ -104,7 +104,7 @@ def test_a_task_adds_to_a_preset_and_replaces_nothing_of_its_command():
 # --- the registry ---------------------------------------------------------------------------------------------
 
 
-def test_an_operators_presets_are_agents_and_win_over_ours(tmp_path: Path):
+def test_an_operators_presets_are_agents_and_override_built_in_ones(tmp_path: Path):
     (tmp_path / "mine.toml").write_text('name = "mine"\ncommand = ["x"]')
     (tmp_path / "command.toml").write_text('name = "command"\ncommand = ["theirs"]')
     agents = Agents(shelf=AgentInstalls(tmp_path))
@@ -115,19 +115,19 @@ def test_an_operators_presets_are_agents_and_win_over_ours(tmp_path: Path):
     assert "native" not in agents.presets
 
 
-def test_a_broken_preset_says_why_and_harms_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_broken_preset_has_a_reason_and_does_not_affect_others(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "mine.toml").write_text('name = "mine"\ncommand = [1]')
     (tmp_path / "yours.toml").write_text('name = "hers"\ncommand = ["x"]')
     agents = Agents(shelf=AgentInstalls(tmp_path))
     with pytest.raises(UnknownAgent, match=r"the preset 'mine' cannot be used: command\[0\]"):
         agents.get("mine")
-    with pytest.raises(UnknownAgent, match="as the file is called"):
+    with pytest.raises(UnknownAgent, match="like the file's name"):
         agents.get("yours")
     assert [getattr(record, "agent", "") for record in caplog.records] == ["mine", "yours"]
     assert agents.get("native").name == "native"
 
 
-def test_a_file_that_cannot_even_be_read_is_a_broken_preset_too(tmp_path: Path):
+def test_an_unreadable_file_is_a_broken_preset_too(tmp_path: Path):
     (tmp_path / "latin.toml").write_bytes('name = "latin"\nabout = "für"\ncommand = ["x"]'.encode("latin-1"))
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "gone.toml").symlink_to(tmp_path / "nowhere")

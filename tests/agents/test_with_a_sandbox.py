@@ -1,4 +1,4 @@
-"""The native loop with all parts real: engine over HTTP, sandbox, shell."""
+"""The native loop with real parts: an engine over HTTP, a sandbox, a shell."""
 
 import tempfile
 from pathlib import Path

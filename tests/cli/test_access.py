@@ -21,7 +21,7 @@ async def test_tokens_are_created_listed_rotated_and_revoked(cli: Cli, service: 
     assert "a-run" in (await cli("runs", "list", "--token", rotated["token"])).out
     gone = await cli("access", "revoke", listed["id"])
     assert gone.status == 0 and "is revoked" in gone.err
-    assert "not known here" in (await cli("runs", "list", "--token", rotated["token"])).err
+    assert "this token is unknown" in (await cli("runs", "list", "--token", rotated["token"])).err
     assert "there is no token" in (await cli("access", "revoke", listed["id"])).err
 
 

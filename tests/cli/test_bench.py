@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from bench import pipeline, report
 from rollyard.cli import bench, rig
 from rollyard.cli._console import CommandError
 from rollyard.cli._deadline import within
-from rollyard.cli.bench import service
 from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.slow
@@ -51,19 +51,19 @@ def _rig(*active: int) -> Any:
 async def test_a_machine_too_slow_for_the_full_load_is_measured_at_the_load_reached(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await service.fill(_rig(3, 10), 10) == 10
+    assert await pipeline.fill(_rig(3, 10), 10) == 10
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(service, "FILL_S", 0.05)
-    assert await service.fill(_rig(3, 7), 10) == 7
+    monkeypatch.setattr(pipeline, "FILL_S", 0.05)
+    assert await pipeline.fill(_rig(3, 7), 10) == 7
     assert capsys.readouterr().err == "7 of 10 rollouts are in flight after 0.05 s; the figures are for 7\n"
     with pytest.raises(CommandError, match=r"filling RUN: waited 0.05 s for 10 rollouts, and none is in flight"):
-        await service.fill(_rig(0), 10)
+        await pipeline.fill(_rig(0), 10)
 
 
 async def test_a_load_that_never_fills_still_gives_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FILL_S", 8.0)
-    monkeypatch.setattr(service, "rig", _with_few_slots)
-    found = await service._latency_bound(in_flight=50, latency_s=0.2, quick=True)
+    monkeypatch.setattr(pipeline, "FILL_S", 8.0)
+    monkeypatch.setattr(pipeline, "rig", _with_few_slots)
+    found = await pipeline._latency_bound(in_flight=50, latency_s=0.2, quick=True)
     assert found["rollouts_wanted"] == 50
     assert 0 < found["rollouts_in_flight"] <= 4  # type: ignore[operator]
     assert found["turns_per_s"] > 0  # type: ignore[operator]
@@ -97,7 +97,7 @@ async def test_any_other_deadline_names_the_bench(
     async def late(**_: object) -> dict[str, Any]:
         raise error
 
-    monkeypatch.setattr("rollyard.cli.bench.arrow.bench_arrow", late)
+    monkeypatch.setattr("bench.arrow.bench_arrow", late)
     said = await cli("bench", "arrow")
     assert said.status == 1
     assert text in said.err
@@ -110,7 +110,7 @@ async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkey
         ran.append(argv)
         return SimpleNamespace(returncode=int(argv[4] in ("shell", "draw")))
 
-    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(report.subprocess, "run", run)
     said = await cli("bench", "all", "--quick", "--no-peers", "--json")
     assert said.status == 1
     assert "2 of 13 benches failed: shell, draw — the reasons are above" in said.err

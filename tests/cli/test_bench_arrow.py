@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.cli.bench import arrow
+from bench import arrow
 
 pytestmark = pytest.mark.slow
 

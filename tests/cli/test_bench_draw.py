@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollyard.cli.bench._draw_policies import Ours, plain, reference
-from rollyard.cli.bench._draw_world import World
-from rollyard.cli.bench.draw import WAYS, bench_draw, followed
+from bench._draw_policies import Ours, plain, reference
+from bench._draw_world import World
+from bench.draw import WAYS, bench_draw, followed
 
 from .conftest import Cli
 

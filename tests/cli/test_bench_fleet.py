@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bench import _fleet_place, fleet
+from bench._fleet_head import Load, at_saturation, hollow_nodes, idle, open_head
+from bench._fleet_parts import NAME, TOKENS, write_entry_points
+from bench._fleet_ray import RayPlan, Throughput, waits
+from bench.processes import CHECKOUT
 from rollyard.cli._console import CommandError
-from rollyard.cli.bench import _fleet_place, fleet
-from rollyard.cli.bench._fleet_head import Load, at_saturation, hollow_nodes, idle, open_head
-from rollyard.cli.bench._fleet_parts import NAME, TOKENS, write_entry_points
-from rollyard.cli.bench._fleet_ray import RayPlan, Throughput, waits
 from rollyard.client import AsyncClient
 
 pytestmark = pytest.mark.slow
@@ -67,7 +68,7 @@ from rollyard.agents.registry import Agents
 from rollyard.envs.registry import Environments
 print(type(Environments().get({NAME!r})).__name__, type(Agents().get({NAME!r})).__name__)
 """
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "package")}
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path / 'package'}{os.pathsep}{CHECKOUT}"}
     said = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=50, check=True
     )

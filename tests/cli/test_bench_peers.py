@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from rollyard.cli.bench.service import TURNS
 
-from rollyard.cli.bench import peers, pipeline_peers
-from rollyard.cli.bench.pipeline_peers import measure_peer, run_peers
+from bench import peer_drivers, pipeline_peers
+from bench.pipeline import TURNS
+from bench.pipeline_peers import measure_peer, run_peers
 
 # Calls the engine like the real drivers, with the standard library only.
 DRIVER = """
@@ -30,7 +30,7 @@ while True:
 @pytest.fixture
 def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for a test's drivers."""
-    monkeypatch.setattr(peers, "DRIVERS", tmp_path)
+    monkeypatch.setattr(peer_drivers, "DRIVERS", tmp_path)
     return tmp_path
 
 
@@ -44,8 +44,8 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_driver_compiles_and_pins_every_package(peer: str, package: str) -> None:
-    compile((peers.DRIVERS / f"{peer}.py").read_text(), peer, "exec")
-    lines = (peers.DRIVERS / f"{peer}.txt").read_text().splitlines()
+    compile((peer_drivers.DRIVERS / f"{peer}.py").read_text(), peer, "exec")
+    lines = (peer_drivers.DRIVERS / f"{peer}.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert [pin for pin in pins if not re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", pin)] == []
     assert package in {pin.partition("==")[0] for pin in pins}
@@ -56,7 +56,7 @@ async def test_peers_that_cannot_be_installed_are_reported_as_errors(
 ) -> None:
     taken = tmp_path / "taken"
     taken.write_text("a file where the environments should be")
-    monkeypatch.setattr(peers, "CACHE", taken)
+    monkeypatch.setattr(peer_drivers, "CACHE", taken)
     found = await run_peers(quick=True)
     assert list(found) == ["mini-swe-agent", "verifiers"]
     for figures in found.values():
@@ -65,23 +65,23 @@ async def test_peers_that_cannot_be_installed_are_reported_as_errors(
 
 
 def test_a_failed_installation_leaves_no_environment(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "CACHE", drivers / "cache")
-    monkeypatch.setattr(peers, "INSTALL_S", 0.0)
+    monkeypatch.setattr(peer_drivers, "CACHE", drivers / "cache")
+    monkeypatch.setattr(peer_drivers, "INSTALL_S", 0.0)
     (drivers / "peer.py").write_text("")
     (drivers / "peer.txt").write_text("peer==1\n")
-    with pytest.raises(peers.PeerError, match="not installed"):
-        peers.driver_argv("peer")
+    with pytest.raises(peer_drivers.PeerError, match="not installed"):
+        peer_drivers.driver_argv("peer")
     assert list(drivers.glob("cache/peer-*")) == []
 
 
 def test_a_peer_without_a_driver_is_an_error(drivers: Path) -> None:
-    figures = peers.measure("missing", 1)
+    figures = peer_drivers.measure("missing", 1)
     assert isinstance(figures, dict) and "repository" in str(figures["error"])
 
 
 def test_a_driver_may_have_the_name_of_its_package(drivers: Path) -> None:
     (drivers / "aiohttp.py").write_text("import aiohttp\nprint('{\"parts\": %d}' % len(aiohttp.__path__))")
-    assert peers.measure("aiohttp", 1) == {"parts": 1}
+    assert peer_drivers.measure("aiohttp", 1) == {"parts": 1}
 
 
 async def test_a_driver_is_measured_under_the_same_names_as_rollyard(drivers: Path) -> None:
@@ -98,7 +98,7 @@ async def test_a_driver_is_measured_under_the_same_names_as_rollyard(drivers: Pa
 async def test_a_driver_that_ends_is_an_error_with_its_last_output(drivers: Path, first: str) -> None:
     """Before its steady state, and during the measurement: the window is far longer than a test may take."""
     (drivers / "peer.py").write_text(first + "raise SystemExit('boom')")
-    with pytest.raises(peers.PeerError, match=r"ended with .*boom"):
+    with pytest.raises(peer_drivers.PeerError, match=r"ended with .*boom"):
         await measure_peer("peer", {}, window_s=600.0)
 
 
@@ -107,13 +107,13 @@ async def test_a_driver_that_never_reaches_its_steady_state_is_an_error(
 ) -> None:
     monkeypatch.setattr(pipeline_peers, "STEADY_S", 0.5)
     (drivers / "peer.py").write_text("import os; os.read(0, 1)")
-    with pytest.raises(peers.PeerError, match="first rollouts"):
+    with pytest.raises(peer_drivers.PeerError, match="first rollouts"):
         await measure_peer("peer", {}, window_s=600.0)
 
 
 async def test_a_driver_does_not_inherit_the_environment(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_SECRET", "hidden")
     (drivers / "peer.py").write_text("import os; raise SystemExit(' '.join(sorted(os.environ)))")
-    with pytest.raises(peers.PeerError, match=r"HOME .*PATH") as caught:
+    with pytest.raises(peer_drivers.PeerError, match=r"HOME .*PATH") as caught:
         await measure_peer("peer", {}, window_s=600.0)
     assert "BENCH_SECRET" not in str(caught.value)

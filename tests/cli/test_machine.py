@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.bench import BENCHES, machine, picture, show_result
+from bench.report import machine, picture, show_result
+from rollyard.cli.bench import BENCHES
 from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.slow
@@ -125,7 +126,7 @@ async def test_a_bench_with_an_unknown_runtime_is_wrong_usage(cli: Cli, name: st
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_is_defined(name: str):
-    assert asyncio.iscoroutinefunction(getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}"))
+    assert asyncio.iscoroutinefunction(getattr(import_module(f"bench.{name}"), f"bench_{name}"))
 
 
 def test_the_machine_is_described():

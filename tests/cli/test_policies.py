@@ -34,7 +34,7 @@ async def test_an_engine_that_does_not_resume_is_reported(cli: Cli, service: Run
     await cli("policies", "pause", "default")
     service.engine.control.fail("resume", 1, 500)
     said = await cli("policies", "resume", "default", "1")
-    assert said.status == 1 and "it did not resume" in said.err and "Mend the engines" in said.err
+    assert said.status == 1 and "it did not resume" in said.err and "Fix the engines" in said.err
     assert "quarantined" in (await cli("policies", "list")).out
     assert (await cli("policies", "resume", "default", "1")).status == 0
 

@@ -42,7 +42,7 @@ class Echo(Environment):
 
     def check(self, task: Task) -> None:
         if not isinstance(task.data["word"], str):
-            raise TaskInvalid("echo: data.word: a text was expected")
+            raise TaskInvalid("echo: data.word: a string was expected")
 
     def plan(self, task: Task) -> Plan:
         return Plan(needs_sandbox=bool(task.data.get("setup")), eval_needs_sandbox=False)
@@ -105,7 +105,7 @@ async def test_all_problems_are_reported_by_line(cli: Cli, tmp_path: Path):
     expected = (
         "t.jsonl:2: this is not JSON",
         "t.jsonl:3: there is no environment 'nowhere'",
-        "t.jsonl:4: shell: data.instruction: a text was expected",
+        "t.jsonl:4: shell: data.instruction: a string was expected",
         "t.jsonl:4: there is no agent 'no'",
         "t.jsonl:4: image 'nix' is not on this machine",
         "t.jsonl:5: there is no field limit in a task",
@@ -113,7 +113,7 @@ async def test_all_problems_are_reported_by_line(cli: Cli, tmp_path: Path):
         "t.jsonl:6: limits.run_s: input should be greater than 0",
         "t.jsonl:7: there is no tool 'no'",
         "t.jsonl:8: sandbox.runtime: there is no runtime 'docker'",
-        "t.jsonl:9: environment: this field is needed",
+        "t.jsonl:9: environment: this field is required",
         "none.jsonl: cannot be read: No such file",
     )
     assert len(told) == len(expected), told
@@ -151,7 +151,7 @@ async def test_an_exception_in_a_check_is_reported_with_its_line(cli: Cli, echo:
     assert said.status == 1
     assert [line.rpartition("/")[2] for line in said.out.splitlines()] == [
         "t.jsonl:1: its check raised KeyError: 'word'",
-        "t.jsonl:2: echo: data.word: a text was expected",
+        "t.jsonl:2: echo: data.word: a string was expected",
     ]
 
 
@@ -288,7 +288,7 @@ async def test_agent_programs_can_be_tried_on_a_task(cli: Cli, tmp_path: Path, m
     assert missing.status == 1 and "the agent tiny 1.0 is not installed" in missing.out
     assert (await cli("agents", "install", "tiny", "--from", tmp_path / "wheels")).status == 0
     bare = await cli("tasks", "validate", tmp_path / "m.jsonl", "--runtime", "local")
-    assert bare.status == 1 and "the runtime local makes none: choose another" in bare.out
+    assert bare.status == 1 and "the runtime local provides none: choose another" in bare.out
     async with ScriptedEngine(lambda _: "Done.", tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         words = ("--agent", "tiny", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
         (body,) = (await cli("tasks", "try", file, *words)).json
@@ -408,7 +408,7 @@ async def test_the_same_error_in_all_rows_is_printed_three_times(cli: Cli, echo:
     [
         (("nowhere", "a.jsonl"), 1, "there is no environment 'nowhere'"),
         (("echo", "none.jsonl"), 1, "none.jsonl does not exist"),
-        (("echo", "a.csv"), 1, "a.csv is no file of rows"),
+        (("echo", "a.csv"), 1, "a.csv is not a file of rows"),
         (("echo", "a.jsonl", "--set", "x"), 2, "--set x: expected NAME=VALUE"),
         (("echo", "a.jsonl", "--set", "x=1", "--set", "x=2"), 2, "--set x was given twice"),
         (("echo", "a.jsonl", "--json"), 2, "give --out"),
@@ -417,10 +417,10 @@ async def test_the_same_error_in_all_rows_is_printed_three_times(cli: Cli, echo:
         (("echo", "a.jsonl", "--out", "folder"), 1, "folder cannot be written: Is a directory"),
         (("echo", "odd", "--out", "o.jsonl"), 1, "odd cannot be read: "),
         (("echo", "--split", "train"), 2, "--split needs a dataset"),
-        (("echo", "a.jsonl", "--split", "train"), 1, "is a file: splits are of folders"),
+        (("echo", "a.jsonl", "--split", "train"), 1, "is a file: only folders have splits"),
         (("echo", "folder", "--split", "train"), 2, "folder is not a dataset of rows"),
         (("echo", "--set", "size=3"), 1, "unknown option 'size' of its importer; there are count\n"),
-        (("math",), 1, "math makes no tasks of its own"),
+        (("math",), 1, "math generates no tasks"),
         (("shell", "a.jsonl"), 1, "shell has no importer for rows — write its tasks yourself"),
         (("harbor", "a.jsonl"), 1, "harbor has no importer for rows — give a folder"),
     ],

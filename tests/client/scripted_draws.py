@@ -1,7 +1,7 @@
-"""A draw's HTTP face by its contract alone, with everything that can happen to a connection on the way.
+"""The HTTP API of a draw, scripted from its contract, with everything that can happen to a connection.
 
-What the client is tested against where the service must misbehave: replies that break off half-way, refusals, a
-restart between two pages, pages that are wrong. Groups are ready when a test says so.
+The client is tested against it where the service must misbehave: interrupted responses, refusals, a restart between two
+pages, invalid pages. A test decides when groups are ready.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def trace_row(rollout: str, index: int = 0, siblings: int = 1, tokens: int = 3) 
 
 
 def group_object(place: int, batch: int) -> dict[str, Any]:
-    """Group number `place` of the draw: its member 1 was taken by infrastructure, and spare 2 has its place."""
+    """Group number `place` of the draw: its member 1 was lost to infrastructure, and spare 2 replaced it."""
     id = f"g{place}"
     members = [
         {"index": k, "rollout": f"{id}-{k}", "is_member": k != 1, "state": "ended", "reward": 1.0 if k != 1 else None}
@@ -83,7 +83,7 @@ def group_object(place: int, batch: int) -> dict[str, Any]:
 
 
 def arrow_page(page: dict[str, Any], rows: list[dict[str, Any]]) -> bytes:
-    """One row per trace, the page in the metadata."""
+    """One row per trace, with the page in the metadata."""
     schema = PAGE_SCHEMA.with_metadata({b"page": json.dumps(page).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
@@ -97,20 +97,20 @@ def arrow_page(page: dict[str, Any], rows: list[dict[str, Any]]) -> bytes:
 
 
 class ScriptedDraws:
-    """One draw, `d`. `total` groups are in it; `ready` of them can be delivered."""
+    """One draw, `d`, with `total` groups, of which `ready` can be delivered."""
 
     def __init__(self, *, total: int = 100, ready: int = 100) -> None:
         self.total = total
         self.ready = ready
         self.batches: dict[int, dict[str, Any]] = {}
         self.acked = 0
-        self.calls: list[str] = []  # "METHOD path?query", as they came
+        self.calls: list[str] = []  # "METHOD path?query", in order of arrival
         self.bodies: list[tuple[str, dict[str, Any]]] = []
-        self.cut_replies = 0  # the next ones break off half-way
-        self.refusals = 0  # the next ones are 503, draining
+        self.cut_replies = 0  # the next ones are interrupted
+        self.refusals = 0  # the next ones get 503, draining
         self.spoil: Any = None  # called with a page before it is sent
         self.is_stopping = False
-        self.evaluations = [{"state": "running", "done": 0}]  # one after another, as it is looked at; the last stays
+        self.evaluations = [{"state": "running", "done": 0}]  # one per request; the last is repeated
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -143,7 +143,7 @@ class ScriptedDraws:
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """As a killed service: whoever waits for an answer gets none. What was there stays, for the next start."""
+        """Stops as if killed: waiting calls get no response. The state is kept for the next start."""
         assert self._runner is not None
         self.is_stopping = True
         await self.release(0)
@@ -155,7 +155,7 @@ class ScriptedDraws:
             self._changed.notify_all()
 
     async def asked(self, path: str, times: int) -> None:
-        """Until so many calls of that path have come."""
+        """Waits until this many calls of that path have arrived."""
         async with asyncio.timeout(90), self._changed:
             await self._changed.wait_for(lambda: len([call for call in self.calls if path in call]) >= times)
 
@@ -224,11 +224,11 @@ class ScriptedDraws:
         number = body["number"]
         if number not in self.batches:
             assert number == len(self.batches) + 1, "batches are opened one after another"
-            if self._delivered >= self.total:  # said, and not kept: there is nothing to read
+            if self._delivered >= self.total:  # nothing is left to read
                 ended = {"state": "closed", "delivered": 0, "after": f"d:{self.total}", "is_last": True}
                 return web.json_response({"draw": "d", **body, **ended})
             self.batches[number] = {"want": body["want"], "first": self._delivered}
-        assert body["want"] == self.batches[number]["want"], "the service answers this with a conflict"
+        assert body["want"] == self.batches[number]["want"], "the service returns a conflict for this"
         return web.json_response(self._batch(number))
 
     async def _get_batch(self, request: web.Request) -> web.Response:

@@ -1,5 +1,5 @@
 """A whole service of real parts on loopback, for tests of the client and the CLI: SQLite, the local runtime, a
-scripted engine over HTTP; and a proxy that drops connections, for what happens between the two."""
+scripted engine over HTTP; and a proxy that drops connections between client and service."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCRIPT = Rules(
     ),
     default=(Reply(call("shell", command="echo hello > done")), Reply(call("finish"))),
 )
-"""Writes `done` in the first turn and ends in the second; a task that says NEVER is never answered."""
+"""Writes `done` in the first turn and ends in the second; a task that contains NEVER gets no response."""
 
 
 def task(instruction: str = "Write done.", check: str = "test -f done", **fields: object) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def task(instruction: str = "Write done.", check: str = "test -f done", **fields
 
 @dataclass
 class RunningService:
-    """A running service, as a test needs it."""
+    """A running service, for tests."""
 
     url: str
     token: str
@@ -62,13 +62,13 @@ async def served(folder: Path, **flags: object) -> AsyncGenerator[RunningService
 
 def _settings(folder: Path, flags: dict[str, object]) -> Settings:
     small = {"init_slots": 4, "run_slots": 8, "eval_slots": 4, "ready_slots": 4, "drain_s": 5.0}
-    # A proxy in front of it has another port: its Host is allowed, too.
+    # A proxy in front of it has another port, so its Host is allowed too.
     place = {"port": 0, "hosts": ["127.0.0.1"], "data_dir": folder / "data", "runtimes": ["local"], "runtime": "local"}
     return load_settings({**place, **small, **flags}, {"HOME": str(folder)}).settings
 
 
 class Proxy:
-    """A TCP proxy. The next `cut_replies` connections reach the service, whose reply is then dropped."""
+    """A TCP proxy. The next `cut_replies` connections reach the service, whose response is then dropped."""
 
     def __init__(self, target: str) -> None:
         self._host, self._port = urlsplit(target).hostname, urlsplit(target).port
@@ -93,7 +93,7 @@ class Proxy:
         await self._server.wait_closed()
 
     def break_all(self) -> None:
-        """Drops every connection that is open now."""
+        """Drops every open connection."""
         for writer in self._open:
             writer.transport.abort()
 

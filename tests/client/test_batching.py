@@ -1,4 +1,4 @@
-"""Groups become arrays: every sampled token once, every rollout with weight one, nobody in the loss who may not be."""
+"""Groups become arrays: every sampled token once, every rollout with weight one, no untrainable member in the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollyard.client.records import Record, Trace
 
 pytestmark = pytest.mark.slow
 
-some = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
+some = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine must not fail the test
 
 REWARDS = st.one_of(st.sampled_from([0.0, 0.1, 1.0]), st.floats(-100, 100, width=32))
 
@@ -52,7 +52,7 @@ def of(*rewards: float | None, untrainable: tuple[int, ...] = ()) -> Group:
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[Group]:
-    """Any: forks, members without a reward or not to be trained on, traces without logprobs or without a token."""
+    """Any groups: with forks, members without a reward or untrainable, traces without logprobs or sampled tokens."""
     found: list[Group] = []
     for number in range(draw(st.integers(0, 3))):
         members: list[GroupRollout] = []
@@ -76,7 +76,7 @@ def groups(draw: st.DrawFn) -> list[Group]:
 
 
 def learned(rollout: GroupRollout) -> list[Trace]:
-    """By the words of the page, not by the code: what is to be in the loss."""
+    """The traces that must be in the loss, by the documentation and not by the code."""
     if not rollout.trainable or rollout.reward is None:
         return []
     return [t for t in rollout.traces if t.trainable and t.logprobs is not None and t.mask.any()]
@@ -84,7 +84,7 @@ def learned(rollout: GroupRollout) -> list[Trace]:
 
 @some
 @given(groups(), st.integers(-5, 5))
-def test_the_rows_are_the_traces_and_the_padding_is_exact(given_groups: list[Group], pad_id: int):
+def test_the_rows_are_the_traces_with_exact_padding(given_groups: list[Group], pad_id: int):
     arrays = collate(given_groups, pad_id=pad_id)
     rollouts = [rollout for each in given_groups for rollout in each.rollouts]
     wanted = [(rollout, t) for rollout in rollouts for t in learned(rollout)]
@@ -119,7 +119,7 @@ def test_the_rows_are_the_traces_and_the_padding_is_exact(given_groups: list[Gro
 
 @some
 @given(groups(), st.booleans())
-def test_each_sampled_token_is_in_the_loss_once_and_each_rollout_weighs_one(given_groups: list[Group], drop: bool):
+def test_each_sampled_token_is_in_the_loss_once_and_each_rollout_has_weight_one(given_groups: list[Group], drop: bool):
     arrays = collate(given_groups, drop_untrainable=drop)
     rollouts = [rollout for each in given_groups for rollout in each.rollouts]
     assert arrays["loss_mask"].sum() == sum(int(t.mask.sum()) for rollout in rollouts for t in learned(rollout))
@@ -134,7 +134,7 @@ def test_each_sampled_token_is_in_the_loss_once_and_each_rollout_weighs_one(give
 
 @some
 @given(groups())
-def test_rows_that_are_kept_for_their_shape_are_not_learned_from(given_groups: list[Group]):
+def test_untrainable_rows_that_are_kept_are_not_trained_on(given_groups: list[Group]):
     arrays = collate(given_groups, drop_untrainable=False)
     told = [t for each in given_groups for r in each.rollouts for t in r.traces if t.logprobs is not None]
     assert len(arrays["input_ids"]) == len(told)
@@ -157,7 +157,7 @@ def test_advantages_sum_to_zero_and_are_finite(rewards: list[float], kind):
 
 @some
 @given(st.lists(REWARDS, min_size=2, max_size=8))
-def test_grpo_divides_by_one_spread_and_rloo_leaves_the_member_itself_out(rewards: list[float]):
+def test_grpo_divides_by_the_population_spread_and_rloo_excludes_the_member(rewards: list[float]):
     spread = float(np.std(rewards))
     found = [*advantages([of(*rewards)], "rloo").values()]
     if spread < 1e-6:
@@ -171,7 +171,7 @@ def test_grpo_divides_by_one_spread_and_rloo_leaves_the_member_itself_out(reward
 
 @some
 @given(st.lists(REWARDS, min_size=2, max_size=6), REWARDS, st.sampled_from(["grpo", "rloo", "none"]))
-def test_who_is_not_trained_on_is_not_in_the_baseline(rewards: list[float], stranger: float, kind):
+def test_untrainable_members_are_not_in_the_baseline(rewards: list[float], stranger: float, kind):
     last = len(rewards)
     with_them = of(*rewards, stranger, None, untrainable=(last, last + 1))
     assert advantages([with_them], kind) == advantages([of(*rewards)], kind)
@@ -179,7 +179,7 @@ def test_who_is_not_trained_on_is_not_in_the_baseline(rewards: list[float], stra
     assert rows["rollout"].tolist() == list(range(last))
 
 
-def test_groups_are_compared_with_themselves_alone():
+def test_advantages_are_computed_per_group():
     easy = group("a", *(member(f"a-{k}", r, trace([1])) for k, r in enumerate((1.0, 0.0))))
     hard = group("b", *(member(f"b-{k}", r, trace([1])) for k, r in enumerate((10.0, 30.0))))
     found = advantages([easy, hard], epsilon=0.0)
@@ -187,7 +187,7 @@ def test_groups_are_compared_with_themselves_alone():
     assert advantages([easy, hard], "none") == {"a-0": 1.0, "a-1": 0.0, "b-0": 10.0, "b-1": 30.0}
 
 
-def test_a_group_of_one_has_nothing_to_compare():
+def test_advantages_of_a_group_of_one_are_zero():
     assert advantages([of(0.7)]) == advantages([of(0.7)], "rloo") == {"g-0": 0.0}
     assert advantages([of(0.7)], "none") == {"g-0": 0.7}
     assert advantages([of(0.7, untrainable=(0,))]) == {}
@@ -199,7 +199,7 @@ def test_a_trace_without_logprobs_is_never_a_row_of_zeros():
     for drop in (True, False):
         arrays = collate([group("g", member("g-0", 1.0, told, untold))], drop_untrainable=drop)
         assert arrays["input_ids"].tolist() == [told.token_ids.tolist()]
-        assert arrays["trace_weight"].tolist() == [1.0], "the one that is left is the whole rollout"
+        assert arrays["trace_weight"].tolist() == [1.0], "the remaining trace has the weight of the whole rollout"
 
 
 def test_a_trace_that_is_too_long_is_refused_and_neither_cut_nor_left_out():
@@ -209,7 +209,7 @@ def test_a_trace_that_is_too_long_is_refused_and_neither_cut_nor_left_out():
         collate(given_groups, max_tokens=8)
 
 
-def test_advantages_of_your_own_are_used_and_a_missing_one_is_said():
+def test_given_advantages_are_used_and_a_missing_one_is_an_error():
     given_groups = [of(1.0, 0.0)]
     assert collate(given_groups, advantages={"g-0": 2.0, "g-1": -3.0})["advantages"].tolist() == [2.0, -3.0]
     with pytest.raises(ValueError, match="g-1 is trainable and has no advantage"):
@@ -218,7 +218,7 @@ def test_advantages_of_your_own_are_used_and_a_missing_one_is_said():
         collate(given_groups, advantages="ppo")  # type: ignore[arg-type]
 
 
-def test_a_group_that_was_read_without_its_traces_is_said():
+def test_a_group_that_was_read_without_traces_is_an_error():
     with pytest.raises(ValueError, match="g-0 has no traces"):
         collate([group("g", member("g-0", 1.0))])
 
@@ -242,7 +242,7 @@ def test_importance_weights_are_the_ratios_up_to_the_cap(tokens: list[tuple[floa
         assert weight == pytest.approx(min(product, cap) if is_sampled else 0.0, rel=1e-4)
 
 
-def test_importance_weights_do_not_look_at_padding_and_refuse_nonsense():
+def test_importance_weights_ignore_padding_and_refuse_invalid_input():
     nan, inf = float("nan"), float("inf")
     assert importance_weights([[-1.0, nan]], [[-1.0, -inf]], [[1, 0]]).tolist() == [[1.0, 0.0]]
     assert importance_weights([[-inf, -1.0]], [[-1.0, -1.0]], [[1, 1]], level="sequence").tolist() == [[0.0, 0.0]]

@@ -1,4 +1,4 @@
-"""The client against the real service: everything that a trainer does."""
+"""The client against the real service: all that a trainer does."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.client.served import RunningService, served, task
 pytestmark = pytest.mark.slow
 
 
-async def test_a_task_goes_in_and_its_traces_come_out_as_numpy(client: AsyncClient):
+async def test_a_submitted_task_returns_traces_as_numpy(client: AsyncClient):
     (submitted,) = await client.submit([task()])
     record = await client.wait(submitted.id, timeout_s=30)
     assert (record.outcome, record.reward, record.trainable) == ("completed", 1.0, True)
@@ -36,7 +36,7 @@ async def test_the_columns_of_a_trace_are_views_and_not_copies(client: AsyncClie
         assert not column.flags.owndata and not column.flags.writeable
 
 
-async def test_a_trajectory_as_json_holds_the_same_traces(client: AsyncClient):
+async def test_a_trajectory_as_json_has_the_same_traces(client: AsyncClient):
     (submitted,) = await client.submit([task()])
     await client.wait(submitted.id, timeout_s=30)
     trajectory = await client.trajectory(submitted.id)
@@ -72,14 +72,14 @@ async def test_the_same_ids_again_are_the_same_rollouts(client: AsyncClient):
         await client.submit([task("Another.")], ids=["once"])
 
 
-async def test_a_task_may_be_the_dataclass_of_core(client: AsyncClient):
+async def test_a_task_can_be_a_dataclass_of_core(client: AsyncClient):
     wanted = Task("math", {"question": "2+2?", "answer": "4"}, AgentSpec(options={"tools": ["finish"]}))
     (record,) = await client.submit([wanted])
     assert record.task["environment"] == "math"
     assert record.task["agent"]["options"] == {"tools": ["finish"]}
 
 
-async def test_wait_all_tells_each_end_once_and_the_states_on_the_way(client: AsyncClient):
+async def test_wait_all_reports_each_end_once_and_the_states_before_it(client: AsyncClient):
     records = await client.submit([task(str(number)) for number in range(20)])
     ends: list[str] = []
     events: list[Event] = []
@@ -90,8 +90,8 @@ async def test_wait_all_tells_each_end_once_and_the_states_on_the_way(client: As
     assert await client.wait_all(ids[:2], timeout_s=5) == [await client.get(id) for id in ids[:2]]
 
 
-async def test_wait_all_is_prompt_about_those_behind_slow_ones(client: AsyncClient):
-    """More slow rollouts before it than there are long-polls: only the events can tell of the quick one."""
+async def test_wait_all_is_prompt_for_ids_behind_slow_ones(client: AsyncClient):
+    """More slow rollouts before it than there are long polls: only events can report the quick one."""
     await client.resize_pools(run=40, init=40, ready=40)
     slow = await client.submit([task(f"NEVER {number}") for number in range(20)])
     (quick,) = await client.submit([task()])
@@ -103,7 +103,7 @@ async def test_wait_all_is_prompt_about_those_behind_slow_ones(client: AsyncClie
     await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_what_has_not_ended_in_time_is_a_timeout_and_goes_on(client: AsyncClient):
+async def test_a_wait_that_times_out_does_not_affect_the_rollout(client: AsyncClient):
     (record,) = await client.submit([task("NEVER")])
     with pytest.raises(TimeoutError, match="is in"):
         await client.wait(record.id, timeout_s=0.05)
@@ -153,7 +153,7 @@ async def test_a_rescore_appends_to_the_scores(client: AsyncClient):
     assert [score["reward"] for score in again.scores] == [1.0]
 
 
-async def test_a_run_can_mask_what_was_cut_off_and_take_off_for_length(client: AsyncClient):
+async def test_a_run_can_mask_truncated_rollouts_and_penalize_length(client: AsyncClient):
     penalty = {"from_tokens": 0, "to_tokens": 1, "most": 0.5}
     run = await client.create_run(
         "r1", mask_truncated=True, overlong_penalty=penalty, defaults={"limits": {"max_turns": 1}}
@@ -167,7 +167,7 @@ async def test_a_run_can_mask_what_was_cut_off_and_take_off_for_length(client: A
     assert not trace.trainable and trace.reason == "its run masks truncated rollouts, and it ended with turn_limit"
 
 
-async def test_runs_are_made_once_and_lay_their_defaults_under_tasks(client: AsyncClient):
+async def test_runs_are_created_once_and_their_defaults_apply_to_tasks(client: AsyncClient):
     run = await client.create_run("r1", seed=7, defaults={"limits": {"max_turns": 1}})
     assert run == await client.create_run("r1", seed=7, defaults={"limits": {"max_turns": 1}})
     assert run == await client.get_run("r1")
@@ -198,14 +198,14 @@ async def test_status_and_pools(client: AsyncClient):
     assert pools["run"]["size"] == 3
 
 
-async def test_events_tell_every_state(client: AsyncClient):
+async def test_events_report_every_state(client: AsyncClient):
     await client.create_run("watched")
     (other,) = await client.submit([task()])
     (record,) = await client.submit([task()], run="watched")
     await client.wait_all([other.id, record.id], timeout_s=40)
     seen: list[Event] = []
     async with asyncio.timeout(90):
-        async for event in client.events(after="0-0", run="watched"):  # an id of another life: a gap, then all there is
+        async for event in client.events(after="0-0", run="watched"):  # an id of another process: a gap, then all
             seen.append(event)
             if event.state == "ended":
                 break
@@ -215,7 +215,7 @@ async def test_events_tell_every_state(client: AsyncClient):
     assert (seen[-1].outcome, seen[-1].code, seen[-1].run) == ("completed", None, "watched")
 
 
-async def test_a_wrong_token_and_a_wrong_field_are_named_errors(client: AsyncClient, service: RunningService):
+async def test_a_wrong_token_and_a_wrong_field_raise_specific_errors(client: AsyncClient, service: RunningService):
     async with AsyncClient(service.url, "x" * 32) as stranger:
         with pytest.raises(Unauthorized):
             await stranger.status()
@@ -239,19 +239,19 @@ async def test_a_trainer_may_not_add_engines(tmp_path):
         await trainer.status()
 
 
-async def test_another_service_on_that_port_is_told_from_ours(service: RunningService):
+async def test_another_service_on_that_port_is_detected(service: RunningService):
     async with AsyncClient(service.engine.url, "t") as client:
         with pytest.raises(UnexpectedReply):
             await client.status()
 
 
-async def test_a_closed_client_says_so(service: RunningService):
+async def test_a_closed_client_raises_an_explanation(service: RunningService):
     client = AsyncClient(service.url, service.token)
     with pytest.raises(RuntimeError, match="async with"):
         await client.status()
 
 
-async def test_the_sync_client_does_the_same_on_a_thread_of_its_own(service: RunningService):
+async def test_the_sync_client_works_on_its_own_thread(service: RunningService):
     def work() -> tuple[Record, int, list[str]]:
         with Client(service.url, service.token) as client:
             client.create_run("sync")

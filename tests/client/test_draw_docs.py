@@ -1,4 +1,4 @@
-"""The examples of docs/how-to/train-with-draws.md, run as they stand."""
+"""Runs the examples of docs/how-to/train-with-draws.md unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Crash(Exception):
 
 
 class Trainer:
-    """Learns nothing, and forgets what it has not saved. `crash_at` a batch it dies, once."""
+    """Learns nothing, and loses what it has not saved. It dies once, at batch `crash_at`."""
 
     pad_id = 0
 
@@ -62,7 +62,7 @@ def page(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     return names
 
 
-async def test_the_loop_runs_and_goes_on_after_a_crash(page: dict[str, Any], client: AsyncClient):
+async def test_the_loop_runs_and_continues_after_a_crash(page: dict[str, Any], client: AsyncClient):
     trainer = Trainer(crash_at=4)
     with pytest.raises(Crash):
         await page["train"](trainer, tasks(8, COIN), steps=5, want=2, every=2)

@@ -1,4 +1,4 @@
-"""A draw through the client: nothing twice and nothing missing, whatever becomes of the connection."""
+"""A draw through the client: no group twice and no group missing, whatever happens to the connection."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pages(service: ScriptedDraws) -> list[str]:
     return [call for call in service.calls if "/groups" in call]
 
 
-async def test_a_batch_is_its_groups_with_numpy_columns(draw: AsyncDraw):
+async def test_a_batch_contains_its_groups_with_numpy_columns(draw: AsyncDraw):
     batch = await draw.batch(want=3)
     assert (batch.number, batch.want, batch.version, batch.reason, batch.is_last) == (1, 3, 3, None, False)
     assert batch.figures == {"admitted": 3, "reward_before": 0.5}
@@ -56,7 +56,7 @@ async def test_a_batch_is_its_groups_with_numpy_columns(draw: AsyncDraw):
     assert [(r.id, r.index, r.reward, r.trainable) for r in group.rollouts] == [
         ("g1-0", 0, 1.0, True),
         ("g1-2", 2, 0.0, True),
-    ], "members alone, by index"
+    ], "only members, by index"
     assert group.rewards.tolist() == [1.0, 0.0]
     assert [(t.rollout_id, t.index) for r in group.rollouts for t in r.traces] == [
         ("g1-0", 0),
@@ -81,9 +81,7 @@ async def test_pages_are_bounded(draw: AsyncDraw, service: ScriptedDraws):
     assert all("limit=3" in call for call in pages(service))
 
 
-async def test_what_breaks_half_way_or_is_refused_is_asked_for_again_from_the_same_cursor(
-    draw: AsyncDraw, service: ScriptedDraws
-):
+async def test_an_interrupted_or_refused_call_is_repeated_from_the_same_cursor(draw: AsyncDraw, service: ScriptedDraws):
     service.cut_replies = 2
     assert ids(await draw.batch(want=4, limit=2)) == names(1, 4)
     service.refusals = 2
@@ -94,7 +92,7 @@ async def test_what_breaks_half_way_or_is_refused_is_asked_for_again_from_the_sa
     assert len(service.batches) == 2, "a batch that was opened twice is one batch"
 
 
-async def test_a_batch_outlives_a_restart_of_the_service(draw: AsyncDraw, service: ScriptedDraws):
+async def test_a_batch_survives_a_restart_of_the_service(draw: AsyncDraw, service: ScriptedDraws):
     service.ready = 2
     waiting = asyncio.create_task(draw.batch(want=4))
     await service.asked("after=d:2", 1)
@@ -103,10 +101,10 @@ async def test_a_batch_outlives_a_restart_of_the_service(draw: AsyncDraw, servic
     await service.release(2)
     batch = await asyncio.wait_for(waiting, 40)
     assert ids(batch) == names(1, 4)
-    assert len([call for call in pages(service) if "after=d:0" in call]) == 1, "what had come was not read again"
+    assert len([call for call in pages(service) if "after=d:0" in call]) == 1, "received groups are not read again"
 
 
-async def test_a_service_that_does_not_come_back_is_said_and_nothing_is_lost(service: ScriptedDraws):
+async def test_a_service_that_stays_down_raises_and_nothing_is_lost(service: ScriptedDraws):
     service.ready = 2
     async with AsyncClient(service.url, "t", retry_s=0) as hasty:
         draw = await hasty.get_draw("d")
@@ -129,12 +127,12 @@ async def test_a_timeout_loses_nothing(draw: AsyncDraw, service: ScriptedDraws):
     await service.release(1)
     assert ids(await draw.batch(want=4)) == names(1, 4)
     assert len(service.batches) == 1
-    assert len([call for call in pages(service) if "after=d:0" in call]) == 1, "what had come was not read again"
+    assert len([call for call in pages(service) if "after=d:0" in call]) == 1, "received groups are not read again"
     service.ready = 100
     assert ids(await draw.batch(want=1)) == ["g5"]
 
 
-async def test_a_call_that_is_cancelled_loses_nothing(draw: AsyncDraw, service: ScriptedDraws):
+async def test_a_cancelled_call_loses_nothing(draw: AsyncDraw, service: ScriptedDraws):
     service.ready = 3
     waiting = asyncio.create_task(draw.batch(want=4))
     await service.asked("after=d:3", 1)
@@ -144,7 +142,7 @@ async def test_a_call_that_is_cancelled_loses_nothing(draw: AsyncDraw, service: 
     assert ids(await draw.batch(want=4)) == names(1, 4)
 
 
-async def test_a_stream_gives_groups_as_they_are_ready(draw: AsyncDraw, service: ScriptedDraws):
+async def test_a_stream_yields_groups_as_they_become_ready(draw: AsyncDraw, service: ScriptedDraws):
     service.ready = 0
     stream = draw.stream(want=2)
     first = asyncio.ensure_future(anext(stream))  # type: ignore[arg-type]
@@ -158,7 +156,7 @@ async def test_a_stream_gives_groups_as_they_are_ready(draw: AsyncDraw, service:
     assert (draw.last_batch.number, draw.last_batch.groups, draw.last_batch.delivered) == (1, (), 2)
 
 
-async def test_nothing_is_read_ahead_of_whoever_takes(draw: AsyncDraw, service: ScriptedDraws):
+async def test_no_page_is_requested_before_the_previous_one_is_consumed(draw: AsyncDraw, service: ScriptedDraws):
     seen = 0
     async for _ in draw.stream(want=6, limit=2):
         seen += 1
@@ -177,35 +175,35 @@ async def leave_after(draw: AsyncDraw, count: int) -> list[str]:
     return found
 
 
-async def test_a_stream_that_was_left_goes_on_after_the_last_group(draw: AsyncDraw, service: ScriptedDraws):
+async def test_a_stream_that_was_left_continues_after_the_last_group(draw: AsyncDraw, service: ScriptedDraws):
     assert await leave_after(draw, 2) == names(1, 2)
     service.cut_replies = 1
     assert await leave_after(draw, 1) == names(3, 3)
-    assert await leave_after(draw, 2) == names(4, 5), "the last one was taken: the batch is at its end"
-    assert await leave_after(draw, 1) == ["g6"], "and this is the next one"
-    assert ids(await draw.batch(want=5)) == names(6, 10), "a batch is always the whole of it"
+    assert await leave_after(draw, 2) == names(4, 5), "the last group was taken: the batch is complete"
+    assert await leave_after(draw, 1) == ["g6"], "this is the next batch"
+    assert ids(await draw.batch(want=5)) == names(6, 10), "a batch always has all of its groups"
 
 
-async def test_who_restarts_goes_on_after_what_was_acknowledged(service: ScriptedDraws):
+async def test_a_restarted_client_continues_after_the_acknowledged_batch(service: ScriptedDraws):
     service.ready = 4
     async with AsyncClient(service.url, "t") as client:
         draw = await client.get_draw("d")
         await draw.ack(await draw.batch(want=3))
         with pytest.raises(TimeoutError):
             await draw.batch(want=3, timeout_s=0)
-    service.ready = 100  # the open batch is full before anybody comes back for it
+    service.ready = 100  # the open batch is full before the client reconnects
     for _ in range(2):
         async with AsyncClient(service.url, "t") as client:
             draw = await client.draw("r", [{"environment": "math"}], id="d")
             again = await draw.batch(want=1)
-            assert (again.number, ids(again)) == (2, names(4, 6)), "as it was, whatever is wanted now"
+            assert (again.number, ids(again)) == (2, names(4, 6)), "unchanged, whatever `want` is"
             assert ids(await draw.batch(want=2)) == names(7, 8)
     assert len(service.batches) == 3
 
 
-async def test_a_batch_comes_again_by_its_number_and_then_those_after_it(draw: AsyncDraw, service: ScriptedDraws):
+async def test_a_batch_can_be_read_again_by_number_and_then_those_after_it(draw: AsyncDraw, service: ScriptedDraws):
     first, second, third = [await draw.batch(want=2) for _ in range(3)]
-    assert ids(await draw.batch(number=1)) == ids(first), "one that is there needs no want"
+    assert ids(await draw.batch(number=1)) == ids(first), "an existing batch needs no want"
     assert ids(await draw.batch(want=2)) == ids(second)
     assert ids(await draw.batch(want=2)) == ids(third)
     assert ids(await draw.batch(want=2)) == names(7, 8)
@@ -213,7 +211,7 @@ async def test_a_batch_comes_again_by_its_number_and_then_those_after_it(draw: A
     assert len(service.batches) == 4
 
 
-async def test_a_draw_that_has_ended_says_why_once_nothing_is_left(service: ScriptedDraws):
+async def test_an_ended_draw_raises_the_reason_when_nothing_is_left(service: ScriptedDraws):
     service.total = 3
     async with AsyncClient(service.url, "t") as client:
         draw = await client.get_draw("d")
@@ -230,7 +228,7 @@ async def test_a_draw_that_has_ended_says_why_once_nothing_is_left(service: Scri
                 raise AssertionError("nothing is left")
 
 
-async def test_a_rewind_goes_back_to_the_batch_after_the_checkpoint(draw: AsyncDraw, service: ScriptedDraws):
+async def test_a_rewind_continues_with_the_batch_after_the_checkpoint(draw: AsyncDraw, service: ScriptedDraws):
     first = await draw.batch(want=2)
     assert await draw.ack(first) == 7
     await draw.batch(want=2)
@@ -251,14 +249,14 @@ async def test_pushed_tasks_are_sent_again_only_if_they_have_ids(draw: AsyncDraw
     assert await draw.push([task, task], ids=["a", "b"], close=True) == 9
     assert service.bodies[-1][1] == {"tasks": [task, task], "ids": ["a", "b"], "close": True}
     service.cut_replies = 1
-    with pytest.raises(ServiceUnreachable, match="broke off"):
+    with pytest.raises(ServiceUnreachable, match="was interrupted"):
         await draw.push([task])
     assert len(service.bodies) == 3
     with pytest.raises(ValueError, match="one id for each"):
         await draw.push([task], ids=[])
 
 
-async def test_a_draw_is_made_once_though_its_answer_was_lost(service: ScriptedDraws):
+async def test_a_draw_is_created_once_though_the_response_was_lost(service: ScriptedDraws):
     async with AsyncClient(service.url, "t") as client:
         service.cut_replies = 1
         draw = await client.draw("r", [{"environment": "math"}], group_size=4, keep={"spread": 0.1})
@@ -278,7 +276,7 @@ async def test_a_draw_is_made_once_though_its_answer_was_lost(service: ScriptedD
         assert (await draw.close())["id"] == "d"
 
 
-async def test_the_sync_draw_does_the_same(service: ScriptedDraws):
+async def test_the_sync_draw_has_the_same_results(service: ScriptedDraws):
     def work() -> None:
         with Client(service.url, "t") as client:
             draw = client.draw("r", [{"environment": "math"}], id="d")
@@ -295,8 +293,8 @@ async def test_the_sync_draw_does_the_same(service: ScriptedDraws):
     await asyncio.to_thread(work)
 
 
-async def test_a_sync_stream_that_is_garbage_does_not_stop_the_client(service: ScriptedDraws):
-    """Left half-way in a cycle, it is found by the collector, which may run in the client's own thread."""
+async def test_a_garbage_collected_sync_stream_does_not_block_the_client(service: ScriptedDraws):
+    """Left half-way in a reference cycle, it is collected by the garbage collector, possibly in the client's thread."""
 
     def work() -> list[str]:
         with Client(service.url, "t") as client:
@@ -311,14 +309,14 @@ async def test_a_sync_stream_that_is_garbage_does_not_stop_the_client(service: S
             done = threading.Event()
             loop.call_soon_threadsafe(done.set)
             if not done.wait(10):
-                client._loop = None  # it will never stop: leave it behind, and say so
-                raise AssertionError("the client's thread waits for itself")
+                client._loop = None  # it would never stop: abandon it and fail
+                raise AssertionError("the client's thread is deadlocked")
             return found + [group.id for group in draw.stream(want=3)]
 
     assert await asyncio.to_thread(work) == names(1, 3)
 
 
-async def test_an_evaluation_is_waited_for_and_tells_how_far_it_is(service: ScriptedDraws):
+async def test_evaluate_waits_and_reports_progress(service: ScriptedDraws):
     states = [("running", 0), ("running", 3), ("running", 3), ("running", 8), ("done", 8)]
     service.evaluations = [{"state": state, "done": done} for state, done in states]
     service.evaluations[-1]["result"] = {"pass_at": {"1": {"mean": 0.5}}}
@@ -333,7 +331,7 @@ async def test_an_evaluation_is_waited_for_and_tells_how_far_it_is(service: Scri
         assert first == second == {"id": first["id"], "source": {"tasks": [{"environment": "math"}]}, "k": 4, "seed": 1}
 
 
-async def test_an_evaluation_that_failed_is_told_and_one_that_goes_on_is_a_timeout(service: ScriptedDraws):
+async def test_a_failed_evaluation_is_returned_and_a_running_one_is_a_timeout(service: ScriptedDraws):
     def work() -> None:
         with Client(service.url, "t") as client:
             with pytest.raises(TimeoutError, match="evaluation ev has 0 of 8"):
@@ -369,14 +367,14 @@ def lose_the_groups(page: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lose_a_member, "without its member"),
+        (lose_a_member, "lacks its member"),
         (lose_a_trace, "1 of 2 traces"),
         (another_batch, "a page of batch 1"),
-        (stand_still, "does not go on"),
+        (stand_still, "does not continue"),
         (lose_the_groups, "page of groups"),
     ],
 )
-async def test_a_page_that_is_wrong_is_never_a_smaller_batch(
+async def test_an_invalid_page_never_becomes_a_smaller_batch(
     draw: AsyncDraw, service: ScriptedDraws, spoil: Any, message: str
 ):
     service.spoil = spoil
@@ -386,7 +384,7 @@ async def test_a_page_that_is_wrong_is_never_a_smaller_batch(
     assert ids(await draw.batch(want=2)) == names(1, 2)
 
 
-def test_a_page_is_the_same_as_json_and_as_arrow():
+def test_a_page_is_the_same_in_json_and_arrow():
     groups = [group_object(place, 1) for place in (1, 2)]
     rows = [trace_row(record["id"], k, 2) for group in groups for record in group["rollouts"] for k in range(2)]
     rows[0]["logprobs"] = None
@@ -419,7 +417,7 @@ def test_a_page_is_the_same_as_json_and_as_arrow():
                         assert (column.tolist(), column.dtype) == (twin.tolist(), twin.dtype)
 
 
-def test_a_group_by_itself_says_of_its_members_what_it_knows():
+def test_a_group_without_records_has_a_summary_of_its_members():
     body = group_object(1, 1)
     del body["rollouts"]
     group = read_group(body)

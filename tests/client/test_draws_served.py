@@ -28,7 +28,7 @@ def ids(batch: Batch) -> list[str]:
     return [group.id for group in batch.groups]
 
 
-async def test_batches_of_a_draw_are_all_its_groups_once(client: AsyncClient):
+async def test_batches_of_a_draw_contain_each_group_once(client: AsyncClient):
     await client.create_run("r")
     draw = await client.draw("r", tasks(5), group_size=2, keep="all", epochs=1)
     first, second = await draw.batch(want=3, limit=2), await draw.batch(want=3)
@@ -56,7 +56,7 @@ async def test_batches_of_a_draw_are_all_its_groups_once(client: AsyncClient):
     assert draw.id in {each["id"] for each in await client.draws()}
 
 
-async def test_what_is_handed_out_has_something_to_learn_from(client: AsyncClient):
+async def test_delivered_groups_have_different_rewards(client: AsyncClient):
     await client.create_run("r")
     draw = await client.draw("r", tasks(8, COIN), group_size=4)
     batch = await draw.batch(want=3)
@@ -95,7 +95,7 @@ async def test_dropped_connections_change_nothing(service: RunningService):
         assert ids(await (await direct.get_draw(draw.id)).batch(number=1)) == found[:4]
 
 
-async def test_a_batch_outlives_a_restart_of_the_service(tmp_path: Path, unused_tcp_port: int):
+async def test_a_batch_survives_a_restart_of_the_service(tmp_path: Path, unused_tcp_port: int):
     async with served(tmp_path, port=unused_tcp_port) as service:
         client = await AsyncClient(service.url, service.token).__aenter__()
         await client.create_run("r")
@@ -112,7 +112,7 @@ async def test_a_batch_outlives_a_restart_of_the_service(tmp_path: Path, unused_
         await client.__aexit__(None, None, None)
 
 
-async def test_who_comes_back_goes_on_after_the_acknowledged_batch(service: RunningService):
+async def test_a_reconnected_client_continues_after_the_acknowledged_batch(service: RunningService):
     wanted = tasks(6)
     async with AsyncClient(service.url, service.token) as client:
         await client.create_run("r")
@@ -123,18 +123,18 @@ async def test_who_comes_back_goes_on_after_the_acknowledged_batch(service: Runn
         with pytest.raises(IdConflict):
             await client.draw("r", wanted, id="mine", group_size=3)
         draw = await client.draw("r", wanted, id="mine", group_size=2, keep="all", epochs=1)
-        assert ids(await draw.batch(want=1)) == ids(second), "not acknowledged, so it comes again"
+        assert ids(await draw.batch(want=1)) == ids(second), "not acknowledged, so it is delivered again"
         third = await draw.batch(want=2)
         assert third.number == 3
         undone = await draw.rewind(first, version=0)
         assert (undone["batch"], undone["acked"]) == (1, 1)
         again, rest = await draw.batch(want=2), await draw.batch(want=2)
         assert (again.number, rest.number) == (2, 3)
-        # all are complete now: the oldest come first, whichever was complete first then
+        # all are complete now: the oldest are first, whichever was complete first before
         assert sorted(ids(again) + ids(rest)) == sorted(ids(second) + ids(third)), "none is newer than version 0"
 
 
-async def test_tasks_are_pushed_as_one_goes(client: AsyncClient):
+async def test_tasks_can_be_pushed_while_drawing(client: AsyncClient):
     await client.create_run("r")
     draw = await client.draw("r", source={"push": True}, group_size=2, keep="all")
     assert await draw.push(tasks(1), ids=["a"]) == 1
@@ -149,7 +149,7 @@ async def test_tasks_are_pushed_as_one_goes(client: AsyncClient):
         await draw.batch(want=1)
 
 
-async def test_a_group_by_itself(client: AsyncClient):
+async def test_a_single_group(client: AsyncClient):
     opened = await client.group(task(), id="g", size=3)
     assert (opened.id, opened.state, opened.rollouts) == ("g", "open", ())
     group = await client.get_group("g", wait_s=30)
@@ -170,7 +170,7 @@ async def test_a_group_is_cancelled(client: AsyncClient):
     assert (await client.get_group("slow", wait_s=30)).state == "cancelled"
 
 
-async def test_an_evaluation_comes_with_its_result(client: AsyncClient):
+async def test_an_evaluation_returns_its_result(client: AsyncClient):
     told: list[int] = []
     found = await client.evaluate(
         [*tasks(2, "true"), *tasks(2, "false")],
@@ -189,7 +189,7 @@ async def test_an_evaluation_comes_with_its_result(client: AsyncClient):
     assert (await client.get_eval("slow", wait_s=30)).state == "cancelled"
 
 
-async def test_the_sync_client_draws_too(service: RunningService):
+async def test_the_sync_client_can_draw(service: RunningService):
     def work() -> None:
         with Client(service.url, service.token) as client:
             client.create_run("r")

@@ -1,4 +1,4 @@
-"""Sessions through the client, and the examples of the how-to page, run as they stand."""
+"""Sessions through the client, and the examples of the how-to page, run unchanged."""
 
 import asyncio
 import logging
@@ -40,25 +40,25 @@ async def test_a_session_is_opened_used_and_rewarded(client: AsyncClient):
     assert (await client.get("s")).outcome == "completed", "leaving the block after a reward cancels nothing"
 
 
-async def test_leaving_without_a_reward_cancels(client: AsyncClient):
+async def test_leaving_the_block_without_a_reward_cancels(client: AsyncClient):
     with pytest.raises(ValueError, match="mine"):
         async with client.session("s"):
             raise ValueError("mine")
     record = await client.wait("s", timeout_s=20)
     assert (record.outcome, record.reward) == ("cancelled", None)
-    with pytest.raises(SessionConflict, match=r"has ended already \(cancelled"):
+    with pytest.raises(SessionConflict, match=r"has already ended \(cancelled"):
         async with client.session("s"):
             raise AssertionError("it cannot be opened again")
 
 
-async def test_a_session_that_was_refused_is_only_that(client: AsyncClient, caplog: pytest.LogCaptureFixture):
+async def test_a_refused_session_is_not_cancelled(client: AsyncClient, caplog: pytest.LogCaptureFixture):
     with pytest.raises(InvalidRequest, match="limits"):
         async with client.session(limits={"run_s": -1}):
             raise AssertionError("it was refused")
     assert "could not be cancelled" not in caplog.text
 
 
-async def test_who_is_refused_an_id_cancels_nobody_elses_session_and_may_come_again(client: AsyncClient):
+async def test_a_refused_id_does_not_cancel_another_session_and_can_be_retried(client: AsyncClient):
     async with client.session("s", metadata={"mine": 1}) as session:
         with pytest.raises(IdConflict):
             async with client.session("s", metadata={"mine": 2}):
@@ -72,7 +72,7 @@ async def test_who_is_refused_an_id_cancels_nobody_elses_session_and_may_come_ag
         assert (await session.reward(1)).outcome == "completed"
 
 
-async def test_no_place_in_time_is_a_timeout_and_leaves_nothing_waiting(tmp_path: Path):
+async def test_no_free_slot_in_time_is_a_timeout_and_leaves_nothing_queued(tmp_path: Path):
     async with (
         served(tmp_path, run_slots=1) as service,
         AsyncClient(service.url, service.token) as client,
@@ -80,7 +80,7 @@ async def test_no_place_in_time_is_a_timeout_and_leaves_nothing_waiting(tmp_path
     ):
         with pytest.raises(TimeoutError, match="session second is in"):
             async with client.session("second", timeout_s=0.2):
-                raise AssertionError("there is no place")
+                raise AssertionError("there is no free slot")
         assert (await client.wait("second", timeout_s=20)).outcome == "cancelled"
         waiting = asyncio.create_task(client.session("third").__aenter__())
         async with aclosing(client.events(after="0-0")) as events:  # type: ignore[type-var]
@@ -92,11 +92,13 @@ async def test_no_place_in_time_is_a_timeout_and_leaves_nothing_waiting(tmp_path
         assert (await client.wait("third", timeout_s=20)).outcome == "cancelled"
 
 
-async def test_dropped_answers_are_asked_for_again_and_it_is_still_one_session(service: RunningService):
+async def test_dropped_responses_are_retried_and_it_is_still_one_session(service: RunningService):
     async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token, timeout_s=20) as client:
         proxy.cut_replies = 1
         async with client.session(limits={"run_s": 60}) as session:
-            assert session.base_url == f"{proxy.url}/v1", "where the client reached the service, the agent does"
+            assert session.base_url == f"{proxy.url}/v1", (
+                "the agent uses the URL at which the client reached the service"
+            )
             proxy.break_all()
             proxy.cut_replies = 1
             record = await session.reward(0.5)
@@ -104,7 +106,7 @@ async def test_dropped_answers_are_asked_for_again_and_it_is_still_one_session(s
         assert len((await client.list(state="ended")).rollouts) == 1
 
 
-async def test_a_service_that_is_gone_does_not_hide_why_the_block_was_left(
+async def test_an_unreachable_service_does_not_hide_the_error_of_the_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     async with served(tmp_path) as service:
@@ -118,7 +120,7 @@ async def test_a_service_that_is_gone_does_not_hide_why_the_block_was_left(
     assert "a session could not be cancelled" in caplog.text
 
 
-async def test_the_sync_client_has_sessions_too(service: RunningService):
+async def test_the_sync_client_supports_sessions(service: RunningService):
     def work() -> None:
         with Client(service.url, service.token) as client:
             with client.session("kept") as session:

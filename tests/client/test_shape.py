@@ -1,4 +1,4 @@
-"""What the client looks like: both kinds alike, errors rebuilt, the settings' places found, nothing heavy imported."""
+"""The client's interface: sync and async alike, errors rebuilt, settings found, nothing heavy imported."""
 
 import inspect
 import re
@@ -33,7 +33,7 @@ def methods(kind: type) -> dict[str, inspect.Signature]:
         (client.AsyncUpdate, client.Update),
     ],
 )
-def test_the_two_kinds_are_alike(of_ours: type, of_theirs: type):
+def test_sync_and_async_classes_have_the_same_methods(of_ours: type, of_theirs: type):
     ours, theirs = methods(of_ours), methods(of_theirs)
     assert ours.keys() == theirs.keys()
     for name, signature in ours.items():
@@ -42,7 +42,7 @@ def test_the_two_kinds_are_alike(of_ours: type, of_theirs: type):
         assert returns == theirs[name].return_annotation, name
 
 
-def test_the_two_clients_are_made_alike():
+def test_sync_and_async_clients_have_the_same_constructor():
     assert inspect.signature(AsyncClient.__init__) == inspect.signature(Client.__init__)
 
 
@@ -54,7 +54,7 @@ def test_the_public_names():
 
 
 @pytest.mark.parametrize("code", sorted(CODES))
-def test_every_code_comes_back_as_its_class(code: str):
+def test_every_code_becomes_its_exception_class(code: str):
     body = {"type": "about:blank", "title": "t", "status": 418, "code": code, "detail": "d", "remedy": "r", "extra": 1}
     error = error_of(418, body, "GET /x")
     assert type(error) is CODES[code]
@@ -67,12 +67,12 @@ def test_a_code_of_a_newer_service_is_kept():
     assert RollyardError.code == "error" and not isinstance(error, RequestError)
 
 
-def test_an_answer_that_is_no_problem_is_unexpected():
+def test_a_response_without_a_problem_is_unexpected():
     for body in (None, "text", {"error": "x"}):
         assert isinstance(error_of(502, body, "GET /x"), UnexpectedReply)
 
 
-def test_records_tolerate_what_is_new_and_refuse_what_is_wrong():
+def test_records_accept_new_fields_and_refuse_invalid_ones():
     record = read({"id": "a", "state": "ended", "reward": None, "tomorrow": [1]}, Record)
     assert record.is_ended and record.reward is None and record.raw["tomorrow"] == [1]
     with pytest.raises(UnexpectedReply, match="cannot be read"):
@@ -81,7 +81,7 @@ def test_records_tolerate_what_is_new_and_refuse_what_is_wrong():
         read(["a"], Record)
 
 
-def test_the_address_is_found_where_the_settings_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_address_is_found_by_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     environ = {"HOME": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The deadline counts work and nothing else."""
+"""A deadline counts only working time."""
 
 import asyncio
 from collections.abc import Callable
@@ -59,7 +59,7 @@ async def test_the_body_is_cancelled_when_the_budget_is_used_up():
     assert deadline.is_expired
     with pytest.raises(DeadlineExpired):
         async with deadline.counting():
-            pytest.fail("an expired deadline lets nobody in")
+            pytest.fail("an expired deadline must not run the body")
 
 
 async def test_a_hold_stops_the_timer_and_its_end_starts_it_again():
@@ -74,7 +74,7 @@ async def test_a_hold_stops_the_timer_and_its_end_starts_it_again():
     assert reached
 
 
-async def test_a_cancel_from_elsewhere_stays_a_cancel():
+async def test_a_cancellation_from_elsewhere_passes_through():
     deadline = Deadline(60)
 
     async def work() -> None:
@@ -95,7 +95,7 @@ async def test_a_timeout_inside_is_not_mistaken_for_the_deadline():
             await asyncio.Event().wait()
 
 
-async def test_without_a_budget_it_is_a_stopwatch():
+async def test_a_deadline_without_a_budget_is_a_stopwatch():
     clock = Clock()
     deadline = Deadline(None, clock)
     async with deadline.counting():
@@ -116,7 +116,7 @@ async def test_an_alarm_calls_once_when_the_budget_is_used_up():
     assert not deadline.is_running
 
 
-async def test_an_alarm_that_was_stopped_does_not_ring_and_its_time_has_counted():
+async def test_a_stopped_alarm_does_not_fire_but_its_time_counts():
     deadline, rung = Deadline(0.05), asyncio.Event()
     alarm = deadline.alarm(rung.set)
     alarm.start()
@@ -128,7 +128,7 @@ async def test_an_alarm_that_was_stopped_does_not_ring_and_its_time_has_counted(
     assert not rung.is_set() and deadline.used_s == used_s
 
 
-async def test_an_alarm_stands_still_while_the_clock_is_held():
+async def test_an_alarm_does_not_count_while_the_clock_is_held():
     deadline, rung = Deadline(0.03), asyncio.Event()
     alarm = deadline.alarm(rung.set)
     alarm.start()
@@ -139,7 +139,7 @@ async def test_an_alarm_stands_still_while_the_clock_is_held():
     alarm.stop()
 
 
-# --- patience
+# --- ResettableTimeout
 
 
 class _Clock:
@@ -170,7 +170,7 @@ def _patience() -> tuple[_Clock, ResettableTimeout, list[float]]:
     return clock, ResettableTimeout(cast("Any", clock), lambda: rung.append(clock.now)), rung
 
 
-def test_patience_ends_when_its_bound_is_reached():
+def test_a_timeout_fires_at_its_bound():
     clock, patience, rung = _patience()
     patience.set(3)
     clock.until(10)
@@ -178,7 +178,7 @@ def test_patience_ends_when_its_bound_is_reached():
     assert clock.armed == []
 
 
-def test_patience_that_is_set_later_waits_for_the_later_bound_with_one_timer():
+def test_an_extended_timeout_fires_later_and_needs_no_second_timer():
     clock, patience, rung = _patience()
     patience.set(3)
     clock.until(2)
@@ -190,7 +190,7 @@ def test_patience_that_is_set_later_waits_for_the_later_bound_with_one_timer():
     assert rung == [7]
 
 
-def test_patience_that_is_set_earlier_ends_earlier():
+def test_a_shortened_timeout_fires_earlier():
     clock, patience, rung = _patience()
     patience.set(30)
     patience.set(2)
@@ -198,7 +198,7 @@ def test_patience_that_is_set_earlier_ends_earlier():
     assert rung == [2]
 
 
-def test_patience_that_is_off_never_ends_and_can_be_set_again():
+def test_a_cleared_timeout_never_fires_and_can_be_set_again():
     clock, patience, rung = _patience()
     patience.set(3)
     patience.set(None)
@@ -209,7 +209,7 @@ def test_patience_that_is_off_never_ends_and_can_be_set_again():
     assert rung == [11]
 
 
-def test_patience_that_has_ended_leaves_nothing_in_the_loop():
+def test_an_ended_timeout_leaves_no_timer_in_the_loop():
     clock, patience, rung = _patience()
     patience.set(3)
     patience.end()

@@ -1,4 +1,4 @@
-"""A task that begins at once is a task like any other."""
+"""A task that starts immediately behaves like any other task."""
 
 import asyncio
 import contextvars
@@ -10,32 +10,32 @@ import uvloop
 
 from rollyard.core.eager import start_now
 
-WHO = contextvars.ContextVar("who", default="nobody")
+WHO = contextvars.ContextVar("who", default="no one")
 
 
-async def test_it_has_run_to_where_it_waits_before_the_caller_goes_on():
+async def test_a_task_runs_up_to_its_first_wait_before_the_caller_continues():
     seen: list[str] = []
 
     async def work() -> str:
-        seen.append("begun")
+        seen.append("started")
         await asyncio.sleep(0)
-        seen.append("went on")
+        seen.append("continued")
         return "done"
 
     task = start_now(work())
-    assert seen == ["begun"]
+    assert seen == ["started"]
     assert await task == "done"
-    assert seen == ["begun", "went on"]
+    assert seen == ["started", "continued"]
 
 
-async def test_one_that_never_waits_gives_its_result():
+async def test_a_task_that_never_waits_returns_its_result():
     async def work() -> int:
         return 7
 
     assert await start_now(work()) == 7
 
 
-async def test_what_it_raises_at_once_is_for_whoever_awaits_it():
+async def test_an_immediate_exception_is_raised_where_the_task_is_awaited():
     async def work() -> None:
         raise ValueError("no")
 
@@ -44,7 +44,7 @@ async def test_what_it_raises_at_once_is_for_whoever_awaits_it():
         await task
 
 
-async def test_what_it_raises_later_too():
+async def test_a_later_exception_is_raised_where_the_task_is_awaited():
     async def work() -> None:
         await asyncio.sleep(0)
         raise ValueError("no")
@@ -53,7 +53,7 @@ async def test_what_it_raises_later_too():
         await start_now(work())
 
 
-async def test_it_waits_for_a_future():
+async def test_a_task_waits_for_a_future():
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def work() -> int:
@@ -64,7 +64,7 @@ async def test_it_waits_for_a_future():
     assert await task == 4
 
 
-async def test_a_future_that_ended_in_between_is_seen():
+async def test_a_future_that_ends_before_the_loop_runs_the_task_is_not_missed():
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def work() -> int:
@@ -76,7 +76,7 @@ async def test_a_future_that_ended_in_between_is_seen():
     assert await task == 3
 
 
-async def test_inside_it_is_the_current_task_and_afterwards_the_caller_is_again():
+async def test_the_current_task_is_the_new_task_inside_and_the_caller_afterwards():
     inside: list[asyncio.Task[None] | None] = []
 
     async def work() -> None:
@@ -92,7 +92,7 @@ async def test_inside_it_is_the_current_task_and_afterwards_the_caller_is_again(
     assert inside == [task, task]
 
 
-async def test_from_a_callback_there_is_no_caller():
+async def test_a_task_can_be_started_from_a_callback():
     made: asyncio.Future[asyncio.Task[str]] = asyncio.get_running_loop().create_future()
 
     async def work() -> str:
@@ -105,7 +105,7 @@ async def test_from_a_callback_there_is_no_caller():
     assert asyncio.current_task() is not None
 
 
-async def test_its_context_is_its_own():
+async def test_a_task_has_its_own_context():
     async def work() -> str:
         WHO.set("inside")
         await asyncio.sleep(0)
@@ -117,7 +117,7 @@ async def test_its_context_is_its_own():
     assert await task == "inside"
 
 
-async def test_cancelled_before_the_loop_came_to_it_it_cleans_up():
+async def test_a_task_cancelled_before_the_loop_runs_it_cleans_up():
     cleaned: list[str] = []
 
     async def work() -> None:
@@ -133,7 +133,7 @@ async def test_cancelled_before_the_loop_came_to_it_it_cleans_up():
     assert cleaned == ["yes"]
 
 
-async def test_cancelled_later_it_cleans_up():
+async def test_a_task_cancelled_later_cleans_up():
     cleaned: list[str] = []
 
     async def work() -> None:
@@ -152,7 +152,7 @@ async def test_cancelled_later_it_cleans_up():
     assert cleaned == ["yes"]
 
 
-async def test_a_timeout_around_its_first_wait_holds():
+async def test_a_timeout_around_the_first_wait_works():
     async def work() -> None:
         async with asyncio.timeout(0.01):
             await asyncio.Event().wait()
@@ -171,7 +171,7 @@ async def _held(log: list[str]) -> AsyncGenerator[None, None]:
         log.append("out")
 
 
-async def test_a_context_that_was_entered_at_once_is_left():
+async def test_a_context_manager_entered_in_the_first_step_is_exited():
     log: list[str] = []
 
     async def work() -> None:
@@ -186,6 +186,6 @@ _ALL = [value for name, value in list(globals().items()) if name.startswith("tes
 
 
 @pytest.mark.parametrize("test", _ALL, ids=lambda test: test.__name__)
-def test_so_it_is_with_uvloop(test: Callable[[], Coroutine[None, None, None]]):
+def test_eager_tasks_work_the_same_with_uvloop(test: Callable[[], Coroutine[None, None, None]]):
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(test())

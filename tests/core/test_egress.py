@@ -1,4 +1,4 @@
-"""Hosts and rules: one form for a name, and what covers what."""
+"""Hosts and rules: the canonical form of a name, and which rule covers which."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RULES = st.one_of(NAMES, NAMES.map("*.{}".format), st.just("*"))
         ("3com.example", "3com.example"),
     ],
 )
-def test_a_host_has_one_form(text: str, host: str):
+def test_a_host_has_one_canonical_form(text: str, host: str):
     assert host_of(text) == host
 
 
@@ -38,7 +38,7 @@ LONG = [f"{'a' * 64}.b", ".".join(["a" * 50] * 6), "[fe80::1%lo]", "[127.0.0.1]"
 
 
 @pytest.mark.parametrize("text", [*BAD, *NUMBERS, *LONG])
-def test_what_is_no_host_is_refused(text: str):
+def test_invalid_hosts_are_refused(text: str):
     with pytest.raises(ValueError):
         host_of(text)
 
@@ -56,7 +56,7 @@ def test_what_is_no_host_is_refused(text: str):
         ("[2001:db8::1]:443", HostRule("2001:db8::1", (443,))),
     ],
 )
-def test_rules_are_read(text: str, rule: HostRule):
+def test_rules_are_parsed(text: str, rule: HostRule):
     assert HostRule.parse(text) == rule
     assert HostRule.parse(str(rule)) == rule
 
@@ -64,7 +64,7 @@ def test_rules_are_read(text: str, rule: HostRule):
 @pytest.mark.parametrize(
     "text", ["a.b:", "a.b:0", "a.b:65536", "a.b:x", "a.b:080", "*.", "*.1.2.3.4", "*a.b", "a.*", "http://a.b"]
 )
-def test_what_is_no_rule_is_refused(text: str):
+def test_invalid_rules_are_refused(text: str):
     with pytest.raises(ValueError):
         HostRule.parse(text)
 
@@ -85,7 +85,7 @@ def test_what_is_no_rule_is_refused(text: str):
         ("2001:db8::1", "2001:db8::1", True),
     ],
 )
-def test_rules_allow_what_they_say(rule: str, host: str, is_allowed: bool | None):
+def test_a_rule_allows_exactly_its_hosts_and_ports(rule: str, host: str, is_allowed: bool | None):
     if is_allowed is None:
         with pytest.raises(ValueError, match="number"):
             HostRule.parse(rule)
@@ -95,14 +95,14 @@ def test_rules_allow_what_they_say(rule: str, host: str, is_allowed: bool | None
 
 
 @given(RULES, RULES, NAMES)
-def test_what_covers_a_rule_allows_all_that_it_allows(above: str, below: str, name: str):
+def test_a_covering_rule_allows_everything_that_the_covered_rule_allows(above: str, below: str, name: str):
     one, other = HostRule.parse(above), HostRule.parse(below)
     for host in (name, f"{name}.{below.removeprefix('*.')}" if below != "*" else name, below.removeprefix("*.")):
         if host != "*" and one.covers(other) and other.allows(host, 443):
             assert one.allows(host, 443)
 
 
-def test_a_ceiling_is_looked_at_port_by_port():
+def test_a_ceiling_is_checked_port_by_port():
     ceiling = EgressCeiling((HostRule.parse("a.b:80"), HostRule.parse("*.b:443")))
     ceiling.check(EgressOptions(("a.b",)))
     with pytest.raises(EgressNotAllowed):

@@ -1,4 +1,4 @@
-"""The failure tree keeps the promises of its table."""
+"""The classes of the failure tree are consistent with their blame."""
 
 import pytest
 
@@ -78,12 +78,12 @@ STABLE = [
 ]
 
 
-def test_no_code_is_ever_renamed_or_lost():
+def test_no_code_is_renamed_or_removed():
     assert set(STABLE) <= set(CODES)
 
 
 @pytest.mark.parametrize("code", STABLE)
-def test_each_code_has_what_follows_from_its_blame(code: str):
+def test_each_code_has_the_properties_of_its_blame(code: str):
     kind = CODES[code]
     if issubclass(kind, PolicyFailure):
         assert kind.blame is Blame.POLICY
@@ -101,7 +101,7 @@ def test_each_code_has_what_follows_from_its_blame(code: str):
         assert 400 <= kind.status < 600
 
 
-def test_a_code_cannot_be_taken_twice():
+def test_a_code_cannot_be_used_twice():
     with pytest.raises(TypeError, match="turn_limit"):
         type("Other", (RollyardError,), {"code": "turn_limit"})
 
@@ -111,13 +111,13 @@ def _failure(kind: type[RollyardError]) -> Failure:
 
 
 @pytest.mark.parametrize("code", [code for code in STABLE if not issubclass(CODES[code], PolicyFailure)])
-def test_only_the_policys_failures_can_carry_a_reward(code: str):
+def test_only_policy_failures_can_carry_a_reward(code: str):
     failure = _failure(CODES[code])
     with pytest.raises(ValueError, match="no reward"):
         Ending(Outcome.FAILED, Score(0.0), failure)
 
 
-def test_an_ending_is_consistent():
+def test_an_inconsistent_ending_is_refused():
     with pytest.raises(ValueError):
         Ending(Outcome.COMPLETED, Score(1.0), _failure(TurnLimit))
     with pytest.raises(ValueError):
@@ -127,7 +127,7 @@ def test_an_ending_is_consistent():
     assert Ending(Outcome.TRUNCATED, Score(0.5), _failure(TurnLimit), is_trainable=True).score == Score(0.5)
 
 
-def test_without_a_model_call_nothing_is_the_policys_fault():
+def test_a_failure_without_a_model_call_is_not_blamed_on_the_policy():
     turned = _failure(TurnLimit).without_model_call()
     assert turned.blame is Blame.TASK
     assert not turned.trainable
@@ -136,7 +136,7 @@ def test_without_a_model_call_nothing_is_the_policys_fault():
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_score_holds_only_finite_numbers(number: float):
+def test_a_score_contains_only_finite_numbers(number: float):
     with pytest.raises(ValueError, match="finite"):
         Score(number)
     with pytest.raises(ValueError, match="finite"):

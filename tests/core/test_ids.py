@@ -8,7 +8,7 @@ from rollyard.core import check_id, digest, new_id, sampling_seed
 from rollyard.core.failure import MalformedId
 
 
-def test_our_own_ids_are_valid_unique_and_sorted_by_birth():
+def test_generated_ids_are_valid_unique_and_sorted_by_creation_time():
     ids = [new_id("ro") for _ in range(1000)]
     assert len(set(ids)) == 1000
     assert all(check_id(made) == made for made in ids)
@@ -28,7 +28,7 @@ def test_a_seed_is_a_function_of_run_rollout_and_turn(run_seed: int, rollout: st
     assert 0 <= seed < 2**31
 
 
-def test_turns_and_rollouts_sample_differently():
+def test_each_turn_of_each_rollout_has_its_own_seed():
     seeds = {sampling_seed(1, rollout, turn) for rollout in "abcdef" for turn in range(20)}
     assert len(seeds) == 120
 

@@ -1,6 +1,8 @@
-"""The plan of the house: a wing imports only from wings below it."""
+"""The layers of the code: a package imports only from packages of lower layers, and no import is circular."""
 
 import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 import rollyard
 
 BELOW: dict[str, set[str]] = {
+    "plugins": set(),
     "core": set(),
     "observe": {"core"},
     "store": {"core"},
@@ -25,51 +28,92 @@ BELOW: dict[str, set[str]] = {
     "fleet": {"pipeline", "engines", "tokens", "store", "core"},
     "client": {"core"},
     "trainers": {"client", "core"},
-    "service": {
-        "fleet",
-        "sampling",
-        "pipeline",
-        "store",
-        "engines",
-        "sandbox",
-        "http",
-        "envs",
-        "agents",
-        "gateway",
-        "tools",
-        "tokens",
-        "core",
-    },
 }
+BELOW["service"] = {*BELOW, "fleet"} - {"client", "trainers", "embedded"}
+BELOW["testing"] = {*BELOW} - {"client", "trainers", "embedded", "service", "fleet"}
+BELOW["cli"] = {*BELOW}
+EVERYWHERE = {"observe", "plugins"}
+
 ROOT = Path(rollyard.__file__).parent
+CHECKOUT = ROOT.parents[1]
+Graph = dict[str, set[str]]
 
 
-def imports_of(file: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names if node.module == "rollyard" else {node.module}
-    return {name.split(".")[1] for name in found if name.startswith("rollyard.")}
+@cache
+def modules_of(root: Path) -> dict[str, ast.Module]:
+    found: dict[str, ast.Module] = {}
+    for file in root.rglob("*.py"):
+        parts = file.relative_to(root.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(file.read_text())
+    return found
 
 
-@pytest.mark.parametrize("wing", sorted(BELOW))
-def test_nothing_imports_upward(wing: str):
-    allowed = BELOW[wing] | {wing} | ({"observe"} if wing != "core" else set())
-    wings = {path.name for path in ROOT.iterdir() if path.is_dir()}
-    for file in (ROOT / wing).rglob("*.py"):
-        upward = (imports_of(file) & wings) - allowed
-        assert not upward, f"{file.relative_to(ROOT)} imports from {', '.join(sorted(upward))}"
+@cache
+def imports_of(root: Path) -> Graph:
+    """Each module's imports of other modules below `root`, in functions and for type checkers too."""
+    modules, graph = modules_of(root), Graph()
+    for name, tree in modules.items():
+        found: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    found.add(full if full in modules else node.module)
+        graph[name] = (found & modules.keys()) - {name}
+    return graph
 
 
-def test_the_core_needs_no_package_at_all():
-    for file in (ROOT / "core").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+def assert_no_cycle(graph: Graph) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circular import: {' → '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("package", sorted(BELOW))
+def test_a_package_imports_only_from_lower_layers(package: str):
+    allowed = BELOW[package] | {package} | (EVERYWHERE if package != "core" else set())
+    graph = imports_of(ROOT)
+    for name, imported in graph.items():
+        if name.split(".")[1:2] != [package]:
+            continue
+        upward = {other for other in imported if other == "rollyard" or other.split(".")[1] not in allowed}
+        assert not upward, f"{name} imports {', '.join(sorted(upward))}"
+
+
+def test_every_package_has_a_layer():
+    found = {name.split(".")[1] for name in modules_of(ROOT) if "." in name}
+    assert found - {"__main__"} == BELOW.keys()
+
+
+@pytest.mark.parametrize("root", [ROOT, CHECKOUT / "bench"], ids=lambda root: root.name)
+def test_no_module_imports_itself_by_way_of_others(root: Path):
+    assert_no_cycle({name: others for name, others in imports_of(root).items() if name != root.name})
+
+
+def test_no_subpackage_imports_itself_by_way_of_others():
+    """`engines.weights` may import from `engines.pool`, or the other way round, and not both."""
+    folders = {
+        name for name in modules_of(ROOT) if name.count(".") == 2 and (ROOT.parent / name.replace(".", "/")).is_dir()
+    }
+    graph: Graph = {folder: set() for folder in folders}
+    for name, imported in imports_of(ROOT).items():
+        if (own := ".".join(name.split(".")[:3])) in folders:
+            others = {".".join(other.split(".")[:3]) for other in imported}
+            graph[own] |= (others & folders) - {own}
+    assert_no_cycle(graph)
+
+
+def test_core_needs_no_other_package():
+    for name, tree in modules_of(ROOT).items():
+        if not name.startswith("rollyard.core"):
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                assert name.split(".")[0] not in {"pydantic", "msgspec", "aiohttp", "numpy", "orjson"}, (
-                    f"{file}: {name}"
-                )
+            for imported in names:
+                package = imported.split(".")[0]
+                assert package not in {"pydantic", "msgspec", "aiohttp", "numpy", "orjson"}, f"{name}: {imported}"

@@ -1,4 +1,4 @@
-"""pass@k of one task, against brute force."""
+"""pass@k of one task, compared with brute force."""
 
 import math
 from fractions import Fraction
@@ -18,14 +18,14 @@ def counts(draw: st.DrawFn, most: int = 9) -> tuple[int, int, int]:
 
 
 @given(counts())
-def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_correct_one(given_counts):
+def test_pass_at_k_is_the_share_of_subsets_of_k_samples_with_a_correct_one(given_counts):
     samples, correct, k = given_counts
     choices = list(combinations([True] * correct + [False] * (samples - correct), k))
     assert pass_at_k(samples, correct, k) == sum(map(any, choices)) / len(choices)
 
 
 @given(counts(most=400))
-def test_it_is_a_chance_that_grows_with_what_is_correct_and_with_k(given_counts):
+def test_pass_at_k_is_a_probability_that_grows_with_correct_samples_and_k(given_counts):
     samples, correct, k = given_counts
     here = pass_at_k(samples, correct, k)
     assert 0.0 <= here <= 1.0
@@ -37,8 +37,8 @@ def test_it_is_a_chance_that_grows_with_what_is_correct_and_with_k(given_counts)
 
 
 @given(samples=st.integers(1, 6), k=st.integers(1, 6), solved=st.fractions(0, 1))
-def test_it_is_unbiased(samples, k, solved):
-    """Weighed by how likely each number of correct samples is, it gives the true 1 - (1 - p)^k."""
+def test_pass_at_k_is_unbiased(samples, k, solved):
+    """Weighted by the probability of each number of correct samples, it equals the true 1 - (1 - p)^k."""
     if k > samples:
         return
     expected = sum(
@@ -63,12 +63,12 @@ def test_large_counts_neither_overflow_nor_lose_digits():
         (3, 1, 0, "pass@0 needs k from 1"),
     ],
 )
-def test_counts_that_cannot_be_are_refused(samples, correct, k, wrong):
+def test_impossible_counts_are_refused(samples, correct, k, wrong):
     with pytest.raises(ValueError, match=wrong):
         pass_at_k(samples, correct, k)
 
 
-def test_a_reward_at_the_threshold_is_correct_and_rounding_does_not_decide():
+def test_a_reward_at_the_threshold_is_correct_despite_rounding():
     assert sum([0.1] * 10) < 1.0
     assert is_correct(sum([0.1] * 10))
     assert not is_correct(0.999)

@@ -1,4 +1,4 @@
-"""A score holds numbers that statistics can be made of."""
+"""A score contains only numbers that statistics can use."""
 
 import math
 
@@ -8,7 +8,7 @@ from rollyard.core import Score
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e151, -1e200, 1.7e308])
-def test_a_number_that_would_spoil_statistics_is_no_score(number: float) -> None:
+def test_a_number_that_would_break_statistics_is_refused(number: float) -> None:
     for make in (
         lambda: Score(number),
         lambda: Score(1.0, components={"a": number}),

@@ -1,4 +1,4 @@
-"""The state machine: legal moves, and what they do to the attempt."""
+"""The state machine: legal moves, and their effect on the attempt."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from rollyard.core import LIVE, MOVES, IllegalMove, Position, State
 
 
 @given(st.lists(st.sampled_from(list(State)), max_size=40))
-def test_a_walk_only_takes_moves_of_the_table_and_only_requeuing_raises_the_attempt(targets: list[State]):
+def test_only_moves_of_the_table_are_legal_and_only_requeuing_increments_the_attempt(targets: list[State]):
     position = Position()
     for target in targets:
         before = position
@@ -23,12 +23,12 @@ def test_a_walk_only_takes_moves_of_the_table_and_only_requeuing_raises_the_atte
         assert before.state is not State.ENDED
 
 
-def test_ended_is_final_and_reachable_from_everywhere():
+def test_ended_is_final_and_reachable_from_every_state():
     assert MOVES[State.ENDED] == frozenset()
     assert all(State.ENDED in MOVES[state] for state in State if state is not State.ENDED)
 
 
-def test_the_stages_follow_each_other_and_none_can_be_skipped():
+def test_stages_are_in_order_and_cannot_be_skipped():
     way = [State.QUEUED, State.INIT, State.READY, State.RUN, State.EVAL, State.ENDED]
     for here, there in itertools.pairwise(way):
         assert there in MOVES[here]
@@ -37,5 +37,5 @@ def test_the_stages_follow_each_other_and_none_can_be_skipped():
             assert later not in MOVES[here], f"{here} → {later} would skip a stage"
 
 
-def test_live_is_everything_between_the_queue_and_the_end():
+def test_live_states_are_those_between_queued_and_ended():
     assert set(State) - LIVE == {State.QUEUED, State.ENDED}

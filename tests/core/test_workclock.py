@@ -1,4 +1,4 @@
-"""Time in which the process stood still costs nothing, whoever notices it first."""
+"""Time in which the process did not run does not count, whatever detects it first."""
 
 import asyncio
 import time
@@ -29,11 +29,11 @@ async def clock() -> AsyncGenerator[WorkClock]:
 
 
 def stand_still(seconds: float) -> None:
-    """The loop, and so all that runs on it, comes to nothing meanwhile: as if the process had been stopped."""
+    """Blocks the event loop and everything that runs on it, as if the process had been stopped."""
     time.sleep(seconds)
 
 
-async def test_a_standstill_is_taken_off_when_the_clock_is_read() -> None:
+async def test_a_standstill_is_subtracted_when_the_clock_is_read() -> None:
     now = Now()
     clock = WorkClock(now)
     clock.start()
@@ -45,18 +45,18 @@ async def test_a_standstill_is_taken_off_when_the_clock_is_read() -> None:
     assert clock() == pytest.approx(100.0 + TICK_S + 0.1)
     clock.stop()
     now.at += 50
-    assert clock() == pytest.approx(150.0 + TICK_S + 0.1), "nobody looks any more: it is a plain clock"
+    assert clock() == pytest.approx(150.0 + TICK_S + 0.1), "after stop, it is a plain clock"
 
 
-async def test_a_deadline_that_passes_in_a_standstill_does_not_fire(clock: WorkClock) -> None:
+async def test_a_deadline_that_passes_during_a_standstill_does_not_fire(clock: WorkClock) -> None:
     deadline = Deadline(MOST_LATE_S + 0.2, clock)
     async with deadline.counting():
         stand_still(MOST_LATE_S + 1.0)
-        await asyncio.sleep(0.01)  # whatever was due has been run
+        await asyncio.sleep(0.01)  # everything that was due has run
     assert deadline.used_s < MOST_LATE_S
 
 
-async def test_what_is_left_of_a_deadline_still_counts_after_it(clock: WorkClock) -> None:
+async def test_the_rest_of_a_deadline_counts_after_a_standstill(clock: WorkClock) -> None:
     deadline = Deadline(0.5, clock)
     with pytest.raises(DeadlineExpired):
         async with deadline.counting():
@@ -65,7 +65,7 @@ async def test_what_is_left_of_a_deadline_still_counts_after_it(clock: WorkClock
     assert deadline.is_expired
 
 
-async def test_a_reply_that_is_read_first_does_not_pay_for_the_standstill(clock: WorkClock) -> None:
+async def test_a_reply_read_right_after_a_standstill_does_not_count_it(clock: WorkClock) -> None:
     reader, writer = asyncio.StreamReader(), asyncio.get_running_loop()
     deadline = Deadline(0.8, clock)
     async with deadline.counting():
@@ -77,7 +77,7 @@ async def test_a_reply_that_is_read_first_does_not_pay_for_the_standstill(clock:
         pass
 
 
-async def test_another_budget_has_the_same_clock(clock: WorkClock) -> None:
+async def test_alike_uses_the_same_clock(clock: WorkClock) -> None:
     limit = Deadline(30, clock).alike(0.5)
     async with limit.counting():
         stand_still(MOST_LATE_S + 1.0)
@@ -85,7 +85,7 @@ async def test_another_budget_has_the_same_clock(clock: WorkClock) -> None:
     assert not limit.is_expired
 
 
-async def test_a_clock_forgets_deadlines_that_do_not_count(clock: WorkClock) -> None:
+async def test_a_clock_holds_only_deadlines_that_count(clock: WorkClock) -> None:
     deadline = Deadline(30, clock)
     async with deadline.counting():
         with deadline.held():

@@ -11,13 +11,13 @@ from rollyard.engines.clients.http import HttpPool
 
 @pytest.fixture
 async def http() -> AsyncGenerator[HttpPool, None]:
-    """What engines are asked with."""
+    """The HTTP connections of engines."""
     async with open_http() as connections:
         yield connections
 
 
 @pytest.fixture
 async def web() -> AsyncGenerator[aiohttp.ClientSession, None]:
-    """What a test asks with beside them: a trainer, say."""
+    """An HTTP client for the test itself, for example as a trainer."""
     async with aiohttp.ClientSession() as session:
         yield session

@@ -1,4 +1,4 @@
-"""A head and its nodes in one process, joined as a fleet joins them but for the wire: gates are encoded and decoded."""
+"""A head and its nodes in one process, joined as in a fleet but without a network: gates are encoded and decoded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engines.parts import QUICK
 
 
 class Node:
-    """One that follows. While it is `held`, nothing reaches it."""
+    """A following router. While it is held, it receives nothing."""
 
     def __init__(self, fleet: Fleet, router: FollowerRouter) -> None:
         self.router = router
@@ -45,7 +45,7 @@ class Node:
         self.send(self._fleet.head.gates())
 
     async def up(self, *ids: str) -> None:
-        """When these engines, and no others, are up here."""
+        """Waits until exactly these engines are up at this node."""
         async with asyncio.timeout(90):
             while {s.spec.id for s in self.router.list() if s.health is Health.UP} != set(ids):
                 await asyncio.sleep(0.005)
@@ -77,7 +77,7 @@ class Fleet:
         self.tell()
 
     async def is_waited_for(self) -> None:
-        """When the head waits for its nodes. One that does not wait is found here by the time that this takes."""
+        """Waits until the head waits for its nodes. Times out if it does not."""
         await self.until(lambda: self.waiting > 0)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
@@ -105,7 +105,7 @@ class Fleet:
 
     @asynccontextmanager
     async def node(self, settings: RouterSettings = QUICK, *, must_be_up: bool = True) -> AsyncGenerator[Node, None]:
-        """Joins, and (unless told otherwise) has all the engines that the head has up."""
+        """Joins a node and, with `must_be_up`, waits until all engines that are up at the head are up there."""
         async with FollowerRouter(settings) as router:
             node = Node(self, router)
             self.nodes.append(node)

@@ -1,4 +1,4 @@
-"""What the tests of this wing share: a ChatML prompt, specs, and settings that do not make a test wait."""
+"""Helpers for the tests of this package: a ChatML prompt, specs, and settings with short waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of the session cap, and what they do to an engine whose cache nobody has told the size of."""
+"""The rules of the session cap, and their effect on an engine with an unknown cache size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollyard.core.engine import Admission
 from rollyard.engines import EngineSpec, Kind, Role
 from rollyard.engines.clients.load import EngineLoad
-from rollyard.engines.routing.admission import CapRules, SessionCap
+from rollyard.engines.pool.admission import CapRules, SessionCap
 
 RULES = CapRules()
 LOOK_S = 2.0
@@ -28,9 +28,7 @@ def started(cap: int = 16, ceiling: int = 256) -> SessionCap:
 
 
 @given(LOOKS, st.integers(1, 300))
-def test_whatever_is_told_the_cap_moves_by_the_rules(
-    looks: list[tuple[EngineLoad, int, int, float]], ceiling: int
-) -> None:
+def test_the_cap_follows_the_rules_for_any_load(looks: list[tuple[EngineLoad, int, int, float]], ceiling: int) -> None:
     cap, now_s, fell_s = SessionCap(ceiling), 0.0, float("-inf")
     assert cap.current is None
     for load, sessions, wanting, passed_s in looks:
@@ -50,7 +48,7 @@ def test_whatever_is_told_the_cap_moves_by_the_rules(
 
 
 @given(LOOKS)
-def test_a_fixed_cap_is_the_capacity_whatever_is_told(looks: list[tuple[EngineLoad, int, int, float]]) -> None:
+def test_a_fixed_cap_is_the_capacity_for_any_load(looks: list[tuple[EngineLoad, int, int, float]]) -> None:
     cap, now_s = SessionCap.of(replace(SPEC, admission=Admission.FIXED)), 0.0
     assert cap is not None and cap.current == 64
     for load, sessions, wanting, passed_s in looks:
@@ -64,13 +62,13 @@ def test_a_judge_has_no_cap() -> None:
     assert SessionCap.of(replace(SPEC, role=Role.JUDGE)) is None
 
 
-def test_one_that_tells_late_begins_with_the_sessions_that_it_has() -> None:
+def test_a_cap_that_starts_late_allows_the_live_sessions() -> None:
     cap = SessionCap(256)
     cap.observe(EngineLoad(0.3, running=50), 90, 5, 0.0)
     assert cap.current == 90
 
 
-def test_it_grows_only_where_it_was_the_bound() -> None:
+def test_the_cap_grows_only_if_it_was_the_limit() -> None:
     cap = started()
     for sessions, wanting in ((15, 5), (16, 0)):
         cap.observe(EngineLoad(0.1, running=9), sessions, wanting, 100.0)
@@ -79,7 +77,7 @@ def test_it_grows_only_where_it_was_the_bound() -> None:
     assert cap.current == 32
 
 
-def test_slow_start_doubles_once_per_settling_time_and_not_beyond_what_the_sessions_promise() -> None:
+def test_slow_start_doubles_once_per_settling_time_and_not_beyond_the_target() -> None:
     cap = started()
     cap.observe(EngineLoad(0.1, running=9), 16, 9, 1.0)
     assert cap.current == 16
@@ -89,42 +87,42 @@ def test_slow_start_doubles_once_per_settling_time_and_not_beyond_what_the_sessi
     assert cap.current == int(32 * RULES.target / 0.49)
 
 
-def test_an_engine_where_nothing_runs_says_nothing() -> None:
+def test_the_load_of_an_idle_engine_is_ignored() -> None:
     cap = started()
     for kv_use in (0.0, 1.0):
         cap.observe(EngineLoad(kv_use, running=0), 16, 9, 100.0)
         assert cap.current == 16
 
 
-def test_trouble_counts_once_and_not_while_the_sessions_are_still_leaving() -> None:
+def test_the_cap_falls_once_and_not_while_sessions_are_still_leaving() -> None:
     cap = started(cap=40)
     cap.observe(EngineLoad(0.7, running=30, preemptions=1), 40, 3, 100.0)
     assert cap.current == 30
     cap.observe(EngineLoad(0.7, running=30, preemptions=2), 30, 3, 101.0)  # too soon
-    cap.observe(EngineLoad(0.99, running=30, preemptions=9), 35, 3, 200.0)  # more than it may have: they are leaving
+    cap.observe(EngineLoad(0.99, running=30, preemptions=9), 35, 3, 200.0)  # above the cap: they are leaving
     assert cap.current == 30
     cap.observe(EngineLoad(0.99, running=30, preemptions=9), 30, 3, 300.0)
     assert cap.current == 22
 
 
-def test_it_falls_from_the_sessions_that_there_were_not_from_a_cap_that_nobody_reached() -> None:
+def test_the_cap_falls_from_the_live_sessions_not_from_an_unreached_cap() -> None:
     cap = started(cap=200)
     cap.observe(EngineLoad(0.95, running=30), 40, 0, 100.0)
     assert cap.current == 30
 
 
-def test_an_engine_that_was_restarted_counts_its_preemptions_anew() -> None:
+def test_preemptions_of_a_restarted_engine_are_counted_from_zero() -> None:
     cap = started()
     cap.observe(
         EngineLoad(0.6, running=5, preemptions=50), 20, 0, 100.0
-    )  # more sessions than it may have: nothing falls
+    )  # more sessions than the cap: it does not fall
     cap.observe(EngineLoad(0.6, running=5, preemptions=3), 16, 0, 200.0)
     assert cap.current == 16
     cap.observe(EngineLoad(0.6, running=5, preemptions=4), 16, 0, 201.0)
     assert cap.current == 12
 
 
-def test_a_change_of_weights_is_no_evidence() -> None:
+def test_the_load_during_a_weight_update_is_ignored() -> None:
     cap = started()
     cap.rest(100.0)
     cap.observe(EngineLoad(0.01, running=1), 16, 9, 105.0)
@@ -133,7 +131,7 @@ def test_a_change_of_weights_is_no_evidence() -> None:
     assert cap.current == 32
 
 
-def test_after_it_came_back_the_cap_is_found_out_anew() -> None:
+def test_the_cap_starts_again_when_the_engine_comes_back() -> None:
     cap = started(cap=8)
     cap.observe(EngineLoad(0.95, running=8), 8, 0, 100.0)
     assert cap.current == 6
@@ -149,7 +147,8 @@ def test_after_it_came_back_the_cap_is_found_out_anew() -> None:
 @dataclass
 class Simulated:
     """An engine with a cache of `capacity` tokens, and more rollouts than it can hold. A session's context grows until
-    the session ends; all sample all the time, so what they hold is the KV use, and what does not fit is preempted."""
+    the session ends. All sessions always sample, so the KV use is their total context; what does not fit is
+    preempted."""
 
     capacity: int
     cap: SessionCap = field(default_factory=lambda: SessionCap(256))
@@ -159,20 +158,20 @@ class Simulated:
     now_s: float = 0.0
 
     def look(self) -> None:
-        """What happens in the time between two looks, and the look."""
+        """Simulates the time between two checks, and the check."""
         self.now_s += LOOK_S
         self.contexts = [size + 100 for size in self.contexts if size < 4000]
         allowed = 256 if self.cap.current is None else self.cap.current
         while len(self.contexts) < allowed:
             self.born += 1
-            self.contexts.append(1000 + 700 * (self.born % 5))  # apart, so that they do not all end at once
+            self.contexts.append(1000 + 700 * (self.born % 5))  # different sizes, so that they do not all end at once
         held = sum(self.contexts)
         self.preemptions += held > self.capacity
         load = EngineLoad(min(1.0, held / self.capacity), len(self.contexts), 0, self.preemptions)
         self.cap.observe(load, len(self.contexts), 9, self.now_s)
 
     def run(self, looks: int) -> list[int]:
-        """The live sessions at each look."""
+        """Returns the live sessions at each check."""
         found: list[int] = []
         for _ in range(looks):
             self.look()
@@ -181,7 +180,7 @@ class Simulated:
 
 
 def fits(capacity: int) -> float:
-    """Sessions that fill a cache: their contexts are 3,000 tokens or so on average."""
+    """The number of sessions that fill a cache: a context has about 3,000 tokens on average."""
     return capacity / 3000
 
 
@@ -192,7 +191,7 @@ def test_the_cap_finds_a_hidden_capacity_follows_it_down_and_up_again_with_few_p
     warm = engine.preemptions
     steady = engine.run(300)
     assert 0.6 * fits(300_000) < sum(steady) / len(steady) < fits(300_000)
-    assert engine.preemptions - warm <= 3  # of 300 looks
+    assert engine.preemptions - warm <= 3  # in 300 checks
 
     engine.capacity = 150_000
     engine.run(150)

@@ -1,4 +1,4 @@
-"""Every wait and every body of this wing has a bound; here each is reached."""
+"""The limits of this package on waiting and on the size of replies, each reached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engines.parts import QUICK, answering, complete, probed, routed, spec
 REQUEST = GenerateRequest("r1", [1, 2, 3], Sampling(), 10)
 
 
-async def test_a_reply_too_large_is_not_read(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reply_that_is_too_large_is_not_read(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ScriptedEngine(lambda _: "x" * 500) as server:
         engine = await probed(server, http)
         monkeypatch.setattr(transport, "MAX_REPLY_BYTES", 2000)
@@ -33,7 +33,7 @@ async def test_a_silent_engine_is_not_healthy(http: HttpPool, monkeypatch: pytes
         assert not await VllmEngine(EngineSpec("e", url, Kind.VLLM), http).healthy()
 
 
-async def test_freeing_a_silent_engine_ends(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freeing_a_silent_engine_is_bounded_in_time(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FREE_S", 0.02)
     async with answering(None) as url:
         engine = VllmEngine(EngineSpec("e", url, Kind.VLLM), http)
@@ -47,7 +47,7 @@ async def test_freeing_a_silent_engine_ends(http: HttpPool, monkeypatch: pytest.
 async def test_a_probe_that_takes_too_long_is_a_timeout() -> None:
     async with ScriptedEngine() as server, Router(replace(QUICK, probe_s=2.0)) as router:
         server.fail_next(1, "hang")
-        with pytest.raises(EngineTimeout, match="did not say within"):
+        with pytest.raises(EngineTimeout, match="did not answer its probe within"):
             await router.add(spec_of(server))
         await router.add(spec_of(server))  # the id is free again
 
@@ -84,7 +84,7 @@ async def test_a_closed_session_makes_no_call() -> None:
         (503, "Server is overloaded", EngineUnavailable, False),
     ],
 )
-async def test_what_sglang_calls_an_abort_and_is_none(
+async def test_an_sglang_abort_with_a_status_is_a_failure(
     status: int, message: str, error: type[Exception], is_context: bool, http: HttpPool
 ) -> None:
     finish = {"type": "abort", "message": message, "status_code": status}
@@ -95,7 +95,7 @@ async def test_what_sglang_calls_an_abort_and_is_none(
         assert bool(getattr(caught.value, "data", {}).get("context")) is is_context
 
 
-async def test_ids_of_older_sglang_come_with_its_logprobs(http: HttpPool) -> None:
+async def test_ids_of_older_sglang_are_read_from_its_logprobs(http: HttpPool) -> None:
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]]}
     async with answering(orjson.dumps({"text": "x", "meta_info": meta})) as url:
         generation = await SglangEngine(EngineSpec("e", url, Kind.SGLANG), http).generate(REQUEST)
@@ -118,13 +118,13 @@ async def test_ids_of_older_sglang_come_with_its_logprobs(http: HttpPool) -> Non
         ),
     ],
 )
-async def test_replies_that_cannot_be_believed(choice: dict[str, object], says: str, http: HttpPool) -> None:
+async def test_an_invalid_reply_is_engine_broken(choice: dict[str, object], says: str, http: HttpPool) -> None:
     async with answering(orjson.dumps({"choices": [choice]})) as url:
         with pytest.raises(EngineBroken, match=says):
             await VllmEngine(EngineSpec("e", url, Kind.VLLM), http).generate(REQUEST)
 
 
-async def test_no_choice_is_not_one(http: HttpPool) -> None:
+async def test_a_reply_without_choices_is_engine_broken(http: HttpPool) -> None:
     async with answering(b'{"choices": []}') as url:
         with pytest.raises(EngineBroken, match="0 choices"):
             await VllmEngine(EngineSpec("e", url, Kind.VLLM), http).generate(REQUEST)

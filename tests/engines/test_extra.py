@@ -1,4 +1,4 @@
-"""`sampling.extra` changes how tokens are sampled, and nothing that Rollyard says about a call."""
+"""`sampling.extra` changes how tokens are sampled, and no parameter that Rollyard sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollyard.engines import EngineSpec, Kind, make_engine
 from rollyard.engines.base import GenerateRequest
 from rollyard.engines.clients.http import HttpPool
 from rollyard.engines.clients.sampling_extra import ALLOWED, check_extra
-from rollyard.engines.routing.pool import Health
+from rollyard.engines.pool.pool import Health
 from rollyard.testing.script import Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import PROMPT, complete, probed, routed
@@ -40,7 +40,7 @@ def request(**extra: Any) -> GenerateRequest:
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_what_rollyard_says_of_a_call_cannot_be_replaced(http: HttpPool, server: str) -> None:
+async def test_reserved_parameters_cannot_be_replaced(http: HttpPool, server: str) -> None:
     async with ScriptedEngine(**SERVERS[server]) as engine:
         client = make_engine(EngineSpec("e1", engine.url, KINDS.get(server, Kind.VLLM)), http)
         before = len(engine.requests)
@@ -50,7 +50,7 @@ async def test_what_rollyard_says_of_a_call_cannot_be_replaced(http: HttpPool, s
         assert len(engine.requests) == before, "nothing was sent"
 
 
-async def test_on_the_completions_path_the_prompt_and_the_ids_are_ours(http: HttpPool) -> None:
+async def test_extra_keys_do_not_replace_parameters_of_the_completions_api(http: HttpPool) -> None:
     async with ScriptedEngine(is_scale_out=False) as server:
         client = await probed(server, http)
         asked = GenerateRequest("r1", PROMPT, Sampling(extra={"min_p": 0.1}), 20, 5, (), "s1", "salt", 2)
@@ -61,7 +61,7 @@ async def test_on_the_completions_path_the_prompt_and_the_ids_are_ours(http: Htt
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_no_kind_of_engine_takes_a_reserved_key(kind: Kind) -> None:
+def test_no_kind_of_engine_accepts_a_reserved_key(kind: Kind) -> None:
     for key in set(RESERVED):
         with pytest.raises(SamplingInvalid, match=key):
             check_extra(Sampling(extra={key: 1}), {kind})
@@ -69,10 +69,10 @@ def test_no_kind_of_engine_takes_a_reserved_key(kind: Kind) -> None:
         check_extra(Sampling(extra={key: 1}), {kind})
 
 
-def test_a_task_must_suit_every_kind_that_its_policy_has() -> None:
+def test_every_kind_of_the_policy_must_accept_a_tasks_keys() -> None:
     sampling = Sampling(extra={"min_new_tokens": 3})
     check_extra(sampling, {Kind.SGLANG})
-    check_extra(sampling, ())  # an engine that takes it may come
+    check_extra(sampling, ())  # an engine that accepts it may be added
     with pytest.raises(SamplingInvalid, match=r"vllm engine may not have min_new_tokens; it takes .*min_tokens"):
         check_extra(sampling, {Kind.SGLANG, Kind.VLLM})
     with pytest.raises(SamplingInvalid, match="no kind of engine takes nonsense"):
@@ -80,7 +80,7 @@ def test_a_task_must_suit_every_kind_that_its_policy_has() -> None:
 
 
 @pytest.mark.parametrize("is_scale_out", [True, False])
-async def test_a_reply_of_several_choices_takes_no_engine_down(is_scale_out: bool) -> None:
+async def test_a_reply_with_several_choices_does_not_take_the_engine_down(is_scale_out: bool) -> None:
     script = Rules(default=(Reply("two", fault="two_choices"),))
     async with ScriptedEngine(is_scale_out=is_scale_out) as server, routed(server) as router:
         server.script = script

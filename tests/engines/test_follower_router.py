@@ -1,4 +1,4 @@
-"""A router that follows another: what it does to its own calls when the head's gates move, and what it leaves alone."""
+"""A following router: how its calls and engines follow changes of the head's gates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def stalls_at_first(turn: Turn) -> Reply:
-    """The first call of a session samples five tokens, and then stands still."""
+    """The first call of a session samples five tokens and then stalls."""
     return Reply("hello world", stall_after=5 if turn.session_id and turn.call == 0 else None)
 
 
@@ -38,7 +38,7 @@ async def joined(*servers: ScriptedEngine) -> AsyncGenerator[tuple[Router, Fleet
 
 
 def told(*servers: ScriptedEngine, number: int = 1, **fields: object) -> WeightGates:
-    """Handmade gates of e1, e2, …, all alike."""
+    """Gates of e1, e2, …, all with these fields."""
     specs = tuple(spec_of(server, f"e{count}") for count, server in enumerate(servers, 1))
     gates = tuple(replace(EngineGate(spec.id, 0), **fields) for spec in specs)  # type: ignore[arg-type]
     version = max((gate.version for gate in gates), default=0)
@@ -54,10 +54,10 @@ async def health(router: Router, engine_id: str, *wanted: Health) -> str:
             await asyncio.sleep(0.005)
 
 
-# --- which engines there are
+# --- the engines
 
 
-async def test_engines_come_go_and_change_as_they_do_at_the_head() -> None:
+async def test_engines_are_added_removed_and_changed_as_at_the_head() -> None:
     async with (
         ScriptedEngine(lambda _: "one") as one,
         ScriptedEngine(lambda _: "two") as two,
@@ -69,7 +69,7 @@ async def test_engines_come_go_and_change_as_they_do_at_the_head() -> None:
         assert (await node.router.ask([{"role": "user", "content": "?"}])).message["content"] == "two"
         await head.remove("e1")
         left = {status.spec.id for status in node.router.list()}
-        assert left == {"e2", "judge"}, "it is gone there when this returns"
+        assert left == {"e2", "judge"}, "it is removed at the node when this returns"
         await head.remove("e2")
         await head.add(spec_of(one, "e2", capacity=7))
         await node.up("e2", "judge")
@@ -77,7 +77,7 @@ async def test_engines_come_go_and_change_as_they_do_at_the_head() -> None:
             assert text_of(await complete(session)) == "one"
 
 
-async def test_an_engine_that_changes_unseen_is_another_one() -> None:
+async def test_an_engine_whose_spec_changed_is_replaced() -> None:
     async with (
         ScriptedEngine(lambda _: "one") as one,
         ScriptedEngine(lambda _: "two") as two,
@@ -89,7 +89,7 @@ async def test_an_engine_that_changes_unseen_is_another_one() -> None:
             assert text_of(await complete(session)) == "two"
 
 
-async def test_an_engine_that_is_removed_at_the_head_keeps_no_call_at_a_node() -> None:
+async def test_an_engine_removed_at_the_head_has_no_calls_at_a_node() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as one,
         ScriptedEngine(lambda _: "hello world") as two,
@@ -103,7 +103,7 @@ async def test_an_engine_that_is_removed_at_the_head_keeps_no_call_at_a_node() -
         assert text_of(await task) == "hello world" and session.engine.spec.id == "e2"
 
 
-async def test_a_node_does_not_bound_what_the_head_has_admitted() -> None:
+async def test_a_node_does_not_limit_the_sessions_that_the_head_admitted() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, routed() as head:
         await head.add(spec_of(server, "e1", capacity=1, admission=Admission.FIXED))
         fleet = Fleet(head)
@@ -113,8 +113,8 @@ async def test_a_node_does_not_bound_what_the_head_has_admitted() -> None:
             assert status.cap is None
 
 
-async def test_an_engine_has_to_answer_the_node_itself() -> None:
-    """A way of its own through the network: what the head can reach, it may not."""
+async def test_an_engine_must_answer_the_node_itself() -> None:
+    """A node may not be able to reach an engine that the head can reach."""
     async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         await server.stop()
         await router.follow(told(server))
@@ -126,22 +126,22 @@ async def test_an_engine_has_to_answer_the_node_itself() -> None:
         await health(router, "e1", Health.DOWN)
 
 
-async def test_an_engine_that_the_head_has_not_taken_in_is_nobodys() -> None:
+async def test_an_engine_not_admitted_by_the_head_is_not_used() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         await router.follow(told(server, is_joined=False))
         async with asyncio.timeout(90):
-            while router.list()[0].info is None:  # it is looked at, but for nothing
+            while router.list()[0].info is None:  # it is probed
                 await asyncio.sleep(0.005)
         assert router.list()[0].health is Health.DOWN
         await router.follow(told(server, number=2, version=4))
         async with router.session("default", "s1") as session:
             assert (await complete(session)).versions == (VersionSpan(4, 0, 3),)
-            # a head that was started again has not taken it in yet
+            # a restarted head has not admitted it yet
             await router.follow(told(server, number=3, is_joined=False))
             assert router.list()[0].health is Health.DOWN and router.list()[0].version == 4
 
 
-async def test_a_call_goes_on_while_a_new_head_takes_its_engine_in() -> None:
+async def test_a_call_continues_while_a_new_head_admits_its_engine() -> None:
     async with (
         ScriptedEngine(lambda turn: Reply("ok", stall_after=1 if turn.session_id else None)) as server,
         FollowerRouter(QUICK) as router,
@@ -158,26 +158,26 @@ async def test_a_call_goes_on_while_a_new_head_takes_its_engine_in() -> None:
             await asyncio.wait({task})
 
 
-async def test_an_engine_that_was_started_again_is_not_believed_before_the_head_has_seen_to_it() -> None:
+async def test_a_restarted_engine_stays_down_until_the_head_has_handled_it() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         server.version = "5"
         await router.follow(told(server, version=5))
         await health(router, "e1", Health.UP)
         await server.stop()
         await health(router, "e1", Health.DOWN)
-        server.version = "default"  # as one that loaded its model anew
+        server.version = "default"  # as after loading its model again
         await server.start()
         async with asyncio.timeout(90):
-            while "started again" not in router.list()[0].stats.last_error:
+            while "was it restarted?" not in router.list()[0].stats.last_error:
                 await asyncio.sleep(0.005)
         assert router.list()[0].health is Health.DOWN
         server.version = "5"
         await health(router, "e1", Health.UP)
 
 
-async def test_an_engine_that_goes_by_other_numbers_than_the_head_is_taken_in_all_the_same() -> None:
+async def test_an_engine_with_other_versions_than_the_heads_is_used() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
-        server.version = "70"  # its trainer's; it cannot be told ours
+        server.version = "70"  # set by its trainer; it does not accept Rollyard's
         await router.follow(told(server, version=5))
         for _ in range(2):
             await health(router, "e1", Health.UP)
@@ -187,11 +187,11 @@ async def test_an_engine_that_goes_by_other_numbers_than_the_head_is_taken_in_al
         await health(router, "e1", Health.UP)
 
 
-# --- what becomes of its calls
+# --- its calls
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_abort_cuts_them_and_the_rest_comes_from_the_new_weights(dialect: str) -> None:
+async def test_abort_cuts_calls_and_the_rest_comes_from_the_new_weights(dialect: str) -> None:
     async with (
         ScriptedEngine(stalls_at_first, dialect=dialect) as server,  # type: ignore[arg-type]
         joined(server) as (head, _, node),
@@ -210,10 +210,10 @@ async def test_abort_cuts_them_and_the_rest_comes_from_the_new_weights(dialect: 
         salts = [call.body.get("cache_salt", call.body.get("extra_key")) for call in server.calls]
         assert salts == ["default:6", "default:7"]
         steps = ["version 6", "clear", "resume", "pause abort", "version 7", "clear", "resume"]
-        assert list(server.control.log) == steps, "a node tells an engine nothing"
+        assert list(server.control.log) == steps, "a node sends no control requests"
 
 
-async def test_drain_lets_them_end_by_themselves_and_only_then_is_an_engine_told() -> None:
+async def test_an_engine_is_paused_only_after_the_calls_of_nodes_have_drained() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
         joined(server) as (head, fleet, node),
@@ -238,7 +238,7 @@ async def test_drain_lets_them_end_by_themselves_and_only_then_is_an_engine_told
         assert (await second).versions == (VersionSpan(1, 0, 12),)
 
 
-async def test_an_abort_after_a_drain_cuts_what_drains_and_both_are_applied_then() -> None:
+async def test_an_abort_after_a_drain_cuts_the_draining_calls_and_completes_both() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
         joined(server) as (head, fleet, node),
@@ -259,7 +259,7 @@ async def test_an_abort_after_a_drain_cuts_what_drains_and_both_are_applied_then
         assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(1, 5, 12))
 
 
-async def test_a_drain_that_is_called_off_is_applied() -> None:
+async def test_a_drain_that_is_called_off_counts_as_applied() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
         FollowerRouter(QUICK) as router,
@@ -278,7 +278,7 @@ async def test_a_drain_that_is_called_off_is_applied() -> None:
             await asyncio.wait({task})
 
 
-async def test_keep_freezes_those_that_name_their_versions_and_they_switch_where_they_were() -> None:
+async def test_keep_freezes_calls_that_report_versions_and_they_continue_in_place() -> None:
     async with (
         ScriptedEngine(
             lambda turn: Reply("hello world", stall_after=5 if turn.session_id and turn.call == 1 else None)
@@ -287,7 +287,7 @@ async def test_keep_freezes_those_that_name_their_versions_and_they_switch_where
         node.router.session("default", "s1") as session,
     ):
         await head.policies.resume("default", 4)
-        await complete(session)  # which shows that it names its versions
+        await complete(session)  # shows that the engine reports its versions
         clock = Deadline(60.0)
         task = asyncio.create_task(complete(session, clock))
         await server.busy()
@@ -302,7 +302,7 @@ async def test_keep_freezes_those_that_name_their_versions_and_they_switch_where
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_keep_cuts_those_that_cannot_name_their_versions(is_streamed: bool) -> None:
+async def test_keep_cuts_calls_that_cannot_report_their_versions(is_streamed: bool) -> None:
     async with (
         ScriptedEngine(stalls_at_first, dialect="vllm" if is_streamed else "sglang") as server,
         joined(server) as (head, _, node),
@@ -316,14 +316,14 @@ async def test_keep_cuts_those_that_cannot_name_their_versions(is_streamed: bool
         assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(1, 5, 12))
 
 
-async def test_keep_cuts_them_all_where_the_engine_turns_out_not_to_freeze() -> None:
+async def test_keep_cuts_all_calls_if_the_engine_cannot_freeze_them() -> None:
     async with ScriptedEngine(
         lambda turn: Reply("hello world", stall_after=5 if turn.session_id and turn.call == 1 else None)
     ) as server:
         server.control.is_there = False
         server.version = "0"
         async with joined(server) as (head, _, node), node.router.session("default", "s1") as session:
-            await complete(session)  # which shows that it names its versions
+            await complete(session)  # shows that the engine reports its versions
             task = asyncio.create_task(complete(session))
             await server.busy()
             await head.policies.pause("default", holder="me", mode=PauseMode.KEEP)
@@ -333,7 +333,7 @@ async def test_keep_cuts_them_all_where_the_engine_turns_out_not_to_freeze() -> 
             assert [span.version for span in (await task).versions] == [0, 1]
 
 
-async def test_the_gate_alone_is_followed_too() -> None:
+async def test_a_pause_of_the_gate_only_is_followed() -> None:
     async with (
         ScriptedEngine(stalls_at_first, dialect="sglang") as server,
         joined(server) as (head, _, node),
@@ -348,7 +348,7 @@ async def test_the_gate_alone_is_followed_too() -> None:
         assert not server.control.log
 
 
-async def test_a_version_told_without_a_pause_cuts_what_cannot_name_it() -> None:
+async def test_a_version_set_without_a_pause_cuts_calls_that_cannot_report_it() -> None:
     async with (
         ScriptedEngine(stalls_at_first, dialect="sglang") as server,
         joined(server) as (head, _, node),
@@ -360,7 +360,7 @@ async def test_a_version_told_without_a_pause_cuts_what_cannot_name_it() -> None
         assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(3, 5, 12))
 
 
-async def test_whoever_missed_the_pause_cuts_what_cannot_name_its_version_all_the_same() -> None:
+async def test_a_node_that_missed_the_pause_cuts_calls_that_cannot_report_versions() -> None:
     async with ScriptedEngine(stalls_at_first, dialect="sglang") as server, FollowerRouter(QUICK) as router:
         await router.follow(told(server))
         async with router.session("default", "s1") as session:
@@ -370,7 +370,7 @@ async def test_whoever_missed_the_pause_cuts_what_cannot_name_its_version_all_th
             assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(3, 5, 12))
 
 
-async def test_text_that_a_pause_aborts_is_asked_again_though_its_end_comes_after_the_pause() -> None:
+async def test_a_chat_call_aborted_by_a_pause_is_repeated_even_if_it_ends_after_the_pause() -> None:
     async with ScriptedEngine(stalls_at_first) as server, FollowerRouter(QUICK) as router:
         await router.follow(told(server))
         async with router.session("default", "s1") as session:
@@ -399,7 +399,7 @@ async def test_a_rolling_update_moves_sessions_of_nodes() -> None:
         task = asyncio.create_task(complete(session))
         await one.busy()
         await head.policies.pause("default", holder="me", engines=["e1"])
-        await two.busy()  # it has gone there, and goes on from the old weights
+        await two.busy()  # the session moved there, and continues with the old weights
         assert session.engine.spec.id == "e2" and one.running == 0
         await head.policies.resume("default", 2, engines=["e1"])
         await head.policies.pause("default", holder="me", engines=["e2"])
@@ -409,7 +409,7 @@ async def test_a_rolling_update_moves_sessions_of_nodes() -> None:
         assert [span.version for span in generation.versions] == [1, 2]
 
 
-async def test_what_is_frozen_on_an_engine_whose_change_is_abandoned_goes_on_elsewhere() -> None:
+async def test_frozen_calls_continue_on_another_engine_when_the_update_is_abandoned() -> None:
     def script(turn: Turn) -> Reply:
         return Reply("hello world", stall_after=5 if turn.session_id and turn.call == 1 else None)
 
@@ -420,7 +420,7 @@ async def test_what_is_frozen_on_an_engine_whose_change_is_abandoned_goes_on_els
         node.router.session("default", "s1", avoid={"e2"}) as session,
     ):
         await head.policies.resume("default", 1)
-        await complete(session)  # which shows that it names its versions
+        await complete(session)  # shows that the engine reports its versions
         task = asyncio.create_task(complete(session))
         await one.busy()
         await head.policies.pause("default", holder="me", mode=PauseMode.KEEP, engines=["e1"], lease_s=0.05)
@@ -430,7 +430,7 @@ async def test_what_is_frozen_on_an_engine_whose_change_is_abandoned_goes_on_els
         assert await health(node.router, "e1", Health.QUARANTINED)
 
 
-async def test_an_engine_that_is_quarantined_at_the_head_is_not_used_at_nodes() -> None:
+async def test_an_engine_quarantined_at_the_head_is_not_used_at_nodes() -> None:
     async with (
         ScriptedEngine(lambda _: "ok") as good,
         ScriptedEngine(lambda _: "ok") as bad,
@@ -453,7 +453,7 @@ async def test_an_engine_that_is_quarantined_at_the_head_is_not_used_at_nodes() 
             assert (await complete(other)).versions == (VersionSpan(1, 0, 3),) and bad.calls
 
 
-async def test_an_engine_that_the_head_gives_free_is_looked_at_at_once() -> None:
+async def test_an_engine_released_by_the_head_is_checked_at_once() -> None:
     async with (
         ScriptedEngine(lambda _: "ok") as server,
         FollowerRouter(replace(QUICK, watch_s=600)) as router,
@@ -467,8 +467,8 @@ async def test_an_engine_that_the_head_gives_free_is_looked_at_at_once() -> None
         await health(router, "e1", Health.UP)
 
 
-async def test_what_a_node_has_on_an_engine_that_is_quarantined_goes_on_elsewhere() -> None:
-    """The head found it with other weights than it was given: it was started again, and the node has not noticed."""
+async def test_calls_of_a_node_leave_a_quarantined_engine() -> None:
+    """The head found that the engine was restarted with other weights; the node has not noticed."""
     async with (
         ScriptedEngine(stalls_at_first, dialect="sglang") as one,
         ScriptedEngine(lambda _: "hello world") as two,
@@ -482,13 +482,13 @@ async def test_what_a_node_has_on_an_engine_that_is_quarantined_goes_on_elsewher
             task = asyncio.create_task(complete(session))
             await one.busy()
             (policy,) = gates.policies
-            first = replace(policy.engines[0], is_quarantined=True, error="was it started again?")
+            first = replace(policy.engines[0], is_quarantined=True, error="was it restarted?")
             policy = replace(policy, engines=(first, policy.engines[1]))
             await router.follow(replace(gates, number=2, policies=(policy,)))
             assert one.running == 0 and text_of(await task) == "hello world" and session.engine.spec.id == "e2"
 
 
-# --- nodes that come and go
+# --- nodes that join and leave
 
 
 async def test_a_node_that_joins_while_paused_waits_for_the_new_weights() -> None:
@@ -511,7 +511,7 @@ async def test_a_node_that_is_gone_is_not_waited_for() -> None:
         joined(server) as (head, fleet, first),
         fleet.node(),
     ):
-        first.is_held = True  # nothing reaches it any more
+        first.is_held = True  # it receives nothing
         pausing = asyncio.create_task(head.policies.pause("default", holder="me"))
         await fleet.is_waited_for()
         assert not server.control.log
@@ -521,7 +521,7 @@ async def test_a_node_that_is_gone_is_not_waited_for() -> None:
         await head.policies.resume("default", 1)
 
 
-async def test_an_engine_is_not_told_while_one_node_of_two_has_not_heard_of_the_pause() -> None:
+async def test_an_engine_is_not_paused_before_all_nodes_have_applied_the_pause() -> None:
     async with (
         ScriptedEngine(stalls_at_first, dialect="sglang") as server,
         joined(server) as (head, fleet, first),
@@ -541,7 +541,7 @@ async def test_an_engine_is_not_told_while_one_node_of_two_has_not_heard_of_the_
         assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(1, 5, 12))
 
 
-async def test_weights_do_not_change_at_a_node() -> None:
+async def test_a_node_cannot_update_weights() -> None:
     async with ScriptedEngine() as server, joined(server) as (_, _, node):
         for wrong in (node.router.policies.pause("default", holder="me"), node.router.policies.resume("default", 1)):
             with pytest.raises(RuntimeError, match="at the head"):
@@ -552,10 +552,10 @@ WORDS = 40
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-async def test_whenever_weights_change_each_token_of_a_node_has_the_version_it_was_sampled_from(
+async def test_each_token_of_a_node_has_the_version_it_was_sampled_from(
     mode: PauseMode,
 ) -> None:
-    """Two nodes, two engines of which neither names its versions, eight updates. A token is the weights it is from."""
+    """Two nodes, two engines that report no versions, eight updates. Each token is the number of its weights."""
     weights = 0
 
     def script(turn: Turn) -> Reply:
@@ -585,7 +585,7 @@ async def test_whenever_weights_change_each_token_of_a_node_has_the_version_it_w
                 await asyncio.gather(one.busy(), two.busy())
                 await asyncio.sleep(0.02)
                 await head.policies.pause("default", holder="me", mode=mode)
-                assert (one.running, two.running) == (0, 0), "a token would come from weights that are half written"
+                assert (one.running, two.running) == (0, 0), "a token would come from half-written weights"
                 weights = version
                 await head.policies.resume("default", version)
             await asyncio.gather(one.busy(), two.busy())

@@ -1,4 +1,4 @@
-"""The lean client over real sockets: what is kept, what is closed, what is named when it goes wrong."""
+"""The HTTP client over real sockets: connections that are kept or closed, and its failures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def listen(http: HttpPool, server: Server, until: bytes) -> bytes:
     return bytes(heard)
 
 
-async def test_a_connection_is_kept_and_used_again(http: HttpPool) -> None:
+async def test_a_connection_is_kept_and_reused(http: HttpPool) -> None:
     async with serving(OK, OK, OK) as server:
         for _ in range(3):
             assert await ask(http, server) == b"ok"
@@ -81,9 +81,9 @@ async def test_a_connection_is_kept_and_used_again(http: HttpPool) -> None:
         b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok",
         b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nuntil the end",
     ],
-    ids=["it says so", "its end is the reply's"],
+    ids=["connection: close", "no content length"],
 )
-async def test_a_connection_that_ends_with_its_reply_is_not_used_again(reply: bytes, http: HttpPool) -> None:
+async def test_a_connection_that_ends_with_its_reply_is_not_reused(reply: bytes, http: HttpPool) -> None:
     async with serving(reply, OK) as server:
         assert await ask(http, server) in (b"ok", b"until the end")
         assert http.idle == 0
@@ -91,7 +91,7 @@ async def test_a_connection_that_ends_with_its_reply_is_not_used_again(reply: by
         assert server.connections == 2
 
 
-async def test_news_before_a_reply_is_not_the_reply(http: HttpPool) -> None:
+async def test_an_informational_reply_is_skipped(http: HttpPool) -> None:
     async with serving(b"HTTP/1.1 100 Continue\r\n\r\n" + OK) as server:
         assert await ask(http, server) == b"ok"
 
@@ -100,12 +100,12 @@ async def test_news_before_a_reply_is_not_the_reply(http: HttpPool) -> None:
     ("reply", "says"),
     [
         (None, "closed the connection"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\nConnection: close\r\n\r\nhalf", "in the midst of its answer"),
-        (b"<html>Bad gateway</html>\r\n\r\n", "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\nConnection: close\r\n\r\nhalf", "in the middle of its reply"),
+        (b"<html>Bad gateway</html>\r\n\r\n", "not HTTP"),
     ],
-    ids=["no answer", "half an answer", "no HTTP"],
+    ids=["no reply", "half a reply", "not HTTP"],
 )
-async def test_what_is_no_whole_answer_is_a_failure(reply: bytes | None, says: str, http: HttpPool) -> None:
+async def test_an_incomplete_reply_is_a_failure(reply: bytes | None, says: str, http: HttpPool) -> None:
     async with serving(reply, OK) as server:
         with pytest.raises(HttpFailure, match=says):
             await ask(http, server)
@@ -113,14 +113,14 @@ async def test_what_is_no_whole_answer_is_a_failure(reply: bytes | None, says: s
         assert await ask(http, server) == b"ok"
 
 
-async def test_nobody_there_is_a_failure(http: HttpPool) -> None:
+async def test_a_refused_connection_is_a_failure(http: HttpPool) -> None:
     async with serving() as server:
         target = server.target
     with pytest.raises(HttpFailure, match=r"refused|Connect"):
         await http.request(target, b"GET / HTTP/1.1\r\n\r\n", b"", 10, None)
 
 
-async def test_tls_where_none_is_spoken_is_a_failure(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tls_to_a_plain_server_is_a_failure(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "CONNECT_S", 0.2)
     async with serving(OK) as server:
         target = Target("127.0.0.1", server.target.port, True, "")
@@ -128,33 +128,31 @@ async def test_tls_where_none_is_spoken_is_a_failure(http: HttpPool, monkeypatch
             await http.request(target, b"GET / HTTP/1.1\r\n\r\n", b"", 10, None)
 
 
-async def test_more_than_was_allowed_is_not_read(http: HttpPool) -> None:
+async def test_a_reply_beyond_the_limit_is_not_read(http: HttpPool) -> None:
     async with serving(OK) as server:
         with pytest.raises(TooLarge):
             await ask(http, server, most=1)
         await server.closed.wait()
 
 
-async def test_a_reader_that_has_all_it_wants_does_not_wait_for_the_end(
-    http: HttpPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reader_that_is_done_does_not_wait_for_the_end(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(STREAM + b"4\r\ndone\r\n") as server:
         assert await listen(http, server, b"done") == b"done"
-        assert http.idle == 0  # its end has not come
+        assert http.idle == 0  # the stream has not ended
         monkeypatch.setattr(http_module, "DRAIN_S", 0.01)
     async with serving(STREAM + b"4\r\ndone\r\n") as server:
         assert await listen(http, server, b"done") == b"done"
-        await server.closed.wait()  # nor is it waited for
+        await server.closed.wait()  # the end is not waited for
 
 
-async def test_a_stream_that_came_to_its_end_leaves_its_connection(http: HttpPool) -> None:
+async def test_the_connection_of_a_complete_stream_is_reused(http: HttpPool) -> None:
     async with serving(STREAM + b"4\r\ndone\r\n4\r\nmore\r\n0\r\n\r\n", OK) as server:
         assert await listen(http, server, b"done") == b"done"
         assert await ask(http, server) == b"ok"
         assert server.connections == 1
 
 
-async def test_what_a_reader_raises_ends_the_exchange(http: HttpPool) -> None:
+async def test_an_exception_of_the_reader_ends_the_exchange(http: HttpPool) -> None:
     def wrong(_: bytes) -> bool:
         raise KeyError("no such event")
 
@@ -164,7 +162,7 @@ async def test_what_a_reader_raises_ends_the_exchange(http: HttpPool) -> None:
         await server.closed.wait()
 
 
-async def test_an_exchange_that_is_cancelled_closes_its_connection(http: HttpPool) -> None:
+async def test_a_cancelled_exchange_closes_its_connection(http: HttpPool) -> None:
     async with serving(STREAM) as server:
         asking = asyncio.create_task(listen(http, server, b"never"))
         while not server.connections:
@@ -175,7 +173,7 @@ async def test_an_exchange_that_is_cancelled_closes_its_connection(http: HttpPoo
         await server.closed.wait()
 
 
-async def test_an_idle_connection_is_closed_by_us(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_by_the_client(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.01)
     async with serving(OK) as server:
         await ask(http, server)
@@ -183,7 +181,7 @@ async def test_an_idle_connection_is_closed_by_us(http: HttpPool, monkeypatch: p
         assert http.idle == 0
 
 
-async def test_closing_closes_all_of_them() -> None:
+async def test_closing_the_pool_closes_all_connections() -> None:
     async with serving(OK) as server:
         async with HttpPool() as http:
             await ask(http, server)
@@ -198,6 +196,6 @@ async def test_closing_closes_all_of_them() -> None:
         ("http://[::1]:80", "[::1]", ""),
     ],
 )
-def test_where_an_engine_is(url: str, authority: str, prefix: str) -> None:
+def test_a_url_is_parsed_into_its_target(url: str, authority: str, prefix: str) -> None:
     target = Target.of(url)
     assert (target.authority, target.prefix) == (authority, prefix)

@@ -1,4 +1,4 @@
-"""What an engine's /metrics say of its load, whatever they are."""
+"""The load from an engine's /metrics, whatever their content."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ sglang:num_retracted_requests_total{model_name="m"} 9.0
 """
 
 
-def test_of_several_ranks_the_fullest_cache_counts_and_the_rest_adds_up() -> None:
+def test_of_several_ranks_the_fullest_cache_counts_and_requests_are_summed() -> None:
     assert parse_load(VLLM) == EngineLoad(0.75, running=7, waiting=1, preemptions=12)
 
 
-def test_sglang_tells_the_same_by_other_names() -> None:
+def test_the_metrics_of_sglang_are_parsed() -> None:
     assert parse_load(SGLANG) == EngineLoad(0.28, running=162, waiting=2826, preemptions=9)
 
 
@@ -51,7 +51,7 @@ def test_sglang_tells_the_same_by_other_names() -> None:
         b"",
         b"<html>Not Found</html>",
         b'{"detail": "Not Found"}',
-        b"vllm:num_requests_running 3\n",  # no KV use: there is nothing to go by
+        b"vllm:num_requests_running 3\n",  # no KV use
         b"vllm:kv_cache_usage_perc NaN\n",
         b"vllm:kv_cache_usage_perc +Inf\n",
         b"vllm:kv_cache_usage_perc -0.5\n",
@@ -62,7 +62,7 @@ def test_sglang_tells_the_same_by_other_names() -> None:
         b"# vllm:kv_cache_usage_perc 0.5\n",
     ],
 )
-def test_nonsense_and_silence_are_no_load(body: bytes) -> None:
+def test_invalid_metrics_are_no_load(body: bytes) -> None:
     assert parse_load(body) is None
 
 
@@ -71,22 +71,22 @@ def test_a_cache_is_never_more_than_full() -> None:
 
 
 @given(st.binary(max_size=300) | st.from_regex(rb"vllm:(kv_cache_usage_perc|num_preemptions_total)[^\x00]*\n"))
-def test_no_bytes_break_the_reader(body: bytes) -> None:
+def test_no_bytes_break_the_parser(body: bytes) -> None:
     found = parse_load(body)
     assert found is None or (0 <= found.kv_use <= 1 and found.preemptions >= 0)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_an_engine_is_asked_and_tells(dialect: str, http: HttpPool) -> None:
+async def test_the_load_of_an_engine_is_read(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(dialect=dialect) as server:  # type: ignore[arg-type]
         engine = await probed(server, http)
-        assert await engine.load() is None  # it was not told to tell
+        assert await engine.load() is None  # it reports none by default
         server.kv_use, server.preemptions = 0.5, 3
         assert await engine.load() == EngineLoad(0.5, running=0, waiting=0, preemptions=3)
         await engine.close()
 
 
-async def test_whatever_is_on_the_wire_the_answer_is_none(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_read_load_returns_none_for_any_failure(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def wire(url: str) -> EngineTransport:
         return EngineTransport(EngineSpec("e1", url, Kind.VLLM), http)
 

@@ -1,4 +1,4 @@
-"""Changing weights: the order, the three modes, what fails, and what a lease that runs out leaves behind."""
+"""Weight updates: the order of the steps, the three modes, failures, and expired leases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS: list[Step] = ["version", "clear", "resume"]
 
 
 def stalls_at_first(turn: Turn) -> Reply:
-    """The first call of a session samples five tokens, and then stands still; but not that of a late one."""
+    """The first call of a session, except a late one, samples five tokens and then stalls."""
     return Reply("hello world", stall_after=5 if turn.session_id not in ("", "late") and turn.call == 0 else None)
 
 
@@ -44,7 +44,7 @@ def engines_of(status: PolicyStatus) -> dict[str, tuple[int, str, bool]]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_update_tells_every_engine_the_steps_in_their_order(dialect: str) -> None:
+async def test_an_update_runs_the_steps_on_every_engine_in_order(dialect: str) -> None:
     async with (
         ScriptedEngine(dialect=dialect) as one,  # type: ignore[arg-type]
         ScriptedEngine(dialect=dialect) as two,  # type: ignore[arg-type]
@@ -63,13 +63,13 @@ async def test_an_update_tells_every_engine_the_steps_in_their_order(dialect: st
         assert router.version("default") == 3 and told == [("default", 3)]
 
 
-async def test_the_first_version_is_told_even_if_it_is_0() -> None:
-    """Else an engine that went away for a moment would come back with no version, and be taken for another."""
+async def test_the_first_version_is_set_even_if_it_is_0() -> None:
+    """Otherwise an engine that was briefly unreachable would report no version, and count as replaced."""
     async with ScriptedEngine() as server, routed(server) as router:
         await router.policies.resume("default", 0)
         assert list(server.control.log) == ["version 0", "clear", "resume"] and server.version == "0"
         await router.policies.resume("default", 0)
-        assert len(server.control.log) == 3, "told already"
+        assert len(server.control.log) == 3, "it has the version"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -87,7 +87,7 @@ async def test_abort_keeps_the_tokens_and_the_rest_comes_from_the_new_weights(di
         assert server.running == 0 and not task.done() and not clock.is_running
         used_s = clock.used_s
         await asyncio.sleep(0.05)
-        assert clock.used_s == used_s, "a paused policy costs nobody any time"
+        assert clock.used_s == used_s, "clocks are stopped during a pause"
         await router.policies.resume("default", 7)
         generation = await task
         assert text_of(generation) == "hello world"
@@ -96,7 +96,7 @@ async def test_abort_keeps_the_tokens_and_the_rest_comes_from_the_new_weights(di
         assert salts == ["default:6", "default:7"]
 
 
-async def test_what_goes_on_from_the_new_weights_has_the_rest_of_its_least_number_of_tokens_to_sample() -> None:
+async def test_a_continued_call_has_its_minimum_length_reduced() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
         routed(server) as router,
@@ -132,7 +132,7 @@ async def test_drain_lets_calls_end_by_themselves_and_their_clocks_run() -> None
         assert (await second).versions == (VersionSpan(1, 0, 12),)
 
 
-async def test_a_drain_that_takes_too_long_can_be_made_an_abort() -> None:
+async def test_a_drain_that_takes_too_long_can_be_turned_into_an_abort() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
         routed(server) as router,
@@ -148,8 +148,8 @@ async def test_a_drain_that_takes_too_long_can_be_made_an_abort() -> None:
         assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(1, 5, 12))
 
 
-async def test_a_drain_that_outlasts_its_lease_is_still_pausing_while_its_holder_waits_for_it() -> None:
-    """Any other answer, and a trainer would write under calls that are in flight."""
+async def test_a_drain_longer_than_its_lease_is_still_pausing_while_its_holder_waits() -> None:
+    """With any other state, a trainer would write weights while calls are in flight."""
     async with (
         ScriptedEngine(stalls_at_first) as server,
         routed(server) as router,
@@ -159,12 +159,12 @@ async def test_a_drain_that_outlasts_its_lease_is_still_pausing_while_its_holder
         await server.busy()
         status = await router.policies.pause("default", holder="me", mode=PauseMode.DRAIN, lease_s=0.05, wait_s=0.2)
         assert server.running == 1 and status.state is PolicyState.PAUSING
-        await until(router, lambda status: status.state is PolicyState.ABANDONED)  # it runs from the answer on
+        await until(router, lambda status: status.state is PolicyState.ABANDONED)  # the lease runs from the reply on
         await router.policies.resume("default", 1)
         assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(1, 5, 12))
 
 
-async def test_a_pause_that_another_resumes_before_it_is_one_is_a_conflict() -> None:
+async def test_a_pause_resumed_by_another_caller_before_it_completes_is_a_conflict() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
         routed(server) as router,
@@ -180,7 +180,7 @@ async def test_a_pause_that_another_resumes_before_it_is_one_is_a_conflict() -> 
         await task
 
 
-async def test_a_pause_that_another_fails_to_resume_is_one() -> None:
+async def test_a_pause_survives_a_failed_resume_by_another_caller() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
         routed(server) as router,
@@ -199,7 +199,7 @@ async def test_a_pause_that_another_fails_to_resume_is_one() -> None:
         await task
 
 
-async def test_keep_freezes_calls_that_name_their_versions_and_they_switch_where_they_were() -> None:
+async def test_keep_freezes_calls_that_report_versions_and_they_continue_in_place() -> None:
     slow = Reply("hello world", tokens_per_s=8.0)
     async with (
         ScriptedEngine(lambda turn: slow if turn.call == 1 else Reply("ok")) as server,
@@ -207,7 +207,7 @@ async def test_keep_freezes_calls_that_name_their_versions_and_they_switch_where
         router.session("default", "s1") as session,
     ):
         await router.policies.resume("default", 4)
-        await complete(session)  # which shows that it names its versions
+        await complete(session)  # shows that the engine reports its versions
         clock = Deadline(60.0)
         task = asyncio.create_task(complete(session, clock))
         await server.busy()
@@ -224,7 +224,7 @@ async def test_keep_freezes_calls_that_name_their_versions_and_they_switch_where
         assert list(server.control.log)[-4:] == ["pause keep", "version 5", "clear", "resume"]
 
 
-async def test_keep_cuts_what_cannot_be_frozen() -> None:
+async def test_keep_cuts_calls_that_cannot_be_frozen() -> None:
     async with (
         ScriptedEngine(stalls_at_first, dialect="sglang") as server,
         routed(server) as router,
@@ -239,7 +239,7 @@ async def test_keep_cuts_what_cannot_be_frozen() -> None:
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-async def test_an_engine_without_control_routes_is_paused_by_our_gate_alone(mode: PauseMode) -> None:
+async def test_an_engine_without_control_routes_is_paused_by_its_gate_only(mode: PauseMode) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         server.control.is_there = False
         async with routed(server) as router, router.session("default", "s1") as session:
@@ -254,7 +254,7 @@ async def test_an_engine_without_control_routes_is_paused_by_our_gate_alone(mode
             assert (await task).versions == (VersionSpan(9, 0, 3),)
 
 
-async def test_text_that_a_pause_aborts_is_asked_again() -> None:
+async def test_a_chat_call_aborted_by_a_pause_is_repeated() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
         routed(server) as router,
@@ -271,12 +271,14 @@ async def test_text_that_a_pause_aborts_is_asked_again() -> None:
         assert (await chat).message["content"] == "hello world"
 
 
-# --- what fails
+# --- failures
 
 
 @pytest.mark.parametrize("fault", [500, "hang"])
 @pytest.mark.parametrize("step", STEPS)
-async def test_an_engine_that_fails_a_step_is_quarantined_and_the_others_go_on(step: Step, fault: ControlFault) -> None:
+async def test_an_engine_that_fails_a_step_is_quarantined_and_the_others_continue(
+    step: Step, fault: ControlFault
+) -> None:
     settings = replace(QUICK, control_s=5.0 if fault == 500 else 0.2)
     async with (
         ScriptedEngine(lambda _: "ok") as good,
@@ -296,13 +298,13 @@ async def test_an_engine_that_fails_a_step_is_quarantined_and_the_others_go_on(s
         assert (await complete(session)).versions == (VersionSpan(1, 0, 3),)
         assert session.engine.spec.id == "e1", "sessions of a quarantined engine move"
         await asyncio.sleep(5 * settings.watch_s)
-        assert router.list()[1].health is Health.QUARANTINED, "the watch does not bring it up, though it would answer"
+        assert router.list()[1].health is Health.QUARANTINED, "the watch does not bring it up, although it answers"
 
         bad.control._faults.clear()
         before = list(good.control.log)
         status = await router.policies.resume("default", 1)
         assert engines_of(status) == {"e1": (1, "up", False), "e2": (1, "up", False)}
-        assert list(good.control.log) == before, "the engine that has the version is not bothered"
+        assert list(good.control.log) == before, "the engine that has the version gets no control request"
 
 
 async def test_an_engine_that_does_not_pause_is_quarantined() -> None:
@@ -314,7 +316,7 @@ async def test_an_engine_that_does_not_pause_is_quarantined() -> None:
         assert engines_of(await router.policies.resume("default", 2))["e2"] == (2, "up", False)
 
 
-async def test_a_cache_that_is_held_is_cleared_when_it_can_be() -> None:
+async def test_clearing_a_held_cache_is_retried() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         server.control.fail("clear", 2, "held")
         status = await router.policies.resume("default", 2)
@@ -322,7 +324,7 @@ async def test_a_cache_that_is_held_is_cleared_when_it_can_be() -> None:
         assert list(server.control.log) == ["version 2", "clear held", "clear held", "clear", "resume"]
 
 
-async def test_if_all_engines_fail_the_policy_stays_paused_and_says_why() -> None:
+async def test_if_all_engines_fail_the_policy_stays_paused_with_the_reasons() -> None:
     async with (
         ScriptedEngine(lambda _: "ok") as server,
         routed(server) as router,
@@ -342,12 +344,12 @@ async def test_if_all_engines_fail_the_policy_stays_paused_and_says_why() -> Non
         assert (await task).versions == (VersionSpan(1, 0, 3),)
 
 
-async def test_an_engine_that_was_started_again_is_not_believed_to_have_the_weights() -> None:
+async def test_a_restarted_engine_is_not_assumed_to_have_the_weights() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, routed(server) as router:
         await router.policies.resume("default", 5)
         await server.stop()
         await until(router, lambda status: status.engines[0].health is Health.DOWN)
-        server.version = "default"  # as one that loaded its model anew
+        server.version = "default"  # as after loading its model again
         await server.start()
         status = await until(router, lambda status: status.engines[0].health is not Health.DOWN)
         assert status.engines[0].health is Health.QUARANTINED and "'default'" in (status.engines[0].error or "")
@@ -358,7 +360,7 @@ async def test_an_engine_that_was_started_again_is_not_believed_to_have_the_weig
 # --- the lease
 
 
-async def test_a_lease_that_runs_out_resumes_nothing_until_a_resume_names_a_version() -> None:
+async def test_an_expired_lease_resumes_nothing_until_a_resume_names_a_version() -> None:
     settings = replace(QUICK, engine_wait_s=0.05)
     async with (
         ScriptedEngine(stalls_at_first) as server,
@@ -374,7 +376,7 @@ async def test_a_lease_that_runs_out_resumes_nothing_until_a_resume_names_a_vers
         assert status.holder == "me" and status.lease_left_s is None
         used_s = clock.used_s
         late = asyncio.create_task(late_session(router))
-        await asyncio.sleep(0.2)  # longer than anybody waits for an engine that is merely down
+        await asyncio.sleep(0.2)  # longer than engine_wait_s, the limit for an engine that is only down
         assert not task.done() and not late.done() and clock.used_s == used_s and server.control.is_paused
         assert list(server.control.log) == ["pause abort"]
         status = await router.policies.resume("default", 2)
@@ -388,7 +390,7 @@ async def late_session(router: Router) -> str:
         return text_of(await complete(session, resume=None, max_tokens=100))
 
 
-async def test_its_holder_can_renew_a_lease_even_after_it_ran_out() -> None:
+async def test_the_holder_can_renew_an_expired_lease() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         with pytest.raises(PolicyConflict, match="no pause to renew"):
             await router.policies.renew("default", holder="me", lease_s=1)
@@ -402,7 +404,7 @@ async def test_its_holder_can_renew_a_lease_even_after_it_ran_out() -> None:
         assert (await router.policies.resume("default", 1)).state is PolicyState.RUNNING
 
 
-async def test_another_cannot_pause_what_is_held_but_can_take_over_what_was_abandoned() -> None:
+async def test_another_caller_can_pause_an_abandoned_policy_but_not_a_held_one() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         await router.policies.pause("default", holder="me")
         with pytest.raises(PolicyConflict, match="held by me"):
@@ -413,12 +415,12 @@ async def test_another_cannot_pause_what_is_held_but_can_take_over_what_was_aban
         assert (status.state, status.holder) == (PolicyState.PAUSED, "other")
 
 
-async def test_what_is_not_there_is_not_found() -> None:
+async def test_unknown_policies_and_engines_are_not_found() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         for wrong in (
-            router.policies.pause("nobody", holder="me"),
-            router.policies.resume("nobody", 1),
-            router.policies.renew("nobody", holder="me", lease_s=1),
+            router.policies.pause("unknown", holder="me"),
+            router.policies.resume("unknown", 1),
+            router.policies.renew("unknown", holder="me", lease_s=1),
             router.policies.pause("default", holder="me", engines=["e9"]),
             router.policies.resume("default", 1, engines=["e9"]),
         ):
@@ -427,7 +429,7 @@ async def test_what_is_not_there_is_not_found() -> None:
         assert router.policies.status("default").state is PolicyState.RUNNING
 
 
-async def test_a_pause_that_an_operator_bounds_ends_in_an_infra_failure() -> None:
+async def test_a_pause_beyond_pause_wait_s_is_an_infra_failure() -> None:
     settings: RouterSettings = replace(QUICK, pause_wait_s=0.02)
     async with ScriptedEngine() as server, routed(server, settings=settings) as router:
         await router.policies.pause("default", holder="me", lease_s=0.01)
@@ -452,12 +454,12 @@ async def test_a_rolling_update_moves_the_sessions_of_the_engines_that_it_aborts
         status = await router.policies.pause("default", holder="me", engines=["e1"])
         assert engines_of(status) == {"e1": (1, "up", True), "e2": (1, "up", False)}
         assert not router.is_paused("default")
-        await two.busy()  # the session has gone there, and goes on from the old weights
+        await two.busy()  # the session moved there, and continues with the old weights
         assert session.engine.spec.id == "e2"
         status = await router.policies.resume("default", 2, engines=["e1"])
         assert engines_of(status) == {"e1": (2, "up", False), "e2": (1, "up", False)}
         assert status.version == router.version("default") == 2 and status.state is PolicyState.RUNNING
-        assert router.policies.steady("default") is None, "an evaluation that began now would have two versions"
+        assert router.policies.steady("default") is None, "an evaluation started now would have two versions"
         await router.policies.pause("default", holder="me", engines=["e2"])
         await router.policies.resume("default", 2, engines=["e2"])
         generation = await task
@@ -466,7 +468,7 @@ async def test_a_rolling_update_moves_the_sessions_of_the_engines_that_it_aborts
         assert list(two.control.log) == ["version 1", "clear", "resume", "pause abort", "version 2", "clear", "resume"]
 
 
-async def test_a_rolling_update_that_drains_has_its_sessions_wait() -> None:
+async def test_sessions_wait_during_a_rolling_update_with_drain() -> None:
     async with (
         ScriptedEngine(lambda _: "ok") as one,
         ScriptedEngine(lambda _: "ok") as two,
@@ -475,7 +477,7 @@ async def test_a_rolling_update_that_drains_has_its_sessions_wait() -> None:
     ):
         await router.policies.pause("default", holder="me", engines=["e1"], mode=PauseMode.DRAIN)
         task = asyncio.create_task(complete(session))
-        assert text_of(await asyncio.create_task(other_session(router))) == "ok", "the other engine goes on"
+        assert text_of(await asyncio.create_task(other_session(router))) == "ok", "the other engine continues"
         assert not task.done()
         await router.policies.resume("default", 3)
         assert (await task).versions == (VersionSpan(3, 0, 3),) and session.engine.spec.id == "e1"
@@ -488,13 +490,13 @@ async def other_session(router: Router) -> Generation:
         return await complete(session)
 
 
-# --- engines that come, and a service that starts again
+# --- added engines, and restarts of the service
 
 
-async def test_an_engine_that_comes_gets_the_version_of_its_policy() -> None:
+async def test_an_added_engine_gets_the_version_of_its_policy() -> None:
     async with ScriptedEngine() as one, ScriptedEngine(lambda _: "ok") as two, routed(one) as router:
         await router.add(spec_of(two, "e2"))
-        assert list(two.control.log) == [], "nobody had named a version"
+        assert list(two.control.log) == [], "no version was named"
         await router.remove("e2")
         await router.policies.resume("default", 7)
         await router.add(spec_of(two, "e2"))
@@ -506,7 +508,7 @@ async def test_an_engine_that_comes_gets_the_version_of_its_policy() -> None:
         assert status.health is Health.QUARANTINED and "could not be given its version" in status.stats.last_error
 
 
-async def test_an_engine_that_comes_during_a_pause_waits_for_the_resume() -> None:
+async def test_an_engine_added_during_a_pause_waits_for_the_resume() -> None:
     async with ScriptedEngine() as one, ScriptedEngine(lambda _: "ok") as two, routed(one) as router:
         await router.policies.pause("default", holder="me")
         assert (await router.add(spec_of(two, "e2"))).is_paused
@@ -516,7 +518,7 @@ async def test_an_engine_that_comes_during_a_pause_waits_for_the_resume() -> Non
         assert list(two.control.log) == ["pause abort", "version 1", "clear", "resume"]
 
 
-async def test_what_was_saved_is_still_so_in_the_next_life() -> None:
+async def test_saved_policies_survive_a_restart() -> None:
     saved: dict[str, PolicyRecord] = {}
 
     async def save(record: PolicyRecord) -> None:
@@ -549,7 +551,7 @@ async def test_what_was_saved_is_still_so_in_the_next_life() -> None:
             assert engines_of(status) == {"e1": (5, "quarantined", False), "e2": (5, "up", False)}
 
 
-async def test_a_pause_is_saved_before_an_engine_is_told() -> None:
+async def test_a_pause_is_saved_before_the_engines_are_paused() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         order: list[object] = []
 
@@ -562,7 +564,7 @@ async def test_a_pause_is_saved_before_an_engine_is_told() -> None:
         assert order == [(True, 0, []), (False, 1, ["pause abort", "version 1", "clear", "resume"])]
 
 
-async def test_while_a_pause_is_being_saved_it_is_not_one_yet() -> None:
+async def test_the_state_is_pausing_while_a_pause_is_saved() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         seen: list[PolicyState] = []
 
@@ -574,8 +576,8 @@ async def test_while_a_pause_is_being_saved_it_is_not_one_yet() -> None:
         assert seen == [PolicyState.PAUSING]
 
 
-async def test_an_engine_that_was_away_when_its_policy_went_on_waits_for_a_resume() -> None:
-    """It is still paused, by our own doing: probed like any other, it would not answer, nor ever come up."""
+async def test_an_engine_absent_at_the_resume_waits_for_another_one() -> None:
+    """It is still paused by Rollyard: if it were probed, it would not answer, and would never come up."""
     saved: dict[str, PolicyRecord] = {}
 
     async def save(record: PolicyRecord) -> None:
@@ -592,7 +594,7 @@ async def test_an_engine_that_was_away_when_its_policy_went_on_waits_for_a_resum
         async with Router(QUICK) as router:
             router.policies.restore(saved.values())
             status = await router.add(spec_of(server, "e1"))
-            assert status.health is Health.QUARANTINED and "away since" in status.stats.last_error
+            assert status.health is Health.QUARANTINED and "left while it was paused" in status.stats.last_error
             assert engines_of(await router.policies.resume("default", 5)) == {"e1": (5, "up", False)}
 
 
@@ -606,7 +608,7 @@ async def test_a_listener_that_fails_does_not_keep_the_policy_paused() -> None:
         assert (await router.policies.resume("default", 1)).state is PolicyState.RUNNING
 
 
-async def test_an_engine_that_is_removed_in_the_midst_of_an_update_is_no_obstacle() -> None:
+async def test_an_engine_removed_during_an_update_does_not_block_it() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
         await router.policies.pause("default", holder="me")
         await router.remove("e2")
@@ -614,7 +616,7 @@ async def test_an_engine_that_is_removed_in_the_midst_of_an_update_is_no_obstacl
         assert engines_of(status) == {"e1": (1, "up", False)} and status.state is PolicyState.RUNNING
 
 
-async def test_an_engine_that_is_removed_while_it_is_paused_can_be_added_again() -> None:
+async def test_an_engine_removed_while_paused_can_be_added_again() -> None:
     async with ScriptedEngine() as one, ScriptedEngine(lambda _: "ok") as two, routed(one, two) as router:
         await router.policies.pause("default", holder="me")
         await router.remove("e2")
@@ -622,7 +624,7 @@ async def test_an_engine_that_is_removed_while_it_is_paused_can_be_added_again()
         assert engines_of(await router.policies.resume("default", 1))["e2"] == (1, "up", False)
 
 
-async def test_an_engine_that_is_removed_is_not_told_to_pause_any_more() -> None:
+async def test_a_removed_engine_is_not_paused() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as one,
         ScriptedEngine() as two,
@@ -639,7 +641,7 @@ async def test_an_engine_that_is_removed_is_not_told_to_pause_any_more() -> None
         await asyncio.wait({task})
 
 
-async def test_an_engine_that_is_removed_while_a_pause_is_saved_is_not_told_of_it() -> None:
+async def test_an_engine_removed_while_a_pause_is_saved_is_not_paused() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
 
         async def save(_: PolicyRecord) -> None:
@@ -650,8 +652,8 @@ async def test_an_engine_that_is_removed_while_a_pause_is_saved_is_not_told_of_i
         assert engines_of(status) == {"e1": (0, "up", True)} and list(two.control.log) == []
 
 
-async def test_a_version_that_no_engine_has_is_not_that_of_the_policy() -> None:
-    """Else an evaluation would be pinned to weights that nobody samples from."""
+async def test_a_version_that_no_engine_has_is_not_the_policys_version() -> None:
+    """Otherwise an evaluation would be pinned to weights that no engine has."""
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
         await router.policies.resume("default", 1)
         told: list[tuple[str, int]] = []
@@ -660,11 +662,11 @@ async def test_a_version_that_no_engine_has_is_not_that_of_the_policy() -> None:
         await router.remove("e2")
         status = await router.policies.resume("default", 2)
         assert (status.state, status.version) == (PolicyState.RUNNING, 1)
-        assert told == [("default", 1)], "who waits for the end of the change hears of it"
+        assert told == [("default", 1)], "listeners are notified of the end of the update"
         assert engines_of(status) == {"e1": (1, "up", False)}
 
 
-async def test_what_was_kept_on_an_engine_that_fails_goes_on_elsewhere() -> None:
+async def test_kept_calls_of_an_engine_that_fails_continue_on_another() -> None:
     async with (
         ScriptedEngine(
             lambda turn: Reply("hello world", stall_after=5 if turn.session_id and turn.call == 1 else None)
@@ -674,7 +676,7 @@ async def test_what_was_kept_on_an_engine_that_fails_goes_on_elsewhere() -> None
         router.session("default", "s1", avoid={"e2"}) as session,
     ):
         await router.policies.resume("default", 1)
-        await complete(session)  # which shows that it names its versions
+        await complete(session)  # shows that the engine reports its versions
         task = asyncio.create_task(complete(session))
         await one.busy()
         await router.policies.pause("default", holder="me", mode=PauseMode.KEEP)
@@ -687,8 +689,8 @@ async def test_what_was_kept_on_an_engine_that_fails_goes_on_elsewhere() -> None
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-async def test_whenever_weights_change_each_completion_is_whole_and_its_versions_never_go_back(mode: PauseMode) -> None:
-    """Twenty sessions on two kinds of engines, eight updates in their midst."""
+async def test_completions_are_complete_with_increasing_versions_across_updates(mode: PauseMode) -> None:
+    """Twenty sessions on two kinds of engines, with eight updates."""
     words = "the quick brown fox jumps over the lazy dog"
 
     def script(turn: Turn) -> Reply:

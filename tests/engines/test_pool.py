@@ -1,4 +1,4 @@
-"""The heap against the plain rule: whatever happens, `pick` is the least loaded engine that is up."""
+"""The heap against the plain rule: `pick` always returns the least loaded engine that is up."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.engines import EngineSpec, Health, Kind, VllmEngine, open_http
-from rollyard.engines.routing.pool import EnginePool, PoolMember
+from rollyard.engines.pool.pool import EnginePool, PoolMember
 
 MOVES = st.lists(st.tuples(st.sampled_from(["seat", "unseat", "down", "up", "pick"]), st.integers(0, 3)), max_size=300)
 
 
 @given(MOVES)
-async def test_pick_is_always_the_least_loaded_that_is_up(moves: list[tuple[str, int]]) -> None:
+async def test_pick_always_returns_the_least_loaded_engine_that_is_up(moves: list[tuple[str, int]]) -> None:
     async with open_http() as http:
         pool = EnginePool("p")
         members = [

@@ -1,4 +1,4 @@
-"""What the probe finds out about an engine."""
+"""The probe of an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("mode", ["processed", "raw"])
-async def test_two_temperatures_tell_what_logprobs_mean(
+async def test_the_probe_determines_the_meaning_of_logprobs(
     mode: Literal["processed", "raw"], dialect: str, http: HttpPool
 ) -> None:
     async with ScriptedEngine(logprobs_mode=mode, **DIALECTS[dialect]) as server:
@@ -41,12 +41,12 @@ def test_a_gap_that_follows_neither_rule_or_is_too_small_is_unknown() -> None:
     assert compare({}, {1: -1.0}) == "unknown"
 
 
-def test_a_cut_is_seen_by_its_whole_probability() -> None:
+def test_a_cut_is_detected_by_its_total_probability() -> None:
     assert cut_is_included({1: -0.6931, 2: -0.6931, 3: -9999.0})
     assert not cut_is_included({1: -1.2, 2: -1.5, 3: -2.0})
 
 
-async def test_the_fallback_is_noted_and_knows_no_versions(http: HttpPool) -> None:
+async def test_the_fallback_api_is_noted_and_reports_no_versions(http: HttpPool) -> None:
     async with ScriptedEngine(is_scale_out=False) as server:
         info = (await probed(server, http)).info
         assert info.api == "v1/completions" and not info.reports_versions
@@ -56,25 +56,25 @@ async def test_the_fallback_is_noted_and_knows_no_versions(http: HttpPool) -> No
         assert info.api == "inference/v1/generate" and info.reports_versions
 
 
-async def test_a_model_that_it_does_not_serve_is_refused_by_name(http: HttpPool) -> None:
+async def test_a_model_that_the_engine_does_not_serve_is_refused(http: HttpPool) -> None:
     async with ScriptedEngine(model="m1") as server:
         with pytest.raises(EngineRefused, match="does not serve 'm2'; it has m1"):
             await probed(server, http, model="m2")
 
 
-async def test_an_engine_without_logprobs_is_untrainable_and_says_so(http: HttpPool) -> None:
+async def test_an_engine_without_logprobs_is_noted_as_untrainable(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         server.fail_next(1, "no_logprobs")
         info = (await probed(server, http)).info
         assert info.logprobs_kind == "unknown" and any("not trainable" in note for note in info.notes)
 
 
-async def test_info_before_the_probe_is_a_programming_error(http: HttpPool) -> None:
+async def test_info_before_the_probe_raises(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         with pytest.raises(RuntimeError, match="not been probed"):
             _ = make_engine(spec_of(server), http).info
 
 
-async def test_the_engine_tokenizes_for_comparison(http: HttpPool) -> None:
+async def test_the_engine_tokenizes_text(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         assert await (await probed(server, http)).tokenize("hi<|im_end|>") == [104, 105, 257]

@@ -1,4 +1,4 @@
-"""The reference system's engine protocol, spoken to the scripted engine in that dialect."""
+"""The reference system's engine protocol, tested with the scripted engine."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ from tests.engines.parts import END_ID, PROMPT, complete, routed, text_of
 ALPHABET = Reply(token_ids=tuple(65 + i % 26 for i in range(1000)))
 
 CANNOT = re.compile("abort|stream|hang|hung|cancel|chat|context|broken|tokenize|version")
-"""What this protocol has no words for."""
+"""Checks of features that this protocol does not have."""
 
 
 async def prorl(server: ScriptedEngine, http: HttpPool) -> ProrlEngine:
@@ -36,7 +36,7 @@ CHECKED = [check for check in CHECKS if not CANNOT.search(check.name)]
 
 
 @pytest.mark.parametrize("check", CHECKED, ids=lambda check: check.name)
-async def test_it_conforms_as_far_as_it_can(check: EngineCheck, http: HttpPool) -> None:
+async def test_the_prorl_engine_passes_the_checks_that_apply(check: EngineCheck, http: HttpPool) -> None:
     assert len(CHECKED) >= 3
     async with ScriptedEngine(lambda _: ALPHABET, tokens_per_s=5000, dialect="prorl") as server:
         engine = await prorl(server, http)
@@ -46,7 +46,7 @@ async def test_it_conforms_as_far_as_it_can(check: EngineCheck, http: HttpPool) 
             await engine.close()
 
 
-async def test_what_is_sent_and_what_comes_back(http: HttpPool) -> None:
+async def test_request_and_reply_follow_the_protocol(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
         engine = await prorl(server, http)
         found = await engine.generate(asked())
@@ -65,7 +65,7 @@ async def test_what_is_sent_and_what_comes_back(http: HttpPool) -> None:
 
 
 @pytest.mark.parametrize("fault", ["wrong_ids", "fewer_logprobs", "positive_logprob", "not_json"])
-async def test_nonsense_is_not_repaired(fault: Fault, http: HttpPool) -> None:
+async def test_an_invalid_reply_is_not_repaired(fault: Fault, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
         engine = await prorl(server, http)
         server.fail_next(1, fault)
@@ -73,7 +73,7 @@ async def test_nonsense_is_not_repaired(fault: Fault, http: HttpPool) -> None:
             await engine.generate(asked())
 
 
-async def test_tokens_told_at_once_are_told_all_the_same(http: HttpPool) -> None:
+async def test_on_tokens_receives_all_tokens_of_an_unstreamed_reply(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
         engine = await prorl(server, http)
         told: list[int] = []
@@ -81,7 +81,7 @@ async def test_tokens_told_at_once_are_told_all_the_same(http: HttpPool) -> None
         assert told == list(found.token_ids)
 
 
-async def test_a_session_samples_from_it_with_the_policys_version() -> None:
+async def test_a_session_stamps_its_tokens_with_the_policys_version() -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server, routed() as router:
         await router.add(EngineSpec("e1", server.url, Kind.PRORL))
         async with router.session("default", "s1") as session:
@@ -90,7 +90,7 @@ async def test_a_session_samples_from_it_with_the_policys_version() -> None:
         assert [(span.version, span.start, span.end) for span in found.versions] == [(0, 0, len(found.token_ids))]
 
 
-async def test_what_answers_at_an_address_is_found_out(http: HttpPool) -> None:
+async def test_the_kind_of_engine_at_an_address_is_detected(http: HttpPool) -> None:
     async with (
         ScriptedEngine() as vllm,
         ScriptedEngine(dialect="sglang") as sglang,

@@ -1,4 +1,4 @@
-"""Tokens of an engine that is not the one it was: never stamped with a version that it may not have had."""
+"""Tokens of an engine that was replaced never get a version that it may not have had."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def named(kind: str, version: int = 3, **fields: Any) -> AsyncGenerator[tuple[ScriptedEngine, Router], None]:
-    """An engine whose policy has this version, and that no health check looks at."""
+    """An engine whose policy has this version, without health checks."""
     async with (
         ScriptedEngine(SAYS, **KINDS[kind], **fields) as server,
         routed(server, settings=SLOW_WATCH) as router,
@@ -59,7 +59,7 @@ def health(router: Router) -> Health:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_same_engine_is_believed(kind: str, is_streamed: bool) -> None:
+async def test_the_version_of_an_unchanged_engine_is_trusted(kind: str, is_streamed: bool) -> None:
     fields: dict[str, Any] = {"on_tokens": lambda _: None} if is_streamed else {}
     async with named(kind) as (_, router):
         for _ in range(3):
@@ -70,7 +70,7 @@ async def test_the_same_engine_is_believed(kind: str, is_streamed: bool) -> None
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_engine_started_again_between_two_rollouts_is_quarantined(kind: str, is_streamed: bool) -> None:
+async def test_an_engine_restarted_between_two_rollouts_is_quarantined(kind: str, is_streamed: bool) -> None:
     fields: dict[str, Any] = {"on_tokens": lambda _: None} if is_streamed else {}
     async with named(kind) as (server, router):
         await sampled(router, **fields)
@@ -85,7 +85,7 @@ async def test_an_engine_started_again_between_two_rollouts_is_quarantined(kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_started_again_between_two_calls_of_a_session(kind: str) -> None:
+async def test_an_engine_restarted_between_two_calls_is_quarantined(kind: str) -> None:
     async with named(kind) as (server, router), router.session("default", "s1") as session:
         assert not (await complete(session)).untrainable
         await server.restart()
@@ -94,8 +94,8 @@ async def test_started_again_between_two_calls_of_a_session(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_started_again_between_two_tokens(kind: str) -> None:
-    """What came before is of the version; what the new process sampled is not."""
+async def test_tokens_of_an_engine_restarted_during_a_stream_are_untrainable(kind: str) -> None:
+    """Tokens before the restart have the version; those of the new process do not."""
     told: list[int] = []
     async with named(kind, tokens_per_s=40.0) as (server, router), router.session("default", "s1") as session:
         task = asyncio.create_task(complete(session, on_tokens=told.extend))
@@ -108,10 +108,10 @@ async def test_started_again_between_two_tokens(kind: str) -> None:
                 await asyncio.sleep(0.01)
         await router.policies.resume("default", 4)
         generation = await task
-        assert generation.untrainable, "a part of it was sampled by nobody knows which weights"
+        assert generation.untrainable, "a part of it was sampled by unknown weights"
 
 
-async def test_what_a_stream_told_before_its_engine_died_keeps_its_version() -> None:
+async def test_tokens_streamed_before_the_engine_died_keep_their_version() -> None:
     told: list[int] = []
     async with (
         ScriptedEngine(SAYS, tokens_per_s=40.0) as first,
@@ -133,7 +133,7 @@ async def test_what_a_stream_told_before_its_engine_died_keeps_its_version() -> 
         assert (versions(generation), generation.untrainable) == ({3}, "")
 
 
-async def test_an_older_version_is_a_contradiction_too() -> None:
+async def test_an_engine_that_reports_an_older_version_is_quarantined() -> None:
     async with named("generate") as (server, router):
         server.version = "2"
         generation = await sampled(router)
@@ -143,7 +143,7 @@ async def test_an_older_version_is_a_contradiction_too() -> None:
 
 @asynccontextmanager
 async def silent(*, reports_start: bool = True) -> AsyncGenerator[tuple[ScriptedEngine, Router], None]:
-    """An engine of version 3 that returns no versions and has no controls."""
+    """An engine of version 3 that returns no versions and has no control routes."""
     async with ScriptedEngine(SAYS, is_scale_out=False) as server:
         server.control.is_there = False
         server.started_at = server.started_at if reports_start else None
@@ -170,7 +170,7 @@ async def test_an_engine_without_versions_is_verified_after_a_lost_connection(re
 
 
 @pytest.mark.parametrize("reports_start", [True, False])
-async def test_connections_that_we_close_ourselves_are_no_loss(
+async def test_connections_closed_by_the_client_do_not_count_as_lost(
     reports_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
@@ -216,8 +216,8 @@ async def test_a_restart_of_the_engine_while_the_service_was_down_is_found(is_re
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_node_finds_it_too(kind: str) -> None:
-    """Its calls go to the engine directly, and only the head gives the engine a version."""
+async def test_a_node_detects_a_restarted_engine(kind: str) -> None:
+    """A node calls the engine directly, but only the head gives the engine a version."""
     async with named(kind) as (server, head), FollowerRouter(SLOW_WATCH) as node:
         await node.follow(head.gates())
         async with asyncio.timeout(20):
@@ -240,8 +240,8 @@ async def test_the_watch_finds_a_restart_before_any_rollout_does() -> None:
                 await asyncio.sleep(0.02)
 
 
-async def test_weights_that_nobody_named_are_believed() -> None:
-    """There is no version that its tokens could wrongly have."""
+async def test_an_engine_of_a_policy_without_a_version_is_trusted() -> None:
+    """Without a version, its tokens cannot have a wrong one."""
     async with ScriptedEngine(SAYS) as server, routed(server, settings=SLOW_WATCH) as router:
         await sampled(router)
         await server.restart()
@@ -249,7 +249,7 @@ async def test_weights_that_nobody_named_are_believed() -> None:
         assert (versions(generation), generation.untrainable, health(router)) == ({0}, "", Health.UP)
 
 
-async def test_a_trainer_that_names_versions_to_the_engine_itself_may_go_on_but_not_back() -> None:
+async def test_a_version_set_by_the_trainer_itself_may_increase_but_not_disappear() -> None:
     async with ScriptedEngine(SAYS) as server, routed(server, settings=SLOW_WATCH) as router:
         for version in ("7", "8"):
             server.version = version
@@ -260,9 +260,9 @@ async def test_a_trainer_that_names_versions_to_the_engine_itself_may_go_on_but_
         assert health(router) is Health.QUARANTINED
 
 
-async def test_kept_calls_may_name_the_version_that_their_engine_gets() -> None:
+async def test_kept_calls_may_report_the_next_version() -> None:
     async with named("generate", tokens_per_s=60.0) as (server, router), router.session("default", "s1") as session:
-        await complete(session, sampling=Sampling(), max_tokens=2)  # it names its versions: the next call may be kept
+        await complete(session, sampling=Sampling(), max_tokens=2)  # it reports its versions: the next call may be kept
         task = asyncio.create_task(complete(session))
         async with asyncio.timeout(20):
             while not server.running:

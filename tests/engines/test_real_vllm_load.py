@@ -1,4 +1,4 @@
-"""The real vLLM tells its load as we read it."""
+"""The load of a real vLLM is read correctly."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from rollyard.core import Sampling
 from rollyard.engines import EngineSpec, GenerateRequest, Kind, Router
-from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.pool.admission import CapRules
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 LONG = 400
 
 
-async def test_its_metrics_are_read_and_give_it_a_cap(vllm_url: str) -> None:
+async def test_the_metrics_of_vllm_set_its_session_cap(vllm_url: str) -> None:
     async with Router() as router:
         status = await router.add(EngineSpec("real", vllm_url, Kind.VLLM))
         assert status.cap == CapRules().start and status.load is not None

@@ -1,7 +1,7 @@
-"""Real vLLMs that are killed and replaced behind one address: no token has a version that it was not sampled by.
+"""Real vLLMs that are killed and replaced behind one address: no token gets a version that did not sample it.
 
-`test_provenance.py` proves each case with the scripted engine; this proves that vLLM is as that one claims. A start of
-vLLM is expensive, so one test has two kills. The last of the three is the vLLM of the other tests, which lives on.
+`test_provenance.py` tests each case with the scripted engine; this shows that vLLM behaves like it. Starting vLLM is
+expensive, so one test has two kills. The last of the three is the vLLM of the other tests, which keeps running.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.real_vllm import Servers
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 NOT_WATCHED = RouterSettings(watch_s=600.0, backoff_s=0.01, probe_s=60.0, max_tries=20, trip_after=20)
-"""No health check looks at it, and it is not taken down if calls use connections that have not yet been seen closed."""
+"""No health checks, and the engine is not taken down if calls use connections that are not yet known to be closed."""
 
 LONG = 150
 SHORT = 12
@@ -32,11 +32,11 @@ RESTARTED = "reports no version where it had version {}: was it restarted?"
 
 
 class Balancer:
-    """One address for whichever vLLM is there. A connection that comes while there is none waits for the next one."""
+    """One address for the current vLLM. A connection that arrives while there is none waits for the next one."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.waited = asyncio.Event()  # a connection came while there was none
+        self.waited = asyncio.Event()  # a connection arrived while there was none
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._joined: set[asyncio.Task[None]] = set()
 
@@ -68,7 +68,7 @@ class Balancer:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until one side closes: that closes the other one, too."""
+    """Copies until one side closes, then closes the other one."""
     try:
         with suppress(ConnectionError):
             while data := await reader.read(65_536):
@@ -113,7 +113,7 @@ async def quarantined(router: Router) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_no_token_of_a_vllm_that_was_replaced_has_the_version_of_the_one_before(
+async def test_tokens_of_a_replaced_vllm_do_not_have_the_previous_version(
     vllm_servers: Servers, vllm_url: str, vllm_model: Path
 ) -> None:
     with vllm_servers.serving() as first, vllm_servers.serving() as second:
@@ -129,7 +129,7 @@ async def test_no_token_of_a_vllm_that_was_replaced_has_the_version_of_the_one_b
                 before = await said(session, SHORT)
                 assert (versions(before), before.untrainable) == ([3] * SHORT, "")
 
-                # Between two tokens of a stream, and of a call that is answered whole.
+                # Between two tokens of a stream, and of a plain call.
                 told: list[int] = []
                 streamed = asyncio.create_task(said(session, LONG, on_tokens=told.extend))
                 whole = asyncio.create_task(said(other, LONG))

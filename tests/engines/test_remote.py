@@ -1,4 +1,4 @@
-"""Engines over real HTTP: what they send, and what becomes of what goes wrong."""
+"""Engine clients over real HTTP: their requests, and their failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def request(name: str = "r1", **fields: Any) -> GenerateRequest:
         ("positive_logprob", EngineBroken, "positive"),
     ],
 )
-async def test_each_fault_has_its_name(
+async def test_each_fault_raises_its_failure(
     fault: Any, error: type[EngineFailure], says: str, dialect: str, http: HttpPool
 ) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
@@ -52,11 +52,11 @@ async def test_each_fault_has_its_name(
         with pytest.raises(error, match=says) as caught:
             await engine.generate(request())
         assert type(caught.value) is error
-        assert len((await engine.generate(request())).token_ids) == 3, "it goes on after a fault"
+        assert len((await engine.generate(request())).token_ids) == 3, "it works after a fault"
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_version_that_is_no_number_is_broken(dialect: str, http: HttpPool) -> None:
+async def test_a_version_that_is_not_a_number_is_engine_broken(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.fail_next(1, "bad_version")
@@ -74,7 +74,7 @@ async def test_missing_logprobs_are_none_and_never_zero(fault: Any, dialect: str
         assert generation.logprobs is None and len(generation.token_ids) == 3
 
 
-async def test_an_engine_that_is_not_there_is_unavailable(http: HttpPool) -> None:
+async def test_an_engine_that_is_stopped_is_unavailable(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         engine = await probed(server, http)
     assert not await engine.healthy()
@@ -90,7 +90,7 @@ async def test_a_refusal_never_repeats_a_whole_prompt(http: HttpPool) -> None:
     assert detail == "body.model: field required"
 
 
-async def test_a_call_carries_all_that_the_engine_can_use(http: HttpPool) -> None:
+async def test_a_vllm_call_contains_all_parameters(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         engine = await probed(server, http, api_key="k1")
         sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, extra={"min_p": 0.1})
@@ -115,7 +115,7 @@ async def test_a_call_carries_all_that_the_engine_can_use(http: HttpPool) -> Non
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_stop_text_ends_the_tokens_that_say_it(http: HttpPool, dialect: Any) -> None:
+async def test_the_tokens_of_a_stop_text_are_part_of_the_completion(http: HttpPool, dialect: Any) -> None:
     async with ScriptedEngine(lambda _: "one STOP two", dialect=dialect) as server:
         engine = await probed(server, http)
         found = await engine.generate(
@@ -126,7 +126,7 @@ async def test_a_stop_text_ends_the_tokens_that_say_it(http: HttpPool, dialect: 
         assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
 
 
-async def test_sglang_gets_the_same_in_its_own_words(http: HttpPool) -> None:
+async def test_an_sglang_call_contains_all_parameters(http: HttpPool) -> None:
     async with ScriptedEngine(dialect="sglang") as server:
         engine = await probed(server, http)
         await engine.generate(GenerateRequest("r1", PROMPT, Sampling(), 50, 11, (END_ID,), "s1", "p:3", 2))
@@ -152,7 +152,7 @@ async def test_cancelling_a_call_aborts_it_by_id(dialect: str, http: HttpPool) -
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_a_text_engine_chats_and_gives_no_tokens(http: HttpPool) -> None:
+async def test_a_text_engine_chats_and_returns_no_tokens(http: HttpPool) -> None:
     async with ScriptedEngine(lambda turn: "yes" if "really" in turn.text else "no") as server:
         engine = make_engine(EngineSpec("t", f"{server.url}/v1", Kind.OPENAI), http)
         info = await engine.probe()
@@ -163,7 +163,7 @@ async def test_a_text_engine_chats_and_gives_no_tokens(http: HttpPool) -> None:
             await engine.generate(request())
 
 
-async def test_versions_come_as_spans_and_cached_tokens_as_counted(http: HttpPool, web: aiohttp.ClientSession) -> None:
+async def test_versions_are_spans_and_cached_tokens_are_counted(http: HttpPool, web: aiohttp.ClientSession) -> None:
     async with ScriptedEngine(lambda _: Reply("abcdef", stall_after=4)) as server:
         server.script, stalling = (lambda _: "ok"), server.script
         engine = await probed(server, http)

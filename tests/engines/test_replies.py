@@ -1,4 +1,4 @@
-"""What a reply must be to be believed."""
+"""The checks of an engine's reply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard.engines.base import VersionSpan
 from rollyard.engines.clients import replies
 
 
-def test_logprobs_are_one_to_one_or_refused() -> None:
+def test_there_must_be_one_logprob_per_token() -> None:
     assert replies.logprobs_of([-1.0, -0.5], 2) is not None
     with pytest.raises(ValueError, match="1 logprobs for 2 tokens"):
         replies.logprobs_of([-1.0], 2)
@@ -31,7 +31,7 @@ def test_a_positive_logprob_is_refused_but_rounding_is_not() -> None:
 
 
 @pytest.mark.parametrize("missing", [None, -9999.0])
-def test_one_missing_logprob_leaves_none_rather_than_a_zero(missing: float | None) -> None:
+def test_one_missing_logprob_makes_all_of_them_none(missing: float | None) -> None:
     assert replies.logprobs_of([-1.0, missing], 2) is None
 
 
@@ -48,7 +48,7 @@ def test_version_spans_must_cover_every_token() -> None:
             replies.spans_of(spans, 5)
 
 
-def test_a_version_that_was_never_set_is_minus_one_and_one_that_is_no_number_is_refused() -> None:
+def test_a_version_that_was_never_set_is_minus_one_and_one_that_is_not_a_number_is_refused() -> None:
     assert replies.spans_of([], 5) == ()
     assert replies.spans_of([("default", 0, 5)], 5) == (VersionSpan(-1, 0, 5),)
     assert replies.spans_of([("default", 0, 2), ("7", 2, 5)], 5) == (VersionSpan(-1, 0, 2), VersionSpan(7, 2, 5))
@@ -56,7 +56,7 @@ def test_a_version_that_was_never_set_is_minus_one_and_one_that_is_no_number_is_
         replies.spans_of([("main", 0, 5)], 5)
 
 
-def test_both_ways_of_naming_a_token_are_read() -> None:
+def test_token_placeholders_are_parsed() -> None:
     assert replies.placeholder_id("token_id:42") == 42
     with pytest.raises(ValueError):
         replies.placeholder_id(" the")

@@ -1,4 +1,4 @@
-"""Which engine a session gets, and what happens when engines come, go, fail and change their weights."""
+"""Routing: the engine of a session, and engines that are added, removed, fail or get new weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_the_heap_does_not_grow_with_the_calls() -> None:
         assert len(router.pool("default")._heap) < 100
 
 
-async def test_a_late_engine_takes_its_share_and_no_more() -> None:
+async def test_an_engine_added_later_gets_its_share_of_sessions() -> None:
     async with ScriptedEngine() as server, routed(server) as router, AsyncExitStack() as stack:
         for i in range(4):
             await stack.enter_async_context(router.session("default", f"a{i}"))
@@ -87,7 +87,7 @@ async def test_policies_and_judges_have_engines_of_their_own() -> None:
         assert (await router.ask([{"role": "user", "content": "?"}])).message["content"] == "judge"
 
 
-async def test_a_judge_that_fails_is_infra_and_another_is_asked_first() -> None:
+async def test_another_judge_is_tried_before_judge_unreachable_is_raised() -> None:
     async with ScriptedEngine(lambda _: "one") as one, ScriptedEngine(lambda _: "two") as two, Router(QUICK) as router:
         with pytest.raises(JudgeUnreachable, match="no engine of role judge"):
             await router.ask([])
@@ -109,7 +109,7 @@ async def test_a_judge_has_a_deadline() -> None:
             await router.ask([{"role": "user", "content": "?"}])
 
 
-async def test_an_id_is_taken_once_and_a_dead_engine_is_not_taken_in() -> None:
+async def test_a_duplicate_id_and_an_unreachable_engine_are_not_added() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         with pytest.raises(EngineExists):
             await router.add(spec_of(server, "e1"))
@@ -133,8 +133,8 @@ async def test_an_engine_that_need_not_answer_yet_is_watched_until_it_does() -> 
         await session.close()
 
 
-async def test_an_engine_refused_by_the_vetting_is_watched_on() -> None:
-    """Its tokenizer is put right later, say: a refusal of any kind must not end the watch."""
+async def test_an_engine_refused_by_vetting_is_still_watched() -> None:
+    """A refusal of any kind must not end the watch: its tokenizer, for example, may be fixed later."""
     refusals = [InvalidRequest("no renderer"), InvalidRequest("no renderer"), ValueError("a broken file")]
 
     async def vet(_: object) -> bool:
@@ -150,7 +150,7 @@ async def test_an_engine_refused_by_the_vetting_is_watched_on() -> None:
         assert not refusals
 
 
-async def test_a_removed_engine_gives_its_sessions_up_with_their_tokens() -> None:
+async def test_sessions_of_a_removed_engine_move_with_their_tokens() -> None:
     def script(turn: Turn) -> Reply:
         return Reply("hello world", stall_after=5 if turn.session_id else None)
 
@@ -179,7 +179,7 @@ async def test_the_breaker_opens_and_only_a_sampled_token_closes_it() -> None:
         assert {text_of(await complete(session)) for session in sessions} == {"ok"}
         status = router.list()[0]
         assert status.health is Health.DOWN and status.stats.failures == 3 and "500" in status.stats.last_error
-        assert bad.is_healthy, "its health check alone says nothing"
+        assert bad.is_healthy, "a passed health check is not enough"
         total = len(bad.requests)
         while len(bad.requests) < total + 2:
             await asyncio.sleep(0.002)
@@ -215,7 +215,7 @@ async def test_a_paused_policy_holds_new_calls_and_their_clocks() -> None:
         assert router.version("default") == 3
 
 
-async def test_a_pause_that_never_ends_is_bounded_where_the_operator_says_so() -> None:
+async def test_a_pause_is_bounded_by_pause_wait_s() -> None:
     async with (
         ScriptedEngine() as server,
         routed(server, settings=replace(QUICK, pause_wait_s=0.02)) as router,
@@ -226,7 +226,7 @@ async def test_a_pause_that_never_ends_is_bounded_where_the_operator_says_so() -
             await complete(session)
 
 
-async def test_a_call_that_cannot_be_numbered_is_cut_before_the_weights_change() -> None:
+async def test_a_call_that_cannot_report_versions_is_cut_before_the_weights_change() -> None:
     def script(turn: Turn) -> Reply:
         return Reply("hello world", stall_after=5 if turn.session_id and turn.call == 0 else None)
 
@@ -238,7 +238,7 @@ async def test_a_call_that_cannot_be_numbered_is_cut_before_the_weights_change()
         task = asyncio.create_task(complete(session))
         await server.busy()
         await router.pause("default")
-        assert server.running == 0, "a pause returns when nothing is left that samples"
+        assert server.running == 0, "a pause returns when no call samples any more"
         assert not task.done()
         router.resume("default", 1)
         generation = await task
@@ -246,7 +246,7 @@ async def test_a_call_that_cannot_be_numbered_is_cut_before_the_weights_change()
         assert generation.versions == (VersionSpan(0, 0, 5), VersionSpan(1, 5, 12))
 
 
-async def test_a_call_that_numbers_itself_goes_on_through_a_pause_with_its_clock_held() -> None:
+async def test_a_call_that_reports_versions_continues_during_a_pause_with_its_clock_stopped() -> None:
     def script(turn: Turn) -> Reply:
         return Reply("hello world", latency_s=0.1 if turn.session_id and turn.call == 1 else 0.0)
 
@@ -264,7 +264,7 @@ async def test_a_call_that_numbers_itself_goes_on_through_a_pause_with_its_clock
             assert len(server.calls) == 2, "it was not cut"
 
 
-async def test_counters_say_what_was_done() -> None:
+async def test_calls_and_tokens_are_counted() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, routed(server) as router:
         async with router.session("default", "s1") as session:
             await complete(session)
@@ -282,7 +282,7 @@ async def test_closing_the_router_leaves_no_task_behind() -> None:
     assert {t for t in asyncio.all_tasks() - before if "watch" in t.get_name() or "free" in t.get_name()} == set()
 
 
-async def test_a_session_avoids_the_engines_it_is_told_to_unless_there_is_no_other() -> None:
+async def test_a_session_avoids_the_given_engines_unless_there_is_no_other() -> None:
     async with ScriptedEngine() as server, Router(QUICK) as router, AsyncExitStack() as stack:
         await router.add(spec_of(server, "a"))
         only = await stack.enter_async_context(router.session("default", "s0", avoid={"a"}))
@@ -290,4 +290,4 @@ async def test_a_session_avoids_the_engines_it_is_told_to_unless_there_is_no_oth
         await router.add(spec_of(server, "b"))
         for number in range(3):
             other = await stack.enter_async_context(router.session("default", f"s{1 + number}", avoid={"a"}))
-            assert other.engine.spec.id == "b", "though it is the more loaded one by now"
+            assert other.engine.spec.id == "b", "although it has more load by now"

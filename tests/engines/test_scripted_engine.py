@@ -1,4 +1,4 @@
-"""The scripted engine itself: tests elsewhere believe what it says."""
+"""The scripted engine itself, which other tests rely on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_script_with_a_mistake_is_refused(bad: dict[str, object]) -> None:
         Rules.read(bad)
 
 
-async def test_logprobs_follow_from_the_sequence_alone(http: HttpPool) -> None:
+async def test_logprobs_depend_only_on_the_sequence(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ab") as server:
         engine = await probed(server, http)
         generation = await engine.generate(GenerateRequest("r", PROMPT, Sampling(), 10))
@@ -65,7 +65,7 @@ async def test_logprobs_follow_from_the_sequence_alone(http: HttpPool) -> None:
         assert generation.logprobs == expected
 
 
-async def test_tokens_come_at_their_rate_and_stop_at_the_limit(http: HttpPool) -> None:
+async def test_tokens_arrive_at_their_rate_and_stop_at_the_limit(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: Reply("abcdef", tokens_per_s=1000.0)) as server:
         engine = await probed(server, http)
         generation = await engine.generate(GenerateRequest("r", PROMPT, Sampling(), 3))
@@ -84,7 +84,7 @@ async def test_a_paused_engine_keeps_its_calls_until_it_is_resumed(http: HttpPoo
         assert len((await task).token_ids) == 3
 
 
-async def test_it_runs_as_a_process_of_its_own(tmp_path: Path, http: HttpPool) -> None:
+async def test_it_runs_as_a_separate_process(tmp_path: Path, http: HttpPool) -> None:
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"rules": [{"if": "something", "turns": ["found"]}], "default": ["lost"]}))
     process = await asyncio.create_subprocess_exec(

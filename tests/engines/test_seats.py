@@ -1,4 +1,4 @@
-"""The seats of a policy: never more than the bound lets in, by rank, nothing lost on any way out."""
+"""The seats of a policy: never more than the bound, granted by rank, and always released."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rollyard.core import Sampling
 from rollyard.core.engine import Admission
 from rollyard.engines import GenerateRequest, Health, Router
 from rollyard.engines.clients.load import EngineLoad
-from rollyard.engines.routing.admission import CapRules
-from rollyard.engines.routing.seats import Seat, Seats
+from rollyard.engines.pool.admission import CapRules
+from rollyard.engines.pool.seats import Seat, Seats
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import QUICK, routed, spec_of
 
@@ -24,7 +24,7 @@ MOVES = st.lists(
 
 @given(MOVES)
 @settings(max_examples=60)
-async def test_nobody_waits_while_a_seat_is_free_and_nobody_enters_without_one(moves: list[tuple[str, int]]) -> None:
+async def test_no_rollout_waits_while_a_seat_is_free_or_enters_without_one(moves: list[tuple[str, int]]) -> None:
     seats = Seats()
     seats.set_bound(2)
     held: list[Seat] = []
@@ -62,7 +62,7 @@ async def test_nobody_waits_while_a_seat_is_free_and_nobody_enters_without_one(m
 
 
 async def _quiet() -> None:
-    for _ in range(4):  # a task begins, waits, and is told: so many turns of the loop
+    for _ in range(4):  # loop iterations for a task to start, to wait and to be woken
         await asyncio.sleep(0)
 
 
@@ -85,7 +85,7 @@ async def test_the_lowest_rank_goes_first() -> None:
     assert order == [3, 0, 1, 2]
 
 
-async def test_a_seat_given_to_one_that_is_just_cancelled_goes_to_the_next() -> None:
+async def test_a_seat_granted_to_a_cancelled_waiter_goes_to_the_next() -> None:
     seats = Seats()
     seats.set_bound(1)
     seat = await seats.acquire()
@@ -103,7 +103,7 @@ async def test_a_seat_given_to_one_that_is_just_cancelled_goes_to_the_next() -> 
 async def test_the_seats_are_the_sum_of_the_caps_of_the_engines_that_are_up() -> None:
     async with ScriptedEngine() as server, routed() as router:
         seats = router.seats("default")
-        assert seats.free is None  # no engine at all: whoever comes waits for one, later
+        assert seats.free is None  # no engine: sessions wait for one later
         for name, capacity in (("e1", 3), ("e2", 5)):
             await router.add(spec_of(server, name, capacity=capacity, admission=Admission.FIXED))
         assert seats.bound == 8
@@ -111,25 +111,25 @@ async def test_the_seats_are_the_sum_of_the_caps_of_the_engines_that_are_up() ->
         pool.members["e1"].set_health(Health.DOWN)
         assert seats.bound == 5
         pool.members["e2"].set_health(Health.DOWN)
-        assert seats.bound == 8  # none is up: those that will be
+        assert seats.bound == 8  # no engine is up: all count
         await router.add(spec_of(server, "e3"))
-        assert seats.bound is None  # it does not tell
+        assert seats.bound is None  # it reports no load
         await router.clear()
         assert seats.bound is None
 
 
-async def test_an_engine_below_its_cap_goes_before_one_that_is_full() -> None:
+async def test_an_engine_below_its_cap_is_preferred_to_a_full_one() -> None:
     async with ScriptedEngine() as server, routed() as router:
         await router.add(spec_of(server, "small", capacity=1, admission=Admission.FIXED))
         await router.add(spec_of(server, "large", capacity=256))  # no cap
         sessions = [await router.open_session("default", f"s{number}") for number in range(300)]
         engines = [session.engine.spec.id for session in sessions]
-        assert engines.count("small") == 1  # though its share of what came was larger
+        assert engines.count("small") == 1  # although its share of the sessions would be larger
         for session in sessions:
             await session.close()
 
 
-async def test_the_watch_lets_the_cap_follow_what_the_engine_tells() -> None:
+async def test_the_watch_adjusts_the_cap_to_the_reported_load() -> None:
     rules = CapRules(start=4, settle_s=0.0)
     server = ScriptedEngine()
     server.kv_use = 0.1
@@ -142,7 +142,7 @@ async def test_the_watch_lets_the_cap_follow_what_the_engine_tells() -> None:
         member = router.pool("default").members["e1"]
         for _ in range(4):
             member.seat()
-        call = asyncio.create_task(_call(router))  # something runs
+        call = asyncio.create_task(_call(router))  # so that a request runs
         await server.busy()
         held.append(await asyncio.wait_for(waiter, 10))
         assert seats.bound is not None and seats.bound > 4
@@ -152,7 +152,7 @@ async def test_the_watch_lets_the_cap_follow_what_the_engine_tells() -> None:
             server.preemptions += 1
         (status,) = router.list()
         assert status.cap == seats.bound and status.load is not None and isinstance(status.load, EngineLoad)
-        assert seats.taken == 5  # nobody is thrown out
+        assert seats.taken == 5  # no holder is evicted
         call.cancel()
         await asyncio.wait({call})
         for seat in held:

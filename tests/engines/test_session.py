@@ -1,4 +1,4 @@
-"""A completion that is interrupted is finished, not sampled again."""
+"""An interrupted completion is continued, not sampled again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = "the quick brown fox jumps over the lazy dog"
 
 
 def stalls_at_first(after: int) -> Any:
-    """The first call of a session samples a few tokens and then nothing more; later ones go on to the end."""
+    """The first call of a session samples a few tokens and then stalls; later ones continue to the end."""
 
     def script(turn: Turn) -> Reply:
         return Reply(WORDS, stall_after=after if turn.session_id and turn.call == 0 else None)
@@ -40,7 +40,7 @@ async def uninterrupted(http: HttpPool) -> Generation:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_call_past_its_deadline_goes_on_from_what_it_had(dialect: Any, http: HttpPool) -> None:
+async def test_a_call_past_its_deadline_continues_from_its_tokens(dialect: Any, http: HttpPool) -> None:
     async with ScriptedEngine(stalls_at_first(9), dialect=dialect) as server, routed(server) as router:
         async with router.session("default", "s1") as session:
             generation = await complete(session, model_s=0.2)
@@ -48,7 +48,7 @@ async def test_a_call_past_its_deadline_goes_on_from_what_it_had(dialect: Any, h
         assert generation.token_ids == whole.token_ids and generation.logprobs == whole.logprobs
         assert generation.finish_reason == "stop" and text_of(generation) == WORDS
         first, second = server.calls
-        assert list(second.prompt_ids) == [*PROMPT, *TOKENIZER.encode(WORDS)[:9]], "prompt + what was kept"
+        assert list(second.prompt_ids) == [*PROMPT, *TOKENIZER.encode(WORDS)[:9]], "prompt + kept tokens"
         limit = "max_tokens" if dialect == "vllm" else "max_new_tokens"
         assert second.body["sampling_params"][limit] == first.body["sampling_params"][limit] - 9
         assert router.stats.continuations == 1 and router.stats.retries == 0
@@ -66,7 +66,7 @@ async def test_a_deadline_with_nothing_sampled_is_a_timeout_after_another_try() 
         await server.idle()
 
 
-async def test_an_expired_clock_hands_over_what_was_sampled() -> None:
+async def test_an_expired_clock_salvages_the_sampled_tokens() -> None:
     async with (
         ScriptedEngine(stalls_at_first(9)) as server,
         routed(server) as router,
@@ -82,7 +82,7 @@ async def test_an_expired_clock_hands_over_what_was_sampled() -> None:
         await server.idle()
         with pytest.raises(DeadlineExpired):
             await complete(session, clock)
-        assert len(server.calls) == 1, "a clock that is used up makes no call"
+        assert len(server.calls) == 1, "no call is made with an expired clock"
 
 
 async def test_a_cancelled_completion_frees_the_engine_and_the_seat() -> None:
@@ -102,8 +102,8 @@ async def test_a_cancelled_completion_frees_the_engine_and_the_seat() -> None:
         await server.idle()
 
 
-async def test_a_call_cancelled_twice_is_counted_out_once() -> None:
-    """The second cancel comes while the first one's call is being ended."""
+async def test_a_call_cancelled_twice_is_released_once() -> None:
+    """The second cancel arrives while the call is being ended."""
     async with (
         ScriptedEngine(lambda t: Reply("x", stall_after=0 if t.session_id else None)) as server,
         routed(server) as router,
@@ -120,7 +120,7 @@ async def test_a_call_cancelled_twice_is_counted_out_once() -> None:
         assert (status.stats.sessions, status.stats.in_flight) == (0, 0)
 
 
-async def test_a_lost_engine_is_left_for_another() -> None:
+async def test_a_session_moves_from_a_lost_engine_to_another() -> None:
     async with (
         ScriptedEngine(lambda _: WORDS) as one,
         ScriptedEngine(lambda _: WORDS) as two,
@@ -135,7 +135,7 @@ async def test_a_lost_engine_is_left_for_another() -> None:
         assert sorted(status.stats.sessions for status in router.list()) == [0, 1]
 
 
-async def test_an_engine_lost_during_a_call_is_left_for_another() -> None:
+async def test_a_call_moves_to_another_engine_when_its_engine_is_lost() -> None:
     async with (
         ScriptedEngine(stalls_at_first(5)) as one,
         ScriptedEngine(lambda _: WORDS) as two,
@@ -152,7 +152,7 @@ async def test_an_engine_lost_during_a_call_is_left_for_another() -> None:
         assert session.engine.spec.id == "e2"
 
 
-async def test_a_lone_engine_that_comes_back_is_waited_for_and_no_clock_runs() -> None:
+async def test_the_only_engine_is_waited_for_with_the_clock_stopped() -> None:
     async with (
         ScriptedEngine(lambda _: WORDS) as server,
         routed(server) as router,
@@ -165,13 +165,13 @@ async def test_a_lone_engine_that_comes_back_is_waited_for_and_no_clock_runs() -
             await asyncio.sleep(0.001)
         used_s = clock.used_s
         await asyncio.sleep(0.05)
-        assert clock.used_s == used_s, "waiting for an engine is free"
+        assert clock.used_s == used_s, "waiting for an engine does not count"
         await server.start()
         assert text_of(await task) == WORDS
         assert router.list()[0].health is Health.UP and router.list()[0].stats.trips == 1
 
 
-async def test_no_engine_in_time_is_unavailable_and_says_why() -> None:
+async def test_no_engine_in_time_is_unavailable_with_the_reason() -> None:
     settings = replace(QUICK, engine_wait_s=0.05)
     async with ScriptedEngine() as server, routed(server, settings=settings) as router:
         async with router.session("default", "s1") as session:
@@ -179,10 +179,10 @@ async def test_no_engine_in_time_is_unavailable_and_says_why() -> None:
             with pytest.raises(EngineUnavailable, match=r"no engine of default came up.*e1 is down"):
                 await complete(session)
         with pytest.raises(EngineUnavailable, match="it has none"):
-            await router.open_session("nobody", "s2")
+            await router.open_session("unknown", "s2")
 
 
-async def test_nonsense_is_tried_once_more_and_then_named() -> None:
+async def test_an_invalid_reply_is_retried_once_and_then_raised() -> None:
     async with (
         ScriptedEngine(lambda _: "ok") as server,
         routed(server) as router,
@@ -195,7 +195,7 @@ async def test_nonsense_is_tried_once_more_and_then_named() -> None:
             await complete(session)
 
 
-async def test_a_refusal_is_not_tried_again_and_not_held_against_the_engine() -> None:
+async def test_a_refusal_is_not_retried_and_does_not_count_as_a_failure() -> None:
     async with ScriptedEngine(lambda _: "ok", max_context=10) as server, routed(server) as router:
         async with router.session("default", "s1") as session:
             with pytest.raises(EngineRefused) as caught:
@@ -215,7 +215,7 @@ async def test_kept_tokens_that_fill_the_context_end_by_length() -> None:
         assert generation.finish_reason == "length" and text_of(generation) == WORDS[:9]
 
 
-async def test_an_abort_that_nobody_here_asked_for_is_continued() -> None:
+async def test_a_call_aborted_by_another_client_is_continued() -> None:
     async with (
         ScriptedEngine(stalls_at_first(4)) as server,
         routed(server) as router,
@@ -228,7 +228,7 @@ async def test_an_abort_that_nobody_here_asked_for_is_continued() -> None:
         assert text_of(await task) == WORDS
 
 
-async def test_an_engine_that_ignores_aborts_is_given_up_after_the_grace() -> None:
+async def test_a_call_whose_abort_is_ignored_is_given_up_after_the_grace_period() -> None:
     settings = replace(QUICK, abort_grace_s=0.1)
     async with (
         ScriptedEngine(lambda _: "ok") as server,
@@ -250,19 +250,19 @@ async def test_a_continued_call_does_not_reuse_its_seed() -> None:
 
 
 @pytest.mark.parametrize(("dialect", "name"), [("vllm", "structured_outputs"), ("sglang", "ebnf")])
-async def test_a_form_does_not_begin_anew_in_the_middle_of_a_completion(dialect: Any, name: str) -> None:
-    """An engine knows nothing of the tokens that were sampled before: it would ask for the whole form again."""
+async def test_a_constraint_is_not_applied_again_in_the_middle_of_a_completion(dialect: Any, name: str) -> None:
+    """The engine would apply the constraint from its start again, since it treats the earlier tokens as prompt."""
     sampling = Sampling(extra={name: {"grammar": "root ::= x"} if dialect == "vllm" else "root ::= x", "min_p": 0.1})
     async with ScriptedEngine(stalls_at_first(9), dialect=dialect) as server, routed(server) as router:
         async with router.session("default", "s1") as session:
             generation = await complete(session, model_s=0.2, sampling=sampling)
         first, second = (call.body["sampling_params"] for call in server.calls)
         assert name in first and name not in second and second["min_p"] == 0.1
-        assert "not constrained as its beginning" in generation.untrainable
+        assert "without the constraint" in generation.untrainable
         assert text_of(generation) == WORDS
 
 
-async def test_chat_goes_elsewhere_too() -> None:
+async def test_a_chat_call_moves_to_another_engine() -> None:
     async with (
         ScriptedEngine(lambda _: "yes") as one,
         ScriptedEngine(lambda _: "yes") as two,
@@ -276,7 +276,7 @@ async def test_chat_goes_elsewhere_too() -> None:
         assert reply.message["content"] == "yes"
 
 
-async def test_a_chat_past_its_deadline_is_a_timeout_and_past_the_clock_expired() -> None:
+async def test_a_chat_call_past_model_s_is_a_timeout_and_past_its_clock_is_expired() -> None:
     async with (
         ScriptedEngine(lambda t: Reply("x", stall_after=0 if t.session_id else None)) as server,
         routed(server) as router,
@@ -289,7 +289,7 @@ async def test_a_chat_past_its_deadline_is_a_timeout_and_past_the_clock_expired(
             await session.chat([{"role": "user", "content": "?"}], clock=Deadline(0.05), model_s=5.0, **ask)
 
 
-def test_joining_shifts_and_merges_versions_and_drops_holed_logprobs() -> None:
+def test_joining_shifts_and_merges_versions_and_drops_incomplete_logprobs() -> None:
     from rollyard.core import ids_array, logprobs_array
 
     kept = PartialCompletion()
@@ -306,7 +306,7 @@ def test_joining_shifts_and_merges_versions_and_drops_holed_logprobs() -> None:
     assert kept.generation("stop").logprobs is None
 
 
-def test_what_an_engine_cannot_number_gets_the_version_of_the_call() -> None:
+def test_tokens_without_a_version_get_that_of_the_call() -> None:
     from rollyard.core import ids_array
 
     assert stamped(Generation(ids_array([1, 2]), None, "stop"), 4).versions == (VersionSpan(4, 0, 2),)

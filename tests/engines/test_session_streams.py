@@ -1,4 +1,4 @@
-"""A streamed completion tells each token once, however often it is interrupted, and loses none that it told."""
+"""A streamed completion passes on each token once, however often it is interrupted, and keeps all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Told:
 
 
 def at_first(reply: Reply) -> Any:
-    """The first call of a session gets this reply, later ones all of it."""
+    """The first call of a session gets this reply; later ones get its whole text."""
     return lambda turn: reply if turn.session_id and turn.call == 0 else Reply(reply.text)
 
 
@@ -58,18 +58,18 @@ def part_of(count: int, finish: Any = "abort", version: int = 0) -> Generation:
     ],
     ids=["past its deadline", "cut", "an error"],
 )
-async def test_an_interrupted_stream_goes_on_and_tells_nothing_twice(first: Reply, dialect: str) -> None:
+async def test_an_interrupted_stream_continues_and_repeats_no_token(first: Reply, dialect: str) -> None:
     async with ScriptedEngine(at_first(first), **DIALECTS[dialect]) as server, routed(server) as router:
         told = Told()
         async with router.session("default", "s1") as session:
             generation = await complete(session, model_s=0.2, on_tokens=told)
         assert told.ids == list(generation.token_ids) == [*IDS, END_ID] and generation.finish_reason == "stop"
         assert generation.logprobs is not None and len(generation.logprobs) == len(IDS) + 1
-        assert list(server.calls[1].prompt_ids) == [*PROMPT, *IDS[:9]], "prompt + what was told"
+        assert list(server.calls[1].prompt_ids) == [*PROMPT, *IDS[:9]], "prompt + tokens passed on"
         assert router.stats.continuations == 1 and router.stats.tokens_lost == 0
 
 
-async def test_an_engine_lost_in_a_stream_is_left_for_another_with_what_it_told() -> None:
+async def test_a_stream_continues_on_another_engine_when_its_engine_is_lost() -> None:
     async with (
         ScriptedEngine(at_first(Reply(WORDS, stall_after=5))) as one,
         ScriptedEngine(lambda _: WORDS) as two,
@@ -86,7 +86,7 @@ async def test_an_engine_lost_in_a_stream_is_left_for_another_with_what_it_told(
         assert list(two.calls[0].prompt_ids) == [*PROMPT, *IDS[:5]]
 
 
-async def test_when_no_engine_is_left_what_was_told_is_salvaged() -> None:
+async def test_streamed_tokens_are_salvaged_when_no_engine_is_left() -> None:
     settings = replace(QUICK, engine_wait_s=0.05)
     async with (
         ScriptedEngine(at_first(Reply(WORDS, stall_after=5))) as server,
@@ -102,7 +102,7 @@ async def test_when_no_engine_is_left_what_was_told_is_salvaged() -> None:
         assert [list(part.token_ids) for part in saved] == [told.ids] == [IDS[:5]]
 
 
-async def test_an_expired_clock_hands_over_what_was_told_even_if_the_abort_is_ignored() -> None:
+async def test_an_expired_clock_salvages_streamed_tokens_even_if_the_abort_is_ignored() -> None:
     settings = replace(QUICK, abort_grace_s=0.1)
     async with (
         ScriptedEngine(at_first(Reply(WORDS, stall_after=9, fault="hang"))) as server,
@@ -117,7 +117,7 @@ async def test_an_expired_clock_hands_over_what_was_told_even_if_the_abort_is_ig
         assert router.stats.tokens_lost == 0
 
 
-async def test_a_stream_that_told_nothing_and_ignores_its_abort_is_lost_and_tried_again() -> None:
+async def test_a_stream_without_tokens_that_ignores_its_abort_is_lost_and_retried() -> None:
     settings = replace(QUICK, abort_grace_s=0.1)
     async with (
         ScriptedEngine(at_first(Reply(WORDS, fault="hang"))) as server,
@@ -130,15 +130,15 @@ async def test_a_stream_that_told_nothing_and_ignores_its_abort_is_lost_and_trie
         assert router.stats.tokens_lost == 1
 
 
-# --- under a change of weights
+# --- during a weight update
 
 
 @pytest.mark.parametrize("is_obeyed", [True, False], ids=["aborted", "hung up on"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_pause_cuts_a_stream_and_it_goes_on_under_the_new_weights(
+async def test_a_pause_cuts_a_stream_and_it_continues_with_the_new_weights(
     dialect: str, is_obeyed: bool, http: HttpPool, web: aiohttp.ClientSession
 ) -> None:
-    """On an engine that numbers its tokens and on those that do not: the versions of a stream come with its end."""
+    """On engines that report versions and on others: the versions of a stream arrive only at its end."""
 
     def script(turn: Turn) -> Reply:
         if turn.session_id and turn.call == 1:
@@ -157,8 +157,8 @@ async def test_a_pause_cuts_a_stream_and_it_goes_on_under_the_new_weights(
             task = asyncio.create_task(complete(session, on_tokens=told))
             await told.came.wait()
             await router.pause("default")
-            assert member.stats.in_flight == 0 and not task.done(), "a pause returns when nothing is left that samples"
-            assert member.says_versions is (dialect == "vllm"), "a stream cut short says nothing of its engine"
+            assert member.stats.in_flight == 0 and not task.done(), "a pause returns when no call samples any more"
+            assert member.says_versions is (dialect == "vllm"), "a cut stream does not change it"
             async with web.post(f"{server.url}/update_weight_version", json={"new_version": "5"}):
                 pass
             router.resume("default", 5)
@@ -168,10 +168,10 @@ async def test_a_pause_cuts_a_stream_and_it_goes_on_under_the_new_weights(
         assert server.calls[-1].body.get("cache_salt", server.calls[-1].body.get("extra_key")) == "default:5"
 
 
-# --- what is resumed, and what is stopped
+# --- resumed and stopped completions
 
 
-async def test_a_completion_goes_on_from_what_an_earlier_one_had_sampled() -> None:
+async def test_a_completion_continues_from_the_tokens_of_an_earlier_one() -> None:
     async with (
         ScriptedEngine(lambda _: WORDS) as server,
         routed(server) as router,
@@ -195,9 +195,9 @@ async def test_a_completion_goes_on_from_what_an_earlier_one_had_sampled() -> No
         (part_of(9), 100, (IDS[8],), "stop"),
         (part_of(9, "stop"), 100, (END_ID,), "stop"),
     ],
-    ids=["all that may be", "ends with a stop token", "was complete"],
+    ids=["at the limit", "ends with a stop token", "was complete"],
 )
-async def test_what_is_resumed_may_be_all_there_is(
+async def test_a_resumed_completion_may_already_be_complete(
     resume: Generation, limit: int, stops: tuple[int, ...], finish: str
 ) -> None:
     async with (
@@ -211,14 +211,14 @@ async def test_what_is_resumed_may_be_all_there_is(
         assert server.calls == []
 
 
-async def test_what_is_resumed_must_say_its_weights() -> None:
+async def test_a_completion_to_resume_must_have_versions() -> None:
     async with ScriptedEngine() as server, routed(server) as router, router.session("default", "s1") as session:
-        with pytest.raises(ValueError, match="which weights"):
+        with pytest.raises(ValueError, match="no weight version"):
             await complete(session, resume=replace(part_of(9), versions=()))
 
 
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
-async def test_a_completion_that_is_stopped_returns_what_it_has_and_can_be_resumed(is_streamed: bool) -> None:
+async def test_a_stopped_completion_returns_its_tokens_and_can_be_resumed(is_streamed: bool) -> None:
     async with (
         ScriptedEngine(at_first(Reply(WORDS, stall_after=9))) as server,
         routed(server) as router,
@@ -232,11 +232,11 @@ async def test_a_completion_that_is_stopped_returns_what_it_has_and_can_be_resum
         part = await task
         assert (list(part.token_ids), part.finish_reason) == (IDS[:9], "abort")
         assert server.running == 0 and router.list()[0].stats.in_flight == 0
-        assert router.list()[0].stats.failures == 0, "that it was stopped is not held against the engine"
+        assert router.list()[0].stats.failures == 0, "being stopped does not count as a failure of the engine"
         assert text_of(await complete(session, resume=part)) == WORDS
 
 
-async def test_a_completion_is_stopped_while_it_waits_for_its_policy() -> None:
+async def test_a_completion_can_be_stopped_while_it_waits_for_its_policy() -> None:
     async with ScriptedEngine() as server, routed(server) as router, router.session("default", "s1") as session:
         await router.pause("default")
         stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -247,12 +247,12 @@ async def test_a_completion_is_stopped_while_it_waits_for_its_policy() -> None:
         part = await task
         assert (list(part.token_ids), part.finish_reason, part.versions) == ([], "abort", ())
         assert (await complete(session, stop=stop)).finish_reason == "abort"
-        assert server.calls == [], "one that is stopped before it begins makes no call"
+        assert server.calls == [], "one that is stopped before it starts makes no call"
 
 
 @pytest.mark.parametrize("steps", range(8))
-async def test_no_call_begins_under_a_pause_however_soon_it_follows_a_resume(steps: int) -> None:
-    """Such a call would sample from weights that are being written, and be stamped with those before."""
+async def test_no_call_starts_during_a_pause_however_soon_it_follows_a_resume(steps: int) -> None:
+    """Such a call would sample from weights that are being written, and get the previous version."""
     async with (
         ScriptedEngine(at_first(Reply(WORDS, stall_after=9))) as server,
         routed(server) as router,
@@ -273,8 +273,8 @@ async def test_no_call_begins_under_a_pause_however_soon_it_follows_a_resume(ste
         await task
 
 
-async def test_a_clock_that_others_run_too_stands_still_while_a_completion_waits() -> None:
-    """An agent program's clock counts all its time, but not that of a paused policy."""
+async def test_a_shared_clock_is_stopped_while_a_completion_waits() -> None:
+    """The clock of an agent program always runs, except while its policy is paused."""
     async with ScriptedEngine() as server, routed(server) as router, router.session("default", "s1") as session:
         await router.pause("default")
         clock = Deadline(60.0)
@@ -287,8 +287,8 @@ async def test_a_clock_that_others_run_too_stands_still_while_a_completion_waits
             assert clock.is_running
 
 
-async def test_who_stops_one_of_many_completions_stops_no_other() -> None:
-    """SGLang aborts every request whose id begins with the one it is told: the first's must not begin the tenth's."""
+async def test_stopping_one_of_many_completions_stops_no_other() -> None:
+    """SGLang aborts every request whose id starts with the given one: no id may be a prefix of another."""
 
     def script(turn: Turn) -> Reply:
         return Reply(WORDS, stall_after=9) if turn.session_id and turn.call in (0, 9) else Reply(WORDS)
@@ -314,12 +314,12 @@ async def test_who_stops_one_of_many_completions_stops_no_other() -> None:
         assert len([call for call in server.calls if call.session_id]) == 10
 
 
-# --- the end is the engine's
+# --- finish reasons
 
 
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_length_and_stop_and_a_full_context_are_as_the_engine_said(dialect: str, is_streamed: bool) -> None:
+async def test_finish_reasons_and_context_refusals_are_those_of_the_engine(dialect: str, is_streamed: bool) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server, routed(server) as router:
         fields: dict[str, Any] = {"on_tokens": Told()} if is_streamed else {}
         async with router.session("default", "s1") as session:
@@ -333,11 +333,11 @@ async def test_length_and_stop_and_a_full_context_are_as_the_engine_said(dialect
             with pytest.raises(EngineRefused) as caught:
                 await complete(session, **fields)
             assert caught.value.data["context"] is True
-        assert router.list()[0].stats.calls == 4, "nothing was tried again"
+        assert router.list()[0].stats.calls == 4, "nothing was retried"
 
 
-async def test_an_engine_whose_streams_always_break_off_is_taken_down_and_left() -> None:
-    """Each break gave a token, so no try was lost; but an engine that finishes nothing does not work."""
+async def test_an_engine_whose_streams_always_break_off_is_taken_down() -> None:
+    """Each call returned a token, so no try was spent; but an engine that finishes no call does not work."""
 
     def breaks(turn: Turn) -> Reply:
         return Reply(WORDS, stall_after=1, fault="cut_midway") if turn.session_id else Reply("ok")

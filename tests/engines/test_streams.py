@@ -1,4 +1,4 @@
-"""Streams over real HTTP: what is told as it comes, and what becomes of a stream that goes wrong."""
+"""Streams over real HTTP: tokens as they arrive, and streams that fail."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def request(name: str = "r1", **fields: Any) -> GenerateRequest:
 
 
 class Told:
-    """What an engine told, batch by batch."""
+    """Records the batches of tokens that an engine passes on."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -68,8 +68,8 @@ class Told:
 async def streaming(
     *events: object, ends: bool = True, holds_s: float = 0.0, kind: str = "text/event-stream"
 ) -> AsyncGenerator[str, None]:
-    """A server that streams these events (bytes: as they are) to whoever asks, then [DONE] or nothing more, and
-    perhaps holds the connection open for a while."""
+    """A server that streams these events (bytes unchanged) to each request, then [DONE] if `ends`, and holds the
+    connection open for `holds_s`."""
     closing = asyncio.Event()
 
     async def handle(asked: web.BaseRequest) -> web.StreamResponse:
@@ -117,7 +117,7 @@ def sglang_at(url: str, http: HttpPool) -> SglangEngine:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_tokens_are_told_as_they_come(dialect: str, http: HttpPool) -> None:
+async def test_tokens_are_passed_on_as_they_arrive(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         whole = await engine.generate(request(stop_token_ids=(END_ID,)))
@@ -131,7 +131,7 @@ async def test_tokens_are_told_as_they_come(dialect: str, http: HttpPool) -> Non
         assert not any("does not stream" in note for note in engine.info.notes)
 
 
-async def test_a_call_that_nobody_listens_to_is_not_streamed(http: HttpPool) -> None:
+async def test_a_call_without_on_tokens_is_not_streamed(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         await engine.generate(request())
@@ -154,7 +154,7 @@ async def test_a_call_that_nobody_listens_to_is_not_streamed(http: HttpPool) -> 
         ("positive_logprob", EngineBroken),
     ],
 )
-async def test_before_the_first_token_a_fault_is_what_it_is_in_a_whole_reply(
+async def test_a_fault_before_the_first_token_raises_as_in_a_plain_call(
     fault: Any, error: type[EngineFailure], dialect: str, http: HttpPool
 ) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
@@ -164,7 +164,7 @@ async def test_before_the_first_token_a_fault_is_what_it_is_in_a_whole_reply(
         with pytest.raises(error) as caught:
             await engine.generate(request(), told)
         assert type(caught.value) is error and told.ids == []
-        assert len((await engine.generate(request(), told)).token_ids) == 3, "it goes on after a fault"
+        assert len((await engine.generate(request(), told)).token_ids) == 3, "it works after a fault"
         await engine.close()
 
 
@@ -173,7 +173,7 @@ async def test_before_the_first_token_a_fault_is_what_it_is_in_a_whole_reply(
     "fault",
     ["cut_midway", "error_midway", "not_json", "no_token_ids", "wrong_ids", "fewer_logprobs", "positive_logprob"],
 )
-async def test_after_it_what_was_told_is_kept(
+async def test_a_fault_after_the_first_token_keeps_the_tokens_so_far(
     fault: Any, dialect: str, http: HttpPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
@@ -188,15 +188,13 @@ async def test_after_it_what_was_told_is_kept(
         count = len(part.token_ids)
         assert 0 < count < len(whole.token_ids) and part.token_ids == whole.token_ids[:count]
         assert part.logprobs is not None and whole.logprobs is not None and part.logprobs == whole.logprobs[:count]
-        assert "a stream broke off; what it had given is kept" in caplog.messages
+        assert "a stream broke off; its tokens so far are kept" in caplog.messages
         await engine.close()
         await server.idle()
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with_it(
-    dialect: str, http: HttpPool
-) -> None:
+async def test_a_version_that_is_not_a_number_drops_only_the_tokens_of_its_event(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -220,7 +218,7 @@ async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: st
         assert generation.logprobs is None and len(generation.token_ids) == len(IDS) + 1
 
 
-async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: HttpPool, web: aiohttp.ClientSession) -> None:
+async def test_the_versions_of_a_stream_are_spans_over_all_tokens(http: HttpPool, web: aiohttp.ClientSession) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("abcdef", stall_after=4)
@@ -234,7 +232,7 @@ async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: HttpPool,
         assert (await task).versions == (VersionSpan(7, 0, 4),) and told.ids == list(b"abcd")
 
 
-async def test_sglang_names_the_version_of_what_each_event_brings(http: HttpPool) -> None:
+async def test_sglang_reports_a_version_with_each_event(http: HttpPool) -> None:
     events = (
         sglang_event([1, 2], 2, weight_version="3"),
         sglang_event([1, 2, 3], 3, weight_version="4"),
@@ -261,7 +259,7 @@ async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: HttpPool)
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_nonsense_in_a_stream_frees_the_engine(http: HttpPool) -> None:
+async def test_an_invalid_event_in_a_stream_frees_the_engine(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -271,7 +269,7 @@ async def test_nonsense_in_a_stream_frees_the_engine(http: HttpPool) -> None:
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: HttpPool) -> None:
+async def test_hanging_up_a_silent_stream_is_a_timeout(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("x", fault="hang")
@@ -284,7 +282,7 @@ async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: HttpPool) -
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: HttpPool) -> None:
+async def test_an_engine_that_does_not_stream_returns_all_tokens_at_the_end(http: HttpPool) -> None:
     whole = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}], "usage": {"prompt_tokens": 3}}
 
     async def handle(asked: web.BaseRequest) -> web.StreamResponse:
@@ -307,7 +305,7 @@ async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: HttpPoo
         await runner.cleanup()
 
 
-# --- the wire
+# --- the transport
 
 
 async def test_events_are_found_wherever_the_bytes_are_split(http: HttpPool) -> None:
@@ -321,7 +319,7 @@ async def test_events_are_found_wherever_the_bytes_are_split(http: HttpPool) -> 
         assert told.batches == [[1, 2], [3]] and generation.finish_reason == "stop"
 
 
-async def test_a_line_too_long_is_not_read(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_line_that_is_too_long_is_not_read(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "MAX_REPLY_BYTES", 2000)
     async with streaming(*[b"data: " + b"x" * 500] * 5, ends=False) as url:
         engine = vllm_at(url, http)
@@ -330,19 +328,19 @@ async def test_a_line_too_long_is_not_read(http: HttpPool, monkeypatch: pytest.M
         await engine.close()
 
 
-async def test_what_is_no_stream_is_named(http: HttpPool) -> None:
+async def test_a_reply_that_is_not_a_stream_is_reported_with_its_type(http: HttpPool) -> None:
     async with streaming(b"<html>", kind="text/html") as url:
         with pytest.raises(EngineBroken, match="text/html where a stream was asked for"):
             await vllm_at(url, http).generate(request(), Told())
 
 
-async def test_a_stream_that_is_complete_but_for_its_last_line_is_complete(http: HttpPool) -> None:
+async def test_a_stream_without_its_last_line_is_complete(http: HttpPool) -> None:
     async with streaming(vllm_event(1, 2, finish="stop"), ends=False) as url:
         assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
 
 
-async def test_a_stream_after_its_end_gives_its_connection_back(http: HttpPool) -> None:
-    """Its end comes some time after [DONE]; a connection that is left before it is closed."""
+async def test_a_stream_returns_its_connection_after_its_end(http: HttpPool) -> None:
+    """The stream ends some time after [DONE]; a connection that is left before that would be closed."""
     async with streaming(vllm_event(1), vllm_event(2, finish="stop"), holds_s=0.05) as url:
         for _ in range(2):
             await vllm_at(url, http).generate(request(), Told())
@@ -376,7 +374,7 @@ async def test_a_connection_held_open_after_the_end_is_not_waited_for(
         ([{"error": {"message": "it broke", "code": 500}}], "it broke"),
     ],
 )
-async def test_events_of_vllm_that_cannot_be_believed(events: list[Any], says: str, http: HttpPool) -> None:
+async def test_an_invalid_event_of_vllm_ends_the_stream(events: list[Any], says: str, http: HttpPool) -> None:
     for before in ([], [vllm_event(7, 8)]):
         async with streaming(*before, *events) as url:
             engine = vllm_at(url, http)
@@ -391,18 +389,18 @@ async def test_events_of_vllm_that_cannot_be_believed(events: list[Any], says: s
             await engine.close()
 
 
-async def test_tokens_after_the_end_are_not_taken(http: HttpPool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_tokens_after_the_finish_reason_are_ignored(http: HttpPool, caplog: pytest.LogCaptureFixture) -> None:
     async with streaming(vllm_event(1, finish="stop"), vllm_event(2)) as url:
         told = Told()
         generation = await vllm_at(url, http).generate(request(), told)
-        assert caplog.messages == [], "it is complete: nothing to abort, nothing to warn of"
+        assert caplog.messages == [], "it is complete: no abort, no warning"
         assert (list(generation.token_ids), generation.finish_reason) == ([1], "stop") and told.ids == [1]
 
 
 @pytest.mark.parametrize(
     ("events", "ids", "finish"),
     [
-        # all so far; only what is new; ids new and logprobs all so far (older --stream-output)
+        # all tokens so far; only new ones; new ids with all logprobs so far (older --stream-output)
         ([sglang_event([1], 1), sglang_event([1, 2, 3], 3, "stop")], [1, 2, 3], "stop"),
         ([sglang_event([1], 1), sglang_event([2, 3], 3, "stop")], [1, 2, 3], "stop"),
         (
@@ -413,20 +411,20 @@ async def test_tokens_after_the_end_are_not_taken(http: HttpPool, caplog: pytest
             [1, 2],
             "stop",
         ),
-        # no output_ids at all; a list that grew while it was written; an end that brings nothing
+        # no output_ids; a list that grew while it was written; a last event without new tokens
         ([sglang_event([1], 1) | {"output_ids": None}, sglang_event([1, 2], 2, "stop")], [1, 2], "stop"),
         ([sglang_event([1, 2], 1), sglang_event([1, 2], 2, "length")], [1, 2], "length"),
         ([sglang_event([1, 2], 2), sglang_event([1, 2], 2, "stop")], [1, 2], "stop"),
         ([sglang_event([1, 2], 2), sglang_event([], 2, "stop")], [1, 2], "stop"),
-        # aborted: the last token once more, or nothing said of them
+        # aborted: the last token repeated, or no lists
         ([sglang_event([1, 2], 2), sglang_event([2], 2, "abort", output_token_logprobs=None)], [1, 2], "abort"),
         ([sglang_event([1, 2], 2), {"meta_info": {"finish_reason": {"type": "abort"}}}], [1, 2], "abort"),
-        # taken back, or lists of a length that fits neither way: what came before is kept
+        # changed tokens, or lists of any other length: the tokens before are kept
         ([sglang_event([1, 2], 2), sglang_event([1, 9, 3], 3, "stop")], [1, 2], "abort"),
         ([sglang_event([1, 2, 3], 3), sglang_event([4, 5], 4, "stop")], [1, 2, 3], "abort"),
     ],
 )
-async def test_both_ways_in_which_sglang_streams(
+async def test_sglang_streams_cumulative_and_incremental_events(
     events: list[Any], ids: list[int], finish: str, http: HttpPool
 ) -> None:
     async with streaming(*events) as url:
@@ -451,7 +449,7 @@ async def test_both_ways_in_which_sglang_streams(
         ({"output_ids": [1]}, EngineBroken, False),
     ],
 )
-async def test_what_sglang_refuses_in_a_stream(
+async def test_refusals_of_sglang_in_a_stream(
     event: Any, error: type[EngineFailure], is_context: bool, http: HttpPool
 ) -> None:
     async with streaming(event) as url:
@@ -462,12 +460,12 @@ async def test_what_sglang_refuses_in_a_stream(
         await engine.close()
 
 
-# --- the likeliest tokens at each place
+# --- top logprobs
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_the_likeliest_tokens_are_those_of_each_place(dialect: str, is_stream: bool, http: HttpPool) -> None:
+async def test_top_logprobs_are_returned_for_each_position(dialect: str, is_stream: bool, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: Reply(WORDS, tokens_per_s=400), **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         told = Told() if is_stream else None
@@ -479,7 +477,7 @@ async def test_the_likeliest_tokens_are_those_of_each_place(dialect: str, is_str
         assert plain.tops is None and plain.token_ids == found.token_ids and plain.logprobs == found.logprobs
 
 
-async def test_a_masked_neighbour_is_left_out(http: HttpPool) -> None:
+async def test_a_masked_token_is_left_out_of_the_top_logprobs(http: HttpPool) -> None:
     tops = [{"token_id": 8, "logprob": -9999.0}, {"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": -0.7}]
     entry = {"token_id": 7, "logprob": -0.5, "top_logprobs": tops}
     async with streaming(vllm_event(7, finish="stop", logprobs={"content": [entry]})) as url:
@@ -488,7 +486,7 @@ async def test_a_masked_neighbour_is_left_out(http: HttpPool) -> None:
 
 
 @pytest.mark.parametrize("first", [(((7, -0.5),),), None])
-def test_the_likeliest_tokens_of_several_calls_are_joined_or_none(first: Any) -> None:
+def test_top_logprobs_of_several_calls_are_joined_or_none(first: Any) -> None:
     kept = PartialCompletion()
     for token, tops in ((7, first), (8, (((8, -0.1),),))):
         kept.add(Generation(array("i", [token]), array("f", [-0.5]), "stop", tops=tops))

@@ -1,5 +1,4 @@
-"""What a pin holds off, and until when: a pause waits while an engine has the pinned weights, or may come back with
-them."""
+"""Version pins: a pause waits while an engine has the pinned weights, or may come back with them."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ async def health_is(router: Router, engine_id: str, health: Health) -> None:
 
 
 async def restart(server: ScriptedEngine, router: Router, engine_id: str = "e1") -> None:
-    """It comes back with the weights that it loads at start, and is found out."""
+    """The engine comes back with the weights that it loads at start, and is quarantined."""
     await server.stop()
     await health_is(router, engine_id, Health.DOWN)
     server.version = "default"
@@ -38,19 +37,19 @@ async def holds(router: Router) -> bool:
     return False
 
 
-async def test_a_pin_holds_while_one_engine_has_the_weights() -> None:
+async def test_a_pin_delays_a_pause_while_one_engine_has_the_weights() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
         await router.policies.resume("default", 7)
         router.policies.pins.pin("default", "e", 7)
         assert await holds(router)
         await restart(one, router)
-        assert await holds(router), "the other engine goes on"
+        assert await holds(router), "the other engine still has them"
         await restart(two, router, "e2")
         status = await router.policies.pause("default", holder="me")
         assert status.state is PolicyState.PAUSED
 
 
-async def test_a_pin_holds_while_an_engine_that_is_down_may_come_back() -> None:
+async def test_a_pin_delays_a_pause_while_an_engine_that_is_down_may_come_back() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         await router.policies.resume("default", 7)
         router.policies.pins.pin("default", "e", 7)
@@ -62,7 +61,7 @@ async def test_a_pin_holds_while_an_engine_that_is_down_may_come_back() -> None:
         assert await holds(router)
 
 
-async def test_engines_of_another_version_do_not_hold_it() -> None:
+async def test_engines_of_another_version_do_not_delay_a_pause() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
         await router.policies.resume("default", 7)
         router.policies.pins.pin("default", "e", 7)
@@ -73,7 +72,7 @@ async def test_engines_of_another_version_do_not_hold_it() -> None:
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-async def test_a_pause_that_waits_goes_through_when_the_last_engine_is_lost(is_removed: bool) -> None:
+async def test_a_waiting_pause_succeeds_when_the_last_engine_is_lost(is_removed: bool) -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         await router.policies.resume("default", 7)
         router.policies.pins.pin("default", "e", 7)
@@ -87,12 +86,12 @@ async def test_a_pause_that_waits_goes_through_when_the_last_engine_is_lost(is_r
         if is_removed:
             await router.add(spec_of(server))
         assert (await router.policies.resume("default", 7)).state is PolicyState.RUNNING
-        assert await holds(router), "what was pinned is there again"
+        assert await holds(router), "the pinned version is served again"
         router.policies.pins.unpin("default", "e")
         assert not await holds(router)
 
 
-async def test_a_pause_waits_for_the_last_of_those_who_pinned() -> None:
+async def test_a_pause_waits_for_the_last_pin() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         pins = router.policies.pins
         pins.pin("default", "d", 0)

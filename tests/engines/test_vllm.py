@@ -1,4 +1,4 @@
-"""The real vLLM on this machine's CPU: what the scripted engine only claims to be like."""
+"""The real vLLM on this machine's CPU, which the scripted engine imitates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def engine(vllm_url: str, http: HttpPool) -> Engine:
     return engine
 
 
-async def test_the_probe_reads_it_right(engine: Engine, vllm_model: Path) -> None:
+async def test_the_probe_finds_its_properties(engine: Engine, vllm_model: Path) -> None:
     info = engine.info
     assert (info.model, info.max_context, info.api) == ("smollm2", 4096, "inference/v1/generate")
     assert info.logprobs_kind == "processed" and info.reports_versions and info.version
@@ -46,19 +46,19 @@ async def test_it_conforms(check: EngineCheck, engine: Engine, prompt: list[int]
     await engine.close()
 
 
-async def test_it_conforms_by_completions_too(vllm_url: str, http: HttpPool, prompt: list[int]) -> None:
+async def test_it_conforms_with_the_completions_api(vllm_url: str, http: HttpPool, prompt: list[int]) -> None:
     from rollyard.engines import VllmEngine
 
     engine = VllmEngine(EngineSpec("real", vllm_url, Kind.VLLM), http)
     await engine.probe()
-    engine._api = "v1/completions"  # as the probe would choose where scale-out is shut
+    engine._api = "v1/completions"  # as the probe would choose without scale-out
     for check in CHECKS:
         if any(word in check.name for word in ("abort", "logprob", "stream")):
             await check.run(engine, Context(prompt, long_tokens=300))
     await engine.close()
 
 
-async def test_its_tokenizer_is_the_folders(engine: Engine, vllm_model: Path) -> None:
+async def test_its_tokenizer_is_that_of_the_model_folder(engine: Engine, vllm_model: Path) -> None:
     text = "naïve 漢字 🚀\r\n  1234567890 <|im_start|>"
     assert await engine.tokenize(text) == FolderTokenizer(vllm_model).encode(text)
 

@@ -1,4 +1,4 @@
-"""What a head tells its nodes, what they tell it, and that it waits for them wherever weights may change after."""
+"""The gates that a head sends to nodes, the load that nodes report, and that the head waits before weights change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollyard.core.failure import PolicyStuck
 from rollyard.core.policy import PauseMode, PolicyRecord
 from rollyard.engines import Health, Router
 from rollyard.engines.clients.load import EngineLoad
-from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.pool.admission import CapRules
 from rollyard.engines.weights.state import PolicyState
 from rollyard.engines.weights.weight_gates import EngineGate, WeightGates
 from rollyard.testing.scripted_engine import ScriptedEngine
@@ -29,10 +29,10 @@ def engine_gates(router: Router) -> dict[str, EngineGate]:
     return {gate.id: gate for policy in router.gates().policies for gate in policy.engines}
 
 
-# --- what they say
+# --- contents
 
 
-async def test_they_say_which_engines_there_are_and_which_take_calls_and_survive_the_wire() -> None:
+async def test_gates_contain_the_state_of_all_engines_and_can_be_encoded() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
         await router.add(judge_of(one))
         await router.policies.resume("default", 3)
@@ -50,7 +50,7 @@ async def test_they_say_which_engines_there_are_and_which_take_calls_and_survive
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=WeightGates) == gates
 
 
-async def test_their_number_rises_with_every_change_and_listeners_are_told_once() -> None:
+async def test_the_number_rises_with_every_change_and_listeners_are_called_once() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         told: list[int] = []
         router.on_gates.append(lambda: told.append(router.gates().number))
@@ -72,13 +72,13 @@ async def test_their_number_rises_with_every_change_and_listeners_are_told_once(
         assert numbers == sorted(numbers) and len(set(numbers)) >= 5
         async with router.session("default", "s1"):
             router.used("e1", "n1", 3, 2, 100)
-            assert router.gates().number == numbers[-1], "loads are no part of them"
+            assert router.gates().number == numbers[-1], "gates contain no loads"
         await asyncio.sleep(0)
         assert told == sorted(set(told)) and told[-1] == numbers[-1]
 
 
-async def test_they_are_above_those_of_an_earlier_life() -> None:
-    """Else a node that had applied many of the last head would be taken to have applied the first of this one."""
+async def test_the_number_rises_across_restarts() -> None:
+    """Otherwise a node that applied high numbers of the previous head would seem to have applied this head's gates."""
     async with ScriptedEngine() as server:
         async with routed(server) as router:
             for version in range(20):
@@ -88,7 +88,7 @@ async def test_they_are_above_those_of_an_earlier_life() -> None:
             assert router.gates().number > last
 
 
-async def test_an_engine_that_is_not_taken_in_yet_is_told_as_such() -> None:
+async def test_an_engine_that_is_not_admitted_yet_is_not_joined() -> None:
     async with ScriptedEngine() as server, Router(QUICK) as router:
         told: list[WeightGates] = []
         router.on_gates.append(lambda: told.append(router.gates()))
@@ -102,7 +102,7 @@ async def test_an_engine_that_is_not_taken_in_yet_is_told_as_such() -> None:
                 await asyncio.sleep(0.005)
 
 
-async def test_a_mode_is_never_softer_while_the_gate_is_shut() -> None:
+async def test_a_mode_never_becomes_less_strict_while_the_gate_is_closed() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         modes: list[PauseMode | None] = [engine_gates(router)["e1"].mode]
         for mode in (PauseMode.DRAIN, PauseMode.KEEP, PauseMode.DRAIN, PauseMode.ABORT, PauseMode.KEEP):
@@ -114,10 +114,10 @@ async def test_a_mode_is_never_softer_while_the_gate_is_shut() -> None:
         assert engine_gates(router)["e1"].mode is None
 
 
-# --- what nodes have
+# --- the load of nodes
 
 
-async def test_sessions_of_nodes_count_for_the_choice_and_the_list() -> None:
+async def test_sessions_of_nodes_count_in_routing_and_in_the_list() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
         router.used("e1", "n1", 5, 2, 100)
         router.used("e2", "n1", 4, 3, 0)
@@ -129,24 +129,24 @@ async def test_sessions_of_nodes_count_for_the_choice_and_the_list() -> None:
             assert (stats["e1"].sessions, stats["e1"].in_flight, stats["e1"].tokens) == (6, 2, 110)
             assert (stats["e2"].sessions, stats["e2"].in_flight) == (5, 3)
             router.left("n1")
-            router.left("nobody")
+            router.left("unknown")
             (first, second) = (status.stats for status in router.list())
             assert (first.sessions, first.in_flight, first.tokens) == (1, 0, 110)
             assert (second.sessions, second.in_flight) == (1, 0)
 
 
-async def test_tokens_of_a_node_are_counted_once_however_often_it_tells_them() -> None:
+async def test_tokens_of_a_node_are_counted_once_however_often_it_reports_them() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
         counts = []
-        for tokens in (100, 100, 130, 20, 25):  # at the fourth it was started again
+        for tokens in (100, 100, 130, 20, 25):  # before the fourth it was restarted
             router.used("e1", "n1", 0, 0, tokens)
             counts.append(router.list()[0].stats.tokens)
         router.left("n1")
-        router.used("e1", "n1", 0, 0, 25)  # it was only not heard of
+        router.used("e1", "n1", 0, 0, 25)  # it was only unreachable
         assert [*counts, router.list()[0].stats.tokens] == [100, 100, 130, 150, 155, 155]
 
 
-async def test_sessions_of_nodes_fill_an_engine_and_move_its_cap() -> None:
+async def test_sessions_of_nodes_fill_an_engine_and_change_its_cap() -> None:
     rules = CapRules(start=8, settle_s=0.0)
     async with ScriptedEngine() as server, routed(settings=replace(QUICK, watch_s=60, cap_rules=rules)) as router:
         await router.add(spec_of(server, "small", capacity=2, admission=Admission.FIXED))
@@ -159,14 +159,14 @@ async def test_sessions_of_nodes_fill_an_engine_and_move_its_cap() -> None:
         assert member.cap == 4
         router.used("large", "n1", 4, 4, 0)
         member.heard(EngineLoad(0.99, running=4), 1.0)
-        assert member.cap == 3, "it is the nodes' sessions that fill its cache"
+        assert member.cap == 3, "the nodes' sessions fill its cache"
 
 
-# --- that it waits
+# --- waiting for nodes
 
 
 class Slow:
-    """Followers that take until they are let go, each time; `seen` has the gates that they were to apply."""
+    """Followers that settle only when the test allows it; `seen` has the gates that they had to apply."""
 
     def __init__(self, router: Router) -> None:
         self.seen: list[WeightGates] = []
@@ -204,12 +204,12 @@ SHUT = {
     "abort": (pause(PauseMode.ABORT), PauseMode.ABORT),
     "keep": (pause(PauseMode.KEEP), PauseMode.KEEP),
     "a resume without a pause": (lambda router: router.policies.resume("default", 1), PauseMode.ABORT),
-    "the gate alone": (lambda router: router.pause("default"), PauseMode.KEEP),
+    "the gate only": (lambda router: router.pause("default"), PauseMode.KEEP),
 }
 
 
 @pytest.mark.parametrize("case", SHUT)
-async def test_an_engine_is_told_nothing_before_every_node_has_shut_its_gate(case: str) -> None:
+async def test_an_engine_gets_no_control_request_before_every_node_has_closed_its_gate(case: str) -> None:
     operation, mode = SHUT[case]
     async with ScriptedEngine() as server, slow(server) as (router, followers):
         task = asyncio.create_task(operation(router))
@@ -220,7 +220,7 @@ async def test_an_engine_is_told_nothing_before_every_node_has_shut_its_gate(cas
         await task
 
 
-async def test_a_pause_of_one_engine_shuts_that_one_alone_and_is_waited_for() -> None:
+async def test_a_pause_of_one_engine_closes_only_its_gate_and_waits_for_nodes() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, slow(one, two) as (router, followers):
         task = asyncio.create_task(pause(PauseMode.ABORT, engines=["e1"])(router))
         going = await followers.asked()
@@ -232,8 +232,8 @@ async def test_a_pause_of_one_engine_shuts_that_one_alone_and_is_waited_for() ->
         assert list(one.control.log) == ["pause abort"] and list(two.control.log) == []
 
 
-async def test_what_cannot_be_frozen_is_cut_at_nodes_too_before_a_pause_is_one() -> None:
-    """It was to be kept, and then the engine turned out to have no such routes."""
+async def test_calls_that_cannot_be_frozen_are_cut_at_nodes_before_the_pause_completes() -> None:
+    """They were to be kept, but the engine has no control routes."""
     async with ScriptedEngine() as server:
         server.control.is_there = False
         async with slow(server) as (router, followers):
@@ -246,7 +246,7 @@ async def test_what_cannot_be_frozen_is_cut_at_nodes_too_before_a_pause_is_one()
             assert (await task).state is PolicyState.PAUSED
 
 
-async def test_an_engine_that_does_not_pause_is_quarantined_at_nodes_before_a_pause_is_one() -> None:
+async def test_an_engine_that_does_not_pause_is_quarantined_at_nodes_before_the_pause_completes() -> None:
     async with ScriptedEngine() as server, slow(server) as (router, followers):
         server.control.fail("pause", 1, 500)
         task = asyncio.create_task(pause(PauseMode.KEEP)(router))
@@ -258,7 +258,7 @@ async def test_an_engine_that_does_not_pause_is_quarantined_at_nodes_before_a_pa
         await task
 
 
-async def test_a_resume_that_overtakes_a_drain_has_nodes_cut_what_drains_before_an_engine_is_told() -> None:
+async def test_a_resume_during_a_drain_first_cuts_the_draining_calls_of_nodes() -> None:
     async with ScriptedEngine() as server, slow(server) as (router, followers):
         pausing = asyncio.create_task(pause(PauseMode.DRAIN, wait_s=0)(router))
         await followers.asked()
@@ -271,7 +271,7 @@ async def test_a_resume_that_overtakes_a_drain_has_nodes_cut_what_drains_before_
         assert list(server.control.log) == ["version 1", "clear", "resume"]
 
 
-async def test_a_resume_of_what_was_kept_leaves_it_frozen() -> None:
+async def test_a_resume_leaves_kept_calls_frozen() -> None:
     async with ScriptedEngine() as server, slow(server) as (router, followers):
         pausing = asyncio.create_task(pause(PauseMode.KEEP)(router))
         (await followers.asked()).set_result(None)
@@ -279,12 +279,12 @@ async def test_a_resume_of_what_was_kept_leaves_it_frozen() -> None:
         task = asyncio.create_task(router.policies.resume("default", 1))
         going = await followers.asked()
         (gate,) = followers.seen[-1].policies[0].engines
-        assert (gate.mode, gate.next_version) == (PauseMode.KEEP, 1), "what is kept may name its next version"
+        assert (gate.mode, gate.next_version) == (PauseMode.KEEP, 1), "kept calls may report the next version"
         going.set_result(None)
         await task
 
 
-async def test_a_lease_that_runs_out_is_a_quarantine_at_nodes_and_what_others_can_take_on_is_cut() -> None:
+async def test_an_expired_lease_quarantines_at_nodes_and_cuts_calls_that_can_move() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
         moved = asyncio.Event()
         await pause(PauseMode.KEEP, engines=["e1"], lease_s=0.01)(router)
@@ -298,7 +298,7 @@ async def test_a_lease_that_runs_out_is_a_quarantine_at_nodes_and_what_others_ca
         assert not engine_gates(router)["e1"].is_quarantined
 
 
-async def test_an_engine_that_comes_while_paused_is_shut_to_nodes_from_the_first() -> None:
+async def test_an_engine_added_during_a_pause_is_never_open_to_nodes() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one) as router:
         await router.policies.resume("default", 1)
         await pause(PauseMode.ABORT)(router)
@@ -314,7 +314,7 @@ async def test_an_engine_that_comes_while_paused_is_shut_to_nodes_from_the_first
         assert seen and seen[-1] == (True, True) and (True, False) not in seen
 
 
-async def test_an_engine_of_an_earlier_life_is_told_to_pause_when_nodes_of_that_life_have_cut_their_calls() -> None:
+async def test_after_a_restart_an_engine_is_paused_once_nodes_have_cut_their_calls() -> None:
     saved: dict[str, PolicyRecord] = {}
 
     async def save(record: PolicyRecord) -> None:
@@ -335,8 +335,8 @@ async def test_an_engine_of_an_earlier_life_is_told_to_pause_when_nodes_of_that_
             assert (await task).health is Health.QUARANTINED and list(server.control.log) == ["pause abort"]
 
 
-async def test_an_engine_is_removed_when_no_node_has_calls_there() -> None:
-    """Whoever removed it may give it other weights."""
+async def test_removing_an_engine_waits_for_the_calls_of_nodes() -> None:
+    """It may get other weights once it is removed."""
     async with ScriptedEngine() as server, slow(server) as (router, followers):
         task = asyncio.create_task(router.remove("e1"))
         going = await followers.asked()
@@ -345,7 +345,7 @@ async def test_an_engine_is_removed_when_no_node_has_calls_there() -> None:
         await task
 
 
-async def test_a_router_that_closes_waits_for_nobody() -> None:
+async def test_closing_a_router_does_not_wait_for_nodes() -> None:
     async with ScriptedEngine() as server:
         async with slow(server) as (router, followers):
             await pause(PauseMode.ABORT, wait_s=0)(router)

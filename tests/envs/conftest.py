@@ -1,4 +1,4 @@
-"""Real sandboxes of the local runtime: the same calls as any other, and they start everywhere."""
+"""Real sandboxes of the local runtime, which has the same interface as the others and works on every machine."""
 
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -15,7 +15,7 @@ Start = Callable[[], Awaitable[Sandbox]]
 
 @pytest.fixture
 async def new_sandbox() -> AsyncGenerator[Start, None]:
-    with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: it may hold sockets
+    with tempfile.TemporaryDirectory() as folder:  # a shorter path than tmp_path: it may contain sockets
         async with LocalRuntime(root=Path(folder) / "root") as runtime:
 
             async def start() -> Sandbox:

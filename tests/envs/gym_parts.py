@@ -1,4 +1,4 @@
-"""A resources server, its tasks, and what a scripted model says to them."""
+"""A resources server, its tasks, and the replies of a scripted model."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ QUICK = Limits(init_s=20, run_s=20, eval_s=20, tool_s=5, model_s=10, max_turns=8
 
 
 def body(initial: int = 3, *counts: int) -> dict[str, Any]:
-    """A task as the importer makes it; without counts, from 3 by 1 and 2 to 6."""
+    """A task as the importer creates it; by default the counter goes from 3, by 1 and 2, to 6."""
     return dict(GymEnvironment().from_row(row(initial, *(counts or (1, 2))), IMPORT))
 
 
@@ -68,7 +68,7 @@ async def gym_site(folder: Path, script: Any, server: GymServer, **options: Any)
 
 
 async def opened(gym: GymEnvironment, name: str = "increment_counter", **limits: Any) -> tuple[Tool, dict[str, Any]]:
-    """A tool of a new session, and the info that EVAL gets."""
+    """A tool of a new session, and the info for EVAL."""
     start = await gym.init(context(gym_task(**limits)))
     for kind in start.tools:
         made = await kind.open(ToolContext(None))
@@ -79,7 +79,7 @@ async def opened(gym: GymEnvironment, name: str = "increment_counter", **limits:
 
 
 class Slow(GymServer):
-    """Never answers at one path, until it ends."""
+    """A server that never answers at one path, until it ends."""
 
     def __init__(self, path: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Harbor task folders, written as their documentation says."""
+"""Writes Harbor task folders as in Harbor's documentation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +46,7 @@ echo 'Hello, world!' > hello.txt
 
 
 def write(folder: Path, files: Mapping[str, str | bytes | None] | None = None) -> Path:
-    """A task folder; `files` replace what it has, None takes one out."""
+    """Writes a task folder. `files` replace its files; None removes one."""
     whole: dict[str, str | bytes | None] = {
         "task.toml": TOML,
         "instruction.md": "Write 'Hello, world!' to hello.txt.\n",
@@ -64,13 +64,13 @@ def write(folder: Path, files: Mapping[str, str | bytes | None] | None = None) -
 
 
 def imported(folder: Path, **options: str) -> dict[str, Any]:
-    """The body of the one task in it."""
+    """The body of the only task in the folder."""
     (body,) = HarborEnvironment().from_folder(folder, {key.replace("__", "."): value for key, value in options.items()})
     return dict(body)
 
 
 def local(body: Mapping[str, Any], *, is_sif: bool = False) -> dict[str, Any]:
-    """With an image of this machine, as `--set images=PATH` would name it."""
+    """The body with an image of this machine, as with `--set images=PATH`."""
     return {**body, "sandbox": {**body["sandbox"], "image": image(is_sif=is_sif)}}
 
 

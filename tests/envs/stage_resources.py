@@ -1,4 +1,4 @@
-"""Tasks played for real: the three stages in a real sandbox, with no service and no engine."""
+"""Runs tasks through the three stages in a real sandbox, without a service and without an engine."""
 
 import shutil
 import tempfile
@@ -16,7 +16,7 @@ from rollyard.pipeline.local_rollout import PlayResult, play
 from rollyard.service.models import to_task
 
 RUNTIMES = ("bubblewrap", "apptainer")
-"""Where every environment's oracle and no-op are tried."""
+"""The runtimes in which every environment's oracle and no-op are tested."""
 
 NEEDS = {"bubblewrap": "bwrap", "apptainer": "apptainer"}
 
@@ -25,13 +25,13 @@ NEEDS = {"bubblewrap": "bwrap", "apptainer": "apptainer"}
 async def open_resources(runtime: str) -> AsyncGenerator[StageResources, None]:
     if shutil.which(NEEDS[runtime]) is None:
         pytest.skip(f"no {NEEDS[runtime]} here: `make test` installs it when root")
-    with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: it may hold sockets
+    with tempfile.TemporaryDirectory() as folder:  # a shorter path than tmp_path: it may contain sockets
         async with local_resources(Path(folder), runtime) as resources:
             yield resources
 
 
 def to_play(body: Mapping[str, Any], runtime: str) -> Task:
-    """A task's body, as a file of tasks has it, for this runtime."""
+    """The task of a body in a file of tasks, for this runtime."""
     return to_task({**body, "sandbox": {**body.get("sandbox", {}), "runtime": runtime}}, {})
 
 
@@ -40,7 +40,7 @@ async def played(resources: StageResources, body: Mapping[str, Any], agent: str)
 
 
 async def rewards(resources: StageResources, body: Mapping[str, Any]) -> tuple[float, float]:
-    """Of the oracle and of the no-op; that each of them has one is part of the test."""
+    """The rewards of the oracle and of the no-op. Asserts that both have one."""
     found: list[float] = []
     for agent in ("oracle", "noop"):
         result = await played(resources, body, agent)

@@ -1,7 +1,7 @@
-"""Small real git repositories in images, with an issue each: the rows are made of the repositories' own commits.
+"""Small real git repositories in images, each with an issue. The rows are made from the repositories' own commits.
 
-An image is the test image of the sandboxes (hard links of it) with pytest, and the repository at /testbed. Its HEAD is
-the commit before the fix; the fix is in its history as `main`, as in an image that was made carelessly.
+An image consists of the sandboxes' test image (hard links to it), pytest, and the repository at /testbed. Its HEAD is
+the commit before the fix; the branch `main` contains the fix, as in a carelessly built image.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class Repository:
     test_patch: str
 
     def row(self, **more: Any) -> dict[str, Any]:
-        """As SWE-bench has them."""
+        """The row in SWE-bench's format."""
         return {
             "repo": "tests/calc",
             "instance_id": "tests__calc-1",
@@ -103,7 +103,7 @@ class Repository:
         }
 
     def body(self, commands: Sequence[str] = (), **more: Any) -> dict[str, Any]:
-        """A task; with `commands` for the agent `hands`."""
+        """A task's body, with `commands` for the agent `hands`."""
         return self.task(self.row(**more), commands)
 
     def task(self, data: Mapping[str, Any], commands: Sequence[str] = ()) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Repository:
 
 
 class Hands(NoopAgent):
-    """Does what the task says, in the repository. No model is asked."""
+    """An agent that runs the task's commands in the repository, without a model."""
 
     name: ClassVar[str] = "hands"
 
@@ -132,14 +132,14 @@ class Hands(NoopAgent):
 
 
 def _copy(image: str | Path, folder: Path) -> None:
-    """By hard links if both are on one filesystem."""
+    """Copies with hard links if both are on one file system."""
     if subprocess.run(["cp", "-al", str(image), str(folder)], capture_output=True, check=False).returncode != 0:
         subprocess.run(["rm", "-rf", str(folder)], check=True)
         subprocess.run(["cp", "-a", str(image), str(folder)], check=True)
 
 
 def build(folder: Path) -> Repository:
-    """The image at `folder`, and what its row is made of. A second."""
+    """Builds the image at `folder`, and returns it with the data of its row. Takes a second."""
     _copy(image(is_sif=False), folder)
     packages = folder / "usr/lib/python3/dist-packages"
     for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
@@ -150,14 +150,14 @@ def build(folder: Path) -> Repository:
     compiled = (
         library.glob(f"python3.*/{below}__pycache__/*.pyc") for below in ("", "*/")
     )  # saves half a second a run
-    shared = (library.glob(f"*/{name}") for name in ("libstdc++.so.6", "libgcc_s.so.1"))  # agents' programs need them
+    shared = (library.glob(f"*/{name}") for name in ("libstdc++.so.6", "libgcc_s.so.1"))  # agent programs need them
     for found in itertools.chain(*compiled, *shared):
         _add(found, folder / found.relative_to("/"))
     repository = folder / "testbed"
     repository.mkdir()
     _git(repository, "init", "-q", "-b", "main")
     _git(repository, "config", "core.autocrlf", "false")
-    (repository / ".git/info/attributes").write_text("*.txt -text\n")  # the commits are to hold CRLF
+    (repository / ".git/info/attributes").write_text("*.txt -text\n")  # the commits must contain CRLF
     base = _commit(repository, BASE, "base")
     fix = _commit(repository, FIX, "the fix")
     tests = _commit(repository, TESTS, "its tests")
@@ -173,10 +173,10 @@ def build(folder: Path) -> Repository:
 
 
 def _add(source: Path, target: Path) -> None:
-    """What is there already is a link to a file of all images: it is not written to."""
+    """Copies a file unless the target exists: an existing file is a hard link that all images share."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)  # with its time: Python would compile it again
+        shutil.copy2(source, target)  # keeps its mtime, else Python would compile it again
 
 
 def _commit(repository: Path, files: Mapping[str, bytes | None], message: str) -> str:
@@ -228,7 +228,7 @@ def test_wrong():
 
 
 def as_r2e(calc: Repository, folder: Path) -> Repository:
-    """The same repository in an image as R2E-Gym has them: its hidden tests are in it."""
+    """The same repository in an image like R2E-Gym's, which contains the hidden tests."""
     _copy(calc.image, folder)
     (folder / "r2e_tests").mkdir()
     (folder / "r2e_tests/test_1.py").write_bytes(R2E_TEST)
@@ -240,7 +240,7 @@ def as_r2e(calc: Repository, folder: Path) -> Repository:
 
 
 def as_sif(calc: Repository, file: Path) -> Repository:
-    """The same image as a file. Not compressed: a second or two."""
+    """The same image as a SIF file. It is not compressed, so it takes a second or two."""
     no_compression = ["--mksquashfs-args", "-noI -noD -noF -noX"]
     command = ["apptainer", "--quiet", "build", *no_compression, str(file), str(calc.image)]
     subprocess.run(command, check=True, capture_output=True)

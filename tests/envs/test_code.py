@@ -1,7 +1,6 @@
 """The `code` environment in real sandboxes: right solutions, wrong ones, and those that try to cheat.
 
-All but a few go through EVAL only, with the solution as a code block of the answer: what INIT and RUN do is the same
-for each of them.
+Most tests run EVAL only, with the solution as a code block of the answer: INIT and RUN are the same for all of them.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ async def any_resources(request: pytest.FixtureRequest):
 
 
 async def scored(resources: StageResources, data: dict[str, Any], solution: str | None = None, **sandbox: Any) -> Score:
-    """Of this solution; that there is a score, whatever the solution does, is part of every test here."""
+    """The score of this solution. Every test here also checks that there is a score, whatever the solution does."""
     given = to_play({"environment": "code", "data": data, "sandbox": sandbox}, resources.default_runtime)
     rollout = Rollout(new_id("try"), "try", given)
     said = {"role": "assistant", "content": f"```\n{solution or data['solution']}\n```"}
@@ -59,7 +58,7 @@ async def scored(resources: StageResources, data: dict[str, Any], solution: str 
     return await evaluate(resources, rollout, trajectory, clock, lease_s=600.0, watch=lambda _: None)
 
 
-async def test_the_oracle_gets_all_and_the_no_op_nothing(any_resources: StageResources):
+async def test_the_oracle_scores_1_and_the_no_op_0(any_resources: StageResources):
     bodies = [{"environment": "code", "data": data} for data in (PROGRAM, CALLED, ASSERTED)]
     assert await asyncio.gather(*(rewards(any_resources, body) for body in bodies)) == [(1.0, 0.0)] * 3
 
@@ -74,7 +73,7 @@ async def test_the_asserts_are_hidden_in_each_runtime(any_resources: StageResour
 HALF = "a, b = map(int, input().split())\nprint(a + b if a < 3 else 0)\n"
 
 
-async def test_the_reward_is_for_all_tests_or_for_their_share(resources: StageResources):
+async def test_the_reward_is_for_all_tests_or_their_share(resources: StageResources):
     score = await scored(resources, PROGRAM, HALF)
     assert (score.reward, score.components) == (0.0, {"passed": pytest.approx(2 / 3)})
     assert score.metrics == {
@@ -93,7 +92,7 @@ async def test_any_of_several_outputs_is_accepted(resources: StageResources):
     assert (await scored(resources, data)).reward == 1.0
 
 
-async def test_other_languages_run_by_their_own_programs_or_a_given_command(resources: StageResources):
+async def test_other_languages_run_with_their_own_programs_or_a_given_command(resources: StageResources):
     bash = {**PROGRAM, "language": "bash", "solution": "read a b; echo $((a + b))"}
     assert (await scored(resources, bash)).reward == 1.0
     awk = {**PROGRAM, "language": "awk", "file": "sum.awk", "command": "awk -f sum.awk", "solution": "{print $1 + $2}"}
@@ -116,7 +115,7 @@ async def test_many_tests_are_all_run(resources: StageResources):
     assert (await scored(resources, {**PROGRAM, "tests": tests})).metrics["passed"] == 12
 
 
-async def test_a_program_that_ends_with_a_status_fails_whatever_it_printed(resources: StageResources):
+async def test_a_program_that_exits_with_an_error_fails_whatever_it_printed(resources: StageResources):
     assert (await scored(resources, PROGRAM, f"{ADD}raise SystemExit(1)")).reward == 0.0
 
 
@@ -157,7 +156,7 @@ def add(a, b): return a + b
     assert score.metrics["passed"] == len(data["asserts"]), score
 
 
-async def test_wrong_functions_fail_each_assert_by_itself(resources: StageResources):
+async def test_wrong_functions_fail_each_assert_separately(resources: StageResources):
     solution = "import os\ndef add(a, b):\n    return 3 if a == 1 else os._exit(0)"
     score = await scored(resources, ASSERTED, solution)
     assert (score.reward, score.metrics["passed"], score.metrics["failed"]) == (0.0, 1, 1)
@@ -169,7 +168,7 @@ async def test_wrong_functions_fail_each_assert_by_itself(resources: StageResour
     assert [score.reward for score in scores] == [0.0] * 3
 
 
-async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(resources: StageResources):
+async def test_a_result_in_a_list_is_wrong_unless_the_task_accepts_it(resources: StageResources):
     solution = "def add(a, b): return [a + b]"
     assert (await scored(resources, CALLED, solution)).reward == 0.0
     data = {**CALLED, "tests": [{"input": [1, 2], "outputs": [3, [3]]}]}
@@ -179,7 +178,7 @@ async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(resources
 # --- limits -------------------------------------------------------------------------------------------
 
 
-async def test_what_waits_too_long_fails_and_after_three_the_rest_is_skipped(
+async def test_a_solution_that_waits_too_long_fails_and_after_three_tests_the_rest_are_skipped(
     resources: StageResources, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(code_data, "WAIT_S", 0.3)
@@ -195,10 +194,10 @@ async def test_what_waits_too_long_fails_and_after_three_the_rest_is_skipped(
         assert (score.reward, score.metrics["timed_out"], score.metrics["skipped"]) == (0.0, 3, 2)
 
 
-async def test_what_computes_too_long_is_ended_by_its_cpu_time(
+async def test_a_solution_that_computes_too_long_is_ended_by_its_cpu_limit(
     resources: StageResources, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(code_data, "WAIT_S", 600.0)  # so that nothing else can end it within this test's own time
+    monkeypatch.setattr(code_data, "WAIT_S", 600.0)  # so that nothing else ends it within this test's timeout
     endless = "def add(a, b):\n    while True: pass\nadd(1, 1)"
     called = "def add(a, b):\n    while True: pass"
     ignores = f"import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n{endless}"
@@ -222,7 +221,7 @@ async def test_memory_is_limited(resources: StageResources):
         assert (right.reward, wrong.metrics["failed"]) == (1.0, right.metrics["tests"])
 
 
-async def test_a_flood_of_output_is_bounded_and_wrong(resources: StageResources):
+async def test_too_much_output_is_cut_and_wrong(resources: StageResources):
     flood = f"import sys\n{ADD}sys.stdout.flush()\nfor _ in range(200): sys.stdout.write(' ' * (1 << 16))"
     assert (await scored(resources, PROGRAM, flood)).metrics["failed"] == 3
     loud = f"import sys\n{ADD}sys.stderr.write('x' * (4 << 20))"
@@ -239,7 +238,7 @@ async def test_a_right_answer_may_be_much_longer_than_the_expected_one(
     assert (await scored(resources, data, "def add(a, b): return [()] * 1000")).reward == 1.0
 
 
-async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(resources: StageResources):
+async def test_a_function_that_changes_its_arguments_keeps_its_result(resources: StageResources):
     data = {**CALLED, "tests": [{"input": [[1], [2]], "output": [1, 2]}], "reward": "share"}
     solution = "def add(a, b):\n    c = a + b\n    a.extend([0] * 1_000_000)\n    return c"
     assert (await scored(resources, data, solution)).reward == 1.0
@@ -249,7 +248,7 @@ async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(r
         ).reward == 1.0
 
 
-async def test_a_fork_bomb_is_bounded_and_fails(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
+async def test_a_fork_bomb_is_limited_and_fails(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
     bomb = "import os, time\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(0.1)"
     with monkeypatch.context() as patched:
         patched.setattr(code_data, "WAIT_S", 0.5)
@@ -274,7 +273,7 @@ async def test_a_solution_that_ends_the_sandbox_has_a_score(resources: StageReso
         assert (score.reward, score.metrics["failed"], score.metrics["skipped"] > 0) == (0.0, 1, True)
 
 
-async def test_a_program_has_all_the_stack_that_there_is(resources: StageResources):
+async def test_a_program_has_the_largest_allowed_stack(resources: StageResources):
     given = "import resource\nprint(len(set(resource.getrlimit(resource.RLIMIT_STACK))))"
     assert (await scored(resources, {**PROGRAM, "tests": [{"input": "", "output": "1"}]}, given)).reward == 1.0
 
@@ -352,21 +351,21 @@ CHEATS = {
 }
 
 
-async def test_no_verdict_of_an_assert_can_be_forged(resources: StageResources):
+async def test_the_verdict_of_an_assert_cannot_be_forged(resources: StageResources):
     data = {**ASSERTED, "reward": "share"}
     scores = await asyncio.gather(*(scored(resources, data, cheat) for cheat in CHEATS.values()))
     passed = {name: (score.reward, score.metrics["passed"]) for name, score in zip(CHEATS, scores, strict=True)}
     assert passed == dict.fromkeys(CHEATS, (0.0, 0))
 
 
-async def test_a_solution_cannot_end_a_loop_of_the_asserts(resources: StageResources):
-    """By StopIteration, a `map` ends: and nothing of what it has not given is false."""
+async def test_a_solution_cannot_end_a_loop_in_an_assert(resources: StageResources):
+    """A StopIteration from the solution would end the `map`, and `all` would be true."""
     data = {**ASSERTED, "asserts": ["assert all(map(lambda n: add(n, n) == 2 * n, [1, 2]))"]}
     assert (await scored(resources, data)).reward == 1.0
     assert (await scored(resources, data, "def add(a, b): raise StopIteration")).reward == 0.0
 
 
-async def test_no_result_of_a_call_can_be_forged(resources: StageResources):
+async def test_the_result_of_a_call_cannot_be_forged(resources: StageResources):
     data, names = (
         {**CALLED, "reward": "share"},
         ("exits", "answers for the worker", "nests deeply", "starves the tester"),
@@ -375,8 +374,8 @@ async def test_no_result_of_a_call_can_be_forged(resources: StageResources):
     assert {name: score.reward for name, score in zip(names, scores, strict=True)} == dict.fromkeys(names, 0.0)
 
 
-async def test_the_cheat_that_looks_would_find_an_open_door(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
-    """The cheat is a real one: it succeeds as soon as the tester's memory is not shut."""
+async def test_the_cheat_that_reads_memory_is_real(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
+    """The cheat is real: it succeeds if the tester's memory is not protected."""
     source = grading._source
     monkeypatch.setattr(
         grading, "_source", lambda name: source(name).replace("PR_SET_DUMPABLE, 0", "PR_SET_DUMPABLE, 1")
@@ -384,7 +383,7 @@ async def test_the_cheat_that_looks_would_find_an_open_door(resources: StageReso
     assert (await scored(resources, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.5
 
 
-async def test_what_an_assert_leaves_running_is_gone_at_the_next(resources: StageResources):
+async def test_processes_left_by_an_assert_are_killed_before_the_next(resources: StageResources):
     solution = """
 import os, time
 
@@ -403,7 +402,7 @@ def alive():
     data = {
         **ASSERTED,
         "asserts": ["assert leave() == 3", "assert alive() == 2"],
-    }  # the tester, the worker, what is left
+    }  # the tester, the worker, the leftover process
     assert (await scored(resources, data, solution)).metrics["passed"] == 2
 
 
@@ -412,4 +411,4 @@ async def test_a_task_without_a_solution_has_no_oracle(resources: StageResources
     result = await played(resources, {"environment": "code", "data": data}, "oracle")
     assert result.failure is not None
     assert result.failure.code == TaskInvalid.code
-    assert "this task holds no solution" in result.failure.detail
+    assert "this task has no solution" in result.failure.detail

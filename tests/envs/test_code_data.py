@@ -15,15 +15,15 @@ GOOD = {"question": "Add.", "tests": [{"input": "1 2", "output": "3"}]}
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"question": " "}, "code: data.question: a text was expected"),
+        ({"question": " "}, "code: data.question: a string was expected"),
         ({"tests": []}, "data.tests: either at least one test here, or at least one of data.asserts"),
         ({"asserts": ["assert True"]}, "data.tests: either"),
         ({"tests": None, "asserts": "x"}, "data.asserts: a list"),
         ({"tests": ["x"]}, r"data.tests\[0\]: an object with input and output"),
-        ({"tests": [{"input": "x"}]}, r"data.tests\[0\].output: what is right, or in `outputs` a list"),
-        ({"tests": [{"input": "x", "outputs": []}]}, r"data.tests\[0\].output: what is right"),
-        ({"tests": [{"input": "x", "output": 1}]}, r"data.tests\[0\].output: a text"),
-        ({"tests": [{"input": [1], "output": "1"}]}, r"input: a text for standard input .*need data.entry_point"),
+        ({"tests": [{"input": "x"}]}, r"data.tests\[0\].output: the right output, or in `outputs` a list"),
+        ({"tests": [{"input": "x", "outputs": []}]}, r"data.tests\[0\].output: the right output"),
+        ({"tests": [{"input": "x", "output": 1}]}, r"data.tests\[0\].output: a string"),
+        ({"tests": [{"input": [1], "output": "1"}]}, r"input: a string for standard input .*need data.entry_point"),
         ({"entry_point": "f"}, r"data.tests\[0\].input: a list"),
         ({"entry_point": "f()"}, "data.entry_point: the name of a function"),
         ({"tests": [{"input": "", "output": "", "time": 1}]}, r"data.tests\[0\].time: unknown field"),
@@ -37,7 +37,7 @@ GOOD = {"question": "Add.", "tests": [{"input": "1 2", "output": "3"}]}
         ({"compile": "make"}, "data.command: what runs the solution"),
         ({"file": "a/b", "command": "x"}, f"data.file: the name of a file in {WORKDIR}"),
         ({"file": "..", "command": "x"}, "data.file: the name of a file"),
-        ({"language": "bash", "tests": None, "asserts": ["assert 1"]}, "data.language: python, whose functions alone"),
+        ({"language": "bash", "tests": None, "asserts": ["assert 1"]}, "data.language: python, the only language"),
         ({"time_s": 0}, "data.time_s: a number above 0"),
         ({"memory_bytes": 1 << 20}, "data.memory_bytes: at least 33554432"),
         ({"memory_bytes": "1G"}, "data.memory_bytes: a number above 0"),
@@ -60,7 +60,7 @@ def test_good_data_passes_and_only_the_solution_is_kept():
     assert CodeEnvironment().plan(task("code", GOOD)).eval_mode == "fresh"
 
 
-def test_addresses_are_limited_by_the_language_unless_the_task_says_otherwise():
+def test_address_space_is_limited_by_the_language_unless_the_task_sets_a_limit():
     for more, limit in (
         ({}, 4 << 30),
         ({"memory_bytes": 1 << 30}, 1 << 30),
@@ -99,7 +99,7 @@ def test_addresses_are_limited_by_the_language_unless_the_task_says_otherwise():
         ("10000000000000000001", "10000000000000000000", False),
     ],
 )
-def test_output_is_compared_by_words(given, expected, is_same):
+def test_output_is_compared_word_by_word(given, expected, is_same):
     assert is_same_output(given, expected) is is_same
 
 
@@ -128,11 +128,11 @@ def test_output_is_compared_by_words(given, expected, is_same):
         (object(), 1, False),
     ],
 )
-def test_results_are_compared_as_json_has_them(given, expected, is_same):
+def test_results_are_compared_as_json(given, expected, is_same):
     assert is_same_result(given, expected) is is_same
 
 
-def test_a_tolerance_can_be_chosen():
+def test_the_tolerance_can_be_set():
     assert is_same_output("0.51", "0.5", 0.1)
     assert not is_same_output("0.5000001", "0.5", 1e-12)
     assert is_same_result(0.51, 0.5, 0.1)

@@ -1,4 +1,4 @@
-"""Rows as the datasets have them, shortened. Where a row holds a solution, it is played: it must get everything."""
+"""Shortened rows of public datasets. If a row contains a solution, the solution must pass all tests."""
 
 import asyncio
 import base64
@@ -115,21 +115,21 @@ async def resources():
         yield there
 
 
-async def test_a_row_s_own_solution_gets_all(resources):
+async def test_a_rows_own_solution_passes_all_tests(resources):
     rows = (APPS, APPS_CALLED, HUMAN_EVAL, MBPP, MBPP_SET_UP, MBPP_SANITIZED, OURS)
     results = await asyncio.gather(*(played(resources, made(row), "oracle") for row in rows))
     assert [result.score and result.score.reward for result in results] == [1.0] * len(rows), results
 
 
 async def test_a_cheat_cannot_redefine_what_a_prompt_defines(resources):
-    """HumanEval's tests may use the prompt's functions: those are the dataset's, not the solution's."""
+    """HumanEval's tests may use the prompt's functions: those of the dataset, not of the solution."""
     cheat = "class Same(str):\n    __eq__ = lambda *_: True\nshift = lambda s: ''\ndef unshift(s): return ''"
     body = made(HUMAN_EVAL)
     result = await played(resources, {**body, "data": {**body["data"], "solution": cheat}}, "oracle")
     assert result.score is not None and result.score.reward == 0.0, result
 
 
-async def test_what_apps_rows_become():
+async def test_apps_rows_become_tasks():
     assert made(APPS) == {
         "environment": "code",
         "data": {
@@ -144,7 +144,7 @@ async def test_what_apps_rows_become():
     assert data["tests"] == [{"input": [2, 3], "outputs": [[6], 6]}, {"input": [4, 5], "outputs": [20]}]
 
 
-async def test_what_live_code_bench_rows_become():
+async def test_live_code_bench_rows_become_tasks():
     data = made(LCB)["data"]
     assert data["public_tests"] == [{"input": "1 2", "output": "3"}]
     assert data["tests"] == [{"input": "1 2", "output": "3"}, {"input": "9 9", "output": "18"}]
@@ -159,7 +159,7 @@ async def test_what_live_code_bench_rows_become():
     assert len(made({**LCB, "private_test_cases": ""})["data"]["tests"]) == 1
 
 
-async def test_what_codeforces_rows_become():
+async def test_codeforces_rows_become_tasks():
     data = made(CODEFORCES, language="cpp")["data"]
     assert data["question"] == "Add two numbers.\n\nInput\n\nTwo numbers.\n\nOutput\n\nTheir sum."
     assert data["tests"] == [{"input": "5 6", "output": "11"}]
@@ -167,13 +167,13 @@ async def test_what_codeforces_rows_become():
     assert (data["time_s"], data["memory_bytes"], data["language"]) == (2.0, 512 << 20, "cpp")
 
 
-async def test_what_mbpp_rows_become():
+async def test_mbpp_rows_become_tasks():
     data = made(MBPP)["data"]
     assert (data["entry_point"], data["public_tests"]) == ("merge", MBPP["test_list"][:1])
     assert data["asserts"] == [*MBPP["test_list"], *MBPP["challenge_test_list"]]
 
 
-async def test_options_are_laid_over_the_row():
+async def test_options_override_the_row():
     body = made(CODEFORCES, time_s="7.5", memory_bytes="1000000000", reward="share", image="box.sif")
     assert body["sandbox"] == {"image": "box.sif"}
     data = body["data"]
@@ -184,7 +184,7 @@ async def test_options_are_laid_over_the_row():
         made(APPS, time_s="soon")
 
 
-async def test_many_tests_get_the_time_that_they_may_take():
+async def test_the_eval_limit_grows_with_the_number_of_tests():
     many = {**CODEFORCES, "official_tests": CODEFORCES["official_tests"] * 500}
     assert made(many)["limits"] == {"eval_s": 1060.0}
     assert made(many, time_s="100")["limits"] == {"eval_s": 7200.0}
@@ -199,28 +199,28 @@ class Evil:
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [
-        ({"a": 1}, r"a row of no known dataset.*question, input_output; question_content, public_test_cases; descr"),
+        ({"a": 1}, r"a row of an unknown dataset.*question, input_output; question_content, public_test_cases; descr"),
         ({**APPS, "input_output": ""}, "input_output: JSON was expected"),
         ({**APPS, "input_output": "[]"}, "input_output: an object was expected"),
         ({**APPS, "input_output": '{"inputs": [1], "outputs": []}'}, r"as many outputs as inputs \(1\)"),
         ({**APPS, "input_output": '{"inputs": [1], "outputs": ["1"]}'}, "input_output: a list was expected"),
         ({**APPS, "input_output": '{"inputs": []}'}, "outputs: a list was expected"),
-        ({**APPS, "question": 1}, "question: a text was expected"),
-        ({**LCB, "private_test_cases": pack(Evil())}, "it names builtins.print, and only data is read"),
+        ({**APPS, "question": 1}, "question: a string was expected"),
+        ({**LCB, "private_test_cases": pack(Evil())}, "it names builtins.print, and only data is loaded"),
         ({**LCB, "private_test_cases": pack([1])}, "private_test_cases: JSON was expected"),
         ({**LCB, "private_test_cases": "?"}, "neither JSON nor packed JSON"),
         ({**LCB, "private_test_cases": base64.b64encode(b"?").decode()}, "neither JSON nor packed JSON"),
         ({**LCB, "private_test_cases": pack("x" * 2000)}, "more than 0 MiB, or cut off"),
-        ({**LCB_CALLED, "public_test_cases": '[{"input": 1}]'}, "texts for input and output"),
+        ({**LCB_CALLED, "public_test_cases": '[{"input": 1}]'}, "strings for input and output"),
         ({**LCB_CALLED, "public_test_cases": '[{"input": "x", "output": ""}]'}, "input: JSON was expected"),
         ({**CODEFORCES, "interaction_format": "Ask."}, "interaction_format: this problem is not supported"),
         ({**CODEFORCES, "generated_checker": "…"}, "several answers are right"),
         ({**CODEFORCES, "input_mode": "file"}, "it reads and writes files"),
         ({**CODEFORCES, "official_tests": []}, "data.tests: either at least one test here"),
-        ({**MBPP, "code": None, "test_list": None}, "no known dataset"),
+        ({**MBPP, "code": None, "test_list": None}, "unknown dataset"),
     ],
 )
-async def test_rows_that_cannot_be_tasks_say_why(row, wrong, monkeypatch, capsys):
+async def test_rows_that_cannot_become_tasks_are_refused_with_the_reason(row, wrong, monkeypatch, capsys):
     monkeypatch.setattr(rows, "MOST_TESTS_BYTES", 1000)
     with pytest.raises(TaskInvalid, match=wrong):
         made(row)

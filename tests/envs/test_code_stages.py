@@ -1,4 +1,4 @@
-"""What the `code` environment does in each stage, by itself: in sandboxes of the local runtime."""
+"""The stages of the `code` environment, one by one, in sandboxes of the local runtime."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ CALLED = {"question": "Add two numbers.", "entry_point": "add", "tests": [{"inpu
 ASSERTED = {"question": "Add two numbers.", "asserts": ["assert add(1, 2) == 3"]}
 
 
-async def test_nothing_hidden_is_told_or_lies_in_the_sandbox_of_run(new_sandbox):
+async def test_hidden_tests_are_neither_in_the_prompt_nor_in_runs_sandbox(new_sandbox):
     sandbox = await new_sandbox()
     data = {
         **PROGRAM,
@@ -48,7 +48,7 @@ async def test_the_prompt_shows_how_functions_are_called(new_sandbox):
     assert "```python\nassert add(1, 1) == 2\n```" in str(user["content"])
 
 
-async def test_the_last_code_block_is_the_solution_of_who_left_no_file(new_sandbox):
+async def test_without_a_file_the_last_code_block_is_the_solution(new_sandbox):
     given = context(task("code", PROGRAM), await new_sandbox())
     said = f"First:\n```python\nprint(1)\n```\nNo:\n```python\n{ADD}```\nIt prints\n```text\n3\n```\n"
     assert (await CodeEnvironment().eval(given, evidence(said, kept=()))).reward == 1.0
@@ -57,21 +57,21 @@ async def test_the_last_code_block_is_the_solution_of_who_left_no_file(new_sandb
     assert (score.reward, score.metrics["has_solution"], score.metrics["skipped"]) == (0.0, 0.0, 3)
 
 
-async def test_a_folder_in_the_place_of_the_solution_is_none(new_sandbox):
+async def test_a_folder_instead_of_the_solution_file_is_no_solution(new_sandbox):
     sandbox = await new_sandbox()
     await sandbox.write(f"{WORKDIR}/solution.py/__main__.py", ADD.encode())
     score = await CodeEnvironment().eval(context(task("code", PROGRAM), sandbox), evidence(kept=("solution",)))
     assert (score.reward, score.metrics["has_solution"]) == (0.0, 0.0)
 
 
-async def test_an_image_without_the_language_is_told_at_once(new_sandbox, monkeypatch: pytest.MonkeyPatch):
+async def test_an_image_without_the_language_fails_in_init(new_sandbox, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(LANGUAGES, "python", replace(LANGUAGES["python"], needs=("python2000",)))
     with pytest.raises(SetupFailed, match="the image has no python2000, which python solutions need"):
         await CodeEnvironment().init(context(task("code", PROGRAM), await new_sandbox()))
 
 
 async def test_an_old_python_cannot_run_functions(new_sandbox):
-    """Its image is one whose python3 always fails."""
+    """The image's python3 always fails."""
     sandbox = await new_sandbox()
     await sandbox.write(f"{WORKDIR}/bin/python3", b"#!/bin/sh\nexit 1\n", mode=0o755)
     folder = (await sandbox.exec("pwd", timeout_s=20)).stdout.decode().strip()
@@ -91,17 +91,17 @@ async def test_an_old_python_cannot_run_functions(new_sandbox):
             r"has no numpy2000, which this",
         ),
         ({"prelude": "from numpy2000 import array"}, SetupFailed, r"has no numpy2000, which this task's tests import"),
-        ({"asserts": ["from solution import add\nassert add(1, 2)"]}, SetupFailed, r"no solution, .* needs no import"),
+        ({"asserts": ["from solution import add\nassert add(1, 2)"]}, SetupFailed, r"no solution, .* need not import"),
         ({"asserts": ["assert 1", "assert ("]}, TaskInvalid, r"data\.asserts\[1\]: this is not Python"),
     ],
 )
-async def test_asserts_that_could_never_run_are_told_at_once(new_sandbox, more, error, wrong):
-    """Else every solution would look wrong."""
+async def test_asserts_that_can_never_run_fail_in_init(new_sandbox, more, error, wrong):
+    """Otherwise every solution would look wrong."""
     with pytest.raises(error, match=wrong):
         await CodeEnvironment().init(context(task("code", {**ASSERTED, **more}), await new_sandbox()))
 
 
-async def test_a_tester_that_does_not_start_is_no_score(new_sandbox, monkeypatch: pytest.MonkeyPatch):
+async def test_a_tester_that_does_not_start_gives_no_score(new_sandbox, monkeypatch: pytest.MonkeyPatch):
     sandbox = await new_sandbox()
     monkeypatch.setattr(grading, "_source", lambda name: "raise RuntimeError('no tester')")
     with pytest.raises(VerifierCrashed, match=r"the tester did not start \(status 1\)(.|\n)*no tester"):

@@ -1,4 +1,4 @@
-"""Tasks of a resources server, played over real HTTP: seed, tools, verify."""
+"""Runs tasks of a resources server over real HTTP: seed, tools, verify."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ async def server():
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime, server, monkeypatch):
+async def test_the_oracle_scores_1_and_the_no_op_0(runtime, server, monkeypatch):
     monkeypatch.setenv("ROLLYARD_GYM_SERVERS", json.dumps({"other": "http://127.0.0.1:9", "counter": server.url + "/"}))
     async with open_resources(runtime) as resources:
         assert await rewards(resources, body()) == (1.0, 0.0)
@@ -38,7 +38,7 @@ async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime, server, 
         assert result.score.metrics == {"calls": 2.0}
 
 
-async def test_a_task_without_an_oracle_says_so(server, monkeypatch):
+async def test_a_task_without_a_solution_has_no_oracle(server, monkeypatch):
     monkeypatch.setenv("ROLLYARD_GYM_SERVERS", json.dumps({"counter": server.url}))
     bare = body()
     del bare["data"]["oracle"]
@@ -46,7 +46,7 @@ async def test_a_task_without_an_oracle_says_so(server, monkeypatch):
         result = await played(resources, bare, "oracle")
     assert result.failure is not None
     assert (result.failure.code, result.score) == ("task_invalid", None)
-    assert "data.oracle: this task holds no solution" in result.failure.detail
+    assert "data.oracle: this task has no solution" in result.failure.detail
 
 
 async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
@@ -67,7 +67,7 @@ async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
     assert verified["response"]["usage"]["output_tokens"] == trajectory.sampled_tokens > 0
 
 
-async def test_what_the_row_expects_and_who_asks_is_not_told_to_the_model(tmp_path, server):
+async def test_the_model_sees_neither_the_expected_result_nor_the_cookies(tmp_path, server):
     async with gym_site(tmp_path, says(calls("get_counter_value"), "I give up."), server) as pipeline:
         rollout = await pipeline.rolled(gym_task())
         trajectory = await pipeline.store.trajectory(rollout.id)
@@ -80,7 +80,7 @@ async def test_what_the_row_expects_and_who_asks_is_not_told_to_the_model(tmp_pa
     assert GymServer.cookie not in seen
 
 
-async def test_a_model_cannot_ask_for_its_own_verdict(tmp_path, server):
+async def test_a_model_cannot_call_verify_or_seed_session(tmp_path, server):
     forged = calls("verify", expected_count=3, response={"output": []}) + calls("seed_session", initial_count=6)
     async with gym_site(tmp_path, says(forged, "It stands at 6."), server) as pipeline:
         rollout = await pipeline.rolled(gym_task())
@@ -104,11 +104,11 @@ async def test_the_newest_cookie_is_sent_and_reaches_eval_in_another_process(ser
     stored = json.loads(json.dumps(info))
     async with gym_of(server) as other:
         assert (await other.eval(context(gym_task()), evidence("So it is 6.", **stored))).reward == 1.0
-        with pytest.raises(VerifierCrashed, match="Session not initialized"):  # that one has been used
+        with pytest.raises(VerifierCrashed, match="Session not initialized"):  # it has been used
             await other.eval(context(gym_task()), evidence("So it is 6.", **stored))
 
 
-async def test_a_cookie_that_the_server_takes_back_is_not_sent_again():
+async def test_a_cookie_that_the_server_deletes_is_not_sent_again():
     class Forgetful(GymServer):
         async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
             response = await super().answer(request)
@@ -129,7 +129,7 @@ async def test_a_cookie_that_the_server_takes_back_is_not_sent_again():
 
 async def test_without_the_sessions_cookies_nothing_is_verified(server):
     async with gym_of(server) as gym:
-        with pytest.raises(VerifierCrashed, match="holds no session"):
+        with pytest.raises(VerifierCrashed, match="has no session"):
             await gym.eval(context(gym_task()), evidence("6"))
     assert not server.verified
 
@@ -137,12 +137,12 @@ async def test_without_the_sessions_cookies_nothing_is_verified(server):
 # --- which servers --------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_the_operator_has_not_named_is_refused_at_submit(tmp_path, server):
+async def test_a_server_that_the_operator_has_not_named_is_refused(tmp_path, server):
     async with gym_site(tmp_path, PERFECT, server) as pipeline:
         other: dict[str, Any] = body()
         for wanted in ("http://169.254.169.254", "http://127.0.0.1:1", server.url + "/verify", "nobody"):
             other["data"]["server"] = wanted
-            with pytest.raises(TaskInvalid, match=r"no resources server .* here; the operator has named: counter$"):
+            with pytest.raises(TaskInvalid, match=r"no resources server .*; the operator has named: counter$"):
                 pipeline.pipeline.resources.check(to_task(other, {}), pipeline.run)
         other["data"]["server"] = server.url + "/"
         rollout = await pipeline.rolled(replace(to_task(other, {}), limits=QUICK))
@@ -150,6 +150,6 @@ async def test_a_server_that_the_operator_has_not_named_is_refused_at_submit(tmp
         assert rollout.ending.score.reward == 1.0
 
 
-def test_without_an_operators_list_no_server_is_called():
+def test_without_a_list_of_servers_every_server_is_refused():
     with pytest.raises(TaskInvalid, match="the operator has named: none"):
         GymEnvironment().check(gym_task())

@@ -1,4 +1,4 @@
-"""Rows of Gym datasets: what they become, what is refused, and how a trajectory is told to a verifier."""
+"""Rows of Gym datasets as tasks, what is refused, and the Responses object that a verifier gets."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def read(params: Any = None, **more: Any) -> GymData:
     return GymData.read(task("gym", data(params, **more)))
 
 
-def test_input_is_a_text_or_items():
+def test_input_is_a_string_or_items():
     assert read().messages == ({"role": "user", "content": "hello"},)
     items = [
         {"role": "developer", "content": "be brief"},
@@ -53,7 +53,7 @@ def function(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrong", "field", "match"),
     [
-        ({"server": ""}, "data.server", "a text was expected"),
+        ({"server": ""}, "data.server", "a string was expected"),
         ({"server": "s", "row": []}, "data.row", "an object"),
         ({"server": "s", "row": {}}, "data.row.responses_create_params", "an object with the input was expected"),
         (data({"tools": []}), "data.row.responses_create_params.input", "input is missing"),
@@ -70,7 +70,7 @@ def function(name: str) -> dict[str, Any]:
         (data(orakel=[]), "data.orakel", "unknown field"),
         (data(oracle=[1]), "data.oracle[0]", "an object with a tool"),
         (data(oracle=[{"tool": "nope"}]), "data.oracle[0].tool", "one of the row's tools"),
-        (data(oracle=[{"answer": "x"}, {"answer": "y"}]), "data.oracle[0].tool", "a text was expected"),
+        (data(oracle=[{"answer": "x"}, {"answer": "y"}]), "data.oracle[0].tool", "a string was expected"),
         (data(oracle=[{"answer": "x", "tool": "y"}]), "data.oracle[0].tool", "unknown field"),
         (
             data({"input": "x", "tools": TOOLS}, oracle=[{"tool": "get_counter_value", "arguments": "{}"}]),
@@ -79,7 +79,7 @@ def function(name: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_can_never_work_is_refused_by_its_field(wrong, field, match):
+def test_data_that_can_never_work_is_refused_with_the_field(wrong, field, match):
     with pytest.raises(TaskInvalid, match=match) as caught:
         GymEnvironment({"s": "http://127.0.0.1:9"}).check(task("gym", wrong))
     assert caught.value.data["field"] == field
@@ -105,8 +105,8 @@ def test_a_row_becomes_a_task_with_its_sampling():
     [
         (row(), {}, "--set server=NAME"),
         (row(), {"server": "s", "url": "x"}, "unknown option 'url' of its importer; there are oracle, server"),
-        ({"question": "?"}, {"server": "s"}, "no row of a Gym dataset"),
-        ({"responses_create_params": {"input": 3}}, {"server": "s"}, "input must be a text or a list"),
+        ({"question": "?"}, {"server": "s"}, "not a row of a Gym dataset"),
+        ({"responses_create_params": {"input": 3}}, {"server": "s"}, "input must be a string or a list"),
         (row(), {"server": "s", "oracle": "steps"}, "the row has no field 'steps'"),
         (
             {"responses_create_params": {"input": "x", "temperature": "hot"}},
@@ -115,12 +115,12 @@ def test_a_row_becomes_a_task_with_its_sampling():
         ),
     ],
 )
-def test_what_is_no_row_is_refused(given, options, match):
+def test_an_invalid_row_is_refused(given, options, match):
     with pytest.raises(TaskInvalid, match=match):
         GymEnvironment().from_row(given, options)
 
 
-# --- what a verifier is told ----------------------------------------------------------------------------
+# --- what a verifier gets -------------------------------------------------------------------------------
 
 
 def told(*messages: Message, params: Any = None, ended_by: str = "stop", **info: Any) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> Message
 USER: Message = {"role": "user", "content": "hello"}
 
 
-def test_items_are_in_order_and_of_the_apis_shape():
+def test_items_are_in_order_and_valid_for_the_api():
     response = told(
         USER,
         call("get_counter_value", "{}", content="Let me look.", reasoning_content="hm"),
@@ -162,7 +162,7 @@ def test_items_are_in_order_and_of_the_apis_shape():
     assert (items[3].call_id, items[3].output, items[4].content[0].text) == ("c1", "3", "It is 3.")
     assert len({item["id"] for item in response["output"] if "id" in item}) == 4
     sampled = [item for item in response["output"] if item["type"] != "function_call_output"]
-    whole = Response.model_validate({**response, "output": sampled})  # Gym's own allows outputs among them
+    whole = Response.model_validate({**response, "output": sampled})  # Gym's own model also allows tool outputs
     assert (whole.status, whole.model, len(whole.tools)) == ("completed", "policy", 2)
 
 
@@ -170,7 +170,7 @@ def texts(response: dict[str, Any]) -> list[str]:
     return [item["content"][0]["text"] for item in response["output"] if item.get("role") == "assistant"]
 
 
-def test_only_what_came_after_the_input_is_told():
+def test_only_messages_after_the_input_are_in_the_output():
     items = [USER, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
     system: Message = {"role": "system", "content": "of the agent's own"}
     response = told(system, *items, {"role": "assistant", "content": "well"}, params={"input": items})
@@ -182,13 +182,13 @@ def test_an_agent_that_did_nothing_has_an_empty_message():
     assert texts(told()) == [""]
 
 
-def test_the_answer_given_to_finish_is_the_last_message_once():
+def test_the_answer_passed_to_finish_is_the_last_message_once():
     finished = call("finish", '{"answer": "6"}')
     assert texts(told(USER, finished, answer="6")) == ["6"]
     assert texts(told(USER, {"role": "assistant", "content": "6"}, answer="6")) == ["6"]
 
 
-def test_a_call_that_cannot_be_read_is_told_as_text():
+def test_a_call_with_unreadable_arguments_becomes_text():
     error: Message = {"role": "tool", "tool_call_id": "c1", "content": "Error: no JSON"}
     for arguments in ("{nope", "[1]", "[" * 100_000):
         output = told(USER, call("increment_counter", arguments), error)["output"]
@@ -202,10 +202,10 @@ def test_a_reply_that_was_cut_off_is_incomplete():
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
-def test_a_programs_name_of_a_tool_is_told_as_the_rows_own():
+def test_a_programs_name_of_a_tool_becomes_the_rows_name():
     named = call("mcp__environment__get_counter_value", "{}")
     assert told(USER, named, gateway={})["output"][0]["name"] == "get_counter_value"
-    assert told(USER, named)["output"][0]["name"] == "mcp__environment__get_counter_value"  # nobody has answered that
+    assert told(USER, named)["output"][0]["name"] == "mcp__environment__get_counter_value"  # not a program: unchanged
     tools: Json = [{"type": "function", "name": name} for name in ("count", "get__count")]
     exact = told(USER, call("get__count", "{}"), params={"input": [USER], "tools": tools}, gateway={})
     assert exact["output"][0]["name"] == "get__count"

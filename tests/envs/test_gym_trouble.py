@@ -1,4 +1,4 @@
-"""A resources server's trouble: whose fault it is, and what the model sees of it."""
+"""Failures of a resources server: their blame, and what the model sees."""
 
 import asyncio
 import json
@@ -22,14 +22,14 @@ from .gym_parts import PERFECT, Slow, body, calls, gym_of, gym_site, gym_task, o
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pause between tries."""
+    """Removes the pause between tries."""
     monkeypatch.setattr("rollyard.envs.gym.session.PAUSE_S", 0.0)
 
 
 # --- tools ----------------------------------------------------------------------------------------------
 
 
-async def test_what_a_tool_refuses_or_breaks_on_is_an_observation():
+async def test_an_error_status_of_a_tool_is_an_observation():
     async with GymServer() as server, gym_of(server) as gym:
         tool, _ = await opened(gym)
         refused = await tool.call({"count": "many"}, timeout_s=5)
@@ -41,7 +41,7 @@ async def test_what_a_tool_refuses_or_breaks_on_is_an_observation():
         assert not (await tool.call({"count": 1}, timeout_s=5)).is_error
 
 
-async def test_arguments_that_have_no_json_are_an_observation():
+async def test_arguments_without_a_json_form_are_an_observation():
     async with GymServer() as server, gym_of(server) as gym:
         tool, _ = await opened(gym)
         result = await tool.call({"count": float("nan")}, timeout_s=5)
@@ -80,15 +80,15 @@ async def test_a_redirect_is_not_followed():
         assert (result.content, result.is_error) == ("over there", True)
 
 
-async def test_calls_at_once_follow_one_another():
+async def test_concurrent_calls_are_serialized():
     async with GymServer() as server, gym_of(server) as gym:
-        tool, _ = await opened(gym)  # it takes the newest cookie only
+        tool, _ = await opened(gym)  # the server accepts only the newest cookie
         results = await asyncio.gather(*(tool.call({"count": 1}, timeout_s=5) for _ in range(4)))
         assert not any(result.is_error for result in results)
         assert [counter.value for counter in server.counters.values()] == [7]
 
 
-async def test_a_server_that_goes_away_in_run_is_infrastructures_trouble(tmp_path):
+async def test_a_server_that_disappears_in_run_has_blame_infra(tmp_path):
     class Dying(GymServer):
         async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
             if request.path == "/get_counter_value":
@@ -106,13 +106,13 @@ async def test_a_server_that_goes_away_in_run_is_infrastructures_trouble(tmp_pat
         failure = rollout.ending.failure
         assert (failure.code, failure.blame, rollout.ending.score) == ("tool_unreachable", Blame.INFRA, None)
         assert "the resources server counter, tool get_counter_value: " in failure.detail
-        assert [counter.calls for counter in server.counters.values()] == [1, 1]  # sent once, in a session per attempt
+        assert [counter.calls for counter in server.counters.values()] == [1, 1]  # one call per attempt and session
 
 
 # --- seeding --------------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_is_down_at_the_seed_is_infrastructures_trouble():
+async def test_a_server_that_is_down_at_the_seed_has_blame_infra():
     async with GymServer() as server:
         pass
     async with gym_of(server) as gym:
@@ -120,7 +120,7 @@ async def test_a_server_that_is_down_at_the_seed_is_infrastructures_trouble():
             await gym.init(context(gym_task()))
 
 
-async def test_a_server_that_is_just_starting_is_asked_again():
+async def test_the_seed_is_retried_while_a_server_starts():
     class Starting(GymServer):
         busy = 2
 
@@ -149,20 +149,20 @@ async def test_a_row_that_the_server_refuses_is_the_tasks_fault(tmp_path):
         rollout = await pipeline.rolled(to_task(wrong, {}))
         assert rollout.ending is not None and rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("setup_failed", Blame.TASK)
-        assert "the resources server counter refused this row, status 422" in rollout.ending.failure.detail
+        assert "the resources server counter refused this row: status 422" in rollout.ending.failure.detail
 
 
-async def test_a_seed_that_breaks_is_infrastructures_trouble():
+async def test_a_seed_that_fails_has_blame_infra():
     class Broken(GymServer):
         async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
             return web.Response(status=500, text="KeyError('x')")
 
     async with Broken() as server, gym_of(server) as gym:
-        with pytest.raises(ToolUnreachable, match="made no session, status 500: KeyError"):
+        with pytest.raises(ToolUnreachable, match="created no session: status 500: KeyError"):
             await gym.init(context(gym_task()))
 
 
-async def test_tools_over_mcp_are_called_at_their_paths_and_missed_where_the_row_names_none():
+async def test_mcp_tools_are_called_at_their_paths_and_refused_if_the_row_names_none():
     class Exposing(GymServer):
         async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
             response = await super().answer(request)
@@ -185,7 +185,7 @@ async def test_tools_over_mcp_are_called_at_their_paths_and_missed_where_the_row
 
 
 class Judging(GymServer):
-    """Gives the verdict that a test says."""
+    """A server that returns the verdict that a test sets."""
 
     verdict: Any = None
     status = 200
@@ -200,18 +200,18 @@ class Judging(GymServer):
 @pytest.mark.parametrize(
     ("verdict", "status", "match"),
     [
-        ("<html>", 200, "no object of JSON, status 200: <html>"),
-        ([1.0], 200, "no object of JSON"),
+        ("<html>", 200, "not a JSON object: status 200: <html>"),
+        ([1.0], 200, "not a JSON object"),
         ({}, 200, "without a reward"),
         ({"reward": "1.0"}, 200, "without a reward"),
         ({"reward": True}, 200, "without a reward"),
-        ('{"reward": NaN}', 200, "no object of JSON"),
-        ({"reward": 1.0}, 500, "did not verify, status 500"),
-        ({"reward": 1.0}, 422, "did not verify, status 422"),
+        ('{"reward": NaN}', 200, "not a JSON object"),
+        ({"reward": 1.0}, 500, "did not verify: status 500"),
+        ({"reward": 1.0}, 422, "did not verify: status 422"),
         ({"reward": 0.0, "_ng_failure_class": "judge_failed"}, 200, "could not verify: judge_failed"),
     ],
 )
-async def test_a_verdict_that_is_none_is_a_crashed_verifier(verdict, status, match):
+async def test_an_invalid_verdict_is_a_crashed_verifier(verdict, status, match):
     async with Judging() as server, gym_of(server) as gym:
         server.verdict, server.status = verdict, status
         _, info = await opened(gym)
@@ -219,7 +219,7 @@ async def test_a_verdict_that_is_none_is_a_crashed_verifier(verdict, status, mat
             await gym.eval(context(gym_task()), evidence("6", **info))
 
 
-async def test_numbers_beside_the_reward_are_kept_and_those_of_the_row_are_not():
+async def test_other_numbers_become_metrics_unless_they_are_fields_of_the_row():
     async with Judging() as server, gym_of(server) as gym:
         own = {"is_neat": True, "turns": 3, "note": "x", "reward_components": {"a": 0.5, "b": None}}
         server.verdict = {**row(3, 1, 2), "reward": -0.5, **own}
@@ -237,7 +237,7 @@ async def test_a_server_that_hangs_at_verify_gives_no_reward():
             await gym.eval(context(gym_task(eval_s=0.1)), evidence("6", **info))
 
 
-async def test_a_server_that_is_gone_or_was_started_again_before_eval_gives_no_reward():
+async def test_a_server_that_is_gone_or_was_restarted_before_eval_gives_no_reward():
     server = GymServer()
     async with server, gym_of(server) as gym:
         _, info = await opened(gym)
@@ -245,7 +245,7 @@ async def test_a_server_that_is_gone_or_was_started_again_before_eval_gives_no_r
         with pytest.raises(VerifierCrashed, match="the resources server counter, verify: Client"):
             await gym.eval(context(gym_task()), evidence("6", **info))
     async with server, gym_of(server) as gym:
-        with pytest.raises(VerifierCrashed, match=r"did not verify, status 400: .*Session not initialized"):
+        with pytest.raises(VerifierCrashed, match=r"did not verify: status 400: .*Session not initialized"):
             await gym.eval(context(gym_task()), evidence("6", **info))
 
 
@@ -263,7 +263,7 @@ async def test_a_lost_session_ends_a_rollout_without_a_reward(tmp_path):
         assert (failure.code, failure.blame, rollout.ending.score) == ("verifier_crashed", Blame.INFRA, None)
 
 
-async def test_a_verifier_that_was_away_for_a_moment_is_asked_again(tmp_path):
+async def test_the_verification_is_retried_if_the_server_is_briefly_unavailable(tmp_path):
     class Away(GymServer):
         busy = 2
 

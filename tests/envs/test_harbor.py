@@ -1,4 +1,4 @@
-"""Harbor task folders, imported and played in real sandboxes; and agents that try to write their own verdict."""
+"""Imports Harbor task folders and runs them in real sandboxes, also with agents that try to write their own verdict."""
 
 import errno
 from collections.abc import AsyncGenerator
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def resources() -> AsyncGenerator[StageResources, None]:
-    """One for all that need no other runtime: it takes longer to open than a task takes."""
+    """Shared by all tests that need no other runtime: opening it takes longer than a task."""
     async with open_resources("bubblewrap") as opened:
         yield opened
 
@@ -41,14 +41,14 @@ async def score_of(resources: StageResources, body: dict[str, Any], agent: str =
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_a_task_folder_runs_as_it_is(tmp_path: Path, runtime: str):
+async def test_a_task_folder_runs_unchanged(tmp_path: Path, runtime: str):
     body = local(imported(write(tmp_path / "hello")), is_sif=runtime == "apptainer")
     async with open_resources(runtime) as resources:
         assert await rewards(resources, body) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_reward_json_holds_the_reward_and_what_it_is_made_of(tmp_path: Path, runtime: str):
+async def test_reward_json_contains_the_reward_and_its_components(tmp_path: Path, runtime: str):
     body = ready(tmp_path, {"tests/test.sh": SEVERAL})
     async with open_resources(runtime) as resources:
         score = await score_of(resources, body)
@@ -81,7 +81,7 @@ diff answer /srv/greeting && echo 1.0 > /logs/verifier/reward.txt
 """
 
 
-async def test_a_dockerfile_is_honoured_without_a_build(resources: StageResources, tmp_path: Path):
+async def test_a_dockerfile_is_applied_without_a_build(resources: StageResources, tmp_path: Path):
     files = {
         "task.toml": TOML.replace("docker_image", "# docker_image"),
         "environment/Dockerfile": DOCKERFILE,
@@ -89,7 +89,7 @@ async def test_a_dockerfile_is_honoured_without_a_build(resources: StageResource
         "environment/data/inner/deep.txt": "deep\n",
         "environment/one.txt": "one\n",
         "tests/test.sh": DOCKERED,
-        "solution/solve.sh": "cat /srv/greeting > answer",  # no first line: bash, and in the working folder
+        "solution/solve.sh": "cat /srv/greeting > answer",  # no shebang line: run with bash, in the working folder
     }
     body = imported(write(tmp_path, files), run="prepare")
     assert body["sandbox"]["image"] == "docker://some/base:1.0"
@@ -97,7 +97,7 @@ async def test_a_dockerfile_is_honoured_without_a_build(resources: StageResource
     assert await rewards(resources, local(body)) == (1.0, 0.0)
 
 
-async def test_variables_reach_only_those_they_are_for(resources: StageResources, tmp_path: Path):
+async def test_variables_reach_only_the_commands_that_they_are_for(resources: StageResources, tmp_path: Path):
     toml = TOML + 'env = {FOR_ALL = "a"}\n[solution]\nenv = {FOR_ORACLE = "o"}\n'
     toml = toml.replace("[verifier]\n", '[verifier]\nenv = {FOR_TESTS = "${SECRET}"}\n')
     files = {
@@ -109,7 +109,7 @@ async def test_variables_reach_only_those_they_are_for(resources: StageResources
     assert await rewards(resources, ready(tmp_path, files, env__SECRET="s")) == (1.0, 0.0)
 
 
-async def test_the_folders_of_the_format_are_there_for_the_agent(resources: StageResources, tmp_path: Path):
+async def test_the_folders_of_the_format_exist_for_the_agent(resources: StageResources, tmp_path: Path):
     solve = "touch /logs/agent/a /logs/verifier/b && pwd > where"
     test = f"#!/bin/bash\n[ $(cat /app/where) = /app ] && [ ! -e /logs/verifier/b ] && {FORGE}"
     assert await rewards(resources, ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test})) == (1.0, 0.0)
@@ -130,13 +130,13 @@ CHEATS = {
     "its own working folder gone": "rm -rf /app",
     "its own working folder elsewhere": "rm -rf /app; ln -s /logs/verifier /app",
     "the root, shut": f"{FORGE}; chmod 0 /logs/verifier /logs /",
-    "a process that goes on": "setsid -f sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done'",
+    "a process that keeps running": "setsid -f sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done'",
 }
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_an_agent_cannot_write_its_own_verdict(tmp_path: Path, runtime: str):
-    cheats = list(CHEATS.items())[:: 1 if runtime == "bubblewrap" else 3]  # both judge in the same kind of overlay
+    cheats = list(CHEATS.items())[:: 1 if runtime == "bubblewrap" else 3]  # both use the same kind of overlay
     async with open_resources(runtime) as resources:
         for number, (name, attack) in enumerate(cheats):
             body = ready(tmp_path / str(number), {"solution/solve.sh": f"#!/bin/sh\n{attack}\n"})
@@ -144,7 +144,7 @@ async def test_an_agent_cannot_write_its_own_verdict(tmp_path: Path, runtime: st
 
 
 RUNS_IT = "#!/bin/bash\npython3 /app/main.py\n" + TEST.partition("\n")[2]
-"""Tests that run the agent's program, as most do."""
+"""Like most tests, it runs the agent's program."""
 
 PROGRAMS = {
     "a process that writes it again and again": "import subprocess\nsubprocess.Popen(['setsid', 'sh', '-c', '(while :;"
@@ -166,18 +166,16 @@ done
 """
 
 
-async def test_what_test_runners_read_above_the_tests_is_not_the_agents(resources: StageResources, tmp_path: Path):
+async def test_files_that_runners_read_above_the_tests_are_not_the_agents(resources: StageResources, tmp_path: Path):
     plant = "for name in conftest.py pytest.ini pyproject.toml setup.cfg tox.ini kept.txt; do echo x > /$name; done\n"
     body = ready(tmp_path, {"tests/test.sh": ABOVE, "solution/solve.sh": f"{plant}mkdir /node_modules; rm /setup.py"})
     body["data"]["setup"] = [{"files": {"setup.py": "the image's own"}}]
     assert (await score_of(resources, body)).reward == 0.5
     body["data"]["workdir"] = "/"
-    assert (await score_of(resources, body)).reward == 1.0, "there, they are the work"
+    assert (await score_of(resources, body)).reward == 1.0, "in /, they are part of the task"
 
 
-async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(
-    resources: StageResources, tmp_path: Path
-):
+async def test_a_program_that_the_tests_run_cannot_easily_forge_the_verdict(resources: StageResources, tmp_path: Path):
     for number, (name, program) in enumerate(PROGRAMS.items()):
         solve = f"cat > main.py <<'EOF'\n{program}EOF\n"
         body = ready(tmp_path / str(number), {"tests/test.sh": RUNS_IT, "solution/solve.sh": solve})
@@ -198,7 +196,7 @@ async def test_python_imports_from_the_tests_and_not_from_the_agents_folder(reso
     assert (await score_of(resources, ready(tmp_path / "a", planted))).reward == 0.0
     assert (await score_of(resources, ready(tmp_path / "b", own))).reward == 1.0
     loose = ready(tmp_path / "a", planted, safe_path="no")
-    assert (await score_of(resources, loose)).reward == 1.0, "as its importer wanted it: Python's own way"
+    assert (await score_of(resources, loose)).reward == 1.0, "with safe_path=no, Python imports as usual"
 
 
 KEEPING = {
@@ -209,7 +207,7 @@ KEEPING = {
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_what_a_task_does_to_the_system_is_judged_where_it_says_so(tmp_path: Path, runtime: str):
+async def test_changes_to_the_system_are_scored_if_the_task_keeps_their_paths(tmp_path: Path, runtime: str):
     kept, lost = ready(tmp_path, KEEPING, keep="/etc/tool:/etc/none"), ready(tmp_path, KEEPING)
     for body in (kept, lost):
         body["data"]["setup"] = [{"files": {"etc/tool/old": "x"}}]
@@ -228,34 +226,32 @@ async def test_what_a_task_does_to_the_system_is_judged_where_it_says_so(tmp_pat
     ],
     ids=["none", "empty", "no number", "a folder"],
 )
-async def test_a_verifier_that_wrote_no_reward_gives_none(resources: StageResources, tmp_path: Path, test: str):
+async def test_a_verifier_that_writes_no_reward_scores_0(resources: StageResources, tmp_path: Path, test: str):
     body = ready(tmp_path, {"tests/test.sh": f"#!/bin/sh\n{test}\n"})
     score = await score_of(resources, body)
     assert (score.reward, score.metrics["reward_written"]) == (0.0, 0.0)
 
 
-async def test_what_an_image_has_in_the_verifiers_folders_does_not_count(resources: StageResources, tmp_path: Path):
+async def test_files_of_the_image_in_the_verifiers_folders_are_ignored(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\ntest -e /tests/planted && echo 1 > /logs/verifier/reward.txt"})
     body["data"]["setup"] = [{"files": {"logs/verifier/reward.txt": "1", "tests/planted": ""}}]
     assert (await score_of(resources, body, "noop")).metrics["reward_written"] == 0.0
 
 
-async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys_doing(
-    resources: StageResources, tmp_path: Path
-):
+async def test_files_of_run_that_prevent_the_verifier_from_starting_score_0(resources: StageResources, tmp_path: Path):
     solve = "mkdir -p /data/x; touch /data/x/y; chmod 555 /data/x /data"
     body = ready(tmp_path, {"solution/solve.sh": solve}, keep="/data/x")
     assert (await score_of(resources, body)).metrics == {"verifier_ran": 0.0, "reward_written": 0.0}
 
 
-async def test_what_is_kept_does_not_come_among_the_tests_over_a_link(resources: StageResources, tmp_path: Path):
+async def test_kept_files_do_not_reach_the_tests_through_a_link(resources: StageResources, tmp_path: Path):
     solve = "mkdir -p /data; rm -rf /tests; ln -s / /data/x; mkdir /tests; touch /tests/planted"
     test = "#!/bin/sh\ntest -e /tests/planted && echo 1 > /logs/verifier/reward.txt"
     body = ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test}, keep="/data/x/tests")
     assert (await score_of(resources, body)).metrics["reward_written"] == 0.0
 
 
-async def test_a_host_that_cannot_write_the_tests_is_not_the_policys_doing(
+async def test_a_host_that_cannot_write_the_tests_is_not_the_policys_fault(
     resources: StageResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: object) -> None:
@@ -268,7 +264,7 @@ async def test_a_host_that_cannot_write_the_tests_is_not_the_policys_doing(
     assert result.failure is not None and result.failure.code == "verifier_crashed"
 
 
-async def test_tests_that_are_not_done_in_time_are_the_policys_doing(resources: StageResources, tmp_path: Path):
+async def test_tests_that_exceed_the_time_limit_are_the_policys_fault(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\nsleep 600\n"})
     body["limits"]["eval_s"] = 4.0
     result = await played(resources, body, "noop")
@@ -286,7 +282,7 @@ async def test_tests_that_are_not_done_in_time_are_the_policys_doing(resources: 
     ],
     ids=["a command fails", "no interpreter"],
 )
-async def test_a_set_up_that_cannot_be_done_says_why(
+async def test_a_failed_set_up_is_reported_with_the_reason(
     resources: StageResources, tmp_path: Path, change: Any, detail: str
 ):
     body = ready(tmp_path)
@@ -297,7 +293,7 @@ async def test_a_set_up_that_cannot_be_done_says_why(
     assert detail in result.failure.detail
 
 
-async def test_a_set_up_that_does_not_end_is_ended(resources: StageResources, tmp_path: Path):
+async def test_a_set_up_that_hangs_is_ended(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path)
     body["data"]["setup"] = [{"run": "sleep 600"}]
     body["limits"]["init_s"] = 4.0
@@ -312,10 +308,10 @@ async def test_without_a_solution_there_is_no_oracle(resources: StageResources, 
     assert "the task has no solution/solve.sh" in result.failure.detail
 
 
-async def test_what_the_oracle_said_is_in_its_messages(resources: StageResources, tmp_path: Path):
+async def test_the_output_of_the_oracle_is_in_its_messages(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"solution/solve.sh": f"{SOLVE}echo not quite >&2; exit 7"})
     result = await played(resources, body, "oracle")
-    assert result.score is not None and result.score.reward == 1.0, "only the verifier judges"
+    assert result.score is not None and result.score.reward == 1.0, "only the verifier decides the reward"
     assert result.trajectory is not None
     user, said = result.trajectory.messages
     assert user["content"] == "Write 'Hello, world!' to hello.txt.\n"
@@ -343,4 +339,4 @@ async def test_a_task_that_needs_a_network_runs_where_the_operator_allows_it(tmp
             with pytest.raises(EgressNotAllowed, match="setting egress_hosts"):
                 await rewards(resources, body)
             assert await rewards(replace(resources, egress=ceiling, resolve=names), body) == (1.0, 0.0)
-        assert server.connections == 3, "the oracle, and each of the two verifiers"
+        assert server.connections == 3, "the oracle and two verifiers"

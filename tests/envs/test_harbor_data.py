@@ -1,4 +1,4 @@
-"""A task's data, which any client may send: what is refused at submit; and what counts as a verdict."""
+"""Checks of a task's data, which any client may send, and the parsing of verdicts."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def check(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"instruction": ""}, "data.instruction: a text was expected"),
+        ({"instruction": ""}, "data.instruction: a string was expected"),
         ({"tests": None}, "data.tests: an object of files"),
         ({"tests": {}}, r"data.tests\['test.sh'\]: a script"),
         ({"tests": {"test.sh": {"link": "other"}}}, r"data.tests\['test.sh'\]: a script"),
@@ -34,20 +34,20 @@ def check(change: dict[str, Any]) -> None:
         ({"tests": {"a//b": ""}}, "a relative path"),
         ({"tests": {"": ""}}, "a relative path"),
         ({"tests": {"a\0": ""}}, "a relative path"),
-        ({"tests": {"a": {"link": "/etc"}, "a/passwd": ""}}, "a path that does not lie below another file"),
-        ({"tests": {"a": 1}}, r"data.tests\['a'\]: a text, or an object with text, base64 or link"),
+        ({"tests": {"a": {"link": "/etc"}, "a/passwd": ""}}, "a path that is not below another file"),
+        ({"tests": {"a": 1}}, r"data.tests\['a'\]: a string, or an object with text, base64 or link"),
         ({"tests": {"a": {"base64": "?"}}}, "an object with text, base64 or link"),
         ({"tests": {"a": {"text": "x", "mode": 7}}}, "an object with text"),
         ({"tests": {"a": {"text": "x", "executable": 1}}}, "an object with text"),
         ({"tests": {"a": {"text": "x", "link": "y"}}}, "an object with text"),
         ({"workdir": "app"}, "data.workdir: an absolute path"),
-        ({"env": {"A": 1}}, r"data.env\['A'\]: a text"),
+        ({"env": {"A": 1}}, r"data.env\['A'\]: a string"),
         ({"keep": ["/"]}, "data.keep: paths other than /, /tests, /logs, /solution"),
         ({"keep": ["/logs/verifier"]}, "data.keep: paths other"),
         ({"keep": ["etc"]}, "data.keep: an absolute path"),
         ({"setup": ["ls"]}, r"data.setup\[0\]: an object with files, or with run"),
         ({"setup": [{"run": "x", "files": {}}]}, r"data.setup\[0\]: an object with files, or with run"),
-        ({"setup": [{"run": ""}]}, r"data.setup\[0\].run: a text"),
+        ({"setup": [{"run": ""}]}, r"data.setup\[0\].run: a string"),
         ({"setup": [{"run": "x", "cwd": "y"}]}, r"data.setup\[0\].cwd: an absolute path"),
         ({"setup": [{"files": {"..": ""}}]}, r"data.setup\[0\].files\['..'\]: a relative path"),
         ({"setup": [{"run": "x", "user": "y"}]}, r"data.setup\[0\].user: unknown field"),
@@ -64,7 +64,7 @@ def test_good_data_passes():
     check({"name": "x", "metadata": {"any": [1]}, "notes": ["n"], "keep": ["/etc/nginx"], "workdir": "/x/../y"})
 
 
-def test_files_are_written_as_they_were_and_no_link_is_followed(tmp_path: Path):
+def test_files_are_written_unchanged_and_no_link_is_followed(tmp_path: Path):
     files: dict[str, Any] = {
         "b/c": {"base64": "/wA="},
         "d": {"link": "/etc/hosts"},
@@ -100,7 +100,7 @@ def test_files_are_written_as_they_were_and_no_link_is_followed(tmp_path: Path):
         ("reward.json", b"[" * 100_000, None),
     ],
 )
-def test_a_verdict_is_a_finite_number_under_its_name(name: str, text: bytes, verdict: dict[str, float] | None):
+def test_a_verdict_needs_a_finite_reward(name: str, text: bytes, verdict: dict[str, float] | None):
     assert parse_verdict(name, text) == verdict
 
 

@@ -1,4 +1,4 @@
-"""From task folders to bodies: what is taken over, what is noted, what is refused and why."""
+"""Converts task folders to bodies: what is imported, what is noted, what is refused and why."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from .stage_resources import to_play
 NO_IMAGE = TOML.replace("docker_image", "# docker_image")
 
 
-def test_a_body_holds_the_whole_task(tmp_path: Path):
+def test_a_body_contains_the_whole_task(tmp_path: Path):
     body = imported(write(tmp_path / "hello"))
     assert body == {
         "environment": "harbor",
@@ -29,7 +29,7 @@ def test_a_body_holds_the_whole_task(tmp_path: Path):
             "tests": {"test.sh": TEST},
             "solution": {"solve.sh": SOLVE},
             "metadata": {"author_name": "Somebody", "difficulty": "easy", "tags": ["trivial"]},
-            "notes": ["the image's own working folder is not known here: the task begins in /app (--set workdir=PATH)"],
+            "notes": ["the image's own working folder is not known: the task starts in /app (--set workdir=PATH)"],
         },
         "limits": {"eval_s": 150.0, "run_s": 90.0},
         "sandbox": {
@@ -42,7 +42,7 @@ def test_a_body_holds_the_whole_task(tmp_path: Path):
     HarborEnvironment().check(to_play(body, "bubblewrap"))
 
 
-def test_what_task_toml_does_not_say_is_as_harbor_has_it(tmp_path: Path):
+def test_missing_keys_of_task_toml_have_harbors_defaults(tmp_path: Path):
     body = imported(write(tmp_path, {"task.toml": '[environment]\ndocker_image = "x"\n'}))
     assert body["limits"] == {"eval_s": 630.0}
     assert body["sandbox"] == {
@@ -51,17 +51,17 @@ def test_what_task_toml_does_not_say_is_as_harbor_has_it(tmp_path: Path):
         "memory_bytes": 2048 << 20,
         "disk_bytes": 10240 << 20,
     }
-    note = "task.toml says nothing of a network; Harbor would give one, here the sandbox is offline"
+    note = "task.toml does not mention a network; Harbor would allow one, here the sandbox is offline"
     assert note in body["data"]["notes"]
 
 
-def test_sizes_of_older_tasks_are_read(tmp_path: Path):
+def test_sizes_in_the_older_format_are_read(tmp_path: Path):
     toml = TOML.replace("memory_mb = 2048", 'memory = "4G"').replace("storage_mb = 10240", 'storage = "512 MiB"')
     body = imported(write(tmp_path, {"task.toml": toml}))
     assert (body["sandbox"]["memory_bytes"], body["sandbox"]["disk_bytes"]) == (4 << 30, 512 << 20)
 
 
-def test_unknown_keys_are_noted_and_what_json_has_not_is_text(tmp_path: Path):
+def test_unknown_keys_are_noted_and_values_without_a_json_form_become_text(tmp_path: Path):
     toml = f'colour = "red"\n{TOML}skills_dir = "x"\n'.replace(
         "[metadata]", "[metadata]\nmade = 2026-01-02\nscore = nan"
     )
@@ -70,7 +70,7 @@ def test_unknown_keys_are_noted_and_what_json_has_not_is_text(tmp_path: Path):
     assert (data["metadata"]["made"], data["metadata"]["score"]) == ("2026-01-02", "NaN")
 
 
-def test_files_keep_their_content_their_links_and_whether_they_are_executable(tmp_path: Path):
+def test_files_keep_their_content_links_and_executable_bit(tmp_path: Path):
     write(tmp_path, {"tests/data/x.bin": b"\xff\0", "tests/run": "#!/bin/sh\n", "tests/raw": b"\xfe"})
     for name in ("run", "raw"):
         (tmp_path / "tests" / name).chmod(0o755)
@@ -87,13 +87,13 @@ def test_files_keep_their_content_their_links_and_whether_they_are_executable(tm
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../outside"])
-def test_a_link_that_leads_out_of_its_folder_is_refused(tmp_path: Path, target: str):
+def test_a_link_that_points_outside_its_folder_is_refused(tmp_path: Path, target: str):
     (write(tmp_path / "task") / "tests/out").symlink_to(target)
-    with pytest.raises(TaskInvalid, match="task: the link out leads out of its folder"):
+    with pytest.raises(TaskInvalid, match="task: the link out points outside its folder"):
         imported(tmp_path / "task")
 
 
-def test_more_files_than_a_task_should_carry_are_refused(tmp_path: Path):
+def test_files_beyond_the_size_limit_of_a_task_are_refused(tmp_path: Path):
     half = b"x" * (MOST_BYTES // 2)
     with pytest.raises(TaskInvalid, match=r"have more than 8 MiB in all; .* larger data belongs into the image"):
         imported(write(tmp_path, {"tests/a": half, "solution/b": half}))
@@ -104,11 +104,11 @@ def test_images_of_this_machine_are_named_by_a_template(tmp_path: Path):
     write(tmp_path / "parser", {"environment/Dockerfile": dockerfile})
     body = imported(tmp_path / "parser", images="/images/{name}.sif")
     assert body["sandbox"]["image"] == "/images/parser.sif"
-    assert body["data"]["workdir"] == "/srv/x", "the one thing of a Dockerfile that a built image needs to be told"
+    assert body["data"]["workdir"] == "/srv/x", "the only instruction of a Dockerfile that is used with a built image"
     assert imported(tmp_path / "parser", workdir="/else")["data"]["workdir"] == "/else"
 
 
-def test_a_folder_of_task_folders_is_many_tasks(tmp_path: Path):
+def test_a_folder_of_task_folders_becomes_many_tasks(tmp_path: Path):
     for name in ("b", "a", "group/c"):
         write(tmp_path / name, {"tests/fixture/task.toml": "not = a task"})
     bodies = list(HarborEnvironment().from_folder(tmp_path, {}))
@@ -116,9 +116,7 @@ def test_a_folder_of_task_folders_is_many_tasks(tmp_path: Path):
     assert names == ["a", "b", "c"]
 
 
-def test_of_many_tasks_all_that_are_refused_are_named_and_may_be_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_all_refused_tasks_are_named_and_can_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write(tmp_path / "good")
     for name in ("bad", "worse"):
         write(tmp_path / name, {"instruction.md": " "})
@@ -131,14 +129,14 @@ def test_of_many_tasks_all_that_are_refused_are_named_and_may_be_skipped(
     with caplog.at_level(logging.WARNING):
         assert imported(tmp_path, refused="skip")["data"]["name"] == "good"
     assert [record.getMessage() for record in caplog.records] == [
-        f"a task is not imported: {tmp_path}/{name}: instruction.md is empty" for name in ("bad", "worse")
+        f"task not imported: {tmp_path}/{name}: instruction.md is empty" for name in ("bad", "worse")
     ]
     with pytest.raises(TaskInvalid, match=r"instruction\.md is empty$"):
         imported(tmp_path / "bad", refused="skip")
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path):
-    with pytest.raises(TaskInvalid, match=r"there is no task.toml in it, nor in a folder below it"):
+    with pytest.raises(TaskInvalid, match=r"there is no task.toml in it or below it"):
         imported(tmp_path)
 
 
@@ -154,7 +152,7 @@ NETWORK = TOML.replace("allow_internet = false\n", "")
         ('allowed_hosts = ["a.b"]', ["a.b"]),
     ],
 )
-def test_a_task_that_asks_for_a_network_asks_for_hosts(tmp_path: Path, line: str, hosts: list[str]):
+def test_a_task_that_requests_a_network_gets_its_hosts(tmp_path: Path, line: str, hosts: list[str]):
     write(tmp_path, {"task.toml": f"{NETWORK}{line}\n"})
     assert imported(tmp_path)["sandbox"]["egress"] == {"hosts": hosts, "eval_hosts": hosts}
     to_play(imported(tmp_path), "bubblewrap")
@@ -172,7 +170,7 @@ def test_the_agent_and_the_verifier_can_have_other_hosts_than_the_environment(tm
 
 
 @pytest.mark.parametrize("host", ["http://a.b/", "a b", "10.0.0.300"])
-def test_hosts_that_are_none_are_told(tmp_path: Path, host: str):
+def test_invalid_hosts_are_refused(tmp_path: Path, host: str):
     write(tmp_path, {"task.toml": f'{NETWORK}allowed_hosts = ["{host}"]\n'})
     with pytest.raises(TaskInvalid, match=r"task\.toml: allowed_hosts"):
         imported(tmp_path)
@@ -180,7 +178,7 @@ def test_hosts_that_are_none_are_told(tmp_path: Path, host: str):
         imported(tmp_path, network=host)
 
 
-def test_no_network_wins_over_the_older_key(tmp_path: Path):
+def test_no_network_takes_precedence_over_the_older_key(tmp_path: Path):
     toml = f'{NETWORK}allow_internet = true\nnetwork_mode = "no-network"\n'
     assert imported(write(tmp_path, {"task.toml": toml}))["environment"] == "harbor"
 
@@ -188,7 +186,7 @@ def test_no_network_wins_over_the_older_key(tmp_path: Path):
 FETCH = "#!/bin/bash\n# apt-get install comment\napt-get update\n"
 
 
-def test_tests_that_fetch_something_are_refused_where_task_toml_gives_no_network(tmp_path: Path):
+def test_tests_that_download_something_are_refused_if_task_toml_forbids_a_network(tmp_path: Path):
     write(tmp_path, {"tests/test.sh": FETCH, "solution/solve.sh": "pip install x"})
     with pytest.raises(
         TaskInvalid, match=r"tests/test.sh: 'apt-get update' needs a network.* every rollout would fail"
@@ -198,11 +196,11 @@ def test_tests_that_fetch_something_are_refused_where_task_toml_gives_no_network
     assert "solution/solve.sh: 'pip install x' needs a network: the oracle may fail" in notes
 
 
-def test_tests_that_fetch_something_ask_for_a_network_where_nobody_says(tmp_path: Path):
+def test_tests_that_download_something_request_a_network_if_task_toml_does_not_mention_one(tmp_path: Path):
     write(tmp_path, {"task.toml": NETWORK, "tests/test.sh": FETCH})
     body = imported(tmp_path)
     assert body["sandbox"]["egress"] == {"hosts": [], "eval_hosts": ["*"]}
-    assert any("here its tests ask for one" in note for note in body["data"]["notes"])
+    assert any("here its tests need one" in note for note in body["data"]["notes"])
     assert any("'apt-get update' needs root" in note for note in body["data"]["notes"])
     assert imported(tmp_path, network="a.b")["sandbox"]["egress"] == {"hosts": ["a.b"], "eval_hosts": ["a.b"]}
     assert "egress" not in imported(write(tmp_path / "quiet", {"task.toml": NETWORK}))["sandbox"]
@@ -224,7 +222,7 @@ def test_tests_that_fetch_something_ask_for_a_network_where_nobody_says(tmp_path
         ("  # uvx pytest", False),
     ],
 )
-def test_lines_that_need_a_network_are_known(line: str, fetches: bool):
+def test_lines_that_need_a_network_are_recognized(line: str, fetches: bool):
     assert (fetching_line(f"#!/bin/bash\n{line}\n") is not None) is fetches
 
 
@@ -237,7 +235,7 @@ def test_lines_that_need_a_network_are_known(line: str, fetches: bool):
         ("#!", "bash"),
     ],
 )
-def test_the_program_that_runs_a_script_is_known(first: str, program: str):
+def test_the_interpreter_of_a_script_is_recognized(first: str, program: str):
     assert interpreter_of(f"{first}\nx\n") == program
 
 
@@ -256,7 +254,7 @@ def test_the_program_that_runs_a_script_is_known(first: str, program: str):
         ("=", r"task\.toml cannot be read: Invalid"),
         (f'{TOML}os = "windows"', "environment.os: only linux is supported, not 'windows'"),
         (f"{TOML}gpus = 1", "environment.gpus: sandboxes have no GPU"),
-        (f'{TOML}[[environment.mcp_servers]]\nname = "x"', "environment.mcp_servers: a task cannot bring servers"),
+        (f'{TOML}[[environment.mcp_servers]]\nname = "x"', "environment.mcp_servers: a task cannot define servers"),
         (f'{TOML}[verifier.environment]\ndocker_image = "x"', "a verifier in a container of its own"),
         (TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"'), "a container of its own"),
         (f'{TOML}[[steps]]\nname = "x"', "steps: tasks of several steps are not supported"),
@@ -267,7 +265,7 @@ def test_the_program_that_runs_a_script_is_known(first: str, program: str):
         (NO_IMAGE, "there is no image: neither environment.docker_image in task.toml nor environment/Dockerfile"),
     ],
 )
-def test_a_task_toml_that_cannot_be_honoured_is_refused_with_its_key(tmp_path: Path, toml: str, wrong: str):
+def test_an_unsupported_task_toml_is_refused_with_its_key(tmp_path: Path, toml: str, wrong: str):
     with pytest.raises(TaskInvalid, match=wrong):
         imported(write(tmp_path, {"task.toml": toml}))
 
@@ -280,12 +278,12 @@ def test_a_task_toml_that_cannot_be_honoured_is_refused_with_its_key(tmp_path: P
         ({"environment/docker-compose.yaml": "services: {}"}, "services beside the task's own container"),
     ],
 )
-def test_a_folder_that_cannot_be_honoured_is_refused(tmp_path: Path, files: Mapping[str, str | None], wrong: str):
+def test_an_unsupported_folder_is_refused(tmp_path: Path, files: Mapping[str, str | None], wrong: str):
     with pytest.raises(TaskInvalid, match=wrong):
         imported(write(tmp_path, files))
 
 
-def test_variables_of_the_host_are_given_or_have_a_default(tmp_path: Path):
+def test_variables_of_the_host_must_be_set_or_have_a_default(tmp_path: Path):
     write(tmp_path, {"task.toml": TOML + 'env = {A = "${KEY}", B = "x-${OTHER:-y}", C = "$plain"}\n'})
     assert imported(tmp_path, env__KEY="k")["data"]["env"] == {"A": "k", "B": "x-y", "C": "$plain"}
 
@@ -302,7 +300,7 @@ def test_variables_of_the_host_are_given_or_have_a_default(tmp_path: Path):
         ({"workdir": "here"}, r"data\.workdir: an absolute path was expected"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, str], wrong: str):
+def test_invalid_options_are_refused(tmp_path: Path, options: dict[str, str], wrong: str):
     with pytest.raises(TaskInvalid, match=wrong):
         imported(write(tmp_path), **options)
 
@@ -333,7 +331,7 @@ def test_copy_puts_files_where_a_build_would(tmp_path: Path, line: str, files: l
     assert list(step["files"]) == files
 
 
-def test_variables_of_a_dockerfile_are_the_tasks(tmp_path: Path):
+def test_variables_of_a_dockerfile_apply_to_the_task(tmp_path: Path):
     text = 'ARG TAG=2\nFROM x:$TAG\nENV A=1 B="two words"\nENV C the rest\nENV D=${A}-$TAG E=\\$A\n'
     text += 'ENTRYPOINT ["x"]\nUSER me\n'
     body = dockered(tmp_path, text)
@@ -352,10 +350,10 @@ def test_variables_of_a_dockerfile_are_the_tasks(tmp_path: Path):
          r" build \S*/Task/environment --name task, then import with --set images=\{name\}; or --set run=prepare"),
         ("FROM x\nFROM y", "Dockerfile:2: 'FROM y': more than one stage needs a build"),
         ("FROM scratch", "the name of an image was expected"),
-        ("WORKDIR /x", "a Dockerfile begins with FROM"),
-        ("# nothing", "it has no FROM"),
-        ("FROM x\nENV PATH=/x:$PATH", r"the value of \$PATH is known only to a build"),
-        ("FROM x\nENV A=${B:-c}", "this form of a variable is known only to a build"),
+        ("WORKDIR /x", "a Dockerfile must start with FROM"),
+        ("# nothing", "there is no FROM"),
+        ("FROM x\nENV PATH=/x:$PATH", r"the value of \$PATH is known only in a build"),
+        ("FROM x\nENV A=${B:-c}", "this form of a variable needs a build"),
         ("FROM x\nENV A='", "cannot be read: No closing quotation"),
         ("FROM x\nENV A=b c", "NAME=VALUE was expected"),
         ("FROM x\nWORKDIR y", "relative to the working folder of the base image"),
@@ -364,9 +362,9 @@ def test_variables_of_a_dockerfile_are_the_tasks(tmp_path: Path):
         ("FROM x\nCOPY none /b", "there is no 'none' in environment/"),
         ("FROM x\nCOPY ../tests /b", "there is no '../tests' in environment/"),
         ("FROM x\nCOPY a.txt", "a source and a destination were expected"),
-        ("FROM x\nCOPY [a /b", "a list of texts was expected"),
-        ('FROM x\nCOPY ["a.txt", 3]', "a list of texts was expected"),
-        ("FROM x\nCOPY **.txt /b", "is a pattern that only a build knows"),
+        ("FROM x\nCOPY [a /b", "a list of strings was expected"),
+        ('FROM x\nCOPY ["a.txt", 3]', "a list of strings was expected"),
+        ("FROM x\nCOPY **.txt /b", "is a pattern that needs a build"),
         ("FROM x\nENV =b", "NAME=VALUE was expected"),
         ("FROM x\nCOPY <<E /b\nE", "a heredoc needs a build"),
         ("FROM x\nADD https://a.b/c /d", "ADD of a URL or an archive needs a build"),
@@ -381,7 +379,7 @@ def test_a_dockerfile_that_needs_a_build_is_refused_with_its_line(tmp_path: Path
         dockered(tmp_path, text)
 
 
-def test_a_link_in_the_build_folder_that_leads_out_is_not_copied(tmp_path: Path):
+def test_a_link_that_points_outside_the_build_folder_is_not_copied(tmp_path: Path):
     (tmp_path / "secret").write_text("s")
     write(tmp_path / "Task", {"task.toml": NO_IMAGE, "environment/Dockerfile": "FROM x\nCOPY out /b"})
     (tmp_path / "Task/environment/out").symlink_to(tmp_path / "secret")
@@ -390,14 +388,14 @@ def test_a_link_in_the_build_folder_that_leads_out_is_not_copied(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [".dockerignore", "Dockerfile.dockerignore"])
-def test_what_a_build_would_leave_out_is_not_copied(tmp_path: Path, name: str):
+def test_a_dockerignore_is_refused(tmp_path: Path, name: str):
     dockerfile = "FROM x\nCOPY . /app\n"
     files = {"environment/Dockerfile": dockerfile, f"environment/{name}": "answers", "environment/answers": "42"}
-    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: .* a \.dockerignore says what .* needs a build"):
+    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: .* a \.dockerignore excludes .* needs a build"):
         imported(write(tmp_path, {"task.toml": NO_IMAGE, **files}))
 
 
-def test_commands_of_a_dockerfile_run_at_set_up_if_that_is_wanted(tmp_path: Path):
+def test_run_lines_of_a_dockerfile_run_at_set_up_with_the_option(tmp_path: Path):
     text = 'FROM x\nARG N=1 M="2"\nENV M=3\nWORKDIR /w\nRUN make all\nRUN ["echo", "a b"]\n'
     assert dockered(tmp_path, text, run="prepare")["data"]["setup"] == [
         {"run": "make all", "cwd": "/w", "env": {"N": "1"}},
@@ -416,5 +414,5 @@ def test_commands_of_a_dockerfile_run_at_set_up_if_that_is_wanted(tmp_path: Path
     for line in ("RUN --mount=type=cache x", "RUN cat <<E\nE"):
         with pytest.raises(TaskInvalid, match="options and heredocs of RUN need a build"):
             dockered(tmp_path, f"FROM x\n{line}\n", run="prepare")
-    with pytest.raises(TaskInvalid, match="a list of texts was expected"):
+    with pytest.raises(TaskInvalid, match="a list of strings was expected"):
         dockered(tmp_path, "FROM x\nRUN [ -e /x ]\n", run="prepare")

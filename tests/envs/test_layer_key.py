@@ -1,4 +1,4 @@
-"""What a set-up's key covers: everything that decides which files it leaves, and nothing else."""
+"""A layer key covers everything that determines the set-up's files, and nothing else."""
 
 from dataclasses import replace
 
@@ -27,16 +27,16 @@ class Other(Prepared):
 TASK = Task("prepared", {"a": 1, "b": [{"c": 2.5}]})
 
 
-def test_an_environment_that_prepares_nothing_has_no_key():
+def test_an_environment_without_prepare_has_no_key():
     assert MathEnvironment().layer_key(Task("math", {"question": "1+1", "answer": "2"})) is None
 
 
-def test_equal_tasks_have_equal_keys_however_their_data_is_written():
+def test_equal_tasks_have_equal_keys_in_whatever_order_their_data_is_written():
     again = Task("prepared", {"b": ({"c": 2.5},), "a": 1}, limits=Limits(init_s=1))
     assert Prepared().layer_key(TASK) == Prepared().layer_key(again)
 
 
-def test_data_variables_and_environment_each_make_another_key():
+def test_data_variables_and_environment_each_change_the_key():
     keys = [
         Prepared().layer_key(TASK),
         Prepared().layer_key(replace(TASK, data={"a": 2})),
@@ -53,7 +53,7 @@ def test_an_environment_without_source_is_not_shared():
     assert space["Typed"]().layer_key(TASK) is None
 
 
-def test_the_shells_set_up_is_its_files_and_commands():
+def test_the_key_of_shell_covers_its_files_and_commands():
     def key(**data: Json) -> str | None:
         return ShellEnvironment().layer_key(Task("shell", {"instruction": "x", "checks": ["true"], **data}))
 

@@ -54,38 +54,38 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
         ("42", "\\boxed{" + "9" * 20_000 + "}", 0.0),
     ],
 )
-async def test_the_boxed_answer_is_compared_by_meaning(math, known, said, reward):
+async def test_the_boxed_answer_is_compared_by_value(math, known, said, reward):
     given = task("math", {**DATA, "answer": known})
     assert (await math.eval(context(given), evidence(said))).reward == reward
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime):
+async def test_the_oracle_scores_1_and_the_no_op_0(runtime):
     async with open_resources(runtime) as resources:
         for answer in ("\\frac{1}{2}", "Paris", "\\{1, 2\\}", "$x^2+2x+1$"):
             assert await rewards(resources, {"environment": "math", "data": {**DATA, "answer": answer}}) == (1.0, 0.0)
 
 
-async def test_what_was_given_to_finish_is_the_answer(math):
+async def test_the_argument_of_finish_is_the_answer(math):
     score = await math.eval(context(task("math", DATA)), evidence("\\boxed{7}", answer="0.5"))
     assert score.reward == 1.0
     score = await math.eval(context(task("math", DATA)), evidence("\\boxed{7}", answer="It is \\boxed{1/2}"))
     assert score.reward == 1.0
 
 
-async def test_no_answer_is_counted_as_such(math):
+async def test_a_missing_answer_has_the_metric_answered_0(math):
     score = await math.eval(context(task("math", DATA)), evidence("I do not know"))
     assert (score.reward, score.metrics) == (0.0, {"answered": 0.0})
 
 
-async def test_questions_share_few_processes(math):
+async def test_questions_share_a_few_processes(math):
     given = context(task("math", DATA))
     scores = await asyncio.gather(*(math.eval(given, evidence("\\boxed{0.5}")) for _ in range(8)))
     assert [score.reward for score in scores] == [1.0] * 8
     assert 1 <= len(math._judge.children.idle) <= 2
 
 
-async def test_no_sandbox_is_asked_for_and_the_hint_is_given(math):
+async def test_the_plan_needs_no_sandbox_and_the_prompt_has_the_hint(math):
     plan = math.plan(task("math", DATA))
     assert not plan.needs_sandbox
     assert not plan.eval_needs_sandbox
@@ -97,7 +97,7 @@ async def test_no_sandbox_is_asked_for_and_the_hint_is_given(math):
 
 
 def child(body: str) -> MathJudge:
-    """A judge whose process greets and then does this."""
+    """A judge whose process reports that it is ready and then runs this code."""
     code = f"import socket, time; s = socket.socket(fileno=0); s.sendall(b'ok\\n'); s.recv(999); {body}"
     return MathJudge((sys.executable, "-c", code))
 
@@ -110,8 +110,8 @@ async def test_an_answer_that_hangs_the_verifier_is_the_policys_fault_and_the_pr
     assert judge.children.idle == []
 
 
-async def test_waiting_for_others_answers_is_not_the_policys_fault():
-    """As a deadline it would be a score of 0 for an answer that nobody has looked at."""
+async def test_waiting_for_other_answers_is_not_the_policys_fault():
+    """As a deadline, it would give 0 to an answer that was never compared."""
     judge = child("time.sleep(600)")
     slow = [asyncio.create_task(judge.is_same("1", "2")) for _ in range(WORKERS)]
     await asyncio.sleep(0)
@@ -122,17 +122,17 @@ async def test_waiting_for_others_answers_is_not_the_policys_fault():
     await asyncio.wait(slow)
 
 
-async def test_a_verifier_that_dies_is_no_score():
+async def test_a_verifier_that_dies_gives_no_score():
     with pytest.raises(VerifierCrashed, match="died"):
         await child("s.close()").is_same("1", "2")
 
 
-async def test_a_verifier_that_talks_nonsense_is_no_score():
+async def test_a_verifier_that_returns_nonsense_gives_no_score():
     with pytest.raises(VerifierCrashed, match="died"):
         await child("s.sendall(b'what?\\n'); time.sleep(600)").is_same("1", "2")
 
 
-async def test_a_verifier_that_raises_says_so_and_is_used_again():
+async def test_an_exception_in_a_verifier_is_reported_and_the_process_is_reused():
     judge = child(
         's.sendall(b\'{"error": "ValueError: no"}\\n\'); s.recv(999); s.sendall(b\'{"same": true}\\n\'); s.recv(9)'
     )
@@ -142,7 +142,7 @@ async def test_a_verifier_that_raises_says_so_and_is_used_again():
     await judge.close()
 
 
-async def test_a_verifier_that_cannot_start_is_no_score():
+async def test_a_verifier_that_cannot_start_gives_no_score():
     with pytest.raises(VerifierCrashed, match="did not start"):
         await MathJudge((sys.executable, "-c", "raise SystemExit(1)")).is_same("1", "2")
 
@@ -160,7 +160,7 @@ async def test_a_cancelled_question_leaves_no_process():
 
 
 def children() -> str:
-    """The command lines of all our child processes, dead ones that nobody waited for included."""
+    """The command lines of all child processes of this process, including zombies."""
     ids = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
     return " ".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in ids)
 
@@ -168,7 +168,7 @@ def children() -> str:
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        ({"question": "?"}, "math: data.answer: a text was expected"),
+        ({"question": "?"}, "math: data.answer: a string was expected"),
         ({"answer": "1"}, "data.question"),
         ({**DATA, "answer": 42}, "data.answer"),
         ({**DATA, "hint": "x"}, "data.hint: unknown field; there are answer, question, system_prompt"),
@@ -192,8 +192,8 @@ async def test_the_last_box_with_matching_braces_counts(text, expected):
     assert last_boxed(text) == expected
 
 
-async def test_boxes_that_never_close_are_read_once():
-    """A model in a loop writes thousands of them; looking from each to the end would hold the event loop."""
+async def test_unclosed_boxes_are_scanned_once():
+    """A model in a loop writes thousands of them; scanning from each to the end would block the event loop."""
     assert last_boxed("\\boxed{" * 200_000) is None
     assert last_boxed("\\boxed{7}" + "\\boxed{" * 200_000) == "7"
     assert all_boxed("\\boxed{" * 200_000 + "7" + "}" * 200_000) == ["7"]
@@ -214,5 +214,5 @@ async def test_boxes_that_never_close_are_read_once():
         ("5", "\\frac{1}{0}", False),
     ],
 )
-async def test_with_a_tolerance_numbers_are_compared_by_their_values(math, known, answer, is_same):
+async def test_with_a_tolerance_numbers_are_compared_by_value(math, known, answer, is_same):
     assert await math._judge.is_same(known, answer, tolerance=0.01) == is_same

@@ -1,4 +1,4 @@
-"""Rows as the datasets have them, as tasks of `math`; each task is one that its oracle solves."""
+"""Rows of public datasets as `math` tasks, each of which its oracle solves."""
 
 from typing import Any
 
@@ -62,14 +62,14 @@ def imported(row, **options: str) -> Any:
     return MathEnvironment().from_row(row, options)["data"]
 
 
-def test_a_system_message_is_kept_and_the_box_is_still_asked_for():
+def test_a_system_message_is_kept_and_the_question_still_asks_for_a_box():
     data = imported(verl(("system", "Be brief."), ("user", "Q?")))
     assert data == {"question": f"Q?\n\n{HINT}", "answer": "42", "system_prompt": "Be brief."}
     boxed = imported(verl(("system", "Use \\boxed{}."), ("user", "Q?")))
     assert boxed["question"] == "Q?"
 
 
-def test_options_name_columns_and_give_a_system_prompt():
+def test_options_set_columns_and_a_system_prompt():
     row = {"Aufgabe": "Q?", "Lösung": 3, "answer": "no"}
     data = imported(row, question="Aufgabe", answer="Lösung", system_prompt="Use \\boxed{}.")
     assert data == {"question": "Q?", "answer": "3", "system_prompt": "Use \\boxed{}."}
@@ -95,14 +95,14 @@ def test_options_name_columns_and_give_a_system_prompt():
         ),
         (verl(("user", "a"), ("assistant", "b"), ("user", "c")), {}, "there are user, assistant, user"),
         (verl(), {}, "the row has no question|there are none"),
-        ({"prompt": ["x"], "answer": "1"}, {}, "prompt: messages with a role and a text"),
+        ({"prompt": ["x"], "answer": "1"}, {}, "prompt: messages with a role and a string"),
         (
             {"prompt": [{"role": "user", "content": ["x"]}], "answer": "1"},
             {},
-            "prompt: messages with a role and a text",
+            "prompt: messages with a role and a string",
         ),
     ],
 )
-def test_a_row_that_is_no_task_is_refused_with_the_reason(row, options, wrong):
+def test_an_invalid_row_is_refused_with_the_reason(row, options, wrong):
     with pytest.raises(TaskInvalid, match=wrong):
         MathEnvironment().from_row(row, options)

@@ -1,4 +1,4 @@
-"""The environment `reasoning_gym`: its data, its answers, and whose fault what is."""
+"""The environment `reasoning_gym`: its data, its answers, and the blame of failures."""
 
 import sys
 
@@ -36,7 +36,7 @@ async def score(gym, data, said="", **info):
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_the_oracle_gets_the_most_and_the_no_op_what_the_family_gives_for_nothing(runtime):
+async def test_the_oracle_scores_1_and_the_no_op_the_familys_score_for_no_answer(runtime):
     lowest = {"leg_counting": 0.0, "rush_hour": 0.0, "countdown": 0.01}
     async with open_resources(runtime) as resources:
         for family, least in lowest.items():
@@ -44,14 +44,14 @@ async def test_the_oracle_gets_the_most_and_the_no_op_what_the_family_gives_for_
             assert await rewards(resources, body) == (1.0, least), family
 
 
-async def test_what_a_rollout_was_asked_is_noted_for_eval():
+async def test_the_digest_of_the_question_is_passed_to_eval():
     async with open_resources("bubblewrap") as resources:
         result = await played(resources, {"environment": "reasoning_gym", "data": LEGS}, "noop")
     assert result.trajectory is not None
     assert len(str(result.trajectory.info["question_sha256"])) == 64
 
 
-async def test_the_question_says_how_to_answer_and_nothing_of_the_answer(gym):
+async def test_the_prompt_explains_the_form_of_the_answer_but_does_not_contain_it(gym):
     assert not gym.plan(task("reasoning_gym", LEGS)).needs_sandbox
     start = await gym.init(context(task("reasoning_gym", LEGS)))
     (message,) = start.messages
@@ -63,7 +63,7 @@ async def test_the_question_says_how_to_answer_and_nothing_of_the_answer(gym):
     assert "<answer>" not in str(start.messages[1]["content"])
 
 
-async def test_other_numbers_are_another_question(gym):
+async def test_other_data_give_another_question(gym):
     asked = [
         (await gym.init(context(task("reasoning_gym", {**LEGS, **more})))).messages[0]["content"]
         for more in ({}, {"index": 4}, {"seed": 1042}, {"config": {"min_animals": 9}}, {"size": 4})
@@ -72,7 +72,7 @@ async def test_other_numbers_are_another_question(gym):
     assert asked[4] == asked[0]
 
 
-async def test_an_answer_in_tags_or_given_to_finish_is_scored(gym):
+async def test_an_answer_in_tags_or_passed_to_finish_is_scored(gym):
     right = await known(gym, LEGS)
     for said, info in [
         (f"<answer>{right}</answer>", {}),
@@ -91,14 +91,14 @@ async def test_an_answer_in_tags_or_given_to_finish_is_scored(gym):
         assert (found.reward, found.metrics["answered"]) == (0.0, 0.0)
 
 
-async def test_an_answer_that_is_partly_right_gets_what_the_family_gives_for_it(gym):
+async def test_a_partly_right_answer_gets_partial_credit(gym):
     data = {**LEGS, "family": "prime_factorization", "config": {"min_value": 24, "max_value": 24}}
     assert (await score(gym, data, "<answer>2 × 2 × 2 × 3</answer>")).reward == 1.0
     assert (await score(gym, data, "<answer>4 × 6</answer>")).reward == 0.5
     assert (await score(gym, data, "<answer>5</answer>")).reward == 0.01
 
 
-async def test_an_answer_that_the_scorer_cannot_read_is_wrong_and_not_a_crash(gym):
+async def test_an_answer_that_the_scorer_cannot_read_scores_0(gym):
     found = await score(gym, {**LEGS, "family": "prime_factorization"}, "<answer>I do not know</answer>")
     assert (found.reward, found.metrics) == (0.0, {"answered": 1.0, "unscorable": 1.0})
     found = await score(gym, LEGS, "<answer>" + "9" * 100_001 + "</answer>")
@@ -107,12 +107,12 @@ async def test_an_answer_that_the_scorer_cannot_read_is_wrong_and_not_a_crash(gy
     assert found.reward == 0.0
 
 
-async def test_another_question_than_in_init_is_no_score(gym):
-    with pytest.raises(VerifierCrashed, match="another question in INIT"):
+async def test_a_different_question_than_in_init_gives_no_score(gym):
+    with pytest.raises(VerifierCrashed, match="in INIT these data gave another question"):
         await score(gym, LEGS, "<answer>1</answer>", question_sha256="0" * 64)
 
 
-async def test_composite_items_are_made_and_scored_by_their_own_family(gym):
+async def test_composite_items_are_generated_and_scored_by_their_own_family(gym):
     parts = [{"name": "game_of_life_halting", "weight": 1}, {"name": "boxnet", "weight": 1.0, "config": {}}]
     for index in range(4):
         data: dict[str, Json] = {
@@ -139,30 +139,30 @@ async def test_the_last_pair_of_tags_counts(text, expected):
 @pytest.mark.parametrize(
     ("more", "wrong"),
     [
-        ({"family": "leg_countin"}, "there is no family 'leg_countin'; near it are leg_counting"),
+        ({"family": "leg_countin"}, "there is no family 'leg_countin'; similar names: leg_counting"),
         ({"config": {"animals": 3}}, r"config\.animals: leg_counting has no such option; it has max_animals, max_inst"),
-        ({"config": {"min_animals": 0}}, "config: leg_counting refuses it: AssertionError"),
+        ({"config": {"min_animals": 0}}, "config: leg_counting rejects it: AssertionError"),
         (
             {"family": "countdown", "config": {"min_target": 10**9, "max_target": 10**9}},
             "countdown cannot make item 3: ValueError: Failed to generate",
         ),
     ],
 )
-async def test_an_item_that_cannot_be_made_is_the_tasks_fault(gym, more, wrong):
+async def test_an_item_that_cannot_be_generated_is_the_tasks_fault(gym, more, wrong):
     with pytest.raises(TaskInvalid, match=wrong):
         await gym.init(context(task("reasoning_gym", {**LEGS, **more})))
 
 
 async def test_an_item_without_a_known_answer_has_no_oracle(gym):
     data = {**LEGS, "family": "rubiks_cube", "config": {"cube_size": 4}}
-    with pytest.raises(TaskInvalid, match="nobody knows an answer to this item of rubiks_cube"):
+    with pytest.raises(TaskInvalid, match="this item of rubiks_cube has no known answer"):
         await known(gym, data)
 
 
 @pytest.mark.parametrize(
     ("more", "wrong"),
     [
-        ({"family": None}, r"data\.family: a text was expected"),
+        ({"family": None}, r"data\.family: a string was expected"),
         ({"seed": -1}, r"data\.seed: a whole number from 0 to 4294967295 was expected"),
         ({"seed": None}, r"data\.seed"),
         ({"seed": True}, r"data\.seed"),
@@ -171,20 +171,20 @@ async def test_an_item_without_a_known_answer_has_no_oracle(gym):
         ({"index": 1.5}, r"data\.index"),
         ({"size": 1_000_001}, r"data\.size: a whole number from 1 to 1000000 was expected"),
         ({"config": []}, r"data\.config: an object was expected"),
-        ({"config": {"seed": 1}}, r"data\.config\.seed: nothing \(data\.seed is the place for it\) was expected"),
+        ({"config": {"seed": 1}}, r"data\.config\.seed: nothing \(use data\.seed\) was expected"),
         (
             {"question": "?"},
             r"data\.question: unknown field; there are config, family, index, seed, size, system_prompt",
         ),
     ],
 )
-async def test_data_that_can_never_work_are_refused_with_the_field(more, wrong):
+async def test_data_that_can_never_work_is_refused_with_the_field(more, wrong):
     with pytest.raises(TaskInvalid, match=wrong):
         ReasoningEnvironment().check(task("reasoning_gym", {**LEGS, **more}))
     ReasoningEnvironment().check(task("reasoning_gym", LEGS))
 
 
-async def test_a_service_without_the_package_says_so_at_submit(monkeypatch):
+async def test_without_the_package_a_task_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(TaskInvalid, match=r"not installed here: install rollyard\[reasoning\]"):
         ReasoningEnvironment().check(task("reasoning_gym", LEGS))
@@ -192,7 +192,7 @@ async def test_a_service_without_the_package_says_so_at_submit(monkeypatch):
         next(ReasoningEnvironment().generate({"family": "all"}))
 
 
-async def test_a_row_is_a_tasks_data():
+async def test_a_row_becomes_a_tasks_data():
     row = {**LEGS, "size": None, "config": '{"min_animals": 4}', "split": "train"}
     body = ReasoningEnvironment().from_row(row, {})
     assert body == {"environment": "reasoning_gym", "data": {**LEGS, "config": {"min_animals": 4}}}
@@ -228,17 +228,17 @@ async def test_tasks_are_generated_family_by_family():
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        ({}, "family: name one of reasoning-gym's, several with commas between, or all"),
-        ({"family": "leg_countng,gcd"}, "there is no family 'leg_countng'; near it are leg_counting"),
+        ({}, "family: give one family, several separated by commas, or all"),
+        ({"family": "leg_countng,gcd"}, "there is no family 'leg_countng'; similar names: leg_counting"),
         ({"family": "zzzzzz"}, "there is no family 'zzzzzz'$"),
         ({"family": "gcd", "count": "0"}, "count=0: a whole number from 1 to 1000000 was expected"),
         ({"family": "gcd", "seed": "x"}, "seed=x: a whole number from 0 to 4294967295 was expected"),
         ({"family": "gcd", "n": "1"}, "unknown option 'n' of its importer; there are config, count, family, seed"),
-        ({"family": "gcd,lcm", "config": "{}"}, "config is for one family, and these are 2"),
+        ({"family": "gcd,lcm", "config": "{}"}, "config applies to one family, not to 2"),
         ({"family": "gcd", "config": "[]"}, "config: an object was expected"),
     ],
 )
-async def test_options_that_cannot_be_are_refused(options, wrong):
+async def test_invalid_options_are_refused(options, wrong):
     with pytest.raises(TaskInvalid, match=wrong):
         list(ReasoningEnvironment().generate(options))
 
@@ -300,13 +300,13 @@ async def odd():
 
 
 @pytest.mark.parametrize("answer", ["raise", "leave", "die", "spin", "memory", "nothing", "shell", "write"])
-async def test_an_answer_that_breaks_the_scorer_is_wrong_and_the_next_one_is_scored(odd, answer):
+async def test_an_answer_that_breaks_the_scorer_scores_0_and_the_next_one_is_scored(odd, answer):
     found = await score(odd, ODD_DATA, f"<answer>{answer}</answer>")
     assert (found.reward, found.metrics["unscorable"]) == (0.0, 1.0)
     assert (await score(odd, ODD_DATA, "<answer>right</answer>")).reward == 1.0
 
 
-async def test_an_answer_changes_nothing_for_the_next_one(odd):
+async def test_an_answer_does_not_affect_the_next_one(odd):
     await score(odd, ODD_DATA, "<answer>spoil</answer>")
     assert (await score(odd, ODD_DATA, "<answer>right</answer>")).reward == 1.0
     assert (await score(odd, ODD_DATA, "<answer>spoilt</answer>")).reward == 0.0
@@ -316,12 +316,12 @@ async def test_a_score_is_at_most_1(odd):
     assert (await score(odd, ODD_DATA, "<answer>shout</answer>")).reward == 1.0
 
 
-async def test_a_scorer_that_fails_at_the_known_answer_too_is_no_score(odd):
-    with pytest.raises(VerifierCrashed, match="fails at the known answer, too: ValueError: always"):
+async def test_a_scorer_that_also_fails_on_the_known_answer_gives_no_score(odd):
+    with pytest.raises(VerifierCrashed, match="also fails on the known answer: ValueError: always"):
         await score(odd, {**ODD_DATA, "family": "broken"}, "<answer>right</answer>")
 
 
-async def test_an_item_that_takes_for_ever_is_the_tasks_fault_in_init_and_no_score_in_eval():
+async def test_an_item_that_hangs_is_the_tasks_fault_in_init_and_gives_no_score_in_eval():
     environment = ReasoningEnvironment()
     sleeps = "import socket, time; s = socket.socket(fileno=0); s.sendall(b'ok\\n'); time.sleep(600)"
     environment.children = Children("reasoning-gym", command=(sys.executable, "-c", sleeps))
@@ -332,6 +332,6 @@ async def test_an_item_that_takes_for_ever_is_the_tasks_fault_in_init_and_no_sco
         await score(environment, LEGS, "<answer>1</answer>")
 
 
-async def test_an_item_that_cannot_be_made_again_is_no_score(gym):
+async def test_an_item_that_cannot_be_generated_again_gives_no_score(gym):
     with pytest.raises(VerifierCrashed, match="cannot be made again: there is no family 'gone'"):
         await score(gym, {**LEGS, "family": "gone"}, "<answer>1</answer>")

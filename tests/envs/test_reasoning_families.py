@@ -1,4 +1,4 @@
-"""All families of reasoning-gym: the same question everywhere, an oracle that wins, and no way to cheat."""
+"""All families of reasoning-gym: reproducible questions, an oracle that scores 1, and known cheats that fail."""
 
 import re
 import subprocess
@@ -13,12 +13,12 @@ from rollyard.envs.children import Children
 from rollyard.envs.reasoning import guard
 from rollyard.envs.reasoning.environment import COMMAND, ReasoningEnvironment
 
-SEED = 600  # of those tried, the one whose items are made fastest
+SEED = 600  # of the seeds tried, the one whose items are generated fastest
 INDEX = 1
 FAMILIES = [str(body["data"]["family"]) for body in ReasoningEnvironment().generate({"family": "all", "count": "1"})]  # type: ignore[index,call-overload]
 
 FOR_NOTHING = {"countdown": 0.01, "fraction_simplification": 0.01, "puzzle24": 0.01}
-"""What these give for no answer; all others give 0. As in docs/how-to/reasoning-gym.md."""
+"""The scores of these families for no answer; all others give 0. As in docs/how-to/reasoning-gym.md."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -43,7 +43,7 @@ async def ask():
         yield asking
 
 
-async def test_the_same_data_are_the_same_question_in_another_process_after_others(ask):
+async def test_the_same_data_give_the_same_question_in_another_process_after_others(ask):
     asked = {family: (await ask("make", family))["sha256"] for family in FAMILIES}
     async with one_process() as other:
         again = {family: (await other("make", family))["sha256"] for family in reversed(FAMILIES)}
@@ -51,7 +51,7 @@ async def test_the_same_data_are_the_same_question_in_another_process_after_othe
     assert len(set(asked.values())) == len(FAMILIES)
 
 
-async def test_every_oracle_gets_1_and_every_no_op_what_the_family_gives_for_nothing(ask):
+async def test_every_oracle_scores_1_and_every_no_op_the_familys_score_for_no_answer(ask):
     got: dict[str, tuple[Json, Json]] = {}
     for family in FAMILIES:
         known = (await ask("solve", family))["answer"]
@@ -62,14 +62,14 @@ async def test_every_oracle_gets_1_and_every_no_op_what_the_family_gives_for_not
     assert got == {family: (1.0, FOR_NOTHING.get(family, 0.0)) for family in FAMILIES}
 
 
-async def test_no_family_runs_an_answer_as_code_or_takes_it_for_right(ask, tmp_path):
+async def test_no_family_runs_an_answer_as_code_or_accepts_it(ask, tmp_path):
     mark = tmp_path / "mark"
     code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
     for family in FAMILIES:
         found = await ask("score", family, code)
         assert isinstance(found["score"], float), family
         assert found["score"] <= 0.25, family
-        assert "Fenced" not in str(found["why"]), family  # the first line of defence held
+        assert "Fenced" not in str(found["why"]), family  # refused before the fence was needed
     spelt = "exec(" + "+".join(f"chr({ord(letter)})" for letter in code) + ")"
     for family in ("countdown", "intermediate_integration", "polynomial_multiplication", "n_queens"):
         assert (await ask("score", family, spelt))["score"] <= 0.01, family
@@ -92,7 +92,7 @@ async def test_no_family_runs_an_answer_as_code_or_takes_it_for_right(ask, tmp_p
         ("string_insertion", "list({answer!r})"),
     ],
 )
-async def test_an_answer_that_has_itself_computed_is_wrong(ask, family, cheat):
+async def test_an_answer_that_the_scorer_would_compute_is_wrong(ask, family, cheat):
     from reasoning_gym import create_dataset
 
     entry = create_dataset(family, seed=SEED, size=500)[INDEX]
@@ -101,7 +101,7 @@ async def test_an_answer_that_has_itself_computed_is_wrong(ask, family, cheat):
 
 
 @pytest.mark.parametrize("made", ["{target}e0 + 0e0*({all})", "(x/x)*{target}e0 + (x-x)*({all})"])
-async def test_a_countdown_knows_no_numbers_but_those_given(ask, made):
+async def test_countdown_accepts_only_the_given_numbers(ask, made):
     question = str((await ask("make", "countdown"))["question"])
     numbers, target = re.search(r"[^\d]*([\d, ]+\d)[^\d]+(\d+)", question).groups()  # type: ignore[union-attr]
     answer = made.format(target=target, all=numbers.replace(", ", "+"))
@@ -109,13 +109,13 @@ async def test_a_countdown_knows_no_numbers_but_those_given(ask, made):
 
 
 @pytest.mark.parametrize("nan", ["NaN", "'nan'", '"\\u006ean"'])
-async def test_a_list_of_no_numbers_is_not_sorted(ask, nan):
+async def test_a_list_of_nans_is_not_sorted(ask, nan):
     known = str((await ask("solve", "number_sorting"))["answer"])
     found = await ask("score", "number_sorting", f"[{', '.join([nan] * (known.count(',') + 1))}]")
     assert found["score"] == 0.0
 
 
-async def test_24_and_a_fraction_is_not_24():
+async def test_puzzle24_rejects_24_and_a_fraction():
     from reasoning_gym import create_dataset
 
     dataset, entry = create_dataset("puzzle24", seed=SEED), {"metadata": {"source_dataset": "puzzle24"}}
@@ -124,15 +124,15 @@ async def test_24_and_a_fraction_is_not_24():
         assert guard.score(dataset, entry, answer) == reward
 
 
-async def test_a_product_that_has_itself_expanded_is_wrong(ask):
-    """Its item is from the child: in this process, whose hashes are random, it may be another one."""
+async def test_a_product_that_the_scorer_would_expand_is_wrong(ask):
+    """The child generates the item: this process has random hashes and may generate another one."""
     question = str((await ask("make", "polynomial_multiplication"))["question"])
     product = next(line for line in question.splitlines() if ")*(" in line)
     product = product[product.index("(") :]
     assert (await ask("score", "polynomial_multiplication", f"expand({product})"))["score"] == 0.0
 
 
-async def test_expressions_that_people_write_are_still_read(ask):
+async def test_ordinary_expressions_are_still_read(ask):
     known = (await ask("solve", "simple_integration"))["answer"]
     for text in (f"{known}", f"({known}) * 1 + log(2) - sqrt(pi)", f"1e0*({known}) + .5"):
         assert (await ask("score", "simple_integration", text))["score"] == 1.0, text
@@ -163,7 +163,7 @@ for attempt in sys.argv[1:]:
 """
 
 
-async def test_behind_the_fence_nothing_is_started_sent_or_written():
+async def test_after_the_fence_nothing_can_be_started_sent_or_written():
     done = subprocess.run([sys.executable, "-B", "-c", TRY, *ATTEMPTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = [line.split("\t") for line in done.stdout.splitlines()]

@@ -40,12 +40,12 @@ def test_environments_are_found_by_entry_point():
     assert {"math", "shell"} <= set(environments.names)
 
 
-def test_an_unknown_one_is_named_with_the_choices():
+def test_the_error_for_an_unknown_environment_lists_the_known_ones():
     with pytest.raises(UnknownEnvironment, match=r"'mahjong'; there are: .*math, .*shell"):
         Environments().get("mahjong")
 
 
-async def test_others_may_be_given_and_are_closed():
+async def test_extra_environments_can_be_given_and_are_closed():
     riddle = Riddle()
     async with Environments({"riddle": riddle, "shell": Riddle}) as environments:
         assert environments.get("riddle") is riddle
@@ -53,7 +53,7 @@ async def test_others_may_be_given_and_are_closed():
     assert riddle.is_closed
 
 
-async def test_a_handler_is_environment_and_agent():
+async def test_a_handler_is_both_environment_and_agent():
     handler: Agent = Riddle()
     handler.check(Task("riddle"))
     assert handler.default_tools == ()
@@ -61,7 +61,7 @@ async def test_a_handler_is_environment_and_agent():
     assert await handler.run(None, ()) == "stop"  # type: ignore[arg-type]
 
 
-async def test_what_is_not_defined_says_so():
+async def test_a_method_that_is_not_defined_raises_type_error():
     given = context(Task("empty"))
     with pytest.raises(TypeError, match="does not define init"):
         await Environment().init(given)

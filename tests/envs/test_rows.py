@@ -1,4 +1,4 @@
-"""Rows of the datasets that people have: real files of every kind, and what is wrong with broken ones."""
+"""Reads real files of every supported format, and reports what is wrong with broken ones."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ ROWS = [{"question": "2+2?", "answer": 4}, {"question": "Größe?", "answer": 2*
 
 
 def read(path: Path, **options: Any) -> list[tuple[str, dict[str, Any]]]:
-    """With places as they are below the folder of the test."""
+    """The rows, with places relative to the test's folder."""
     return [(place.rpartition("/")[2], row) for place, row in read_rows(path, **options)]
 
 
@@ -37,7 +37,7 @@ def parquet(path: Path, columns: Mapping[str, object]) -> Path:
 
 
 def saved(folder: Path, *shards: Mapping[str, object], split: str | None = None, **state: object) -> Path:
-    """As `Dataset.save_to_disk` writes it."""
+    """Writes a folder like `Dataset.save_to_disk`."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
     for name, columns in zip(names, shards, strict=True):
@@ -50,14 +50,14 @@ def saved(folder: Path, *shards: Mapping[str, object], split: str | None = None,
     return folder
 
 
-def test_lines_of_json_come_with_their_line(tmp_path: Path):
+def test_json_lines_have_their_line_numbers(tmp_path: Path):
     path = lines(tmp_path / "rows.jsonl", ROWS[0], "", ROWS[1])
     assert read(path) == [("rows.jsonl:1", ROWS[0]), ("rows.jsonl:3", ROWS[1])]
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as some editors begin a file
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark, which some editors write
     assert [row for _, row in read(path)] == ROWS
 
 
-def test_packed_lines_are_unpacked(tmp_path: Path):
+def test_compressed_lines_are_decompressed(tmp_path: Path):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(lines(tmp_path / "x.jsonl", *ROWS).read_bytes()))
     assert read(path) == [("rows.jsonl.gz:1", ROWS[0]), ("rows.jsonl.gz:2", ROWS[1])]
@@ -69,7 +69,7 @@ def test_packed_lines_are_unpacked(tmp_path: Path):
         read(path)
 
 
-def test_a_list_of_json_and_lines_that_are_called_json(tmp_path: Path):
+def test_a_json_file_is_a_list_or_json_lines(tmp_path: Path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(ROWS, indent=2))
     assert read(path) == [("rows.json:1", ROWS[0]), ("rows.json:2", ROWS[1])]
@@ -78,7 +78,7 @@ def test_a_list_of_json_and_lines_that_are_called_json(tmp_path: Path):
     assert [row for _, row in read(path)] == ROWS
 
 
-def test_parquet_is_read_over_its_batches(tmp_path: Path):
+def test_parquet_is_read_batch_by_batch(tmp_path: Path):
     count = BATCH_ROWS + 3
     path = parquet(tmp_path / "t.parquet", {"n": list(range(count)), "tests": [[{"in": "1"}, {"in": None}]] * count})
     rows = read(path)
@@ -86,7 +86,7 @@ def test_parquet_is_read_over_its_batches(tmp_path: Path):
     assert rows[-1][0] == f"t.parquet:{count}" and [row["n"] for _, row in rows] == list(range(count))
 
 
-def test_what_datasets_saved_is_read_shard_by_shard(tmp_path: Path):
+def test_a_saved_dataset_is_read_shard_by_shard(tmp_path: Path):
     folder = saved(tmp_path / "d", {"q": ["a", "b"]}, {"q": ["c"]}, split="train")
     names = ["data-00000-of-00002.arrow:1", "data-00000-of-00002.arrow:2", "data-00001-of-00002.arrow:1"]
     assert read(folder) == [(name, {"q": text}) for name, text in zip(names, "abc", strict=True)]
@@ -103,7 +103,7 @@ def test_what_datasets_saved_is_read_shard_by_shard(tmp_path: Path):
         read(folder)
 
 
-def test_a_saved_dict_of_splits_wants_one_of_them(tmp_path: Path):
+def test_a_saved_dict_of_splits_needs_the_choice_of_one(tmp_path: Path):
     for name in ("train", "test"):
         saved(tmp_path / name, {"q": [name]}, split=name)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -126,7 +126,7 @@ def test_a_saved_dict_of_splits_wants_one_of_them(tmp_path: Path):
         (("main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet"), None),
     ],
 )
-def test_shards_as_they_lie_on_the_hub(tmp_path: Path, files: tuple[str, ...], split: str | None):
+def test_shards_in_the_layout_of_the_hub_are_read(tmp_path: Path, files: tuple[str, ...], split: str | None):
     for number, name in enumerate(files):
         parquet(tmp_path / name, {"n": [number]})
     (tmp_path / "README.md").write_text("# A dataset")
@@ -134,7 +134,7 @@ def test_shards_as_they_lie_on_the_hub(tmp_path: Path, files: tuple[str, ...], s
     assert [row for _, row in read(tmp_path, split=split)] == [{"n": 0}, {"n": 1}]
 
 
-def test_shards_may_be_lines_and_parquet_counts_first(tmp_path: Path):
+def test_shards_may_be_json_lines_and_parquet_is_preferred(tmp_path: Path):
     lines(tmp_path / "data/train.jsonl", *ROWS)
     lines(tmp_path / "data/test.jsonl", ROWS[1])
     assert [row for _, row in read(tmp_path, split="test")] == [ROWS[1]]
@@ -142,7 +142,7 @@ def test_shards_may_be_lines_and_parquet_counts_first(tmp_path: Path):
     assert [row for _, row in read(tmp_path)] == [{"n": 1}]
 
 
-def test_of_several_datasets_in_a_folder_one_is_to_be_named(tmp_path: Path):
+def test_a_folder_with_several_datasets_is_refused(tmp_path: Path):
     for name in ("main", "socratic"):
         parquet(tmp_path / name / "train-00000-of-00001.parquet", {"name": [name]})
     with pytest.raises(RowsUnreadable, match=r"several datasets \(main, socratic\): name the folder of one"):
@@ -150,11 +150,11 @@ def test_of_several_datasets_in_a_folder_one_is_to_be_named(tmp_path: Path):
     assert [row for _, row in read(tmp_path / "main")] == [{"name": "main"}]
 
 
-def test_a_folder_of_something_else_is_no_dataset(tmp_path: Path):
+def test_another_folder_is_not_a_dataset(tmp_path: Path):
     lines(tmp_path / "environment/input.jsonl", ROWS[0])
     parquet(tmp_path / "environment/input.parquet", {"n": [1]})
     assert not is_dataset(tmp_path) and not is_dataset(tmp_path / "nowhere")
-    with pytest.raises(RowsUnreadable, match="is no dataset"):
+    with pytest.raises(RowsUnreadable, match="is not a dataset"):
         read(tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_values_of_python_and_numpy_become_json(value: object, json_value: objec
     assert found == json_value and type(found) is type(json_value)
 
 
-def test_text_of_a_table_that_is_not_utf_8_is_told(tmp_path: Path):
+def test_text_in_a_table_that_is_not_utf_8_is_reported(tmp_path: Path):
     path = parquet(tmp_path / "t.parquet", {"q": pa.array([b"\xff"], pa.binary()).view(pa.string())})
     with pytest.raises(RowsUnreadable, match=r"t\.parquet cannot be read after row 0: 'utf-8' codec"):
         read(path)
@@ -225,26 +225,26 @@ def test_a_value_without_a_json_form_is_an_error():
         ("a.jsonl", "[1]\n", "a.jsonl:1: a row is an object, not a list"),
         ("a.jsonl", '{"x": ' * 800 + "1" + "}" * 800, "a.jsonl:1: its values are nested too deeply"),
         ("a.json", '[{"x": 1}, 3]', "a.json:2: a row is an object, not a number"),
-        ("a.json", '{"x": 1}', "a.json holds no list of rows, but an object"),
+        ("a.json", '{"x": 1}', "a.json contains an object, not a list of rows"),
         ("a.json", '[{"x": 1}', "a.json is not JSON"),
         ("a.parquet", "PAR1", "a.parquet cannot be read"),
-        ("a.csv", "x\n1\n", "a.csv is no file of rows"),
+        ("a.csv", "x\n1\n", "a.csv is not a file of rows"),
     ],
 )
-def test_what_cannot_be_read_is_told_with_its_place(tmp_path: Path, name: str, text: str, says: str):
+def test_an_unreadable_row_is_reported_with_its_place(tmp_path: Path, name: str, text: str, says: str):
     (tmp_path / name).write_text(text)
     with pytest.raises(RowsUnreadable, match=says.replace("[", r"\[")):
         read(tmp_path / name)
 
 
-def test_a_file_that_is_not_there_and_a_split_of_a_file_are_told(tmp_path: Path):
+def test_a_missing_file_and_a_split_of_a_file_are_refused(tmp_path: Path):
     with pytest.raises(RowsUnreadable, match=r"none\.jsonl cannot be read: No such file"):
         read(tmp_path / "none.jsonl")
-    with pytest.raises(RowsUnreadable, match="is a file: splits are of folders"):
+    with pytest.raises(RowsUnreadable, match="is a file: only folders have splits"):
         read(lines(tmp_path / "a.jsonl", ROWS[0]), split="train")
 
 
-def test_bad_rows_can_be_told_and_passed_over(tmp_path: Path):
+def test_bad_rows_can_be_reported_and_skipped(tmp_path: Path):
     bad: list[tuple[str, str]] = []
     path = lines(tmp_path / "a.jsonl", ROWS[0], "{", "7", ROWS[1])
     rows = read(path, on_bad=lambda place, what: bad.append((place, what)))

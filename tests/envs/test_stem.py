@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime):
+async def test_the_oracle_scores_1_and_the_no_op_0(runtime):
     async with open_resources(runtime) as resources:
         for data in (GASES, {**GASES, "seed": 3}, FREE, FALL, {**FREE, "judge": True}):
             body = {"environment": "stem", "data": data, "agent": {"options": {"tools": ["finish"]}}}
@@ -37,7 +37,7 @@ async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime):
         assert await rewards(resources, {"environment": "stem", "data": GASES}) == (1.0, 0.0)
 
 
-async def test_every_example_of_the_page_is_a_task_with_an_oracle():
+async def test_every_example_of_the_how_to_page_is_a_task_with_an_oracle():
     page = Path(__file__).parents[2] / "docs" / "how-to" / "math-and-stem.md"
     bodies = [json.loads(it) for it in re.findall(r"^```json\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)]
     assert len(bodies) == 5
@@ -81,7 +81,7 @@ async def test_only_the_tools_need_a_sandbox(stem):
         ("", 0.0),
     ],
 )
-async def test_the_choice_is_read_strictly_from_the_last_message(stem, said, reward):
+async def test_the_choice_is_parsed_strictly_from_the_last_message(stem, said, reward):
     assert (await stem.eval(context(task("stem", GASES)), evidence(said))).reward == reward
 
 
@@ -100,7 +100,7 @@ async def test_the_choice_is_read_strictly_from_the_last_message(stem, said, rew
         ("", 0.0),
     ],
 )
-async def test_what_was_given_to_finish_counts_before_what_was_said(stem, given, reward):
+async def test_the_argument_of_finish_takes_precedence_over_the_last_message(stem, given, reward):
     score = await stem.eval(context(task("stem", GASES)), evidence("Answer: B", answer=given))
     assert score.reward == reward
     assert score.components == {"correct": reward}
@@ -109,7 +109,7 @@ async def test_what_was_given_to_finish_counts_before_what_was_said(stem, given,
 @pytest.mark.parametrize(
     "said", ["Answer: A\nAnswer: B", "\\boxed{B} \\boxed{A}", "\\boxed{A}\nAnswer: B", "Answer: A, B"]
 )
-async def test_naming_several_choices_is_no_answer_whichever_is_right(stem, said):
+async def test_naming_several_choices_counts_as_no_answer(stem, said):
     for right in ("A", "B"):
         score = await stem.eval(context(task("stem", {**GASES, "answer": right})), evidence(said))
         assert (score.reward, score.metrics) == (0.0, {"answered": 0.0})
@@ -118,30 +118,30 @@ async def test_naming_several_choices_is_no_answer_whichever_is_right(stem, said
 @pytest.mark.parametrize(
     ("choices", "given"),
     [
-        (["Co", "CO"], "co"),  # the text of both
+        (["Co", "CO"], "co"),  # matches both
         (["**", "+"], ""),
         (["x" * 3000, "y"], "x" * 3000),
     ],
 )
-async def test_a_text_that_is_no_one_choices_is_no_answer(stem, choices, given):
+async def test_a_text_that_does_not_match_exactly_one_choice_is_no_answer(stem, choices, given):
     data = {"question": "?", "choices": choices, "answer": 0}
     assert (await stem.eval(context(task("stem", data)), evidence(answer=given))).metrics == {"answered": 0.0}
 
 
-async def test_an_answer_that_cannot_be_read_is_counted_as_none(stem):
+async def test_an_unreadable_answer_has_the_metric_answered_0(stem):
     score = await stem.eval(context(task("stem", GASES)), evidence("Answer: A or B"))
     assert score.metrics == {"answered": 0.0}
     wrong = await stem.eval(context(task("stem", GASES)), evidence("Answer: A"))
     assert wrong.metrics == {"answered": 1.0}
 
 
-async def test_a_letter_is_never_taken_for_the_text_of_another_choice(stem):
+async def test_a_letter_never_matches_the_text_of_another_choice(stem):
     data = {"question": "Which vitamin?", "choices": ["B", "A", "C"], "answer": 1}
     assert (await stem.eval(context(task("stem", data)), evidence("Answer: A"))).reward == 0.0
     assert (await stem.eval(context(task("stem", data)), evidence("Answer: B"))).reward == 1.0
 
 
-async def test_texts_of_any_length_are_read_once(stem):
+async def test_texts_of_any_length_are_scanned_once(stem):
     given = context(task("stem", GASES))
     for said in ("Answer:" * 50_000, "Answer: A\n" * 20_000, "answer" + " " * 200_000, "\n" * 200_000):
         assert (await stem.eval(given, evidence(said))).reward == 0.0
@@ -159,14 +159,14 @@ async def test_texts_of_any_length_are_read_once(stem):
 
 @pytest.mark.parametrize("answer", ["b", "carbon dioxide", 1])
 @pytest.mark.parametrize("choices", [GASES["choices"], {"c": "argon", "a": "oxygen", "b": "carbon dioxide"}])
-async def test_choices_and_the_answer_may_be_named_in_several_ways(stem, choices, answer):
+async def test_choices_and_the_answer_have_several_forms(stem, choices, answer):
     answer = answer.upper() if answer == "b" and isinstance(choices, list) else answer
     data = StemData.read(task("stem", {**GASES, "choices": choices, "answer": answer}))
     assert data.choices == ("oxygen", "carbon dioxide", "argon")
     assert data.right == 1
 
 
-async def test_a_seed_shuffles_the_choices_and_the_answer_follows(stem):
+async def test_a_seed_shuffles_the_choices_and_the_answer_with_them(stem):
     seen: set[tuple[str, ...]] = set()
     for seed in range(40):
         data = StemData.read(task("stem", {**GASES, "seed": seed}))
@@ -177,19 +177,19 @@ async def test_a_seed_shuffles_the_choices_and_the_answer_follows(stem):
 
 
 async def test_one_seed_does_not_give_all_questions_the_same_letter(stem):
-    """As it would with one order for all, for a dataset whose right choice comes first."""
+    """With one order for all questions, a dataset whose right choice comes first would have one right letter."""
     data = {**GASES, "answer": 0, "seed": 7}
     rights = {StemData.read(task("stem", {**data, "question": f"Question {n}?"})).right for n in range(40)}
     assert rights == {0, 1, 2}
 
 
 async def test_the_order_of_a_seed_never_changes(stem):
-    """Tasks are scored after a restart, perhaps by a newer version: the letter must still mean the same."""
+    """Tasks may be scored after a restart by a newer version: a letter must still stand for the same choice."""
     choices = StemData.read(task("stem", {**GASES, "seed": 7})).choices
     assert choices == ("argon", "oxygen", "carbon dioxide")
 
 
-async def test_the_agent_is_told_the_choices_and_how_to_answer(stem):
+async def test_the_prompt_contains_the_choices_and_how_to_answer(stem):
     (asked,) = (await stem.init(context(task("stem", GASES)))).messages
     assert "A. oxygen\nB. carbon dioxide\nC. argon" in asked["content"]
     assert "finish" in asked["content"] and '"Answer: X"' in asked["content"]
@@ -240,7 +240,7 @@ async def test_the_agent_is_told_the_choices_and_how_to_answer(stem):
         ({"answer": "42"}, "4" * 20_000, 0.0),
     ],
 )
-async def test_free_answers_are_compared_by_text_or_by_value(stem, data, given, reward):
+async def test_free_answers_are_compared_as_text_or_by_value(stem, data, given, reward):
     given_task = task("stem", {"question": "?", **data})
     assert (await stem.eval(context(given_task), evidence(answer=given))).reward == reward
 
@@ -255,34 +255,34 @@ async def test_free_answers_are_compared_by_text_or_by_value(stem, data, given, 
         ("Answer: ", 0.0),
     ],
 )
-async def test_a_free_answer_is_read_from_the_last_box_or_the_last_line(stem, said, reward):
+async def test_a_free_answer_is_in_the_last_box_or_the_last_line(stem, said, reward):
     assert (await stem.eval(context(task("stem", FREE)), evidence(said))).reward == reward
 
 
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        ({"answer": "x"}, "stem: data.question: a text was expected"),
-        ({"question": "?"}, "data.answer: a text or a number"),
+        ({"answer": "x"}, "stem: data.question: a string was expected"),
+        ({"question": "?"}, "data.answer: a string or a number"),
         ({**FREE, "answer": True}, "data.answer"),
         ({**FREE, "judge": "yes"}, "data.judge: true or false"),
         ({**FREE, "tolerance": 0.1}, "data.answer: a number, since there is a tolerance or a unit"),
         ({**FREE, "answer": "5 km", "unit": "km"}, "data.answer: a number"),
         ({**FREE, "answer": 5, "tolerance": -1}, "data.tolerance: a number above 0"),
-        ({**FREE, "answer": 5, "unit": " "}, "data.unit: a text"),
+        ({**FREE, "answer": 5, "unit": " "}, "data.unit: a string"),
         ({**FREE, "answer": 5, "judge": True, "unit": "m"}, "either a judge or a tolerance"),
         ({**FREE, "seed": 1}, "data.seed: nothing, since there are no choices"),
         ({**FREE, "hint": 1}, "data.hint: unknown field; there are answer, choices, judge"),
-        ({**GASES, "choices": "AB"}, "data.choices: a list or an object of texts"),
+        ({**GASES, "choices": "AB"}, "data.choices: a list or an object of strings"),
         ({**GASES, "choices": ["one"]}, "data.choices: 2 to 26 choices"),
         ({**GASES, "choices": ["x"] * 27}, "data.choices: 2 to 26 choices"),
-        ({**GASES, "choices": ["a", None]}, r"data.choices\['B'\]: a text or a number"),
+        ({**GASES, "choices": ["a", None]}, r"data.choices\['B'\]: a string or a number"),
         ({**GASES, "answer": "D"}, "data.answer: the letter, the index or the text of a choice"),
         ({**GASES, "answer": 3}, "data.answer: an index from 0 to 2"),
         ({**GASES, "answer": -1}, "data.answer: an index from 0 to 2"),
         ({**GASES, "answer": None}, "data.answer"),
         ({**GASES, "choices": ["B", "A"], "answer": "A"}, "data.answer: an index, since this is the letter of one"),
-        ({**GASES, "choices": ["a", "b", "b"], "answer": 1}, "data.choices: a right choice that stands there once"),
+        ({**GASES, "choices": ["a", "b", "b"], "answer": 1}, "data.choices: a right choice that occurs only once"),
         ({**GASES, "seed": "x"}, "data.seed: a whole number"),
         ({**GASES, "seed": True}, "data.seed: a whole number"),
         ({**GASES, "judge": True}, "data.judge: nothing, since there are choices"),

@@ -1,4 +1,4 @@
-"""Free answers judged by a real engine of role judge: its verdict, its failures, and answers that talk to it."""
+"""Free answers with a real engine of role judge: its verdict, its failures, and answers that address the judge."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -45,7 +45,7 @@ def judge_at(engine: ScriptedEngine) -> EngineSpec:
 
 
 def asked(engine: ScriptedEngine) -> list[list[dict[str, str]]]:
-    """The messages of each question that the judge got."""
+    """The messages of each request to the judge."""
     return [body["messages"] for it in engine.requests if "messages" in (body := it.body)]
 
 
@@ -111,7 +111,7 @@ async def test_the_judge_decides_and_its_tokens_are_in_no_trace(tmp_path: Path, 
         (one("I would rather not say."), "verifier_crashed"),
     ],
 )
-async def test_a_judge_that_is_missing_cut_or_unreadable_is_no_score(tmp_path: Path, script, code):
+async def test_a_judge_that_is_missing_cut_off_or_unreadable_gives_no_score(tmp_path: Path, script, code):
     settings = replace(SETTINGS, eval_attempts=1)
     async with (
         site(tmp_path, says(finish("something else")), settings=settings) as pipeline,
@@ -128,18 +128,18 @@ async def test_a_judge_that_is_missing_cut_or_unreadable_is_no_score(tmp_path: P
             assert rollout.ending.failure.detail == "no engine of role judge is up"
 
 
-async def test_where_there_can_be_no_judge_the_error_says_so():
-    with pytest.raises(JudgeUnreachable, match="this task wants a judge"):
+async def test_without_a_judge_the_error_names_the_cause():
+    with pytest.raises(JudgeUnreachable, match="this task needs a judge"):
         await is_same_to_judge(None, "?", "a", "b")
 
 
-async def test_an_unreadable_verdict_is_told():
+async def test_an_unreadable_verdict_is_in_the_error():
     async with judged_by(one("Hm, " + "x" * 5000)) as (router, _):
         with pytest.raises(VerifierCrashed, match=r"did not say yes or no, but 'Hm, x{100,200}'$"):
             await is_same_to_judge(router, "?", "a", "b")
 
 
-async def test_no_judge_is_asked_for_no_answer_or_for_the_very_same():
+async def test_the_judge_is_not_called_for_a_missing_or_an_identical_answer():
     stem = StemEnvironment()
     async with judged_by(one("no")) as (router, engine):
         context = EnvContext(TASK, "r1", None, router)
@@ -162,14 +162,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
-async def test_an_answer_that_talks_to_the_judge_is_quoted_data(answer):
+async def test_an_answer_that_addresses_the_judge_is_quoted_data(answer):
     async with judged_by(one("no")) as (router, engine):
         assert not await is_same_to_judge(router, "Why?", "known", answer)
         ((system, user),) = asked(engine)
     assert "never followed" in system["content"]
     *_, told, _, last = user["content"].split("\n")
     assert last == "Does the given answer mean the same as the known answer? One word, yes or no."
-    assert told.startswith('Given answer: "') and told.endswith('"'), "all of it in one line"
+    assert told.startswith('Given answer: "') and told.endswith('"'), "the whole answer is on one line"
     quoted = json.loads(told.removeprefix("Given answer: "))
     lines = [line for line in answer.splitlines() if line]
     assert quoted.splitlines() in (lines, lines[:-1])
@@ -197,7 +197,7 @@ def given(answer: str) -> str:
         ("x < 5 and y <= [3]", "x < 5 and y <= [3]"),
     ],
 )
-def test_lines_that_look_like_a_verdict_are_left_out_unless_they_are_the_whole_answer(answer, told):
+def test_lines_that_look_like_a_verdict_are_removed_unless_they_are_the_whole_answer(answer, told):
     assert given(answer) == told
 
 
@@ -208,5 +208,5 @@ def test_a_long_answer_is_cut():
     assert given("x" * MAX_ANSWER_CHARS) == "x" * MAX_ANSWER_CHARS
 
 
-def test_the_environment_is_there_by_its_name():
+def test_the_environment_is_registered():
     assert isinstance(Environments().get("stem"), StemEnvironment)

@@ -1,4 +1,4 @@
-"""Rows as the datasets have them, as tasks of `stem`."""
+"""Rows of public datasets as `stem` tasks."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def read(row, **options) -> StemData:
     return StemData.read(task(body["environment"], body["data"]))
 
 
-def test_gpqa_is_shuffled_and_the_answer_follows():
+def test_gpqa_is_shuffled_with_its_answer():
     data = read(GPQA)
     assert data.question == "Which one?"
     assert sorted(data.choices) == ["right", "wrong 1", "wrong 2", "wrong 3"]
@@ -57,14 +57,14 @@ def test_rows_with_choices_keep_their_order(row, choices, right):
     assert {read(row, seed=str(n)).choices for n in range(40)} > {data.choices}
 
 
-def test_a_right_answer_beside_distractors_is_one_choice_of_all():
+def test_the_right_answer_and_the_distractors_become_choices():
     row = {"question": "Q?", "correct_answer": "r", "distractor1": "x", "distractor2": "y", "distractor3": "z"}
     data = read({**row, "support": "because"})
     assert sorted(data.choices) == ["r", "x", "y", "z"]
     assert data.answer == "r"
 
 
-def test_free_answers_take_the_tolerance_or_the_judge_as_the_options_say():
+def test_options_set_the_tolerance_or_the_judge_of_free_answers():
     assert read({"question": "Q?", "answer": 4.5}) == StemData("Q?", "4.5")
     assert read({"question": "Q?", "answer": "ATP"}, judge="true", tolerance="0.05") == StemData(
         "Q?", "ATP", is_judged=True
@@ -77,12 +77,12 @@ def test_free_answers_take_the_tolerance_or_the_judge_as_the_options_say():
 
 
 @pytest.mark.parametrize("none", [{"text": [], "label": []}, {"text": None, "label": None}, [], {}])
-def test_a_row_with_no_choices_in_its_column_has_a_free_answer(none):
-    """SciKnowEval holds both kinds of questions in one table."""
+def test_a_row_with_an_empty_choices_column_has_a_free_answer(none):
+    """SciKnowEval has both kinds of questions in one table."""
     assert read({"question": "Q?", "choices": none, "answerKey": "", "answer": "ATP"}) == StemData("Q?", "ATP")
 
 
-def test_options_name_columns_and_give_a_system_prompt():
+def test_options_set_columns_and_a_system_prompt():
     row = {"frage": "Q?", "wahl": ["a", "b"], "antwort": "b"}
     data = read(row, question="frage", choices="wahl", answer="antwort", system_prompt="Be right.")
     assert (data.question, data.answer, data.system_prompt) == ("Q?", "b", "Be right.")
@@ -105,6 +105,6 @@ def test_options_name_columns_and_give_a_system_prompt():
         ({"question": "Q?", "answer": "x"}, {"shuffle": "1"}, "unknown option 'shuffle' of its importer; there are"),
     ],
 )
-def test_a_row_that_is_no_task_is_refused_with_the_reason(row, options, wrong):
+def test_an_invalid_row_is_refused_with_the_reason(row, options, wrong):
     with pytest.raises(TaskInvalid, match=wrong):
         StemEnvironment().from_row(row, options)

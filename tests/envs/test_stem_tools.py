@@ -1,4 +1,4 @@
-"""A whole rollout of a `stem` task: its own tools, and a search tool that the task brings by MCP."""
+"""A whole rollout of a `stem` task, with its own tools and a search tool from an MCP server."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ PAPERS = {
 
 
 def library() -> MCPServer:
-    """A search over a few pages."""
+    """An MCP server with a search over a few pages."""
     server = MCPServer("library")
 
     @server.tool()
@@ -34,7 +34,7 @@ def call(name: str, **arguments: Json) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
-async def test_an_agent_searches_computes_and_answers_right(tmp_path: Path):
+async def test_an_agent_searches_computes_and_answers_correctly(tmp_path: Path):
     task = Task(
         "stem",
         {

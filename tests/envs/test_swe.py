@@ -1,4 +1,4 @@
-"""The environment swe on real repositories in images, graded by the real swebench."""
+"""The environment `swe` on real repositories in images, scored by the real swebench."""
 
 import base64
 import json
@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 FIX = "sed -i 's/a - b/a + b/' calc.py"
 ONLY_ADD = {"FAIL_TO_PASS": FAIL_TO_PASS[:1]}
-"""The fix of one function is enough."""
+"""Fixing one function is enough."""
 
 
 def adds(path: str, text: str) -> str:
-    """A command that puts the text at the end of a file."""
+    """A command that appends the text to a file."""
     return f"echo {base64.b64encode(text.encode()).decode()} | base64 -d >> {path}"
 
 
@@ -64,7 +64,7 @@ LEFT_OUT = {
     "cheat-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: cheat\nVersion: 1\n",
     "pytest.py": "print('PASSED tests/test_calc.py::test_add\\nPASSED tests/test_calc.py::test_mul')\n",
 }
-"""Files by which each its own would pass, with `cheat.py` beside them: none of them is in EVAL."""
+"""Files each of which, with `cheat.py`, would make the tests pass. EVAL must leave out all of them."""
 CHEATS = {
     "with swebench's marks": PRINTS_PAST_PYTEST,
     "with outcomes of its own": "def add(a, b):\n    print('PASSED tests/test_calc.py::test_add')\n    return 0\n",
@@ -85,7 +85,7 @@ def r2e(calc: Repository, tmp_path_factory: pytest.TempPathFactory) -> Repositor
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def resource_sets() -> AsyncGenerator[dict[str, StageResources], None]:
-    """One per runtime for all tests: swebench takes a second or two to start."""
+    """One per runtime, shared by all tests: swebench takes a second or two to start."""
     agents = Agents({"hands": Hands()})
     async with open_resources("bubblewrap") as bubblewrap, open_resources("apptainer") as apptainer:
         yield {"bubblewrap": replace(bubblewrap, agents=agents), "apptainer": replace(apptainer, agents=agents)}
@@ -107,11 +107,11 @@ def score_of(result: PlayResult) -> Any:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_the_oracle_resolves_it_and_doing_nothing_does_not(
+async def test_the_oracle_scores_1_and_the_no_op_0(
     runtime: str, calc: Repository, resource_sets: dict[str, StageResources]
 ):
-    """The fix has a binary file, a new one, a deleted one, and one with CRLF; the hidden tests look at their bytes.
-    What is to pass is a list here, as SWE-Gym has it, and else JSON in a string."""
+    """The fix has a binary file, a new one, a deleted one, and one with CRLF; the hidden tests check their bytes.
+    The tests to pass are lists here, as in SWE-Gym, and JSON strings elsewhere."""
     body = calc.body(FAIL_TO_PASS=FAIL_TO_PASS, PASS_TO_PASS=PASS_TO_PASS)
     best = score_of(await played(resource_sets[runtime], body, "oracle"))
     nothing = score_of(await played(resource_sets[runtime], body, "noop"))
@@ -120,12 +120,12 @@ async def test_the_oracle_resolves_it_and_doing_nothing_does_not(
     assert (nothing.reward, nothing.metrics) == (0.0, {"patch_kept": 1.0, "patch_bytes": 0.0, "patch_applied": 0.0})
 
 
-async def test_in_an_image_file_too(calc: Repository, resource_sets: dict[str, StageResources], tmp_path: Path):
+async def test_a_sif_image_works_too(calc: Repository, resource_sets: dict[str, StageResources], tmp_path: Path):
     assert await rewards(resource_sets["apptainer"], as_sif(calc, tmp_path / "calc.sif").body()) == (1.0, 0.0)
 
 
 async def left(resources: StageResources, calc: Repository, script: str) -> Any:
-    """The agent has a git of its own, so it can leave anything as its patch."""
+    """The metrics of an agent that replaces git with the script, which writes its patch. The reward must be 0."""
     program = adds("/usr/local/bin/git", f"#!/bin/sh\ncd /var/tmp/rollyard-swe\n{script}\n")
     command = f"mkdir -p /usr/local/bin; {program}; chmod +x /usr/local/bin/git"
     score = score_of(await tried(resources, calc, [command]))
@@ -134,7 +134,7 @@ async def left(resources: StageResources, calc: Repository, script: str) -> Any:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_a_patch_that_does_not_apply_is_zero(
+async def test_a_patch_that_does_not_apply_scores_0(
     runtime: str, calc: Repository, resource_sets: dict[str, StageResources]
 ):
     stale = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-other\n+text\n"
@@ -142,7 +142,7 @@ async def test_a_patch_that_does_not_apply_is_zero(
     assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
 
 
-async def test_what_is_no_patch_is_zero(calc: Repository, resources: StageResources):
+async def test_an_invalid_patch_scores_0(calc: Repository, resources: StageResources):
     garbage = await left(resources, calc, "echo no patch > solution.patch")
     assert (garbage["patch_files"], garbage["patch_applied"]) == (0.0, 0.0)
     assert await left(resources, calc, "truncate -s 33M solution.patch") == {"patch_kept": 0.0}
@@ -150,7 +150,7 @@ async def test_what_is_no_patch_is_zero(calc: Repository, resources: StageResour
 
 
 class Ways(Hands):
-    """Does each command on the repository as it was, and says what patch comes of it."""
+    """Runs each command on the original repository and records the resulting patch."""
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         assert context.sandbox is not None
@@ -167,7 +167,7 @@ class Ways(Hands):
         return "done"
 
 
-async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(
+async def test_the_patch_contains_the_changes_whatever_was_done_to_the_repository(
     calc: Repository, resources: StageResources
 ):
     who = "git -c user.name=a -c user.email=a@b.c"
@@ -191,14 +191,14 @@ async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(
     agent = Ways()
     resources = replace(resources, agents=Agents({"hands": agent}))
     score = score_of(await tried(resources, calc, list(ways.values()), **ONLY_ADD))
-    assert (score.reward, score.metrics["patch_files"]) == (1.0, 1.0)  # of the last
+    assert (score.reward, score.metrics["patch_files"]) == (1.0, 1.0)  # the last command's
     for way, patch in zip(ways, agent.said, strict=True):
         assert "\n-    return a - b\n+    return a + b\n" in patch, (way, patch)
         assert patch.count("diff --git") == (3 if way == "with a configuration" else 1), (way, patch)
 
 
-async def test_every_byte_and_mode_arrives(calc: Repository, resources: StageResources):
-    """What is made in RUN is what EVAL's sandbox has: asked for by a test command of our own."""
+async def test_every_byte_and_mode_is_preserved(calc: Repository, resources: StageResources):
+    """A custom test command compares the files in EVAL's sandbox with those that RUN wrote."""
     make = (
         r"printf 'one\r\n2\r\nthree\r\n' > notes.txt; printf 'a\r\nb' > 'odd \"name*[x].txt';"
         r" printf '\000\001\377\r\n\n' > bytes; printf 'caf\351\n' > latin; mkdir -p deep/er;"
@@ -223,18 +223,18 @@ async def test_every_byte_and_mode_arrives(calc: Repository, resources: StageRes
 
 
 @pytest.mark.parametrize("how", CHEATS)
-async def test_cheating_does_not_pay(how: str, calc: Repository, resources: StageResources):
+async def test_cheats_score_0(how: str, calc: Repository, resources: StageResources):
     assert score_of(await tried(resources, calc, [adds("calc.py", CHEATS[how])], **ONLY_ADD)).reward == 0.0
 
 
-async def test_files_that_decide_how_tests_run_are_not_there(calc: Repository, resources: StageResources):
+async def test_files_that_decide_how_tests_run_are_left_out(calc: Repository, resources: StageResources):
     commands = [f'd=$(dirname {path}); mkdir -p "$d"; {adds(path, text)}' for path, text in LEFT_OUT.items()]
     score = score_of(await tried(resources, calc, [*commands, adds("cheat.py", ALWAYS_PASSED)], **ONLY_ADD))
     assert score.reward == 0.0
     assert (score.metrics["patch_files"], score.metrics["patch_files_left_out"]) == (1.0, len(LEFT_OUT))
 
 
-async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, resources: StageResources):
+async def test_edits_of_tests_have_no_effect(calc: Repository, resources: StageResources):
     spoilt = "echo 'assert False' > tests/test_calc.py; echo 'assert False' > tests/conftest.py"
     score = score_of(await tried(resources, calc, [f"{FIX}; {spoilt}"], **ONLY_ADD))
     gone = score_of(await tried(resources, calc, [f"{FIX}; rm -r tests"], **ONLY_ADD))
@@ -244,8 +244,8 @@ async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, reso
     assert in_the_way.reward == 0.0
 
 
-async def test_tests_that_are_in_the_image_are_as_little_a_solution(calc: Repository, resources: StageResources):
-    """A row without a test patch: the agent sees its tests, and they are left as they were."""
+async def test_edits_of_tests_in_the_image_have_no_effect(calc: Repository, resources: StageResources):
+    """A row without a test patch: the agent can read its tests, and its changes to them are left out."""
     command = "python3 -m pytest -rA -p no:cacheprovider tests"
     own = {"test_patch": "", "test_command": command, "FAIL_TO_PASS": PASS_TO_PASS, "PASS_TO_PASS": []}
     broken = "echo 'def mul(a, b): return 0' >> calc.py; echo 'def test_mul(): pass' > tests/test_calc.py"
@@ -253,8 +253,8 @@ async def test_tests_that_are_in_the_image_are_as_little_a_solution(calc: Reposi
     assert (score.reward, score.metrics["patch_files_left_out"]) == (0.0, 1.0)
 
 
-async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, resources: StageResources):
-    """A change of a conftest.py is a solution where the solution is one."""
+async def test_a_file_that_the_gold_patch_also_changes_counts(calc: Repository, resources: StageResources):
+    """A change of conftest.py counts if the gold patch changes it, too."""
     own = calc.row(**ONLY_ADD)
     own["patch"] += "diff --git a/conftest.py b/conftest.py\nnew file mode 100644\n--- /dev/null\n+++ b/conftest.py\n"
     own["patch"] += "@@ -0,0 +1 @@\n+import calc\n"
@@ -263,7 +263,7 @@ async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, resou
     assert score_of(await tried(resources, calc, commands, **ONLY_ADD)).reward == 0.0
 
 
-async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, resources: StageResources):
+async def test_neither_later_commits_nor_hidden_tests_are_in_run(calc: Repository, resources: StageResources):
     commands = [
         'test "$(git log --all --oneline | wc -l)" = 1',
         "! git rev-parse -q --verify v2",
@@ -277,21 +277,21 @@ async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, reso
     assert score_of(await tried(resources, calc, commands)).reward == 0.0
 
 
-async def test_a_repository_of_another_user_is_as_good(calc: Repository, resources: StageResources):
-    """Git itself can be told to take every repository for somebody else's."""
+async def test_a_repository_of_another_user_works(calc: Repository, resources: StageResources):
+    """A test variable makes git treat every repository as another user's."""
     foreign = {"env": {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}}
     refused = "! GIT_CONFIG_COUNT=0 git status"
     score = score_of(await tried(resources, calc, [refused, "git status", FIX], **foreign, **ONLY_ADD))
     assert score.reward == 1.0
 
 
-async def test_more_output_than_anybody_reads_is_no_verdict(calc: Repository, resources: StageResources):
+async def test_output_beyond_the_limit_gives_no_verdict(calc: Repository, resources: StageResources):
     loud = "head -c 9000000 /dev/zero | tr '\\0' x; python3 -m pytest -rA {test_files}"
     score = score_of(await tried(resources, calc, [FIX], test_command=loud, **ONLY_ADD))
     assert (score.reward, score.metrics["tests_ended"]) == (0.0, 0.0)
 
 
-async def test_a_row_with_a_script_of_its_own(calc: Repository, resources: StageResources):
+async def test_a_row_with_its_own_eval_script(calc: Repository, resources: StageResources):
     script = "\n".join(
         [
             "#!/bin/bash",
@@ -332,7 +332,7 @@ async def test_a_runner_that_is_not_pytest(calc: Repository, resources: StageRes
     assert score_of(await played(resources, body, "noop")).reward == 0.0
 
 
-async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, resources: StageResources):
+async def test_errors_in_the_task_are_not_the_policys_fault(calc: Repository, resources: StageResources):
 
     async def code_of(agent: str, commands: Sequence[str] = (), **more: Any) -> tuple[str, str]:
         result = await played(resources, calc.body(commands, **more), agent)
@@ -340,7 +340,7 @@ async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, 
         return result.failure.code, result.failure.detail
 
     found = {
-        "data.patch: this row brings no solution": await code_of("oracle", patch=""),
+        "data.patch: this row has no solution": await code_of("oracle", patch=""),
         "data.patch does not apply to the image": await code_of("oracle", patch=calc.patch.replace("a - b", "a / b")),
         "data.test_patch does not apply to the image": await code_of(
             "hands", [FIX], test_patch=calc.test_patch.replace("-from calc import mul", "-from calc import div")
@@ -354,15 +354,15 @@ async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, 
         assert code == "setup_failed" and f"no git repository in {workdir}" in detail
 
 
-async def test_tests_that_never_end_are_the_policys(calc: Repository, resources: StageResources):
+async def test_tests_that_hang_are_the_policys_fault(calc: Repository, resources: StageResources):
     body = calc.body(["echo 'import time; time.sleep(60)' >> calc.py"])
-    body["limits"] = {**body["limits"], "eval_s": 3}  # of which its sandbox takes a part
+    body["limits"] = {**body["limits"], "eval_s": 3}  # including the start of the sandbox
     result = await played(resources, body, "hands")
     assert result.failure is not None and result.failure.code == "eval_deadline"
     assert result.score is not None and result.score.reward == 0.0
 
 
-async def test_r2e_rows_are_judged_by_the_expected_outcomes(
+async def test_r2e_rows_are_scored_by_the_expected_outcomes(
     calc: Repository, r2e: Repository, resources: StageResources
 ):
     expected = {"T.test_add": "PASSED", "test_mul[a b]": "PASSED", "test_wrong": "FAILED"}

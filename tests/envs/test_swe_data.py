@@ -1,4 +1,4 @@
-"""What the environment swe reads: rows as datasets have them, our options, and what tests print."""
+"""What the environment `swe` parses: rows of datasets, Rollyard's options, and the output of tests."""
 
 import json
 import subprocess
@@ -78,28 +78,28 @@ def read(data: Mapping[str, Any]) -> SweData:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"repo": None}, "swe: data.repo: a text was expected"),
-        ({"problem_statement": " "}, "data.problem_statement: a text"),
+        ({"repo": None}, "swe: data.repo: a string was expected"),
+        ({"problem_statement": " "}, "data.problem_statement: a string"),
         ({"FAIL_TO_PASS": None}, "data.FAIL_TO_PASS: a list of tests, or one in JSON,"),
         ({"FAIL_TO_PASS": "[x"}, "data.FAIL_TO_PASS: a list of tests"),
         ({"FAIL_TO_PASS": "[]"}, "data.FAIL_TO_PASS: at least one test"),
         ({"PASS_TO_PASS": [1]}, "data.PASS_TO_PASS: a list of tests"),
-        ({"repo": "me/mine"}, "data.test_command: how to run the tests of me/mine at version '2.0', which nobody k"),
-        ({"repo": "python/mypy", "version": None}, "data.test_command: how to run the tests of python/mypy, which nob"),
+        ({"repo": "me/mine"}, "data.test_command: how to run the tests of me/mine at version '2.0', which is not a k"),
+        ({"repo": "python/mypy", "version": None}, "data.test_command: how to run the tests of python/mypy, which"),
         ({"repo": "django/django", "version": "1.4"}, "how to run the tests of django/django at version '1.4'"),
-        ({"repo": "django/django", "version": None}, "how to run the tests of django/django, which nobody knows"),
-        ({"repo": "me/mine", "test_command": "make"}, "data.log_parser: the name of a parser of swebench's"),
+        ({"repo": "django/django", "version": None}, "how to run the tests of django/django, which is not a known"),
+        ({"repo": "me/mine", "test_command": "make"}, "data.log_parser: the name of one of swebench's parsers"),
         (
             {"eval_script": "pytest", "log_parser": "parse_log_pytest"},
-            "data.eval_script: a script of swebench's, with '>>",
+            "data.eval_script: a swebench script that contains '>>",
         ),
         ({"eval_type": "other"}, 'data.eval_type: "pass_and_fail" or "fail_only"'),
         ({"workdir": "testbed"}, "data.workdir: the absolute path of a repository"),
         ({"workdir": "/"}, "data.workdir"),
-        ({"instruction": "do it"}, "data.instruction: a text with {problem_statement} in it"),
-        ({"env": {"A": 1}}, r"data.env\['A'\]: a text"),
-        ({"test_patch": 1}, "data.test_patch: a text"),
-        ({"expected_output_json": "[]"}, "data.repo_name: a text"),
+        ({"instruction": "do it"}, "data.instruction: a string that contains {problem_statement}"),
+        ({"env": {"A": 1}}, r"data.env\['A'\]: a string"),
+        ({"test_patch": 1}, "data.test_patch: a string"),
+        ({"expected_output_json": "[]"}, "data.repo_name: a string"),
         (
             {"expected_output_json": "[]", "repo_name": "x"},
             "data.expected_output_json: an object of tests and their out",
@@ -122,7 +122,7 @@ def test_a_task_without_an_image_or_without_swebench_is_refused(monkeypatch: pyt
         SweEnvironment().check(task(ROW))
 
 
-def test_rows_are_read_as_they_are():
+def test_rows_are_parsed_unchanged():
     data = read({**ROW, "anything": {"else": 1}})
     assert data.fail_to_pass == ("tests/test_a.py::test_x",)
     assert read({**ROW, "FAIL_TO_PASS": ["a", "b"]}).fail_to_pass == ("a", "b")
@@ -147,14 +147,14 @@ def test_rows_are_read_as_they_are():
         ("conan-io/conan", "2.0", ("PYTHONPATH=${PYTHONPATH:-}:$PWD pytest -n0 -rA tests/",)),
     ],
 )
-def test_the_command_is_that_of_the_repositorys_version(repo: str, version: str, parts: tuple[str, ...]):
+def test_the_test_command_depends_on_the_repositorys_version(repo: str, version: str, parts: tuple[str, ...]):
     command = read({**ROW, "repo": repo, "version": version}).tests_to_run()
     assert all(part in command for part in parts)
     assert ("install" in command) == ("install" in "".join(parts))
 
 
-def test_every_known_suite_has_a_parser_of_swebench():
-    """And the same as swebench's, of the repositories that it knows."""
+def test_every_known_suite_has_a_swebench_parser():
+    """For repositories that swebench knows, it is the same parser."""
     code = (
         "import json; from swebench.harness.log_parsers import PARSER_REGISTRY;"
         " from swebench.harness.log_parsers.python import MAP_REPO_TO_PARSER_PY;"
@@ -170,13 +170,13 @@ def test_every_known_suite_has_a_parser_of_swebench():
     assert set(by_repo) <= set(SUITES)
 
 
-def test_a_patch_that_was_stripped_ends_its_last_line():
+def test_a_stripped_patch_gets_its_final_line_break():
     data = read({**ROW, "patch": "diff --git a/x b/x", "test_patch": TEST_PATCH.strip()})
     assert (data.patch, data.test_patch) == ("diff --git a/x b/x\n", TEST_PATCH)
     assert read({**ROW, "patch": ""}).patch == ""
 
 
-def test_the_agent_is_told_the_issue_and_nothing_of_the_tests():
+def test_the_prompt_contains_the_issue_but_not_the_tests():
     told = read(ROW).told()
     assert "It {breaks}." in told and "/testbed" in told
     assert "look at" not in told and "test_x" not in told
@@ -184,7 +184,7 @@ def test_the_agent_is_told_the_issue_and_nothing_of_the_tests():
     assert own.told() == "pallets/flask: It {breaks}. (look at {repo}) {other}"
 
 
-def test_what_decides_how_tests_run_is_left_out_unless_the_fix_has_it():
+def test_files_that_decide_how_tests_run_are_left_out_unless_the_fix_has_them():
     left_out = read({**ROW, "test_patch": "diff --git a/t/a[1].py b/t/a[1].py\n"}).left_out
     assert {r"t/a\[1].py", "conftest.py", "*/conftest.py", "setup.cfg", "pyproject.toml", "*.pth"} <= set(left_out)
     assert "run_tests.sh" not in left_out
@@ -200,7 +200,7 @@ def test_what_decides_how_tests_run_is_left_out_unless_the_fix_has_it():
     assert "*.egg-info/*" not in plugin and "*.dist-info/*" in plugin
 
 
-def test_names_in_a_patch_with_carriage_returns():
+def test_names_in_a_patch_with_carriage_returns_are_read():
     assert touched("diff --git a/x.py b/x.py\r\n--- a/x.py\r\n") == ("x.py",)
 
 
@@ -231,7 +231,7 @@ def test_a_row_becomes_a_task_with_its_image(row: dict[str, Any], options: dict[
     assert str(SweEnvironment().plan(made).env["PATH"]).startswith(bin_folder)
 
 
-def test_options_of_the_importer():
+def test_options_of_the_importer_are_applied():
     options = {"test_command": "make check", "log_parser": "parse_log_pytest", "workdir": "/src"}
     body = SweEnvironment().from_row({**ROW, "repo": "me/mine"}, options)
     data = body["data"]
@@ -245,9 +245,9 @@ def test_options_of_the_importer():
             SweEnvironment().from_row(ROW, options)
     with pytest.raises(TaskInvalid, match=r"data\.FAIL_TO_PASS"):
         SweEnvironment().from_row({**ROW, "FAIL_TO_PASS": None}, {})
-    with pytest.raises(TaskInvalid, match=r"data\.repo: a text"):
+    with pytest.raises(TaskInvalid, match=r"data\.repo: a string"):
         SweEnvironment().from_row({**ROW, "repo": ["pallets/flask"]}, {})
-    with pytest.raises(TaskInvalid, match="swe: instance_id: a text was expected"):
+    with pytest.raises(TaskInvalid, match="swe: instance_id: a string was expected"):
         SweEnvironment().from_row({**ROW, "instance_id": None}, {})
 
 
@@ -270,18 +270,18 @@ def test_tasks_of_one_image_share_a_set_up():
         ("\nN-begins\nPASSED a\n\nN-ends\nmore\nmore\n", None),
     ],
 )
-def test_only_what_lies_between_our_marks_counts(output: str, body: str | None):
+def test_only_output_between_the_marks_counts(output: str, body: str | None):
     assert cut(output, "N") == body
 
 
-def test_the_marks_are_new_each_time_and_no_trace_of_the_shell_shows_them():
+def test_the_marks_are_random_and_not_in_a_trace_of_the_shell():
     text = script(read(ROW), "N")
     assert "N-begins" not in text and "N-ends" not in text
     assert text.startswith("exec 2>&1\n")
 
 
-def test_a_script_that_keeps_the_status_itself_does_not_hide_it():
-    """The last line before swebench's mark is not a test then."""
+def test_a_script_that_stores_the_status_itself_does_not_hide_it():
+    """In such a script the last line before swebench's mark is not a test."""
     own = "cd /\n: '>>>>> Start Test Output'\n(exit 3)\nSWEBENCH_TEST_EXIT_CODE=$?\n: '>>>>> End Test Output'\n"
     for text, status in ((own, 3), (own.replace("SWEBENCH_TEST_EXIT_CODE=$?\n", ""), 3), (own.replace("3", "0"), 0)):
         data = read({**ROW, "eval_script": text})
@@ -291,7 +291,7 @@ def test_a_script_that_keeps_the_status_itself_does_not_hide_it():
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def grader() -> AsyncGenerator[Grader, None]:
-    """One for all: swebench takes a second or two to start."""
+    """Shared by all tests: swebench takes a second or two to start."""
     made = Grader()
     yield made
     await made.close()
@@ -312,7 +312,7 @@ async def test_swebench_decides(grader: Grader):
         {"fail_to_pass": 1.0, "pass_to_pass": 0.0},
     )
     assert await verdict("PASSED t.py::a\n") == (False, {"fail_to_pass": 1.0, "pass_to_pass": 0.0})
-    # said to have passed, by a runner that says it failed
+    # tests reported as passed by a runner that exits with an error
     assert await verdict(both, 1) == (False, {"fail_to_pass": 0.0, "pass_to_pass": 0.0})
     # swebench's own marks, printed by the code under test
     forged = f"{both}>>>>> End Test Output\n>>>>> Test Exit Code: 0\nFAILED t.py::a - x\n"

@@ -1,4 +1,4 @@
-"""Yardwork played: in real sandboxes by the oracle, by nobody, by a policy, and by those who would rather cheat."""
+"""Runs yardwork tasks in real sandboxes with the oracle, the no-op, a policy, and policies that cheat."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ MODES: dict[str, Any] = {"family": "permissions", "template": "t0", "level": 3, 
 
 
 def one_of_each(split: Split, seed: str = "0") -> Iterator[dict[str, Any]]:
-    """A task of each family, at levels that differ from one to the next."""
+    """A task of each family, at alternating levels."""
     for index, family in enumerate(FAMILIES):
         yield from (
             dict(body)
@@ -41,25 +41,25 @@ def one_of_each(split: Split, seed: str = "0") -> Iterator[dict[str, Any]]:
         )
 
 
-# --- played for real
+# --- in real sandboxes
 
 
 @pytest.mark.parametrize("split", SPLITS)
-async def test_the_oracle_solves_one_of_each_family_and_nothing_done_is_nothing_earned(split: Split):
+async def test_the_oracle_scores_1_and_the_no_op_0_in_each_family(split: Split):
     async with open_resources("bubblewrap") as resources:
         for body in one_of_each(split):
             assert (body["data"], *await rewards(resources, body)) == (body["data"], 1.0, 0.0)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_every_runtime_knows_answers_files_folders_and_modes(runtime: str):
+async def test_answers_files_folders_and_modes_work_in_every_runtime(runtime: str):
     async with open_resources(runtime) as resources:
         for data in (FIND, FIX, TREE, MODES):
             assert (data, *await rewards(resources, {"environment": "yardwork", "data": data})) == (data, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("split", SPLITS)
-async def test_the_oracle_needs_no_more_than_busybox(split: Split, tmp_path: Path):
+async def test_the_oracle_needs_only_busybox(split: Split, tmp_path: Path):
     image = {"sandbox": {"image": str(busybox_image(tmp_path / "image"))}}
     async with open_resources("bubblewrap") as resources:
         for body in one_of_each(split, seed="1"):
@@ -68,7 +68,7 @@ async def test_the_oracle_needs_no_more_than_busybox(split: Split, tmp_path: Pat
             assert result.score.reward == 1.0, (body, result.trajectory)
 
 
-async def test_the_oracle_goes_through_the_tools_as_the_demonstration_tells():
+async def test_the_oracle_calls_the_tools_as_in_the_demonstration():
     async with open_resources("bubblewrap") as resources:
         result = await played(resources, {"environment": "yardwork", "data": FIND}, "oracle")
     assert result.trajectory is not None
@@ -80,11 +80,11 @@ async def test_the_oracle_goes_through_the_tools_as_the_demonstration_tells():
         (turn.tool, dict(turn.arguments)) for turn in turns
     ]
     told = [message["content"] for message in messages if message["role"] == "tool"]
-    assert told[-2:] == [make(FIND).scene.answer, "Done."], "what it looked at is real"
+    assert told[-2:] == [make(FIND).scene.answer, "Done."], "the observations are real"
 
 
 @pytest.mark.parametrize("data", [FIND, FIX])
-async def test_a_policy_that_says_the_demonstration_gets_the_reward(data: dict[str, Any], tmp_path: Path):
+async def test_a_policy_that_repeats_the_demonstration_scores_1(data: dict[str, Any], tmp_path: Path):
     turns = [
         f"{turn.text}\n<tool_call>\n{json.dumps({'name': turn.tool, 'arguments': dict(turn.arguments)})}\n</tool_call>"
         for turn in demonstration(data)
@@ -101,7 +101,7 @@ SOLUTION = str(demonstration(TREE)[1].arguments["command"])
 
 
 async def reward_of(commands: list[str], folder: Path) -> float:
-    """Of a policy that runs them at `TREE`, and says that it is done."""
+    """The reward of a policy that runs these commands in the task `TREE` and then finishes."""
     turns = (*(Reply(shell(command)) for command in commands), Reply(finish("1.0")))
     async with site(folder, Rules(rules=((make(TREE).instruction, turns),))) as pipeline:
         rollout = await pipeline.rolled(Task("yardwork", TREE))
@@ -110,7 +110,7 @@ async def reward_of(commands: list[str], folder: Path) -> float:
     return rollout.ending.score.reward
 
 
-async def test_the_work_alone_gets_the_reward(tmp_path: Path):
+async def test_the_solution_alone_scores_1(tmp_path: Path):
     assert await reward_of([SOLUTION], tmp_path) == 1.0
 
 
@@ -128,12 +128,12 @@ async def test_the_work_alone_gets_the_reward(tmp_path: Path):
     ],
     ids=["more", "link", "linked", "fifo", "program", "verdict", "root", "large"],
 )
-async def test_what_is_more_or_else_than_asked_for_gets_nothing(commands: list[str], tmp_path: Path):
+async def test_extra_or_wrong_files_score_0(commands: list[str], tmp_path: Path):
     assert await reward_of(commands, tmp_path) == 0.0
 
 
 class Unrunnable:
-    """A sandbox in which nothing can be started."""
+    """A sandbox in which no command can run."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.spec, self.download, self.unpack = sandbox.spec, sandbox.download, sandbox.unpack
@@ -144,8 +144,8 @@ async def left(sandbox: Sandbox, tree: Tree, folder: Path) -> None:
     await sandbox.unpack(folder / "left.tar", WORKDIR)
 
 
-async def test_files_are_judged_without_running_anything(new_sandbox, tmp_path: Path):
-    """The repaired script is a trap: it is read, never run."""
+async def test_files_are_scored_without_running_anything(new_sandbox, tmp_path: Path):
+    """The repaired script may be hostile: it is read, never run."""
     after = make(FIX).scene.after
     assert after is not None
     sandbox = await new_sandbox()
@@ -159,7 +159,7 @@ async def test_files_are_judged_without_running_anything(new_sandbox, tmp_path: 
     assert score.reward == 0.0 and 0.5 < score.metrics["files_right"] < 1.0
 
 
-async def test_a_workspace_that_could_not_be_kept_gets_nothing(new_sandbox, tmp_path: Path):
+async def test_a_workspace_that_could_not_be_saved_scores_0(new_sandbox, tmp_path: Path):
     after = make(FIX).scene.after
     assert after is not None
     sandbox = await new_sandbox()
@@ -170,7 +170,7 @@ async def test_a_workspace_that_could_not_be_kept_gets_nothing(new_sandbox, tmp_
     assert (await YardworkEnvironment().eval(given, evidence())).reward == 0.0
 
 
-async def test_an_answer_is_right_or_it_is_not():
+async def test_an_answer_scores_1_or_0():
     answer = str(make(FIND).scene.answer)
     names = [path for path in make(FIND).scene.files if path != answer]
 
@@ -180,13 +180,13 @@ async def test_an_answer_is_right_or_it_is_not():
     assert await reward(answer=answer) == await reward(answer=f" {answer}\n") == await reward(said=answer) == 1.0
     for wrong in ("", names[0], f"{answer} {names[0]}", f"It is {answer}", answer.upper(), "*", "1.0"):
         assert await reward(answer=wrong) == 0.0, wrong
-    assert await reward(said=answer, answer=names[0]) == 0.0, "what was given to finish counts"
+    assert await reward(said=answer, answer=names[0]) == 0.0, "the argument of finish counts"
 
 
 # --- set-up
 
 
-async def test_files_come_in_one_go_with_their_modes(new_sandbox, tmp_path: Path):
+async def test_all_files_are_written_by_one_call_with_their_modes(new_sandbox, tmp_path: Path):
     sandbox = await new_sandbox()
     jobs: list[str] = []
 
@@ -202,7 +202,7 @@ async def test_files_come_in_one_go_with_their_modes(new_sandbox, tmp_path: Path
     assert unpacked(tmp_path / "seen.tar") == dict(make(data).scene.files)
 
 
-async def test_what_is_told_is_a_line_on_the_work_and_the_instruction():
+async def test_the_prompt_is_a_system_prompt_and_the_instruction():
     start = await YardworkEnvironment().init(context(task("yardwork", FIND)))
     system, user = start.messages
     assert (system["role"], system["content"]) == ("system", SYSTEM_PROMPT)
@@ -211,7 +211,7 @@ async def test_what_is_told_is_a_line_on_the_work_and_the_instruction():
     assert [message["role"] for message in start.messages] == ["user"]
 
 
-def test_one_set_up_per_files_whatever_is_told():
+def test_tasks_with_the_same_files_share_a_set_up_whatever_their_wording():
     environment = YardworkEnvironment()
     key = environment.layer_key(task("yardwork", TREE))
     assert key is not None and key == environment.layer_key(task("yardwork", TREE))
@@ -220,7 +220,7 @@ def test_one_set_up_per_files_whatever_is_told():
     assert len({key, *(environment.layer_key(task("yardwork", other)) for other in others)}) == 4
 
 
-def test_only_tasks_that_change_files_keep_them():
+def test_only_tasks_that_change_files_save_the_workspace():
     environment = YardworkEnvironment()
     find, fix = environment.plan(task("yardwork", FIND)), environment.plan(task("yardwork", FIX))
     assert (find.artifacts, find.eval_needs_sandbox) == ((), False)
@@ -260,12 +260,12 @@ def test_data_that_can_never_work_is_refused_with_the_field(change: dict[str, An
         ({"levels": "3-1"}, "levels are 1 to 5"),
         ({"levels": "easy"}, "levels=easy"),
         ({"family": "chain"}, "unknown option 'family'"),
-        ({"rules": "old"}, "rules=old: all, trained, new were expected"),
+        ({"rules": "old"}, "rules=old: one of all, trained, new was expected"),
         ({"rules": "new"}, "rules=new: only the split held_out has rules that are not trained"),
         ({"rules": "new", "split": "train"}, "rules=new: only the split held_out"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, str], wrong: str):
+def test_invalid_options_are_refused(options: dict[str, str], wrong: str):
     with pytest.raises(TaskInvalid, match=wrong):
         list(YardworkEnvironment().generate(options))
 
@@ -279,8 +279,8 @@ def test_families_and_levels_can_be_chosen():
         YardworkEnvironment().check(task("yardwork", data))
 
 
-def test_rules_that_are_trained_and_rules_that_are_not_can_be_chosen():
-    """The held-out split by its rules: those that training has, in other words, and those that it has not."""
+def test_trained_and_new_rules_can_be_chosen():
+    """The held-out split has rules of the training split, in other words, and rules that are never trained."""
 
     def drawn(split: str, **options: str) -> list[Any]:
         return [body["data"] for body in YardworkEnvironment().generate({"count": "1000", "split": split, **options})]

@@ -1,4 +1,4 @@
-"""Yardwork's tasks without a sandbox of ours: the same everywhere, apart by split, and solved by what was seen."""
+"""Yardwork's tasks without a sandbox: reproducible, disjoint by split, and solvable from what the agent has seen."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 WORDS = 60
 LINES = 16
-"""What an instruction and an output may have."""
+"""The limits of an instruction and of an output."""
 
 
 def data_of(family: str, template: str, level: int, seed: int, split: Split) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def data_of(family: str, template: str, level: int, seed: int, split: Split) -> 
 
 
 def every(split: Split, seeds: Iterable[int], levels: Iterable[int] = LEVELS) -> list[dict[str, Any]]:
-    """Each family, rule and level: the templates of a rule tell the same scene."""
+    """Tasks of each family, rule and level, with one template per rule: its templates have the same scene."""
     return [
         data_of(family.name, template.name, level, seed, split)
         for family in FAMILIES.values()
@@ -39,7 +39,7 @@ def every(split: Split, seeds: Iterable[int], levels: Iterable[int] = LEVELS) ->
 
 
 def told(data: dict[str, Any]) -> list[str]:
-    """The task in the words of all templates of its rule."""
+    """The instructions of all templates of the task's rule."""
     templates = FAMILIES[data["family"]].templates[data["split"]]
     (rule,) = (template.rule for template in templates if template.name == data["template"])
     slots = make(data).scene.slots
@@ -52,7 +52,7 @@ def generated(**options: str) -> list[dict[str, Any]]:
 
 
 def in_words(puzzle: Puzzle) -> str:
-    """All that an agent can come across."""
+    """All text that an agent can see."""
     return "\n".join([puzzle.instruction, *(f"{path}\n{file.text if file else ''}" for path, file in tree_of(puzzle))])
 
 
@@ -61,7 +61,7 @@ def tree_of(puzzle: Puzzle) -> list[tuple[str, File | None]]:
 
 
 def carried_out(puzzle: Puzzle, folder: Path) -> tuple[list[str], dict[str, File | None] | None]:
-    """The plan's commands by this machine's sh: what each printed, and the files after."""
+    """Runs the solution's commands in this machine's sh. Returns the output of each, and the files after."""
     work, archive = folder / "work", folder / "files.tar"
     work.mkdir(parents=True)
     pack(puzzle.scene.files, archive)
@@ -69,7 +69,7 @@ def carried_out(puzzle: Puzzle, folder: Path) -> tuple[list[str], dict[str, File
         packed.extractall(work, filter="data")
     for path, file in puzzle.scene.files.items():
         if file is not None:
-            (work / path).chmod(file.mode)  # tarfile's filter leaves out what it deems unsafe
+            (work / path).chmod(file.mode)  # tarfile's filter removes modes that it considers unsafe
     script = "".join(f"{step.command}\nprintf '\\000'\n" for step in puzzle.scene.steps)
     done = subprocess.run(
         ["sh"], input=script, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
@@ -81,7 +81,7 @@ def carried_out(puzzle: Puzzle, folder: Path) -> tuple[list[str], dict[str, File
 
 
 def facts(text: str, split: Split) -> list[str]:
-    """What of a command has to be known: the pool's words, and numbers that nobody counts on fingers."""
+    """The parts of a command that must have been seen: the pool's words, and numbers of several digits."""
     pool = POOLS[split]
     known = {*pool.words, *pool.columns, *pool.endings, *pool.variables}
     return [token for token in re.findall(r"[A-Za-z]+|\d+", text) if token in known or re.fullmatch(r"\d\d+", token)]
@@ -89,7 +89,7 @@ def facts(text: str, split: Split) -> list[str]:
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_plan_solves_the_task_with_nothing_but_what_it_has_seen(family: str, split: Split, tmp_path: Path):
+def test_the_solution_uses_only_what_it_has_seen(family: str, split: Split, tmp_path: Path):
     for number, data in enumerate(d for d in every(split, seeds=[11]) if d["family"] == family):
         puzzle = make(data)
         scene = puzzle.scene
@@ -98,19 +98,19 @@ def test_the_plan_solves_the_task_with_nothing_but_what_it_has_seen(family: str,
         seen, looked = puzzle.instruction, ""
         for step, output in zip(scene.steps, outputs, strict=True):
             unseen = [fact for fact in facts(f"{step.said} {step.command}", split) if fact not in seen]
-            assert not unseen, (data, step, "nobody has shown it")
+            assert not unseen, (data, step, "it has not been seen")
             looked += " ".join(fact for fact in facts(step.command, split) if fact not in puzzle.instruction)
             assert output.count("\n") <= LINES, (data, step, output)
             seen += f"\n{output}"
         if scene.answer is not None:
             assert scene.answer in re.findall(r"[\w./]+", outputs[-1].replace("./", "")), (data, outputs)
         else:
-            assert looked, (data, "the instruction says it all: there is nothing to look for")
+            assert looked, (data, "the instruction contains everything: no exploration is needed")
             assert left is not None and scene.after is not None
             assert share_right(scene.after, left, checks_modes=scene.checks_modes) == 1.0, (data, left)
 
 
-def test_no_task_is_solved_before_it_began_or_told_in_its_instruction():
+def test_no_task_is_solved_initially_or_by_its_instruction():
     for split in SPLITS:
         for data in every(split, seeds=range(5)):
             puzzle = make(data)
@@ -123,7 +123,7 @@ def test_no_task_is_solved_before_it_began_or_told_in_its_instruction():
                 assert share_right(scene.after, whole(scene.files), checks_modes=scene.checks_modes) < 1.0, data
 
 
-def test_what_is_told_is_short():
+def test_instructions_commands_and_files_are_short():
     for split in SPLITS:
         for data in every(split, seeds=range(3)):
             puzzle = make(data)
@@ -141,8 +141,8 @@ def test_a_higher_level_is_more_work():
     assert sizes == sorted(sizes) and sizes[-1] > 2 * sizes[0]
 
 
-def test_the_same_data_are_the_same_task_in_any_process():
-    """The digest is of this version's tasks: one that changes it draws others, or gives old data a new meaning."""
+def test_the_same_data_give_the_same_task_in_every_process():
+    """The digest covers this version's tasks: a change of it means that the same data give other tasks."""
     code = (
         "import hashlib; from rollyard.envs.yardwork import YardworkEnvironment, make\n"
         "bodies = YardworkEnvironment().generate({'count': '230', 'seed': '5', 'split': 'SPLIT'})\n"
@@ -165,7 +165,7 @@ def test_the_same_data_are_the_same_task_in_any_process():
     assert found == {"train": {"f64ba64548699bdd"}, "held_out": {"8aa8840535255444"}}
 
 
-def test_thousands_of_tasks_from_a_seed_and_no_two_alike():
+def test_a_seed_gives_thousands_of_different_tasks():
     for split in SPLITS:
         tasks = generated(count="5000", seed="1", split=split)
         assert len({str(data) for data in tasks}) == 5000
@@ -185,7 +185,7 @@ def test_two_seeds_have_no_task_in_common():
     assert not one & two
 
 
-def test_the_pools_share_nothing_and_no_word_hides_in_another():
+def test_the_pools_are_disjoint_and_no_word_is_part_of_another():
     train, held_out = POOLS["train"], POOLS["held_out"]
     for name in ("words", "columns", "endings", "variables"):
         ours, theirs = getattr(train, name), getattr(held_out, name)
@@ -211,7 +211,7 @@ def test_the_splits_share_no_template_no_word_no_number_and_no_instruction():
         for split in SPLITS
     }
     assert not texts["train"] & texts["held_out"] and not names["train"] & names["held_out"]
-    assert sum(map(len, texts.values())) == sum(map(len, names.values())), "each wording is there once"
+    assert sum(map(len, texts.values())) == sum(map(len, names.values())), "each wording occurs once"
     instructions: dict[Split, set[str]] = {split: set() for split in SPLITS}
     for split, other in (SPLITS, SPLITS[::-1]):
         pool = POOLS[other]
@@ -233,7 +233,7 @@ def test_some_rules_are_never_trained():
         assert len(family.templates["train"]) >= 3 and len(family.templates["held_out"]) >= 2
 
 
-def test_a_demonstration_is_the_plan_and_ends_with_finish():
+def test_a_demonstration_is_the_solution_and_ends_with_finish():
     turns = demonstration(data_of("chain", "t0", 2, 7, "train"))
     assert [turn.tool for turn in turns] == ["shell"] * 3 + ["finish"]
     commands = [str(turn.arguments["command"]) for turn in turns[:-1]]
@@ -260,18 +260,18 @@ def test_files_are_compared_exactly():
     assert share_right(wanted, {**right, "b/c.sh": group_only}, checks_modes=True) < 1.0
 
 
-def test_answers_are_compared_exactly_but_for_white_space():
+def test_answers_are_compared_exactly_except_for_white_space():
     assert is_answer("a/b.txt", " ./a/b.txt\n") and is_answer("7", "7")
     assert not any(is_answer("7", given) for given in ("", "07", "7.", "6 7", "7 7", "It is 7", "<7>"))
 
 
-def test_the_page_tells_of_every_family_and_its_example_runs(capsys: pytest.CaptureFixture[str]):
+def test_the_how_to_page_lists_every_family_and_its_example_runs(capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parent.parent.parent / "docs" / "how-to" / "yardwork.md").read_text()
     rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| `")]
     listed = [row for row in rows if row and row[0] in FAMILIES]
     assert sorted(name for row in listed for name in row) == sorted(FAMILIES)
     answered = {name for name in FAMILIES if make(data_of(name, "t0", 1, 0, "train")).scene.answer is not None}
-    assert answered == {name for row in listed[:3] for name in row}, "as the page says of its first three rows"
+    assert answered == {name for row in listed[:3] for name in row}, "as the page states for its first three rows"
     *_, code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     exec(compile(code, "yardwork.md", "exec"), {})
     assert " finish " in capsys.readouterr().out.splitlines()[-1]

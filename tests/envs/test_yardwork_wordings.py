@@ -1,4 +1,4 @@
-"""Yardwork's sentences: what patterns are spelled out to, how many there are, and how they are written."""
+"""Yardwork's sentences: the expansion of patterns, their number, and their form."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ def slots_of(text: str) -> set[str]:
     return set(re.findall(r"{(\w+)}", text))
 
 
-def test_alternatives_are_spelled_out_in_all_combinations_and_a_fixed_order():
+def test_alternatives_are_expanded_in_all_combinations_and_a_fixed_order():
     assert spelled_out("[Find|Name] the file [with|about|that has] {word}.") == [
         "Find the file with {word}.",
         "Find the file about {word}.",
@@ -34,7 +34,7 @@ def test_alternatives_are_spelled_out_in_all_combinations_and_a_fixed_order():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_told_in_dozens_of_sentences_of_the_same_slots(family: str):
+def test_a_family_has_dozens_of_sentences_with_the_same_slots(family: str):
     train = FAMILIES[family].templates["train"]
     assert [template.name for template in train] == [f"t{at}" for at in range(len(train))]
     assert 40 <= len({template.text for template in train}) == len(train) <= 64
@@ -44,15 +44,15 @@ def test_a_family_is_told_in_dozens_of_sentences_of_the_same_slots(family: str):
     assert len(patterns) >= 5, "sentences that differ in more than a word"
 
 
-def test_the_slots_of_a_rule_are_those_of_every_wording_of_it():
-    """So that it does for plans to be gone through in one wording."""
+def test_all_wordings_of_a_rule_have_the_same_slots():
+    """So tests of solutions need only one wording."""
     for family in FAMILIES.values():
         for split in SPLITS:
             found = {(template.rule, frozenset(slots_of(template.text))) for template in family.templates[split]}
             assert len(found) == len({template.rule for template in family.templates[split]}), (family.name, split)
 
 
-def test_sentences_are_written_as_sentences():
+def test_sentences_are_well_formed():
     for family in FAMILIES.values():
         for split in SPLITS:
             for template in family.templates[split]:
@@ -60,10 +60,10 @@ def test_sentences_are_written_as_sentences():
                 assert not re.search(r"[\[\]|]|  |^\s|\s$", text), text
                 assert not re.search(r" [.,:;?!](\s|$)", text), (text, "a space before punctuation")
                 assert re.match(r"[A-Z{]|sh {script}", text) and not re.search(r"[.?!] [a-z]", text), (text, "case")
-                assert re.search(r"[.?]$", text), (text, "no end")
+                assert re.search(r"[.?]$", text), (text, "no final punctuation")
 
 
-def test_no_word_of_a_pool_is_in_a_sentence_not_even_as_a_part():
+def test_no_sentence_contains_a_word_of_a_pool_even_in_part():
     words = [word for pool in POOLS.values() for word in pool.words]
     others = {word for pool in POOLS.values() for word in (*pool.columns, *pool.endings, *pool.variables)}
     for family in FAMILIES.values():
@@ -73,8 +73,8 @@ def test_no_word_of_a_pool_is_in_a_sentence_not_even_as_a_part():
             assert not others & set(re.findall(r"[A-Za-z]+", text)), text
 
 
-def test_no_sentence_for_training_is_nearly_a_held_out_one():
-    """A held-out sentence of the same rule measures reading only as long as none like it is trained."""
+def test_no_training_sentence_is_similar_to_a_held_out_one():
+    """A held-out sentence of the same rule measures reading only if no similar sentence is trained."""
 
     def tokens(text: str) -> list[str]:
         return re.findall(r"\{?\w+", text.lower())
@@ -88,7 +88,7 @@ def test_no_sentence_for_training_is_nearly_a_held_out_one():
                 assert matcher.ratio() <= 0.6, (template.text, held_out.text)
 
 
-def test_the_first_eight_sentences_stay_what_they_have_been():
-    """The digest is of the time when there were no others: data from then name them."""
+def test_the_first_eight_sentences_never_change():
+    """The digest is from the time when there were only these eight: data of that time name them."""
     texts = [[template.text for template in family.templates["train"][:8]] for family in FAMILIES.values()]
     assert hashlib.sha256(repr(texts).encode()).hexdigest()[:16] == "50af5493cbfac50a"

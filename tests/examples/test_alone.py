@@ -1,4 +1,4 @@
-"""`alone.py`: what it starts ends with it, and what cannot start is a sentence."""
+"""`alone.py` stops what it started, and reports what cannot start in one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def alone(model: Path, folder: Path) -> list[str]:
     return [str(trainer_python("local")), program, *places, "--device", "cpu", "--", *trained]
 
 
-def test_an_engine_whose_port_is_taken_is_a_sentence(tiny_model: Path, tmp_path: Path):
+def test_an_engine_whose_port_is_taken_is_reported_without_a_traceback(tiny_model: Path, tmp_path: Path):
     (tmp_path / "data").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         (tmp_path / "data" / "engine-port").write_text(str(taken.getsockname()[1]))
@@ -46,7 +46,7 @@ def test_an_engine_whose_port_is_taken_is_a_sentence(tiny_model: Path, tmp_path:
 
 
 def inside(folder: Path, script: str, program: str) -> subprocess.CompletedProcess[str]:
-    """A program that has imported `alone`, with a script in the place of `train.py`. There is no MPS."""
+    """Runs a program that imports `alone`, with a script instead of `train.py`. There is no MPS."""
     (folder / "train.py").write_text(script)
     environment = {**environ(folder), "CUDA_MPS_PIPE_DIRECTORY": str(folder / "none")}
     environment["PYTHONPATH"] += f":{ROOT / 'examples' / 'yardwork'}"
@@ -55,7 +55,7 @@ def inside(folder: Path, script: str, program: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_a_share_of_the_gpu_is_the_trainers_alone(tmp_path: Path):
+def test_only_the_trainer_gets_a_share_of_the_gpu(tmp_path: Path):
     script = "import os; print({n: v for n, v in os.environ.items() if 'CUDA_MPS' in n})"
     done = inside(tmp_path, script, "alone.train([], 30); alone.train([])")
     first, second = map(ast.literal_eval, done.stdout.splitlines())
@@ -63,10 +63,10 @@ def test_a_share_of_the_gpu_is_the_trainers_alone(tmp_path: Path):
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "30"),
         ("CUDA_MPS_CLIENT_PRIORITY", "1"),
     }
-    assert "--trainer-share does nothing here" in done.stderr
+    assert "--trainer-share has no effect" in done.stderr
 
 
-def test_one_trainer_runs_one_training_after_another_and_is_never_left(tmp_path: Path):
+def test_one_process_runs_several_trainings_and_always_ends(tmp_path: Path):
     script = """
 import os, sys, time
 for line in sys.stdin:
@@ -93,7 +93,7 @@ except KeyError:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_who_ends_it_ends_what_it_started(tiny_model: Path, tmp_path: Path, number: signal.Signals):
+def test_ending_it_ends_the_processes_that_it_started(tiny_model: Path, tmp_path: Path, number: signal.Signals):
     mark = uuid4().hex
     environment = {**environ(tmp_path), "ALONE_MARK": mark}
     with (
@@ -107,7 +107,7 @@ def test_who_ends_it_ends_what_it_started(tiny_model: Path, tmp_path: Path, numb
             process.send_signal(number)
             assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL), found
             give_up = time.monotonic() + 60
-            while (left := marked(mark)) and time.monotonic() < give_up:  # they are told, and end by themselves
+            while (left := marked(mark)) and time.monotonic() < give_up:  # they get a signal and end by themselves
                 time.sleep(0.1)
             assert left == []
         finally:
@@ -115,5 +115,5 @@ def test_who_ends_it_ends_what_it_started(tiny_model: Path, tmp_path: Path, numb
 
 
 def words(mark: str) -> set[str]:
-    """Of the command lines of what was started, without the folders."""
+    """The words of the command lines of the started processes, without folders."""
     return {Path(word).name for line in marked(mark) for word in line.split()}

@@ -1,4 +1,4 @@
-"""`overlap.py` as a person starts it, with a tiny model: each way, on one engine and one service."""
+"""Runs `overlap.py` from the command line, with a tiny model: each variant, on one engine and one service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(300)]
 EXAMPLES = ROOT / "examples" / "yardwork"
 
 
-def test_each_way_is_measured_on_one_service(tiny_model: Path, tiny_adapter: Path, tmp_path: Path):
+def test_each_variant_is_measured_on_one_service(tiny_model: Path, tiny_adapter: Path, tmp_path: Path):
     python, env, out = str(trainer_python("local")), environ(tmp_path), tmp_path / "out"
     command = [python, str(EXAMPLES / "overlap.py"), "--start", str(tiny_adapter), "--out", str(out), "--json"]
     command += ["--latency-s", "0.05", "--steps", "3", "--skip", "1", "--warm-up", "1"]
@@ -38,7 +38,7 @@ def test_each_way_is_measured_on_one_service(tiny_model: Path, tiny_adapter: Pat
     for name, one in ways.items():
         assert one["tokens_per_s"] > 0 and one["step_s"] >= one["learn_s"] > 0
         assert one["gpu_busy_share"] is None and one["run_s"] > 0
-        assert name != "coupled" or one["thrown_away_share"] == 0  # all are kept, and no more are begun
+        assert name != "coupled" or one["thrown_away_share"] == 0  # all groups are kept, and no surplus is started
         lines = [json.loads(line) for line in (out / f"{name}-0.05" / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert (out / f"warm-up-{name}" / "metrics.jsonl").read_text().count("\n") == 1
@@ -52,23 +52,23 @@ def test_each_way_is_measured_on_one_service(tiny_model: Path, tiny_adapter: Pat
         assert low <= found[f"ratio_{way}_0.05"] <= high
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
+def test_an_existing_folder_is_refused_and_not_changed(tmp_path: Path):
     command = [str(trainer_python("local")), str(EXAMPLES / "overlap.py"), "--start", "x", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "is there already: give another --out" in done.stderr
+    assert done.returncode == 1 and "already exists: choose another --out" in done.stderr
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--steps", "2", "--skip", "2"), "--skip: fewer than --steps"),
-        (("--warm-up", "-1"), "--warm-up: 0 or more"),
-        (("--latency-s", "0.1", "1", "0.1"), "each once"),
-        (("--ways", "coupled", "coupled"), "each once"),
+        (("--steps", "2", "--skip", "2"), "--skip must be less than --steps"),
+        (("--warm-up", "-1"), "--warm-up 0 or more"),
+        (("--latency-s", "0.1", "1", "0.1"), "must not repeat a value"),
+        (("--ways", "coupled", "coupled"), "must not repeat a value"),
     ],
 )
-def test_what_cannot_be_measured_is_said_at_once(tmp_path: Path, given: Sequence[str], says: str):
+def test_invalid_options_are_refused_before_anything_starts(tmp_path: Path, given: Sequence[str], says: str):
     out = tmp_path / "out"
     command = [str(trainer_python("local")), str(EXAMPLES / "overlap.py"), "--start", "x", "--out", str(out), *given]
     done = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=60)

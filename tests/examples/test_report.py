@@ -1,4 +1,4 @@
-"""`report.py` as a person calls it: what it makes of two runs, and what it says of something else."""
+"""Runs `report.py` from the command line: the report of two runs, and the error for a path that is not a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def report(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def step(number: int, rewards: tuple[int, int], groups: tuple[int, int, int], **more: Any) -> dict[str, Any]:
-    """Of so many rollouts so many passed; of so many groups so many were all wrong, and all right."""
+    """`rewards`: rollouts and passed rollouts. `groups`: all groups, those with rewards all 0, those with all 1."""
     figures = {"judged": groups[0], "all_zero": groups[1], "all_one": groups[2], "rollouts": rewards[0]}
     figures |= {"rewards": rewards[0], "reward_sum": rewards[1], "tokens_sampled": 100, "tokens_delivered": 25}
     made = {"phase": "rl", "step": number, "staleness": 0.5, "step_s": 4.0, "wait_s": 2.0, "learn_s": 1.5}
@@ -33,7 +33,7 @@ def step(number: int, rewards: tuple[int, int], groups: tuple[int, int, int], **
     }
 
 
-def test_tables_of_two_runs(tmp_path: Path):
+def test_the_report_has_tables_of_two_runs(tmp_path: Path):
     tested = {"phase": "test", "step": 0, "pass_at_1": 0.25, "low": 0.2, "high": 0.3}
     families = {name: {"pass_at": {"1": {"mean": mean}}} for name, mean in (("total", 0.25), ("chain", 0.75))}
     one = [
@@ -69,8 +69,8 @@ def test_tables_of_two_runs(tmp_path: Path):
     assert "| 0 | 30 | 0.0010 | 0.010 |" in lines
 
 
-def test_what_is_no_run_is_said(tmp_path: Path):
+def test_a_path_that_is_not_a_run_is_refused(tmp_path: Path):
     (tmp_path / "half.jsonl").write_text('{"phase": ')
     for path in (tmp_path, tmp_path / "half.jsonl", tmp_path / "nowhere"):
         done = report(path)
-        assert done.returncode == 1 and done.stderr.startswith(f"{path} is no run: "), done.stderr
+        assert done.returncode == 1 and done.stderr.startswith(f"{path} is not a run: "), done.stderr

@@ -1,9 +1,9 @@
-"""The reference trainer as a person starts it, with a tiny model: cut after each phase, killed, and run to its end.
+"""Runs the reference trainer from the command line, with a tiny model: interrupted after each phase, killed, completed.
 
-Engine, service and trainer are real processes of `alone.py`. The lives of a run that are cut, or have nothing left to
-do, are trainings of one process; the one that is killed ends with all its processes, and the last one has new ones. The
-model is random and earns no reward. So these tests look at which steps there are, what a step reports, and whether a
-new life goes on where the checkpoint is; `tests/with_torch` shows what is learned.
+Engine, service and trainer are real processes of `alone.py`. A training runs as several *lives*. Lives that are
+interrupted, or have nothing left to do, are trainings of one process; the killed one ends with all its processes, and
+the last one has new processes. The model is random and gets no reward. So these tests check which steps there are, what
+a step reports, and whether a new life continues at the checkpoint; `tests/with_torch` tests what is learned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(300)]
 TRAIN = ROOT / "examples" / "yardwork" / "train.py"
 OVER = "this training is over"
 STEPS, SAVE_EVERY, KILLED_AT = 5, 2, 3
-AT_ONCE = ("--minutes", "0.0001")  # over when it is first looked at: after an epoch, or after a step
+AT_ONCE = ("--minutes", "0.0001")  # ends at the first check of the time: after an epoch or a step
 SMALL = (
     *("--demonstrations", "8", "--max-epochs", "1", "--passes", "2", "--warm-lr", "0.01", "--test-tasks", "0"),
     *("--validate-tasks", "2", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--want", "1"),
@@ -46,7 +46,7 @@ NUMBERS = ("grad_norm", "rollouts", "tokens_trained", "tokens_seen", "push_s", "
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What it said, and a copy of its folder as it was at its end."""
+    """What a life of a training printed, and a copy of its folder at its end."""
 
     said: Sequence[str]
     folder: Path
@@ -71,7 +71,7 @@ class Life:
 
 
 class TrainingRun:
-    """`alone.py` in a folder. All its processes are in one group, so that nothing is left."""
+    """`alone.py` in a folder. All its processes are in one process group, so that all of them can be killed."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ class TrainingRun:
         self._process.wait()
 
     def train(self, out: Path, *options: str, killed_at: int | None = None) -> Life:
-        """One more training of the process, until it is over, or until all are killed after that step of RL."""
+        """Runs one more training in the process, until it ends, or until all are killed after that step of RL."""
         print(shlex.join(["--out", str(out), *options]), file=self._process.stdin, flush=True)
         until = OVER if killed_at is None else f"rl {killed_at}:"
         said: list[str] = []
@@ -125,7 +125,7 @@ class TrainingRun:
         pytest.fail("".join(said)[-2000:] + log[-4000:])
 
     def finish(self, out: Path) -> Life:
-        """Its only training, to the end of all its processes."""
+        """Waits for its only training and all its processes to end."""
         said, _ = self._process.communicate()
         assert self._process.returncode == 0, said[-2000:] + (self._folder / "log").read_text(errors="replace")[-4000:]
         return self._life(said.splitlines(), out)
@@ -138,7 +138,7 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """Those of a run with RL, and those of one with further warm start, which begins after the first life of the
+    """The lives of a run with RL, and of a run with a further warm start, which starts from the first life of the
     other."""
 
     folder: Path
@@ -157,19 +157,19 @@ def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
     out, more_out = folder / "out", folder / "more"
     with TrainingRun.running(folder, tiny_model, "-") as running:
         warm = running.train(out, *AT_ONCE)
-        for seconds in ("2", "20"):  # the first in which this machine, as busy as it is, trains more than one epoch
+        for seconds in ("2", "20"):  # the shorter one, if this machine trains more than one epoch in it
             shutil.rmtree(more_out, ignore_errors=True)
             shutil.copytree(out, more_out, ignore=shutil.ignore_patterns("id"))
             options = ("--more-warm-s", seconds, "--test-tasks", "2")
             more = running.train(more_out, *options)
             if len(more.steps("more_warm")) > 1:
                 break
-        # One that has done everything needs neither an engine nor a service.
+        # A training that is complete needs neither an engine nor a service.
         nowhere = "http://127.0.0.1:9"
         places = ("--engine", nowhere, "--service", nowhere, "--token", "none")
         nothing_left = running.train(more_out, *options, *places)
         file = more_out / "metrics.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in more.lines[:-1]))  # cut before its last test
+        file.write_text("".join(json.dumps(line) + "\n" for line in more.lines[:-1]))  # without its last test
         again = running.train(more_out, *options)
         cut = running.train(out, *AT_ONCE)
         killed = running.train(out, killed_at=KILLED_AT)
@@ -179,14 +179,14 @@ def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
 
 
 async def delivered(folder: Path, out: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """What the service knows of the draw, and the tasks of each of its batches."""
+    """The draw's status in the service, and the tasks of each of its batches."""
     async with service(folder, {}) as served, AsyncClient(served.url, served.token) as client:
         draw = await client.get_draw((out / "id").read_text() + "-rl")
         batches = [await draw.batch(number=number) for number in range(1, STEPS + 1)]
         return dict(await draw.status()), [[(group.epoch, group.item) for group in batch.groups] for batch in batches]
 
 
-async def test_a_run_in_pieces_goes_on_where_it_was_cut(lives: Lives):
+async def test_an_interrupted_run_continues_at_its_checkpoint(lives: Lives):
     first = lives.warm
     assert "everything is saved" in first.said[-1]
     assert (first.steps("warm"), first.steps("rl")) == ([1], []) and not (first.folder / "rl").exists()
@@ -200,7 +200,7 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(lives: Lives):
     assert second.lines[0] == first.lines[0], "the warm start is not done again"
 
     third = lives.killed
-    assert third.saved_step % SAVE_EVERY == 0, "what was not saved was lost"
+    assert third.saved_step % SAVE_EVERY == 0, "unsaved steps are lost"
     assert third.steps("rl") == list(range(1, len(third.steps("rl")) + 1)) and len(third.steps("rl")) >= KILLED_AT
 
     last = lives.last
@@ -208,11 +208,11 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(lives: Lives):
     assert last.saved_step == STEPS and {file.name for file in (last.folder / "rl").iterdir()} == CHECKPOINT
     assert next(line for line in last.said if line.startswith("rl ")).startswith(f"rl {third.saved_step + 1}:")
     for step in range(1, third.saved_step + 1):
-        assert last.step(step) == third.step(step), "what the checkpoint knew stays"
+        assert last.step(step) == third.step(step), "steps before the checkpoint are unchanged"
     undone = third.saved_step + 1
     if undone <= len(third.steps("rl")):
-        # All tokens of its group are of weights that the checkpoint knows. So it is not sampled again, but delivered
-        # again: in this step, or behind a group that was begun before it and is complete by now.
+        # All tokens of its group are from weights that the checkpoint includes. So the group is not sampled again but
+        # delivered again: in this step, or after a group that was started before it and is complete by now.
         sizes = [(line["tokens_trained"], line["tokens_seen"]) for line in last.lines if line["phase"] == "rl"]
         lost = third.step(undone)
         assert (lost["tokens_trained"], lost["tokens_seen"]) in sizes[undone - 1 :]
@@ -221,18 +221,18 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(lives: Lives):
     assert any(line["reward_before"] == 0.0 for line in lines) and any("0" in line["by_lag"] for line in lines)
     for line in lines:
         assert all(isinstance(line[name], int | float) for name in NUMBERS)
-        assert line["reward_before"] in (0.0, None), "None: its group had been judged before, in another step or life"
+        assert line["reward_before"] in (0.0, None), "None: its group was judged before, in another step or life"
         assert line["rollouts"] == 2 and line["staleness"] >= 0
         assert 0 < line["tokens_trained"] < line["tokens_seen"]
         assert line["stages_s"].keys() == {"init_s", "run_s", "eval_s"} and line["stages_s"]["run_s"] > 0
         assert line["figures"]["delivered"] == 1 and line["figures"]["tokens_delivered"] == line["tokens_trained"]
         assert line["by_lag"] and all(int(lag) >= 0 for lag in line["by_lag"])
-        assert line["by_lag"].get("0", {"mean": 0.0})["mean"] < 1e-3, "the engine has the weights that are trained"
+        assert line["by_lag"].get("0", {"mean": 0.0})["mean"] < 1e-3, "the engine has the trained weights"
 
     facts, batches = await delivered(lives.folder, last.folder)
     assert (facts["state"], facts["reason"], facts["batch"], facts["version"]) == ("ended", "closed", STEPS, STEPS)
     assert [len(batch) for batch in batches] == [1] * STEPS
-    assert len({task for (task,) in batches}) == STEPS, "no task came twice"
+    assert len({task for (task,) in batches}) == STEPS, "no task was delivered twice"
 
 
 def test_further_warm_start_is_tested_at_its_end_and_at_its_best(lives: Lives):
@@ -244,19 +244,19 @@ def test_further_warm_start_is_tested_at_its_end_and_at_its_best(lives: Lives):
     tests = ["raw", "warm", "more-warm", "more-warm-best"]
     assert life.tests("test") == tests
     best = life.folder / "more-warm-best"
-    assert json.loads((best / "state.json").read_text())["epoch"] == 1, "none earns a reward, so the first stays"
+    assert json.loads((best / "state.json").read_text())["epoch"] == 1, "all have no reward, so the first is kept"
     pushed = (life.folder / "pushed" / "adapter_model.safetensors").read_bytes()
     assert pushed == (best / "adapter_model.safetensors").read_bytes(), "what was tested last"
 
     assert lives.nothing_left.lines == life.lines
 
     epochs = lives.again.steps("more_warm")
-    assert epochs and epochs == [2**n for n in range(len(epochs))], "it begins again"
+    assert epochs and epochs == [2**n for n in range(len(epochs))], "it starts again"
     assert lives.again.tests("test") == tests
     assert lives.again.tests("test_greedy") == tests[1:]
 
 
-def test_what_is_for_turns_is_refused_without_them(tmp_path: Path):
+def test_oversampling_is_refused_unless_sampling_and_learning_alternate(tmp_path: Path):
     command = [
         str(trainer_python("local")),
         str(TRAIN),
@@ -269,6 +269,6 @@ def test_what_is_for_turns_is_refused_without_them(tmp_path: Path):
     ]
     env = environ(tmp_path) | {"PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run([*command, "--oversample"], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "--oversample: that is for --max-staleness 0" in done.stderr
+    assert done.returncode == 2 and "--oversample needs --max-staleness 0" in done.stderr
     assert not (tmp_path / "out").exists()
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "it takes seconds to import, and is not needed"

@@ -12,10 +12,10 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from rollyard.cli.bench._census import adopting
+from bench._census import adopting
+from bench.postgres import PgServer
 from rollyard.cli.rig import engine_process
 from rollyard.core import Json
-from rollyard.testing.store_postgres import PgServer
 from tests.fleet import netns
 from tests.fleet.chaos import SCRIPT, Fleet, Head, at_rest, below_us, break_it, explain, judge, nobody_left, submit_all
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.postgres import PgServer
 from rollyard.testing.script import Reply
-from rollyard.testing.store_postgres import PgServer
 from tests.fleet.fleet_site import loop_node, nodes_of, open_head, until
 from tests.fleet.test_fleet import all_ended
 from tests.service.site import engine_table, finish, scripted

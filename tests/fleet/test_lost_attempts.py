@@ -6,7 +6,7 @@ import pytest
 
 from rollyard.core import Ending, LostAttempt, Outcome, State
 from rollyard.core.failure import EngineUnavailable, SandboxStartFailed, TokenizerMismatch
-from rollyard.engines.routing.pool import Health
+from rollyard.engines.pool.pool import Health
 from rollyard.fleet.lost_attempts import DRAINED, MOST_EXCUSED, is_nodes_own
 from rollyard.fleet.messages import Ended, Key, Returned
 from rollyard.store.codec import to_json

@@ -121,7 +121,7 @@ def test_a_fleet_beyond_loopback_is_encrypted_or_told_not_to_be(
 
 def test_an_engines_key_does_not_cross_in_the_clear(tmp_path: Path) -> None:
     spec = EngineSpec("e1", "http://gpu1:8000", Kind.VLLM, api_key="secret")
-    with pytest.raises(InvalidRequest, match="its key would cross to the nodes in the clear"):
+    with pytest.raises(InvalidRequest, match="its key would be sent to the nodes in the clear"):
         check_reachable(spec, settings(tmp_path, fleet="nodes", host="10.0.0.1", plain_http_nodes=True))
     check_reachable(spec, settings(tmp_path, fleet="nodes", host="10.0.0.1", tls="own"))
 

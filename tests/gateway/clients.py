@@ -1,10 +1,10 @@
-"""Programs that talk to the gateway in each dialect, as real ones keep their history: they store what they were told,
-whole or streamed, and send it back in their own encoding.
+"""Clients of the gateway in each dialect that keep their history as real ones do: they store what they received, whole
+or streamed, and send it back in their own encoding.
 
-An encoding (`Style`) changes what says nothing: ids of calls, null fields, the formatting of arguments, text in parts,
-a turn in several messages. What was said stays: `said` is equal for two histories exactly if they say the same.
+An encoding (`Style`) changes what has no meaning: ids of calls, null fields, the formatting of arguments, text in
+parts, a turn in several messages. The content stays: `said` is equal for two histories exactly if their content is.
 
-The three are in one file, though a long one, since they are one thing written three times and are read side by side.
+The three are in one long file, since they are one client written three times and are best read side by side.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ABOUT = "Runs a command."
 class Style:
     has_other_ids: bool = False
     has_nulls: bool = False
-    is_reformatted: bool = False  # the JSON of arguments, or the order of their keys
+    is_reformatted: bool = False  # the JSON formatting of arguments, or the order of their keys
     is_in_parts: bool = False
 
 
 @dataclass(frozen=True)
 class Said:
-    """By the system or a user."""
+    """A message of the system or a user."""
 
     role: str
     text: str
@@ -39,7 +39,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Results:
-    """Of the calls of the answer before, in their order."""
+    """The results of the calls of the preceding answer, in order."""
 
     texts: tuple[str, ...]
 
@@ -53,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client was told. `items` are what the Responses API calls so, with their ids; others need none."""
+    """A reply as a client received it. `items` are those of the Responses API, with their ids."""
 
     id: str
     content: str
@@ -73,7 +73,7 @@ History = tuple[Said | Results | Answer, ...]
 
 
 def said(history: History, *, has_reasoning: bool = True) -> str:
-    """A key: what a history says, however it is written down."""
+    """Returns a key of a history's content, independent of its encoding."""
     return json.dumps([_said(entry, has_reasoning) for entry in history])
 
 
@@ -101,7 +101,7 @@ class Client(Protocol):
 
 
 class ChatClient:
-    """As litellm and OpenAI's SDK have it: one message a turn."""
+    """Keeps its history like litellm and OpenAI's SDK: one message per turn."""
 
     path = "/v1/chat/completions"
 
@@ -168,7 +168,7 @@ class ChatClient:
 
 
 class ResponsesClient:
-    """As codex has it: items, kept one by one as they were done. Without their ids in another style."""
+    """Keeps its history like codex: items, stored as they were completed; without their ids in another style."""
 
     path = "/v1/responses"
 
@@ -200,7 +200,7 @@ class ResponsesClient:
     def _turn(self, answer: Answer, ids: Iterable[str], style: Style) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = []
         names = iter(ids)
-        # without ids, thinking that comes after text reads as the next turn's: nobody could tell
+        # without ids, reasoning after text is read as the next turn's: the two cannot be distinguished
         has_ids = not style.has_other_ids or any(item["type"] == "reasoning" for item in answer.items[1:])
         for told in answer.items:
             item = dict(told)
@@ -214,7 +214,7 @@ class ResponsesClient:
             elif item["type"] == "message" and not style.is_in_parts:
                 item["content"] = "".join(part["text"] for part in item["content"])
             elif item["type"] == "reasoning" and "encrypted_content" in item:
-                item["content"] = None  # who keeps the sealed text keeps nothing else
+                item["content"] = None  # a client that keeps the sealed text keeps nothing else
             items.append(item)
         return items
 
@@ -236,7 +236,7 @@ class ResponsesClient:
 
 
 class MessagesClient:
-    """As Claude Code has it: content blocks, in one message or in one each."""
+    """Keeps its history like Claude Code: content blocks, in one message or in one message each."""
 
     path = "/v1/messages"
 
@@ -263,7 +263,7 @@ class MessagesClient:
             else:
                 ids = _ids(entry, style, at)
                 blocks = self._blocks(entry, ids, style)
-                if style.has_nulls and blocks:  # one block a message
+                if style.has_nulls and blocks:  # one block per message
                     messages += [{"role": "assistant", "content": [block]} for block in blocks]
                 else:
                     messages.append({"role": "assistant", "content": blocks})
@@ -323,7 +323,7 @@ CLIENTS: dict[str, Client] = {"chat": ChatClient(), "responses": ResponsesClient
 
 
 def _events(raw: bytes) -> Iterable[dict[str, Any]]:
-    """Split at newlines only: U+2028 and its like stand in JSON as they are."""
+    """Splits at newlines only: U+2028 and the like are not escaped in JSON."""
     for line in raw.split(b"\n"):
         if line.startswith(b"data: {"):
             yield json.loads(line[6:])
@@ -352,7 +352,7 @@ def _arguments(call: Call, style: Style) -> str:
 
 
 def _behind_calls(items: list[dict[str, Any]], outputs: list[dict[str, Any]], *, is_mixed: bool) -> None:
-    """Outputs come after the turn, or each right behind its call."""
+    """Places outputs after the turn, or each directly after its call."""
     if not is_mixed:
         items += outputs
         return

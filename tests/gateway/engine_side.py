@@ -1,8 +1,8 @@
-"""A scripted engine's own account of what it was asked and what it said, to compare the traces with.
+"""A scripted engine's own record of its requests and replies, to compare the traces with.
 
-`EngineSide` is the script. It says what was planned, in tokens that no tokenizer need have chosen, and records every
-completion, joined over the calls that it took: a call whose prompt is what another one was asked and had said goes on
-with that one.
+`EngineSide` is the script. It returns what was planned, in tokens that a tokenizer need not have chosen, and records
+every completion, joined over several calls: a call whose prompt is another call's prompt and output continues that
+completion.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from tests.gateway.site import Site
 
 @dataclass(frozen=True)
 class Plan:
-    """What the engine will say next. `cuts` are where its text is tokenized apart."""
+    """The engine's next reply. `cuts` are the positions at which its text is split before it is tokenized."""
 
     text: str
     cuts: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Plan:
 
 @dataclass
 class Completion:
-    """As the engine has it: what it was asked, what it said, and all that it would say."""
+    """A completion as the engine has it: its prompt, its output so far, and its whole planned output."""
 
     prompt: list[int]
     plan: list[int]
@@ -43,7 +43,7 @@ class Completion:
 
 
 class EngineSide:
-    """The script, and the account of what was said by it."""
+    """The script, and the record of its completions."""
 
     def __init__(self) -> None:
         self.plans: deque[Plan] = deque()

@@ -1,5 +1,5 @@
-"""A client that does what it is told to, move by move, and knows what has to come of it: which prompt begins with which
-sampled tokens, which completion belongs to which request, and, at the end, what the traces are made of.
+"""A client that executes given moves and holds the expected results: which prompt begins with which sampled tokens,
+which completion belongs to which request, and, at the end, what the traces contain.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ SYSTEM = Said("system", "Be brief.")
 
 @dataclass(frozen=True)
 class Move:
-    """`kind` names what is done (`Program.do_…`); the rest is what it takes, as far as it does."""
+    """`kind` selects the method (`Program.do_…`); the other fields are its arguments, as far as it needs them."""
 
     kind: str
     said: str
@@ -34,7 +34,7 @@ class Move:
     style: Style
     is_stream: bool
     max_tokens: int
-    stall_after: int  # tokens that are sampled before the client goes away
+    stall_after: int  # tokens that are sampled before the client disconnects
     which: int
 
 
@@ -46,18 +46,18 @@ class Request:
 
 
 class Program:
-    """One random client, and what it expects."""
+    """One random client, and the results that it expects."""
 
     def __init__(self, site: Site, http: aiohttp.ClientSession, client: Client, engine: EngineSide) -> None:
         self.site, self.http, self.client, self.engine = site, http, client, engine
         self.has_reasoning = True
-        self.may_not_extend = False  # the renderer cannot go on from everything
-        self.told: list[History] = [()]  # each ends with an answer
-        self.known: dict[str, list[Completion]] = {}  # such a history → what was sampled when it came to that
-        self.answers: dict[bytes, dict[str, Answer]] = {}  # a body → its answers, by their ids
-        self.lost: dict[bytes, Completion] = {}  # a body → what its client did not wait for
+        self.may_not_extend = False  # the renderer cannot extend every turn
+        self.told: list[History] = [()]  # histories that were received; each ends with an answer
+        self.known: dict[str, list[Completion]] = {}  # such a history → the completions that led to it
+        self.answers: dict[bytes, dict[str, Answer]] = {}  # a body → its answers by id
+        self.lost: dict[bytes, Completion] = {}  # a body → the completion that its client did not wait for
         self.last: Request | None = None
-        self.last_text: str | None = None  # what was planned for it
+        self.last_text: str | None = None  # the text that was planned for it
         self.left: Request | None = None
         self.pairs = 0
 
@@ -95,7 +95,7 @@ class Program:
         await self.ask(self.request(history, move), move.plan)
 
     async def do_again(self, move: Move) -> None:
-        """The same request; a new sample, unless its client had left. It may say the same in other tokens."""
+        """Repeats a request: a new sample, unless its client had left. It may be the same text in other tokens."""
         request, plan = self.last or self.request(self.going_on((), move), move), move.plan
         if self.last_text is not None and move.which % 2:
             plan = replace(plan, text=self.last_text, ends=True)
@@ -111,7 +111,7 @@ class Program:
         assert self.engine.calls == before
 
     async def do_join(self, move: Move) -> None:
-        """A retry while the first still runs, or has just ended: one completion for both."""
+        """Retries while the first request still runs, or has just ended: one completion for both."""
         request = self.request(self.going_on(self.told[-1], move), move)
         if request.raw in self.lost:
             await self.ask(request, move.plan)
@@ -123,11 +123,11 @@ class Program:
         assert (second.id, second.said) == (heard.id, heard.said)
 
     async def do_leave(self, move: Move) -> None:
-        """Goes away while the engine is at it."""
+        """Disconnects while the engine samples."""
         request = self.request(self.going_on(self.told[-1], move), move)
         completion = self.lost.get(request.raw)
         if completion is not None and completion.finish != "abort":
-            await self.ask(request, move.plan)  # all was sampled already, and it is answered at once
+            await self.ask(request, move.plan)  # everything was sampled already, and the reply is immediate
             return
         self.engine.plans.append(replace(move.plan, stall_after=move.stall_after))
         asking = asyncio.create_task(self.send(request))
@@ -142,7 +142,7 @@ class Program:
         self.left = request
 
     async def do_return(self, move: Move) -> None:
-        """Asks again what it did not wait for."""
+        """Repeats the request that it did not wait for."""
         request, self.left = self.left, None
         if request is None:
             await self.do_next(move)
@@ -155,7 +155,7 @@ class Program:
             await self.do_return(replace(move, plan=move.second))
 
     async def do_pair(self, move: Move) -> None:
-        """Two requests at once, of one history or of two."""
+        """Sends two requests concurrently, of one history or of two."""
         self.pairs += 1
         left = self.request(self.going_on(self.told[-1], move), replace(move, max_tokens=ENOUGH - 2 * self.pairs))
         base = self.told[move.which % len(self.told)]
@@ -173,7 +173,7 @@ class Program:
                 if completion.max_tokens == asked_for:
                     self.heard(request, answer, completion)
 
-    # --- their parts
+    # --- parts of moves
 
     def going_on(self, history: History, move: Move) -> History:
         if not history:
@@ -223,10 +223,10 @@ class Program:
         self.told.append(whole)
         self.known.setdefault(said(whole, has_reasoning=self.has_reasoning), []).append(completion)
 
-    # --- what it expects
+    # --- expectations
 
     def check_prompt(self, history: History, completion: Completion) -> None:
-        """Of a request: it begins with what was sampled, if its history was told; and it says all that is said."""
+        """Checks that a prompt begins with the sampled tokens, if its history was received, and contains all of it."""
         answered = max((at + 1 for at, entry in enumerate(history) if isinstance(entry, Answer)), default=0)
         before = self.known.get(said(history[:answered], has_reasoning=self.has_reasoning), [])
         if before and not any(completion.prompt[: len(it.whole)] == it.whole for it in before):
@@ -237,7 +237,7 @@ class Program:
                 assert unicodedata.normalize("NFC", one) in text
 
     def is_thinking(self, completion: Completion) -> bool:
-        """Whether it ended before its thinking did."""
+        """Whether it ended within its thinking."""
         (opened,), (closed,) = map(self.site.engine.tokenizer.encode, ("<think>", "</think>"))
         ids = completion.ids
         return opened in ids and closed not in ids[ids.index(opened) :]
@@ -246,7 +246,7 @@ class Program:
         return self.site.engine.tokenizer.decode(ids)
 
     def check_traces(self) -> None:
-        """Each completion has one owner, with its own tokens behind its own prompt; verify says so too."""
+        """Verifies the traces. Each completion has one owner, with its own tokens after its own prompt."""
         abandoned = [id(completion) for completion in self.lost.values()]
         expected = Counter(
             (tuple(it.prompt), tuple(it.ids), it.finish, ABANDONED if id(it) in abandoned else None)

@@ -1,4 +1,4 @@
-"""A gateway of real parts in this process: a scripted engine over HTTP, the router, one session, served on loopback."""
+"""A gateway of real parts in this process: a scripted engine over HTTP, a router, one session, served on loopback."""
 
 import socket
 from collections.abc import AsyncGenerator, Mapping
@@ -23,7 +23,7 @@ LIMITS = Limits(run_s=60.0, model_s=20.0, max_turns=50)
 
 @dataclass
 class Site:
-    """What a test drives and looks at. `url` is without /v1."""
+    """The parts that a test uses. `url` is without /v1."""
 
     url: str
     session: GatewaySession
@@ -34,7 +34,7 @@ class Site:
     beats: list[float] = field(default_factory=list)
 
     def verified(self) -> Trajectory:
-        """What there is by now, proven."""
+        """Returns the trajectory so far, verified."""
         trajectory = Trajectory("ro-1", 1, traces=self.session.traces(), turns=self.session.turns)
         verify(trajectory)
         return trajectory
@@ -48,7 +48,7 @@ class Site:
 
 @cache
 def engine_tokenizer(folder: Path) -> FolderTokenizer:
-    """Loaded once: a real one takes half a second."""
+    """Loads a tokenizer once: a real one takes half a second."""
     return FolderTokenizer(folder)
 
 
@@ -67,8 +67,8 @@ async def gateway(
     send_buffer: int | None = None,
     renderers: Renderers | None = None,
 ) -> AsyncGenerator[Site, None]:
-    """`script` is what the engine says (see rollyard.testing.script); `tokenizer` a folder, else the small one.
-    `renderers`: those that were loaded before, for a test that needs many gateways."""
+    """`script` determines the engine's replies (see rollyard.testing.script); `tokenizer` is a folder, or None for the
+    small one. `renderers`: renderers that are loaded already, for a test that needs many gateways."""
     folder = tokenizer or tokenizer_dir()
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(
@@ -95,7 +95,7 @@ async def gateway(
         stack.push_async_callback(session.close)
         listener = socket.create_server(("127.0.0.1", 0))
         if send_buffer is not None:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # what is accepted inherits it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # accepted connections inherit it
         doorway = Doorway(listener, limits=DoorwayLimits(connections=256))
         stack.callback(doorway.close)
         await doorway.serve(GatewayApp(session, watches=watches))

@@ -1,4 +1,4 @@
-"""Anthropic's own Python SDK, unchanged, against a gateway over HTTP. Every conversation proves its traces."""
+"""Anthropic's Python SDK, unchanged, against a gateway over HTTP. The traces of every conversation are verified."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def client(site: Site, **options: Any) -> anthropic.AsyncAnthropic:
 
 
 def answers(message: Message) -> MessageParam:
-    """What a program answers to the calls of a turn."""
+    """Returns the results that a program sends for the calls of a turn."""
     return {
         "role": "user",
         "content": [
@@ -55,7 +55,7 @@ def answers(message: Message) -> MessageParam:
 
 
 def check_the_conversation(site: Site, replies: list[Message]) -> None:
-    """Of `TURNS`: what the SDK made of it, and one trace that holds all three turns."""
+    """Checks the SDK's messages of `TURNS`, and one trace that contains all three turns."""
     first, second, third = replies
     assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
     thinking, text, zurich, bern = first.content
@@ -75,7 +75,7 @@ def check_the_conversation(site: Site, replies: list[Message]) -> None:
     assert third.content[-1].text == "Sunny, 25 °C."
     usage = third.usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) > second.usage.output_tokens > 0
-    assert usage.cache_read_input_tokens, "the engine has the conversation cached, and the client is told so"
+    assert usage.cache_read_input_tokens, "the engine has the conversation cached, and the usage contains it"
     [trace] = site.verified().traces
     assert len(trace.spans) == 3
     assert site.forks == {}
@@ -141,7 +141,7 @@ async def test_a_streamed_conversation_with_tools() -> None:
         assert site.session.info()["overruled"] == {"thinking": 3}
 
 
-async def test_streamed_and_whole_turns_mix() -> None:
+async def test_streamed_and_unstreamed_turns_can_be_mixed() -> None:
     async with gateway(by_turn(*TURNS)) as site, client(site) as sdk:
         count = 0
 
@@ -181,7 +181,7 @@ async def test_the_raw_stream() -> None:
 
 
 async def test_a_history_sent_in_another_form_is_the_same_history() -> None:
-    """As plain dicts, with cache marks, the text as a string, nulls added: encodings, not words."""
+    """As plain dicts, with cache marks, the text as a string, nulls added: only the encoding differs."""
     async with gateway(by_turn(*TURNS)) as site, client(site) as sdk:
         question: MessageParam = {"role": "user", "content": "How is the weather?"}
         first = await sdk.messages.create(model="m", max_tokens=1000, messages=[question], tools=[WEATHER])
@@ -201,7 +201,7 @@ async def test_a_history_sent_in_another_form_is_the_same_history() -> None:
 
 
 async def test_a_header_line_that_changes_and_a_system_message_in_between_do_not_fork() -> None:
-    """As Claude Code sends them: a block of its system prompt, and a message that is blocks first and a text later."""
+    """As Claude Code sends them: a block of its system prompt, and a message of blocks that becomes a string later."""
     async with gateway(by_turn("one", "two")) as site, client(site) as sdk:
         history: list[Any] = [
             {"role": "user", "content": "hi"},
@@ -223,7 +223,7 @@ async def test_a_header_line_that_changes_and_a_system_message_in_between_do_not
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_call_that_is_no_json_is_told_as_text(streams: bool) -> None:
+async def test_a_call_without_valid_json_is_returned_as_text(streams: bool) -> None:
     broken = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": [1]}\n</tool_call>'
     async with gateway(by_turn(broken, "I see.")) as site, client(site) as sdk:
         history: list[MessageParam] = [{"role": "user", "content": "hi"}]
@@ -243,7 +243,7 @@ async def test_a_call_that_is_no_json_is_told_as_text(streams: bool) -> None:
         assert len(trace.spans) == 2
 
 
-async def test_a_turn_that_was_cut_short_says_so() -> None:
+async def test_a_truncated_turn_has_stop_reason_max_tokens() -> None:
     async with gateway(by_turn("one two three four five six", "seven")) as site, client(site) as sdk:
         history: list[MessageParam] = [{"role": "user", "content": "count"}]
         reply = await sdk.messages.create(model="m", max_tokens=3, messages=history)
@@ -275,7 +275,7 @@ async def test_models_are_listed() -> None:
 
 
 async def test_a_base_url_may_end_in_v1() -> None:
-    """Programs differ in what they take a base URL to be; then the SDK's own /v1 comes twice or not at all."""
+    """Programs differ in the base URL that they expect, so the SDK's own /v1 occurs twice or not at all."""
     async with gateway(by_turn("yes")) as site:
         async with anthropic.AsyncAnthropic(base_url=f"{site.url}/v1", api_key="unused") as sdk:
             with pytest.raises(anthropic.NotFoundError) as caught:
@@ -287,10 +287,10 @@ async def test_a_base_url_may_end_in_v1() -> None:
         }
 
 
-# --- errors, as the SDK's own
+# --- errors of the SDK
 
 
-async def test_a_bad_request_is_the_sdks_bad_request() -> None:
+async def test_a_bad_request_raises_the_sdks_bad_request_error() -> None:
     async with gateway() as site, client(site) as sdk:
         document: Any = {"type": "document", "source": {"type": "text", "data": "x", "media_type": "text/plain"}}
         with pytest.raises(anthropic.BadRequestError) as caught:
@@ -301,7 +301,7 @@ async def test_a_bad_request_is_the_sdks_bad_request() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_an_overflow_is_in_the_words_that_clients_look_for(streams: bool) -> None:
+async def test_an_overflow_has_the_message_that_clients_parse(streams: bool) -> None:
     limits = Limits(run_s=60.0, model_s=20.0, max_context=300)
     async with gateway(by_turn("yes"), limits=limits) as site, client(site) as sdk:
         long: list[MessageParam] = [{"role": "user", "content": "word " * 2000}]
@@ -311,10 +311,10 @@ async def test_an_overflow_is_in_the_words_that_clients_look_for(streams: bool) 
                     await stream.get_final_message()
             else:
                 await sdk.messages.create(model="m", max_tokens=10, messages=long)
-        assert site.session.info()["refused"] == 1, "no SDK tries this again"
+        assert site.session.info()["refused"] == 1, "no SDK retries this"
 
 
-async def test_a_limit_of_the_rollout_is_not_tried_again() -> None:
+async def test_a_limit_of_the_rollout_is_not_retried() -> None:
     limits = Limits(run_s=60.0, model_s=20.0, max_turns=1)
     async with gateway(by_turn("yes"), limits=limits) as site, client(site) as sdk:
         question: list[MessageParam] = [{"role": "user", "content": "hi"}]
@@ -333,7 +333,7 @@ async def test_a_session_that_has_ended_is_a_server_error() -> None:
         assert (caught.value.status_code, caught.value.type) == (503, "api_error")
 
 
-async def test_the_tasks_sampling_wins() -> None:
+async def test_the_tasks_sampling_applies() -> None:
     sampling = Sampling(temperature=0.7, max_tokens=5)
     async with gateway(by_turn("one two three four five six seven"), sampling=sampling) as site, client(site) as sdk:
         reply = await sdk.messages.create(
@@ -341,7 +341,7 @@ async def test_the_tasks_sampling_wins() -> None:
             max_tokens=1000,
             thinking={"type": "adaptive"},
             messages=[{"role": "user", "content": "hi"}],
-            extra_body={"temperature": 0.0},  # which this SDK has no parameter for any more
+            extra_body={"temperature": 0.0},  # this SDK no longer has a parameter for it
         )
         assert reply.usage.output_tokens == 5
         assert site.engine.requests[-1].body["sampling_params"]["temperature"] == 0.7

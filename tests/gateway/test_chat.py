@@ -1,4 +1,4 @@
-"""Chat Completions alone: what a body reads as, and how a turn is written. Over HTTP: test_openai_sdk.py."""
+"""The dialect Chat Completions: how a body is read, and how a turn is written. Over HTTP: test_openai_sdk.py."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ LS = {"type": "function", "function": {"name": "ls", "description": "lists", "pa
 
 
 def read(*messages: object, **body: Any) -> ChatRequest:
-    """A request as it comes off the wire."""
+    """Reads a request from its bytes."""
     return CHAT.read(orjson.loads(orjson.dumps({"model": "m", "messages": messages or [HELLO], **body})))
 
 
@@ -43,7 +43,7 @@ def call(number: int, name: str, arguments: Mapping[str, Any] | None, raw: str =
 # --- messages ---
 
 
-def test_messages_keep_what_they_say_and_lose_their_null_fields() -> None:
+def test_messages_keep_their_content_and_lose_null_fields() -> None:
     ask = read(
         {"role": "system", "content": "be brief", "name": None},
         {"role": "developer", "content": "be kind"},
@@ -65,7 +65,7 @@ def test_messages_keep_what_they_say_and_lose_their_null_fields() -> None:
     )
 
 
-def test_text_parts_are_one_text() -> None:
+def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
     assert read({"role": "user", "content": parts}).messages == ({"role": "user", "content": "ab"},)
     assert read({"role": "user", "content": []}).messages == ({"role": "user", "content": ""},)
@@ -73,14 +73,14 @@ def test_text_parts_are_one_text() -> None:
     assert read(tool).messages == ({"role": "tool", "tool_call_id": "call_1", "content": "ab"},)
 
 
-def test_an_image_stays_a_part_among_the_others() -> None:
+def test_an_image_remains_a_part() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}}
     text = {"type": "text", "text": "what is it?", "cache_control": {"type": "ephemeral"}}
     (message,) = read({"role": "user", "content": [text, image]}).messages
     assert message["content"] == [{"type": "text", "text": "what is it?"}, image]
 
 
-def test_a_refusal_is_something_that_was_said() -> None:
+def test_a_refusal_is_read_as_content() -> None:
     parts = [{"type": "text", "text": "no: "}, {"type": "refusal", "refusal": "I may not"}]
     assert read({"role": "assistant", "content": parts}).messages[0]["content"] == "no: I may not"
     assert read({"role": "assistant", "content": None, "refusal": "I may not"}).messages[0]["content"] == "I may not"
@@ -181,14 +181,14 @@ CALL = {"id": "x", "type": "function", "function": {"name": "ls", "arguments": "
         ),
     ],
 )
-def test_a_wrong_message_is_named_as_openai_names_it(message: object, param: str, code: str) -> None:
+def test_an_invalid_message_is_named_as_openai_does(message: object, param: str, code: str) -> None:
     problem = problem_of(HELLO, message)
     assert (problem.param, problem.code) == (param, code)
     error = json.loads(CHAT.error(problem))["error"]
     assert error == {"message": problem.message, "type": "invalid_request_error", "param": param, "code": code}
 
 
-def test_what_a_problem_shows_of_a_value_is_short() -> None:
+def test_a_problem_shortens_values() -> None:
     assert len(problem_of({"role": "x" * 10_000, "content": ""}).message) < 200
 
 
@@ -232,7 +232,7 @@ def test_what_a_problem_shows_of_a_value_is_short() -> None:
         ),
     ],
 )
-def test_a_wrong_parameter_is_named(body: dict[str, Any], param: str, code: str) -> None:
+def test_an_invalid_parameter_is_named(body: dict[str, Any], param: str, code: str) -> None:
     with pytest.raises(Problem) as caught:
         CHAT.read(body)
     assert (caught.value.kind, caught.value.param, caught.value.code) == ("invalid", param, code)
@@ -241,7 +241,7 @@ def test_a_wrong_parameter_is_named(body: dict[str, Any], param: str, code: str)
 # --- parameters ---
 
 
-def test_a_tool_is_what_a_model_is_told_of_it() -> None:
+def test_a_tool_has_only_the_fields_that_the_model_sees() -> None:
     strict = {
         "type": "function",
         "function": {**LS["function"], "strict": True},
@@ -254,7 +254,7 @@ def test_a_tool_is_what_a_model_is_told_of_it() -> None:
     assert read(tools=None).tools == read(tools=[]).tools == ()
 
 
-def test_what_would_change_the_sampling_is_overruled_by_name() -> None:
+def test_parameters_that_change_the_sampling_are_overruled_by_name() -> None:
     ask = read(
         temperature=0,
         top_p=1.0,
@@ -278,7 +278,7 @@ def test_what_would_change_the_sampling_is_overruled_by_name() -> None:
     }
 
 
-def test_what_asks_for_nothing_else_is_not_counted() -> None:
+def test_parameters_without_effect_are_not_overruled() -> None:
     ask = read(
         temperature=None,
         n=1,
@@ -301,7 +301,7 @@ def test_what_asks_for_nothing_else_is_not_counted() -> None:
     assert read(something_new={"x": 1}, nothing=None).unknown == ("something_new",)
 
 
-def test_the_lesser_bound_of_two_counts() -> None:
+def test_the_smaller_of_two_bounds_applies() -> None:
     assert read().max_tokens is None
     assert read(max_tokens=5).max_tokens == read(max_completion_tokens=5).max_tokens == 5
     assert read(max_tokens=9, max_completion_tokens=5).max_tokens == 5
@@ -314,14 +314,14 @@ def test_usage_is_an_option_of_streams() -> None:
     assert read(stream=False, stream_options={"include_usage": True}) == read()
 
 
-def test_a_model_need_not_be_named() -> None:
+def test_the_model_is_optional() -> None:
     assert CHAT.read({"messages": [HELLO]}).model == ""
 
 
 # --- whole replies ---
 
 
-def test_a_reply_has_openais_shape() -> None:
+def test_a_reply_has_openais_format() -> None:
     usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=5, reasoning_tokens=2)
     assert json.loads(CHAT.reply(read(), told("hi", usage=usage))) == {
         "id": "chatcmpl-abc",
@@ -363,13 +363,13 @@ def test_a_reply_that_only_calls_has_null_content() -> None:
     }
 
 
-def test_an_empty_turn_has_an_empty_content_and_a_cut_one_says_so() -> None:
+def test_an_empty_turn_has_empty_content_and_a_truncated_one_finish_reason_length() -> None:
     (choice,) = json.loads(CHAT.reply(read(), told(finish="length")))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
-def test_numbers_that_json_libraries_differ_in_are_told_as_they_are_recorded() -> None:
-    """orjson refuses integers beyond 64 bits, and writes infinity as null."""
+def test_numbers_that_json_libraries_treat_differently_are_returned_as_recorded() -> None:
+    """orjson refuses integers beyond 64 bits and writes infinity as null."""
     turn = told(calls=[call(0, "f", {"n": 2**70, "x": float("inf")})])
     (choice,) = json.loads(CHAT.reply(read(), turn))["choices"]
     assert choice["message"]["tool_calls"] == assistant_message("", "", turn.calls)["tool_calls"]
@@ -379,7 +379,7 @@ def test_numbers_that_json_libraries_differ_in_are_told_as_they_are_recorded() -
 
 
 def written(ask: ChatRequest, turn: Reply, events: Sequence[Event]) -> list[Any]:
-    """The data of each server-sent event; the terminator as it is."""
+    """Returns the data of each server-sent event; the terminator unchanged."""
     writer = CHAT.writer(ask, turn.id, turn.created, prompt_tokens=0)
     raw = writer.begin() + b"".join(map(writer.event, events)) + writer.end(turn)
     assert raw.endswith(b"\n\n")
@@ -390,13 +390,13 @@ def written(ask: ChatRequest, turn: Reply, events: Sequence[Event]) -> list[Any]
 
 
 def events_of(turn: Reply) -> list[Event]:
-    """As a session streams it: a token or so at a time."""
+    """Splits a turn into events as a session streams it: about a token at a time."""
     lead = [Reasoning(letter) for letter in turn.reasoning]
     return [*lead, *(Text(letter) for letter in turn.content), *turn.calls]
 
 
 def accumulated(chunks: Sequence[Any]) -> dict[str, Any]:
-    """The message that a client puts together."""
+    """Returns the message that a client assembles."""
     message: dict[str, Any] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -432,7 +432,7 @@ def test_a_stream_is_made_of_openais_chunks() -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["tool_calls"]
 
 
-def test_usage_comes_last_if_it_is_asked_for() -> None:
+def test_usage_comes_last_if_requested() -> None:
     ask = read(stream=True, stream_options={"include_usage": True})
     *chunks, last = written(ask, told("ok", usage=Usage(3, 1, 2)), [Text("ok")])
     assert [chunk["usage"] for chunk in chunks] == [None, None, None]
@@ -454,7 +454,7 @@ def test_text_with_line_breaks_stays_one_event() -> None:
     assert chunk["choices"][0]["delta"]["content"] == "a\n\ndata: [DONE]\n\nb\r\n\u2028"
 
 
-def test_silence_is_a_comment_and_trouble_is_an_error_object() -> None:
+def test_a_keep_alive_is_a_comment_and_a_problem_an_error_object() -> None:
     writer = CHAT.writer(read(stream=True), "abc", 0, prompt_tokens=0)
     assert writer.keep_alive() == b": keep-alive\n\n"
     problem = Problem("unavailable", "no engine", code="engine_unavailable")
@@ -464,7 +464,7 @@ def test_silence_is_a_comment_and_trouble_is_an_error_object() -> None:
     assert data.removeprefix(b"data: ").rstrip() == CHAT.error(problem)
 
 
-# --- what was told reads as what was said ---
+# --- replies that are sent back ---
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 ARGUMENTS = st.dictionaries(TEXT, st.none() | st.booleans() | st.integers() | TEXT | st.lists(TEXT, max_size=2))
@@ -472,7 +472,7 @@ CALLS = st.lists(st.tuples(TEXT.filter(bool), ARGUMENTS | st.none(), TEXT), max_
 
 
 @given(content=TEXT, reasoning=TEXT, calls=CALLS)
-def test_a_turn_that_is_sent_back_reads_as_it_was_told(
+def test_a_turn_that_is_sent_back_is_read_as_it_was_sent(
     content: str, reasoning: str, calls: list[tuple[str, Mapping[str, Any] | None, str]]
 ) -> None:
     made = [call(index, name, arguments, raw) for index, (name, arguments, raw) in enumerate(calls)]
@@ -504,8 +504,8 @@ def test_each_kind_of_problem_has_its_type(kind: ProblemKind, expected: str) -> 
     assert error == {"message": "why", "type": expected, "param": None, "code": "turn_limit"}
 
 
-def test_an_overflow_is_said_in_openais_words() -> None:
-    """litellm finds `this model's maximum context length is` in the lowered message; nothing else tells it."""
+def test_an_overflow_has_openais_message() -> None:
+    """litellm detects an overflow only by `this model's maximum context length is` in the lowercase message."""
     known = Problem("context", "too long", code="context_limit", used_tokens=90, max_tokens=64)
     unknown = Problem("context", "the engine refused 90 tokens", code="context_limit", used_tokens=90)
     for problem in (known, unknown):

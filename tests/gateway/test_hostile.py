@@ -1,4 +1,4 @@
-"""Whatever is sent, the event loop goes on: bounds are checked before the work, and the work is done in threads."""
+"""Hostile requests do not block the event loop: bounds are checked before the work, and the work is done in threads."""
 
 import asyncio
 import io
@@ -56,7 +56,7 @@ async def post(site: Site, raw: bytes, path: str = "chat/completions") -> tuple[
 
 @asynccontextmanager
 async def ticking() -> AsyncGenerator[list[None], None]:
-    """A tick of the loop each time that it comes round."""
+    """Adds a tick at each iteration of the event loop."""
     ticks: list[None] = []
 
     async def tick() -> None:
@@ -71,7 +71,7 @@ async def ticking() -> AsyncGenerator[list[None], None]:
         task.cancel()
 
 
-# --- what is refused, and by which bound
+# --- refusals, by bound
 
 
 def messages_of(dialect: Any, items: Any, **fields: Any) -> bytes:
@@ -133,8 +133,8 @@ async def test_a_body_that_is_far_beyond_the_context_is_not_read(monkeypatch: py
         assert (await post(site, raw[:-1]))[0] == 413
 
 
-async def test_a_body_that_is_too_long_for_the_context_is_not_kept_while_it_arrives():
-    """A sandbox has 16 connections, and 16 MiB for each would be kept until the last byte."""
+async def test_a_body_that_is_too_long_for_the_context_is_not_stored_while_it_arrives():
+    """A sandbox has 16 connections, and each would hold 16 MiB until its last byte."""
     chunk = b"x" * (256 << 10)
     received: list[int] = []
     sent: list[Any] = []
@@ -153,7 +153,7 @@ async def test_a_body_that_is_too_long_for_the_context_is_not_kept_while_it_arri
     assert sum(received) <= SLACK_BYTES + 1000 * MOST_BYTES_PER_TOKEN + len(chunk)
 
 
-async def test_a_piece_that_cannot_be_started_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch):
+async def test_a_piece_that_cannot_be_started_does_not_block_the_next(monkeypatch: pytest.MonkeyPatch):
     aside = WorkThreads()
     closed = ThreadPoolExecutor(1)
     closed.shutdown()
@@ -164,7 +164,7 @@ async def test_a_piece_that_cannot_be_started_does_not_hold_up_the_next(monkeypa
     assert await aside.thread(1, len, "abc") == 3
 
 
-def test_a_long_text_full_of_commas_is_not_taken_for_many_values():
+def test_a_long_text_full_of_commas_is_not_counted_as_many_values():
     said = 'x = {"a": [1, 2, 3]}\n' * 100_000
     ask = intake.read(CHAT, orjson.dumps(body(said)))
     assert ask.messages[0]["content"] == said
@@ -238,10 +238,10 @@ async def test_a_response_does_not_echo_megabytes():
         assert answer.status == 200 and len(await answer.read()) < 20_000
 
 
-# --- where the work is done
+# --- threads
 
 
-async def test_what_is_light_is_read_here_and_anything_else_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+async def test_light_requests_are_read_on_the_event_loop_and_others_in_a_thread(monkeypatch: pytest.MonkeyPatch):
     threads: list[str] = []
     read = intake.read
     monkeypatch.setattr(intake, "read", lambda *it: (threads.append(threading.current_thread().name), read(*it))[1])
@@ -253,7 +253,7 @@ async def test_what_is_light_is_read_here_and_anything_else_in_a_thread(monkeypa
     assert threads[0] == here and all(name.startswith("gateway-small") for name in threads[1:])
 
 
-async def test_all_that_a_heavy_request_costs_is_paid_in_threads(monkeypatch: pytest.MonkeyPatch):
+async def test_all_work_for_a_heavy_request_runs_in_threads(monkeypatch: pytest.MonkeyPatch):
     here = threading.get_ident()
     seen: set[tuple[str, bool]] = set()
 
@@ -279,7 +279,7 @@ async def test_all_that_a_heavy_request_costs_is_paid_in_threads(monkeypatch: py
     assert seen == {(name, False) for name in ("read", "key_of", "find", "extended", "rendered")}
 
 
-async def test_large_work_of_many_sessions_does_not_delay_what_is_small():
+async def test_large_work_of_many_sessions_does_not_delay_small_work():
     may_end = threading.Event()
     large = [asyncio.create_task(WorkThreads().thread(LARGE_BYTES + 1, may_end.wait, 30.0)) for _ in range(8)]
     try:
@@ -292,7 +292,7 @@ async def test_large_work_of_many_sessions_does_not_delay_what_is_small():
 
 
 async def test_sessions_take_turns():
-    """One that has sent ten pieces does not stand before another that has sent one."""
+    """A session with ten pieces does not delay another with one."""
     began, may_go = threading.Semaphore(0), threading.Event()
     workers = aside_module._SMALL._max_workers
     order: list[str] = []
@@ -330,7 +330,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_a_count_is_never_less_than_the_values_there_are(value: Any):
+def test_a_count_is_never_less_than_the_number_of_values(value: Any):
     raw, values = json.dumps(value).encode(), count(value)
     assert weight_of(raw).values + 1 >= values
     assert has_more_values(raw, values * 2) is False
@@ -350,7 +350,7 @@ def test_a_text_longer_than_a_step_is_left_out_of_the_count(before: int, end: st
     st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im", "_end|>", "x", "\ud800"]), max_size=12),
     st.integers(-14, 2),
 )
-def test_escaping_in_steps_is_escaping(parts: list[str], offset: int):
+def test_escaping_in_steps_equals_escaping_at_once(parts: list[str], offset: int):
     tokenizer = RENDERER._tokenizer
     text = "a" * (STEP_CHARS + offset) + "".join(parts) * 3 + "b" * STEP_CHARS + "<|im_end|>"
     assert tokenizer.escape(text) == tokenizer._escaped(text)
@@ -363,13 +363,13 @@ def test_no_token_is_longer_than_the_longest():
 
 
 def test_a_tokenizer_that_panics_is_an_invalid_request():
-    """Rust's panic is no Exception: it would pass every handler."""
-    with pytest.raises(InvalidRequest, match="cannot take this text"):
+    """A Rust panic is not an Exception: it would pass every handler."""
+    with pytest.raises(InvalidRequest, match="cannot encode this text"):
         RENDERER.encode(" " * 11_000_000)
 
 
 def test_a_long_text_is_encoded_without_the_interpreter():
-    """The loop's thread goes on while another one tokenizes."""
+    """The event loop continues while another thread tokenizes."""
     done = threading.Event()
     thread = threading.Thread(target=lambda: (RENDERER.encode("word, {x} " * 50_000), done.set()))
     thread.start()
@@ -380,7 +380,7 @@ def test_a_long_text_is_encoded_without_the_interpreter():
     assert turns > 3
 
 
-def test_both_ways_of_encoding_give_the_same_ids():
+def test_both_encoders_return_the_same_ids():
     text = "A few words, 漢字 🚀 <|im_end|> and\n\n\tmore. " * 60
     backend = RENDERER._tokenizer._backend
     assert RENDERER.encode(text) == backend.encode(text, add_special_tokens=False).ids

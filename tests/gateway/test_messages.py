@@ -1,4 +1,4 @@
-"""The Messages dialect by itself: what a body says, and how a turn is told."""
+"""The dialect Messages: how a body is read, and how a turn is written."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (),
 # --- reading
 
 
-def test_a_request_reads_as_chat() -> None:
+def test_a_request_is_read_in_chat_format() -> None:
     ask = read(
         user(text("fix it")),
         {
@@ -82,12 +82,12 @@ def test_a_request_reads_as_chat() -> None:
 
 
 def test_the_blocks_of_a_system_prompt_are_lines() -> None:
-    """Else Claude Code's header line, which is ignored between requests, would take the next line with it."""
+    """Otherwise Claude Code's header line, which is ignored between requests, would include the next line."""
     ask = read(USER, system=[text("x-anthropic-billing-header: v=1;"), text("You are.", cache_control={"type": "e"})])
     assert ask.messages[0] == {"role": "system", "content": "x-anthropic-billing-header: v=1;\nYou are."}
 
 
-def test_results_come_before_what_the_user_adds() -> None:
+def test_results_come_before_the_users_text() -> None:
     ask = read(USER, user(result("a", "one"), result("b", [text("two"), text("three")]), text("go on"), text("now")))
     assert ask.messages[1:] == (
         {"role": "tool", "tool_call_id": "a", "content": "one"},
@@ -121,16 +121,16 @@ def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
         (None, "Error:"),
     ],
 )
-def test_a_failed_result_does_not_read_like_a_success(said: Any, seen: str) -> None:
+def test_a_failed_result_is_marked_as_an_error(said: Any, seen: str) -> None:
     assert read(USER, user(result("a", said, is_error=True))).messages[1]["content"] == seen
 
 
-def test_a_good_result_is_left_as_it_is() -> None:
+def test_a_successful_result_is_unchanged() -> None:
     assert read(USER, user(result("a", "done", is_error=False))) == read(USER, user(result("a", "done")))
     assert read(USER, user({"type": "tool_result", "tool_use_id": "a"})).messages[1]["content"] == ""
 
 
-def test_an_image_stays_a_part() -> None:
+def test_an_image_remains_a_part() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     assert read(user(text("look"), image)).messages[0]["content"] == [text("look"), part]
@@ -140,7 +140,7 @@ def test_an_image_stays_a_part() -> None:
     assert read(user(linked)).messages[0]["content"] == [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
 
 
-def test_what_the_task_decides_is_overruled_by_name() -> None:
+def test_parameters_of_the_task_are_overruled_by_name() -> None:
     ask = read(
         USER,
         temperature=0.5,
@@ -198,7 +198,7 @@ ASSISTANT = {"role": "assistant", "content": "I"}
         ({"max_tokens": True}, "max_tokens"),
     ],
 )
-def test_what_cannot_be_read_is_named(body: dict[str, Any], param: str | None) -> None:
+def test_an_invalid_field_is_named(body: dict[str, Any], param: str | None) -> None:
     whole = {"model": "m", "max_tokens": 1, "messages": [USER], **body}
     if param is None:
         MESSAGES.read(whole)
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_named(body: dict[str, Any], param: str | None) -
     assert caught.value.message.startswith(f"{param}: ")
 
 
-# --- telling
+# --- writing
 
 
 def test_a_reply_is_a_message() -> None:
@@ -259,7 +259,7 @@ def streamed(events: Sequence[Event], whole: Reply) -> bytes:
     return writer.begin() + b"".join(map(writer.event, events)) + writer.keep_alive() + writer.end(whole)
 
 
-def test_a_stream_tells_blocks_one_after_the_other() -> None:
+def test_a_stream_sends_blocks_one_after_the_other() -> None:
     events = [Reasoning("I "), Reasoning("think."), Text("Hm"), Text("."), call(0, "Bash", command="ls"), Text("so")]
     usage = Usage(prompt_tokens=100, cached_tokens=60, completion_tokens=7)
     seen = list(events_of(streamed(events, told("Hm.so", "I think.", [call(0, "Bash")], usage=usage))))
@@ -291,14 +291,14 @@ def test_a_stream_tells_blocks_one_after_the_other() -> None:
     assert seen[-2]["usage"]["cache_read_input_tokens"] == 60
 
 
-def test_a_number_that_no_client_could_read_is_the_largest_there_is() -> None:
+def test_a_number_beyond_the_float_range_becomes_the_largest_float() -> None:
     reply = MESSAGES.reply(ASK, told(calls=[call(0, "f", x=[float("inf")], y={"z": -float("inf")}, s="inf")]))
     got = json.loads(reply)["content"][0]["input"]
     assert got == {"x": [1.7976931348623157e308], "y": {"z": -1.7976931348623157e308}, "s": "inf"}
     assert b"Infinity" not in reply
 
 
-# --- what is told reads back
+# --- replies that are sent back
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 VALUES = st.recursive(
@@ -316,13 +316,17 @@ def back(content: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 @given(TEXTS, TEXTS, CALLS)
-def test_a_reply_reads_back_as_the_turn(content: str, reasoning: str, calls: tuple[ToolCall, ...]) -> None:
+def test_a_reply_that_is_sent_back_is_read_as_the_turn(
+    content: str, reasoning: str, calls: tuple[ToolCall, ...]
+) -> None:
     reply = json.loads(MESSAGES.reply(ASK, told(content, reasoning, calls)))
     assert back(reply["content"]) == assistant_message(content, reasoning, calls)
 
 
 @given(st.lists(TEXTS.map(Text) | TEXTS.map(Reasoning), max_size=8), CALLS, st.integers(0, 8))
-def test_a_stream_reads_back_as_the_turn(said: list[Event], calls: tuple[ToolCall, ...], at: int) -> None:
+def test_a_stream_that_is_sent_back_is_read_as_the_turn(
+    said: list[Event], calls: tuple[ToolCall, ...], at: int
+) -> None:
     events = [*said[:at], *calls, *said[at:]]
     content = "".join(event.text for event in said if isinstance(event, Text))
     reasoning = "".join(event.text for event in said if isinstance(event, Reasoning))
@@ -362,7 +366,7 @@ def test_a_stream_reads_back_as_the_turn(said: list[Event], calls: tuple[ToolCal
         (Problem("internal", "oh"), "api_error", "oh"),
     ],
 )
-def test_errors_are_in_anthropics_shape(problem: Problem, kind: str, message: str) -> None:
+def test_errors_have_anthropics_format(problem: Problem, kind: str, message: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
     assert json.loads(MESSAGES.error(problem)) == body
     [event] = events_of(MESSAGES.writer(ASK, "abc123", 0, 1).error(problem))

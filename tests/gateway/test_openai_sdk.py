@@ -1,7 +1,7 @@
-"""OpenAI's own Python SDK, unchanged, against the gateway: Chat Completions.
+"""OpenAI's Python SDK, unchanged, against the gateway: Chat Completions.
 
-After every conversation its traces prove themselves; and a history that is sent back, in whatever way the SDK or its
-users write it, goes on in the one trace that it came from.
+The traces of every conversation are verified. A history that is sent back, in any form in which the SDK or its users
+write it, extends the one trace that it came from.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ TWO_CALLS = (
 
 
 def says(*replies: Reply | str) -> Callable[[Turn], Reply | str]:
-    """The engine's replies by the number of assistant turns behind. The probe has no session, and hears none of it."""
+    """Returns the engine's replies by the number of earlier assistant turns. A probe has no session and gets "ok"."""
     return lambda turn: replies[min(turn.number, len(replies) - 1)] if turn.session_id else "ok"
 
 
@@ -49,7 +49,7 @@ async def client_of(site: Site, **options: Any) -> AsyncGenerator[openai.AsyncOp
 
 
 def one_trace(site: Site, *, turns: int) -> None:
-    """All that was sampled is in one sequence, which proves itself."""
+    """Checks that all sampled tokens are in one verified trace."""
     (trace,) = site.verified().traces
     assert (len(trace.spans), trace.is_trainable, trace.fork_reason) == (turns, True, None)
     assert not site.forks
@@ -62,7 +62,7 @@ def results_of(calls: Sequence[Any] | None, text: str = "empty") -> list[dict[st
 # --- conversations ---
 
 
-async def test_a_conversation_goes_on_in_one_trace() -> None:
+async def test_a_conversation_is_one_trace() -> None:
     async with gateway(says("one", "two", "three")) as site, client_of(site) as client:
         messages: list[Any] = [{"role": "system", "content": "Be brief."}]
         for number, expected in enumerate(("one", "two", "three")):
@@ -102,7 +102,7 @@ async def test_the_paths_work_without_v1() -> None:
         assert reply.choices[0].message.content == "one"
 
 
-async def test_parallel_calls_and_their_results_go_on_in_one_trace() -> None:
+async def test_parallel_calls_and_their_results_stay_in_one_trace() -> None:
     async with gateway(says(TWO_CALLS, "both are empty")) as site, client_of(site) as client:
         messages: list[Any] = [HELLO]
         reply = await client.chat.completions.create(model="m", messages=messages, tools=[LS])
@@ -146,7 +146,7 @@ def as_dump(message: ChatCompletionMessage) -> Any:
 
 
 def by_hand(message: ChatCompletionMessage) -> Any:
-    """As an agent program writes it: other ids, compact arguments, text in parts, vLLM's name for reasoning."""
+    """Writes a turn like an agent program: other ids, compact arguments, text in parts, vLLM's name for reasoning."""
     calls = [
         {
             "id": f"toolu_{index}",
@@ -163,7 +163,7 @@ def by_hand(message: ChatCompletionMessage) -> Any:
 
 @pytest.mark.parametrize("written", [as_object, as_dump, by_hand])
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_however_a_turn_is_sent_back_it_extends_its_trace(
+async def test_a_turn_sent_back_in_any_form_extends_its_trace(
     written: Callable[[ChatCompletionMessage], Any], is_stream: bool
 ) -> None:
     async with gateway(says(TWO_CALLS, "done")) as site, client_of(site) as client:
@@ -186,7 +186,7 @@ async def test_however_a_turn_is_sent_back_it_extends_its_trace(
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param('<tool_call>\n{"name": "ls", "arguments": "{broken"}\n</tool_call>', id="arguments are no JSON"),
+        pytest.param('<tool_call>\n{"name": "ls", "arguments": "{broken"}\n</tool_call>', id="arguments are not JSON"),
         pytest.param('<tool_call>\n{"name": "ls", "arguments": {"pa', id="not closed"),
         pytest.param("so <tool_call>\n{nonsense}\n</tool_call>", id="no JSON at all"),
         pytest.param('<tool_call>\n{"name": "ls", "arguments": {"n": 1e999}}\n</tool_call>', id="infinity"),
@@ -195,7 +195,7 @@ async def test_however_a_turn_is_sent_back_it_extends_its_trace(
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_what_the_model_gets_wrong_is_told_and_goes_on_in_its_trace(said: str, is_stream: bool) -> None:
+async def test_malformed_output_is_returned_and_stays_in_its_trace(said: str, is_stream: bool) -> None:
     async with gateway(says(said, "sorry")) as site, client_of(site) as client:
         if is_stream:
             async with client.chat.completions.stream(model="m", messages=[HELLO], tools=[LS]) as stream:
@@ -211,7 +211,7 @@ async def test_what_the_model_gets_wrong_is_told_and_goes_on_in_its_trace(said: 
 
 
 @pytest.mark.parametrize(("history", "traces"), [("as_sent", 2), ("keep", 1)])
-async def test_reasoning_that_the_client_drops_is_gone_or_kept_as_the_task_says(history: str, traces: int) -> None:
+async def test_reasoning_that_the_client_drops_is_removed_or_kept_by_option(history: str, traces: int) -> None:
     script = says("<think>\nhm\n</think>\n\none", "two")
     async with gateway(script, options={"reasoning_history": history}) as site, client_of(site) as client:
         reply = await client.chat.completions.create(model="m", messages=[HELLO])
@@ -220,7 +220,7 @@ async def test_reasoning_that_the_client_drops_is_gone_or_kept_as_the_task_says(
         assert len(site.verified().traces) == traces
 
 
-async def test_sampling_is_the_tasks_and_what_was_asked_for_is_counted() -> None:
+async def test_the_tasks_sampling_applies_and_overruled_parameters_are_counted() -> None:
     async with gateway(says("one")) as site, client_of(site) as client:
         asked: dict[str, Any] = {"temperature": 0.123, "seed": 7, "stop": ["x"], "tool_choice": "required"}
         await client.chat.completions.create(model="m", messages=[HELLO], user="ann", **asked)
@@ -230,7 +230,7 @@ async def test_sampling_is_the_tasks_and_what_was_asked_for_is_counted() -> None
         assert params["stop"] == ["x"]
 
 
-async def test_a_length_stop_says_so() -> None:
+async def test_a_reply_at_the_token_limit_has_finish_reason_length() -> None:
     async with gateway(says("one two three four five", "six")) as site, client_of(site) as client:
         reply = await client.chat.completions.create(model="m", messages=[HELLO], max_completion_tokens=3)
         assert reply.choices[0].finish_reason == "length"
@@ -265,7 +265,7 @@ async def test_a_stream_comes_token_by_token_with_usage_at_the_end() -> None:
         one_trace(site, turns=1)
 
 
-async def test_the_stream_helper_hears_every_kind_of_event() -> None:
+async def test_the_stream_helper_receives_every_kind_of_event() -> None:
     async with gateway(says(TWO_CALLS, "done")) as site, client_of(site) as client:
         async with client.chat.completions.stream(model="m", messages=[HELLO], tools=[LS]) as stream:
             kinds = [event.type async for event in stream]
@@ -301,7 +301,7 @@ async def raised(client: openai.AsyncOpenAI, **asked: Any) -> openai.APIStatusEr
     return caught.value
 
 
-async def test_wrong_requests_are_bad_requests_that_say_what_was_wrong() -> None:
+async def test_invalid_requests_are_bad_requests_that_name_the_field() -> None:
     async with gateway(says("one")) as site, client_of(site) as client:
         error = await raised(client, messages=[HELLO, {"role": "user", "content": 3}])
         assert isinstance(error, openai.BadRequestError)
@@ -317,7 +317,7 @@ async def test_wrong_requests_are_bad_requests_that_say_what_was_wrong() -> None
         assert site.session.turns == 0
 
 
-async def test_an_image_is_refused_where_the_model_cannot_see() -> None:
+async def test_an_image_is_refused_for_a_text_model() -> None:
     async with gateway(says("one")) as site, client_of(site) as client:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
         error = await raised(client, messages=[{"role": "user", "content": [image]}])
@@ -325,14 +325,14 @@ async def test_an_image_is_refused_where_the_model_cannot_see() -> None:
         assert not site.engine.calls
 
 
-async def test_what_is_not_here_is_not_found() -> None:
+async def test_an_unknown_endpoint_is_not_found() -> None:
     async with gateway(says("one")) as site, client_of(site) as client:
         with pytest.raises(openai.NotFoundError) as caught:
             await client.embeddings.create(model="m", input="x")
         assert caught.value.type == "not_found_error"
 
 
-async def test_an_overflow_is_openais_own_error() -> None:
+async def test_an_overflow_is_openais_error() -> None:
     limits = Limits(run_s=60.0, model_s=20.0, max_context=64)
     async with gateway(says("one"), limits=limits) as site, client_of(site) as client:
         for is_stream in (False, True):
@@ -345,7 +345,7 @@ async def test_an_overflow_is_openais_own_error() -> None:
         assert reply.choices[0].message.content == "one"
 
 
-async def test_a_used_up_rollout_is_said_once_and_not_retried() -> None:
+async def test_a_used_up_limit_is_reported_once_and_not_retried() -> None:
     limits = Limits(run_s=60.0, model_s=20.0, max_turns=1)
     async with gateway(says("one"), limits=limits) as site, client_of(site, max_retries=3) as client:
         await client.chat.completions.create(model="m", messages=[HELLO])
@@ -390,7 +390,7 @@ async def test_models_are_listed_and_found() -> None:
 
 
 class Losing(httpx2.AsyncHTTPTransport):
-    """A network that loses the first answer: `lost` is what it does with the request until then."""
+    """A network that loses the first response: `lost` handles the request until then."""
 
     def __init__(self, lost: Callable[[Any, httpx2.Request], Any]) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ async def losing(site: Site, lost: Callable[[Any, httpx2.Request], Any]) -> Asyn
         yield client, transport
 
 
-async def test_a_retry_of_a_finished_request_is_told_the_same_completion() -> None:
+async def test_a_retry_of_a_finished_request_returns_the_same_completion() -> None:
     async def after_its_end(send: Any, request: httpx2.Request) -> None:
         response = await send(request)
         await response.aread()
@@ -431,7 +431,7 @@ async def test_a_retry_of_a_finished_request_is_told_the_same_completion() -> No
         one_trace(site, turns=2)
 
 
-async def test_a_retry_of_a_cut_request_goes_on_from_what_was_sampled() -> None:
+async def test_a_retry_of_an_interrupted_request_continues_from_the_sampled_tokens() -> None:
     def script(turn: Turn) -> Reply:
         return Reply("one two three four", stall_after=3 if turn.session_id and turn.call == 0 else None)
 
@@ -454,7 +454,7 @@ async def test_a_retry_of_a_cut_request_goes_on_from_what_was_sampled() -> None:
             one_trace(site, turns=1)
 
 
-async def test_a_retry_while_the_first_is_still_on_its_way_hears_the_same_completion() -> None:
+async def test_a_retry_of_a_running_request_receives_the_same_completion() -> None:
     async with gateway(says(Reply("one two three four", latency_s=0.3))) as site, client_of(site) as client:
 
         async def ask(count: str, is_stream: bool) -> tuple[str, str]:
@@ -484,7 +484,7 @@ async def test_the_same_request_again_is_a_new_sample() -> None:
         assert len(site.verified().traces) == 2
 
 
-async def test_parallel_conversations_are_traces_of_their_own() -> None:
+async def test_parallel_conversations_have_traces_of_their_own() -> None:
     async with gateway(says("one", "two"), limits=LIMITS) as site, client_of(site) as client:
 
         async def converse(number: int) -> None:

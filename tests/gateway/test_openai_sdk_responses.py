@@ -1,4 +1,4 @@
-"""OpenAI's own Python SDK, unchanged, speaks Responses with the gateway: sync, async, streams, tools, errors."""
+"""OpenAI's Python SDK, unchanged, against the gateway: Responses, sync, async, streams, tools, errors."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def client(site: Site, **options: Any) -> AsyncOpenAI:
 
 
 async def answered(sdk: AsyncOpenAI, history: list[Any], *, streams: bool, **options: Any) -> Any:
-    """One request; its output goes into the history as the SDK gives it."""
+    """Sends one request and adds its output to the history as the SDK returns it."""
     request: dict[str, Any] = {"model": "policy", "input": history, "tools": [LOOK, PATCH], "store": False, **options}
     if streams:
         async with sdk.responses.stream(**request) as stream:
@@ -70,7 +70,7 @@ async def test_several_turns_with_tools_and_reasoning_are_one_trace(streams: boo
         assert len(trajectory.traces) == 1 and trajectory.turns == 3 and site.forks == {}
 
 
-async def test_events_come_as_the_sdk_types_them():
+async def test_events_have_the_sdks_types():
     async with gateway(script) as site, client(site) as sdk:
         stream = await sdk.responses.create(model="policy", input="Go.", tools=[LOOK], stream=True)
         events = [event async for event in stream]
@@ -117,7 +117,7 @@ async def test_a_bad_request_is_refused_once():
         assert site.verified().turns == 0
 
 
-async def test_a_prompt_that_does_not_fit_says_so_as_openai_does():
+async def test_a_prompt_that_does_not_fit_has_openais_error_code():
     limits = Limits(run_s=60.0, model_s=20.0, max_turns=50, max_context=40)
     async with gateway(script, limits=limits) as site, client(site) as sdk:
         with pytest.raises(openai.BadRequestError) as raised:
@@ -130,7 +130,7 @@ async def test_a_prompt_that_does_not_fit_says_so_as_openai_does():
         assert site.session.info()["requests"] == 2
 
 
-async def test_engines_that_are_gone_are_a_server_error_that_is_not_tried_again():
+async def test_lost_engines_are_a_server_error_that_is_not_retried():
     settings = RouterSettings(engine_wait_s=0.2, backoff_s=0.01)
     async with gateway(script, router_settings=settings) as site, client(site) as sdk:
         await site.engine.stop()

@@ -1,4 +1,4 @@
-"""Parameters that are granted, overruled or unknown: by the SDKs themselves, in all three dialects."""
+"""Parameters that are granted, overruled or unknown, with the real SDKs, in all three dialects."""
 
 import re
 from collections.abc import AsyncGenerator
@@ -48,12 +48,12 @@ def params(site: Site) -> Any:
 # --- warnings
 
 
-async def test_a_client_learns_what_was_overruled_and_what_is_unknown():
+async def test_warnings_list_overruled_and_unknown_parameters():
     async with clients("hi") as (site, ours, theirs):
         chat = await ours.chat.completions.with_raw_response.create(
             model="m", messages=HELLO, temperature=0.2, tool_choice="required", extra_body={"frobnicate": 1}
         )
-        said = "temperature: the task's sampling counts"
+        said = "temperature: the task's sampling applies"
         for word in (said, "tool_choice: the task", "frobnicate: unknown here"):
             assert word in chat.headers[WARNINGS]
         assert said in chat.parse().warnings
@@ -74,7 +74,7 @@ async def test_a_client_learns_what_was_overruled_and_what_is_unknown():
         assert site.session.info()["overruled"]["frobnicate"] == 3  # type: ignore[index]
 
 
-async def test_a_stream_says_it_in_its_header():
+async def test_a_stream_has_the_warnings_in_its_header():
     async with clients("hi") as (_, ours, theirs):
         async with ours.chat.completions.with_streaming_response.create(
             model="m", messages=HELLO, temperature=0.2, stream=True
@@ -86,7 +86,7 @@ async def test_a_stream_says_it_in_its_header():
             assert (await stream.get_final_message()).content[0].text == "hi"
 
 
-async def test_what_happens_anyway_is_no_warning():
+async def test_parameters_that_change_nothing_cause_no_warning():
     sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=64)
     async with clients("hi", sampling=sampling) as (_, ours, _theirs):
         plain: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "tool_choice": "auto", "n": 1, "user": "me"}
@@ -119,7 +119,7 @@ def test_options_are_checked_at_submit():
             options_of(Task("session", agent=AgentSpec(options={name: "yes"})))
 
 
-def test_a_header_holds_any_name_and_not_too_many():
+def test_a_header_accepts_any_name_and_is_bounded():
     wishes = ParameterRules(Sampling(), is_strict=False, has_structured_output=False)
     names = tuple(f"näme\r\n{number}" + "x" * 1000 for number in range(100))
     warnings = wishes.grant(ChatRequest((), unknown=names), Kind.VLLM).warnings
@@ -132,7 +132,7 @@ def test_a_header_holds_any_name_and_not_too_many():
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("refuses", [False, True])
-async def test_a_stop_text_ends_the_completion_and_is_not_told(is_stream: bool, refuses: bool):
+async def test_a_stop_text_ends_the_completion_and_is_not_sent(is_stream: bool, refuses: bool):
     async with clients("one STOP two", "next") as (site, ours, theirs):
         if refuses:
             refuse(site, "stop")
@@ -154,7 +154,7 @@ async def test_a_stop_text_ends_the_completion_and_is_not_told(is_stream: bool, 
 
 
 def refuse(site: Site, name: str) -> None:
-    """As an engine does that does not have it."""
+    """Makes the engine refuse the parameter, like one that does not support it."""
     known = site.engine._check
 
     def check(body: Any, prompt: Any) -> None:
@@ -177,7 +177,7 @@ async def chatted(client: Any, messages: list[Any], is_stream: bool, **fields: A
     return text, finish
 
 
-async def test_the_engine_is_given_the_stop_texts_and_the_tokens_end_there():
+async def test_the_engine_gets_the_stop_texts_and_the_tokens_end_there():
     async with clients("one STOP two") as (site, ours, _):
         await ours.chat.completions.create(model="m", messages=HELLO, stop="STOP")
         assert params(site)["stop"] == ["STOP"]
@@ -194,7 +194,7 @@ async def test_stop_texts_are_bounded(stop: Any):
             read(dialect, orjson.dumps(body))
 
 
-def test_the_first_stop_text_counts():
+def test_the_reply_ends_at_the_first_stop_text():
     assert cut_at("a b c", ["c", "b"]) == ("a ", "b")
     assert cut_at("a", ["b"]) == ("a", None)
 
@@ -202,7 +202,7 @@ def test_the_first_stop_text_counts():
 # --- seed
 
 
-async def test_a_seed_is_the_same_in_one_rollout_and_another_in_the_next():
+async def test_a_seed_samples_alike_in_one_rollout_and_differently_in_the_next():
     async with clients("hi") as (site, ours, _):
         seeds: list[int] = []
         for seed in (42, 42, 7, None):
@@ -277,7 +277,7 @@ async def test_top_logprobs_are_the_engines_and_change_nothing_in_the_trace(api:
         assert site.verified().traces[0].is_trainable
 
 
-async def test_an_engine_that_refuses_top_logprobs_is_asked_without_them():
+async def test_an_engine_that_refuses_top_logprobs_is_called_without_them():
     async with clients("hi there") as (site, ours, _):
         known = site.engine._check
 
@@ -311,7 +311,7 @@ def test_top_logprobs_are_bounded_and_need_logprobs():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_without_tool_choice_a_call_is_told_as_text(is_stream: bool):
+async def test_with_tool_choice_none_a_call_is_returned_as_text(is_stream: bool):
     async with clients(TWO_CALLS, "fine") as (site, ours, _):
         text, finish = await chatted(ours, HELLO, is_stream, tools=[LS], tool_choice="none")
         assert finish == "stop" and text.startswith("I look.") and text.count('"name": "ls"') == 2
@@ -348,7 +348,7 @@ CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "/"}}\n</tool_call>'
 
 @pytest.mark.parametrize("name", ["ls", ""])
 @pytest.mark.parametrize("dialect", CHOICES)
-async def test_a_call_is_forced_by_grammar_where_the_task_allows_it(dialect: str, name: str):
+async def test_a_call_is_forced_by_grammar_if_the_task_allows_it(dialect: str, name: str):
     async with clients(CALL, options={"structured_output": True}) as (site, ours, theirs):
         answer = await CHOICES[dialect](ours, theirs, name)
         assert WARNINGS not in answer.headers
@@ -367,7 +367,7 @@ async def test_a_call_is_forced_by_grammar_where_the_task_allows_it(dialect: str
             await CHOICES[dialect](ours, theirs, "rm")
 
 
-async def test_a_client_learns_that_no_call_came_of_it():
+async def test_a_missing_forced_call_causes_a_warning():
     async with clients("no call", options={"structured_output": True}) as (site, ours, _):
         answer = await CHOICES["chat"](ours, None, "ls")
         assert answer.parse().warnings == ["tool_choice: the model called no tool"]
@@ -377,7 +377,7 @@ async def test_a_client_learns_that_no_call_came_of_it():
         assert [trace.is_trainable for trace in site.verified().traces] == [False, True]
 
 
-def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
+def test_a_call_is_not_forced_without_a_grammar():
     def grant(
         *wishes: RequestParameter, tools: Any = (LS,), grammar: Any = hermes_calls, kind: Kind = Kind.SGLANG
     ) -> GrantedParameters:
@@ -395,12 +395,12 @@ def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
     )
     assert grant(any_call).sampling.extra == {"ebnf": hermes_calls(["ls"], is_one=False)}
     assert grant(any_call, tools=()).warnings == ("tool_choice: no tools are offered",)
-    assert "not known" in grant(any_call, grammar=lambda *_, is_one: None).warnings[0]
+    assert "no grammar" in grant(any_call, grammar=lambda *_, is_one: None).warnings[0]
     assert "no structured output" in grant(any_call, kind=Kind.PRORL).warnings[0]
     many = [{"type": "function", "function": {"name": f"{n:0100}"}} for n in range(300)]
     assert f"more than {MOST_SCHEMA_BYTES} bytes" in grant(any_call, tools=many).warnings[0]
     odd = {"type": "function", "function": {"name": 'x" | root'}}
-    assert "not known" in grant(any_call, tools=[LS, odd]).warnings[0]
+    assert "no grammar" in grant(any_call, tools=[LS, odd]).warnings[0]
     with pytest.raises(Problem, match="names a tool that is not in 'tools'"):
         grant(RequestParameter("calls", "tool_choice", "rm"))
     both = grant(json_object, any_call)
@@ -429,7 +429,7 @@ FORMATS: Any = {
 
 
 @pytest.mark.parametrize("dialect", FORMATS)
-async def test_a_format_is_the_engines_structured_output_where_the_task_allows_it(dialect: str):
+async def test_a_format_uses_the_engines_structured_output_if_the_task_allows_it(dialect: str):
     async with clients('{"a": 1}', options={"structured_output": True}) as (site, ours, theirs):
         answer = await FORMATS[dialect](ours, theirs)
         assert WARNINGS not in answer.headers
@@ -448,7 +448,7 @@ def grant(value: Any, kind: Kind = Kind.VLLM, **extra: Any) -> Any:
     return wishes.grant(ChatRequest((), wishes=(RequestParameter("format", "response_format", value),)), kind)
 
 
-def test_what_the_task_constrains_stays_and_a_schema_is_bounded():
+def test_the_tasks_constraint_stays_and_a_schema_is_bounded():
     json_object = {"type": "json_object"}
     assert grant(json_object).sampling.extra == {"structured_outputs": {"json_object": True}}
     assert grant(json_object, Kind.SGLANG).sampling.extra == {"json_schema": '{"type": "object"}'}

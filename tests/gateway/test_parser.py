@@ -1,4 +1,4 @@
-"""A large body is parsed in steps, and the result is the parser's own."""
+"""A large body is parsed in steps, with the same result as orjson's."""
 
 import json
 from typing import Any
@@ -48,7 +48,7 @@ def outcome(read: Any, raw: bytes) -> Any:
 
 @pytest.mark.usefixtures("in_small_steps")
 @given(JSON, st.booleans())
-def test_a_body_in_steps_reads_as_at_once(value: Json, is_ascii: bool):
+def test_parsing_in_steps_gives_the_same_result(value: Json, is_ascii: bool):
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
     assert parse(raw) == orjson.loads(raw) == value
     assert parse(bytearray(raw)) == value
@@ -56,7 +56,7 @@ def test_a_body_in_steps_reads_as_at_once(value: Json, is_ascii: bool):
 
 @pytest.mark.usefixtures("in_small_steps")
 @given(JSON, st.booleans(), st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3)), min_size=1, max_size=3))
-def test_what_is_not_json_is_refused_in_steps_as_at_once(value: Json, is_ascii: bool, edits: list[tuple[int, bytes]]):
+def test_invalid_json_is_refused_in_steps_too(value: Json, is_ascii: bool, edits: list[tuple[int, bytes]]):
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
     for at, new in edits:
         raw = raw[: at % (len(raw) + 1)] + new + raw[at % (len(raw) + 1) + len(new) :]
@@ -82,7 +82,7 @@ def test_the_edges_of_a_step(raw: bytes):
     assert outcome(parse, raw) == outcome(orjson.loads, raw)
 
 
-def test_no_call_of_the_parser_has_more_than_a_step(monkeypatch: pytest.MonkeyPatch):
+def test_the_parser_is_never_called_with_more_than_a_step(monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
     loads = orjson.loads
     monkeypatch.setattr(parser.orjson, "loads", lambda raw: (sizes.append(len(raw)), loads(raw))[1])
@@ -91,21 +91,21 @@ def test_no_call_of_the_parser_has_more_than_a_step(monkeypatch: pytest.MonkeyPa
     assert max(sizes) <= STEP_BYTES + 2
 
 
-def test_a_mark_of_the_clients_own_is_a_text():
-    """What stands for a long text is chosen anew for each body."""
+def test_a_string_that_looks_like_a_mark_is_a_string():
+    """The mark that replaces a long string is random for each body."""
     long = "x" * WHOLE_BYTES
     body = {"0": "0", "a": [long, "0", "1"], long: "1"}
     assert parse(orjson.dumps(body)) == body
 
 
-def test_texts_have_a_bound_together():
+def test_all_texts_together_are_bounded():
     half = "x" * (MOST_CHARS // 2)
     assert parse(orjson.dumps([half, half])) == [half, half]
     with pytest.raises(TooMuchText):
         parse(orjson.dumps([half, half, "x" * 200]))
 
 
-async def test_a_text_beyond_the_bound_is_more_than_the_context():
+async def test_a_text_beyond_the_bound_is_a_context_overflow():
     raw = orjson.dumps({"model": "any", "messages": [{"role": "user", "content": "x" * (MOST_CHARS + 1)}]})
     async with gateway(says("ok"), engine_options={"max_context": 1 << 20}) as site:
         status, answer = await post(site, raw)
@@ -114,7 +114,7 @@ async def test_a_text_beyond_the_bound_is_more_than_the_context():
         assert str(MOST_CHARS) in site.session.overflow.detail
 
 
-def test_structure_has_a_bound_beside_the_texts():
+def test_the_structure_without_texts_is_bounded():
     short = "x" * 120
     raw = orjson.dumps({"messages": [short] * (MOST_SKELETON_BYTES // 120)})
     with pytest.raises(Problem, match=f"{MOST_SKELETON_BYTES} is the maximum") as found:
@@ -124,7 +124,7 @@ def test_structure_has_a_bound_beside_the_texts():
     assert len(parse(longer)) == MOST_SKELETON_BYTES // 120  # type: ignore[arg-type]
 
 
-# --- what is written as JSON again
+# --- values that are serialized again
 
 
 def arguments_of(dialect: Any, arguments: Any) -> bytes:
@@ -156,7 +156,7 @@ def test_the_arguments_of_a_call_are_bounded(dialect: Any, monkeypatch: pytest.M
         intake.read(dialect, arguments_of(dialect, {"a": "x" * MOST_STRUCTURED_CHARS}))
 
 
-def test_tools_are_bounded_as_they_are_written(monkeypatch: pytest.MonkeyPatch):
+def test_tools_are_bounded_by_their_serialized_size(monkeypatch: pytest.MonkeyPatch):
     def raw(tools: list[Json], **fields: Json) -> bytes:
         return orjson.dumps({"model": "a", "messages": [{"role": "user", "content": "a"}], "tools": tools, **fields})
 
@@ -176,12 +176,12 @@ def test_tools_are_bounded_as_they_are_written(monkeypatch: pytest.MonkeyPatch):
 
 
 @given(JSON)
-def test_a_value_is_weighed_as_it_is_written(value: Json):
+def test_a_value_is_measured_as_serialized(value: Json):
     chars, _ = weigh(value, counts._written)
     assert chars <= len(json.dumps(value, ensure_ascii=False))
 
 
-def test_a_long_text_is_not_written_to_be_compared(monkeypatch: pytest.MonkeyPatch):
+def test_a_long_text_is_not_serialized_for_comparison(monkeypatch: pytest.MonkeyPatch):
     written: list[int] = []
     dumps = orjson.dumps
     monkeypatch.setattr(histories.orjson, "dumps", lambda *a, **k: (written.append(len(r := dumps(*a, **k))), r)[1])
@@ -200,7 +200,7 @@ def test_a_long_text_is_not_written_to_be_compared(monkeypatch: pytest.MonkeyPat
     assert max(written) < LONG_CHARS
 
 
-def test_a_schema_is_weighed_before_it_is_written(monkeypatch: pytest.MonkeyPatch):
+def test_a_schema_is_measured_before_it_is_serialized(monkeypatch: pytest.MonkeyPatch):
     for module in (wishes, responses):
         monkeypatch.setattr(module.orjson, "dumps", lambda *_: pytest.fail("it was written"))
     schema: Json = {"type": "json_schema", "schema": {"description": "\n" * 300_000}}

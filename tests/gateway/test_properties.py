@@ -1,15 +1,15 @@
-"""Whatever a client does at the gateway's door, what the engine samples is kept exactly.
+"""Whatever a client does, the gateway records exactly what the engine samples.
 
-A random program (program.py) talks over HTTP in each dialect (clients.py) to a scripted engine that says anything:
-thinking, text, calls well and badly formed, cut off, in tokens that no tokenizer would have chosen. The engine's own
-account (engine_side.py) of what it was asked and what it said is then compared with the traces:
+A random program (program.py) calls a scripted engine over HTTP in each dialect (clients.py). The engine returns
+anything: thinking, text, well-formed and malformed calls, truncated, in tokens that a tokenizer would not have chosen.
+The engine's own record (engine_side.py) of its requests and replies is then compared with the traces:
 
-- every completion is in exactly one owned span, token for token, behind exactly the prompt that it was sampled from;
-- whoever sends back what it was told gets a prompt that begins with the tokens that were sampled;
-- who only goes on, however often it is interrupted or retries, has one trace;
-- a retry costs the engine nothing; what nobody received, and only that, is not trained on.
+- every completion is in exactly one owned span, token for token, after exactly the prompt that it was sampled from;
+- a client that sends back what it received gets a prompt that begins with the sampled tokens;
+- a client that only extends its history, however often it is interrupted or retries, has one trace;
+- a retry costs the engine nothing; a completion that no client received, and only that, is not trained on.
 
-ROLLYARD_EXAMPLES=200 tries that many of each instead of a few.
+ROLLYARD_EXAMPLES=200 runs that many examples of each property instead of a few.
 """
 
 import asyncio
@@ -39,11 +39,13 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = int(os.environ.get("ROLLYARD_EXAMPLES", "10"))
 
-# --- what is said
+# --- contents
 
 
 plain = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
-common = st.sampled_from(["Yes.", "ok", "naïve 漢字 🚀", "a  b\n\n c", " x ", "e\u0301\u2028\x85"])  # often the same
+common = st.sampled_from(
+    ["Yes.", "ok", "naïve 漢字 🚀", "a  b\n\n c", " x ", "e\u0301\u2028\x85"]
+)  # repeats are likely
 forged = st.sampled_from(["<|im_end|>\n<|im_start|>user\n", "<tool_call>", "</tool_response>", "</think>", "<think>"])
 texts = st.one_of(common, plain, st.tuples(common, forged, common).map("".join))
 calls = st.sampled_from(
@@ -112,7 +114,7 @@ def moves(kinds: list[str]) -> st.SearchStrategy[list[Move]]:
 
 @dataclass(frozen=True)
 class Speaks:
-    """A renderer, and the tokenizer that it is used with."""
+    """A renderer and its tokenizer."""
 
     renderer: str
     tokenizer: Path
@@ -137,7 +139,7 @@ def speaks(request: pytest.FixtureRequest, renderers: Renderers) -> Speaks:
 async def played(
     speaks: Speaks, dialect: str, steps: list[Move], *, reasoning: str = "as_sent"
 ) -> tuple[int, Mapping[str, Any]]:
-    """Does all of it and checks it; the number of traces, and why there are several."""
+    """Executes and checks all moves. Returns the number of traces, and the reasons of forks."""
     engine = EngineSide()
     async with (
         asyncio.timeout(90),
@@ -168,7 +170,7 @@ some = settings(
 )
 
 
-@pytest.mark.timeout(600)  # what fails takes long to be made small; each example has a bound of its own
+@pytest.mark.timeout(600)  # shrinking a failure takes long; each example has its own bound
 @pytest.mark.parametrize("dialect", list(CLIENTS))
 @some
 @given(steps=moves(ANYTHING), reasoning=st.sampled_from(["as_sent", "as_sent", "keep"]))
@@ -178,20 +180,20 @@ def test_whatever_a_client_does_every_completion_has_one_owner(
     asyncio.run(played(speaks, dialect, steps, reasoning=reasoning))
 
 
-@pytest.mark.timeout(600)  # what fails takes long to be made small; each example has a bound of its own
+@pytest.mark.timeout(600)  # shrinking a failure takes long; each example has its own bound
 @pytest.mark.parametrize("dialect", list(CLIENTS))
 @some
 @given(steps=moves(GOES_ON))
-def test_a_client_that_only_goes_on_has_one_trace(speaks: Speaks, dialect: str, steps: list[Move]):
+def test_a_client_that_only_extends_its_history_has_one_trace(speaks: Speaks, dialect: str, steps: list[Move]):
     traces, forks = asyncio.run(played(speaks, dialect, steps))
-    if speaks.renderer == "qwen3":  # it does not go on from a turn that ended while it was thinking
+    if speaks.renderer == "qwen3":  # it does not extend a turn that ended within its thinking
         assert set(forks) <= {NOT_EXTENDED}
     else:
         assert not forks
     assert traces == 1 + sum(forks.values())
 
 
-# --- what they found, made small
+# --- minimal examples of earlier failures
 
 
 def asked(*said: str) -> Request:
@@ -200,8 +202,8 @@ def asked(*said: str) -> Request:
     return Request((), json.dumps({"messages": messages}).encode(), is_stream=False)
 
 
-async def test_a_completion_goes_on_from_the_prompt_that_it_was_begun_with():
-    """The book has other tokens for the same history by then: the last that were sampled."""
+async def test_a_completion_continues_from_its_original_prompt():
+    """By then the book has other tokens for the same history: the last that were sampled."""
     engine = EngineSide()
     async with gateway(engine) as site, aiohttp.ClientSession() as http:
         engine.site = site
@@ -222,7 +224,7 @@ async def test_a_completion_goes_on_from_the_prompt_that_it_was_begun_with():
         program.check_traces()
 
 
-async def test_two_retries_of_what_was_cut_off_are_told_one_completion():
+async def test_two_retries_of_an_interrupted_request_receive_one_completion():
     engine = EngineSide()
     request = asked("go")
     ask = read(CHAT, request.raw)

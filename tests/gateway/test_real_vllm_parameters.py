@@ -1,4 +1,4 @@
-"""What a client is granted, on the real vLLM: a call by grammar, the likeliest tokens."""
+"""Granted parameters on the real vLLM: a call by grammar, the likeliest tokens."""
 
 from typing import Any
 

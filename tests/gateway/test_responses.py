@@ -1,4 +1,4 @@
-"""The Responses dialect by itself: what a body is read as, what a turn is told as, and that the two are inverse."""
+"""The dialect Responses: how a body is read, how a turn is written, and that the two are inverse."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ def read_events(data: bytes) -> list[dict[str, Any]]:
         name, _, body = block.partition("\n")
         event = orjson.loads(body.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        if event["type"] != "response.failed":  # the SDK lists some codes of errors; OpenAI itself sends others
+        if event["type"] != "response.failed":  # the SDK lists some error codes; OpenAI itself sends others
             EVENTS.validate_python(event)
         found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
@@ -128,7 +128,7 @@ def test_the_items_of_one_turn_are_one_message():
     assert ask.messages[4] == {"role": "assistant", "content": "done", "reasoning_content": "so"}
 
 
-def test_turns_that_follow_one_another_stay_apart():
+def test_consecutive_turns_stay_separate():
     items = [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}]
     assert [m["content"] for m in read(items).messages] == ["one", "two"]
     items = [{"type": "message", "id": f"msg_{reply}_0", "role": "assistant", "content": reply} for reply in ("a", "b")]
@@ -137,7 +137,7 @@ def test_turns_that_follow_one_another_stay_apart():
     assert len(read([{"role": "assistant", "content": "one"}, thought]).messages) == 2
 
 
-def test_calls_of_one_turn_are_joined_where_a_client_puts_outputs_between_them():
+def test_calls_of_one_turn_are_joined_even_with_outputs_between_them():
     items = []
     for number in range(2):
         items.append(
@@ -149,7 +149,7 @@ def test_calls_of_one_turn_are_joined_where_a_client_puts_outputs_between_them()
     assert len(messages[0]["tool_calls"]) == 2  # pyright: ignore
 
 
-def test_every_tool_is_offered_as_a_function_and_those_that_nobody_runs_are_not():
+def test_tools_are_offered_as_functions_and_server_side_ones_are_not():
     ask = read(tools=TOOLS)
     functions: dict[str, Any] = {tool["function"]["name"]: tool["function"] for tool in ask.tools}  # pyright: ignore
     assert list(functions) == ["look", "apply_patch", "local_shell", "team__ask", "team__end"]
@@ -161,13 +161,13 @@ def test_every_tool_is_offered_as_a_function_and_those_that_nobody_runs_are_not(
     assert ask.overruled == ("tools.format", "tools.web_search")
 
 
-def test_tools_that_are_added_on_the_way_are_offered_too():
+def test_tools_that_are_added_in_the_input_are_offered_too():
     late = {"type": "function", "name": "late"}
-    added = {"type": "additional_tools", "role": "developer", "tools": [late, TOOLS[0]]}  # one of them again
+    added = {"type": "additional_tools", "role": "developer", "tools": [late, TOOLS[0]]}  # one of them is a duplicate
     assert len(read([{"role": "user", "content": "x"}, added], tools=TOOLS[:1]).tools) == 2
 
 
-def test_what_the_task_decides_is_named():
+def test_overruled_parameters_are_named():
     ask = read(
         temperature=0.2,
         top_p=None,
@@ -224,7 +224,7 @@ def test_what_the_task_decides_is_named():
         ({"input": "x", "tools": [TOOLS[0], {"type": "custom", "name": "look"}]}, "tools[1]"),
     ],
 )
-def test_a_request_that_cannot_be_read_names_what_was_wrong(body: dict[str, Any], param: str):
+def test_an_invalid_request_names_the_field(body: dict[str, Any], param: str):
     with pytest.raises(Problem) as raised:
         DIALECT.read(body)
     assert raised.value.kind == "invalid" and raised.value.param == param
@@ -233,7 +233,7 @@ def test_a_request_that_cannot_be_read_names_what_was_wrong(body: dict[str, Any]
 # --- replies
 
 
-def test_a_reply_is_a_whole_response_as_the_sdk_types_it():
+def test_a_reply_is_a_complete_response_of_the_sdks_type():
     ask = read(tools=TOOLS, max_output_tokens=99, metadata={"k": "v"}, instructions="I")
     calls = [call("look", {"at": 1}), call("apply_patch", {"input": "*** Begin"}, 1), call("team__ask", {"q": "x"}, 2)]
     calls.append(call("local_shell", {"command": ["ls"]}, 3))
@@ -257,7 +257,7 @@ def test_a_reply_is_a_whole_response_as_the_sdk_types_it():
     assert len(response.tools) == len(TOOLS)
 
 
-def test_a_reply_that_was_cut_off_says_so():
+def test_a_truncated_reply_is_incomplete():
     response = Response.model_validate_json(DIALECT.reply(read(), told("tex", finish="length")))
     assert response.status == "incomplete" and response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -294,7 +294,7 @@ def test_a_stream_adds_up_to_the_whole():
 
 
 @pytest.mark.parametrize("reasoning", ["", "hm"])
-def test_a_turn_that_says_nothing_is_an_empty_message(reasoning: str):
+def test_an_empty_turn_is_an_empty_message(reasoning: str):
     whole = told(reasoning=reasoning)
     events = streamed(read(), [Reasoning(reasoning)] if reasoning else [], whole)
     assert events[-1]["response"] == orjson.loads(DIALECT.reply(read(), whole))
@@ -311,14 +311,14 @@ def test_a_turn_that_says_nothing_is_an_empty_message(reasoning: str):
         ([Text("a"), call("look", {})], told("a", calls=[call("look", {})], finish="length")),
     ],
 )
-def test_a_stream_that_was_cut_off_ends_incomplete(events: list[Event], whole: Reply):
+def test_a_truncated_stream_ends_incomplete(events: list[Event], whole: Reply):
     *_, done, last = streamed(read(), events, whole)
     assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
     assert last["response"] == orjson.loads(DIALECT.reply(read(), whole))
     assert done["item"] == last["response"]["output"][-1]
 
 
-def test_a_stream_that_breaks_ends_failed_with_what_there_was():
+def test_a_stream_that_fails_ends_failed_with_its_output_so_far():
     writer = DIALECT.writer(read(), "ab", 1, 10)
     data = writer.begin() + writer.event(Text("half"))
     data += writer.error(Problem("unavailable", "no engine", code="engine_unavailable"))
@@ -327,11 +327,11 @@ def test_a_stream_that_breaks_ends_failed_with_what_there_was():
     assert last["response"]["error"] == {"code": "engine_unavailable", "message": "no engine"}
 
 
-def test_what_keeps_a_stream_alive_is_a_comment():
+def test_a_keep_alive_is_a_comment():
     assert DIALECT.writer(read(), "ab", 1, 10).keep_alive().startswith(b":")
 
 
-def test_errors_have_the_shape_of_openai():
+def test_errors_have_openais_format():
     error = orjson.loads(DIALECT.error(Problem("context", "too long", code="context_limit")))["error"]
     assert error == {
         "message": "too long",
@@ -344,7 +344,7 @@ def test_errors_have_the_shape_of_openai():
     assert orjson.loads(DIALECT.error(Problem("internal", "oh")))["error"]["type"] == "server_error"
 
 
-# --- there and back
+# --- replies that are sent back
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 JSONS = st.recursive(st.none() | st.booleans() | st.integers() | TEXTS, lambda inner: st.lists(inner, max_size=2))
@@ -361,7 +361,7 @@ NAMES = st.sampled_from(["look", "apply_patch", "local_shell", "team__ask", "unk
 
 
 @given(TEXTS, TEXTS, st.lists(st.tuples(NAMES, ARGUMENTS), max_size=3), st.booleans(), st.booleans())
-def test_what_was_told_reads_back_as_the_same_message(
+def test_a_reply_that_is_sent_back_is_read_as_the_same_message(
     content: str, reasoning: str, made: list[tuple[str, Any]], seals: bool, streams: bool
 ):
     ask = read(tools=TOOLS, include=["reasoning.encrypted_content"] if seals else [])
@@ -374,7 +374,7 @@ def test_what_was_told_reads_back_as_the_same_message(
         ]
     else:
         output = orjson.loads(DIALECT.reply(ask, whole))["output"]
-    if seals:  # what a client that keeps only this sends back
+    if seals:  # a client that keeps only this field sends this back
         output = [{k: v for k, v in item.items() if item["type"] != "reasoning" or k != "content"} for item in output]
     outputs = [{"type": "function_call_output", "call_id": "c", "output": "ok"}] * bool(calls)
     (back, *rest) = read([*output, *outputs], tools=TOOLS).messages
@@ -383,7 +383,7 @@ def test_what_was_told_reads_back_as_the_same_message(
 
 
 def essence(message: Mapping[str, Any]) -> list[Any]:
-    """But for ids, and for how JSON is written."""
+    """Returns a message without ids and JSON formatting."""
     said: list[Any] = [message["role"], message["content"], message.get("reasoning_content", "")]
     for one in message.get("tool_calls", ()):
         said.append((one["function"]["name"], json.loads(one["function"]["arguments"])))
@@ -391,7 +391,7 @@ def essence(message: Mapping[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["tools", "metadata"])
-def test_what_could_not_be_echoed_is_refused_before_anything_is_sampled(name: str):
+def test_parameters_that_cannot_be_echoed_are_refused_before_sampling(name: str):
     deep: Any = {}
     for _ in range(400):
         deep = {"a": deep}
@@ -402,7 +402,7 @@ def test_what_could_not_be_echoed_is_refused_before_anything_is_sampled(name: st
 
 
 @pytest.mark.parametrize("timeout_ms", [10**30, -(10**30), 2**53])
-def test_a_number_of_any_length_is_told_as_the_model_wrote_it(timeout_ms: int):
+def test_a_number_of_any_length_is_returned_as_the_model_wrote_it(timeout_ms: int):
     ask = read(tools=TOOLS)
     calls = (call("local_shell", {"command": ["ls"], "timeout_ms": timeout_ms}),)
     (item,) = orjson.loads(DIALECT.reply(ask, told(calls=calls)))["output"]

@@ -1,4 +1,4 @@
-"""The gateway's session: splicing, retries, limits and ends, over real HTTP."""
+"""The gateway's session: splicing, retries, limits and endings, over real HTTP."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ def says(*turns: Reply | str) -> Rules:
 
 
 def body(*said: str, **fields: Any) -> dict[str, Any]:
-    """A history: user, assistant, user, …"""
+    """Returns a request with a history: user, assistant, user, …"""
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(said)]
     return {"model": "any", "messages": messages, **fields}
@@ -82,7 +82,7 @@ async def test_a_rewritten_history_forks_with_its_reason():
         assert site.forks == {"history rewritten": 1}
 
 
-async def test_the_tasks_sampling_wins_and_what_the_client_wanted_is_counted():
+async def test_the_tasks_sampling_applies_and_the_clients_is_counted():
     sampling = Sampling(temperature=0.7, max_tokens=33)
     async with gateway(says("ok"), sampling=sampling) as site, aiohttp.ClientSession() as http:
         await ask(http, site, body("go", temperature=0.0, max_tokens=4096))
@@ -108,7 +108,7 @@ async def test_an_identical_request_is_a_new_sample():
         assert len(set(seeds)) == 2
 
 
-async def test_a_retry_by_the_sdks_count_is_told_the_same_completion():
+async def test_a_retry_by_the_sdks_count_receives_the_same_completion():
     async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
         first = await ask(http, site, body("go"))
         second = await ask(http, site, body("go"), RETRY)
@@ -118,7 +118,7 @@ async def test_a_retry_by_the_sdks_count_is_told_the_same_completion():
         assert len(site.engine.calls) == 1
 
 
-async def test_a_streamed_answer_is_told_again_whole():
+async def test_a_retry_of_a_streamed_reply_receives_all_of_it():
     async with gateway(says("one two three")) as site, aiohttp.ClientSession() as http:
         told = []
         for headers in (None, RETRY):
@@ -139,7 +139,7 @@ async def test_a_retry_count_may_be_anything(count: str):
         assert site.session.info()["replayed"] == (1 if count.startswith("9") else 0)
 
 
-async def test_a_retry_joins_what_is_in_flight():
+async def test_a_retry_joins_a_running_completion():
     async with gateway(says(Reply("one", latency_s=0.3))) as site, aiohttp.ClientSession() as http:
         first = asyncio.create_task(ask(http, site, body("go")))
         await site.engine.busy()
@@ -156,7 +156,7 @@ async def test_two_identical_requests_at_once_are_two_samples():
         assert len(site.verified().traces) == 2
 
 
-async def test_a_client_that_goes_away_stops_its_generation_and_leaves_an_abandoned_trace():
+async def test_a_disconnect_stops_the_generation_and_leaves_an_abandoned_trace():
     async with gateway(says(Reply("a b c d e f", stall_after=3))) as site, aiohttp.ClientSession() as http:
         asking = asyncio.create_task(ask(http, site, body("go")))
         await site.engine.busy()
@@ -169,7 +169,7 @@ async def test_a_client_that_goes_away_stops_its_generation_and_leaves_an_abando
         assert site.session.info()["abandoned"] == 1
 
 
-async def test_a_completion_that_was_cut_off_goes_on_when_its_client_asks_again():
+async def test_an_interrupted_completion_continues_on_a_retry():
     turns = iter([Reply("a b c d e f", stall_after=3)])
     script = lambda turn: next(turns, "a b c d e f") if "go" in turn.text else "ok"  # noqa: E731
     async with gateway(script) as site, aiohttp.ClientSession() as http:
@@ -177,7 +177,7 @@ async def test_a_completion_that_was_cut_off_goes_on_when_its_client_asks_again(
         await site.engine.busy()
         asking.cancel()
         await site.engine.idle()
-        answer = await ask(http, site, body("go"))  # no retry header: nobody had received it
+        answer = await ask(http, site, body("go"))  # no retry header: no client had received it
         assert text_of(answer) == "a b c d e f"
         (trace,) = site.verified().traces
         assert trace.is_trainable
@@ -187,8 +187,8 @@ async def test_a_completion_that_was_cut_off_goes_on_when_its_client_asks_again(
         assert len(second.prompt_ids) == len(first.prompt_ids) + 3
 
 
-async def test_a_retry_finds_its_own_among_requests_that_are_alike():
-    """Two at once with one body: the first loses its connection, the second is answered."""
+async def test_a_retry_finds_its_request_among_identical_ones():
+    """Two concurrent requests with one body: the first loses its connection, the second is answered."""
     replies = iter([Reply("a b c d", stall_after=2), Reply("e f")])
     script = lambda turn: next(replies, "a b c d") if "go" in turn.text else "ok"  # noqa: E731
     async with gateway(script) as site, aiohttp.ClientSession() as http:
@@ -204,8 +204,8 @@ async def test_a_retry_finds_its_own_among_requests_that_are_alike():
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_reply_that_its_reader_left_before_the_last_byte_was_not_received(is_stream: bool):
-    """Complete, but the client read slowly and then went away: it may be asked for again, and counts for nothing."""
+async def test_a_reply_is_not_received_if_the_client_leaves_before_the_last_byte(is_stream: bool):
+    """The reply is complete, but its slow client disconnected: it can be retried, and is not recorded as received."""
     async with gateway(says("one two")) as site:
         asked = read(CHAT, orjson.dumps(body("go", stream=is_stream)))
         left = await site.session.open(CHAT, asked, b"go")
@@ -222,9 +222,9 @@ async def test_a_reply_that_its_reader_left_before_the_last_byte_was_not_receive
         assert len(site.verified().traces) == 1
 
 
-async def test_an_answered_request_lets_go_of_its_history():
+async def test_an_answered_request_releases_its_history():
     class Said(dict[str, Json]):
-        """A dict that can be watched."""
+        """A dict that supports weak references."""
 
     async with gateway(says("one")) as site:
         said = Said(role="user", content="go")
@@ -241,8 +241,8 @@ async def test_an_answered_request_lets_go_of_its_history():
 # --- streams
 
 
-async def test_a_client_that_does_not_keep_up_gets_all_of_it_in_order():
-    """What cannot be written at once is held for it, and nothing is told twice."""
+async def test_a_slow_client_receives_everything_in_order():
+    """Data that cannot be written immediately is buffered, and nothing is sent twice."""
     words = " ".join(f"word{number}" for number in range(12_000))
     reply = Reply(words, tokens_per_s=40_000)
     options = {"max_context": 1 << 20}
@@ -257,7 +257,7 @@ async def test_a_client_that_does_not_keep_up_gets_all_of_it_in_order():
         asked = json.dumps(body("go", stream=True, stream_options={"include_usage": True})).encode()
         writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(asked), asked))
         await site.engine.busy()
-        await site.engine.idle()  # all of it is sampled; the client has read nothing
+        await site.engine.idle()  # everything is sampled; the client has read nothing
         answer = bytearray()
         while chunk := await reader.read(65536):
             answer += chunk
@@ -302,8 +302,8 @@ async def test_parallel_requests_share_the_token_limit():
         assert site.verified().sampled_tokens == 6
 
 
-async def test_a_parallel_request_is_not_cut_short_for_tokens_that_nobody_uses():
-    """Each may sample 8 of the 10 that there are, and samples 4."""
+async def test_a_parallel_request_is_not_truncated_for_unused_tokens():
+    """Each may sample 8 of the 10 tokens, and samples 4."""
     limits = replace(LIMITS, max_tokens=10)
     reply = Reply("a b c", latency_s=0.1)
     async with gateway(says(reply), limits=limits) as site, aiohttp.ClientSession() as http:
@@ -312,7 +312,7 @@ async def test_a_parallel_request_is_not_cut_short_for_tokens_that_nobody_uses()
         assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["stop", "stop"]
 
 
-async def test_a_context_that_is_too_small_does_not_end_the_rollout():
+async def test_a_context_overflow_does_not_end_the_rollout():
     limits = replace(LIMITS, max_context=200)
     async with gateway(says("one"), limits=limits) as site, aiohttp.ClientSession() as http:
         answer = await ask(http, site, body("go " * 300))
@@ -325,7 +325,7 @@ async def test_a_context_that_is_too_small_does_not_end_the_rollout():
         assert isinstance(site.session.overflow, ContextLimit)
 
 
-async def test_time_that_runs_out_keeps_what_was_sampled():
+async def test_an_expired_deadline_keeps_the_sampled_tokens():
     limits = replace(LIMITS, run_s=0.3)
     async with gateway(says(Reply("a b c d e", stall_after=2)), limits=limits) as site, aiohttp.ClientSession() as http:
         answer = await ask(http, site, body("go"))
@@ -336,7 +336,7 @@ async def test_time_that_runs_out_keeps_what_was_sampled():
         assert (trace.sampled_tokens, trace.is_trainable) == (2, True)
 
 
-async def test_what_a_client_left_long_before_time_ran_out_is_still_abandoned():
+async def test_a_reply_left_long_before_the_deadline_is_still_abandoned():
     limits = replace(LIMITS, run_s=1.0)
     replies = iter([Reply("a b c", stall_after=1), Reply("d e f", stall_after=2)])
     script = lambda turn: next(replies) if "go" in turn.text else "ok"  # noqa: E731
@@ -351,7 +351,7 @@ async def test_what_a_client_left_long_before_time_ran_out_is_still_abandoned():
         assert kept == [(1, "abandoned"), (2, None)]
 
 
-async def test_engines_that_fail_end_the_rollout_as_infrastructure():
+async def test_failed_engines_end_the_rollout_with_blame_infra():
     settings = RouterSettings(engine_wait_s=0.2, backoff_s=0.01)
     async with gateway(says("one"), router_settings=settings) as site, aiohttp.ClientSession() as http:
         await site.engine.stop()
@@ -362,7 +362,7 @@ async def test_engines_that_fail_end_the_rollout_as_infrastructure():
         await site.engine.start()
 
 
-async def test_after_its_close_nothing_is_asked_of_an_engine():
+async def test_after_close_no_engine_is_called():
     async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
         await site.session.close()
         answer = await ask(http, site, body("go"))
@@ -370,7 +370,7 @@ async def test_after_its_close_nothing_is_asked_of_an_engine():
         assert not site.engine.calls
 
 
-async def test_whoever_still_listens_when_the_rollout_ends_gets_no_half_answer():
+async def test_a_listener_gets_no_partial_reply_when_the_rollout_ends():
     async with gateway(says(Reply("a b c d", stall_after=2))) as site, aiohttp.ClientSession() as http:
         asking = asyncio.create_task(ask(http, site, body("go")))
         await site.engine.busy()
@@ -381,7 +381,7 @@ async def test_whoever_still_listens_when_the_rollout_ends_gets_no_half_answer()
         assert (trace.sampled_tokens, trace.untrainable_reason) == (2, "abandoned")
 
 
-# --- what is wrong with a request
+# --- invalid requests
 
 
 @pytest.mark.parametrize(
@@ -402,9 +402,7 @@ async def test_whoever_still_listens_when_the_rollout_ends_gets_no_half_answer()
     ],
 )
 @pytest.mark.parametrize("depth", [1000, 5000])
-async def test_what_is_nested_without_end_is_refused_in_the_dialects_own_words(
-    path: str, start: bytes, end: bytes, depth: int
-):
+async def test_deep_nesting_is_refused_in_the_dialects_format(path: str, start: bytes, end: bytes, depth: int):
     async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
         raw = start + b'{"a": ' * depth + b"1" + b"}" * depth + end
         async with http.post(f"{site.url}{path}", data=raw) as answer:
@@ -420,8 +418,8 @@ async def test_what_is_nested_without_end_is_refused_in_the_dialects_own_words(
         ("/v1/messages", {"model": "m", "messages": [{"role": "assistant", "content": "a"}, SYSTEM]}),
     ],
 )
-async def test_what_a_renderer_cannot_write_is_told_in_the_dialects_own_shape(path: str, request_body: Any):
-    """Qwen 3.8's raises an error of its own where nobody has asked anything."""
+async def test_a_renderers_refusal_is_reported_in_the_dialects_format(path: str, request_body: Any):
+    """Qwen 3.8's template raises an error if there is no user message."""
     root = Path(os.environ.get("ROLLYARD_TOKENIZERS", "~/.cache/rollyard/tokenizers")).expanduser()
     if not (root / "qwen3" / "tokenizer.json").is_file():
         pytest.skip("no Qwen3 tokenizer here")
@@ -437,7 +435,7 @@ async def test_what_a_renderer_cannot_write_is_told_in_the_dialects_own_shape(pa
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b'{"messages": 3}', b'{"messages": []}', b"\xff\xfe"])
-async def test_garbage_is_refused_and_leaves_no_mark(raw: bytes):
+async def test_garbage_is_refused_and_leaves_no_trace(raw: bytes):
     async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
         async with http.post(f"{site.url}/v1/chat/completions", data=raw) as answer:
             said = await answer.json()
@@ -457,8 +455,8 @@ async def test_an_unknown_path_is_not_found(path: str):
         assert "error" in await answer.json()
 
 
-async def test_a_server_that_does_not_cancel_us_is_watched():
-    """The service's port only says http.disconnect; the doorway cancels. Both must stop the generation."""
+async def test_a_disconnect_is_detected_if_the_server_does_not_cancel_the_app():
+    """The service's port only sends http.disconnect; the doorway cancels. Both must stop the generation."""
     reply = Reply("a b c", stall_after=1)
     async with gateway(says(reply), watches=True) as site, aiohttp.ClientSession() as http:
         asking = asyncio.create_task(ask(http, site, body("go")))
@@ -467,8 +465,8 @@ async def test_a_server_that_does_not_cancel_us_is_watched():
         await site.engine.idle()
 
 
-async def test_a_reader_too_slow_for_the_last_byte_has_not_received_it_from_a_server_that_only_tells_us():
-    """Such a server takes what is sent to a client that is gone, and says nothing."""
+async def test_an_unread_last_byte_is_not_received_if_the_server_does_not_cancel_the_app():
+    """Such a server accepts data for a disconnected client without an error."""
     limits, sampling = replace(LIMITS, max_tokens=100_000), Sampling(max_tokens=100_000)
     rules, roomy = says(Reply("word " * 60_000)), {"max_context": 200_000}
     async with (
@@ -489,7 +487,7 @@ async def test_a_reader_too_slow_for_the_last_byte_has_not_received_it_from_a_se
             await same.told()
             same.leave()
             await loop.sock_recv(client, 1)
-            for _ in range(10):  # the rest is sent, as far as it goes
+            for _ in range(10):  # sends the rest, as far as possible
                 await asyncio.sleep(0)
             assert same.exchange.listeners and not same.exchange.is_delivered
         while same.exchange.listeners:
@@ -499,7 +497,7 @@ async def test_a_reader_too_slow_for_the_last_byte_has_not_received_it_from_a_se
 
 @asynccontextmanager
 async def port_of(site: Site) -> AsyncGenerator[int, None]:
-    """The gateway as the service serves it; its connections hold little that was not read."""
+    """The gateway as the service serves it; its connections buffer little unread data."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server = HttpServer(GatewayApp(site.session, watches=True), ListenerBounds(connections=16))

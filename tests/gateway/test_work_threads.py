@@ -1,4 +1,4 @@
-"""What takes long to render holds up nobody but its own session."""
+"""A long rendering delays only its own session."""
 
 import asyncio
 import threading
@@ -11,14 +11,14 @@ from tests.gateway.site import gateway
 from tests.gateway.test_session import ask, body, says
 
 
-async def test_what_is_long_runs_in_a_thread_and_what_is_short_does_not():
+async def test_long_work_runs_in_a_thread_and_short_work_does_not():
     aside = WorkThreads()
     here = threading.get_ident()
     assert await aside.run(LONG_CHARS, lambda _: threading.get_ident(), None) == here
     assert await aside.run(LONG_CHARS + 1, lambda _: threading.get_ident(), None) != here
 
 
-async def test_a_session_has_one_long_piece_at_a_time_even_if_nobody_waits_for_it():
+async def test_a_session_runs_one_long_piece_at_a_time_even_after_a_cancellation():
     aside = WorkThreads()
     began, may_end = threading.Event(), threading.Event()
     done: list[str] = []
@@ -39,7 +39,7 @@ async def test_a_session_has_one_long_piece_at_a_time_even_if_nobody_waits_for_i
     assert done == ["one", "two"]
 
 
-async def test_what_goes_wrong_there_is_told():
+async def test_an_exception_in_a_thread_is_raised():
     def wrong(_: None) -> None:
         raise ValueError("no")
 

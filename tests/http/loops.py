@@ -1,4 +1,4 @@
-"""For tests of servers: what runs on the service's event loop must run on asyncio's own as well."""
+"""For tests of servers, which must work on the service's event loop (uvloop) and on asyncio's own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random and mutated bytes against both HTTP servers: the service's port, and a sandbox's doorway.
 
-Whatever comes, the server ends the exchange by itself within its bounds, answers with no 5xx, logs no traceback, and
-keeps nothing.
+For every input, the server ends the exchange by itself within its bounds, answers with no 5xx, logs no traceback, and
+keeps no state.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.service.site import open_site, task
 
 SEED = 21
 INPUTS = 2000  # for each server
-AT_ONCE = BACKLOG - 4  # a connection beyond a doorway's backlog waits in the kernel, for minutes
+AT_ONCE = BACKLOG - 4  # a connection above a doorway's backlog waits in the kernel for minutes
 HANG_S = 60.0
-SHORT_S = 0.1  # what a request that never ends is given
+SHORT_S = 0.1  # the time for a request that never ends
 
 WORDS = [
     *(
@@ -84,7 +84,7 @@ def mutated(rng: random.Random, seeds: list[bytes]) -> bytes:
 
 
 async def answers(port: int, given: Input) -> list[int]:
-    """The statuses of all that the server says to these bytes, until it closes."""
+    """Returns the statuses of all responses to these bytes, until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = bytearray()
     try:
@@ -105,7 +105,7 @@ async def answers(port: int, given: Input) -> list[int]:
 
 @dataclass(frozen=True)
 class Input:
-    """Raw bytes, sent in these pieces; `is_cut`: the client then leaves without reading."""
+    """Raw bytes, sent in these pieces. With `is_cut`, the client then disconnects without reading."""
 
     pieces: list[bytes]
     is_cut: bool
@@ -119,7 +119,7 @@ class Input:
 
 
 async def fuzz(port: int, seeds: list[bytes]) -> set[int]:
-    """The statuses that were seen."""
+    """Returns the statuses of all responses."""
     rng = random.Random(SEED)
     inputs = iter([Input.random(rng, seeds) for _ in range(INPUTS)])
     seen: set[int] = set()
@@ -130,7 +130,7 @@ async def fuzz(port: int, seeds: list[bytes]) -> set[int]:
                 async with asyncio.timeout(HANG_S):
                     statuses = await answers(port, given)
             except TimeoutError:
-                pytest.fail(f"it hangs: {given}")
+                pytest.fail(f"the server hangs: {given}")
             assert all(status < 500 for status in statuses), (statuses, given)
             seen.update(statuses)
 
@@ -141,7 +141,7 @@ async def fuzz(port: int, seeds: list[bytes]) -> set[int]:
 
 
 def check(seen: set[int], records: list[logging.LogRecord]) -> None:
-    assert {200, 400, 408, 431} <= seen, f"it never got far enough: {seen}"
+    assert {200, 400, 408, 431} <= seen, f"some of these statuses are missing: {seen}"
     loud = [record for record in records if record.exc_info or record.levelno >= logging.ERROR]
     assert not loud, [record.getMessage() for record in loud]
 
@@ -163,7 +163,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def requests(host: bytes, token: bytes = b"") -> list[bytes]:
-    """Good ones, to begin with."""
+    """Returns valid requests, which are then mutated."""
     body = json.dumps({"id": "r1", "task": task()}).encode()
     ours = b"Host: %s\r\nAuthorization: Bearer %s\r\nUser-Agent: fuzz\r\nAccept: */*\r\n" % (host, token)
     chunks = b"%x\r\n%s\r\n%x;a=b\r\n%s\r\n0\r\nTrailer: x\r\n\r\n" % (20, body[:20], len(body) - 20, body[20:])

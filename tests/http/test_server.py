@@ -1,4 +1,4 @@
-"""The HTTP server as the service uses it; `tests/sandbox/test_doorway.py` has what doorways use as well."""
+"""The HTTP server as the service uses it; `tests/sandbox/test_doorway.py` tests what doorways also use."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 
 from rollyard.http import HttpServer, ListenerBounds, Reason, Refusals
+from rollyard.http._connection import Connection
 from rollyard.http._connection_group import network_of
 from tests.http.loops import on_both_loops
 
@@ -74,11 +75,11 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await reply(send, body)
 
 
-# --- answers --------------------------------------------------------------------------------------------
+# --- responses ------------------------------------------------------------------------------------------
 
 
 @on_both_loops
-async def test_an_app_learns_who_calls_and_an_answer_has_a_date() -> None:
+async def test_the_scope_contains_both_addresses_and_a_response_has_a_date() -> None:
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -96,8 +97,8 @@ async def test_an_app_learns_who_calls_and_an_answer_has_a_date() -> None:
 
 
 @on_both_loops
-async def test_a_large_answer_arrives_whole_at_a_slow_reader() -> None:
-    """`unread_s` and `idle_s` are for clients that read nothing at all."""
+async def test_a_slow_reader_receives_a_large_response_completely() -> None:
+    """`unread_s` and `idle_s` apply only to clients that read nothing at all."""
 
     async def large(scope: Any, receive: Any, send: Any) -> None:
         await reply(send, b"x" * 400_000)
@@ -107,6 +108,7 @@ async def test_a_large_answer_arrives_whole_at_a_slow_reader() -> None:
         await loop.sock_sendall(client, GET)
         got = len(await loop.sock_recv(client, 10_000))
         (connection,) = server._group.connections
+        assert isinstance(connection, Connection)
         transport = connection._transport
         assert transport is not None
         for _ in range(3):
@@ -114,7 +116,7 @@ async def test_a_large_answer_arrives_whole_at_a_slow_reader() -> None:
             while transport.get_write_buffer_size() == left:
                 got += len(await loop.sock_recv(client, 10_000))
                 await asyncio.sleep(0)
-            connection._too_slow()  # as if its time were over
+            connection._too_slow()  # as if its time had expired
             assert not transport.is_closing()
         while got < 400_000:
             got += len(await loop.sock_recv(client, 100_000))
@@ -122,7 +124,7 @@ async def test_a_large_answer_arrives_whole_at_a_slow_reader() -> None:
 
 
 @on_both_loops
-async def test_a_client_that_reads_nothing_is_cut() -> None:
+async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     is_over = asyncio.Event()
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -157,11 +159,11 @@ async def test_a_client_that_reads_nothing_is_cut() -> None:
 
 
 @on_both_loops
-async def test_a_slow_body_has_the_time_that_its_size_needs() -> None:
+async def test_a_slow_body_gets_more_time_for_each_byte() -> None:
     async with serving(echo, body_s=0.5, body_bytes_per_s=1) as (_, port):
         reader, writer = await connect(port)
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 12\r\n\r\n")
-        for _ in range(12):  # 1.2 s in all; a second more for each byte
+        for _ in range(12):  # 1.2 s in all; each byte adds a second
             writer.write(b"x")
             await asyncio.sleep(0.1)
         assert b" 200 " in await reader.readline()
@@ -169,7 +171,7 @@ async def test_a_slow_body_has_the_time_that_its_size_needs() -> None:
 
 
 @on_both_loops
-async def test_an_early_answer_is_not_followed_by_a_second_one() -> None:
+async def test_an_early_response_is_not_followed_by_a_second_one() -> None:
     async def busy(scope: Any, receive: Any, send: Any) -> None:
         await reply(send, b"later", 503)
 
@@ -180,18 +182,18 @@ async def test_an_early_answer_is_not_followed_by_a_second_one() -> None:
         writer.close()
 
 
-# --- who is told, and who is cancelled -------------------------------------------------------------------
+# --- disconnects and drains ------------------------------------------------------------------------------
 
 
 @on_both_loops
-async def test_an_app_whose_client_leaves_is_told_and_not_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_app_whose_client_disconnects_is_notified_and_not_cancelled(caplog: pytest.LogCaptureFixture) -> None:
     told, ended = asyncio.Event(), asyncio.Event()
 
     async def several_steps(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         told.set()
-        await asyncio.sleep(0.05)  # what it began it brings to its end
+        await asyncio.sleep(0.05)  # it completes what it has started
         await reply(send, b"nobody reads this")
         ended.set()
 
@@ -207,7 +209,7 @@ async def test_an_app_whose_client_leaves_is_told_and_not_cancelled(caplog: pyte
 
 
 @on_both_loops
-async def test_a_drain_answers_what_has_begun_and_closes_the_rest() -> None:
+async def test_a_drain_answers_started_requests_and_closes_other_connections() -> None:
     begun, go = asyncio.Event(), asyncio.Event()
 
     async def held(scope: Any, receive: Any, send: Any) -> None:
@@ -235,7 +237,7 @@ async def test_a_drain_answers_what_has_begun_and_closes_the_rest() -> None:
 
 
 @on_both_loops
-async def test_a_drain_ends_what_does_not_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_drain_cancels_requests_that_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
     begun, cancelled = asyncio.Event(), asyncio.Event()
 
     async def stuck(scope: Any, receive: Any, send: Any) -> None:
@@ -255,13 +257,13 @@ async def test_a_drain_ends_what_does_not_end(caplog: pytest.LogCaptureFixture) 
         assert await whole(reader) == b""
         writer.close()
     (record,) = caplog.records
-    assert record.getMessage() == "requests were cut"
+    assert record.getMessage() == "requests were aborted"
 
 
 # --- the log --------------------------------------------------------------------------------------------
 
 
-async def test_a_flood_of_nonsense_does_not_fill_the_log(
+async def test_many_refusals_do_not_fill_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -302,7 +304,7 @@ def test_one_host_with_many_addresses_is_one_client(address: str, network: str) 
 
 
 @on_both_loops
-async def test_it_speaks_tls_if_it_has_a_certificate(tmp_path: Path) -> None:
+async def test_the_server_uses_tls_if_it_has_a_certificate(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     made += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]

@@ -13,7 +13,7 @@ from rollyard.observe import bound, configure
 
 @pytest.fixture
 def out() -> Generator[io.StringIO, None, None]:
-    """Where the configured logs go, for one test."""
+    """The stream of the configured logs, for one test."""
     root = logging.getLogger()
     level, stream = root.level, io.StringIO()
     yield stream
@@ -42,7 +42,7 @@ def test_a_line_is_one_json_object_with_its_fields(out: io.StringIO) -> None:
     }
 
 
-def test_an_exception_stays_in_its_line(out: io.StringIO) -> None:
+def test_an_exception_is_logged_in_one_line(out: io.StringIO) -> None:
     configure(stream=out)
     try:
         raise ValueError("no\nway")
@@ -52,7 +52,7 @@ def test_an_exception_stays_in_its_line(out: io.StringIO) -> None:
     assert "ValueError: no\nway" in json.loads(line)["exception"]
 
 
-def test_secrets_are_hidden_and_long_values_cut(out: io.StringIO) -> None:
+def test_secrets_are_hidden_and_long_values_are_truncated(out: io.StringIO) -> None:
     configure(stream=out)
     extra = {"api_key": "k", "Authorization": "Bearer t", "token": "t", "sampled_tokens": 7, "detail": "x" * 9000}
     log.info("hello", extra=extra)
@@ -64,20 +64,20 @@ def test_secrets_are_hidden_and_long_values_cut(out: io.StringIO) -> None:
 @pytest.mark.parametrize(
     "value", [object(), {1: {2}}, "\ud800", 2**70, {"x": "\udcff"}], ids=["object", "set", "surrogate", "big", "nested"]
 )
-def test_what_cannot_be_encoded_is_still_logged(value: object, out: io.StringIO) -> None:
+def test_values_that_cannot_be_encoded_are_still_logged(value: object, out: io.StringIO) -> None:
     configure(stream=out)
     log.info("hello", extra={"value": value})
     assert json.loads(out.getvalue())["message"].strip("'") == "hello"
 
 
-def test_the_console_is_for_people(out: io.StringIO) -> None:
+def test_the_console_style_is_readable(out: io.StringIO) -> None:
     configure(style="console", stream=out)
     log.warning("slow\nengine", extra={"engine": "e", "detail": "two words", "empty": ""})
     line = out.getvalue()
     assert line.endswith("warning rollyard.test slow\\nengine engine=e detail='two words' empty=''\n")
 
 
-async def test_bound_fields_go_with_the_task(out: io.StringIO) -> None:
+async def test_bound_fields_apply_to_one_task(out: io.StringIO) -> None:
     configure(stream=out)
 
     async def work(rollout: str) -> None:

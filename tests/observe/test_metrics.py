@@ -62,7 +62,7 @@ def test_an_ended_rollout_is_counted_with_its_stages() -> None:
     assert value(metrics, "rollyard_stage_wait_seconds_sum", {"stage": "eval"}) == 1
 
 
-def test_the_infra_rate_by_length_can_be_read() -> None:
+def test_the_infra_failure_rate_by_length_can_be_computed() -> None:
     metrics = Metrics()
     failed = Ending(Outcome.FAILED, failure=SandboxLost("gone").failure("run"), summary=Summary(sampled_tokens=5000))
     metrics.rollout_ended(ended(failed))
@@ -116,7 +116,7 @@ def test_forks_are_counted_by_reason_for_every_agent() -> None:
     assert value(metrics, "rollyard_gateway_requests_total", {"result": "new"}) is None  # it had no gateway
 
 
-def test_reasons_from_elsewhere_do_not_become_labels_without_end() -> None:
+def test_the_number_of_fork_reason_labels_is_bounded() -> None:
     metrics = Metrics()
     metrics.run_ended(Trajectory("a", 1, traces=tuple(trace(f"reason {number}") for number in range(100))))
     assert len([key for key in scrape(metrics) if key[0] == "rollyard_forks_total"]) == MOST_REASONS + 1
@@ -132,7 +132,7 @@ def test_retried_and_abandoned_completions_are_counted() -> None:
     assert value(metrics, "rollyard_gateway_abandoned_total") == 4
 
 
-def test_state_is_asked_for_at_each_scrape() -> None:
+def test_state_is_read_at_each_scrape() -> None:
     metrics, queued = Metrics(), {"queued": 3}
     metrics.watch(lambda: Snapshot(rollouts=queued, pools={"run": PoolState(8, 5, 2)}))
     metrics.watch(lambda: Snapshot(engines={"e": EngineState(7, 4, is_up=False)}, sandboxes={"bubblewrap": 6}))
@@ -147,7 +147,7 @@ def test_state_is_asked_for_at_each_scrape() -> None:
     assert found[("rollyard_sandboxes", frozenset({("runtime", "bubblewrap")}))] == 6
 
 
-def test_a_watcher_that_fails_does_not_take_the_scrape_along(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_watcher_does_not_fail_the_scrape(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics()
 
     def broken() -> Snapshot:
@@ -168,18 +168,18 @@ def test_a_removed_engine_leaves_no_series() -> None:
     assert not [key for key in scrape(metrics) if ("engine", "e") in key[1]]
 
 
-def test_open_metrics_is_spoken_where_it_is_accepted() -> None:
+def test_open_metrics_is_used_if_accepted() -> None:
     body, content_type = Metrics().render("application/openmetrics-text;version=1.0.0")
     assert content_type.startswith("application/openmetrics-text") and body.endswith(b"# EOF\n")
 
 
-def test_two_of_them_share_nothing() -> None:
+def test_two_instances_share_nothing() -> None:
     one, other = Metrics(), Metrics()
     one.store_commit(0.1, 1)
     assert value(other, "rollyard_store_commit_seconds_count") == 0
 
 
-def test_names_carry_their_unit_and_the_reference_lists_them_all() -> None:
+def test_names_end_with_their_unit_and_the_reference_lists_them_all() -> None:
     rows = []
     for name, kind, labels, meaning in Metrics().describe():
         assert name.startswith("rollyard_")

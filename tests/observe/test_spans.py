@@ -24,7 +24,7 @@ from rollyard.observe.spans import (
 
 
 def play(tracer: Tracer) -> None:
-    """One rollout: init, a run of one model call and one tool call, eval."""
+    """Records one rollout: init, a run of one model call and one tool call, eval."""
     root = rollout_span(tracer, Rollout("r1", "run", Task("shell"), group="g", created_at=1_700_000_000.0))
     with stage_span(root, "init"):
         pass
@@ -85,13 +85,13 @@ async def test_a_rollout_is_one_trace_from_queue_to_reward() -> None:
     assert (spans["run"].attributes or {})["gen_ai.operation.name"] == "invoke_agent"
 
 
-async def test_infra_failures_are_errors_and_truncation_is_data() -> None:
+async def test_infra_failures_are_errors_and_truncation_is_not() -> None:
     def lost(tracer: Tracer) -> None:
         root = rollout_span(tracer, Rollout("lost", "run", Task("shell")))
         with pytest.raises(EngineTimeout), chat_span(root, model="m", engine="e", conversation="lost", turn=1):
-            raise EngineTimeout("a prompt might stand here")
+            raise EngineTimeout("this may contain a prompt")
         end_rollout_span(root, Ending(Outcome.FAILED, failure=SandboxLost("gone").failure()))
-        root.end()  # once more does nothing
+        root.end()  # a second end does nothing
 
     def truncated(tracer: Tracer) -> None:
         root = rollout_span(tracer, Rollout("cut", "run", Task("shell")))
@@ -133,7 +133,7 @@ async def test_spans_reach_a_collector_over_http() -> None:
     assert sorted(names) == ["chat qwen", "eval", "execute_tool shell", "init", "rollout", "run"]
 
 
-async def test_without_a_collector_nothing_happens() -> None:
+async def test_the_null_tracer_does_nothing() -> None:
     tracer = NoTracer()
     play(tracer)
     await tracer.close()

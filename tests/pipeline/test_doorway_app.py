@@ -162,7 +162,7 @@ async def test_the_name_of_the_environments_tools_is_taken(tmp_path: Path):
         rollout = await pipeline.rolled(Task("talk", agent=AgentSpec("command", options)))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("task_invalid", Blame.TASK)
-    assert "that name is for talk's own tools" in rollout.ending.failure.detail
+    assert "that name is reserved for talk's own tools" in rollout.ending.failure.detail
 
 
 def test_a_context_has_one_of_the_two_and_says_which():

@@ -45,7 +45,7 @@ async def test_a_check_that_the_host_kills_is_run_again(tmp_path: Path, rest: st
         ending = (await pipeline.ended(rollout_id)).ending
         assert ending is not None and ending.score is not None
         assert (ending.outcome, ending.score.reward) == (Outcome.COMPLETED, 1.0)
-        assert any("EVAL was tried again: a command that judges was killed" in note for note in ending.summary.notes)
+        assert any("EVAL was tried again: a verifier command was killed" in note for note in ending.summary.notes)
 
 
 async def test_a_second_judging_is_run_again_too(tmp_path: Path):

@@ -173,4 +173,4 @@ async def test_a_shell_solution_that_fails_is_told(tmp_path: Path):
         assert ending.failure.code == "task_invalid"
         assert "data.solution: 'echo oh no >&2; false' ended with status 1: oh no" in ending.failure.detail
         missing = (await _shell(pipeline, "oracle")).ending
-        assert "brings none" in missing.failure.detail
+        assert "has no solution" in missing.failure.detail

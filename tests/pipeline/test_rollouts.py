@@ -227,7 +227,7 @@ async def test_a_sandbox_that_ends_before_the_agent_has_begun_is_nobodys_doing_a
         rollout = await pipeline.rolled(shell_task())
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
         assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "init")]
-        assert "before the agent had begun" in rollout.lost[0].detail
+        assert "before the agent started" in rollout.lost[0].detail
         pipeline.nothing_left()
 
 
@@ -410,7 +410,7 @@ async def test_the_place_of_a_sandbox_that_cannot_be_proven_gone_stays_taken(tmp
         await pipeline.idle()
         assert pipeline.pipeline.quarantined == 1
         assert rollout.ending is not None
-        assert any("was not gone" in note for note in rollout.ending.summary.notes)
+        assert any("had not ended" in note for note in rollout.ending.summary.notes)
 
 
 class Flaky(Environment):

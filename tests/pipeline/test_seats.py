@@ -12,7 +12,7 @@ import pytest
 from rollyard.core import AgentSpec, Outcome, Run, State, Task
 from rollyard.core.engine import Admission
 from rollyard.engines import EngineSpec, Kind, RouterSettings
-from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.pool.admission import CapRules
 from rollyard.testing.script import FolderTokenizer, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir

@@ -15,9 +15,9 @@ from statistics import fmean, pvariance
 
 import pytest
 
-from rollyard.cli.bench._draw_policies import Ours, reference
-from rollyard.cli.bench._draw_world import StartedGroup, World
-from rollyard.cli.bench.draw import followed, window
+from bench._draw_policies import Ours, reference
+from bench._draw_world import StartedGroup, World
+from bench.draw import followed, window
 from rollyard.core.draw import KeepSpec, OnStale, Surplus
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from rollyard.sandbox import LocalRuntime, SandboxSpec
 from rollyard.sandbox.runtimes.launched import LaunchedRuntime
 from rollyard.testing.sandbox_conformance import started
-from rollyard.testing.sandbox_hostile import CASES, LIMITS, Case
+from tests.sandbox.hostile import CASES, LIMITS, Case
 from tests.sandbox.runtimes import ATTACKED
 
 pytestmark = pytest.mark.slow

@@ -152,7 +152,7 @@ async def test_what_is_not_what_it_should_be_is_refused_and_leaves_nothing_to_fi
     reference = registry.put("name:1", image)
     digest = sha256(image.layers[0])
     registry.blobs[digest] = bytes(len(image.layers[0]))
-    with pytest.raises(ImageError, match="its sha256 is another one"):
+    with pytest.raises(ImageError, match="its sha256 differs"):
         await store.pull(reference)
     registry.blobs[digest] = image.layers[0][:-10]
     with pytest.raises(ImageError, match="it ended at"):
@@ -179,14 +179,14 @@ async def test_refusals_say_what_is_wrong(registry: Registry, store: ImageStore,
         foreign: "made for linux/pdp11",
         listed: "not made for linux/",
         f"{registry.url}/nonsense:1": "not JSON",
-        f"{registry.url}/old:1": "of a kind that is not read here",
-        f"{registry.url}/sha512:1": "not a digest",
+        f"{registry.url}/old:1": "an unsupported format",
+        f"{registry.url}/sha512:1": "not a supported digest",
         f"{registry.url}/nowhere:1": "there is no .*nowhere:1",
         "UPPER:1": "not the name of an image",
         "name@sha256:12": "is not a digest",
         f"oci:{tmp_path}/none": "there is no",
         "./none.sif": "there is no",
-        "127.0.0.1:1/name": "cannot be asked",
+        "127.0.0.1:1/name": "did not return",
     }.items():
         with pytest.raises(ImageError, match=words):
             await store.pull(source)
@@ -203,7 +203,7 @@ async def test_blobs_may_lie_elsewhere_where_no_login_is_sent(registry: Registry
         reference = registry.put("name:1", image)
         elsewhere.put("name:1", image)
         registry.redirect = f"http://{registry.url}/v2/name/blobs/"
-        with pytest.raises(ImageError, match="redirects without end"):
+        with pytest.raises(ImageError, match="redirects too often"):
             await store.pull(reference)
         registry.redirect = f"http://{elsewhere.url}/v2/name/blobs/"
         await store.pull(reference)
@@ -219,7 +219,7 @@ async def test_where_blobs_lie_cannot_ask_for_the_login(registry: Registry, stor
         reference = registry.put("name:1", pack(small()))
         elsewhere.login = ("me", "secret")
         registry.redirect = f"http://{elsewhere.url}/v2/name/blobs/"
-        with pytest.raises(ImageError, match="does not let us read"):
+        with pytest.raises(ImageError, match="denies access to"):
             await store.pull(reference)
         assert elsewhere.asked("blob") and not elsewhere.asked("token")
 
@@ -271,7 +271,7 @@ async def test_layouts_and_archives(store: ImageStore, tmp_path: Path):
     with tarfile.open(tmp_path / "changed.tar", "w") as archive:
         archive.add(saved, "")
     fresh = ImageStore(tmp_path / "fresh")
-    with pytest.raises(ImageError, match="not what its manifest says"):
+    with pytest.raises(ImageError, match="does not match its manifest"):
         await fresh.pull(f"docker-archive:{tmp_path}/changed.tar")
     (tmp_path / "layout/blobs/sha256" / sha256(image.layers[0])[7:]).write_bytes(b"x")
     with pytest.raises(ImageError, match="missing or broken"):
@@ -317,7 +317,7 @@ async def test_sif_files_are_made_from_layers_taken_as_they_are_and_opened(
     image = await store.pull(reference, ["sif"])
     assert image.kinds == ("sif",), "the folder was only on the way"
     sif = store.path(image, "sif")
-    with pytest.raises(ImageMissing, match="kept as sif, not as folder"):
+    with pytest.raises(ImageMissing, match="stored as sif, not as folder"):
         store.path(image, "folder")
     said = await output("apptainer", "exec", "--userns", str(sif), "/bin/sh", "-c", "echo from-inside")
     assert "from-inside" in said

@@ -101,7 +101,7 @@ async def test_a_disk_limit_that_nothing_would_enforce_is_refused(
 ) -> None:
     monkeypatch.setattr(oci, "upper_folder", lambda pid: None)
     async with OciByPodman(root=tmp_path) as runtime:
-        with pytest.raises(TaskInvalid, match=r"sandbox\.disk_bytes: .* cannot be watched"):
+        with pytest.raises(TaskInvalid, match=r"sandbox\.disk_bytes: .* cannot be monitored"):
             await runtime.start(SandboxSpec(limits=SandboxLimits(disk_bytes=64 << 20)), lease_s=60.0)
         async with started(runtime, SPEC) as sandbox:
             assert sandbox.limits_in_force["disk"] == "none"

@@ -95,7 +95,7 @@ async def test_what_root_alone_may_read_can_be_bound(tmp_path: Path) -> None:
 async def test_uids_are_given_back_and_their_lack_is_told(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path, uids=range(UIDS.start, UIDS.start + 2)) as runtime:
         sandboxes = await asyncio.gather(*[runtime.start(SandboxSpec(), lease_s=60.0) for _ in range(2)])
-        with pytest.raises(SandboxStartFailed, match="every uid"):
+        with pytest.raises(SandboxStartFailed, match="all uids"):
             await runtime.start(SandboxSpec(), lease_s=60.0)
         await sandboxes[0].kill()
         async with started(runtime):

@@ -1,8 +1,8 @@
-"""Requests made from the service's own OpenAPI document, valid and broken ones, sent with a token of every scope.
+"""Requests generated from the service's own OpenAPI document, valid and invalid, sent with a token of every scope.
 
-Whatever is sent, the answer comes within `ANSWER_S`, is no 5xx unless it tells of an engine that is not there, and the
-service goes on. Each request that is made is sent once with each token: that of the tenant whose runs, rollouts and
-draws its ids name, and those of others; and every tenth also without a token, and with one that nobody has.
+Every response arrives within `ANSWER_S`, is not a 5xx unless an engine is unreachable, and the service keeps running.
+Each request is sent once with each token: that of the tenant that owns the runs, rollouts and draws of its ids, and
+those of others; every tenth is also sent without a token, and with an unknown one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollyard.client import AsyncClient
 from rollyard.testing.tokenizer_files import tokenizer_dir
 
 ANSWER_S = 30.0
-"""Far more than any answer takes on a busy machine: what takes longer hangs."""
+"""Far longer than any response takes on a busy machine: a call that takes longer hangs."""
 
 ACCESSES = ("admin", "trainer", "submitter", "reader", "node")
 STREAMS = ("/v1/events",)  # without an end
@@ -39,7 +39,7 @@ TASK = {"environment": "math", "data": {"question": "1 + 1?", "answer": "2"}}
 
 @dataclass
 class Fuzzed:
-    """What was answered, and what must not have been."""
+    """Counts of responses, and the responses that must not occur."""
 
     sent: int = 0
     statuses: Counter[int] = field(default_factory=Counter[int])
@@ -48,7 +48,7 @@ class Fuzzed:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A running service with a little in it. `ids` are of things that are there, by the name of a path's parameter."""
+    """A running service with some contents. `ids`: ids of existing objects, by the name of a path parameter."""
 
     url: str
     pid: int
@@ -90,7 +90,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def cases(document: dict[str, Any], count: int, number: int) -> Iterator[Case]:
-    """About `count` of them, the same for each number, spread over all operations; half of them broken on purpose."""
+    """About `count` cases, the same for each number, spread over all operations; half of them are invalid."""
     schema = schemathesis.openapi.from_dict(document)
     operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]
     each = max(1, count // (2 * len(operations)))
@@ -119,7 +119,7 @@ def _made(strategy: SearchStrategy[Case], count: int, number: int) -> list[Case]
 
 
 def send(at: Target, count: int, number: int) -> Fuzzed:
-    """About `count` requests."""
+    """Sends about `count` requests."""
     found, rng = Fuzzed(), random.Random(number)
     with requests.Session() as session:
         for place, case in enumerate(cases(at.document, count // len(at.tokens), number)):
@@ -131,7 +131,7 @@ def send(at: Target, count: int, number: int) -> Fuzzed:
 
 
 def _name_what_is_there(case: Case, ids: Mapping[str, list[str]], rng: random.Random) -> None:
-    """Random ids find nothing: every second one is of something that is there. And nobody waits."""
+    """Replaces every second random id by that of an existing object, and sets waits to 0."""
     parameters: dict[str, Any] = dict(case.path_parameters or {})
     for name in parameters.keys() & ids.keys():
         if rng.random() < 0.5:
@@ -165,5 +165,5 @@ def _send_one(session: requests.Session, url: str, case: Case, scope: str, token
 
 
 def _is_header(name: str, value: str) -> bool:
-    """What the client's library can send at all; raw bytes have a test of their own."""
+    """Whether the client's library can send the header at all; raw bytes have their own test."""
     return name.lower() not in ("host", "content-length", "transfer-encoding") and value.isprintable()

@@ -1,4 +1,4 @@
-"""What the tests of the reference system's API share: a site with it, and its trainer's own way of reading a result."""
+"""Shared parts of the tests of ProRL Agent's API: a site that serves it, and its trainer's reading of a result."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -15,7 +15,7 @@ TOOLS_OFF = {"is_reasoning_task": True}
 
 
 def work(trajectory_id: int | None = 0, **fields: Any) -> dict[str, Any]:
-    """An instance of our own `shell`: a command decides its reward."""
+    """An instance of Rollyard's `shell` environment: a command decides its reward."""
     data = {"instruction": "write good", "checks": ['test "$(cat out.txt)" = good']}
     return {"data_source": "shell", "instance_id": "i1", "trajectory_id": trajectory_id, **data, **fields}
 
@@ -26,7 +26,7 @@ def good() -> tuple[str, str]:
 
 @dataclass
 class Trainer:
-    """The reference's trainer, as far as it talks to us: no tokens, and never a job id unless it is told one."""
+    """ProRL Agent's trainer, as far as it calls the service: no tokens, and no job id unless one is given."""
 
     site: Site
     params: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0, "top_p": 1.0, "max_iterations": 4})
@@ -39,7 +39,7 @@ class Trainer:
         return await self.post("/process", body if job_id is None else {**body, "job_id": job_id})
 
     async def waited_for(self, count: int) -> None:
-        """Until so many calls wait in /process."""
+        """Waits until this many calls wait in /process."""
         async with asyncio.timeout(90):
             while (await self.site.get("/status", token="")).body["pending_jobs"] != count:
                 await asyncio.sleep(0.01)
@@ -47,7 +47,7 @@ class Trainer:
 
 @asynccontextmanager
 async def open_trainer(folder: Path, engine: ScriptedEngine, **values: Any) -> AsyncGenerator[Trainer, None]:
-    """Started, with one engine, as its own trainer would have it."""
+    """A trainer with an open intake and one engine, as the real trainer sets it up."""
     chosen = {"prorl": True, "prorl_tokenizer": str(tokenizer_dir()), "trainer_tokens": [], **values}
     async with open_site(folder, **chosen) as site:
         trainer = Trainer(site)
@@ -57,7 +57,7 @@ async def open_trainer(folder: Path, engine: ScriptedEngine, **values: Any) -> A
 
 
 def as_trained(messages: list[dict[str, Any]]) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, mask and logprobs of a result, put together as the reference's trainer does."""
+    """Tokens, mask and logprobs of a result, concatenated as ProRL Agent's trainer does."""
     assert messages[-1]["role"] == "assistant"
     ids, mask, logprobs = [], [], []
     for message in messages:

@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """The code of a problem, which must be a whole one."""
+        """The code of a problem. Asserts that the problem is complete."""
         assert self.headers["content-type"] == "application/problem+json", self.body
         assert self.body["status"] == self.status
         assert self.body["type"] == "about:blank"
@@ -81,7 +81,7 @@ class Site:
         return await self.call("DELETE", path, **options)
 
     async def delete_run(self, run_id: str, token: str | None = None) -> None:
-        """Returns when it is gone."""
+        """Deletes a run and returns when it is deleted."""
         answer = await self.delete(f"/v1/runs/{run_id}", token=token)
         assert answer.status in (202, 204), answer.body
         async with asyncio.timeout(90):
@@ -89,7 +89,7 @@ class Site:
                 await asyncio.sleep(0.02)
 
     async def hold(self) -> None:
-        """From now on nothing leaves the queue."""
+        """Stops admission: nothing leaves the queue from now on."""
         assert (await self.call("PATCH", "/v1/pools", json={"init": 0})).status == 200
 
     async def submit(self, *ids: str, **fields: Any) -> list[dict[str, Any]]:
@@ -123,14 +123,14 @@ def settings(folder: Path, **values: Any) -> Settings:
 
 @asynccontextmanager
 async def open_site(folder: Path, **values: Any) -> AsyncGenerator[Site, None]:
-    """Opening it again below the same folder is a restart."""
+    """A running service. Opening it again below the same folder is a restart."""
     chosen = settings(folder, **values)
     async with serve(chosen) as served, aiohttp.ClientSession() as http:
         yield Site(served.url, chosen.token_path.read_text().strip(), http, served)
 
 
 def scripted(*turns: Reply | str) -> ScriptedEngine:
-    """Says these turns in every conversation; its probe, which is none, gets a quick word."""
+    """An engine that replies with these turns in every conversation; a probe gets a short reply."""
     replies = tuple(Reply(turn) if isinstance(turn, str) else turn for turn in turns or (finish(),))
     return ScriptedEngine(Rules(rules=(("<|im_start|>", replies),)), tokenizer=FolderTokenizer(tokenizer_dir()))
 

@@ -25,7 +25,7 @@ def chance(rollout_id: str, seed: int = 0) -> float:
 def skilled(
     passes: Callable[[str], bool], latency_s: Callable[[str], float] = lambda _: 0.0, **options: object
 ) -> ScriptedEngine:
-    """Solves `task("do it", checks=CHECK)` where `passes` says so for the rollout's id."""
+    """Solves `task("do it", checks=CHECK)` if `passes` returns True for the rollout's id."""
 
     def script(turn: Turn) -> Reply:
         if "<|im_start|>" not in turn.text:

@@ -53,7 +53,7 @@ def ended(*traces: Trace, is_trainable: bool = True) -> tuple[Trajectory, Rollou
     return Trajectory("r1", 2, traces), rollout
 
 
-def test_the_columns_are_what_the_trace_holds() -> None:
+def test_the_columns_equal_the_traces() -> None:
     stream = traces_stream(*ended(trace(), trace(token_ids=ids_array(), mask=bytearray(), logprobs=logprobs_array(),
                                                  versions=ids_array(), spans=())))  # fmt: skip
     table = pa.ipc.open_stream(stream).read_all()
@@ -88,16 +88,16 @@ def test_missing_logprobs_are_null_never_zero() -> None:
     assert (row["trainable"], row["reason"]) == (False, "no logprobs")
 
 
-def test_a_trace_of_an_untrainable_rollout_says_why() -> None:
+def test_a_trace_of_an_untrainable_rollout_has_a_reason() -> None:
     row = pa.ipc.open_stream(traces_stream(*ended(trace(), is_trainable=False))).read_all().to_pylist()[0]
     assert (row["trainable"], row["reason"]) == (False, "its rollout ended with run_deadline")
 
 
-def test_the_record_travels_in_the_schema() -> None:
+def test_the_record_is_in_the_schemas_metadata() -> None:
     trajectory, rollout = ended(trace())
     schema = pa.ipc.open_stream(traces_stream(trajectory, rollout, with_record=True)).schema
     assert msgspec.json.decode(schema.metadata[b"record"]) == msgspec.json.decode(encode(record(rollout)))
-    assert traces_stream(Trajectory("r1", 2), rollout, with_record=True)  # no trace at all is a stream too
+    assert traces_stream(Trajectory("r1", 2), rollout, with_record=True)  # a stream without traces is valid too
 
 
 def test_json_has_the_shortest_form_of_a_float32() -> None:

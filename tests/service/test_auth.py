@@ -1,4 +1,4 @@
-"""Tokens, the token file, and who is let through the gate (on a real port)."""
+"""Tokens, the token file, and which calls the gate admits (on a real port)."""
 
 import os
 import stat
@@ -20,7 +20,7 @@ def settings(tmp_path: Path, **values: object) -> Settings:
     return Settings.model_validate({"data_dir": tmp_path, **values})
 
 
-def test_a_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_token_is_created_once_and_readable_only_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "token"
     token = own_token(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -29,7 +29,7 @@ def test_a_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["token"]
 
 
-def test_two_starts_at_once_agree_on_one_token(tmp_path: Path) -> None:
+def test_concurrent_starts_use_the_same_token(tmp_path: Path) -> None:
     found: list[str] = []
     start = threading.Barrier(8)
 
@@ -50,25 +50,25 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
     own_token(path)
     path.chmod(0o640)
-    with pytest.raises(SettingsError, match="can be read by others: chmod 600"):
+    with pytest.raises(SettingsError, match="can be read by other users: chmod 600"):
         own_token(path)
 
 
 def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
     os.close(os.open(path, os.O_CREAT, 0o600))
-    with pytest.raises(SettingsError, match="holds no token"):
+    with pytest.raises(SettingsError, match="contains no valid token"):
         own_token(path)
 
 
 def test_beyond_loopback_tokens_must_be_configured(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"can be reached by others: set admin_tokens"):
+    with pytest.raises(SettingsError, match=r"is reachable from other machines: set admin_tokens"):
         load_tokens(settings(tmp_path, host="0.0.0.0"))
     assert not (tmp_path / "token").exists()
     load_tokens(settings(tmp_path, host="0.0.0.0", trainer_tokens=[TRAINER]))
 
 
-def test_tokens_come_from_settings_and_files(tmp_path: Path) -> None:
+def test_tokens_are_read_from_settings_and_files(tmp_path: Path) -> None:
     file = tmp_path / "trainers"
     file.write_text(f"# our trainers\n{TRAINER}\n\n{'u' * 32}\n")
     file.chmod(0o600)
@@ -80,14 +80,14 @@ def test_tokens_come_from_settings_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", ["short", "with space in it, long enough", "ümlaut-ümlaut-ümlaut"])
-def test_a_poor_token_is_refused_without_being_shown(token: str, tmp_path: Path) -> None:
+def test_a_weak_token_is_refused_and_not_shown(token: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="admin_tokens: a token is 16") as caught:
         load_tokens(settings(tmp_path, admin_tokens=[token]))
     assert token not in str(caught.value)
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer wrong", f"Basic {ADMIN}", ADMIN])
-def test_nobody_else_is_known(header: str | None) -> None:
+def test_an_unknown_token_is_unauthorized(header: str | None) -> None:
     with pytest.raises(Unauthorized):
         Tokens([ADMIN]).caller(header)
 
@@ -102,5 +102,5 @@ def test_nobody_else_is_known(header: str | None) -> None:
         ("", ("", 0)),
     ],
 )
-def test_a_host_header_is_read(host: str, parts: tuple[str, int]) -> None:
+def test_a_host_header_is_parsed(host: str, parts: tuple[str, int]) -> None:
     assert split_host(host) == parts

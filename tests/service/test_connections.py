@@ -1,4 +1,4 @@
-"""What strangers can do to the service's port without a token: each bound, over real sockets."""
+"""What clients without a token can do to the service's port: each limit, over real sockets."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ async def site(tmp_path: Path) -> AsyncGenerator[Site, None]:
 
 
 class Raw:
-    """A connection of one's own to the service."""
+    """A raw connection to the service."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -37,7 +37,7 @@ class Raw:
         self.writer.write(data)
 
     async def answer(self) -> tuple[int, dict[str, str], Any]:
-        """Status, headers and body of one answer."""
+        """Status, headers and body of one response."""
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
         lines = head.rstrip().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
@@ -52,7 +52,7 @@ class Raw:
         return status, body["code"]
 
     async def is_closed(self) -> bool:
-        """Waits for it; what still comes is not wanted."""
+        """Waits until it is closed; data that still arrives is discarded."""
         with contextlib.suppress(ConnectionError):
             while await self.reader.read(65536):
                 pass
@@ -89,7 +89,7 @@ async def refusals(site: Site) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("piece", [b"x-a: " + b"a" * 60 + b"\r\n", b"a"], ids=["many", "one"])
-async def test_100_mib_of_headers_are_refused_at_once_and_cost_no_memory(site: Site, piece: bytes) -> None:
+async def test_100_mib_of_headers_are_refused_at_once_and_use_no_memory(site: Site, piece: bytes) -> None:
     before = resident_bytes()
     chunk = piece * (MIB // len(piece))
     async with raw(site) as client:
@@ -110,7 +110,7 @@ async def test_10000_headers_are_refused(site: Site) -> None:
     assert await refusals(site) == {"too_many_headers": 1}
 
 
-async def test_a_head_that_drips_in_is_refused(tmp_path: Path) -> None:
+async def test_headers_that_arrive_too_slowly_are_refused(tmp_path: Path) -> None:
     async with open_site(tmp_path, **FEW) as site, raw(site) as client:
 
         async def drip() -> None:
@@ -124,7 +124,7 @@ async def test_a_head_that_drips_in_is_refused(tmp_path: Path) -> None:
         assert await refusals(site) == {"headers_too_slow": 1}
 
 
-async def test_300_half_open_requests_keep_nobody_out(tmp_path: Path) -> None:
+async def test_300_incomplete_requests_do_not_block_other_clients(tmp_path: Path) -> None:
     async with open_site(tmp_path, http_header_s=3) as site, contextlib.AsyncExitStack() as stack:
         await site.get("/healthz")
         before = resident_bytes()
@@ -142,7 +142,7 @@ async def test_300_half_open_requests_keep_nobody_out(tmp_path: Path) -> None:
 # --- connections ----------------------------------------------------------------------------------------
 
 
-async def test_idle_connections_are_closed_used_or_not(tmp_path: Path) -> None:
+async def test_idle_connections_are_closed_whether_used_or_not(tmp_path: Path) -> None:
     async with open_site(tmp_path, **FEW) as site, raw(site) as unused, raw(site) as used:
         used.write(head(site))
         assert (await used.answer())[0] == 200
@@ -174,7 +174,7 @@ async def test_one_address_cannot_take_all_connections(tmp_path: Path) -> None:
     assert site.served.app_state.pipeline.metrics.render()[0].count(b'"too_many_connections_from_address"} 1.0') == 1
 
 
-async def test_beyond_all_connections_some_are_told_and_the_rest_is_cut(tmp_path: Path) -> None:
+async def test_beyond_max_connections_some_get_503_and_the_rest_are_closed(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_connections=3) as site, contextlib.AsyncExitStack() as stack:
         held = [await stack.enter_async_context(raw(site)) for _ in range(3)]
         beyond = [await stack.enter_async_context(raw(site)) for _ in range(100)]
@@ -190,7 +190,7 @@ async def test_beyond_all_connections_some_are_told_and_the_rest_is_cut(tmp_path
             assert (await client.answer())[0] == 200
 
 
-async def test_our_client_waits_for_a_connection(tmp_path: Path) -> None:
+async def test_the_client_waits_for_a_connection(tmp_path: Path) -> None:
     async with (
         open_site(tmp_path, max_connections=1) as site,
         raw(site) as held,
@@ -218,7 +218,7 @@ async def test_pipelined_requests_are_not_queued(site: Site) -> None:
 # --- bodies ---------------------------------------------------------------------------------------------
 
 
-async def test_a_body_that_stalls_is_refused_and_nothing_of_it_is_kept(tmp_path: Path) -> None:
+async def test_a_stalled_body_is_refused_and_nothing_of_it_is_stored(tmp_path: Path) -> None:
     async with open_site(tmp_path, **FEW) as site, raw(site) as client:
         body = json.dumps({"id": "r1", "task": task()}).encode()
         options = {"authorization": f"Bearer {site.token}", "content-length": str(len(body))}
@@ -228,7 +228,7 @@ async def test_a_body_that_stalls_is_refused_and_nothing_of_it_is_kept(tmp_path:
         assert await refusals(site) == {"body_too_slow": 1}
 
 
-async def test_clients_that_leave_in_mid_request_leave_nothing_in_the_log(
+async def test_clients_that_disconnect_during_a_request_are_not_logged(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -249,10 +249,10 @@ async def test_clients_that_leave_in_mid_request_leave_nothing_in_the_log(
     assert [record.getMessage() for record in caplog.records] == []
 
 
-# --- what the operator sees -----------------------------------------------------------------------------
+# --- logs and metrics -----------------------------------------------------------------------------------
 
 
-async def test_nonsense_is_counted_and_logged_once(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+async def test_invalid_requests_are_counted_and_logged_once(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     for nonsense in [b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"hello\r\n\r\n"] * 10:
         async with raw(site) as client:
             client.write(nonsense)

@@ -1,4 +1,4 @@
-"""A service that runs out of file descriptors: rollouts are lost to that, and nothing is left when it has ended."""
+"""A service that runs out of file descriptors loses rollouts, but leaves nothing behind when it ends."""
 
 import json
 import resource
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.bench._census import adopting
+from bench._census import adopting
 from rollyard.cli.rig import engine_process, service, stop
 from rollyard.client import AsyncClient
 from rollyard.testing.tokenizer_files import tokenizer_dir
@@ -18,7 +18,7 @@ SIZES = {"init_slots": 16, "run_slots": 40, "eval_slots": 16, "ready_slots": 16}
 
 
 @pytest.mark.slow
-async def test_nothing_is_left_after_a_clean_exit_of_a_service_without_descriptors(tmp_path: Path) -> None:
+async def test_a_service_without_descriptors_leaves_nothing_behind_after_a_clean_exit(tmp_path: Path) -> None:
     rule = {"if": "<|im_start|>", "turns": [shell("sleep 0.5; echo hi > out.txt"), finish()]}
     (tmp_path / "script.json").write_text(json.dumps({"rules": [rule]}))
     with adopting():

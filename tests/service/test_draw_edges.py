@@ -1,4 +1,4 @@
-"""/v1/draws where others interfere, things break, and nothing happens: no reward is invented, and no draw hangs."""
+"""/v1/draws with interference, failures and idle time: no reward is invented, and no draw hangs."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def ended(site: Site, draw_id: str = "d") -> dict[str, Any]:
 
 
 def watched() -> list[str]:
-    """Draws that a task of this service keeps."""
+    """Names of draws that have a task in this service."""
     return [name for one in asyncio.all_tasks() if (name := one.get_name()).startswith("draw ")]
 
 
@@ -43,7 +43,7 @@ def install(monkeypatch: Any, *names: str) -> None:
     monkeypatch.setattr("rollyard.sampling.filters.plugins", lambda group: found)
 
 
-async def test_a_stranger_with_a_members_place_is_not_the_member(tmp_path: Path) -> None:
+async def test_a_clients_rollout_with_a_members_group_and_index_is_not_the_member(tmp_path: Path) -> None:
     async with skilled(lambda _: True, first_is_slow) as engine, site_with(tmp_path, engine) as site:
         await site.post("/v1/runs", {"id": "mine"})
         await draw(site, 1, run="mine", keep="all", epochs=1, shuffle=False)
@@ -58,7 +58,7 @@ async def test_a_stranger_with_a_members_place_is_not_the_member(tmp_path: Path)
         assert "number 0" in group["task"]["data"]["instruction"]
 
 
-async def test_a_clients_group_of_the_same_name_is_never_taken_for_the_draws(tmp_path: Path) -> None:
+async def test_a_clients_group_with_the_id_of_a_draws_group_is_never_used_for_it(tmp_path: Path) -> None:
     async with (
         skilled(mixed, lambda rollout: 30.0 * rollout.endswith("-1")) as engine,
         site_with(tmp_path, engine) as site,
@@ -72,7 +72,7 @@ async def test_a_clients_group_of_the_same_name_is_never_taken_for_the_draws(tmp
         assert body["reason"] == "internal_error" and "d.0.0.0" in body["detail"]
         assert (await closed(site, 1))["delivered"] == 0
         group = (await site.get("/v1/groups/d.0.0.0")).body
-        assert (group["state"], group["draw"]) == ("open", None), "theirs is left alone"
+        assert (group["state"], group["draw"]) == ("open", None), "the client's group is not changed"
         assert group["members"][1]["state"] != "ended"
 
 
@@ -88,13 +88,13 @@ async def test_a_filter_that_raises_ends_the_draw_and_is_named(tmp_path: Path, m
         assert not runner.draw_state.flying
 
 
-async def test_a_filter_that_raises_while_a_client_asks_ends_the_draw_too(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_a_filter_that_raises_during_a_request_ends_the_draw_too(tmp_path: Path, monkeypatch: Any) -> None:
     install(monkeypatch, "broken")
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, source={"push": True}, keep={"filter": "broken"})
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
         runner = await site.served.app_state.sampler.runner("d")
-        monkeypatch.setattr(runner, "wake", lambda: None)  # only clients drive it
+        monkeypatch.setattr(runner, "wake", lambda: None)  # only requests advance it
         await site.post("/v1/draws/d/tasks", {"tasks": tasks(1)})
         await site.ended("d.0.0.0-0")
         await site.ended("d.0.0.0-1")
@@ -127,7 +127,7 @@ async def test_a_draw_without_its_filter_ends_at_restart_and_can_still_be_read(
             assert (await site.get("/v1/draws")).status == 200
 
 
-async def test_a_budget_of_seconds_ends_a_draw_that_nobody_wakes(tmp_path: Path) -> None:
+async def test_a_budget_of_seconds_ends_an_idle_draw(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, source={"push": True}, budget={"seconds": 1})
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
@@ -136,7 +136,7 @@ async def test_a_budget_of_seconds_ends_a_draw_that_nobody_wakes(tmp_path: Path)
         assert (batch["reason"], batch["is_last"]) == ("budget", True)
 
 
-async def test_a_batch_that_is_open_cannot_be_gone_back_to(tmp_path: Path) -> None:
+async def test_a_draw_cannot_be_rewound_to_an_open_batch(tmp_path: Path) -> None:
     def slow(rollout_id: str) -> float:
         return 30.0 * (int(rollout_id.split(".")[2]) > 2)
 
@@ -149,7 +149,7 @@ async def test_a_batch_that_is_open_cannot_be_gone_back_to(tmp_path: Path) -> No
         assert (await site.post("/v1/draws/d/rewind", {"batch": 1, "version": 0})).body["batch"] == 1
 
 
-async def test_what_a_refused_source_left_is_not_drawn(tmp_path: Path) -> None:
+async def test_tasks_of_a_refused_source_are_not_drawn(tmp_path: Path) -> None:
     folder = tmp_path / "tasks"
     folder.mkdir()
     good, bad = folder / "good.jsonl", folder / "bad.jsonl"
@@ -166,7 +166,7 @@ async def test_what_a_refused_source_left_is_not_drawn(tmp_path: Path) -> None:
         assert (await closed(site, 1))["delivered"] == 1
 
 
-async def test_two_draws_of_one_id_made_at_once_do_not_mix(tmp_path: Path) -> None:
+async def test_two_draws_created_at_once_with_one_id_do_not_mix(tmp_path: Path) -> None:
     folder = tmp_path / "tasks"
     folder.mkdir()
     for name in ("one", "other"):
@@ -182,13 +182,13 @@ async def test_two_draws_of_one_id_made_at_once_do_not_mix(tmp_path: Path) -> No
             assert f"of {Path(file).stem}," in json.dumps(await store.get_item("d", number))
 
 
-async def test_a_group_that_the_queue_can_never_hold_is_refused(tmp_path: Path) -> None:
+async def test_a_group_larger_than_the_queue_is_refused(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_queued=4) as site:
         refused = await site.post("/v1/draws", {"source": {"tasks": tasks(1)}, "group_size": 5})
         assert refused.status == 422 and "max_queued" in refused.body["detail"]
 
 
-async def test_a_full_queue_is_looked_at_by_one_timer(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_a_full_queue_is_polled_by_one_timer(tmp_path: Path, monkeypatch: Any) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine, max_queued=2) as site:
         await site.hold()
         await site.submit("a", "b")
@@ -210,10 +210,10 @@ async def test_a_full_queue_is_looked_at_by_one_timer(tmp_path: Path, monkeypatc
             await site.get("/v1/draws/d")
         assert sum(not one.cancelled() and one.when() > loop.time() for one in begun) <= 1
         assert (await site.call("PATCH", "/v1/pools", json={"init": 2})).status == 200
-        assert (await closed(site, 1))["delivered"] == 1, "and that one is enough"
+        assert (await closed(site, 1))["delivered"] == 1, "one timer is enough"
 
 
-async def test_nothing_of_a_deleted_run_is_left(tmp_path: Path) -> None:
+async def test_deleting_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
     async with skilled(mixed, lambda _: 30.0) as engine, site_with(tmp_path, engine) as site:
         await site.post("/v1/runs", {"id": "mine"})
         await draw(site, run="mine")
@@ -226,7 +226,7 @@ async def test_nothing_of_a_deleted_run_is_left(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_draw_that_goes_on_after_a_rewind_is_kept_once(tmp_path: Path) -> None:
+async def test_a_draw_that_continues_after_a_rewind_has_one_runner(tmp_path: Path) -> None:
     def slow(rollout_id: str) -> float:
         return 0.0 if int(rollout_id.split(".")[2]) < 2 else 30.0
 
@@ -240,7 +240,7 @@ async def test_a_draw_that_goes_on_after_a_rewind_is_kept_once(tmp_path: Path) -
         assert watched() == ["draw d"]
 
 
-async def test_a_push_that_closes_can_be_sent_again(tmp_path: Path) -> None:
+async def test_a_closing_push_can_be_sent_again(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, source={"push": True})
         body = {"tasks": tasks(2), "ids": ["t0", "t1"], "close": True}
@@ -254,7 +254,7 @@ async def test_a_push_that_closes_can_be_sent_again(tmp_path: Path) -> None:
         assert (await site.post("/v1/draws/d/tasks", body)).status == 202
 
 
-async def test_nothing_is_pushed_to_a_draw_that_has_ended(tmp_path: Path) -> None:
+async def test_a_push_to_an_ended_draw_is_refused(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, source={"push": True})
         await site.delete("/v1/draws/d")
@@ -262,8 +262,8 @@ async def test_nothing_is_pushed_to_a_draw_that_has_ended(tmp_path: Path) -> Non
         assert late.code == "source_closed" and "closed" in late.body["detail"]
 
 
-async def test_the_last_batch_is_told_to_those_who_listen(tmp_path: Path) -> None:
-    """It closes short, after its last group was told."""
+async def test_the_last_batch_is_sent_to_event_streams(tmp_path: Path) -> None:
+    """It closes short, after its last group was sent."""
 
     def passes(rollout_id: str) -> bool:
         return mixed(rollout_id) and ".1.0-" not in rollout_id
@@ -284,13 +284,13 @@ async def test_the_last_batch_is_told_to_those_who_listen(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", ["batches/99999999999999999999", "groups?batch=99999999999999999999"])
-async def test_a_number_beyond_the_stores_is_refused(tmp_path: Path, path: str) -> None:
+async def test_a_number_too_large_for_the_store_is_refused(tmp_path: Path, path: str) -> None:
     async with open_site(tmp_path) as site:
         await draw(site)
         assert (await site.get(f"/v1/draws/d/{path}")).status in (404, 422)
 
 
-async def test_the_last_batch_of_a_draw_that_has_ended_can_be_got_again(tmp_path: Path) -> None:
+async def test_the_last_batch_of_an_ended_draw_can_be_read_again(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         body = {"id": "d", "group_size": 2, "source": {"tasks": [task()]}, "keep": "all", "epochs": 1}
         answer = await site.post("/v1/draws", body)

@@ -1,4 +1,4 @@
-"""/v1/draws with the real pipeline: what comes out, in which order, and how it ends."""
+"""/v1/draws with the real pipeline: what is delivered, in which order, and how a draw ends."""
 
 import asyncio
 import json
@@ -28,12 +28,12 @@ def tasks(count: int) -> list[dict[str, Any]]:
 
 
 def mixed(rollout_id: str) -> bool:
-    """Every group has both kinds."""
+    """Every group has passing and failing members."""
     return member_of(rollout_id)[1] % 2 == 0
 
 
 def some(rollout_id: str) -> bool:
-    """Groups of even items have both kinds; the others all fail."""
+    """Groups of even items have passing and failing members; in the others all fail."""
     group, index = member_of(rollout_id)
     return index == 0 and int(group.split(".")[-2]) % 2 == 0
 
@@ -66,7 +66,7 @@ def site_with(folder: Path, engine: Any, **values: Any) -> Any:
     return open_site(folder, engines=[engine_table(engine)], **values)
 
 
-async def test_batches_hold_only_groups_with_signal_and_say_what_was_filtered(tmp_path: Path) -> None:
+async def test_batches_have_only_groups_with_signal_and_count_filtered_ones(tmp_path: Path) -> None:
     async with skilled(some) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 12, epochs=1, max_staleness=0)
         batch, groups = await take(site, 4, 1)
@@ -85,7 +85,7 @@ async def test_batches_hold_only_groups_with_signal_and_say_what_was_filtered(tm
         assert batch["figures"]["judged"] + last["figures"]["judged"] == 12
 
 
-async def test_a_batch_asked_for_again_is_the_same(tmp_path: Path) -> None:
+async def test_a_batch_requested_again_is_the_same(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site)
         first, groups = await take(site, 3, 1)
@@ -98,7 +98,7 @@ async def test_a_batch_asked_for_again_is_the_same(tmp_path: Path) -> None:
         assert unnumbered.body["number"] == 2
 
 
-async def test_what_is_unfinished_stays_in_the_draw_for_the_next_batch(tmp_path: Path) -> None:
+async def test_unfinished_groups_are_kept_for_the_next_batch(tmp_path: Path) -> None:
     release = asyncio.Event()
 
     def slow(rollout_id: str) -> float:
@@ -114,7 +114,7 @@ async def test_what_is_unfinished_stays_in_the_draw_for_the_next_batch(tmp_path:
         assert figures["admitted"] == figures["delivered"] == 8 and figures["cancelled"] == 0
 
 
-async def test_groups_come_as_they_become_ready_by_long_poll_events_and_arrow(tmp_path: Path) -> None:
+async def test_groups_are_delivered_when_ready_by_long_poll_events_and_arrow(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site)
         await site.post("/v1/draws/d/batches", {"want": 3, "number": 1})
@@ -195,7 +195,7 @@ async def test_a_budget_ends_the_draw(tmp_path: Path, budget: dict[str, int]) ->
             assert figures["delivered"] == 3
 
 
-async def test_pushed_tasks_are_drawn_once_and_closing_ends_it(tmp_path: Path) -> None:
+async def test_pushed_tasks_are_drawn_once_and_closing_ends_the_draw(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, source={"push": True})
         await site.post("/v1/draws/d/batches", {"want": 3, "number": 1})
@@ -233,7 +233,7 @@ async def test_a_file_is_read_only_below_the_allowed_folders(tmp_path: Path) -> 
         assert batch["delivered"] == 3 and sorted(group["item"] for group in groups) == [0, 1, 2]
 
 
-async def test_an_environment_makes_the_tasks_or_reads_the_rows_of_a_file(tmp_path: Path) -> None:
+async def test_an_environment_generates_tasks_or_imports_the_rows_of_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(4)]
@@ -259,7 +259,7 @@ async def test_an_environment_makes_the_tasks_or_reads_the_rows_of_a_file(tmp_pa
         assert 400 <= none.status < 500 and "shell" in none.body["detail"]
 
 
-async def test_a_draw_goes_on_after_a_restart_and_delivers_each_group_once(tmp_path: Path) -> None:
+async def test_a_draw_continues_after_a_restart_and_delivers_each_group_once(tmp_path: Path) -> None:
     async with skilled(mixed, lambda rollout: 0.3 * chance(rollout)) as engine:
         seen: list[str] = []
         async with site_with(tmp_path, engine, drain_s=0) as site:
@@ -278,7 +278,7 @@ async def test_a_draw_goes_on_after_a_restart_and_delivers_each_group_once(tmp_p
             assert sorted(group["item"] for group in groups) == list(range(10))
 
 
-async def test_an_acknowledged_batch_lets_its_traces_go_and_no_other(tmp_path: Path) -> None:
+async def test_acknowledging_a_batch_deletes_only_its_traces(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site)
         await take(site, 2, 1)
@@ -290,7 +290,7 @@ async def test_an_acknowledged_batch_lets_its_traces_go_and_no_other(tmp_path: P
         assert has == [False, False, True, True]
 
 
-async def test_going_back_behind_what_was_acknowledged_samples_its_tasks_again(tmp_path: Path) -> None:
+async def test_a_rewind_before_an_acknowledged_batch_samples_its_tasks_again(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 30)
         _, first = await take(site, 2, 1)
@@ -301,10 +301,10 @@ async def test_going_back_behind_what_was_acknowledged_samples_its_tasks_again(t
         _, again = await take(site, 8, 1)
         assert {group["item"] for group in first} <= {group["item"] for group in again}
         assert {group["id"] for group in first}.isdisjoint(group["id"] for group in again), "their traces are gone"
-        assert {group["id"] for group in second} <= {group["id"] for group in again}, "these have theirs"
+        assert {group["id"] for group in second} <= {group["id"] for group in again}, "these still have their traces"
 
 
-async def test_a_rewind_takes_the_checkpoints_weights_under_a_new_number(tmp_path: Path) -> None:
+async def test_a_rewind_accepts_the_checkpoints_weights_under_a_new_version(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 30, max_staleness=0, on_stale="wait")
         await take(site, 2, 1)
@@ -312,14 +312,14 @@ async def test_a_rewind_takes_the_checkpoints_weights_under_a_new_number(tmp_pat
         _, second = await take(site, 2, 2)
         site.served.app_state.router.resume("default", 1)
         back = {"batch": 1, "version": 0, "policy_version": 2}
-        assert (await site.post("/v1/draws/d/rewind", back)).code == "version_conflict", "it is at 1"
+        assert (await site.post("/v1/draws/d/rewind", back)).code == "version_conflict", "the policy is at version 1"
         assert (await site.post("/v1/draws/d/rewind", {**back, "policy_version": 1})).status == 200
         _, again = await take(site, 2, 2)
         assert {group["newest_version"] for group in again} == {1}
         assert {group["item"] for group in again} == {group["item"] for group in second}
 
 
-async def test_a_run_s_acknowledgement_leaves_the_groups_of_a_draw_alone(tmp_path: Path) -> None:
+async def test_acknowledging_a_run_keeps_the_groups_of_a_draw(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site)
         await take(site, 2, 1)
@@ -330,13 +330,13 @@ async def test_a_run_s_acknowledgement_leaves_the_groups_of_a_draw_alone(tmp_pat
         assert all("traces" in one for group in groups for one in group["rollouts"])
 
 
-async def test_an_ended_draw_is_forgotten_with_its_run_when_its_time_is_over(tmp_path: Path) -> None:
+async def test_an_ended_draw_is_deleted_with_its_run_after_retention(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine, retain_s=0.001) as site:
         await draw(site)
         await take(site, 2, 1)
         app_state = site.served.app_state
         await app_state.pipeline.sweep()
-        assert (await site.get("/v1/draws/d")).status == 200, "it is active"
+        assert (await site.get("/v1/draws/d")).status == 200, "the draw is active"
         await site.delete("/v1/draws/d")
         async with asyncio.timeout(60):
             while (await site.get("/v1/draws/d")).status != 404:
@@ -348,9 +348,9 @@ async def test_an_ended_draw_is_forgotten_with_its_run_when_its_time_is_over(tmp
         await take(site, 2, 1)
 
 
-async def test_a_rewind_voids_what_newer_weights_sampled_and_returns_its_tasks(tmp_path: Path) -> None:
+async def test_a_rewind_voids_groups_of_newer_weights_and_returns_their_tasks(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
-        await draw(site, 30, max_staleness=0, on_stale="wait")  # so that nothing is begun beyond the batch
+        await draw(site, 30, max_staleness=0, on_stale="wait")  # so that nothing is started beyond the batch
         _, first = await take(site, 2, 1)
         site.served.app_state.router.resume("default", 1)
         _, second = await take(site, 2, 2)
@@ -363,11 +363,11 @@ async def test_a_rewind_voids_what_newer_weights_sampled_and_returns_its_tasks(t
         _, again = await take(site, 2, 2)
         assert {group["newest_version"] for group in again} == {0}
         assert {group["id"] for group in again}.isdisjoint(group["id"] for group in second)
-        assert {group["item"] for group in again} == {group["item"] for group in second}, "their tasks come first"
+        assert {group["item"] for group in again} == {group["item"] for group in second}, "their tasks are drawn first"
         assert {group["id"] for group in first}.isdisjoint(group["id"] for group in again)
 
 
-async def test_surplus_cancel_ends_what_is_at_work_and_returns_its_tasks(tmp_path: Path) -> None:
+async def test_surplus_cancel_ends_running_groups_and_returns_their_tasks(tmp_path: Path) -> None:
     def slow(rollout_id: str) -> float:
         return 0.0 if int(rollout_id.split(".")[2]) < 2 else 30.0
 
@@ -382,8 +382,8 @@ async def test_surplus_cancel_ends_what_is_at_work_and_returns_its_tasks(tmp_pat
         assert batch["delivered"] == 2
 
 
-async def test_a_hopeless_group_is_given_up_early_and_only_then(tmp_path: Path) -> None:
-    """Pass rate at most 0.5 of 4: with three passes it is certain."""
+async def test_a_group_is_abandoned_early_only_if_it_cannot_be_kept(tmp_path: Path) -> None:
+    """Pass rate at most 0.5 of 4: with three passes it is known to be rejected."""
 
     def slow(rollout_id: str) -> float:
         return 30.0 if member_of(rollout_id)[1] == 3 else 0.0
@@ -397,7 +397,7 @@ async def test_a_hopeless_group_is_given_up_early_and_only_then(tmp_path: Path) 
         assert (await site.ended("d.0.0.0-3"))["outcome"] == "cancelled"
 
 
-async def test_a_task_that_infrastructure_fails_returns_at_most_twice(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_a_task_lost_to_infrastructure_is_drawn_again_at_most_twice(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("rollyard.sampling.draw_runner.HOLD_OFF_S", (0.01, 0.01))
 
     def say(turn: Any) -> Reply:
@@ -416,7 +416,7 @@ async def test_a_task_that_infrastructure_fails_returns_at_most_twice(tmp_path: 
             assert figures["infra_rollouts"] == 6
 
 
-async def test_closing_a_draw_or_deleting_its_run_leaves_nothing_at_work(tmp_path: Path) -> None:
+async def test_closing_a_draw_or_deleting_its_run_leaves_nothing_running(tmp_path: Path) -> None:
     async with skilled(mixed, lambda _: 30.0) as engine, site_with(tmp_path, engine) as site:
         await site.post("/v1/runs", {"id": "mine"})
         await draw(site, run="mine")
@@ -432,7 +432,7 @@ async def test_closing_a_draw_or_deleting_its_run_leaves_nothing_at_work(tmp_pat
         assert (await site.get("/v1/draws/d")).code == "not_found"
 
 
-async def test_what_is_wrong_with_a_draw_is_said(tmp_path: Path) -> None:
+async def test_an_invalid_draw_is_refused_with_the_reason(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"source": {}}, "exactly one of"),
         ({"source": {"tasks": tasks(1), "push": True}}, "exactly one of"),

@@ -1,4 +1,4 @@
-"""A service whose tasks may reach hosts: what its settings say, and what a submit is answered."""
+"""A service whose tasks may reach hosts: its settings, and the responses to submits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def asking(**fields: Any) -> dict[str, Any]:
     return {"task": task(sandbox={"egress": {**ASKS, **fields}, "runtime": "bubblewrap"})}
 
 
-async def test_a_service_that_allows_nothing_says_what_to_do(tmp_path: Path) -> None:
+async def test_egress_without_allowed_hosts_is_refused_with_a_remedy(tmp_path: Path) -> None:
     async with open_site(tmp_path, runtimes=("local", "bubblewrap")) as site:
         refused = await site.post("/v1/rollouts", asking())
         assert (refused.status, refused.code) == (403, "egress_not_allowed")
         assert "egress_hosts" in refused.body["detail"] and "egress_hosts" in refused.body["remedy"]
 
 
-async def test_a_submit_is_held_to_the_ceiling(tmp_path: Path) -> None:
+async def test_a_submit_beyond_the_egress_ceiling_is_refused(tmp_path: Path) -> None:
     hosts = ("packages.example", "*.example:8443")
     async with open_site(tmp_path, runtimes=("local", "bubblewrap"), egress_hosts=hosts) as site:
         assert (await site.post("/v1/rollouts", asking())).status == 202
@@ -43,13 +43,13 @@ async def test_a_submit_is_held_to_the_ceiling(tmp_path: Path) -> None:
         assert nonsense.status == 422 and "sandbox.egress.hosts" in nonsense.body["detail"]
         local = {"task": task(sandbox={"egress": ASKS, "runtime": "local"})}
         unheld = await site.post("/v1/rollouts", local)
-        assert unheld.status == 422 and "cannot hold a task to a list of hosts" in unheld.body["detail"]
+        assert unheld.status == 422 and "cannot restrict a task to a list of hosts" in unheld.body["detail"]
         defaults = {"sandbox": {"egress": {"hosts": ["elsewhere.example"]}, "runtime": "bubblewrap"}}
         assert (await site.post("/v1/runs", {"id": "r", "defaults": defaults})).status == 201
         assert (await site.post("/v1/rollouts", {"run": "r", "task": task()})).code == "egress_not_allowed"
 
 
-def test_a_stored_task_keeps_what_it_asks_for() -> None:
+def test_a_stored_task_keeps_its_egress_options() -> None:
     made = to_task({"environment": "shell", "sandbox": {"egress": ASKS}}, {})
     assert made.sandbox.egress == EgressOptions(tuple(ASKS["hosts"]), ("packages.example",), ("GET", "HEAD"))
     assert from_json(to_json(made), Task) == made
@@ -57,7 +57,7 @@ def test_a_stored_task_keeps_what_it_asks_for() -> None:
     assert from_json(to_json(offline), Task) == offline
 
 
-def test_settings_make_the_ceiling_and_nodes_have_the_same() -> None:
+def test_the_egress_ceiling_follows_from_settings_and_is_the_same_on_nodes() -> None:
     environ = {
         "HOME": "/nowhere",
         "ROLLYARD_EGRESS_HOSTS": "a.example, *.b.example:8443",
@@ -83,11 +83,11 @@ def test_settings_make_the_ceiling_and_nodes_have_the_same() -> None:
         ("EGRESS_PRIVATE", "mirror.internal", "HOST:PORT"),
         ("EGRESS_PRIVATE", "*.internal:80", "HOST:PORT"),
         ("EGRESS_MIRRORS", '{"gem": "http://a.example"}', "egress_mirrors"),
-        ("EGRESS_MIRRORS", '{"pip": "http://me:secret@a.example"}', "show it to every task"),
+        ("EGRESS_MIRRORS", '{"pip": "http://me:secret@a.example"}', "visible to every task"),
         ("EGRESS_METHODS", "CONNECT", "egress_methods"),
         ("EGRESS_CONNECTIONS", "0", "egress_connections"),
     ],
 )
-def test_settings_that_cannot_be_are_told(name: str, value: str, text: str) -> None:
+def test_invalid_egress_settings_are_refused(name: str, value: str, text: str) -> None:
     with pytest.raises(SettingsError, match=text):
         load_settings({}, {"HOME": "/nowhere", f"ROLLYARD_{name}": value}, None)

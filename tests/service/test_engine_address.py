@@ -1,4 +1,4 @@
-"""Engines at loopback addresses: fine for one machine, refused by a fleet whose head listens beyond it."""
+"""Engines at loopback addresses: accepted on one machine, refused by a fleet whose head listens beyond it."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tests.service.site import settings
         ("http://localhost.example", False),
     ],
 )
-def test_loopback_addresses_are_known(url: str, is_loopback: bool) -> None:
+def test_loopback_addresses_are_detected(url: str, is_loopback: bool) -> None:
     assert EngineSpec("e1", url, Kind.VLLM).is_loopback is is_loopback
 
 
@@ -40,7 +40,7 @@ def test_loopback_addresses_are_known(url: str, is_loopback: bool) -> None:
         ({"host": "127.0.0.1", "fleet": "nodes", "loopback_engines": False}, False),
     ],
 )
-def test_a_fleet_refuses_them_unless_all_of_it_is_on_one_machine(
+def test_a_fleet_refuses_loopback_engines_unless_it_is_on_one_machine(
     tmp_path: Path, values: dict[str, Any], is_taken: bool
 ) -> None:
     spec, chosen = EngineSpec("e1", "http://localhost:8000", Kind.VLLM), settings(tmp_path, **values)

@@ -1,4 +1,4 @@
-"""An engine's address and key are checked when it is added: what could never work is 422, not a failure of ours."""
+"""An engine's address and key are checked when it is added: invalid ones are 422, not an internal error."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ BAD = (
 )
 
 
-async def test_addresses_that_cannot_be_are_refused(tmp_path: Path) -> None:
+async def test_invalid_engine_addresses_are_refused(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         for url in BAD:
             answer = await site.post("/v1/engines", {"url": url, "id": "e"})
@@ -22,13 +22,13 @@ async def test_addresses_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "a\nb", "a\x7f", "\u20ac"])
-async def test_a_key_that_fits_into_no_header_is_refused(tmp_path: Path, key: str) -> None:
+async def test_an_api_key_that_cannot_be_sent_in_a_header_is_refused(tmp_path: Path, key: str) -> None:
     async with open_site(tmp_path) as site:
         answer = await site.post("/v1/engines", {"url": "http://127.0.0.1:9", "api_key": key})
         assert (answer.status, answer.code) == (422, "invalid_request"), answer.body
 
 
-async def test_one_that_is_only_not_there_is_a_failure_of_the_engine(tmp_path: Path) -> None:
+async def test_an_unreachable_engine_is_reported_as_unavailable(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         answer = await site.post("/v1/engines", {"url": "http://127.0.0.1:9"})
         assert answer.code == "engine_unavailable"

@@ -1,8 +1,8 @@
-"""Session caps as a person sees and sets them: the engine list, the status page, the metrics."""
+"""Session caps in the engine list, the status and the metrics, and how to set them."""
 
 from pathlib import Path
 
-from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.pool.admission import CapRules
 from tests.service.site import engine_table, open_site, scripted
 
 SEEN = ("admission", "cap", "kv_use", "waiting")

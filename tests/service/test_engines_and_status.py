@@ -1,4 +1,4 @@
-"""Engines over HTTP, what is remembered of them, and the status page."""
+"""Engines over HTTP, how they are stored, and the status."""
 
 import socket
 from pathlib import Path
@@ -9,7 +9,7 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.site import TRAINER, engine_table, open_site, scripted
 
 
-async def test_an_engine_is_added_listed_remembered_and_removed(tmp_path: Path) -> None:
+async def test_an_engine_is_added_listed_stored_and_removed(tmp_path: Path) -> None:
     async with scripted() as engine:
         async with open_site(tmp_path) as site:
             added = await site.post("/v1/engines", engine_table(engine, api_key="psst", capacity=7))
@@ -33,7 +33,7 @@ async def test_an_engine_is_added_listed_remembered_and_removed(tmp_path: Path) 
             assert (await site.get("/v1/engines")).body == {"engines": []}
 
 
-async def test_a_password_in_an_engines_address_is_shown_to_nobody(tmp_path: Path) -> None:
+async def test_a_password_in_an_engines_address_is_never_shown(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path) as site:
         table = engine_table(engine) | {"url": engine.url.replace("://", "://user:hush-hush@")}
         added = await site.post("/v1/engines", table)
@@ -51,7 +51,7 @@ async def test_all_engines_can_be_cleared(tmp_path: Path) -> None:
         assert (await site.get("/v1/engines")).body == {"engines": []}
 
 
-async def test_an_engine_that_is_not_there_is_502(tmp_path: Path) -> None:
+async def test_adding_an_unreachable_engine_is_502(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         answer = await site.post("/v1/engines", {"url": "http://127.0.0.1:1"})
         assert (answer.status, answer.code) == (502, "engine_unavailable")
@@ -59,7 +59,7 @@ async def test_an_engine_that_is_not_there_is_502(tmp_path: Path) -> None:
 
 
 async def test_an_engine_with_another_tokenizer_is_422_and_never_gets_a_session(tmp_path: Path) -> None:
-    async with ScriptedEngine() as engine:  # it speaks bytes, not our test tokenizer
+    async with ScriptedEngine() as engine:  # its tokens are bytes, not those of the test tokenizer
         async with open_site(tmp_path) as site:
             answer = await site.post("/v1/engines", engine_table(engine))
             assert (answer.status, answer.code) == (422, "tokenizer_mismatch")
@@ -73,7 +73,7 @@ async def test_an_engine_with_another_tokenizer_is_422_and_never_gets_a_session(
             assert "disagree" in status["refused_engines"]["e1"]
 
 
-async def test_an_engine_that_is_down_at_start_is_taken_in_and_comes_up(tmp_path: Path) -> None:
+async def test_an_engine_that_is_down_at_start_is_added_and_comes_up_later(tmp_path: Path) -> None:
     engine = scripted()
     await engine.start()
     await engine.stop()
@@ -86,7 +86,7 @@ async def test_an_engine_that_is_down_at_start_is_taken_in_and_comes_up(tmp_path
             assert (await site.ended("r1"))["outcome"] == "completed"
 
 
-async def test_what_is_configured_wins_over_what_is_remembered(tmp_path: Path) -> None:
+async def test_a_configured_engine_overrides_a_stored_one(tmp_path: Path) -> None:
     async with scripted() as engine:
         async with open_site(tmp_path) as site:
             await site.post("/v1/engines", engine_table(engine, capacity=7))
@@ -94,7 +94,7 @@ async def test_what_is_configured_wins_over_what_is_remembered(tmp_path: Path) -
             assert [entry["capacity"] for entry in (await site.get("/v1/engines")).body["engines"]] == [9]
 
 
-async def test_the_status_tells_how_the_whole_stands(tmp_path: Path) -> None:
+async def test_the_status_describes_the_whole_service(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         await site.submit("r1", "r2")
@@ -131,7 +131,7 @@ async def test_pools_are_resized_live(tmp_path: Path) -> None:
         assert (await site.ended("r1"))["outcome"] == "completed"
 
 
-async def test_metrics_are_for_those_who_may_see_everything(tmp_path: Path) -> None:
+async def test_metrics_are_for_admins_and_readers_of_all_runs(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("r1")
         await site.ended("r1")
@@ -146,8 +146,8 @@ async def test_metrics_are_for_those_who_may_see_everything(tmp_path: Path) -> N
         assert 'rollyard_rollouts{state="queued"} 0.0' in text
 
 
-async def test_a_black_hole_of_an_engine_does_not_hold_up_the_start(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as hole:  # takes connections, and never says a word
+async def test_an_unresponsive_engine_does_not_delay_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hole:  # accepts connections and never responds
         url = f"http://127.0.0.1:{hole.getsockname()[1]}"
         engine = {"id": "hole", "url": url, "tokenizer": str(tokenizer_dir())}
         async with open_site(tmp_path, engines=[engine]) as site:

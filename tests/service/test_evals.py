@@ -16,7 +16,7 @@ from tests.service.skill import CHECK, member_of, skilled
 
 pytestmark = pytest.mark.slow
 
-SKILL = (2, 4, 0)  # of four samples of each task, so many are right: the first ones
+SKILL = (2, 4, 0)  # correct samples of each task, of four: the first ones
 
 
 def graded(name: str = "do it", **data: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ async def test_more_samples_than_k_and_a_policy_by_name(tmp_path: Path) -> None:
         assert ended["result"]["all"]["pass_at"]["2"]["mean"] == pytest.approx(by_hand(4, SKILL[:2], 2))
 
 
-async def test_numbers_for_each_value_of_a_key_and_a_source_that_is_a_file(tmp_path: Path) -> None:
+async def test_results_by_key_with_a_file_as_source(tmp_path: Path) -> None:
     folder = tmp_path / "tasks"
     folder.mkdir()
     lines = [json.dumps(graded(f"task {n}")) for n in range(3)]
@@ -116,7 +116,7 @@ async def test_numbers_for_each_value_of_a_key_and_a_source_that_is_a_file(tmp_p
         assert outside.code == "forbidden"
 
 
-async def test_what_is_missing_is_in_no_number_and_fails_it_above_the_threshold(tmp_path: Path) -> None:
+async def test_missing_samples_are_not_counted_and_fail_the_evaluation_above_the_threshold(tmp_path: Path) -> None:
     """All samples of task 1 are lost to the engine; task 2 cannot be set up."""
 
     def say(turn: Turn) -> Reply:
@@ -142,7 +142,7 @@ async def test_what_is_missing_is_in_no_number_and_fails_it_above_the_threshold(
             assert (await over(site, "f"))["state"] == "done"
 
 
-async def test_a_sample_that_infrastructure_failed_is_taken_again(tmp_path: Path) -> None:
+async def test_a_sample_lost_to_infrastructure_is_taken_again(tmp_path: Path) -> None:
     def say(turn: Turn) -> Reply:
         if "<|im_start|>" in turn.text and turn.session_id == "e~e.0-1":
             return Reply(fault=500)
@@ -157,7 +157,7 @@ async def test_a_sample_that_infrastructure_failed_is_taken_again(tmp_path: Path
             assert (await site.get("/v1/rollouts/e.0-3")).body["reward"] == 1
 
 
-async def test_it_has_its_share_of_the_slots_and_leaves_the_rest_to_training(tmp_path: Path) -> None:
+async def test_an_evaluation_uses_its_share_of_slots_and_leaves_the_rest_to_training(tmp_path: Path) -> None:
     async with (
         skilled(lambda _: True, lambda _: 0.05) as engine,
         open_site(tmp_path, engines=[engine_table(engine)], run_slots=4) as site,
@@ -179,7 +179,7 @@ async def test_it_has_its_share_of_the_slots_and_leaves_the_rest_to_training(tmp
         assert all(theirs for mine, theirs in seen[:16] if mine)
         ended = [one["id"] for one in (await site.get("/v1/rollouts?state=ended&limit=100")).body["rollouts"]]
         mine = [one for one in ended if one.startswith("e.")]
-        assert len(mine) == 16 and ended.index(mine[-1]) > 16  # training went on beside it
+        assert len(mine) == 16 and ended.index(mine[-1]) > 16  # training continued beside it
         assert (await site.call("PATCH", "/v1/pools", json={"run": 8})).status == 200
         await site.post("/v1/evals", {"id": "w", "source": tasks(1), "pool_share": 0.01})
         await over(site, "w")
@@ -187,7 +187,7 @@ async def test_it_has_its_share_of_the_slots_and_leaves_the_rest_to_training(tmp
         assert run is not None and run.max_live == 1
 
 
-async def test_its_share_follows_the_pool(tmp_path: Path) -> None:
+async def test_the_share_of_an_evaluation_follows_the_pool_size(tmp_path: Path) -> None:
     async with (
         skilled(lambda _: True) as engine,
         open_site(tmp_path, engines=[engine_table(engine)], run_slots=4) as site,
@@ -203,10 +203,10 @@ async def test_its_share_follows_the_pool(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ahead", "max_queued"), [(6, 1000), (1024, 4)])
-async def test_many_tasks_are_begun_a_few_at_a_time(
+async def test_many_tasks_are_started_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, max_queued: int
 ) -> None:
-    """Forty-two rollouts, of which six may be under way; or the queue has room for four."""
+    """Forty-two rollouts, of which six may be in flight; or the queue has room for four."""
     monkeypatch.setattr(eval_runner, "AHEAD", ahead)
     monkeypatch.setattr(eval_runner, "FULL_S", 0.05)
     async with (
@@ -232,7 +232,7 @@ async def test_many_tasks_are_begun_a_few_at_a_time(
         assert too_many.status == 422 and "samples: the queue holds" in too_many.body["detail"]
 
 
-async def test_a_change_of_weights_waits_for_it(tmp_path: Path) -> None:
+async def test_a_change_of_weights_waits_for_an_evaluation(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=60)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -249,7 +249,7 @@ async def test_a_change_of_weights_waits_for_it(tmp_path: Path) -> None:
             assert (await waiting).body["state"] == "paused"
 
 
-async def test_it_begins_with_the_weights_that_a_change_under_way_leaves(tmp_path: Path) -> None:
+async def test_an_evaluation_starts_with_the_weights_of_an_update_in_progress(tmp_path: Path) -> None:
     async with skilled(knows) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         assert (await site.post("/v1/policies/default/pause", {})).body["state"] == "paused"
         assert (await begin(site, tasks(2), k=4))["version"] is None
@@ -260,8 +260,8 @@ async def test_it_begins_with_the_weights_that_a_change_under_way_leaves(tmp_pat
 
 
 @pytest.mark.parametrize("on_update", ["fail", "hold"])
-async def test_it_fails_when_the_weights_change_under_it(tmp_path: Path, on_update: str) -> None:
-    """With hold only a resume without a pause can do that: then the weights have changed already."""
+async def test_an_evaluation_fails_if_its_weights_change(tmp_path: Path, on_update: str) -> None:
+    """With hold, only a resume without a pause can do that: then the weights have already changed."""
 
     def say(turn: Turn) -> Reply:
         return Reply(finish(), latency_s=60 if turn.session_id.startswith("e~e.1") else 0)
@@ -277,7 +277,7 @@ async def test_it_fails_when_the_weights_change_under_it(tmp_path: Path, on_upda
         assert (await site.post("/v1/policies/default/resume", {"version": 1})).status == 200
         failed = await over(site)
         assert (failed["state"], failed["reason"], failed["version"]) == ("failed", "version_changed", 0)
-        assert (failed["done"], failed["total"]) == (2, 4)  # what was cancelled was not done
+        assert (failed["done"], failed["total"]) == (2, 4)  # cancelled samples do not count as done
         told = failed["result"]
         assert told["missing"] == {"version_changed": 2} and told["all"]["pass_at"]["2"]["tasks"] == 1
         assert (await site.ended("e.1-0"))["outcome"] == "cancelled"
@@ -299,8 +299,8 @@ async def test_a_cancelled_evaluation_ends_with_all_its_rollouts(tmp_path: Path)
 
 
 @pytest.mark.parametrize("was_written", [True, False])
-async def test_it_goes_on_after_a_restart(tmp_path: Path, was_written: bool) -> None:
-    """Also if the service was killed between storing groups and writing down that it did."""
+async def test_an_evaluation_continues_after_a_restart(tmp_path: Path, was_written: bool) -> None:
+    """Also if the service was killed between storing groups and recording that it did."""
     async with skilled(knows, lambda rollout: 0.0 if rollout.startswith("e.0") else 60.0) as engine:
         table = engine_table(engine)
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
@@ -308,7 +308,7 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path, was_written: bool) -> 
             await engine.busy()
             for index in range(4):
                 await site.ended(f"e.0-{index}")
-            async with asyncio.timeout(90):  # its groups are begun before it is written down that they are
+            async with asyncio.timeout(90):  # its groups are started before that is recorded
                 while (done := (await site.get("/v1/evals/e")).body["done"]) < 4:
                     await asyncio.sleep(0.02)
             assert done < 12
@@ -328,7 +328,7 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path, was_written: bool) -> 
             assert (await site.get("/v1/evals/e")).body == ended
 
 
-async def test_it_is_pinned_again_after_a_restart(tmp_path: Path) -> None:
+async def test_an_evaluation_pins_its_weights_again_after_a_restart(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=60)) as engine:
         async with open_site(tmp_path, engines=[engine_table(engine)], drain_s=0.1) as site:
             await begin(site, tasks(1))
@@ -337,7 +337,7 @@ async def test_it_is_pinned_again_after_a_restart(tmp_path: Path) -> None:
             assert (await site.post("/v1/policies/default/pause", {"wait_s": 0})).code == "policy_pinned"
 
 
-async def test_its_run_can_be_deleted_and_takes_it_along(tmp_path: Path) -> None:
+async def test_deleting_the_run_of_an_evaluation_deletes_it(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=60)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -350,10 +350,10 @@ async def test_its_run_can_be_deleted_and_takes_it_along(tmp_path: Path) -> None
         assert (await site.post("/v1/policies/default/pause", {})).status == 200
 
 
-async def test_what_is_wrong_with_an_evaluation_is_said(tmp_path: Path) -> None:
+async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         for body, says in (
-            ({"source": tasks(1), "k": 4, "samples": 2}, "pass@4 cannot be told from 2 samples"),
+            ({"source": tasks(1), "k": 4, "samples": 2}, "pass@4 cannot be computed from 2 samples"),
             ({"source": {"push": True}}, "cannot be pushed"),
             ({"source": {"tasks": []}}, "it has no tasks"),
             ({"source": {"tasks": [task(), {"environment": "shell"}]}}, "source, task 1: "),

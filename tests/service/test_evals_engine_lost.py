@@ -1,7 +1,7 @@
-"""An engine is started again in the midst of an evaluation, and has lost the weights that the evaluation is pinned to.
+"""An engine is restarted during an evaluation, and has lost the weights that the evaluation is pinned to.
 
-Only whoever has these weights can go on from there: the pause to write them comes through, though the evaluation holds
-off any other."""
+The evaluation can only continue if these weights are written again: the pause for that is admitted, though the
+evaluation delays any other."""
 
 import asyncio
 from pathlib import Path
@@ -33,17 +33,17 @@ async def engine_is(site: Site, state: str) -> None:
 
 
 async def begun_with_7(site: Site, engine: ScriptedEngine) -> None:
-    """The first of three tasks has ended, with all four samples."""
+    """Starts an evaluation at version 7. The first of three tasks has ended, with all four samples."""
     assert (await site.post(RESUME, {"version": 7})).status == 200
     await begin(site, tasks(3), k=4)
     await engine.busy()
     for index in range(4):
         await site.ended(f"e.0-{index}")
-    assert (await site.post(PAUSE, {"wait_s": 0})).code == "policy_pinned", "its engine is fine"
+    assert (await site.post(PAUSE, {"wait_s": 0})).code == "policy_pinned", "its engine is healthy"
 
 
 async def ends_with(site: Site, version: int) -> None:
-    """The policy is paused. What becomes of the evaluation when it is resumed with that version."""
+    """Resumes the paused policy with that version and checks the end of the evaluation."""
     assert (await site.post(RESUME, {"version": version})).body["state"] == "running"
     ended = await over(site)
     assert ended["version"] == 7
@@ -58,7 +58,7 @@ async def ends_with(site: Site, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [7, 8])
-async def test_engine_and_service_are_started_again(tmp_path: Path, version: int) -> None:
+async def test_engine_and_service_are_restarted(tmp_path: Path, version: int) -> None:
     async with slow_after_the_first_task() as engine:
         table = engine_table(engine)
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
@@ -70,7 +70,7 @@ async def test_engine_and_service_are_started_again(tmp_path: Path, version: int
 
 
 @pytest.mark.parametrize("version", [7, 8])
-async def test_the_engine_is_started_again_while_a_pause_waits(tmp_path: Path, version: int) -> None:
+async def test_the_engine_is_restarted_while_a_pause_waits(tmp_path: Path, version: int) -> None:
     async with slow_after_the_first_task() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await begun_with_7(site, engine)
         waiting = asyncio.create_task(site.post(PAUSE, {"wait_s": 40}))
@@ -81,7 +81,7 @@ async def test_the_engine_is_started_again_while_a_pause_waits(tmp_path: Path, v
             await ends_with(site, version)
 
 
-async def test_a_service_that_is_started_again_in_that_pause_holds_off_the_next(tmp_path: Path) -> None:
+async def test_a_service_restarted_during_that_pause_delays_the_next(tmp_path: Path) -> None:
     async with slow_after_the_first_task() as engine:
         table = engine_table(engine)
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:

@@ -1,4 +1,4 @@
-"""kill -9 of `rollyard serve` in the midst of an evaluation: the next one ends it, with the same numbers."""
+"""kill -9 of `rollyard serve` during an evaluation: the next process ends it, with the same numbers."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 async def start(folder: Path, engine: str) -> tuple[asyncio.subprocess.Process, str]:
-    """The command; it says on stderr where it listens."""
+    """Starts the command; it prints its URL on stderr."""
     values = {"DATA_DIR": str(folder / "data"), "RUNTIMES": "local", "LOG_LEVEL": "error"}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollyard", "serve", "--port", "0", "--engine", engine),
@@ -35,7 +35,7 @@ async def start(folder: Path, engine: str) -> tuple[asyncio.subprocess.Process, 
     return process, line.split(" at ")[1].split(",")[0].strip()
 
 
-async def test_an_evaluation_outlives_a_killed_service(tmp_path: Path) -> None:
+async def test_an_evaluation_survives_a_killed_service(tmp_path: Path) -> None:
     is_slow = True
 
     def say(turn: Turn) -> Reply:

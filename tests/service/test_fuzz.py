@@ -1,4 +1,4 @@
-"""The whole API under requests that nobody would write: see `fuzz.py`. `make soak` sends twenty times as many."""
+"""The whole API under generated requests: see `fuzz.py`. `make soak` sends twenty times as many."""
 
 import asyncio
 from pathlib import Path

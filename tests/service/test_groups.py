@@ -57,7 +57,7 @@ async def test_a_group_sent_twice_is_one_and_another_body_is_refused(tmp_path: P
         assert len((await site.get("/v1/rollouts?group=g")).body["rollouts"]) == 2
 
 
-async def test_a_spare_takes_the_place_of_a_member_that_infrastructure_failed(tmp_path: Path) -> None:
+async def test_a_spare_replaces_a_member_lost_to_infrastructure(tmp_path: Path) -> None:
     def script_fails(rollout: str) -> bool:
         return member_of(rollout)[1] == 1
 
@@ -79,7 +79,7 @@ async def test_a_spare_takes_the_place_of_a_member_that_infrastructure_failed(tm
             assert group["stats"]["infra_failures"] == 1 and group["stats"]["members"] == 3
 
 
-async def test_a_group_short_of_members_fails_or_is_delivered_at_its_true_size(tmp_path: Path) -> None:
+async def test_a_group_short_of_members_fails_or_is_delivered_at_its_actual_size(tmp_path: Path) -> None:
     def say(turn: Any) -> Reply:
         if "<|im_start|>" in turn.text and member_of(turn.session_id)[1] >= 2:
             return Reply(fault=500)
@@ -120,7 +120,7 @@ async def test_a_group_survives_a_restart(tmp_path: Path) -> None:
             assert group["state"] == "complete" and group["stats"]["members"] == 3
 
 
-async def test_what_is_wrong_with_a_group_is_said(tmp_path: Path) -> None:
+async def test_an_invalid_group_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         assert (await site.get("/v1/groups/none")).code == "not_found"
         bad = await site.post("/v1/groups", {"groups": [{"task": task(), "size": 2}, {"task": {}, "size": 2}]})
@@ -132,7 +132,7 @@ async def test_what_is_wrong_with_a_group_is_said(tmp_path: Path) -> None:
         assert theirs.code == "not_found"
 
 
-async def test_a_spare_whose_name_is_taken_fails_its_group_and_no_other(tmp_path: Path) -> None:
+async def test_a_spare_whose_id_is_taken_fails_only_its_group(tmp_path: Path) -> None:
     def say(turn: Any) -> Reply:
         if "<|im_start|>" in turn.text and turn.session_id == "g-0":
             return Reply(fault=500)
@@ -149,7 +149,7 @@ async def test_a_spare_whose_name_is_taken_fails_its_group_and_no_other(tmp_path
             assert (await over(site, "h"))["state"] == "complete"
 
 
-async def test_a_group_named_twice_in_one_call_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_group_id_used_twice_in_one_call_stores_nothing(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         one = {"id": "g", "task": task(), "size": 2}
         twice = await site.post("/v1/groups", {"groups": [one, one]})
@@ -188,7 +188,7 @@ async def test_a_cancel_while_a_groups_end_is_written_does_not_end_it_twice(tmp_
         async with asyncio.timeout(90):
             await writing.wait()
         cancelling = asyncio.create_task(site.served.app_state.sampler.groups.cancel("g"))
-        await asyncio.sleep(0)  # it has looked whether the group is at work
+        await asyncio.sleep(0)  # it has checked whether the group is active
         may_write.set()
         assert (await cancelling).state == "complete"
         assert (await over(site, "g"))["state"] == "complete"

@@ -1,4 +1,4 @@
-"""An image that a task names, at submit: once refused there, it never fails n times at INIT."""
+"""An image that a task names is checked at submit, so that it does not fail n times at INIT."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ def wants(image: str, **sandbox: Any) -> dict[str, Any]:
 
 
 async def pulled(folder: Path, name: str = "busy:1") -> ImageStore:
-    """The service's own store, with one image as a folder."""
+    """The service's image store, with one image as a folder."""
     store = ImageStore(folder / "data" / "images")
     async with Registry() as registry:
         layer = tar(*busybox(), file("etc/mark", "of-the-image"))
@@ -58,11 +58,11 @@ async def test_a_rollout_runs_in_the_image_it_names_with_its_variables(tmp_path:
         await site.post("/v1/rollouts", {"id": "r1", **body})
         record = await site.ended("r1")
         assert (record["outcome"], record["score"]["reward"]) == ("completed", 1.0), record
-    store.remove("busy:1")  # whatever held it has let go
+    store.remove("busy:1")  # it is no longer in use
 
 
 @pytest.mark.skipif(not BUSYBOX.exists(), reason="this machine has no busybox")
-async def test_nobody_removes_an_image_while_a_rollout_is_in_it(tmp_path: Path):
+async def test_an_image_is_not_removed_while_a_rollout_uses_it(tmp_path: Path):
     store = await pulled(tmp_path)
     async with (
         scripted(shell("sleep 1000")) as engine,
@@ -84,7 +84,7 @@ async def test_nobody_removes_an_image_while_a_rollout_is_in_it(tmp_path: Path):
 
 
 @pytest.mark.skipif(not BUSYBOX.exists(), reason="this machine has no busybox")
-async def test_an_image_removed_after_the_submit_is_infrastructure(tmp_path: Path):
+async def test_an_image_removed_after_the_submit_is_an_infrastructure_failure(tmp_path: Path):
     store = await pulled(tmp_path)
     async with (
         scripted() as engine,

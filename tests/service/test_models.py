@@ -1,4 +1,4 @@
-"""Bodies: what is let in, and what the refusals say."""
+"""Request bodies: what is accepted, and the messages of refusals."""
 
 from typing import Any
 
@@ -25,15 +25,15 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-def test_a_task_that_says_little_gets_cores_defaults() -> None:
+def test_a_minimal_task_gets_the_defaults_of_core() -> None:
     assert to_task({"environment": "shell"}, {}) == Task("shell")
 
 
-def test_whole_numbers_of_any_size_stay_as_they_are() -> None:
+def test_integers_of_any_size_are_preserved() -> None:
     assert to_task({"environment": "e", "data": {"n": 2**70}}, {}).data["n"] == 2**70
 
 
-def test_defaults_lie_under_the_task_key_by_key() -> None:
+def test_a_task_is_merged_over_defaults_key_by_key() -> None:
     defaults = {"environment": "shell", "limits": {"run_s": 5, "max_turns": 3}, "data": {"setup": ["a"], "x": {"y": 1}}}
     task = to_task({"limits": {"max_turns": 9}, "data": {"setup": ["b"], "x": {"z": 2}}}, defaults)
     assert task.environment == "shell"
@@ -50,9 +50,9 @@ def test_merging_changes_neither_side() -> None:
 @pytest.mark.parametrize(
     ("task", "path", "problem"),
     [
-        ({}, "environment", "needed"),
-        ({"environment": "e", "limit": {}}, "limit", "no such field"),
-        ({"environment": "e", "limits": {"run": 3}}, "limits.run", "no such field"),
+        ({}, "environment", "required"),
+        ({"environment": "e", "limit": {}}, "limit", "unknown field"),
+        ({"environment": "e", "limits": {"run": 3}}, "limits.run", "unknown field"),
         ({"environment": "e", "limits": {"run_s": 0}}, "limits.run_s", "greater than 0"),
         ({"environment": "e", "limits": {"run_s": float("inf")}}, "limits.run_s", "finite"),
         ({"environment": "e", "limits": {"run_s": "5"}}, "limits.run_s", "number"),
@@ -65,7 +65,7 @@ def test_merging_changes_neither_side() -> None:
         ({"environment": "e", "data": nested(300)}, "data", "nested too deeply"),
     ],
 )
-def test_a_wrong_field_is_named_by_its_path(task: dict[str, Any], path: str, problem: str) -> None:
+def test_an_invalid_field_is_reported_with_its_path(task: dict[str, Any], path: str, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem) as caught:
         to_task(task, {}, ("rollouts", 3, "task"))
     fields: Any = caught.value.data["fields"]
@@ -73,7 +73,7 @@ def test_a_wrong_field_is_named_by_its_path(task: dict[str, Any], path: str, pro
     assert caught.value.detail.startswith(fields[0]["path"])
 
 
-def test_of_many_mistakes_the_first_are_told() -> None:
+def test_only_the_first_of_many_errors_are_reported() -> None:
     with pytest.raises(InvalidRequest, match=r"and 49 more") as caught:
         check_body({"rollouts": [{} for _ in range(50)]}, SubmitBody)
     assert len(caught.value.data["fields"]) == 20  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_a_submit_has_at_least_one_rollout() -> None:
         check_body({"rollouts": []}, SubmitBody)
 
 
-def test_a_body_is_the_same_by_what_was_sent() -> None:
+def test_the_identity_of_a_body_is_the_fields_that_were_sent() -> None:
     plain = check_body({"id": "a", "task": {"environment": "e"}}, RolloutBody)
     other = check_body({"id": "b", "task": {"environment": "e"}}, RolloutBody)
     explicit = check_body({"id": "a", "task": {"environment": "e"}, "priority": 1}, RolloutBody)
@@ -92,10 +92,10 @@ def test_a_body_is_the_same_by_what_was_sent() -> None:
     assert explicit.identity() != plain.identity()
 
 
-def test_a_runs_defaults_are_checked_as_far_as_they_go() -> None:
+def test_a_runs_defaults_are_checked_as_a_partial_task() -> None:
     run = check_body({"defaults": {"limits": {"run_s": 3}}, "mode": "eval"}, RunBody).to_run("me", 1.0)
     assert (run.mode, run.owner, run.created_at) == ("eval", "me", 1.0)
-    with pytest.raises(InvalidRequest, match=r"^defaults.limits.run: there is no such field"):
+    with pytest.raises(InvalidRequest, match=r"^defaults.limits.run: unknown field"):
         check_body({"defaults": {"limits": {"run": 3}}}, RunBody).to_run("me", 1.0)
 
 
@@ -107,7 +107,7 @@ def test_malformed_ids_have_their_own_code() -> None:
             check_body({"id": bad, "url": "http://e"}, EngineBody).to_spec()
 
 
-def test_an_engine_without_a_name_is_called_by_its_address() -> None:
+def test_an_engine_without_an_id_gets_one_from_its_address() -> None:
     assert engine_id("http://gpu1:8000") == "gpu1:8000"
     assert engine_id("https://user:pass@gpu1:8000/base/") == "gpu1:8000-base"
     assert check_body({"url": "http://[::1]:80/"}, EngineBody).to_spec().id == "1-:80"

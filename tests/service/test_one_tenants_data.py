@@ -1,4 +1,4 @@
-"""What one tenant stores ends that tenant's rollout, group or draw at worst; the service goes on, and starts again."""
+"""Data of one tenant can at worst end that tenant's rollout, group or draw; the service keeps running and restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.service.site import engine_table, open_site, scripted, task
 from tests.store.small_texts import lower_limits
 
 
-async def test_a_group_with_more_bytes_than_sqlite_puts_into_a_text_is_read_and_outlives_a_restart(
+async def test_a_group_larger_than_a_sqlite_text_is_read_and_survives_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lower_limits(monkeypatch)
@@ -56,7 +56,7 @@ async def test_a_group_that_is_too_large_is_refused(tmp_path: Path, monkeypatch:
         assert (await site.post("/v1/groups", {"id": "g", "task": big, "size": 10})).status == 202
 
 
-async def test_a_group_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_group_that_cannot_be_resumed_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(store: Store, opened: OpenGroup) -> None:
         if opened.id == "bad":
             raise ValueError("what it has cannot be read")
@@ -74,7 +74,7 @@ async def test_a_group_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkey
             assert (await site.get("/v1/groups/good?wait_s=60")).body["state"] == "complete"
 
 
-async def test_a_draw_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_draw_that_cannot_be_resumed_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = DrawRunner.load
 
     async def broken(self: DrawRunner, groups: Any) -> None:
@@ -96,7 +96,7 @@ async def test_a_draw_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkeyp
             assert (bad["state"], bad["reason"]) == ("ended", "unusable") and "cannot be read" in bad["detail"]
 
 
-async def test_a_rollout_that_cannot_be_read_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_rollout_that_cannot_be_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     get = SqliteStore.get
 
     async def broken(self: SqliteStore, rollout_id: str) -> Any:

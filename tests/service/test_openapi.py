@@ -1,4 +1,4 @@
-"""The description of the API, and the page about it, say what the app does."""
+"""The OpenAPI description and the reference page match the app."""
 
 import re
 from pathlib import Path
@@ -115,11 +115,11 @@ def test_the_page_names_only_codes_that_exist() -> None:
             r"`([a-z_]+)`", cell.replace("`fields`", "").replace("`path`", "").replace("`problem`", "")
         ):
             assert code in CODES
-            if number not in ("405",):  # a path that does not know a method has no class of its own
+            if number not in ("405",):  # an unsupported method has no exception class of its own
                 assert CODES[code].status == int(number), code
 
 
-def test_bodies_are_described_and_every_reference_leads_somewhere() -> None:
+def test_bodies_are_described_and_every_reference_resolves() -> None:
     schema = described()
     body = schema["paths"]["/v1/rollouts"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"anyOf": [{"$ref": "#/components/schemas/SubmitBody"}, {"$ref": "#/components/schemas/SingleBody"}]}
@@ -143,7 +143,7 @@ def test_queries_are_described() -> None:
     assert {entry["name"] for entry in parameters} == {"state", "run", "group", "after", "limit", "wait_s"}
 
 
-def test_the_docs_page_needs_nothing_from_elsewhere() -> None:
+def test_the_docs_page_needs_no_external_resources() -> None:
     page = openapi.page(described())
     assert "/v1/rollouts/{rollout_id}/rescore" in page
     assert "<script" not in page

@@ -1,4 +1,4 @@
-"""The weight update over HTTP: who may do what, what a restart remembers, and a trainer that dies in between."""
+"""Weight updates over HTTP: access, state across a restart, and a trainer that dies during one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def until(site: Site, is_so: Callable[[dict[str, Any]], bool]) -> dict[str
     return found
 
 
-async def test_the_whole_way_of_an_update(tmp_path: Path) -> None:
+async def test_a_complete_weight_update(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), stall_after=9)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -69,7 +69,7 @@ async def test_the_whole_way_of_an_update(tmp_path: Path) -> None:
         assert b'rollyard_policy_paused{policy="default"} 0.0' in metrics
 
 
-async def test_who_may_not(tmp_path: Path) -> None:
+async def test_unknown_policies_and_pauses_of_other_holders_are_refused(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         for verb, body in (("pause", {}), ("resume", {"version": 1}), ("renew", {})):
             answer = await site.post(f"/v1/policies/nobody/{verb}", body)
@@ -78,7 +78,7 @@ async def test_who_may_not(tmp_path: Path) -> None:
         assert (await site.post("/v1/policies/default/pause", {}, token=TRAINER)).status == 200
         for verb, body in (("pause", {}), ("resume", {"version": 1}), ("renew", {})):
             answer = await site.post(f"/v1/policies/default/{verb}", body, token=OTHER)
-            assert (answer.status, answer.code) == (403, "forbidden"), "it is the first trainer's"
+            assert (answer.status, answer.code) == (403, "forbidden"), "the first trainer owns it"
         for verb, body in (("pause", {}), ("resume", {"version": 1}), ("renew", {})):
             answer = await site.post(f"/v1/policies/default/{verb}", body)
             assert (answer.status, answer.code) == (409, "policy_conflict"), "even for an admin"
@@ -109,13 +109,13 @@ async def test_who_may_not(tmp_path: Path) -> None:
         ("renew", {"lease_s": -1}),
     ],
 )
-async def test_what_makes_no_sense_is_refused(tmp_path: Path, verb: str, body: dict[str, Any]) -> None:
+async def test_invalid_weight_updates_are_refused(tmp_path: Path, verb: str, body: dict[str, Any]) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         answer = await site.post(f"/v1/policies/default/{verb}", body)
         assert (answer.status, answer.code) == (422, "invalid_request")
 
 
-async def test_a_pause_is_answered_when_its_wait_is_over(tmp_path: Path) -> None:
+async def test_a_pause_returns_after_its_wait(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), stall_after=9)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -128,7 +128,7 @@ async def test_a_pause_is_answered_when_its_wait_is_over(tmp_path: Path) -> None
         assert paused.body["state"] == "paused"
 
 
-async def test_a_service_that_starts_again_is_still_paused_and_knows_its_version(tmp_path: Path) -> None:
+async def test_a_restarted_service_is_still_paused_and_keeps_the_version(tmp_path: Path) -> None:
     async with scripted() as engine:
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
             await site.post("/v1/policies/default/resume", {"version": 5})
@@ -186,7 +186,7 @@ async def test_the_client_pauses_around_a_block_and_renews_its_lease(tmp_path: P
         assert [found["name"] for found in await pipeline.policies()] == ["default"]
 
 
-async def test_a_block_that_raises_resumes_nothing_and_says_how_to_go_on(tmp_path: Path) -> None:
+async def test_a_block_that_raises_does_not_resume_and_explains_how_to_continue(tmp_path: Path) -> None:
     async with (
         scripted() as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -230,11 +230,11 @@ async def test_two_trainers_with_one_token_do_not_mix_their_weights(tmp_path: Pa
             pass
         with pytest.raises(PolicyConflict, match=r"at version 2, not at 1: another"):
             async with mine.update(version=2):
-                raise AssertionError("its weights are another's")
-        assert (await mine.status())["state"] == "running", "what was refused paused nothing"
+                raise AssertionError("another client's weights are loaded")
+        assert (await mine.status())["state"] == "running", "a refused pause has no effect"
 
 
-async def test_a_pause_that_another_took_over_is_not_resumed_by_the_first(tmp_path: Path) -> None:
+async def test_a_pause_taken_over_by_another_is_not_resumed_by_the_first(tmp_path: Path) -> None:
     async with (
         scripted() as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -253,7 +253,7 @@ async def test_a_pause_that_another_took_over_is_not_resumed_by_the_first(tmp_pa
         assert (await yours.resume(8))["version"] == 8
 
 
-async def test_a_trainer_waits_for_the_lease_of_one_that_died_and_not_for_one_that_lives(tmp_path: Path) -> None:
+async def test_a_trainer_waits_for_the_lease_of_a_dead_trainer_only(tmp_path: Path) -> None:
     async with (
         scripted() as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -272,7 +272,7 @@ async def test_a_trainer_waits_for_the_lease_of_one_that_died_and_not_for_one_th
             await waiting
 
 
-async def test_the_plain_client_does_the_same(tmp_path: Path) -> None:
+async def test_the_sync_client_updates_weights_too(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
 
         def train() -> tuple[str, bool, int]:
@@ -297,7 +297,7 @@ with Client(sys.argv[1], sys.argv[2]) as yard, yard.policy("default").update(ver
 """
 
 
-async def test_a_trainer_that_is_killed_leaves_its_engines_quarantined_and_clocks_stopped(tmp_path: Path) -> None:
+async def test_a_killed_trainer_leaves_engines_quarantined_and_deadlines_stopped(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), stall_after=9)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -319,7 +319,7 @@ async def test_a_trainer_that_is_killed_leaves_its_engines_quarantined_and_clock
         clock = site.served.app_state.pipeline.live["r1"].clock
         used_s = clock.used_s
         await asyncio.sleep(0.3)
-        assert not clock.is_running and clock.used_s == used_s, "its clock stands still"
+        assert not clock.is_running and clock.used_s == used_s, "its deadline does not run"
         assert (await site.get("/v1/rollouts/r1")).body["state"] == "run" and engine.control.is_paused
         resumed = await site.post("/v1/policies/default/resume", {"version": 1})
         assert resumed.body["state"] == "running"

@@ -1,4 +1,4 @@
-"""The reference system's own API, over real HTTP: jobs, their results, the intake, engines, and who may call."""
+"""ProRL Agent's API, over real HTTP: jobs, their results, the intake, engines, and access."""
 
 import asyncio
 from pathlib import Path
@@ -29,11 +29,11 @@ ADMIN, TRAINER = "admin-token-of-these-tests", "trainer-token-of-these-tests"
 
 
 def stalled() -> ScriptedEngine:
-    """Samples a little in its first turn, and then nothing more."""
+    """Samples a little in its first turn, and then nothing."""
     return scripted(Reply("thinking about it for ever", stall_after=2, tokens_per_s=1000))
 
 
-async def test_a_job_is_played_and_its_result_is_what_its_trainer_reads(tmp_path: Path) -> None:
+async def test_a_job_runs_and_its_result_has_the_trainers_format(tmp_path: Path) -> None:
     async with scripted(*good()) as engine, open_trainer(tmp_path, engine) as trainer:
         answer = await trainer.process(work(trajectory_id=3))
         result = answer.body
@@ -73,7 +73,7 @@ async def test_a_results_tokens_are_exactly_the_traces(tmp_path: Path) -> None:
 
 
 class Patching(Environment):
-    """Leaves a patch behind, as `swe` does."""
+    """Leaves a patch, as `swe` does."""
 
     name = "patching"
     tools = ("shell", "finish")
@@ -88,7 +88,7 @@ class Patching(Environment):
         return Score(float("patch" in evidence.artifacts))
 
 
-async def test_what_the_agent_changed_is_in_the_result(tmp_path: Path) -> None:
+async def test_the_agents_patch_is_in_the_result(tmp_path: Path) -> None:
     chosen = settings(tmp_path, prorl=True, trainer_tokens=[], prorl_tokenizer=str(tokenizer_dir()))
     environments = Environments({"patching": Patching()})
     async with (
@@ -112,7 +112,7 @@ async def test_a_wrong_answer_and_a_limit_of_turns_are_trained_on_with_their_rew
         assert len([it for it in result["messages"] if it["role"] == "assistant"]) == 2
 
 
-async def test_infrastructures_failure_is_no_reward_and_the_next_call_begins_anew(tmp_path: Path) -> None:
+async def test_an_infrastructure_failure_has_no_reward_and_the_next_call_starts_again(tmp_path: Path) -> None:
     async with scripted(*good()) as engine, open_trainer(tmp_path, engine, max_attempts=1) as trainer:
         engine.fail_next(2, "fewer_logprobs")
         lost = (await trainer.process(work())).body
@@ -125,14 +125,14 @@ async def test_infrastructures_failure_is_no_reward_and_the_next_call_begins_ane
         assert (await trainer.process(work())).body["rollyard"] == again["rollyard"]
 
 
-async def test_a_task_that_cannot_be_set_up_says_so(tmp_path: Path) -> None:
+async def test_a_task_that_cannot_be_set_up_is_reported(tmp_path: Path) -> None:
     async with scripted() as engine, open_trainer(tmp_path, engine) as trainer:
         result = (await trainer.process(work(setup=["exit 3"]))).body
         assert (result["critical_error"], result["messages"], result["reward"]) == ("init", [], None)
         assert result["error"].startswith("setup_failed")
 
 
-async def test_time_that_ran_out_in_run_is_a_timeout_and_not_trained_on(tmp_path: Path) -> None:
+async def test_an_expired_run_deadline_is_a_timeout_and_not_trained_on(tmp_path: Path) -> None:
     async with stalled() as engine, open_trainer(tmp_path, engine) as trainer:
         run = {"id": "prorl", "defaults": {"limits": {"run_s": 0.3}}}
         assert (await trainer.site.post("/v1/runs", run)).status in (200, 201)
@@ -152,11 +152,11 @@ async def test_the_same_call_again_waits_for_the_same_rollout(tmp_path: Path) ->
         assert other.body["rollyard"]["rollout"] != first.body["rollyard"]["rollout"]
         await trainer.post("/stop")
         await trainer.post("/start")
-        later = (await trainer.process(work())).body  # the next batch's: the weights are others by now
+        later = (await trainer.process(work())).body  # of the next batch: the weights have changed
         assert later["rollyard"]["rollout"] != first.body["rollyard"]["rollout"]
 
 
-async def test_every_start_is_a_new_version_of_the_weights(tmp_path: Path) -> None:
+async def test_every_start_sets_a_new_weight_version(tmp_path: Path) -> None:
     async def versions(trainer: Trainer) -> set[int]:
         result = (await trainer.process(work())).body
         (trace,) = (await trainer.site.get(f"/v1/rollouts/{result['rollyard']['rollout']}/traces")).body["traces"]
@@ -170,15 +170,15 @@ async def test_every_start_is_a_new_version_of_the_weights(tmp_path: Path) -> No
             assert await versions(trainer) == {2}
         async with open_site(tmp_path, prorl=True, trainer_tokens=[]) as site:
             trainer = Trainer(site)
-            assert (await trainer.post("/start")).status == 400  # its trainer died, and began again
+            assert (await trainer.post("/start")).status == 400  # the trainer died and was restarted
             assert await versions(trainer) == {3}
             assert (await site.post("/v1/policies/default/resume", {"version": 70})).status == 200
             await trainer.post("/stop")
             await trainer.post("/start")
-            assert await versions(trainer) == {70}  # somebody else names them
+            assert await versions(trainer) == {70}  # another client sets them
 
 
-async def test_a_job_id_is_one_job_for_good(tmp_path: Path) -> None:
+async def test_a_job_id_is_always_the_same_job(tmp_path: Path) -> None:
     async with scripted(*good()) as engine, open_trainer(tmp_path, engine) as trainer:
         first = (await trainer.process(work(), "job 1/a")).body
         await trainer.post("/stop")
@@ -197,7 +197,7 @@ async def test_instances_without_a_trajectory_id_are_jobs_of_their_own(tmp_path:
         assert first.body["rollyard"]["rollout"] != second.body["rollyard"]["rollout"]
 
 
-async def test_a_cancelled_job_answers_cleanly(tmp_path: Path) -> None:
+async def test_a_cancelled_job_returns_a_result(tmp_path: Path) -> None:
     async with stalled() as engine, open_trainer(tmp_path, engine) as trainer:
         waiting = asyncio.create_task(trainer.process(work(), "j1"))
         await engine.busy()
@@ -214,13 +214,13 @@ async def test_a_cancelled_job_answers_cleanly(tmp_path: Path) -> None:
         await engine.idle()
 
 
-async def test_a_cancel_that_comes_first_wins(tmp_path: Path) -> None:
+async def test_a_cancel_before_its_job_is_effective(tmp_path: Path) -> None:
     async with scripted(*good()) as engine, open_trainer(tmp_path, engine) as trainer:
         assert (await trainer.post("/cancel", {"job_id": "early"})).status == 200
         assert (await trainer.process(work(), "early")).body["rollyard"]["outcome"] == "cancelled"
 
 
-async def test_a_client_that_goes_away_leaves_the_job_as_it_is(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_does_not_affect_its_job(tmp_path: Path) -> None:
     slow = scripted(*(Reply(text, latency_s=0.3) for text in good()))
     async with slow as engine, open_trainer(tmp_path, engine) as trainer:
         gone = asyncio.create_task(trainer.process(work(), "j1"))
@@ -231,7 +231,7 @@ async def test_a_client_that_goes_away_leaves_the_job_as_it_is(tmp_path: Path) -
         assert (result["resolved"], result["rollyard"]["attempt"]) == (True, 1)
 
 
-async def test_a_call_that_waited_too_long_gets_504_and_the_next_one_the_result(tmp_path: Path) -> None:
+async def test_a_call_that_times_out_gets_504_and_the_next_one_the_result(tmp_path: Path) -> None:
     engine = scripted(*(Reply(text, latency_s=0.4) for text in good()))
     async with engine, open_trainer(tmp_path, engine, prorl_timeout_s=0.2) as trainer:
         answer = await trainer.process(work())
@@ -245,7 +245,7 @@ async def test_a_call_that_waited_too_long_gets_504_and_the_next_one_the_result(
         assert len(listed) == 1
 
 
-async def test_stop_shuts_the_intake_and_answers_whoever_waits(tmp_path: Path) -> None:
+async def test_stop_closes_the_intake_and_ends_waiting_calls(tmp_path: Path) -> None:
     async with stalled() as engine, open_trainer(tmp_path, engine) as trainer:
         waiting = [asyncio.create_task(trainer.process(work(trajectory_id=number))) for number in range(3)]
         await trainer.waited_for(3)
@@ -308,14 +308,14 @@ async def test_the_intake_is_open_after_a_restart_if_it_was_before(tmp_path: Pat
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "prorl"])
-async def test_an_engine_is_added_as_what_it_answers_to_be(tmp_path: Path, dialect: Any) -> None:
+async def test_an_engine_is_added_as_the_kind_it_responds_as(tmp_path: Path, dialect: Any) -> None:
     tokenizer = FolderTokenizer(tokenizer_dir())
     script = Rules(rules=(("<|im_start|>", tuple(map(Reply, good()))),))
     speaking = ScriptedEngine(script, tokenizer=tokenizer, dialect=dialect)
     async with speaking as engine, open_trainer(tmp_path, engine) as trainer:
         (entry,) = (await trainer.site.get("/v1/engines")).body["engines"]
         assert (entry["kind"], entry["state"], entry["url"]) == (dialect, "up", engine.url)
-        suffix = "" if dialect == "prorl" else "/v1"  # with which its trainer names text engines
+        suffix = "" if dialect == "prorl" else "/v1"  # the trainer appends it for text engines
         again = await trainer.post("/add_llm_server", {"address": engine.url + suffix})
         assert again.status == 200, again.body
         result = (await trainer.process(work())).body
@@ -342,7 +342,7 @@ async def test_a_tokenizer_named_by_a_call_is_trained_on_only_if_it_is_trusted(
         assert is_trusted or "could not be verified" in result["error"]
 
 
-async def test_cleared_engines_are_gone_those_of_the_settings_stay(tmp_path: Path) -> None:
+async def test_clearing_removes_added_engines_and_keeps_configured_ones(tmp_path: Path) -> None:
     async with scripted(*good()) as engine, scripted(*good()) as own:
         table = {"id": "own", "url": own.url, "tokenizer": str(tokenizer_dir())}
         async with open_trainer(tmp_path, engine, engines=[table]) as trainer:
@@ -370,7 +370,7 @@ async def test_an_engine_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 # --- instances ----------------------------------------------------------------------------------------
 
 
-async def test_an_instance_that_nobody_knows_is_told_what_is_wrong(tmp_path: Path) -> None:
+async def test_an_instance_without_a_handler_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with scripted() as engine, open_trainer(tmp_path, engine) as trainer:
         unknown = await trainer.process({"data_source": "osworld", "trajectory_id": 0})
         assert (unknown.status, "osworld" in unknown.body["detail"]) == (400, True)
@@ -381,22 +381,22 @@ async def test_an_instance_that_nobody_knows_is_told_what_is_wrong(tmp_path: Pat
         assert (await trainer.post("/process", {"sampling_params": {}})).status == 422
 
 
-async def test_nan_in_a_table_is_nothing(tmp_path: Path) -> None:
+async def test_nan_in_a_table_is_read_as_null(tmp_path: Path) -> None:
     async with scripted(*good()) as engine, open_trainer(tmp_path, engine) as trainer:
         result = await trainer.process(work(hints=float("nan")))
         assert (result.status, result.body["resolved"]) == (200, True)
 
 
-# --- who may call -------------------------------------------------------------------------------------
+# --- access -------------------------------------------------------------------------------------------
 
 
-async def test_without_the_setting_there_is_no_such_api(tmp_path: Path) -> None:
+async def test_without_the_setting_the_api_is_not_mounted(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         assert (await site.post("/start")).status == 404
         assert (await site.post("/start", token="")).status == 401
 
 
-async def test_on_loopback_it_is_open_to_callers_but_not_to_pages(tmp_path: Path) -> None:
+async def test_on_loopback_it_is_open_to_programs_but_not_to_pages(tmp_path: Path) -> None:
     async with open_site(tmp_path, prorl=True, trainer_tokens=[]) as site:
         assert (await site.post("/start", token="")).status == 200
         for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
@@ -406,7 +406,7 @@ async def test_on_loopback_it_is_open_to_callers_but_not_to_pages(tmp_path: Path
         assert (await site.get("/v1/status", token="")).status == 401
 
 
-async def test_who_sets_tokens_means_them_and_one_may_stand_in_the_url(tmp_path: Path) -> None:
+async def test_configured_tokens_are_required_and_may_be_in_the_url(tmp_path: Path) -> None:
     async with scripted(*good()) as engine:
         chosen = {"prorl": True, "admin_tokens": [ADMIN], "trainer_tokens": [TRAINER]}
         async with serve(settings(tmp_path, **chosen)) as served, aiohttp.ClientSession() as http:
@@ -424,7 +424,7 @@ async def test_who_sets_tokens_means_them_and_one_may_stand_in_the_url(tmp_path:
             assert await post("/add_llm_server", TRAINER, server) == 403
             assert await post("/add_llm_server", ADMIN, server) == 200
             assert await post("/process", TRAINER, {"instance": work(), "sampling_params": {}}) == 200
-            assert await post("/v1/runs", ADMIN, {}) == 401  # only these paths take one there
+            assert await post("/v1/runs", ADMIN, {}) == 401  # only the ProRL paths accept a token in the URL
             bearer = {"Authorization": f"Bearer {TRAINER}"}
             async with http.post(f"{url}/stop", headers=bearer) as answer:
                 assert answer.status == 200

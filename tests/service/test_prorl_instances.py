@@ -1,4 +1,4 @@
-"""Instances as the reference's handlers get them, made into tasks: rows shaped as in the public datasets."""
+"""Instances in the format of ProRL Agent's handlers, converted to tasks: rows as in the public datasets."""
 
 import json
 from typing import Any
@@ -83,10 +83,10 @@ def test_a_row_of_swe_gym():
     assert not task.agent.options  # the environment's own tools
 
 
-def test_a_row_of_swe_bench_and_images_of_the_operators():
+def test_a_row_of_swe_bench_with_the_operators_images():
     row = {**SWE_GYM, "instance_id": "django__django-1", "repo": "django/django", "version": "4.0"}
     row |= {"environment_setup_commit": "abc", "FAIL_TO_PASS": '["test_a (tests.A)"]', "PASS_TO_PASS": "[]"}
-    del row["data_source"]  # which is then swebench's
+    del row["data_source"]  # the default is swebench
     assert task_of(row).sandbox.image == "docker://swebench/sweb.eval.x86_64.django_1776_django-1:latest"
     assert task_of(row, Choices(images="/sifs")).sandbox.image == "/sifs/django__django-1.sif"
 
@@ -176,12 +176,12 @@ def test_any_environment_by_its_own_name():
         ({"data_source": "taco", "prompt": [], "reward_model": {"ground_truth": "[]"}}, TaskInvalid, "user message"),
     ],
 )
-def test_what_is_wrong_is_said(instance: dict[str, Any], error: type[Exception], said: str):
+def test_an_invalid_instance_is_refused_with_the_reason(instance: dict[str, Any], error: type[Exception], said: str):
     with pytest.raises(error, match=said):
         task_of(instance)
 
 
-def test_sampling_and_limits_are_those_that_were_asked_for():
+def test_sampling_and_limits_are_those_requested():
     params = {
         "model": "hosted_vllm/Qwen/Qwen3-8B",
         "api_key": "dummy_key",

@@ -1,4 +1,4 @@
-"""kill -9 of `rollyard serve --prorl` in the midst of a /process: asked again, it is the same rollout."""
+"""kill -9 of `rollyard serve --prorl` during a /process call: the same call afterwards is the same rollout."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 class Served:
-    """The command, as often as it is started; it says on stderr where it listens."""
+    """The command, which can be started repeatedly; it prints its URL on stderr."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,8 +51,8 @@ async def ask(http: aiohttp.ClientSession, url: str, body: Any = None) -> tuple[
         return answer.status, await answer.json(content_type=None)
 
 
-async def test_jobs_outlive_a_killed_service(tmp_path: Path) -> None:
-    """One that its client named, and one that it did not."""
+async def test_jobs_survive_a_killed_service(tmp_path: Path) -> None:
+    """A job with a `job_id`, and one without."""
     engine: ScriptedEngine = scripted(Reply(good()[0], stall_after=3, tokens_per_s=1000), good()[1])
     service = Served(tmp_path)
     params = {"max_iterations": 4}
@@ -72,11 +72,11 @@ async def test_jobs_outlive_a_killed_service(tmp_path: Path) -> None:
             assert isinstance(broken, aiohttp.ClientError)
         engine.script = scripted(*good()).script
         await service.start()
-        for body in bodies:  # no /start, and no engine named: it has them still
+        for body in bodies:  # without /start and /add_llm_server: both are stored
             status, result = await ask(http, f"{service.url}/process", body)
             assert (status, result["resolved"], result["error"]) == (200, True, None)
             about = result["rollyard"]
-            assert (about["attempt"], about["outcome"]) == (2, "completed")  # the one that was begun, begun again
+            assert (about["attempt"], about["outcome"]) == (2, "completed")  # the same rollout, started again
             assert (await ask(http, f"{service.url}/process", body))[1] == result
         token = (tmp_path / "data" / "token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}

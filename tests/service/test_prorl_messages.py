@@ -1,4 +1,4 @@
-"""Whatever the messages are: a result's tokens, joined, are the trace's, and its assistants' are those of the mask."""
+"""For any messages: a result's tokens, concatenated, are the trace's, and those of assistants are those of the mask."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def check(trajectory: Trajectory, trace: Trace, messages: list[dict[str, Any]]) 
     assert mask == list(trace.mask)
     assert trace.logprobs is not None
     assert logprobs == list(trace.logprobs)
-    # The reference's trainer takes all before the first assistant message for the prompt, and finds none at place 0.
+    # The trainer takes everything before the first assistant message as the prompt, and finds no prompt at index 0.
     at = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
     span = next(span for span in trace.spans if span.is_owned)
     assert at > 0
@@ -37,7 +37,7 @@ def check(trajectory: Trajectory, trace: Trace, messages: list[dict[str, Any]]) 
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
-    """Turns as an agent has them: told, then sampled; with examples in the prompt, and turns that sampled nothing."""
+    """Turns as of an agent: prompt, then sampled; with examples in the prompt, and turns that sampled nothing."""
     builder = TraceBuilder(sampling=Sampling(), policy="default", model="m")
     messages: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in draw(OTHERS)]
     messages += [{"role": "assistant", "content": "an example"}] * draw(st.integers(0, 2))
@@ -63,15 +63,17 @@ def test_joined_tokens_are_the_trace_and_assistants_are_the_mask(trajectory: Tra
 
 
 @given(trajectories(), st.lists(st.sampled_from(["assistant", "user"]), max_size=3))
-def test_messages_that_do_not_fit_lose_no_token(trajectory: Trajectory, roles: list[str]) -> None:
+def test_messages_that_do_not_match_the_spans_lose_no_token(trajectory: Trajectory, roles: list[str]) -> None:
     other = tuple({"role": role, "content": "another's"} for role in roles)
     made = Trajectory("r", 1, traces=trajectory.traces, messages=other, turns=trajectory.turns)
     check(made, made.traces[0], messages_of(made))
 
 
 @given(trajectories(), IDS, IDS)
-def test_of_a_fork_only_what_it_owns_is_an_assistants(trajectory: Trajectory, told: list[int], said: list[int]) -> None:
-    """A second trace that holds the first as a copy, and samples more than it."""
+def test_only_tokens_that_a_fork_owns_are_on_assistant_messages(
+    trajectory: Trajectory, told: list[int], said: list[int]
+) -> None:
+    """A second trace that contains the first as a copy, and samples more than it."""
     first = trajectory.traces[0]
     fork = TraceBuilder(sampling=Sampling(), policy="default", model="m", fork_reason="rewritten")
     fork.context([*first.token_ids, *told])
@@ -83,14 +85,14 @@ def test_of_a_fork_only_what_it_owns_is_an_assistants(trajectory: Trajectory, to
     check(both, both.traces[1], messages_of(both))
 
 
-def test_without_traces_there_is_text_and_without_an_assistant_nothing() -> None:
+def test_without_traces_there_is_only_text_and_without_an_assistant_nothing() -> None:
     said = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "tool", "content": "x"})
     assert [it["content"] for it in messages_of(Trajectory("r", 1, messages=said, turns=1))] == ["hi", "ho"]
     assert messages_of(Trajectory("r", 1, messages=said[:1])) == []
     assert messages_of(Trajectory("r", 1)) == []
 
 
-def test_parts_of_a_content_are_one_text() -> None:
+def test_content_parts_are_joined_to_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (found,) = messages_of(Trajectory("r", 1, messages=({"role": "assistant", "content": parts},), turns=1))
     assert (found["content"], found["token_ids"], found["logprobs"]) == ("ab", [], None)

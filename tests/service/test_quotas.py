@@ -1,4 +1,4 @@
-"""What one token may use at once, what a task may ask for, and that one tenant does not slow another."""
+"""Quotas of tokens, ceilings for tasks, and fairness between tenants."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -35,7 +35,7 @@ def many(count: int, **fields: Any) -> dict[str, Any]:
     return {**fields, "rollouts": [{"task": task()} for _ in range(count)]}
 
 
-async def test_a_token_queues_no_more_than_it_may(tmp_path: Path) -> None:
+async def test_a_tokens_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> None:
     async with tenant(tmp_path, queued=3) as (site, token):
         await site.hold()
         assert (await site.post("/v1/rollouts", many(2), token=token)).status == 202
@@ -46,7 +46,7 @@ async def test_a_token_queues_no_more_than_it_may(tmp_path: Path) -> None:
         assert (await site.post("/v1/groups", group, token=token)).code == "quota_exceeded"
         draw = {"source": {"tasks": [task()]}, "group_size": 4}
         assert "never has room" in (await site.post("/v1/draws", draw, token=token)).body["detail"]
-        assert (await site.post("/v1/rollouts", many(5))).status == 202, "others are not bound by it"
+        assert (await site.post("/v1/rollouts", many(5))).status == 202, "other tokens are not limited"
         assert (await site.post("/v1/rollouts", many(1), token=token)).status == 202
         listed = (await site.get("/v1/rollouts", token=token)).body["rollouts"]
         assert len(listed) == 3
@@ -54,7 +54,7 @@ async def test_a_token_queues_no_more_than_it_may(tmp_path: Path) -> None:
         assert (await site.post("/v1/rollouts", many(1), token=token)).status == 202, "there is room again"
 
 
-async def test_a_run_queues_no_more_than_it_may(tmp_path: Path) -> None:
+async def test_a_runs_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> None:
     async with tenant(tmp_path) as (site, token):
         await site.hold()
         made = await site.post("/v1/runs", {"id": "small", "max_queued": 2}, token=token)
@@ -68,7 +68,7 @@ async def test_a_run_queues_no_more_than_it_may(tmp_path: Path) -> None:
         assert (await site.post("/v1/rollouts", many(3, run="other"), token=token)).status == 202
 
 
-async def test_a_token_has_no_more_at_work_than_it_may(tmp_path: Path) -> None:
+async def test_a_tokens_quota_of_live_rollouts_is_enforced(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=60)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -102,7 +102,7 @@ async def test_a_quota_is_changed_without_a_restart_and_rotation_keeps_it(tmp_pa
         assert (await site.put("/v1/tokens/tok_none/quota", {})).status == 404
 
 
-async def test_a_changed_bound_of_live_rollouts_counts_for_those_that_wait(tmp_path: Path) -> None:
+async def test_a_changed_quota_of_live_rollouts_applies_to_queued_ones(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=60)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
@@ -123,7 +123,7 @@ async def test_a_changed_bound_of_live_rollouts_counts_for_those_that_wait(tmp_p
         await running(3)
 
 
-async def test_a_token_asks_for_no_higher_priority_than_it_may(tmp_path: Path) -> None:
+async def test_a_tokens_highest_priority_is_enforced(tmp_path: Path) -> None:
     async with tenant(tmp_path, priority=5) as (site, token):
         await site.hold()
         for path, body in (
@@ -138,10 +138,10 @@ async def test_a_token_asks_for_no_higher_priority_than_it_may(tmp_path: Path) -
             assert refused.code == "forbidden" and "5 at most" in refused.body["detail"], path
         assert (await site.post("/v1/rollouts", {"task": task(), "priority": 5}, token=token)).status == 202
         evaluation = await site.post("/v1/evals", {"source": {"tasks": [task()]}}, token=token)
-        assert evaluation.body["priority"] == 5, "unless it asks, what it may"
+        assert evaluation.body["priority"] == 5, "the default is the highest allowed priority"
 
 
-async def test_a_token_opens_no_more_sessions_than_it_may(tmp_path: Path) -> None:
+async def test_a_tokens_quota_of_sessions_is_enforced(tmp_path: Path) -> None:
     async with tenant(tmp_path, sessions=1) as (site, token):
         assert (await site.post("/v1/sessions", {"id": "one"}, token=token)).body["is_open"]
         assert (await site.post("/v1/sessions", {"id": "two"}, token=token)).code == "quota_exceeded"
@@ -150,7 +150,7 @@ async def test_a_token_opens_no_more_sessions_than_it_may(tmp_path: Path) -> Non
         assert (await site.post("/v1/sessions", {"id": "two"}, token=token)).body["is_open"]
 
 
-async def test_a_token_stores_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokens_quota_of_stored_bytes_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "STORED_EVERY_S", 0.02)
     async with tenant(tmp_path, stored_bytes=1) as (site, token):
         (first,) = (await site.post("/v1/rollouts", many(1), token=token)).body["rollouts"]
@@ -167,15 +167,15 @@ async def test_a_token_stores_no_more_than_it_may(tmp_path: Path, monkeypatch: p
                 await asyncio.sleep(0.05)
 
 
-async def test_a_token_makes_no_more_calls_than_it_may(tmp_path: Path) -> None:
+async def test_a_tokens_rate_limit_is_enforced(tmp_path: Path) -> None:
     async with tenant(tmp_path, requests_per_s=0.01) as (site, token):
         assert (await site.get("/v1/runs", token=token)).status == 200
         refused = await site.get("/v1/runs", token=token)
         assert (refused.status, refused.code) == (429, "rate_limited") and int(refused.headers["retry-after"]) > 90
-        assert (await site.get("/v1/runs")).status == 200, "others are not bound by it"
+        assert (await site.get("/v1/runs")).status == 200, "other tokens are not limited"
 
 
-def test_calls_are_counted_by_a_bucket_that_fills_at_its_rate() -> None:
+def test_the_bucket_of_calls_fills_at_its_rate() -> None:
     rates, caller = RateLimits(), Caller(Access.TRAINER, "t", quota=Quota(requests_per_s=10.0))
     for _ in range(20):
         rates.check(caller, now=100.0)
@@ -192,7 +192,7 @@ def test_calls_are_counted_by_a_bucket_that_fills_at_its_rate() -> None:
 # --- fairness -----------------------------------------------------------------------------------------
 
 
-def test_an_owner_of_many_runs_gets_no_more_turns_than_one_of_one() -> None:
+def test_an_owner_of_many_runs_gets_no_more_turns_than_an_owner_of_one() -> None:
     scheduler = Scheduler()
     for number in range(50):
         scheduler.set_quota(Run(f"flood-{number}", owner="flood"))
@@ -205,7 +205,7 @@ def test_an_owner_of_many_runs_gets_no_more_turns_than_one_of_one() -> None:
     assert (scheduler.queued_by("small"), scheduler.queued_by("flood")) == (0, 1000 - 30)
 
 
-def test_an_owner_that_was_idle_saves_up_no_turns() -> None:
+def test_an_idle_owner_accumulates_no_turns() -> None:
     scheduler = Scheduler()
     for owner in ("a", "b"):
         scheduler.set_quota(Run(owner, owner=owner))
@@ -219,8 +219,8 @@ def test_an_owner_that_was_idle_saves_up_no_turns() -> None:
     assert turns in ("ababababab", "bababababa")
 
 
-async def test_a_small_tenant_does_not_wait_for_a_flooding_one(tmp_path: Path) -> None:
-    """In turns of the flooding tenant, not in seconds: how many of its rollouts ended while a small one waited."""
+async def test_a_small_tenant_does_not_wait_for_one_that_floods_the_queue(tmp_path: Path) -> None:
+    """Counted in rollouts of the flooding tenant that ended while a small one waited, not in seconds."""
     async with (
         scripted(Reply(finish(), latency_s=0.02)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)], run_slots=4, init_slots=2, ready_slots=2) as site,
@@ -234,7 +234,7 @@ async def test_a_small_tenant_does_not_wait_for_a_flooding_one(tmp_path: Path) -
             (one,) = (await site.post("/v1/rollouts", many(1), token=small)).body["rollouts"]
             assert (await site.ended(one["id"]))["outcome"] == "completed"
             waits.append(await ended_of(site, flood) - before)
-        assert sorted(waits)[9] < 60, waits  # without turns between owners: all that were queued before it, 400
+        assert sorted(waits)[9] < 60, waits  # without turns between owners: 400, all that were queued before
         for row in (await site.get("/v1/rollouts?state=queued&limit=1000", token=flood)).body["rollouts"]:
             await site.delete(f"/v1/rollouts/{row['id']}", token=flood)
 
@@ -243,7 +243,7 @@ async def ended_of(site: Site, token: str) -> int:
     return len((await site.get("/v1/rollouts?state=ended&limit=1000", token=token)).body["rollouts"])
 
 
-# --- what a task may ask for --------------------------------------------------------------------------
+# --- ceilings for tasks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ async def ended_of(site: Site, token: str) -> int:
         ({"limits": {"eval_s": 29 * 86_400}}, "limits.eval_s"),
     ],
 )
-async def test_a_task_asks_for_no_more_than_the_operator_allows(fields: dict[str, Any], says: str, tmp_path: Path):
+async def test_a_task_above_the_ceilings_is_refused(fields: dict[str, Any], says: str, tmp_path: Path):
     async with open_site(tmp_path) as site:
         refused = await site.post("/v1/rollouts", {"task": {**task(), **fields}})
         assert (refused.status, refused.code) == (422, "task_invalid") and says in refused.body["detail"]

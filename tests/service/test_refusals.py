@@ -1,4 +1,4 @@
-"""Every refusal of the API, over real HTTP: its status, its code, and what it says."""
+"""Every refusal of the API, over real HTTP: its status, code and message."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ async def test_without_a_known_token_it_is_401(site: Site, path: str, token: str
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json"])
-async def test_watches_and_documentation_need_no_token(site: Site, path: str) -> None:
+async def test_health_checks_and_documentation_need_no_token(site: Site, path: str) -> None:
     assert (await site.get(path, token="")).status == 200
 
 
@@ -41,12 +41,12 @@ async def test_watches_and_documentation_need_no_token(site: Site, path: str) ->
     ("method", "path"),
     [("POST", "/v1/engines"), ("DELETE", "/v1/engines"), ("DELETE", "/v1/engines/e1"), ("PATCH", "/v1/pools")],
 )
-async def test_a_trainers_token_is_not_an_admins(site: Site, method: str, path: str) -> None:
+async def test_a_trainers_token_is_refused_on_admin_calls(site: Site, method: str, path: str) -> None:
     answer = await site.call(method, path, token=TRAINER, json={"url": "http://127.0.0.1:1"})
     assert (answer.status, answer.code) == (403, "forbidden")
 
 
-async def test_other_peoples_runs_are_not_submitted_to_cancelled_in_or_scored_again(site: Site) -> None:
+async def test_other_owners_runs_cannot_be_submitted_to_cancelled_or_rescored(site: Site) -> None:
     await site.post("/v1/runs", {"id": "someones"}, token=TRAINER)
     body = {"run": "someones", "id": "r1", "task": task()}
     assert (await site.post("/v1/rollouts", body, token=TRAINER)).status == 202
@@ -56,20 +56,20 @@ async def test_other_peoples_runs_are_not_submitted_to_cancelled_in_or_scored_ag
         await site.post("/v1/rollouts/r1/rescore", None, token=OTHER),
     ]
     assert [(answer.status, answer.code) for answer in refused[::2]] == [(404, "not_found")] * 2
-    assert refused[1].body["state"] == "cancelled_before_submit", "of a rollout of their own, should one come"
+    assert refused[1].body["state"] == "cancelled_before_submit", "cancels a rollout of their own, if one is submitted"
     assert (await site.get("/v1/rollouts/r1")).body["state"] == "queued"
     assert (await site.call("GET", "/v1/rollouts/r2")).status == 404
     assert (await site.call("DELETE", "/v1/rollouts/r1", token=TRAINER)).status == 202
     assert (await site.call("DELETE", "/v1/rollouts/unknown", token=OTHER)).status == 202
 
 
-async def test_a_run_is_deleted_and_acknowledged_by_who_made_it_or_by_an_admin(site: Site) -> None:
+async def test_a_run_is_deleted_and_acknowledged_only_by_its_owner_or_an_admin(site: Site) -> None:
     for run in ("mine", "theirs"):
         assert (await site.post("/v1/runs", {"id": run}, token=TRAINER)).status == 201
     answer = await site.delete("/v1/runs/mine", token=OTHER)
     assert (answer.status, answer.code) == (404, "not_found")
     answer = await site.post("/v1/runs/mine/ack", {"cursor": "e:0"}, token=OTHER)
-    assert (answer.status, answer.code) == (404, "not_found"), "nor may another's traces be given up"
+    assert (answer.status, answer.code) == (404, "not_found"), "nor may another's traces be deleted"
     assert (await site.post("/v1/runs/mine/ack", {"cursor": "e:0"}, token=TRAINER)).status == 200
     await site.delete_run("mine", token=TRAINER)
     await site.delete_run("theirs")
@@ -85,7 +85,7 @@ async def test_a_foreign_host_is_403(site: Site, host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost:{port}", "127.0.0.1:{port}", "gpu1", "GPU1:1234", "gpu2:9000"])
-async def test_our_own_names_are_let_in(site: Site, host: str) -> None:
+async def test_the_services_own_hosts_are_accepted(site: Site, host: str) -> None:
     port = site.url.rpartition(":")[2]
     assert (await site.get("/healthz", headers={"Host": host.format(port=port)})).status == 200
 
@@ -107,12 +107,12 @@ async def test_any_origin_is_403(site: Site, origin: str) -> None:
         "/",
     ],
 )
-async def test_what_is_not_there_is_404(site: Site, path: str) -> None:
+async def test_unknown_ids_and_paths_are_404(site: Site, path: str) -> None:
     answer = await site.get(path)
     assert (answer.status, answer.code) == (404, "not_found")
 
 
-async def test_other_things_that_are_not_there_are_404(site: Site) -> None:
+async def test_other_unknown_ids_are_404(site: Site) -> None:
     answers = [
         await site.post("/v1/rollouts", {"run": "none", "task": task()}),
         await site.delete("/v1/engines/none"),
@@ -123,7 +123,7 @@ async def test_other_things_that_are_not_there_are_404(site: Site) -> None:
     assert [(answer.status, answer.code) for answer in answers] == [(404, "not_found")] * len(answers)
 
 
-async def test_a_method_that_a_path_does_not_know_is_405(site: Site) -> None:
+async def test_an_unsupported_method_is_405(site: Site) -> None:
     answer = await site.call("PUT", "/v1/rollouts")
     assert (answer.status, answer.code) == (405, "request_error")
     assert "POST" in answer.headers["allow"] or "GET" in answer.headers["allow"]
@@ -150,7 +150,7 @@ async def chunks(count: int) -> AsyncGenerator[bytes, None]:
         yield b" " * 10_000
 
 
-async def test_a_body_too_large_is_413_told_or_not(site: Site) -> None:
+async def test_a_body_too_large_is_413_with_or_without_content_length(site: Site) -> None:
     told = await site.post("/v1/rollouts", {"task": task("x" * SMALL_BYTES)})
     streamed = await site.call("POST", "/v1/rollouts", data=chunks(6))
     for answer in (told, streamed):
@@ -181,7 +181,7 @@ async def test_a_body_too_large_is_413_told_or_not(site: Site) -> None:
         ([], "invalid_request", ""),
     ],
 )  # fmt: skip
-async def test_a_submit_that_cannot_be_is_422(site: Site, body: Any, code: str, detail: str) -> None:
+async def test_an_invalid_submit_is_422(site: Site, body: Any, code: str, detail: str) -> None:
     answer = await site.post("/v1/rollouts", body)
     assert (answer.status, answer.code) == (422, code)
     assert detail in answer.body["detail"]
@@ -190,7 +190,7 @@ async def test_a_submit_that_cannot_be_is_422(site: Site, body: Any, code: str, 
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b'{"task": NaN}', b'"\xff"', b"[" * 5000 + b"]" * 5000, b'{"task": {"a": "\\ud800"}}', b"{}x"]
 )
-async def test_what_is_not_json_is_422(site: Site, raw: bytes) -> None:
+async def test_a_body_that_is_not_json_is_422(site: Site, raw: bytes) -> None:
     answer = await site.call("POST", "/v1/rollouts", data=raw)
     assert (answer.status, answer.code) == (422, "invalid_request")
 
@@ -227,7 +227,7 @@ async def test_an_image_outside_the_operators_folders_is_403(tmp_path: Path) -> 
         ("after=garbage", "cursor"),
     ],
 )
-async def test_a_wrong_query_is_422(site: Site, query: str, field: str) -> None:
+async def test_an_invalid_query_is_422(site: Site, query: str, field: str) -> None:
     answer = await site.get(f"/v1/rollouts?{query}")
     assert (answer.status, answer.code) == (422, "invalid_request")
     assert field in answer.body["detail"]
@@ -246,7 +246,7 @@ async def test_malformed_ids_in_paths_are_422(site: Site) -> None:
         assert (answer.status, answer.code) == (422, "malformed_id"), path
 
 
-async def test_a_full_queue_is_429_and_takes_nothing(site: Site) -> None:
+async def test_a_full_queue_is_429_and_stores_nothing(site: Site) -> None:
     body = {"rollouts": [{"id": f"full-{n}", "task": task()} for n in range(4)]}
     answer = await site.post("/v1/rollouts", body)
     assert (answer.status, answer.code) == (429, "queue_full")
@@ -262,32 +262,32 @@ async def test_a_full_queue_is_429_and_takes_nothing(site: Site) -> None:
     [{}, {"init": -1}, {"init": 1.5}, {"runn": 1}, {"init": 10**9}],
     ids=["none", "less", "half", "name", "more"],
 )
-async def test_pools_that_cannot_be_are_422(site: Site, body: dict[str, Any]) -> None:
+async def test_invalid_pools_are_422(site: Site, body: dict[str, Any]) -> None:
     answer = await site.call("PATCH", "/v1/pools", json=body)
     assert (answer.status, answer.code) == (422, "invalid_request")
 
 
-async def test_what_nobody_expected_is_500_and_tells_nothing(
+async def test_an_unexpected_error_is_500_without_details(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(**_: object) -> None:
-        raise ZeroDivisionError("the secret of the house")
+        raise ZeroDivisionError("an internal secret")
 
     monkeypatch.setattr(type(site.served.app_state.store), "list", lambda self, **options: broken())
     answer = await site.get("/v1/rollouts")
     assert (answer.status, answer.code) == (500, "internal_error")
     assert "secret" not in json.dumps(answer.body)
-    assert "the secret of the house" in caplog.text
+    assert "an internal secret" in caplog.text
 
 
-async def test_of_many_tasks_the_refusal_says_which(site: Site) -> None:
+async def test_a_refusal_contains_the_path_of_the_invalid_task(site: Site) -> None:
     bodies = [{"task": task()}, {"task": task()}, {"task": task(environment="shel")}]
     answer = await site.post("/v1/rollouts", {"rollouts": bodies})
     assert (answer.status, answer.code) == (422, "unknown_environment")
     assert answer.body["path"] == "rollouts[2].task"
 
 
-async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_no_traceback(
+async def test_a_client_that_disconnects_during_its_body_causes_no_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_site(tmp_path) as site:
@@ -310,14 +310,17 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_no_traceback
 @pytest.mark.parametrize(
     ("fields", "wrong"),
     [
-        ({"mask_truncated": True, "trainable_on_deadline": True}, "set one of them"),
-        ({"mode": "eval", "overlong_penalty": {"from_tokens": 1, "to_tokens": 2}}, "a run of mode eval has none"),
+        ({"mask_truncated": True, "trainable_on_deadline": True}, "set only one of them"),
+        (
+            {"mode": "eval", "overlong_penalty": {"from_tokens": 1, "to_tokens": 2}},
+            "cannot be set for a run of mode eval",
+        ),
         ({"overlong_penalty": {"from_tokens": 2, "to_tokens": 2}}, "less than to_tokens"),
         ({"overlong_penalty": {"from_tokens": -1, "to_tokens": 2}}, "0 or more"),
         ({"overlong_penalty": {"from_tokens": 1, "to_tokens": 2, "most": -1}}, "greater than 0"),
         ({"overlong_penalty": {"from_tokens": 1, "to_tokens": 2, "most": 1e7}}, "less than or equal"),
     ],
 )
-async def test_settings_of_a_run_that_make_no_sense_are_refused(site: Site, fields: dict[str, Any], wrong: str) -> None:
+async def test_contradictory_settings_of_a_run_are_refused(site: Site, fields: dict[str, Any], wrong: str) -> None:
     answer = await site.post("/v1/runs", {"id": "odd", **fields})
     assert answer.status == 422 and wrong in str(answer.body), answer.body

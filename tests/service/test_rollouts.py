@@ -86,7 +86,7 @@ async def test_a_runs_defaults_and_priority_reach_its_rollouts(tmp_path: Path) -
         assert (await site.get(f"/v1/rollouts/{record['id']}")).status == 404
 
 
-async def test_pages_follow_on_one_another(tmp_path: Path) -> None:
+async def test_pages_continue_from_each_other(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         ids = [f"r{n}" for n in range(5)]
@@ -110,7 +110,7 @@ async def test_pages_follow_on_one_another(tmp_path: Path) -> None:
         assert (await site.get("/v1/rollouts?state=ended&after=e:3")).body == {"rollouts": [], "next": "e:3"}
 
 
-async def test_a_cancel_is_acknowledged_from_every_side(tmp_path: Path) -> None:
+async def test_a_cancel_is_acknowledged_in_every_state(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         await site.submit("r1")
@@ -125,7 +125,7 @@ async def test_a_cancel_is_acknowledged_from_every_side(tmp_path: Path) -> None:
         assert (record["state"], record["outcome"]) == ("ended", "cancelled")
 
 
-async def test_a_long_poll_is_answered_by_the_end_it_waits_for(tmp_path: Path) -> None:
+async def test_a_long_poll_returns_when_the_rollout_ends(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         await site.submit("r1", "r2")
@@ -143,7 +143,7 @@ async def test_a_long_poll_is_answered_by_the_end_it_waits_for(tmp_path: Path) -
         assert [record["id"] for record in (await later).body["rollouts"]] == ["r2"]
 
 
-async def test_a_long_poll_ends_by_itself_within_the_services_bound(tmp_path: Path) -> None:
+async def test_a_long_poll_returns_after_max_wait_s(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_wait_s=0.05) as site:
         await site.hold()
         await site.submit("r1")
@@ -152,7 +152,7 @@ async def test_a_long_poll_ends_by_itself_within_the_services_bound(tmp_path: Pa
 
 
 def waits() -> int:
-    """Tasks of this process that belong to a waiting call."""
+    """Number of tasks of this process that belong to a waiting call."""
     names = ("_first_ended", "Yard.wait", "disconnected", "EventStream._pump")
     return sum(
         any(name in getattr(task.get_coro(), "__qualname__", "") for name in names) for task in asyncio.all_tasks()
@@ -160,7 +160,7 @@ def waits() -> int:
 
 
 async def waiting(site: Site, calls: int) -> None:
-    """Until so many calls hang in the service: each has its work and its watch on the client."""
+    """Waits until this many calls wait in the service: each has a task for its work and one for its client."""
     async with asyncio.timeout(90):
         while waits() != 2 * calls:
             await site.get("/healthz")  # a round trip through the same loop
@@ -171,7 +171,7 @@ async def waiting(site: Site, calls: int) -> None:
     ["/v1/rollouts/r1?wait_s=60", "/v1/rollouts?state=ended&wait_s=60", "/v1/events"],
     ids=["one", "list", "sse"],
 )
-async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path, path: str) -> None:
+async def test_a_client_that_disconnects_leaves_no_tasks_behind(tmp_path: Path, path: str) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         await site.submit("r1")
@@ -195,7 +195,7 @@ async def _read(http: aiohttp.ClientSession, site: Site, path: str) -> None:
 
 
 async def frames(reply: aiohttp.ClientResponse, count: int) -> list[dict[str, Any]]:
-    """So many events of a stream."""
+    """The next `count` events of a stream."""
     found: list[dict[str, Any]] = []
     entry: dict[str, Any] = {}
     async with asyncio.timeout(90):
@@ -211,7 +211,7 @@ async def frames(reply: aiohttp.ClientResponse, count: int) -> list[dict[str, An
     raise AssertionError("the stream ended early")
 
 
-async def test_events_tell_each_change_and_can_be_resumed(tmp_path: Path) -> None:
+async def test_events_report_each_change_and_can_be_resumed(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         await site.post("/v1/runs", {"id": "other"})
@@ -244,7 +244,7 @@ async def test_events_tell_each_change_and_can_be_resumed(tmp_path: Path) -> Non
             assert (await frames(reply, 1))[0]["event"] == "gap"
 
 
-async def test_a_silent_stream_is_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_stream_is_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     async with open_site(tmp_path) as site:
         headers = {"Authorization": f"Bearer {site.token}"}
@@ -267,20 +267,20 @@ async def test_a_cancel_in_run_ends_it(tmp_path: Path) -> None:
         assert (await site.get("/v1/status")).body["pools"]["live"]["active"] == 0
 
 
-async def test_traces_of_what_has_not_ended_are_404(tmp_path: Path) -> None:
+async def test_traces_of_an_unfinished_rollout_are_404(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         await site.submit("r1")
         answer = await site.get("/v1/rollouts/r1/traces")
         assert (answer.status, answer.code) == (404, "not_found")
-        assert "its traces come with its end" in answer.body["detail"]
+        assert "its traces are available when it has ended" in answer.body["detail"]
         early = await site.post("/v1/rollouts/r1/rescore")
         assert (early.status, early.code) == (422, "invalid_request")
         await site.delete("/v1/rollouts/r1")
         assert (await site.get("/v1/rollouts/r1/traces")).body == {"traces": []}
 
 
-async def test_many_rollouts_come_back_in_order_all_or_none(tmp_path: Path) -> None:
+async def test_many_rollouts_are_returned_in_order_all_or_none(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         ids = [f"r{n}" for n in range(250)]

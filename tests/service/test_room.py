@@ -1,4 +1,4 @@
-"""Rollouts that wait because the machine is short of memory or disk are shown wherever one looks."""
+"""Rollouts that wait because the machine is short of memory or disk are reported everywhere."""
 
 import asyncio
 from io import StringIO
@@ -10,7 +10,7 @@ from rollyard.cli.top import frame
 from tests.service.site import engine_table, open_site, scripted
 
 
-async def test_waiting_for_room_is_shown(tmp_path: Path) -> None:
+async def test_waiting_for_room_is_reported(tmp_path: Path) -> None:
     async with (
         scripted() as engine,
         open_site(tmp_path, runtimes=["bubblewrap"], engines=[engine_table(engine)]) as site,

@@ -1,4 +1,4 @@
-"""Deleting a run or a group with a long queue: answered at once, and carried out without the caller."""
+"""Deleting a run or a group with a long queue: the response is immediate, the deletion continues without the caller."""
 
 import asyncio
 from pathlib import Path
@@ -32,7 +32,7 @@ async def gone(site: Site, run: str = "long") -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_run_with_a_long_queue_is_deleted_after_the_answer(
+async def test_a_run_with_a_long_queue_is_deleted_after_the_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go, delete = asyncio.Event(), Pipeline.delete_run
@@ -44,7 +44,7 @@ async def test_a_run_with_a_long_queue_is_deleted_after_the_answer(
     monkeypatch.setattr(Pipeline, "delete_run", delayed)
     async with open_site(tmp_path) as site:
         await fill(site)
-        for _ in range(2):  # a second call is the same
+        for _ in range(2):  # a second call has the same response
             answer = await site.delete("/v1/runs/long")
             assert (answer.status, answer.body["state"], answer.body["left"]) == (202, "deleting", MANY)
         assert (await site.get("/v1/runs/long")).body["state"] == "deleting"
@@ -58,10 +58,10 @@ async def test_a_run_with_a_long_queue_is_deleted_after_the_answer(
         assert (await site.post("/v1/runs", {"id": "long"})).status == 201
 
 
-async def test_a_deletion_goes_on_after_a_restart(tmp_path: Path) -> None:
+async def test_a_deletion_continues_after_a_restart(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await fill(site)
-        await site.served.app_state.pipeline.cancelling.begin_deletion("long")  # here the service is killed
+        await site.served.app_state.pipeline.cancelling.begin_deletion("long")  # the service is killed here
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("mine")
         assert (await site.ended("mine"))["reward"] == 1.0
@@ -100,7 +100,7 @@ async def test_a_deletion_that_fails_is_not_reported_as_done(tmp_path: Path, mon
         assert (await site.get("/healthz")).status == 200
 
 
-async def test_a_small_run_is_gone_when_the_caller_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_run_is_deleted_before_the_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "DELETE_S", 60.0)
     async with open_site(tmp_path) as site:
         assert (await site.post("/v1/runs", {"id": "small"})).status == 201

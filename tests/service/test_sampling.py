@@ -1,4 +1,4 @@
-"""What a task says of its sampling is checked when it is submitted."""
+"""The sampling parameters of a task are checked at submit."""
 
 from pathlib import Path
 from typing import Any

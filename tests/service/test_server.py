@@ -1,4 +1,4 @@
-"""The server's life: start, drain, signals, restart. In this loop where one can look inside, else as a process."""
+"""The server: start, drain, signals, restart. In this loop to inspect its state, otherwise as a process."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ sys.exit(run_server(load_settings({}, os.environ).settings))
 """
 
 
-async def test_the_house_is_in_order_while_it_stands(tmp_path: Path) -> None:
+async def test_a_running_service_has_private_files_its_url_in_a_file_and_the_store_lock(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         data = tmp_path / "data"
         assert stat.S_IMODE(data.stat().st_mode) == 0o700
@@ -46,26 +46,26 @@ async def test_the_house_is_in_order_while_it_stands(tmp_path: Path) -> None:
     assert not (data / "url").exists()
 
 
-async def test_a_taken_port_is_told_before_anything_is_opened(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_reported_before_anything_is_opened(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SettingsError, match="cannot be listened on"):
         async with serve(settings(tmp_path, port=taken.getsockname()[1])):
             pass
     assert not (tmp_path / "data").exists()
 
 
-def test_the_socket_says_that_it_is_tcp(tmp_path: Path) -> None:
-    """asyncio sets TCP_NODELAY only then; without it every reply takes 40 ms."""
+def test_the_socket_has_the_tcp_protocol_set(tmp_path: Path) -> None:
+    """asyncio sets TCP_NODELAY only then; without it every response takes 40 ms."""
     with bind(settings(tmp_path)) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
 
-async def test_an_unknown_runtime_is_a_wrong_setting(tmp_path: Path) -> None:
+async def test_an_unknown_runtime_is_an_invalid_setting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no runtime 'docker'; there are: bubblewrap, apptainer, oci, local"):
         async with serve(settings(tmp_path, runtimes=["docker"])):
             pass
 
 
-async def test_a_drain_refuses_new_work_and_lets_run_end(tmp_path: Path) -> None:
+async def test_a_drain_refuses_new_work_and_lets_run_finish(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=1.0)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)], run_slots=1, ready_slots=0) as site,
@@ -90,7 +90,7 @@ async def test_a_drain_refuses_new_work_and_lets_run_end(tmp_path: Path) -> None
         assert (await site.get("/v1/rollouts/r2")).body["state"] == "queued"
 
 
-async def test_closing_answers_who_still_waits(tmp_path: Path) -> None:
+async def test_closing_ends_waiting_calls(tmp_path: Path) -> None:
     async with aiohttp.ClientSession() as http:
         async with open_site(tmp_path) as site:
             await site.hold()
@@ -109,7 +109,7 @@ async def _get(http: aiohttp.ClientSession, url: str, headers: dict[str, str]) -
         return await reply.read()
 
 
-async def test_a_store_that_cannot_be_used_is_not_ready(tmp_path: Path) -> None:
+async def test_a_service_with_an_unusable_store_is_not_ready(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.served.app_state.store.close()
         answer = await site.get("/readyz")
@@ -124,7 +124,7 @@ async def test_a_store_that_cannot_be_used_is_not_ready(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def process(folder: Path, **environ: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str], None]:
-    """`rollyard serve` without the CLI; yields it and what it said first."""
+    """`rollyard serve` without the CLI; yields the process and its first line."""
     given = {"ROLLYARD_DATA_DIR": str(folder / "data"), "ROLLYARD_PORT": "0", "ROLLYARD_RUNTIMES": "local", **environ}
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", MAIN, env={**os.environ, **given}, cwd=folder, stderr=asyncio.subprocess.PIPE
@@ -132,9 +132,9 @@ async def process(folder: Path, **environ: str) -> AsyncGenerator[tuple[asyncio.
     try:
         assert child.stderr is not None
         line = ""
-        while not line.startswith("rollyard"):  # log lines come before it
+        while not line.startswith("rollyard"):  # log lines precede it
             raw = await child.stderr.readline()
-            assert raw, "it ended without saying where it is"
+            assert raw, "it ended without printing its URL"
             line = raw.decode()
         yield child, line
     finally:
@@ -157,7 +157,7 @@ class Remote:
 
 
 def sandbox_processes(folder: Path) -> list[str]:
-    """Processes of this machine whose working folder is below that one."""
+    """Processes of this machine whose working folder is below that folder."""
     found: list[str] = []
     for entry in Path("/proc").iterdir():
         try:
@@ -168,7 +168,7 @@ def sandbox_processes(folder: Path) -> list[str]:
     return found
 
 
-async def test_it_says_where_it_is_and_ends_on_sigterm(tmp_path: Path) -> None:
+async def test_it_prints_its_url_and_ends_on_sigterm(tmp_path: Path) -> None:
     async with process(tmp_path) as (child, line):
         url = (tmp_path / "data" / "url").read_text().strip()
         assert f" at {url}, token in {tmp_path / 'data' / 'token'}" in line
@@ -180,7 +180,7 @@ async def test_it_says_where_it_is_and_ends_on_sigterm(tmp_path: Path) -> None:
     assert not (tmp_path / "data" / "url").exists()
 
 
-async def test_the_second_signal_ends_it_at_once_and_gives_work_back(tmp_path: Path) -> None:
+async def test_the_second_signal_ends_it_at_once_and_requeues_work(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=300)) as engine, aiohttp.ClientSession() as http:
         engines = json.dumps([engine_table(engine)])
         async with process(tmp_path, ROLLYARD_ENGINES=engines, ROLLYARD_DRAIN_S="300") as (child, _):
@@ -202,8 +202,8 @@ async def test_the_second_signal_ends_it_at_once_and_gives_work_back(tmp_path: P
             assert [lost["code"] for lost in record["lost"]] == ["drained"]
 
 
-async def test_where_a_batch_system_signals_everything_one_sigterm_gives_all_back_at_once(tmp_path: Path) -> None:
-    """Its commands in sandboxes were told too: what they do from then on must not be judged."""
+async def test_with_on_term_stop_one_sigterm_requeues_all_work_at_once(tmp_path: Path) -> None:
+    """Commands in its sandboxes received the signal too: what they do after it must not be scored."""
     async with scripted(Reply(finish(), latency_s=300)) as engine, aiohttp.ClientSession() as http:
         settings = {"ROLLYARD_ENGINES": json.dumps([engine_table(engine)]), "ROLLYARD_DRAIN_S": "300"}
         async with process(tmp_path, **settings, ROLLYARD_ON_TERM="stop") as (child, _):
@@ -238,12 +238,14 @@ async def test_a_kill_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"ROLLYARD_HOST": "0.0.0.0"}, "can be reached by others: set admin_tokens"),
+        ({"ROLLYARD_HOST": "0.0.0.0"}, "is reachable from other machines: set admin_tokens"),
         ({"ROLLYARD_STORE": "/proc/nothing/here.db"}, "cannot be opened"),
         ({"ROLLYARD_DATA_DIR": "/proc/nothing"}, "data_dir /proc/nothing cannot be used"),
     ],
 )
-def test_what_cannot_start_says_why_in_one_line(tmp_path: Path, environ: dict[str, str], message: str) -> None:
+def test_a_service_that_cannot_start_prints_the_reason_in_one_line(
+    tmp_path: Path, environ: dict[str, str], message: str
+) -> None:
     given = {"ROLLYARD_DATA_DIR": str(tmp_path / "data"), "ROLLYARD_PORT": "0", "ROLLYARD_RUNTIMES": "local"}
     done = subprocess.run(
         [sys.executable, "-c", MAIN],

@@ -1,4 +1,4 @@
-"""Agents elsewhere: a key, a gateway, a reward, and a trajectory like any other. Over real HTTP, with the real SDKs."""
+"""Sessions: a key, a gateway, a reward, and a trajectory like any other. Over real HTTP, with the real SDKs."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -46,7 +46,7 @@ async def reward(site: Site, session: dict[str, Any], value: Any = 1.0, **more: 
     return await site.post(f"/v1/sessions/{session['id']}/reward", {"reward": value, **more})
 
 
-# --- the way of one -----------------------------------------------------------------------------------
+# --- a complete session -------------------------------------------------------------------------------
 
 
 async def test_a_session_becomes_a_trajectory_like_any_other(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ async def test_a_session_becomes_a_trajectory_like_any_other(tmp_path: Path) -> 
         assert after["sampled_tokens"] == looked["sampled_tokens"]
 
 
-async def test_a_strict_session_refuses_what_would_be_overruled(tmp_path: Path) -> None:
+async def test_a_strict_session_refuses_parameters_that_would_be_overridden(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         for is_strict, status in ((False, 200), (True, 400)):
             session = await begin(site, strict=is_strict)
@@ -87,13 +87,13 @@ async def test_a_strict_session_refuses_what_would_be_overruled(tmp_path: Path) 
             if is_strict:
                 assert answer.body["error"]["param"] == "temperature"
             else:
-                assert answer.body["warnings"] == ["temperature: the task's sampling counts"]
+                assert answer.body["warnings"] == ["temperature: the task's sampling applies"]
             await site.delete(f"/v1/sessions/{session['id']}")
         refused = await site.post("/v1/sessions", {"strict": "perhaps"})
         assert refused.status == 422
 
 
-async def test_the_real_sdks_work_with_a_session_unchanged(tmp_path: Path) -> None:
+async def test_the_real_sdks_work_unchanged_with_a_session(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site)
         async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["key"]) as client:
@@ -115,7 +115,7 @@ async def test_the_real_sdks_work_with_a_session_unchanged(tmp_path: Path) -> No
         assert (await reward(site, session)).body["outcome"] == "completed"
 
 
-async def test_forks_are_counted_and_so_are_calls_by_their_path(tmp_path: Path) -> None:
+async def test_forks_and_calls_by_path_are_counted(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site)
         await say(site, session, "hello")
@@ -137,7 +137,7 @@ async def test_the_same_id_is_the_same_session_with_the_same_key(tmp_path: Path)
         assert (await begin(site, id="other"))["key"] != first["key"]
 
 
-async def test_a_runs_sampling_and_limits_hold_but_its_environment_does_not(tmp_path: Path) -> None:
+async def test_a_runs_sampling_and_limits_apply_but_its_environment_does_not(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         defaults = {"limits": {"max_turns": 7}, "sampling": {"top_p": 0.5}, "agent": {"options": {"tools": ["shell"]}}}
         assert (await site.post("/v1/runs", {"id": "r", "defaults": defaults})).status == 201
@@ -147,10 +147,10 @@ async def test_a_runs_sampling_and_limits_hold_but_its_environment_does_not(tmp_
         assert "tools" not in task["agent"]["options"]
 
 
-# --- who may ------------------------------------------------------------------------------------------
+# --- access -------------------------------------------------------------------------------------------
 
 
-async def test_a_sessions_key_opens_its_own_gateway_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_sessions_key_is_valid_for_its_own_gateway_only(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site)
         key = session["key"]
@@ -175,7 +175,7 @@ async def test_a_sessions_key_opens_its_own_gateway_and_nothing_else(tmp_path: P
             assert (refused.body["type"], refused.body["error"]["type"]) == ("error", "authentication_error")
         assert (await site.get("/v1/models", token=site.token)).status == 401
         assert (await site.get("/v1/models", token=key)).status == 200
-        both = {"authorization": f"Bearer {site.token}", "x-api-key": key}  # an SDK finds tokens of its own
+        both = {"authorization": f"Bearer {site.token}", "x-api-key": key}  # an SDK may send a token of its own
         assert (await site.get("/v1/models", token="", headers=both)).status == 200
         looked = (await site.get(f"/v1/sessions/{session['id']}")).body
         assert looked["turns"] == 0
@@ -190,7 +190,7 @@ async def test_browsers_and_foreign_hosts_are_refused_here_too(tmp_path: Path, h
         assert refused.body["error"]["code"] == "foreign_host"
 
 
-async def test_a_body_beyond_the_limit_is_refused_in_the_dialects_words(tmp_path: Path) -> None:
+async def test_a_body_beyond_the_limit_is_refused_in_the_dialects_format(tmp_path: Path) -> None:
     async with pipeline(tmp_path, max_body_bytes=2000) as site:
         session = await begin(site)
         refused = await say(site, session, "x" * 3000)
@@ -204,10 +204,10 @@ async def test_a_body_beyond_the_limit_is_refused_in_the_dialects_words(tmp_path
         assert refused.status == 413 and refused.body["type"] == "error"
 
 
-async def test_what_nobody_expected_is_told_in_the_dialects_words(tmp_path: Path) -> None:
+async def test_an_unexpected_error_has_the_dialects_format(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site)
-        depth = 990  # within what is read, beyond what Python writes
+        depth = 990  # Python can read it but not write it
         nested = '{"a":' * depth + "1" + "}" * depth
         tool = f'{{"name": "f", "input_schema": {{"type": "object", "properties": {nested}}}}}'
         body = (
@@ -216,10 +216,10 @@ async def test_what_nobody_expected_is_told_in_the_dialects_words(tmp_path: Path
         broken = await site.call("POST", "/v1/messages", token=session["key"], data=body)
         assert broken.status in (400, 500), broken.body
         assert (broken.body["type"], set(broken.body["error"])) == ("error", {"type", "message"})
-        assert (await say(site, session, "hello")).status == 200, "and the session goes on"
+        assert (await say(site, session, "hello")).status == 200, "and the session continues"
 
 
-async def test_other_trainers_sessions_are_not_opened_rewarded_or_cancelled(tmp_path: Path) -> None:
+async def test_other_trainers_sessions_cannot_be_opened_rewarded_or_cancelled(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         await site.post("/v1/runs", {"id": "theirs"}, token=TRAINER)
         body = {"id": "s", "run": "theirs", "limits": FAST}
@@ -230,11 +230,13 @@ async def test_other_trainers_sessions_are_not_opened_rewarded_or_cancelled(tmp_
             await site.delete("/v1/sessions/s", token=OTHER),
         ]
         assert [(answer.status, answer.code) for answer in refused[:2]] == [(404, "not_found")] * 2
-        assert refused[2].body["state"] == "cancelled_before_submit", "of a session of their own, should one come"
+        assert refused[2].body["state"] == "cancelled_before_submit", (
+            "cancels a session of their own, if one is submitted"
+        )
         assert (await site.post("/v1/sessions/s/reward", {"reward": 1}, token=TRAINER)).status == 200
 
 
-def test_keys_follow_from_the_id_a_number_and_a_secret_that_is_ours_alone(tmp_path: Path) -> None:
+def test_keys_are_derived_from_the_id_a_number_and_a_private_secret(tmp_path: Path) -> None:
     keys = load_keys(tmp_path)
     assert (tmp_path / SECRET).stat().st_mode & 0o777 == 0o600
     assert load_keys(tmp_path).make("r~a-b.c:d", 7) == keys.make("r~a-b.c:d", 7) != keys.make("r~a-b.c", 7)
@@ -245,10 +247,10 @@ def test_keys_follow_from_the_id_a_number_and_a_secret_that_is_ours_alone(tmp_pa
         assert keys.session_of(wrong) is None
 
 
-# --- its end ------------------------------------------------------------------------------------------
+# --- the end of a session -----------------------------------------------------------------------------
 
 
-async def test_a_reward_counts_once(tmp_path: Path) -> None:
+async def test_a_reward_is_accepted_once(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site)
         await say(site, session, "hello")
@@ -261,12 +263,12 @@ async def test_a_reward_counts_once(tmp_path: Path) -> None:
         run = (await site.get(f"/v1/rollouts/{session['id']}")).body
         await site.post(f"/v1/runs/{run['run']}/ack", {"cursor": run["cursor"]})
         await site.served.app_state.pipeline.sweep()
-        assert (await reward(site, session, 1.0, answer="x")).status == 200, "also without its trajectory"
+        assert (await reward(site, session, 1.0, answer="x")).status == 200, "even without its trajectory"
         assert (await reward(site, session, 0.0)).status == 409
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", '"1"', "true", "null", "1" + "0" * 400])
-async def test_what_is_no_finite_number_is_no_reward(tmp_path: Path, number: str) -> None:
+async def test_a_reward_must_be_a_finite_number(tmp_path: Path, number: str) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site)
         for body in (f'{{"reward": {number}}}', f'{{"reward": 1, "components": {{"a": {number}}}}}'):
@@ -275,7 +277,7 @@ async def test_what_is_no_finite_number_is_no_reward(tmp_path: Path, number: str
         assert (await site.get(f"/v1/sessions/{session['id']}")).body["is_open"]
 
 
-async def test_what_is_no_session_has_no_reward_and_no_session(tmp_path: Path) -> None:
+async def test_other_rollouts_cannot_be_used_as_sessions(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         await site.hold()
         await site.submit("plain")
@@ -303,14 +305,14 @@ async def test_a_deleted_session_is_cancelled_without_a_reward(tmp_path: Path) -
         assert answer.status == 202
         record = await site.ended(session["id"])
         assert (record["outcome"], record["reward"]) == ("cancelled", None)
-        await waiting  # it is answered, and not left hanging
+        await waiting  # it returns and does not hang
         late = await reward(site, session)
         assert (late.status, late.code, late.body["outcome"]) == (409, "session_conflict", "cancelled")
         closed = await say(site, session, "hello")
         assert closed.status == 503 and "not open" in closed.body["error"]["message"]
 
 
-async def test_a_cancel_that_overtakes_its_session_wins(tmp_path: Path) -> None:
+async def test_a_cancel_that_arrives_before_its_session_is_effective(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         answer = await site.delete("/v1/sessions/s")
         assert (answer.status, answer.body) == (202, {"id": "s", "state": "cancelled_before_submit"})
@@ -318,7 +320,7 @@ async def test_a_cancel_that_overtakes_its_session_wins(tmp_path: Path) -> None:
         assert (late.status, late.body["is_open"], late.body["outcome"]) == (201, False, "cancelled")
 
 
-async def test_time_over_without_a_reward_is_nobodys_reward(tmp_path: Path) -> None:
+async def test_an_expired_session_has_no_reward(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site, limits={**FAST, "run_s": 2})
         await say(site, session, "hello")
@@ -330,7 +332,7 @@ async def test_time_over_without_a_reward_is_nobodys_reward(tmp_path: Path) -> N
         assert (late.status, late.body["failure_code"]) == (409, "session_abandoned")
 
 
-async def test_after_a_limit_the_reward_may_still_come_and_the_rollout_is_truncated(tmp_path: Path) -> None:
+async def test_after_a_limit_a_reward_is_accepted_and_the_rollout_is_truncated(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site, limits={**FAST, "max_turns": 1})
         assert (await say(site, session, "hello")).status == 200
@@ -344,7 +346,7 @@ async def test_after_a_limit_the_reward_may_still_come_and_the_rollout_is_trunca
         assert (await reward(site, session, 0.25)).status == 200
 
 
-async def test_a_conversation_that_did_not_fit_truncates_unless_the_agent_went_on(tmp_path: Path) -> None:
+async def test_a_conversation_that_did_not_fit_truncates_unless_the_agent_continued(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         for goes_on, outcome in ((False, "truncated"), (True, "completed")):
             session = await begin(site, limits={**FAST, "max_context": 60})
@@ -358,7 +360,7 @@ async def test_a_conversation_that_did_not_fit_truncates_unless_the_agent_went_o
             assert (record["failure"] or {}).get("code") == (None if goes_on else "context_limit")
 
 
-async def test_an_engine_that_fails_for_good_loses_the_session_and_nothing_is_retried(tmp_path: Path) -> None:
+async def test_an_engine_that_fails_permanently_loses_the_session_without_a_retry(tmp_path: Path) -> None:
     async with pipeline(tmp_path, "one", Reply(fault="not_json")) as site:
         session = await begin(site)
         await say(site, session, "hello")
@@ -369,10 +371,10 @@ async def test_an_engine_that_fails_for_good_loses_the_session_and_nothing_is_re
         assert record["failure"]["data"]["cause"].startswith("engine_")
 
 
-# --- places -------------------------------------------------------------------------------------------
+# --- slots --------------------------------------------------------------------------------------------
 
 
-async def test_a_session_waits_for_a_place_and_then_opens(tmp_path: Path) -> None:
+async def test_a_session_waits_for_a_free_slot_and_then_opens(tmp_path: Path) -> None:
     async with pipeline(tmp_path, run_slots=1) as site:
         first = await begin(site)
         second = (await site.post("/v1/sessions?wait_s=0.2", {"id": "second", "limits": FAST})).body
@@ -387,7 +389,7 @@ async def test_a_session_waits_for_a_place_and_then_opens(tmp_path: Path) -> Non
         assert (await say(site, second, "hello")).status == 200
 
 
-async def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
+async def test_a_full_queue_returns_retry_after(tmp_path: Path) -> None:
     async with pipeline(tmp_path, max_queued=1) as site:
         await site.hold()
         assert (await site.post("/v1/sessions?wait_s=0", {})).status == 201
@@ -399,7 +401,7 @@ async def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
 # --- restarts -----------------------------------------------------------------------------------------
 
 
-async def test_a_restart_loses_what_was_begun_and_says_so(tmp_path: Path) -> None:
+async def test_a_restart_loses_an_open_session_and_reports_it(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site, id="s")
         await say(site, session, "hello")
@@ -413,7 +415,7 @@ async def test_a_restart_loses_what_was_begun_and_says_so(tmp_path: Path) -> Non
         assert (again["state"], again["is_open"], again["key"]) == ("ended", False, session["key"])
 
 
-async def test_a_session_that_had_not_begun_opens_after_a_restart_with_the_same_key(tmp_path: Path) -> None:
+async def test_a_queued_session_opens_after_a_restart_with_the_same_key(tmp_path: Path) -> None:
     async with pipeline(tmp_path, run_slots=1) as site:
         await begin(site, id="first")
         waiting = (await site.post("/v1/sessions?wait_s=0.2", {"id": "s", "limits": FAST})).body
@@ -426,7 +428,7 @@ async def test_a_session_that_had_not_begun_opens_after_a_restart_with_the_same_
         assert (await reward(site, session)).body["outcome"] == "completed"
 
 
-async def test_a_reward_that_was_saved_survives_a_restart(tmp_path: Path) -> None:
+async def test_a_saved_reward_survives_a_restart(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site, id="s")
         await say(site, session, "hello")

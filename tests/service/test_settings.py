@@ -1,4 +1,4 @@
-"""Settings: four sources in order, nothing unknown, no secret shown."""
+"""Settings: four sources in order of precedence, no unknown keys, no secrets shown."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from rollyard.service.settings import Settings, SettingsError, load_settings
 NOTHING = {"HOME": "/nowhere"}
 
 
-def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None:
+def test_precedence_is_flags_environment_file_default(tmp_path: Path) -> None:
     file = tmp_path / "rollyard.toml"
     file.write_text('port = 1\nrun_slots = 2\nlog_level = "error"\n')
     environ = {**NOTHING, "ROLLYARD_PORT": "3", "ROLLYARD_RUN_SLOTS": "4", "ROLLYARD_LOG_FORMAT": ""}
@@ -27,7 +27,9 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert set(loaded.sources) == set(Settings.model_fields)
 
 
-def test_the_file_is_found_by_variable_then_here_then_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_searched_by_variable_then_here_then_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".config" / "rollyard").mkdir(parents=True)
     (tmp_path / ".config" / "rollyard" / "config.toml").write_text("port = 1")
@@ -58,7 +60,7 @@ def test_the_file_is_found_by_variable_then_here_then_at_home(tmp_path: Path, mo
         ({}, {}, "port = ", "cannot be read as TOML"),
     ],
 )
-def test_what_cannot_be_is_named(
+def test_an_invalid_setting_is_named(
     flags: dict[str, object], environ: dict[str, str], toml: str, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "rollyard.toml"
@@ -67,11 +69,11 @@ def test_what_cannot_be_is_named(
         load_settings(flags, {**NOTHING, **environ}, file)
 
 
-def test_other_programs_variables_are_let_be() -> None:
+def test_unrelated_variables_with_the_prefix_are_ignored() -> None:
     load_settings({}, {**NOTHING, "ROLLYARD_TOKENIZERS": "/x", "ROLLYARD_URL": "http://x", "ROLLYARD_NO_SKIPS": "1"})
 
 
-def test_lists_come_as_commas_or_json_and_engines_as_urls_or_tables() -> None:
+def test_lists_are_commas_or_json_and_engines_are_urls_or_tables() -> None:
     environ = {
         **NOTHING,
         "ROLLYARD_HOSTS": "a, b:80",
@@ -86,7 +88,7 @@ def test_lists_come_as_commas_or_json_and_engines_as_urls_or_tables() -> None:
     assert (table.kind, table.policy) == ("sglang", "default")
 
 
-def test_who_allows_only_one_other_runtime_means_it() -> None:
+def test_the_only_allowed_runtime_is_the_default() -> None:
     assert load_settings({"runtimes": "local"}, NOTHING).settings.runtime == "local"
     assert load_settings({"runtimes": ["local", "bubblewrap"]}, NOTHING).settings.runtime == "bubblewrap"
 
@@ -117,7 +119,7 @@ def test_mcp_servers_are_tables_or_urls_and_their_headers_are_secrets(tmp_path: 
     assert "psst" not in str(caught.value)
 
 
-def test_places_follow_from_data_dir(tmp_path: Path) -> None:
+def test_paths_are_derived_from_data_dir(tmp_path: Path) -> None:
     settings = load_settings({}, {"XDG_DATA_HOME": str(tmp_path)}).settings
     assert settings.data_dir == tmp_path / "rollyard"
     assert settings.store_path == tmp_path / "rollyard" / "rollyard.db"
@@ -129,22 +131,22 @@ def test_places_follow_from_data_dir(tmp_path: Path) -> None:
     ("host", "is_loopback"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("gpu1", False)],
 )
-def test_loopback_is_known(host: str, is_loopback: bool) -> None:
+def test_loopback_is_detected(host: str, is_loopback: bool) -> None:
     assert Settings(host=host).is_loopback is is_loopback
 
 
-def test_every_setting_says_what_it_is() -> None:
+def test_every_setting_has_a_description() -> None:
     assert all(field.description for field in Settings.model_fields.values())
 
 
-def test_a_name_that_is_listened_on_may_be_called_by() -> None:
+def test_the_host_name_that_is_listened_on_is_accepted() -> None:
     assert Settings(host="gpu1", hosts=("gpu2",)).allowed_hosts == ("gpu2", "gpu1")
     for host in ("127.0.0.1", "0.0.0.0", "::1", "localhost"):
         assert Settings(host=host).allowed_hosts == ()
 
 
 @pytest.mark.parametrize("uids", ["265535-200000", "0-65535", "1-999", "4294967000-4294967295"])
-def test_uids_that_are_none_or_somebodys_are_refused(uids: str) -> None:
+def test_invalid_or_reserved_uids_are_refused(uids: str) -> None:
     with pytest.raises(SettingsError, match="sandbox_uids"):
         load_settings({"sandbox_uids": uids}, NOTHING)
     assert load_settings({"sandbox_uids": "300000-300000"}, NOTHING).settings.uid_range == range(300000, 300001)
@@ -170,7 +172,7 @@ def test_gym_servers_are_urls_by_name(tmp_path: Path) -> None:
         load_settings({}, NOTHING, file)
 
 
-def test_what_a_sandbox_gets_that_names_nothing_is_never_above_the_ceilings_here_and_at_nodes() -> None:
+def test_default_limits_are_never_above_the_ceilings_here_and_on_nodes() -> None:
     plain = Settings().sandbox_limits
     assert (plain.memory_bytes, plain.cpus) == (8 << 30, None)
     low = {

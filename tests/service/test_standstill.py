@@ -1,4 +1,4 @@
-"""A service that is stopped and goes on: what stood still with it does not count against the rollouts."""
+"""A service that is stopped by a signal and continued: the time in between does not count against its rollouts."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ RUN_S, STOPPED_S = 6.0, 7.0
 
 @pytest.mark.slow
 async def test_a_stopped_service_does_not_use_up_the_deadlines_of_its_rollouts(tmp_path: Path) -> None:
-    """Stopped in a call to the engine, and again while a tool works; longer than all deadlines, and the stall bound."""
+    """Stopped during a call to the engine, and again during a tool call; longer than all deadlines and `stall_s`."""
     rule = {"if": "<|im_start|>", "turns": [shell("sleep 1.5"), finish()]}
     (tmp_path / "script.json").write_text(json.dumps({"rules": [rule]}))
     limits = {"init_s": 30, "run_s": RUN_S, "eval_s": 30, "model_s": 3, "stall_s": 5, "max_turns": 4}
@@ -42,9 +42,7 @@ async def test_a_stopped_service_does_not_use_up_the_deadlines_of_its_rollouts(t
         assert (record.outcome, record.reward, record.lost) == ("completed", 1.0, ()), record
 
 
-async def test_a_jump_of_the_time_of_day_does_not_enter_queued_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_jump_of_the_clock_does_not_change_queued_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await site.hold()
         await site.submit("r1")

@@ -1,6 +1,6 @@
-"""Every route of the API × every kind of token × one's own work and another's.
+"""Every route of the API × every kind of token × the caller's own work and that of another.
 
-The routes come from the OpenAPI document: one that is not in `ROUTES` below fails.
+The routes are read from the OpenAPI document: one that is not in `ROUTES` below fails the test.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rollyard.testing.script import Reply
 from tests.service.site import Answer, Site, engine_table, finish, open_site, scripted, task
 
 CALLERS = ("admin", "owner", "submitter", "reader", "auditor", "stranger", "node", "nobody")
-"""owner: the trainer whose work it is. submitter, reader: bound to its runs. auditor: a reader of all runs. stranger:
+"""owner: the trainer that owns the work. submitter, reader: bound to its runs. auditor: a reader of all runs. stranger:
 another trainer."""
 
 ADMINS = {"admin"}
@@ -33,7 +33,7 @@ TASKS = {"tasks": [task()]}
 
 @dataclass(frozen=True)
 class Route:
-    """`may`: who is let through. In the body, `@` stands for the name of the caller."""
+    """`may`: the callers that are admitted. In the body, `@` is replaced by the caller's name."""
 
     may: set[str]
     body: Mapping[str, Any] | None = None
@@ -106,15 +106,15 @@ LAST = (
     "DELETE /v1/engines",
     "PUT /v1/policies/{name}/owner",
 )
-"""They change what the others need."""
+"""They change what the other routes need."""
 
 NOT_THERE = ("/nodes", "/traces")
-"""404 for those who may, too: there is no fleet here, and no rollout has ended."""
+"""404 even for callers that are admitted: there is no fleet here, and no rollout has ended."""
 
 
 @dataclass
 class RunningService:
-    """A service with the work of one trainer in it, one of each kind for each caller that may take it away."""
+    """A service with the work of one trainer: one object of each kind for each caller that may delete it."""
 
     site: Site
     tokens: dict[str, str] = field(default_factory=dict[str, str])
@@ -163,7 +163,7 @@ async def service(folder: Path) -> AsyncGenerator[RunningService, None]:
 
 
 def filled(route: str, caller: str, made: RunningService) -> tuple[str, str]:
-    """Its method, and its path about something of that caller's own turn."""
+    """The route's method, and its path with the ids of the objects for that caller."""
     method, _, path = route.partition(" ")
     draw = "x" if route.startswith("DELETE") else "d"
     values = {
@@ -181,7 +181,7 @@ def filled(route: str, caller: str, made: RunningService) -> tuple[str, str]:
     return method, path.format(**values)
 
 
-async def test_each_route_lets_through_whom_it_should(tmp_path: Path) -> None:
+async def test_each_route_admits_exactly_the_callers_it_should(tmp_path: Path) -> None:
     async with service(tmp_path) as made:
         schema = (await made.site.get("/openapi.json")).body
         known = {
@@ -195,10 +195,10 @@ async def test_each_route_lets_through_whom_it_should(tmp_path: Path) -> None:
         wrong: list[str] = []
         for name in order:
             route = ROUTES[name]
-            for caller in sorted(CALLERS, key=lambda one: one in route.may):  # those who may not, first
+            for caller in sorted(CALLERS, key=lambda one: one in route.may):  # callers that are refused come first
                 method, path = filled(name, caller, made)
                 body = None if route.body is None else json.loads(json.dumps(route.body).replace("@", caller))
-                if name == "GET /v1/events":  # without an end
+                if name == "GET /v1/events":  # it does not end
                     async with made.site.http.get(
                         f"{made.site.url}{path}", headers={"Authorization": f"Bearer {made.tokens[caller]}"}
                     ) as reply:
@@ -218,7 +218,7 @@ async def test_each_route_lets_through_whom_it_should(tmp_path: Path) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-async def test_what_is_anothers_is_not_found_and_not_listed(tmp_path: Path) -> None:
+async def test_other_tenants_work_is_not_found_and_not_listed(tmp_path: Path) -> None:
     async with service(tmp_path) as made:
         for path in (
             *("/v1/runs/a-run", "/v1/rollouts/r-owner", "/v1/rollouts/r-owner/traces", "/v1/groups/g-owner"),
@@ -238,7 +238,7 @@ async def test_what_is_anothers_is_not_found_and_not_listed(tmp_path: Path) -> N
                 assert "a-" in json.dumps((await made.call(caller, "GET", path)).body), (caller, path)
 
 
-async def test_the_same_ids_in_two_runs_are_two_things(tmp_path: Path) -> None:
+async def test_the_same_ids_in_two_runs_are_different_objects(tmp_path: Path) -> None:
     async with service(tmp_path) as made:
         for path, body in (
             ("/v1/runs", {"id": "b-run"}),
@@ -264,7 +264,7 @@ async def test_the_same_ids_in_two_runs_are_two_things(tmp_path: Path) -> None:
         assert (await made.call("owner", "GET", "/v1/rollouts/r-owner")).body["state"] == "queued"
 
 
-async def test_a_cancel_ahead_reaches_only_ones_own_run(tmp_path: Path) -> None:
+async def test_a_cancel_before_submit_affects_only_the_callers_run(tmp_path: Path) -> None:
     async with service(tmp_path) as made:
         answer = await made.call("stranger", "DELETE", "/v1/rollouts/tomorrow")
         assert answer.body["state"] == "cancelled_before_submit"
@@ -280,7 +280,7 @@ async def test_a_cancel_ahead_reaches_only_ones_own_run(tmp_path: Path) -> None:
         )
 
 
-async def test_a_name_that_a_token_is_bound_to_is_kept_for_it(tmp_path: Path) -> None:
+async def test_a_name_that_a_token_is_bound_to_is_reserved_for_it(tmp_path: Path) -> None:
     async with service(tmp_path) as made:
         for name in ("a-later", "default", f"default.{made.ids['owner']}"):
             assert (await made.call("stranger", "POST", "/v1/runs", {"id": name})).code == "forbidden"
@@ -294,14 +294,16 @@ async def test_a_name_that_a_token_is_bound_to_is_kept_for_it(tmp_path: Path) ->
         assert (await made.site.post("/v1/runs", {"id": "c-run", "policy": "mine"}, token=token)).status == 201
 
 
-async def test_an_evaluation_of_anothers_weights_does_not_hold_them_back(tmp_path: Path) -> None:
+async def test_an_evaluation_of_another_owners_policy_does_not_hold_back_weights(tmp_path: Path) -> None:
     async with service(tmp_path) as made:
         body = {"id": "e", "source": TASKS}
         assert (await made.call("stranger", "POST", "/v1/evals", body)).code == "forbidden"
         assert (await made.call("stranger", "POST", "/v1/evals", {**body, "on_update": "fail"})).status == 201
 
 
-async def test_a_policy_belongs_to_the_first_that_changes_it_until_an_admin_says_otherwise(tmp_path: Path) -> None:
+async def test_a_policy_belongs_to_the_first_trainer_that_changes_it_unless_an_admin_sets_another(
+    tmp_path: Path,
+) -> None:
     async with scripted(Reply(finish())) as engine:
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
             bodies = [(await site.post("/v1/tokens", {"access": "trainer"})).body for _ in range(2)]
@@ -310,13 +312,13 @@ async def test_a_policy_belongs_to_the_first_that_changes_it_until_an_admin_says
             assert (await site.post(resume, {"version": 1}, token=first)).body["owner"] == one
             assert (await site.post(resume, {"version": 2}, token=second)).code == "forbidden"
             assert (await site.call("PUT", "/v1/policies/default/owner", json={"owner": two})).body["owner"] == two
-        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:  # it is remembered
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:  # the owner is stored
             assert (await site.post(resume, {"version": 2}, token=first)).code == "forbidden"
             assert (await site.post(resume, {"version": 2}, token=second)).status == 200
             assert (await site.post(resume, {"version": 3})).status == 200, "an admin may always"
 
 
-async def test_events_of_other_runs_are_not_told(tmp_path: Path) -> None:
+async def test_events_of_other_runs_are_not_sent(tmp_path: Path) -> None:
     async with service(tmp_path) as made:
         headers = {"Authorization": f"Bearer {made.tokens['stranger']}"}
         async with made.site.http.get(f"{made.site.url}/v1/events", headers=headers) as stream:
@@ -345,7 +347,7 @@ async def test_tokens_are_created_rotated_and_revoked_without_a_restart(tmp_path
         path.read_bytes().decode("latin-1") for path in (tmp_path / "data").rglob("*") if path.is_file()
     ), "only its digest is stored"
     async with open_site(tmp_path) as site:
-        assert (await site.get("/v1/runs/hers", token=rotated["token"])).status == 200, "it is remembered"
+        assert (await site.get("/v1/runs/hers", token=rotated["token"])).status == 200, "it is stored"
         assert (await site.delete(f"/v1/tokens/{made['id']}")).status == 204
         assert (await site.get("/v1/runs", token=rotated["token"])).status == 401
         assert (await site.delete(f"/v1/tokens/{made['id']}")).code == "not_found"
@@ -370,7 +372,7 @@ async def test_a_token_expires(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body", [{}, {"access": "root"}, {"access": "reader", "runs": ["a b"]}, {"access": "reader", "expires_s": 0}]
 )
-async def test_a_poor_token_is_refused(body: Mapping[str, Any], tmp_path: Path) -> None:
+async def test_an_invalid_token_request_is_refused(body: Mapping[str, Any], tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         assert (await site.post("/v1/tokens", body)).code == "invalid_request"
         assert (await site.get("/v1/tokens")).body["tokens"] == []
@@ -379,7 +381,7 @@ async def test_a_poor_token_is_refused(body: Mapping[str, Any], tmp_path: Path) 
 # --- sessions -----------------------------------------------------------------------------------------
 
 
-async def test_a_key_opens_one_session_and_no_later_one_of_that_id(tmp_path: Path) -> None:
+async def test_a_key_is_not_valid_for_a_later_session_of_the_same_id(tmp_path: Path) -> None:
     async with scripted(Reply("yes")) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         body, chat = {"run": "r", "id": "s"}, {"messages": [{"role": "user", "content": "well?"}], "model": "any"}
         keys: list[str] = []

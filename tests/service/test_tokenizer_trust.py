@@ -1,4 +1,4 @@
-"""An engine that cannot show which tokenizer it has: told everywhere, and trained on only if the operator says so."""
+"""An engine whose tokenizer cannot be verified: reported everywhere, and trained on only if the operator trusts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def silent() -> ScriptedEngine:
 
 
 async def traced(site: Site, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A rollout's record and its one trace; the client reads the same of it from Arrow."""
+    """A rollout's record and its one trace; the client reads the same from Arrow."""
     await site.submit(name)
     record = await site.ended(name)
     (trace,) = (await site.get(f"/v1/rollouts/{name}/traces")).body["traces"]
@@ -33,7 +33,7 @@ async def traced(site: Site, name: str) -> tuple[dict[str, Any], dict[str, Any]]
     return record, trace
 
 
-async def test_a_tokenizer_that_was_compared_is_verified(tmp_path: Path) -> None:
+async def test_a_compared_tokenizer_is_verified(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         (found,) = (await site.get("/v1/engines")).body["engines"]
         assert (found["tokenizer_verified"], found["trust_tokenizer"]) == (True, False)
@@ -42,7 +42,9 @@ async def test_a_tokenizer_that_was_compared_is_verified(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
-async def test_one_that_could_not_be_is_told_and_trained_on_only_if_trusted(tmp_path: Path, is_trusted: bool) -> None:
+async def test_an_unverified_tokenizer_is_reported_and_trained_on_only_if_trusted(
+    tmp_path: Path, is_trusted: bool
+) -> None:
     async with silent() as engine:
         table = {**engine_table(engine), "trust_tokenizer": is_trusted}
         async with open_site(tmp_path, engines=[table]) as site:
@@ -50,7 +52,7 @@ async def test_one_that_could_not_be_is_told_and_trained_on_only_if_trusted(tmp_
             (found,) = status["engines"]
             assert (found["tokenizer_verified"], found["trust_tokenizer"]) == (False, is_trusted)
             record, trace = await traced(site, "r1")
-    assert record["outcome"] == "completed" and record["reward"] is not None, "it is scored all the same"
+    assert record["outcome"] == "completed" and record["reward"] is not None, "it is scored anyway"
     assert (trace["tokenizer_verified"], trace["trainable"]) == (False, is_trusted)
     if is_trusted:
         assert trace["reason"] is None
@@ -58,7 +60,7 @@ async def test_one_that_could_not_be_is_told_and_trained_on_only_if_trusted(tmp_
         assert "engine e1 could not be verified" in trace["reason"] and "trust_tokenizer" in trace["reason"]
 
 
-async def test_that_it_is_trusted_is_remembered(tmp_path: Path) -> None:
+async def test_trust_in_a_tokenizer_survives_a_restart(tmp_path: Path) -> None:
     async with silent() as engine:
         async with open_site(tmp_path) as site:
             assert (await site.post("/v1/engines", {**engine_table(engine), "trust_tokenizer": True})).status == 201
@@ -75,7 +77,7 @@ async def test_that_it_is_trusted_is_remembered(tmp_path: Path) -> None:
         (False, True, "warn", "is trusted"),
     ],
 )
-async def test_the_doctor_asks_the_configured_engines(
+async def test_the_doctor_probes_the_configured_engines(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     can_tokenize: bool,
@@ -83,7 +85,7 @@ async def test_the_doctor_asks_the_configured_engines(
     state: str,
     said: str,
 ) -> None:
-    monkeypatch.setenv("ROLLYARD_URL", "http://127.0.0.1:9")  # no service answers there
+    monkeypatch.setenv("ROLLYARD_URL", "http://127.0.0.1:9")  # no service listens there
     async with scripted() as engine:
         engine.can_tokenize = can_tokenize
         table = {**engine_table(engine), "trust_tokenizer": is_trusted}
@@ -91,7 +93,7 @@ async def test_the_doctor_asks_the_configured_engines(
     assert (check.name, check.state) == ("engine e1", state) and said in check.detail
 
 
-async def test_the_doctor_asks_a_running_service_for_its_engines(
+async def test_the_doctor_gets_the_engines_of_a_running_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with silent() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:

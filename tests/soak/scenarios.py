@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollyard.cli.bench.endurance import bench_endurance
-from rollyard.cli.bench.survive import bench_survive
+from bench.endurance import bench_endurance
+from bench.survive import bench_survive
 from rollyard.core import Json
 from tests.acceptance.test_draw_kill import deaths_on_both_sides
 from tests.acceptance.test_kill import killed_service

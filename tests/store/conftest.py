@@ -1,7 +1,7 @@
-"""Openers of one store, as the conformance suite wants them: a SQLite file, and a schema of a PostgreSQL database.
+"""Openers of one store, for the conformance suite: a SQLite file, and a schema of a PostgreSQL database.
 
-`open_store` is SQLite's; `open_any` is each of them in turn. The PostgreSQL server is a real one that the tests start;
-where it is not installed, its tests are skipped.
+`open_store` opens SQLite; `open_any` is each of them in turn. The tests start a real PostgreSQL server; if it is not
+installed, its tests are skipped.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from bench.postgres import PgServer
 from rollyard.store import PostgresStore, SqliteStore
-from rollyard.testing.store_postgres import PgServer
 
 _numbers = itertools.count(1)
 
@@ -52,7 +52,7 @@ class PostgresOpener:
         )
 
     async def execute(self, sql: str) -> list[asyncpg.Record]:
-        """As somebody else would, beside the store."""
+        """Executes SQL in another session, beside the store."""
         connection = await asyncpg.connect(self.url)
         try:
             return await connection.fetch(sql)

@@ -1,6 +1,6 @@
-"""Fills a small disk with a store, in a mount namespace of its own. `full_disk.py FOLDER`; see test_breaks.py.
+"""Fills a small disk with a store, in its own mount namespace. `full_disk.py FOLDER`; see test_breaks.py.
 
-Says as JSON what the store acknowledged, how it failed, and what was there after some room had been made.
+Prints as JSON what the store acknowledged, how it failed, and what it contained after some space was freed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Disks that fill up, files that are not ours, places where a store must not lie."""
+"""Full disks, files of other programs, and places where a store must not be."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollyard.testing.store_conformance import completed, submission, trajectory
 from tests.store.conftest import AnyOpener, SqliteOpener
 
 
-async def test_a_full_disk_stops_the_store_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
+async def test_a_full_disk_stops_the_store_and_loses_no_acknowledged_write(tmp_path: Path) -> None:
     script = 'mount -t tmpfs -o size=1m tmpfs "$1" && exec "$2" "$3" "$1"'
     argv = ("unshare", "-Urm", "sh", "-c", script, "sh", tmp_path, sys.executable)
     process = await asyncio.create_subprocess_exec(*argv, Path(__file__).with_name("full_disk.py"), stdout=PIPE)
@@ -41,13 +41,13 @@ async def test_a_full_disk_stops_the_store_and_loses_nothing_acknowledged(tmp_pa
 _FULL = "database or disk is full"
 
 
-async def test_the_lock_names_who_has_the_store(open_store: SqliteOpener) -> None:
+async def test_a_locked_store_reports_its_holder(open_store: SqliteOpener) -> None:
     async with await open_store():
         with pytest.raises(StoreLocked, match=f"pid {os.getpid()} on "):
             await open_store()
 
 
-async def test_a_store_is_for_its_owner_only(open_store: SqliteOpener) -> None:
+async def test_the_files_of_a_store_are_readable_by_their_owner_only(open_store: SqliteOpener) -> None:
     async with await open_store():
         files = list(open_store.path.parent.iterdir())
         assert len(files) == 4  # the store, its lock, its WAL and the WAL's index
@@ -77,7 +77,7 @@ async def test_a_file_of_another_program_is_refused(tmp_path: Path, open_store: 
         await SqliteStore.open(tmp_path / "rollyard.db" / "below a file")
 
 
-def test_migrations_are_applied_once_and_a_failed_one_leaves_nothing(tmp_path: Path) -> None:
+def test_migrations_are_applied_once_and_a_failed_one_is_rolled_back(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
     assert migrate(connection) == len(MIGRATIONS)
     assert migrate(connection) == 0
@@ -102,7 +102,7 @@ MOUNTINFO = r"""
 31 30 0:41 / /home/local\040disk rw - xfs /dev/sdb1 rw
 32 22 0:42 / /scratch rw - lustre mds@tcp:/scratch rw
 33 22 0:43 / /twice rw - ext4 /dev/sdc1 rw
-34 22 0:44 / /twice rw - fuse.sshfs somebody@host: rw
+34 22 0:44 / /twice rw - fuse.sshfs user@host: rw
 broken line
 """
 
@@ -132,7 +132,7 @@ def test_network_file_systems_are_refused() -> None:
             refuse_network(Path(folder), MOUNTINFO)
 
 
-async def test_a_closed_store_says_so(open_any: AnyOpener) -> None:
+async def test_a_closed_store_raises_store_unusable(open_any: AnyOpener) -> None:
     store = await open_any()
     await store.put_run(Run("run"), {})
     assert len(await store.submit([submission("a")])) == 1
@@ -154,7 +154,7 @@ async def test_close_commits_what_is_queued(open_any: AnyOpener) -> None:
         assert store.recovered.requeued == 1
 
 
-async def test_a_cancelled_caller_does_not_take_its_write_back(open_any: AnyOpener) -> None:
+async def test_cancelling_a_caller_does_not_cancel_its_write(open_any: AnyOpener) -> None:
     async with await open_any() as store:
         await store.put_run(Run("run"), {})
         caller = asyncio.create_task(store.submit([submission("a")]))
@@ -166,18 +166,18 @@ async def test_a_cancelled_caller_does_not_take_its_write_back(open_any: AnyOpen
         assert (await store.get("a")).id == "a"
 
 
-async def test_a_move_that_nobody_awaits_logs_its_failure(
+async def test_the_failure_of_a_move_that_is_not_awaited_is_logged(
     open_any: AnyOpener, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with await open_any() as store:
         await store.put_run(Run("run"), {})
         with caplog.at_level(logging.WARNING, "rollyard.store"):
-            store.move("nobody", Position(), Position(State.INIT))
+            store.move("unknown", Position(), Position(State.INIT))
             await store.submit([submission("a")])
-    assert [record.rollout for record in caplog.records if hasattr(record, "rollout")] == ["nobody"]  # type: ignore[attr-defined]
+    assert [record.rollout for record in caplog.records if hasattr(record, "rollout")] == ["unknown"]  # type: ignore[attr-defined]
 
 
-async def test_a_move_of_a_rollout_that_was_just_cancelled_is_no_warning(
+async def test_a_move_of_a_rollout_that_was_just_cancelled_logs_no_warning(
     open_any: AnyOpener, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with await open_any() as store:
@@ -204,7 +204,7 @@ async def test_illegal_moves_are_refused_at_once(open_any: AnyOpener) -> None:
 
 
 @pytest.mark.parametrize("body", [{"x": float("nan")}, {"x": "\ud800"}], ids=["nan", "surrogate"])
-async def test_a_body_that_is_not_json_is_the_clients_error(body: dict[str, object], open_any: AnyOpener) -> None:
+async def test_a_body_that_is_not_json_is_an_invalid_request(body: dict[str, object], open_any: AnyOpener) -> None:
     async with await open_any() as store:
         await store.put_run(Run("run"), {})
         new = submission("a")
@@ -214,13 +214,13 @@ async def test_a_body_that_is_not_json_is_the_clients_error(body: dict[str, obje
             await store.submit([type(new)(rollout, body)])  # type: ignore[arg-type]
 
 
-async def test_a_shell_that_holds_the_write_lock_is_waited_for(open_store: SqliteOpener) -> None:
+async def test_the_store_waits_for_a_shell_that_holds_the_write_lock(open_store: SqliteOpener) -> None:
     async with await open_store() as store:
         await store.put_run(Run("run"), {})
         shell = sqlite3.connect(open_store.path, isolation_level=None)
         shell.execute("BEGIN IMMEDIATE")
         waiting = asyncio.create_task(store.submit([submission("a")]))
-        for _ in range(50):  # the loop goes on meanwhile
+        for _ in range(50):  # the event loop keeps running
             await asyncio.sleep(0)
         assert not waiting.done()
         shell.execute("COMMIT")
@@ -235,17 +235,17 @@ async def test_commits_are_reported_and_batched(tmp_path: Path) -> None:
     ) as store:
         await store.put_run(Run("run"), {})
         await asyncio.gather(*(store.submit([submission(f"r{i}")]) for i in range(100)))
-    assert sum(operations for _, operations in commits) == 102  # and the clock, at the end
+    assert sum(operations for _, operations in commits) == 102  # including the clock, at the close
     assert len(commits) < 20
 
 
-async def test_who_watches_commits_cannot_stop_them(tmp_path: Path) -> None:
+async def test_a_failing_on_commit_callback_does_not_stop_the_store(tmp_path: Path) -> None:
     async with await SqliteStore.open(tmp_path / "x.db", on_commit=lambda seconds, operations: 1 / 0) as store:  # type: ignore[arg-type]
         await store.put_run(Run("run"), {})
         assert len(await store.submit([submission("a")])) == 1 and store.broken is None
 
 
-async def test_a_run_is_deleted_with_all_that_is_its_own_in_one_commit(tmp_path: Path) -> None:
+async def test_a_run_and_everything_in_it_are_deleted_in_one_commit(tmp_path: Path) -> None:
     commits: list[int] = []
     async with await SqliteStore.open(tmp_path / "x.db", on_commit=lambda _, n: commits.append(n)) as store:
         await store.put_run(Run("run"), {})
@@ -301,10 +301,10 @@ async def test_clients_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert max(sizes) <= 3
         moves = [store.move(f"r{i}", Position(), Position(State.INIT)) for i in range(20)]
         await asyncio.gather(*moves)
-    assert max(sizes) == 20  # what the pipeline writes does not wait
+    assert max(sizes) == 20  # writes of the pipeline do not wait
 
 
-async def test_a_stale_end_after_a_retry_says_where_the_rollout_is(open_any: AnyOpener) -> None:
+async def test_a_stale_end_after_a_retry_reports_the_rollouts_position(open_any: AnyOpener) -> None:
     async with await open_any() as store:
         await store.put_run(Run("run"), {})
         await store.submit([submission("a")])

@@ -86,7 +86,7 @@ trajectories = st.builds(
 
 
 @given(trajectories)
-def test_a_trajectory_comes_back_as_it_was(value: Trajectory) -> None:
+def test_a_trajectory_round_trips(value: Trajectory) -> None:
     assert decode_trajectory(bytes(encode_trajectory(value))) == value
 
 
@@ -124,12 +124,12 @@ runs = st.builds(
 
 
 @given(st.one_of(endings, failed, tasks, runs))
-def test_a_record_comes_back_as_it_was(value: object) -> None:
+def test_a_record_round_trips(value: object) -> None:
     assert from_json(to_json(value), type(value)) == value
 
 
 @given(st.lists(st.builds(LostAttempt, small, text, text), max_size=3).map(tuple))
-def test_a_history_comes_back_as_it_was(lost: tuple[LostAttempt, ...]) -> None:
+def test_lost_attempts_round_trip(lost: tuple[LostAttempt, ...]) -> None:
     assert from_json(to_json(lost), tuple[LostAttempt, ...]) == lost
 
 
@@ -152,7 +152,7 @@ def test_a_trace_of_8000_tokens_is_about_100_kb() -> None:
         (bytes(encode_trajectory(trajectory("a")))[:-3], "cannot be read"),
     ],
 )
-def test_bytes_that_are_no_trajectory_are_refused(data: bytes, message: str) -> None:
+def test_bytes_that_are_not_a_trajectory_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(CorruptRecord, match=message):
         decode_trajectory(data)
 
@@ -169,8 +169,8 @@ def test_a_column_of_the_wrong_type_is_refused() -> None:
         encode_trajectory(wide)
 
 
-def test_threads_may_read_their_first_records_at_the_same_moment():
-    """msgspec must not be left to build a type in a reader's thread: two of them at once is a segmentation fault."""
+def test_threads_may_decode_their_first_records_at_the_same_time():
+    """msgspec must not build a type in a reader's thread: two threads that do so at once cause a segmentation fault."""
     code = """
 import sys, threading
 sys.setswitchinterval(1e-6)
@@ -189,6 +189,6 @@ threads = [threading.Thread(target=work) for _ in range(4)]
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_kind_that_was_not_built_at_import_cannot_be_read():
+def test_a_type_without_a_decoder_built_at_import_cannot_be_decoded():
     with pytest.raises(KeyError):
         from_json(b"{}", dict[str, bytes])

@@ -1,7 +1,7 @@
-"""kill -9 at random moments: what was acknowledged is there, and nothing has ended twice.
+"""kill -9 at random times: every acknowledged write is stored, and no rollout ends twice.
 
-Each victim goes on where the one before it stopped, and the last opening is another process's too: with PostgreSQL, as
-on another machine."""
+Each victim continues where the previous one stopped, and another process does the last opening: with PostgreSQL, as on
+another machine."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ VICTIM = Path(__file__).with_name("victim.py")
 
 
 async def _run_and_kill(name: str, lines: int) -> list[dict[str, object]]:
-    """What a victim had acknowledged when it was killed, after so many lines."""
+    """Returns what a victim had acknowledged when it was killed, after that many lines."""
     process = await asyncio.create_subprocess_exec(sys.executable, VICTIM, name, stdout=PIPE)
     assert process.stdout is not None
     said = [await process.stdout.readline() for _ in range(lines)]
     process.kill()
-    said += (await process.stdout.read()).splitlines(keepends=True)  # it went on until the signal came
+    said += (await process.stdout.read()).splitlines(keepends=True)  # it continued until the signal arrived
     await process.wait()
     return [json.loads(line) for line in said if line.endswith(b"\n")]
 
 
-async def test_nothing_acknowledged_is_lost_and_nothing_ends_twice(open_any: AnyOpener) -> None:
+async def test_no_acknowledged_write_is_lost_and_no_rollout_ends_twice(open_any: AnyOpener) -> None:
     await (await open_any()).close()
     name, random = open_any.url if isinstance(open_any, PostgresOpener) else str(open_any.path), Random()
     submitted: set[str] = set()

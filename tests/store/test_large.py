@@ -1,4 +1,4 @@
-"""Large tasks, and many of them: read in pages of bounded size, stored once, and never more than SQLite allows."""
+"""Many large tasks: read in pages of limited size, stored once, and never in texts longer than SQLite allows."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ async def bodies(store: SqliteStore) -> list[int]:
     return await store._read(sizes)
 
 
-async def test_a_group_of_large_tasks_is_read_whole_though_no_text_could_hold_it(store: SqliteStore) -> None:
+async def test_a_group_larger_than_one_sqlite_text_is_read_completely(store: SqliteStore) -> None:
     await store.submit(members(large(), 40))
     found = await rollouts_of(store, "g")
     assert [rollout.index for rollout in found] == list(range(40))
     assert all(rollout.task == large() for rollout in found)
 
 
-async def test_a_page_has_as_many_as_fit_and_says_where_it_goes_on(store: SqliteStore) -> None:
+async def test_a_page_has_as_many_rollouts_as_fit_and_a_cursor_for_the_next(store: SqliteStore) -> None:
     await store.submit([new for n in range(9) for new in members(large(str(n)), 1, group=f"g{n}")])
     seen: list[str] = []
     after: str | None = None
@@ -64,16 +64,16 @@ async def test_a_page_has_as_many_as_fit_and_says_where_it_goes_on(store: Sqlite
     assert seen == [f"g{n}-0" for n in range(9)]
 
 
-async def test_one_that_is_larger_than_a_page_is_a_page(store: SqliteStore) -> None:
+async def test_a_rollout_larger_than_a_page_is_a_page_of_its_own(store: SqliteStore) -> None:
     await store.submit(members(large(size=900_000), 2))
     page = await store.list(runs=["run"], limit=10)
     assert len(page.rollouts) == 1 and page.next_cursor is not None
 
 
-async def test_many_are_read_by_their_ids(store: SqliteStore) -> None:
+async def test_many_rollouts_are_read_by_their_ids(store: SqliteStore) -> None:
     await store.submit([new for n in range(20) for new in members(large(str(n % 10)), 1, group=f"g{n}")])
     ids = [f"g{n}-0" for n in reversed(range(20))]
-    found = await store.get_many([*ids, "nobody"])
+    found = await store.get_many([*ids, "unknown"])
     assert [rollout.id for rollout in found] == ids
     assert [rollout.task for rollout in found] == [large(str(n % 10)) for n in reversed(range(20))]
 
@@ -81,7 +81,7 @@ async def test_many_are_read_by_their_ids(store: SqliteStore) -> None:
 async def test_a_task_is_stored_once_and_deleted_with_its_last_rollout(store: SqliteStore) -> None:
     task = large()
     await store.submit(members(task, 30))
-    await store.submit(members(large(), 5, group="h"))  # the same, submitted later
+    await store.submit(members(large(), 5, group="h"))  # the same task, submitted later
     assert len(await bodies(store)) == 1
     await store.put_run(Run("other"), {})
     await store.submit([Submission(Rollout("o-0", "other", task), {})])
@@ -94,7 +94,7 @@ async def test_a_task_is_stored_once_and_deleted_with_its_last_rollout(store: Sq
     assert await bodies(store) == []
 
 
-async def test_more_small_records_than_one_text_holds_are_read_one_by_one(store: SqliteStore) -> None:
+async def test_records_that_exceed_one_sqlite_text_are_read_row_by_row(store: SqliteStore) -> None:
     groups = [(Group(f"g{n}", "run", size=1), {"n": n}) for n in range(4000)]
     await store.put_groups(groups, [])
     assert len(await store.unfinished_groups()) == 4000
@@ -107,7 +107,7 @@ async def test_tasks_of_an_older_store_are_still_read(tmp_path: Path) -> None:
     async with await SqliteStore.open(path) as store:
         await store.put_run(Run("run"), {})
         await store.submit(members(large(), 3))
-    with sqlite3.connect(path) as connection:  # as the schema before it had them
+    with sqlite3.connect(path) as connection:  # as an older schema stored them
         connection.execute("INSERT INTO tasks SELECT r.seq, b.task FROM rollouts r JOIN bodies b ON b.id = r.body")
         connection.execute("UPDATE rollouts SET body = NULL")
         connection.execute("DELETE FROM bodies")

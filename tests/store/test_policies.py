@@ -1,4 +1,4 @@
-"""What is known of policies outlives the process: the newest record of each, and a pause that was under way."""
+"""Policies survive a restart: the newest record of each, and a pause in progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAUSED = PolicyRecord(
 )
 
 
-async def test_a_policy_is_there_as_it_was_put_and_the_newest_counts(open_any: AnyOpener) -> None:
+async def test_the_newest_record_of_a_policy_survives_a_restart(open_any: AnyOpener) -> None:
     store: Store = await open_any()
     assert list(await store.policies()) == []
     await store.put_policy(PolicyRecord("actor"))

@@ -1,4 +1,4 @@
-"""What only the PostgreSQL store can meet: a server that goes away, connections that are lost, others in the tables."""
+"""Cases that only the PostgreSQL store has: a server that stops, lost connections, other sessions in its tables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asyncio.subprocess import PIPE
 import asyncpg
 import pytest
 
+from bench.postgres import PgServer
 from rollyard.core import Position, Run, State
 from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.store import PostgresStore, Stale, StoreLocked, StoreUnusable
 from rollyard.testing.store_conformance import INIT, QUEUED, READY, advance, completed, submission, trajectory
-from rollyard.testing.store_postgres import PgServer
 from tests.store.conftest import PostgresOpener
 from tests.worker import free_port
 
@@ -27,7 +27,7 @@ READERS = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 
 
 async def broken(store: PostgresStore) -> str:
-    """Why it cannot be used: as soon as the loop has been told."""
+    """Returns why the store cannot be used, as soon as it is broken."""
     while store.broken is None:
         await asyncio.sleep(0)
     return store.broken
@@ -38,7 +38,7 @@ async def filled(store: PostgresStore, *ids: str) -> None:
     await store.submit([submission(rollout_id) for rollout_id in ids])
 
 
-async def test_the_lock_names_who_has_the_store(open_postgres: PostgresOpener) -> None:
+async def test_a_locked_store_reports_its_holder(open_postgres: PostgresOpener) -> None:
     async with await open_postgres():
         with pytest.raises(
             StoreLocked, match=rf"rollyard pid {os.getpid()} on .* \(from 127.0.0.1, server process \d+"
@@ -63,7 +63,7 @@ async def test_a_lost_lock_stops_the_store_at_once(open_postgres: PostgresOpener
                 await call
 
 
-async def test_a_second_opener_fences_the_first_once_the_lock_is_gone(open_postgres: PostgresOpener) -> None:
+async def test_a_second_opener_fences_the_first_once_the_lock_is_lost(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as old:
         await filled(old, "a", "b")
         await open_postgres.execute(LOCKS)
@@ -91,7 +91,7 @@ async def test_every_transaction_checks_the_epoch(open_postgres: PostgresOpener)
         assert (await again.get("a")).position == QUEUED
 
 
-async def test_a_writer_whose_connection_is_lost_stops_the_store(open_postgres: PostgresOpener) -> None:
+async def test_a_lost_connection_of_the_writer_stops_the_store(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a")
         await open_postgres.execute(WRITERS)
@@ -100,7 +100,7 @@ async def test_a_writer_whose_connection_is_lost_stops_the_store(open_postgres: 
             await store.end("a", QUEUED, completed())
 
 
-async def test_a_reader_whose_connection_is_lost_is_replaced(open_postgres: PostgresOpener) -> None:
+async def test_a_lost_connection_of_a_reader_is_replaced(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a")
         killed = await open_postgres.execute(READERS)
@@ -109,7 +109,7 @@ async def test_a_reader_whose_connection_is_lost_is_replaced(open_postgres: Post
         assert [one.id for one in found] == ["a"] * 9 and store.broken is None
 
 
-async def test_a_server_that_stops_and_starts_loses_nothing_acknowledged() -> None:
+async def test_a_server_restart_loses_no_acknowledged_write() -> None:
     with PgServer(port=free_port()) as server:
         acknowledged: set[str] = set()
         store = await PostgresStore.open(server.url)
@@ -143,7 +143,7 @@ async def test_a_server_that_stops_and_starts_loses_nothing_acknowledged() -> No
             assert len(await again.submit([submission("later")])) == 1
 
 
-async def test_a_lease_leaves_out_what_another_transaction_holds(open_postgres: PostgresOpener) -> None:
+async def test_a_lease_leaves_out_rows_that_another_transaction_has_locked(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a", "b", "c")
         other = await asyncpg.connect(open_postgres.url)
@@ -154,8 +154,8 @@ async def test_a_lease_leaves_out_what_another_transaction_holds(open_postgres: 
         assert list(await store.lease([("b", 1, "n")])) == ["b"]
 
 
-@pytest.mark.parametrize("refused", ["nobody", "nul\0"])  # not there; refused outright, so that all is done again
-async def test_moves_that_are_written_together_fail_alone(refused: str, open_postgres: PostgresOpener) -> None:
+@pytest.mark.parametrize("refused", ["unknown", "nul\0"])  # unknown; invalid, so that the whole batch runs again
+async def test_moves_that_are_written_together_fail_individually(refused: str, open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a", "b", "c", "d")
         calls = [
@@ -165,11 +165,11 @@ async def test_moves_that_are_written_together_fail_alone(refused: str, open_pos
             store.move("c", QUEUED, INIT),
             store.move("a", INIT, READY),
             store.move("d", QUEUED, INIT),
-            store.move("a", INIT, READY),  # it has been there
+            store.move("a", INIT, READY),  # it was already moved
             store.move("a", READY, READY.to(State.RUN)),
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        refusal = Stale if refused == "nobody" else InvalidRequest
+        refusal = Stale if refused == "unknown" else InvalidRequest
         assert [(number, type(result)) for number, result in enumerate(results) if result is not None] == [
             (1, Stale),
             (2, refusal),
@@ -179,7 +179,7 @@ async def test_moves_that_are_written_together_fail_alone(refused: str, open_pos
         assert found == [State.RUN, State.QUEUED, State.INIT, State.INIT]
 
 
-async def test_text_that_postgres_cannot_keep_is_the_clients_error(open_postgres: PostgresOpener) -> None:
+async def test_text_that_postgres_cannot_store_is_an_invalid_request(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a")
         calls = [store.request_cancel("x", "fine"), store.request_cancel("a", "not\0fine")]
@@ -192,26 +192,26 @@ async def test_text_that_postgres_cannot_keep_is_the_clients_error(open_postgres
         assert (await store.get("a")).position == QUEUED
 
 
-async def test_a_rollout_that_somebody_holds_is_waited_for(open_postgres: PostgresOpener) -> None:
+async def test_a_move_waits_for_a_row_that_another_transaction_has_locked(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a")
         other = await asyncpg.connect(open_postgres.url)
         async with other.transaction():
             await other.execute("SELECT 1 FROM rollouts WHERE id = 'a' FOR UPDATE")
             moved = store.move("a", QUEUED, INIT)
-            assert (await store.get("a")).position == QUEUED  # reads go on
+            assert (await store.get("a")).position == QUEUED  # reads continue
             assert not moved.done()
         await other.close()
         await moved
         assert (await store.get("a")).position == INIT
 
 
-async def test_a_deadlock_with_somebody_else_is_tried_again(open_postgres: PostgresOpener) -> None:
+async def test_moves_are_retried_after_a_deadlock_with_another_session(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a", "b")
         other = await asyncpg.connect(open_postgres.url)
         async with other.transaction():
-            await other.execute("SET LOCAL deadlock_timeout = '1min'")  # the store is the one to find it
+            await other.execute("SET LOCAL deadlock_timeout = '1min'")  # so that the store's session detects it
             await other.execute("SELECT 1 FROM rollouts WHERE id = 'b' FOR UPDATE")
             moves = [store.move("a", QUEUED, INIT), store.move("b", QUEUED, INIT)]
             while not await open_postgres.execute("SELECT 1 FROM pg_locks WHERE NOT granted"):
@@ -222,7 +222,7 @@ async def test_a_deadlock_with_somebody_else_is_tried_again(open_postgres: Postg
         assert [(await store.get(rollout_id)).position for rollout_id in "ab"] == [INIT, INIT]
 
 
-async def test_who_reads_when_the_store_closes_is_told(open_postgres: PostgresOpener) -> None:
+async def test_reads_during_a_close_return_or_raise_store_unusable(open_postgres: PostgresOpener) -> None:
     store = await open_postgres()
     await filled(store, "a")
     reads = [asyncio.ensure_future(store.get("a")) for _ in range(20)]
@@ -232,7 +232,7 @@ async def test_who_reads_when_the_store_closes_is_told(open_postgres: PostgresOp
     assert all(isinstance(result, StoreUnusable) or getattr(result, "id", None) == "a" for result in results)
 
 
-async def test_a_cancelled_reader_leaves_its_connection_usable(open_postgres: PostgresOpener) -> None:
+async def test_a_cancelled_read_leaves_its_connection_usable(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a")
         for _ in range(9):
@@ -244,8 +244,8 @@ async def test_a_cancelled_reader_leaves_its_connection_usable(open_postgres: Po
         assert [row.id for row in await store.queued()] == ["a"]
 
 
-async def test_a_killed_head_is_followed_by_another(open_postgres: PostgresOpener) -> None:
-    """The first is killed while its rollout is out at a node; the second one finds the lease."""
+async def test_another_head_opens_the_store_of_a_killed_head(open_postgres: PostgresOpener) -> None:
+    """The first head is killed while its rollout is leased to a node; the second one finds the lease."""
     await (await open_postgres()).close()
     script = (
         "import asyncio, os, sys\n"

@@ -1,4 +1,4 @@
-"""What is lost of a PostgreSQL store while the server goes on: one connection, one query, one lock."""
+"""Losses of a PostgreSQL store while the server keeps running: one connection, one query, one lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.store.test_postgres import LOCKS, broken, filled
 
 
 async def _end_who_waits(opener: PostgresOpener, how: str = "pg_terminate_backend") -> None:
-    """Ends the query that waits for a lock, once there is one, and returns when it waits no more."""
+    """Ends the query that waits for a lock, once there is one, and returns when it no longer waits."""
     waiting = list[asyncpg.Record]()
     while not waiting:
         waiting = await opener.execute(f"SELECT pid, {how}(pid) FROM pg_locks WHERE NOT granted")
@@ -27,7 +27,7 @@ async def _end_who_waits(opener: PostgresOpener, how: str = "pg_terminate_backen
 
 
 @pytest.mark.parametrize("how", ["pg_terminate_backend", "pg_cancel_backend"])
-async def test_a_read_that_is_lost_is_asked_again(how: str, open_postgres: PostgresOpener) -> None:
+async def test_a_lost_read_is_repeated(how: str, open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a")
         other = await asyncpg.connect(open_postgres.url)
@@ -57,7 +57,7 @@ async def test_a_read_that_is_lost_twice_breaks_the_store(open_postgres: Postgre
             await store.submit([submission("b")])
 
 
-async def test_a_question_that_cannot_be_asked_is_not_the_stores_end(open_postgres: PostgresOpener) -> None:
+async def test_an_invalid_query_parameter_does_not_break_the_store(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a")
         with pytest.raises(asyncpg.DataError, match="out of int64 range"):
@@ -65,7 +65,7 @@ async def test_a_question_that_cannot_be_asked_is_not_the_stores_end(open_postgr
         assert store.broken is None and (await store.get("a")).id == "a"
 
 
-async def test_an_id_that_no_index_can_hold_is_refused_alone(open_postgres: PostgresOpener) -> None:
+async def test_an_id_that_is_too_long_for_an_index_fails_alone(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await store.put_run(Run("run"), {})
         calls = [store.submit([submission("a")]), store.submit([submission(os.urandom(8000).hex())])]
@@ -74,7 +74,7 @@ async def test_an_id_that_no_index_can_hold_is_refused_alone(open_postgres: Post
         assert store.broken is None and (await store.get("a")).position == QUEUED
 
 
-async def test_a_connection_that_is_lost_while_the_store_opens_is_noticed(
+async def test_a_connection_that_is_lost_while_the_store_opens_is_detected(
     open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[asyncpg.Connection]()
@@ -97,7 +97,7 @@ async def test_a_connection_that_is_lost_while_the_store_opens_is_noticed(
     assert len(made) == 5 and all(one.is_closed() for one in made)
 
 
-async def test_a_lock_whose_server_says_nothing_is_not_trusted(
+async def test_a_store_stops_if_the_server_does_not_answer_on_the_locks_connection(
     open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_pg_server, "ASK_EVERY_S", 0.1)
@@ -115,13 +115,13 @@ async def test_a_lock_whose_server_says_nothing_is_not_trusted(
         assert (await again.get("a")).position == QUEUED
 
 
-async def test_who_opens_the_store_waits_for_the_transaction_that_is_under_way(open_postgres: PostgresOpener) -> None:
+async def test_an_opening_waits_for_a_transaction_in_progress(open_postgres: PostgresOpener) -> None:
     async with await open_postgres() as store:
         await filled(store, "a")
         other = await asyncpg.connect(open_postgres.url)
         async with other.transaction():
             await other.execute("SELECT 1 FROM rollouts WHERE id = 'a' FOR UPDATE")
-            moved = store.move("a", QUEUED, INIT)  # it has seen the epoch, and waits for the row
+            moved = store.move("a", QUEUED, INIT)  # it has checked the epoch, and waits for the row
             while not await open_postgres.execute("SELECT 1 FROM pg_locks WHERE NOT granted"):
                 pass
             with pytest.raises(asyncpg.LockNotAvailableError):
@@ -131,7 +131,7 @@ async def test_who_opens_the_store_waits_for_the_transaction_that_is_under_way(o
         await open_postgres.execute("SELECT 1 FROM meta WHERE key = 'epoch' FOR UPDATE NOWAIT")
 
 
-async def test_a_close_goes_on_without_its_caller(open_postgres: PostgresOpener) -> None:
+async def test_a_close_continues_if_its_caller_is_cancelled(open_postgres: PostgresOpener) -> None:
     store = await open_postgres()
     await filled(store, "a")
     other = await asyncpg.connect(open_postgres.url)

@@ -1,4 +1,4 @@
-"""Servers and databases that are not for us: each is refused with what was wrong and what to do, and no secret."""
+"""Servers and databases that cannot be used: each is refused with the cause and what to do, without any secret."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from bench.postgres import PASSWORD, PgServer
+from bench.store_leases import measure_leases
 from rollyard.core import Run
 from rollyard.store import SqliteStore, StoreUnusable, open_store
 from rollyard.store._pg_address import Address
@@ -21,9 +23,7 @@ from rollyard.store._pg_server import SETTINGS, check_server_version, connect, m
 from rollyard.store.opening import shown
 from rollyard.store.postgres import PostgresStore
 from rollyard.store.schema import MIGRATIONS
-from rollyard.testing.store_bench import measure_leases
 from rollyard.testing.store_conformance import submission
-from rollyard.testing.store_postgres import PASSWORD, PgServer
 from tests.store.conftest import AnyOpener, PostgresOpener
 
 pytestmark = pytest.mark.slow
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.slow
 async def _refused(url: str) -> str:
     with pytest.raises(StoreUnusable) as caught:
         await PostgresStore.open(url)
-    assert caught.value.__context__ is None or caught.value.__suppress_context__  # nothing below it is printed
+    assert caught.value.__context__ is None or caught.value.__suppress_context__  # its cause is not printed
     return str(caught.value)
 
 
-async def test_what_is_wrong_is_said_with_what_to_do(postgres: PgServer) -> None:
+async def test_a_refusal_contains_the_cause_and_what_to_do(postgres: PgServer) -> None:
     assert "createdb --encoding UTF8 nosuch" in await _refused(postgres.url.removesuffix("yard") + "nosuch")
     assert "the password is wrong" in await _refused(postgres.url.replace("s3cr3t", "guess"))
     assert "the password is wrong" in await _refused(postgres.url.replace("yard:", "nobody:"))
@@ -63,9 +63,9 @@ async def test_what_is_wrong_is_said_with_what_to_do(postgres: PgServer) -> None
         "postgresql://u:ter2@[127.0.0.1/db",
     ],
 )
-async def test_a_url_that_cannot_be_understood_is_not_repeated(url: str) -> None:
+async def test_an_invalid_url_is_not_shown(url: str) -> None:
     said = await _refused(url)
-    assert "cannot be understood" in said and "ter2" not in said and "hun" not in said
+    assert "the store's URL is invalid" in said and "ter2" not in said and "hun" not in said
 
 
 async def test_a_password_is_never_shown(postgres: PgServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +87,9 @@ async def test_a_password_is_never_shown(postgres: PgServer, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("url", ["mysql://u:ter2@h/db", "sqlite:///ter2.db", "PostgreSQL://u:ter2@h/db"])
-async def test_a_url_of_something_else_is_no_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_url_of_another_scheme_is_not_used_as_a_path(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StoreUnusable, match="this URL is neither") as opened:
         await open_store(url)
@@ -96,7 +98,7 @@ async def test_a_url_of_something_else_is_no_path(url: str, tmp_path: Path, monk
     assert "ter2" not in f"{opened.value}{told.value}" and not list(tmp_path.iterdir())
 
 
-async def test_who_holds_the_tables_of_a_store_is_named(
+async def test_the_session_that_locks_the_tables_of_a_store_is_named(
     open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await (await open_postgres()).close()
@@ -107,12 +109,12 @@ async def test_who_holds_the_tables_of_a_store_is_named(
         said = await _refused(open_postgres.url)
         pid = other.get_server_pid()
     await other.close()
-    assert f"held for 30 s, by a person's psql (from 127.0.0.1, server process {pid})" in said
+    assert f"locked for 30 s, by a person's psql (from 127.0.0.1, server process {pid})" in said
     assert "pg_terminate_backend" in said
     await (await open_postgres()).close()
 
 
-async def test_the_stores_own_settings_win_over_the_databases(postgres: PgServer) -> None:
+async def test_the_stores_own_settings_override_those_of_the_database(postgres: PgServer) -> None:
     wanted = {"default_transaction_isolation": "read committed", "idle_in_transaction_session_timeout": "1min"}
     url = postgres.create_database("strict")
     other = await asyncpg.connect(url)
@@ -125,7 +127,7 @@ async def test_the_stores_own_settings_win_over_the_databases(postgres: PgServer
         assert await connection.raw.fetchval("SHOW tcp_user_timeout") == "25000"
 
 
-async def test_a_certificate_that_is_refused_is_said_to_be(tmp_path: Path) -> None:
+async def test_a_rejected_certificate_is_reported(tmp_path: Path) -> None:
     for name in ("theirs", "ours"):
         files = ("-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.pem")
         argv = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}", *files)
@@ -136,7 +138,7 @@ async def test_a_certificate_that_is_refused_is_said_to_be(tmp_path: Path) -> No
     context.load_cert_chain(tmp_path / "theirs.pem", tmp_path / "theirs.key")
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """As a PostgreSQL server that has TLS: it says so, and is hung up on."""
+        """Acts as a PostgreSQL server with TLS, whose client then disconnects."""
         await reader.readexactly(8)
         writer.write(b"S")
         with suppress(OSError):
@@ -173,7 +175,7 @@ async def test_a_newer_schema_is_refused(open_postgres: PostgresOpener) -> None:
         await open_postgres()
 
 
-async def test_migrations_are_applied_once_and_a_failed_one_leaves_nothing(open_postgres: PostgresOpener) -> None:
+async def test_migrations_are_applied_once_and_a_failed_one_is_rolled_back(open_postgres: PostgresOpener) -> None:
     await open_postgres.execute(f"CREATE SCHEMA {open_postgres.schema}")
     address = Address.parse(open_postgres.url)
     raw = await connect(address)
@@ -190,7 +192,7 @@ async def test_migrations_are_applied_once_and_a_failed_one_leaves_nothing(open_
         await raw.close()
 
 
-async def test_a_commit_is_durable_although_the_server_says_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+async def test_commits_are_synchronous_even_if_the_server_has_it_off(caplog: pytest.LogCaptureFixture) -> None:
     with PgServer("-c", "synchronous_commit=off", "-c", "fsync=off") as server:
         async with await PostgresStore.open(server.url) as store:
             connection = store._writer._connection  # type: ignore[attr-defined]
@@ -198,7 +200,7 @@ async def test_a_commit_is_durable_although_the_server_says_otherwise(caplog: py
     assert "synchronous_commit was off" in caplog.text and "fsync is off" in caplog.text
 
 
-async def test_a_name_means_a_store(open_any: AnyOpener) -> None:
+async def test_a_store_is_opened_by_its_name(open_any: AnyOpener) -> None:
     await (await open_any()).close()
     name = open_any.url if isinstance(open_any, PostgresOpener) else str(open_any.path)
     commits: list[int] = []
@@ -209,7 +211,7 @@ async def test_a_name_means_a_store(open_any: AnyOpener) -> None:
         assert sum(commits) == 2
 
 
-async def test_without_its_packages_only_the_shared_store_is_missing(tmp_path: Path) -> None:
+async def test_without_its_packages_only_the_postgres_store_is_unavailable(tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\n"
         "sys.modules['asyncpg'] = None\n"

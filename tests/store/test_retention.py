@@ -1,4 +1,4 @@
-"""Retention: by a clock that cannot jump, and so that a store under a steady load stops growing."""
+"""Retention: it uses a clock that cannot jump, and a store under a steady load stops growing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DAY = Retention(24 * HOUR_S)
 
 
 class Clock:
-    """Stands still unless it is told otherwise."""
+    """A clock whose time is set by hand."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -32,7 +32,7 @@ class Clock:
 
 
 async def wait_for(store: Store, clock: Clock, seconds: float) -> None:
-    """As if so much time went by, with a sweep an hour."""
+    """Simulates that much time, with one sweep per hour."""
     while seconds > 0:
         clock.now_s += min(seconds, MOST_STEP_S)
         seconds -= MOST_STEP_S
@@ -51,14 +51,14 @@ async def test_a_wall_clock_that_jumps_deletes_nothing(open_any: AnyOpener, monk
         await one_ended(store, "r")
         monkeypatch.setattr(time, "time", lambda: real() + 30 * 24 * HOUR_S)
         assert await store.sweep(DAY) == SweepResult()
-    async with await open_any() as store:  # nor one that was ahead before the service started
+    async with await open_any() as store:  # nor does a clock that was ahead before the service started
         await one_ended(store, "s")
         monkeypatch.setattr(time, "time", lambda: real() + 90 * 24 * HOUR_S)
         assert await store.sweep(DAY) == SweepResult()
         assert await store.trajectory("r") is not None and await store.trajectory("s") is not None
 
 
-async def test_the_clock_counts_while_the_store_is_open_and_goes_on_where_it_was(
+async def test_the_clock_counts_while_the_store_is_open_and_continues_after_a_restart(
     open_any: AnyOpener, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = open_any.read_clock = Clock()
@@ -66,11 +66,11 @@ async def test_the_clock_counts_while_the_store_is_open_and_goes_on_where_it_was
         await store.put_run(Run("run"), {})
         await one_ended(store, "r")
         await wait_for(store, clock, 20 * HOUR_S)
-    clock.now_s += 300 * 24 * HOUR_S  # it was not open
+    clock.now_s += 300 * 24 * HOUR_S  # while the store was closed
     async with await open_any() as store:
         await wait_for(store, clock, 2.5 * HOUR_S)
         assert await store.get("r")
-        clock.now_s += 30 * 24 * HOUR_S  # a process that was stopped, or a clock that jumped: an hour is counted
+        clock.now_s += 30 * 24 * HOUR_S  # a process that was stopped, or a clock that jumped: counts as one hour
         assert await store.sweep(DAY) == SweepResult()
         assert "time passed that retention does not count" in caplog.text
         await wait_for(store, clock, 1 * HOUR_S)
@@ -104,7 +104,7 @@ def draw_of(name: str, batch: int, *, is_active: bool = True) -> Draw:
 
 
 async def deliver(store: Store, draw: str, number: int) -> None:
-    """One batch of one group of two, delivered."""
+    """Delivers one batch of one group with two members."""
     if number == 1:
         await store.put_items(draw, 0, [{"n": "x" * 1000}])
         await store.put_draw(draw_of(draw, 0), {})
@@ -118,7 +118,7 @@ async def deliver(store: Store, draw: str, number: int) -> None:
 
 
 async def evaluate(store: Store, name: str) -> None:
-    """An evaluation of one task, begun and done."""
+    """Starts and completes an evaluation of one task."""
     await store.put_run(Run(name), {})
     await store.put_items(eval_items(name), 0, [{"n": "x" * 1000}])
     await store.put_eval(EvalRecord(name, name, "default", 1, tasks=1), {})
@@ -131,7 +131,7 @@ async def evaluate(store: Store, name: str) -> None:
 
 
 async def rows_of(open_any: AnyOpener) -> dict[str, int]:
-    """Rows of each table."""
+    """Counts the rows of each table."""
     if isinstance(open_any, PostgresOpener):
         names = "SELECT relname::text FROM pg_class WHERE relkind = 'r' AND relnamespace = (SELECT oid FROM "
         tables = [row[0] for row in await open_any.execute(f"{names} pg_namespace WHERE nspname = current_schema())")]
@@ -145,8 +145,8 @@ async def rows_of(open_any: AnyOpener) -> dict[str, int]:
 
 @pytest.mark.slow
 async def test_a_store_under_a_steady_load_stops_growing(open_any: AnyOpener) -> None:
-    """Every hour one draw is made and ended, a long one gets a batch and acknowledges the one before, an evaluation and
-    lone rollouts end, and a cancel comes for something unknown. The fourth day adds nothing to the second."""
+    """Every hour short draws are created and ended, a long one gets a batch and its previous batch is acknowledged,
+    evaluations and single rollouts end, and an unknown id is cancelled. The fourth day adds nothing to the second."""
     clock = open_any.read_clock = Clock()
     each = 5 if isinstance(open_any, SqliteOpener) else 1  # a commit of PostgreSQL costs ten times as much
     sizes: list[dict[str, int]] = []
@@ -179,7 +179,7 @@ async def test_a_store_under_a_steady_load_stops_growing(open_any: AnyOpener) ->
     assert not files or files[-1] <= files[1] * 1.05, files
 
 
-async def test_what_an_older_store_has_is_kept_for_as_long_again(open_store: SqliteOpener) -> None:
+async def test_retention_of_an_older_store_starts_with_its_migration(open_store: SqliteOpener) -> None:
     clock = open_store.read_clock = Clock()
     connection = sqlite3.connect(open_store.path, isolation_level=None)
     migrate(connection, MIGRATIONS[:5])

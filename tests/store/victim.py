@@ -1,7 +1,7 @@
-"""Ends rollouts and says so, until it is killed. `victim.py STORE`; see test_kill.py.
+"""Ends rollouts and reports them, until it is killed. `victim.py STORE`; see test_kill.py.
 
-It takes up what an earlier one left: queued rollouts and evaluations. Each line on stdout is something that the
-store has acknowledged: {"submitted": id} or {"ended": id, "seq": n, "attempt": n}.
+It continues what an earlier one left: queued rollouts and evaluations. Each line on stdout is a write that the store
+has acknowledged: {"submitted": id} or {"ended": id, "seq": n, "attempt": n}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollyard.testing.store_conformance import advance, submission, trajectory
 
 
 def say(**what: object) -> None:
-    os.write(1, json.dumps(what).encode() + b"\n")  # one write: a line is there whole or not at all
+    os.write(1, json.dumps(what).encode() + b"\n")  # one write: a line is complete or missing
 
 
 def reward(rollout_id: str) -> float:

@@ -1,4 +1,4 @@
-"""What the tests of splicing share: a book, an engine's answer to put into it, and the proof of what it recorded."""
+"""Helpers for the tests of splicing: a book, an engine's reply to record in it, and the check of its traces."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ def book(renderer: Renderer, **more: Any) -> ConversationBook:
 def keep(
     it: ConversationBook, renderer: Renderer, turn: PreparedTurn, text: str, *, is_cut: bool = False, **more: Any
 ) -> Any:
-    """As an engine would answer: any tokens, here those of a text, and (unless cut off) the one that ends a turn."""
+    """Records a reply: the tokens of a text and (unless cut off) the stop token."""
     ids = [*renderer.encode(text), *(() if is_cut else renderer.stop_token_ids[:1])]
     parsed = it.keep(
         turn,
@@ -33,7 +33,7 @@ def keep(
 
 
 def proven(it: ConversationBook) -> list[int]:
-    """Verifies all traces; the number of owned spans in each."""
+    """Verifies all traces; returns the number of owned spans in each."""
     traces = it.traces()
     verify(Trajectory("r", 1, traces=traces))
     owned = [span.turn for trace in traces for span in trace.spans if span.is_owned]

@@ -1,4 +1,4 @@
-"""The two tokenizers that these tests speak: ours, which is in the package, and Qwen3's, where it was fetched."""
+"""The two tokenizers of these tests: the small one in the package, and Qwen3's, if it was downloaded."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def chatml(small: Tokenizer) -> ChatML:
 
 @pytest.fixture(scope="session")
 def small_by_text(tmp_path_factory: pytest.TempPathFactory) -> ChatML:
-    """As SmolLM2's: <tool_call> and <think> are ordinary text there."""
+    """Like SmolLM2's, in which <tool_call> and <think> are ordinary text."""
     folder = tmp_path_factory.mktemp("small_by_text")
     shutil.copytree(tokenizer_dir(), folder, dirs_exist_ok=True)
     file = folder / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Random conversations: any text, tool calls, tool results, and literal markers that must stay mere text."""
+"""Random conversations: any text, tool calls, tool results, and literal markers that must stay plain text."""
 
 import json
 
@@ -67,7 +67,7 @@ def assistant(text):
 
 
 def conversations(text=plain):
-    """A history that ends with somebody else than the assistant."""
+    """A history that does not end with the assistant."""
     start = st.builds(
         lambda system, user: [
             *([{"role": "system", "content": system}] if system is not None else []),

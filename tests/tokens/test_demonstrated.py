@@ -1,4 +1,4 @@
-"""A turn that nobody sampled: the ids that a policy would have sampled, or a clear refusal."""
+"""Given turns: the ids that a policy would have sampled, or a clear refusal."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ TOOLS = [
 
 
 def called(name: str, content: str = "", **arguments: object) -> dict:
-    function = {"name": name, "arguments": json.dumps(arguments, separators=(",", ":"))}  # closer than any template
+    function = {"name": name, "arguments": json.dumps(arguments, separators=(",", ":"))}  # unlike any template
     return {
         "role": "assistant",
         "content": content,
@@ -81,8 +81,8 @@ def renderer(request: pytest.FixtureRequest) -> Renderer:
             return load_renderer(Tokenizers().load(request.getfixturevalue("vllm_model")), "smollm2")
 
 
-def test_turn_by_turn_the_ids_are_those_of_a_policy_that_says_the_same(renderer: Renderer):
-    """Appended as a conversation appends: rendered once, then extended with what was told."""
+def test_the_ids_of_given_turns_are_those_of_a_policy_that_samples_them(renderer: Renderer):
+    """The conversation is rendered once, then extended with tool results."""
     turns = [called("shell", "I look.", command="ls -a | wc -l"), called("shell", command="echo 'ä' > \"b c\"")]
     history, ids = list(ASKED), renderer.render(ASKED, TOOLS)
     for number, turn in enumerate(turns):
@@ -96,7 +96,7 @@ def test_turn_by_turn_the_ids_are_those_of_a_policy_that_says_the_same(renderer:
             json.loads(turn["tool_calls"][0]["function"]["arguments"]),
         )
         text = renderer.decode(found.token_ids[:-1])
-        assert renderer.encode(text) == found.token_ids[:-1], "canonical: as the tokenizer itself writes this text"
+        assert renderer.encode(text) == found.token_ids[:-1], "canonical: as the tokenizer encodes this text"
         told = [{"role": "tool", "tool_call_id": call.id, "name": "shell", "content": f"{number}\n<|im_end|>"}]
         longer = renderer.extend(ids, found.token_ids, told, TOOLS)
         assert longer is not None
@@ -109,7 +109,7 @@ def test_turn_by_turn_the_ids_are_those_of_a_policy_that_says_the_same(renderer:
 
 @settings(max_examples=60)
 @given(turn=assistant(plain), schemas=tools)
-def test_whatever_is_given_reads_back(chatml: ChatML, turn: dict, schemas: list):
+def test_any_given_turn_parses_as_itself(chatml: ChatML, turn: dict, schemas: list):
     prompt = chatml.render(ASKED, schemas)
     found = given_turn(chatml, prompt, ASKED, turn, schemas)
     parsed = chatml.parse(found.token_ids, prompt, schemas)
@@ -124,7 +124,9 @@ def test_whatever_is_given_reads_back(chatml: ChatML, turn: dict, schemas: list)
 
 @settings(max_examples=25)
 @given(text=plain, name=names, values=arguments)
-def test_a_library_s_format_reads_back_too(qwen3_renderer: Renderer, text: str, name: str, values: dict):
+def test_a_given_turn_in_a_library_format_parses_as_itself(
+    qwen3_renderer: Renderer, text: str, name: str, values: dict
+):
     prompt = qwen3_renderer.render(ASKED, TOOLS)
     found = given_turn(qwen3_renderer, prompt, ASKED, called(name, text, **values), TOOLS)
     (call,) = found.parsed.tool_calls
@@ -142,22 +144,24 @@ def test_markers_in_a_text_stay_text(chatml: ChatML):
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (COUNTS, "does not begin with the prompt"),
-        (OPENS_THINKING, "does not begin with the prompt"),
-        (DROPS_CALLS, "reads back as something else"),
+        (COUNTS, "does not start with the prompt"),
+        (OPENS_THINKING, "does not start with the prompt"),
+        (DROPS_CALLS, "parses as a different one"),
     ],
     ids=["counts", "opens_thinking", "drops_calls"],
 )
-def test_a_template_that_cannot_is_refused(by_template: Callable[[str], TemplateRenderer], template: str, reason: str):
+def test_a_template_that_cannot_write_a_given_turn_is_refused(
+    by_template: Callable[[str], TemplateRenderer], template: str, reason: str
+):
     renderer = by_template(template)
     prompt = renderer.render(ASKED, TOOLS)
     with pytest.raises(TaskInvalid, match=rf"cannot write a turn that was not sampled \(template\): .*{reason}"):
         given_turn(renderer, prompt, ASKED, called("shell", command="ls"), TOOLS)
 
 
-def test_a_prompt_that_is_another_conversation_s_is_refused(chatml: ChatML):
+def test_the_prompt_of_another_conversation_is_refused(chatml: ChatML):
     prompt = chatml.render([*ASKED, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "Sure?"}])
-    with pytest.raises(TaskInvalid, match="does not begin with the prompt"):
+    with pytest.raises(TaskInvalid, match="does not start with the prompt"):
         given_turn(chatml, prompt, ASKED, {"role": "assistant", "content": "Yes."})
 
 
@@ -173,12 +177,12 @@ def test_a_prompt_that_is_another_conversation_s_is_refused(chatml: ChatML):
     ],
     ids=["a user's", "broken arguments", "no name"],
 )
-def test_what_is_no_turn_is_named(chatml: ChatML, turn: dict, reason: str):
+def test_an_invalid_turn_is_refused_with_the_reason(chatml: ChatML, turn: dict, reason: str):
     with pytest.raises(TaskInvalid, match=reason):
         given_turn(chatml, chatml.render(ASKED), ASKED, turn)
 
 
-def test_thinking_is_given_where_the_format_keeps_it(chatml: ChatML):
+def test_a_given_turn_keeps_its_thinking(chatml: ChatML):
     turn = {**called("shell", "So.", command="ls"), "reasoning_content": "I must look."}
     found = given_turn(chatml, chatml.render(ASKED, TOOLS), ASKED, turn, TOOLS)
     assert found.parsed.reasoning == "I must look."

@@ -1,4 +1,4 @@
-"""The known breakers of token identity: each breaks rendering a history anew, and none breaks splicing."""
+"""Cases in which rendering a history again gives other tokens than were sampled, and splicing does not."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def renderer(request: pytest.FixtureRequest) -> Renderer:
 
 
 def pieces(renderer: Renderer, *texts: str) -> list[int]:
-    """Tokens that no tokenizer would give for the whole text: a model may sample them all the same."""
+    """Tokens that the tokenizer would not return for the whole text, but that a model may sample."""
     return [token for text in texts for token in renderer.encode(text)]
 
 
@@ -34,8 +34,8 @@ BREAKERS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BREAKERS)
-def test_what_breaks_rendering_anew_does_not_break_this(qwen3: Tokenizer, name: str):
-    """Each is shown to break the plain way, or it would show nothing."""
+def test_splicing_keeps_tokens_that_rendering_again_changes(qwen3: Tokenizer, name: str):
+    """Each case is first shown to change the tokens when rendered again; otherwise it would test nothing."""
     family, texts = BREAKERS[name]
     renderer = LibraryRenderer(qwen3, family)
     it = book(renderer, reasoning="keep")
@@ -54,8 +54,10 @@ def test_what_breaks_rendering_anew_does_not_break_this(qwen3: Tokenizer, name: 
 
 
 @pytest.mark.parametrize("texts", [("hel", "lo wor", "ld"), ("\n", "Yes.")], ids=["inside", "at the prompt's end"])
-def test_the_same_text_is_not_the_same_tokens(chatml: ChatML, qwen3: Tokenizer, texts: tuple[str, ...]):
-    """BPE merges what was sampled apart: whoever keeps text, and not ids, trains on tokens that nobody sampled."""
+def test_splicing_keeps_tokens_that_encoding_the_text_again_changes(
+    chatml: ChatML, qwen3: Tokenizer, texts: tuple[str, ...]
+):
+    """BPE merges tokens that were sampled separately: keeping text instead of ids trains on tokens never sampled."""
     renderer = ChatML(qwen3)
     it = book(renderer)
     turn = it.begin(START)
@@ -68,8 +70,8 @@ def test_the_same_text_is_not_the_same_tokens(chatml: ChatML, qwen3: Tokenizer, 
     assert after.prompt[: len(known)] == known
 
 
-def test_the_newline_behind_the_close_token_is_there_once(renderer: Renderer):
-    """Engines stop at the close token, templates write a newline behind it: appending the new turn alone loses it."""
+def test_the_newline_after_the_close_token_is_there_once(renderer: Renderer):
+    """Engines stop at the close token, templates write a newline after it: appending only the new turn loses it."""
     it = book(renderer)
     turn = it.begin(START)
     ids, answer = keep(it, renderer, turn, "Yes.")
@@ -80,7 +82,7 @@ def test_the_newline_behind_the_close_token_is_there_once(renderer: Renderer):
     assert it.begin([*START, answer, more]).prompt == as_the_template
 
 
-def test_a_changing_header_line_breaks_rendering_anew_and_not_this(renderer: Renderer):
+def test_splicing_ignores_a_header_line_that_changes(renderer: Renderer):
     def messages(header: str) -> list[Any]:
         lines = [f"x-anthropic-billing-header: cc_version={header};", "You are an agent.\nBe brief."]
         parts = [{"type": "text", "text": line} for line in lines]
@@ -93,4 +95,4 @@ def test_a_changing_header_line_breaks_rendering_anew_and_not_this(renderer: Ren
     assert renderer.render(later)[: len(known)] != known
     assert it.begin(later).prompt[: len(known)] == known
     later[0] = {"role": "system", "content": [later[0]["content"][0], {"type": "text", "text": "You are.\nBe brief."}]}
-    assert not it.begin(later).is_extension  # only that line may change, not what stands behind it
+    assert not it.begin(later).is_extension  # only that line may change, not the text after it

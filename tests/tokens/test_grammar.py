@@ -1,4 +1,4 @@
-"""The grammar of a turn of calls: what it allows, the renderer reads back as calls."""
+"""The grammar of a turn of calls: the renderer parses what it allows as calls."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def rule(grammar: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", ["{}", '{"path": "/", "n": [1, null]}'])
-def test_what_the_grammar_writes_is_read_as_a_call(arguments: str):
+def test_text_of_the_grammar_parses_as_calls(arguments: str):
     grammar = RENDERER.call_grammar(["ls", "read.file"], is_one=True)
     assert grammar is not None and rule(grammar, "root") == "call"
     assert rule(grammar, "name") == '"ls" | "read.file"'
@@ -34,6 +34,6 @@ def test_what_the_grammar_writes_is_read_as_a_call(arguments: str):
 
 
 @pytest.mark.parametrize("name", ["", 'a" | b', "a\\", "a\nb ::= c", "é", "x" * 129])
-def test_a_name_that_could_change_the_grammar_has_none(name: str):
+def test_a_tool_name_that_could_change_the_grammar_gets_no_grammar(name: str):
     assert hermes_calls([name], is_one=True) is None
     assert hermes_calls(["fine", name], is_one=False) is None

@@ -1,4 +1,4 @@
-"""Two histories are the same exactly if they say the same."""
+"""Two histories have the same digest exactly if they have the same content."""
 
 import copy
 import json
@@ -58,32 +58,32 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
         {"role": "user", "content": [{"type": "image"}]},
         {"role": "user", "content": '{"type":"image"}'},
     ),
-    "who says it": ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}),
-    "its speaker": ({"role": "user", "content": "a", "name": "Ann"}, {"role": "user", "content": "a"}),
+    "its role": ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}),
+    "its name": ({"role": "user", "content": "a", "name": "Ann"}, {"role": "user", "content": "a"}),
     "false and its text": (answer('{"a": false}'), answer('{"a": "false"}')),
     "false and none": (answer('{"a": false}'), answer('{"a": null}')),
     "not a number": (answer('{"a": NaN}'), answer('{"a": null}')),
     "beyond floats": (answer('{"a": 1e999}'), answer('{"a": null}')),
     "beyond exact floats": (answer('{"a": 1e300}'), answer('{"a": 1e301}')),
-    "what is no JSON": (answer("{nope"), answer("{nope}")),
+    "invalid JSON": (answer("{nope"), answer("{nope}")),
     "a thought": (answer("{}", reasoning_content="hm"), answer("{}")),
     "spaces": ({"role": "user", "content": "a"}, {"role": "user", "content": "a "}),
 }
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_how_it_is_written_down_does_not_matter(name: str):
+def test_differences_of_encoding_are_ignored(name: str):
     one, other = SAME[name]
     assert chain(one) == chain(other)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_is_said_does(name: str):
+def test_differences_of_content_are_not_ignored(name: str):
     one, other = DIFFERENT[name]
     assert chain(one) != chain(other)
 
 
-def test_half_a_surrogate_pair_and_deep_nesting_have_a_digest():
+def test_a_lone_surrogate_and_deep_nesting_have_a_digest():
     assert chain({"role": "user", "content": "\ud83d"}) != chain({"role": "user", "content": "\ud83e"})
     assert chain(answer("{}", reasoning_content="\ud83d")) != chain(answer("{}"))
     for depth in (300, 900, 100_000):
@@ -92,7 +92,7 @@ def test_half_a_surrogate_pair_and_deep_nesting_have_a_digest():
 
 
 @given(messages=conversations())
-def test_a_history_is_made_step_by_step_or_at_once(messages: list[Any]):
+def test_a_history_is_digested_equally_step_by_step_and_at_once(messages: list[Any]):
     for has_reasoning in (True, False):
         reader, step = Histories(has_reasoning=has_reasoning), History()
         for message in messages:
@@ -105,12 +105,12 @@ def test_a_history_is_made_step_by_step_or_at_once(messages: list[Any]):
 
 
 @given(one=conversations(), other=conversations())
-def test_two_histories_share_exactly_their_beginning(one: list[Any], other: list[Any]):
+def test_different_histories_share_no_link(one: list[Any], other: list[Any]):
     assume(one[0] != other[0])
     assert not set(chain(*one)[1:]) & set(chain(*other)[1:])
 
 
-def test_the_order_of_keys_is_no_difference():
+def test_the_order_of_keys_does_not_change_a_digest():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 2, "b": 1})
 
 
@@ -123,10 +123,10 @@ EDIT = tool(all={"type": "boolean", "default": False}, n={"default": 2.0}, inner
     "with_it",
     ['{"path": "a", "all": false}', '{"n": 2, "path": "a"}', '{"inner": {"a": []}, "n": 2.0, "path": "a"}'],
 )
-def test_an_argument_with_its_declared_default_is_the_same_as_none(with_it: str):
+def test_an_argument_at_its_declared_default_equals_a_missing_one(with_it: str):
     without = answer('{"path": "a"}')
     assert chain(answer(with_it), tools=[EDIT]) == chain(without, tools=[EDIT])
-    assert chain(answer(with_it)) != chain(without)  # nobody declared it
+    assert chain(answer(with_it)) != chain(without)  # without a declared default
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,14 @@ def test_any_other_value_is_another_call(other: str):
         [{"function": None}, {"function": {"name": "f", "parameters": []}}, tool(all=[]), {"function": {"name": []}}],
         [tool(all={"default": False}, text={"default": [float("nan"), "\ud83d"]})],
     ],
-    ids=["another tool's", "of what is inside", "offered twice", "offered thrice", "no schema at all", "no JSON"],
+    ids=["another tool's", "nested", "offered twice", "offered thrice", "no schema", "not JSON"],
 )
-def test_only_what_a_tool_declares_of_its_own_arguments_counts(tools: Any):
+def test_only_defaults_of_the_tools_own_arguments_count(tools: Any):
     assert chain(answer('{"all": false}'), tools=tools) != chain(answer("{}"), tools=tools)
 
 
-def test_the_tools_of_that_very_request_count():
-    """One reader, which remembers what it has read: what it has read for other tools is no answer."""
+def test_only_the_tools_of_the_same_request_count():
+    """One reader with its cache: an entry for other tools must not be used."""
     reader = Histories(has_reasoning=True)
     sets = [reader.toolset(tools) for tools in ((), [EDIT], [tool(all={"default": True})])]
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_arguments_are_parsed_once_however_often_they_are_sent(monkeypatch: pyte
     assert reader.of(copy.deepcopy(messages), toolset) == first and len(parsed) == 5
 
 
-def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_caches_are_bounded_and_clearing_them_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(histories, "MAX_CALLS", 3)
     monkeypatch.setattr(histories, "MAX_TOOLSETS", 3)
     reader = Histories(has_reasoning=True)
@@ -209,7 +209,7 @@ def test_no_text_equals_an_image():
     assert chain(both[0]) == chain(both[1]) != chain({"role": "user", "content": ["b", image, "a"]})
 
 
-def test_arguments_that_cannot_be_compared_are_never_taken_for_others():
+def test_arguments_that_cannot_be_compared_raise():
     deep: Any = 1
     for _ in range(5000):
         deep = {"a": deep}

@@ -1,4 +1,4 @@
-"""What clients put into messages, and models were not taught: developer turns, late system turns, images."""
+"""Messages that models were not trained on: developer turns, late system turns, images."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def renderer(request: pytest.FixtureRequest) -> Renderer:
     return (ChatML if "chatml" in request.param else TemplateRenderer)(tokenizer)
 
 
-def test_a_developer_speaks_as_the_system_does(renderer: Renderer):
+def test_a_developer_message_is_rendered_as_system(renderer: Renderer):
     for rest in ([ASK], [{"role": "system", "content": "Also."}, ASK]):
         as_developer = renderer.render([{"role": "developer", "content": "Be brief."}, *rest])
         assert as_developer == renderer.render([{"role": "system", "content": "Be brief."}, *rest])
@@ -28,7 +28,7 @@ def test_a_developer_speaks_as_the_system_does(renderer: Renderer):
     assert "<|im_start|>system\nNow.<|im_end|>" in renderer.decode(late[0])
 
 
-def test_system_turns_anywhere_are_rendered(renderer: Renderer):
+def test_system_turns_are_rendered_at_any_position(renderer: Renderer):
     """Claude Code and Codex put reminders there."""
     said = [{"role": role, "content": f"Word{n}."} for n, role in enumerate(["system", "system", "developer"])]
     answer = {"role": "assistant", "content": "Yes."}
@@ -39,14 +39,14 @@ def test_system_turns_anywhere_are_rendered(renderer: Renderer):
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (IMAGE, "has no images"),
-        ({"type": "input_image", "image_url": "data:"}, "has no images"),
-        ({"type": "input_audio", "input_audio": {}}, "has no parts of type 'input_audio'"),
-        ({"type": "text", "text": None}, "has no parts of type 'text'"),
-        (7, "has no parts of type 'int'"),
+        (IMAGE, "does not support images"),
+        ({"type": "input_image", "image_url": "data:"}, "does not support images"),
+        ({"type": "input_audio", "input_audio": {}}, "does not support parts of type 'input_audio'"),
+        ({"type": "text", "text": None}, "does not support parts of type 'text'"),
+        (7, "does not support parts of type 'int'"),
     ],
 )
-def test_what_is_not_text_is_refused_never_dropped(renderer: Renderer, part: object, says: str):
+def test_a_part_that_is_not_text_is_refused_never_dropped(renderer: Renderer, part: object, says: str):
     message = {"role": "user", "content": [{"type": "text", "text": "See: "}, part]}
     with pytest.raises(InvalidRequest, match=f"renderer '{renderer.name}' {says}"):
         renderer.render([message])
@@ -57,18 +57,18 @@ def test_what_is_not_text_is_refused_never_dropped(renderer: Renderer, part: obj
 
 
 def test_content_that_is_neither_text_nor_parts_is_refused(renderer: Renderer):
-    with pytest.raises(InvalidRequest, match="takes text or parts"):
+    with pytest.raises(InvalidRequest, match="accepts text or parts"):
         renderer.render([{"role": "user", "content": {"type": "text", "text": "hi"}}])
 
 
-def test_text_in_parts_is_text(renderer: Renderer):
+def test_text_in_parts_renders_as_plain_text(renderer: Renderer):
     parts = [{"type": "text", "text": "h"}, {"type": "input_text", "text": "i"}]
     assert renderer.render([{"role": "user", "content": parts}]) == renderer.render([ASK])
     assert renderer.render([{"role": "user", "content": None}]) == renderer.render([{"role": "user", "content": ""}])
 
 
-def test_markers_that_a_model_writes_into_a_call_are_part_of_the_call(renderer: Renderer):
-    """A file about thinking: neither the tags in it nor what is before them is thinking."""
+def test_markers_inside_a_call_are_part_of_the_call(renderer: Renderer):
+    """In a file that contains thinking tags, neither the tags nor the text before them is thinking."""
     text = '<tool_call>\n{"name": "write", "arguments": {"text": "<think>a</think>b"}}\n</tool_call>'
     parsed = renderer.parse(renderer.encode(text), renderer.render([ASK]))
     assert parsed.reasoning == parsed.content == ""
@@ -76,7 +76,7 @@ def test_markers_that_a_model_writes_into_a_call_are_part_of_the_call(renderer: 
 
 
 @pytest.mark.parametrize("name", ["chatml", "template"])
-def test_what_is_said_before_thinking_is_said(small, name: str):
+def test_text_before_thinking_is_content(small, name: str):
     renderer = ChatML(small) if name == "chatml" else TemplateRenderer(small)
     parsed = renderer.parse(small.encode("Let me think. <think>hm</think>Yes."), renderer.render([ASK]))
     assert (parsed.content, parsed.reasoning) == ("Let me think. Yes.", "hm")

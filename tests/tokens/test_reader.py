@@ -1,4 +1,4 @@
-"""Reading a turn in pieces is reading it whole, wherever it is cut; and what was told is never taken back."""
+"""A turn parses equally in pieces and whole, wherever it is cut, and nothing emitted is withdrawn."""
 
 from typing import Any
 
@@ -60,11 +60,11 @@ def read(renderer: Renderer, prompt: list[int], pieces: list[list[int]]) -> tupl
 
 
 def is_stray(renderer: Renderer, prompt: list[int], ids: list[int]) -> bool:
-    """Whether it begins with text and a `</think>` that nothing opened: ChatML reads that as thinking, in the end."""
+    """Whether it starts with text and a `</think>` without an opening, which ChatML finally parses as thinking."""
     marks = renderer.markers
     assert marks is not None
     if marks.is_text:
-        return False  # it stays text there
+        return False  # there it stays text
     for token in ids:
         if token in renderer.stop_token_ids or token == marks.think_open or token in marks.call_open:
             return False
@@ -80,7 +80,7 @@ FRAGMENTS = st.one_of(
     ),
     st.sampled_from(["<", "</", "<thi", "</think", "<tool_", "</tool_call", "nk>", "call>", ">"]),  # halves of markers
     st.sampled_from(["ESCAPED </think>", "ESCAPED <tool_call>", "STOP"]),
-    st.lists(st.integers(0, 1250), max_size=6),  # any tokens: halves of characters, too
+    st.lists(st.integers(0, 1250), max_size=6),  # any tokens, including parts of characters
 )
 
 
@@ -96,9 +96,9 @@ FRAGMENTS = st.one_of(
 @example(fragments=["<think>a ESCAPED </think>", "</think>", "yes"], cuts=[], is_open=False, by_one=True)
 @example(fragments=["<think>", "ESCAPED </think>", " b</think>yes"], cuts=[], is_open=False, by_one=True)
 @example(fragments=["yes <think> no </think> more"], cuts=[], is_open=False, by_one=True)
-@example(fragments=[[150], "<think>", "hm", CALL], cuts=[], is_open=False, by_one=True)  # half a character, then
+@example(fragments=[[150], "<think>", "hm", CALL], cuts=[], is_open=False, by_one=True)  # starts with half a character
 @example(fragments=["<tool_call>{", CALL, "<tool_call>{"], cuts=[], is_open=False, by_one=True)
-def test_a_turn_read_in_pieces_is_the_turn_read_whole(
+def test_a_turn_parses_equally_in_pieces_and_whole(
     renderer: Renderer, fragments: list[Any], cuts: list[int], is_open: bool, by_one: bool
 ):
     marks = renderer.markers
@@ -118,8 +118,8 @@ def test_a_turn_read_in_pieces_is_the_turn_read_whole(
         assert parsed == renderer.parse(ids, prompt)
 
 
-def test_it_tells_as_the_tokens_come(renderer: Renderer):
-    """All but the last word, and each call where it is closed: or streaming would be in name only."""
+def test_deltas_are_emitted_as_tokens_arrive(renderer: Renderer):
+    """Text is emitted with each piece, and each call when it is closed."""
     call = CALL if renderer.parse(renderer.encode(CALL)).tool_calls[0].name else XML
     reader = Reader(renderer, renderer.render(HI))
     texts = ("<think>\nhm, well", " then\n</think>\n\nyes", " indeed ", call, "\n", call)
@@ -134,15 +134,15 @@ def test_it_tells_as_the_tokens_come(renderer: Renderer):
     assert reader.finish()[0] == []
 
 
-def test_a_character_in_halves_is_told_whole(renderer: Renderer):
+def test_a_split_character_is_emitted_whole(renderer: Renderer):
     ids = renderer.encode("a𝔘𝔫🏴‍☠️b")
     told, parsed = read(renderer, [1], [[token] for token in ids])
     assert parsed.content == "a𝔘𝔫🏴‍☠️b"
     assert not any("\ufffd" in delta.text for delta in told)
 
 
-def test_what_was_told_stands_when_the_turn_turns_out_otherwise(chatml: ChatML):
-    """A `</think>` that nothing opened: whoever reads it whole takes what is before for thinking."""
+def test_emitted_text_stands_when_the_whole_turn_parses_differently(chatml: ChatML):
+    """With a `</think>` without an opening, parsing the whole turn makes the text before it thinking."""
     text = f"Well. </think>\nYes.\n{CALL}"
     assert chatml.parse(chatml.encode(text)).reasoning == "Well."
     told, parsed = read(chatml, [1], [[token] for token in chatml.encode(text)])
@@ -151,7 +151,7 @@ def test_what_was_told_stands_when_the_turn_turns_out_otherwise(chatml: ChatML):
     assert told[-1] == parsed.tool_calls[0]
 
 
-def test_a_format_that_can_only_be_read_whole_is_told_at_the_end(qwen3: Tokenizer):
+def test_a_format_without_markers_is_emitted_at_the_end(qwen3: Tokenizer):
     renderer = LibraryRenderer(qwen3, "qwen3")
     renderer.markers = None  # as for every format that is not in READ_BY_PIECES
     ids = renderer.encode(f"<think>hm</think>yes{CALL}<|im_end|>")
@@ -170,7 +170,7 @@ def letters(renderer: Renderer, text: str) -> list[list[int]]:
     return [renderer.encode(letter) for letter in text]
 
 
-def test_what_may_become_a_marker_is_held_until_it_is_known(small_by_text: ChatML):
+def test_a_possible_start_of_a_marker_is_held_back(small_by_text: ChatML):
     reader = Reader(small_by_text, [1])
     told = [reader.feed(piece) for piece in letters(small_by_text, " <thin <tool_cat></think> a<")]
     text = ["".join(item.text for item in items if isinstance(item, Delta)) for items in told]
@@ -179,7 +179,7 @@ def test_what_may_become_a_marker_is_held_until_it_is_known(small_by_text: ChatM
 
 
 @pytest.mark.parametrize("tail", ["", "<|im_end|>"])
-def test_a_call_read_by_text_is_told_where_it_is_closed_and_not_before(small_by_text: ChatML, tail: str):
+def test_a_call_parsed_by_text_is_emitted_when_it_is_closed(small_by_text: ChatML, tail: str):
     good, broken = CALL, "<tool_call>{"
     reader = Reader(small_by_text, [1])
     assert reader.feed(small_by_text.encode("Well " + broken + good[:-1])) == [Delta("text", "Well")]
@@ -194,8 +194,8 @@ def test_a_call_read_by_text_is_told_where_it_is_closed_and_not_before(small_by_
     assert len(parsed.tool_calls) == 5
 
 
-def test_text_that_turns_out_otherwise_stands_as_it_was_told(small_by_text: ChatML):
-    """A renderer that breaks its promise: the listener hears all of it, and it is what counts."""
+def test_emitted_text_stands_when_the_renderer_parses_it_differently(small_by_text: ChatML):
+    """With a renderer that violates its contract, the client receives the whole text, and that counts."""
 
     class Fickle(ChatML):
         def parse(self, sampled_ids: Any, prompt_ids: Any = (), tools: Any = ()) -> Parsed:
@@ -211,8 +211,8 @@ def test_text_that_turns_out_otherwise_stands_as_it_was_told(small_by_text: Chat
         assert (parsed.content, parsed.reasoning) == (content, reasoning)
 
 
-def test_reading_by_text_costs_the_same_for_each_token(small_by_text: ChatML):
-    """Counted, not timed: ids decoded in all, readings of the whole turn, and what is held."""
+def test_parsing_by_text_has_a_constant_cost_per_token(small_by_text: ChatML):
+    """Counted, not timed: ids decoded in total, parses of the whole turn, and text held back."""
     decoded = parsed = 0
 
     class Counting(ChatML):
@@ -236,7 +236,7 @@ def test_reading_by_text_costs_the_same_for_each_token(small_by_text: ChatML):
         assert parsed == calls and decoded < 20 * len(ids)
 
 
-def test_thinking_that_the_template_opened_is_found_in_the_prompt(every: dict[str, Renderer]):
+def test_thinking_opened_by_the_template_is_found_in_the_prompt(every: dict[str, Renderer]):
     renderer = every["qwen3.5"]
     prompt = renderer.render(HI)
     assert renderer.decode(prompt).endswith("<think>\n")
@@ -244,8 +244,8 @@ def test_thinking_that_the_template_opened_is_found_in_the_prompt(every: dict[st
     assert {item.kind for item in told} == {"reasoning", "text"}
 
 
-def test_text_without_end_costs_the_same_for_each_token(chatml: ChatML):
-    """Counted, not timed: ids decoded in all, for text and for bytes that are never a character."""
+def test_decoding_a_long_text_has_a_constant_cost_per_token(chatml: ChatML):
+    """Counted, not timed: ids decoded in total, for text and for bytes that never form a character."""
     broken = next(token for token in range(256) if chatml.decode([token]) == "\ufffd")
     for ids in (chatml.encode("word " * 400), [broken] * 400):
         decoded = 0
@@ -264,8 +264,8 @@ def test_text_without_end_costs_the_same_for_each_token(chatml: ChatML):
         assert decoded < 200 * len(ids)
 
 
-def test_a_turn_of_hundreds_of_calls_is_read_a_few_times(renderer: Renderer, monkeypatch: pytest.MonkeyPatch):
-    """Each reading is of the whole turn: one per call would cost seconds, for all who share the process."""
+def test_a_turn_of_hundreds_of_calls_is_parsed_only_a_few_times(renderer: Renderer, monkeypatch: pytest.MonkeyPatch):
+    """Each parse is of the whole turn: one per call would block the process for seconds."""
     prompt = renderer.render(HI)
     ids = renderer.encode((XML if "3.5" in renderer.name else CALL) + "\n") * 300
     lengths: list[int] = []

@@ -17,17 +17,17 @@ def with_template(folder, template):
     return Tokenizers().load(folder)
 
 
-def test_a_chatml_template_gets_our_renderer(small):
+def test_a_chatml_template_gets_the_chatml_renderer(small):
     assert isinstance(load_renderer(small, "my-model"), ChatML)
 
 
-def test_a_template_that_says_something_else_is_refused_with_the_choices(tmp_path):
+def test_a_template_that_is_not_chatml_is_refused_with_the_choices(tmp_path):
     tokenizer = with_template(tmp_path, "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
     with pytest.raises(InvalidRequest, match=r"my-model.*chatml, .*qwen3"):
         load_renderer(tokenizer, "my-model")
 
 
-def test_a_template_s_default_system_prompt_is_kept(tmp_path):
+def test_the_default_system_prompt_of_a_template_is_kept(tmp_path):
     template = (
         "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n"
         "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -39,7 +39,7 @@ def test_a_template_s_default_system_prompt_is_kept(tmp_path):
     assert renderer.render(messages) == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
 
-def test_an_unknown_renderer_is_named_with_the_choices(small):
+def test_an_unknown_renderer_is_refused_with_the_choices(small):
     with pytest.raises(InvalidRequest, match=r"'nope'; there are chatml, .*qwen3"):
         load_renderer(small, "m", "nope")
 
@@ -49,7 +49,7 @@ def test_a_renderer_that_does_not_fit_the_vocabulary_is_refused(small):
         load_renderer(small, "m", "qwen3")
 
 
-def test_nothing_heavy_is_imported_before_it_is_asked_for():
+def test_no_heavy_package_is_imported_before_it_is_needed():
     code = (
         "import sys; from rollyard.testing.tokenizer_files import tokenizer_dir as d;"
         "from rollyard.tokens import Tokenizers, load_renderer as load;"

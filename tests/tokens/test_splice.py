@@ -1,4 +1,4 @@
-"""Splicing: what was sampled is sent again as it was, however the client wrote its history down."""
+"""Splicing: sampled tokens are sent again unchanged, however the client encodes its history."""
 
 import json
 from typing import Any
@@ -49,12 +49,12 @@ def test_a_conversation_is_one_trace(renderer: Renderer):
     ],
     ids=["plain", "reordered and spaced", "no parameters", "escapes"],
 )
-def test_how_a_client_writes_its_history_down_does_not_matter(renderer: Renderer, written: str):
-    """`false` as `False`, empty parameters, other spacing, other ids, null fields, text in parts: known breakers."""
+def test_the_encoding_of_a_history_does_not_matter(renderer: Renderer, written: str):
+    """`false` as `False`, empty parameters, other spacing, other ids, null fields, text in parts."""
     it = book(renderer)
     turn = it.begin(START, [SHELL])
     ids, answer = keep(it, renderer, turn, "Let me see. " + call(written))
-    assert answer["tool_calls"], "the renderer did not read the call"
+    assert answer["tool_calls"], "the renderer did not parse the call"
     function = answer["tool_calls"][0]["function"]
     back = {
         "role": "assistant",
@@ -90,8 +90,10 @@ def test_how_a_client_writes_its_history_down_does_not_matter(renderer: Renderer
     ],
     ids=["added", "removed", "another value added", "another value removed"],
 )
-def test_a_declared_default_may_come_and_go(renderer: Renderer, sampled: Any, sent: Any, is_extension: bool):
-    """Claude Code fills in `replace_all: false`. The model goes on seeing what it wrote."""
+def test_an_argument_at_its_declared_default_may_be_added_or_removed(
+    renderer: Renderer, sampled: Any, sent: Any, is_extension: bool
+):
+    """Claude Code fills in `replace_all: false`. The prompt keeps what the model wrote."""
     properties = {"command": {"type": "string"}, "all": {"type": "boolean", "default": False}}
     function = {"name": "shell", "description": "", "parameters": {"type": "object", "properties": properties}}
     tools = [{"type": "function", "function": function}]
@@ -118,7 +120,7 @@ def test_missing_content_is_another_history(renderer: Renderer):
     assert proven(it) == [1, 1] and it.forks == {REWRITTEN: 1}
 
 
-def test_what_was_thought_is_kept_or_is_as_it_was_sent(qwen3_renderer: Renderer):
+def test_reasoning_is_kept_or_taken_as_sent(qwen3_renderer: Renderer):
     for reasoning, is_extension in (("keep", True), ("as_sent", False)):
         it = book(qwen3_renderer, reasoning=reasoning)
         _, answer = keep(it, qwen3_renderer, it.begin(START), "<think>\nHm.\n</think>\n\nYes.")
@@ -130,15 +132,15 @@ def test_what_was_thought_is_kept_or_is_as_it_was_sent(qwen3_renderer: Renderer)
         keep(it, qwen3_renderer, turn, "<think>\n\n</think>\n\nNo.")
         assert proven(it) == ([2] if is_extension else [1, 1])
         thought = it.begin([*START, answer, {"role": "user", "content": "More."}])
-        assert thought.is_extension  # who sends it back, extends
+        assert thought.is_extension  # with its reasoning, the request extends the trace
 
 
-def test_parallel_branches_fork_and_share_what_they_share(renderer: Renderer):
+def test_parallel_branches_fork_and_share_their_common_spans(renderer: Renderer):
     it = book(renderer)
     first = it.begin(START)
     ids, answer = keep(it, renderer, first, "One.")
     left = it.begin([*START, answer, {"role": "user", "content": "Left."}])
-    right = it.begin([*START, answer, {"role": "user", "content": "Right."}])  # both are on their way
+    right = it.begin([*START, answer, {"role": "user", "content": "Right."}])  # both are in flight
     keep(it, renderer, left, "L.")
     keep(it, renderer, right, "R.")
     assert left.prompt[: len(first.prompt) + len(ids)] == right.prompt[: len(first.prompt) + len(ids)]
@@ -155,7 +157,7 @@ def test_an_identical_request_is_a_new_sample(renderer: Renderer):
     assert proven(it) == [1, 1] and it.forks == {BRANCHED: 1}
 
 
-def test_other_tools_and_other_conversations_begin_anew(renderer: Renderer):
+def test_other_tools_and_other_conversations_start_new_traces(renderer: Renderer):
     it = book(renderer)
     _, answer = keep(it, renderer, it.begin(START), "One.")
     other = it.begin([*START, answer, {"role": "user", "content": "More."}], [SHELL])
@@ -167,11 +169,11 @@ def test_other_tools_and_other_conversations_begin_anew(renderer: Renderer):
     assert proven(it) == [1, 1, 1]
 
 
-def test_an_abandoned_completion_keeps_a_trace_that_is_not_trained_on(renderer: Renderer):
+def test_an_abandoned_completion_has_a_trace_that_is_untrainable(renderer: Renderer):
     it = book(renderer)
     _, answer = keep(it, renderer, it.begin(START), "One.")
     messages = [*START, answer, {"role": "user", "content": "More."}]
-    keep(it, renderer, it.begin(messages), "Nobody reads this.", is_abandoned=True)
+    keep(it, renderer, it.begin(messages), "Abandoned.", is_abandoned=True)
     again = it.begin(messages)
     assert again.is_extension
     keep(it, renderer, again, "Two.")
@@ -182,16 +184,16 @@ def test_an_abandoned_completion_keeps_a_trace_that_is_not_trained_on(renderer: 
     ]
 
 
-def test_a_request_that_fails_leaves_no_mark(renderer: Renderer):
+def test_a_failed_request_is_not_recorded(renderer: Renderer):
     it = book(renderer)
     _, answer = keep(it, renderer, it.begin(START), "One.")
     messages = [*START, answer, {"role": "user", "content": "More."}]
-    it.begin(messages)  # and nothing came of it
+    it.begin(messages)  # without a completion
     keep(it, renderer, it.begin(messages), "Two.")
     assert proven(it) == [2] and it.forks == {}
 
 
-def test_nothing_sampled_leaves_no_mark(renderer: Renderer):
+def test_a_request_without_sampled_tokens_is_not_recorded(renderer: Renderer):
     it = book(renderer)
     _, answer = keep(it, renderer, it.begin(START), "One.")
     messages = [*START, answer, {"role": "user", "content": "More."}]
@@ -202,12 +204,12 @@ def test_nothing_sampled_leaves_no_mark(renderer: Renderer):
 
 def test_a_retry_of_an_abandoned_first_request_is_the_first(renderer: Renderer):
     it = book(renderer)
-    keep(it, renderer, it.begin(START), "Nobody reads this.", is_abandoned=True)
+    keep(it, renderer, it.begin(START), "Abandoned.", is_abandoned=True)
     keep(it, renderer, it.begin(START), "One.")
     assert proven(it) == [1, 1] and [trace.fork_reason for trace in it.traces()] == [ABANDONED, None]
 
 
-def test_of_two_that_began_as_the_first_only_one_is(renderer: Renderer):
+def test_only_one_of_two_concurrent_first_requests_has_no_fork_reason(renderer: Renderer):
     it = book(renderer)
     left, right = it.begin(START), it.begin(START)
     other = it.begin([{"role": "user", "content": "Look."}])
@@ -217,8 +219,8 @@ def test_of_two_that_began_as_the_first_only_one_is(renderer: Renderer):
     assert proven(it) == [1, 1, 1] and it.forks == {BRANCHED: 1, NEW: 1}
 
 
-def test_the_history_is_what_the_client_was_told(renderer: Renderer):
-    """A call that could not be read may be told as text; that text is what comes back."""
+def test_the_recorded_history_is_what_the_client_received(renderer: Renderer):
+    """A call that could not be parsed may be sent as text; the client sends that text back."""
     it = book(renderer)
     turn = it.begin(START, [SHELL])
     text = "Look: <tool_call>{nope}</tool_call>"
@@ -232,7 +234,7 @@ def test_the_history_is_what_the_client_was_told(renderer: Renderer):
     assert not it.begin([*START, answer, more], [SHELL]).is_extension
 
 
-def test_who_has_read_a_turn_need_not_have_it_read_again(renderer: Renderer):
+def test_a_turn_that_is_already_parsed_is_not_parsed_again(renderer: Renderer):
     it = book(renderer)
     turn = it.begin(START)
     ids = renderer.encode("One.")
@@ -266,7 +268,7 @@ def test_who_has_read_a_turn_need_not_have_it_read_again(renderer: Renderer):
         "from the start",
     ],
 )
-def test_every_fork_says_why(renderer: Renderer, change: Any, reason: str):
+def test_every_fork_has_its_reason(renderer: Renderer, change: Any, reason: str):
     it = book(renderer)
     messages: list[Any] = list(START)
     for number in range(2):
@@ -278,7 +280,7 @@ def test_every_fork_says_why(renderer: Renderer, change: Any, reason: str):
     assert it.forks == {reason: 1}
 
 
-def test_other_tools_are_seen_behind_any_number_of_results(renderer: Renderer):
+def test_other_tools_are_detected_after_any_number_of_results(renderer: Renderer):
     it = book(renderer)
     _, answer = keep(it, renderer, it.begin(START, [SHELL]), call("{}") + call("{}"))
     results = [{"role": "tool", "tool_call_id": f"c{n}", "content": "done"} for n in range(2)]
@@ -310,7 +312,7 @@ STEPS = st.lists(
 
 
 def written_otherwise(message: Any) -> Any:
-    """The same message as another client would write it down."""
+    """The same message as another client would encode it."""
     out = {**message, "content": [{"type": "text", "text": message["content"]}], "refusal": None}
     if message.get("tool_calls"):
         out["tool_calls"] = [
@@ -341,14 +343,14 @@ def without_reasoning(messages: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("reasoning", ["keep", "as_sent"])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-def test_whatever_a_client_does_every_span_has_one_owner(
+def test_every_span_has_one_owner_whatever_a_client_does(
     chatml: ChatML, qwen3: Tokenizer, qwen3_renderer: Renderer, name: str, reasoning: str, steps: list[Any]
 ):
-    """What is sent to the engine begins with what was sampled, wherever the client sends back what it was told."""
+    """A prompt starts with the sampled tokens whenever the client sends back what it received."""
     renderer = {"chatml": chatml, "chatml of qwen3": ChatML(qwen3), "qwen3": qwen3_renderer}[name]
     it = book(renderer, reasoning=reasoning)
     histories: list[list[Any]] = [list(START)]
-    known: dict[str, list[list[int]]] = {}  # a history with its completion → the ids of each time it came to that
+    known: dict[str, list[list[int]]] = {}  # a history with its completion → its ids, each time it was recorded
 
     def key(messages: list[Any]) -> str:
         roles = [{**m, "role": m["role"].replace("developer", "system")} for m in messages]

@@ -35,28 +35,28 @@ def test_markers_are_found_as_ids(small):
     assert small.convert_tokens_to_ids(["<think>", "no such token"]) == [small.special_id("<think>"), None]
 
 
-def test_a_source_is_read_once(tokenizers):
+def test_a_source_is_loaded_once(tokenizers):
     assert tokenizers.load(tokenizer_dir()) is tokenizers.load(str(tokenizer_dir()))
 
 
-def test_a_hub_name_that_is_not_cached_says_what_to_do(tmp_path, monkeypatch):
+def test_an_uncached_hub_name_is_refused_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(InvalidRequest, match=r"nobody/nothing.*hf download"):
-        Tokenizers().load("nobody/nothing")
+    with pytest.raises(InvalidRequest, match=r"unknown/nothing.*hf download"):
+        Tokenizers().load("unknown/nothing")
 
 
-def test_a_folder_without_its_files_says_which(tmp_path):
+def test_an_incomplete_folder_is_refused_with_the_missing_files(tmp_path):
     shutil.copy(tokenizer_dir() / "tokenizer.json", tmp_path)
     with pytest.raises(InvalidRequest, match=r"lacks tokenizer_config\.json"):
         Tokenizers().load(tmp_path)
 
 
-def test_neither_folder_nor_hub_name(tmp_path):
+def test_a_source_that_is_neither_folder_nor_hub_name_is_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="neither a folder nor a hub name"):
         Tokenizers().load(tmp_path / "nowhere" / "at" / "all")
 
 
-def test_a_template_file_wins_and_knows_the_usual_extras(tmp_path):
+def test_a_template_file_takes_precedence_and_supports_the_usual_extensions(tmp_path):
     shutil.copytree(tokenizer_dir(), tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{% generation %}{{ m.content | tojson }}{% endgeneration %}{% break %}{% endfor %}"
@@ -69,7 +69,7 @@ def test_a_template_file_wins_and_knows_the_usual_extras(tmp_path):
         tokenizer.apply_chat_template(messages, tools=[{}])
 
 
-def test_named_templates(tmp_path):
+def test_the_named_template_for_tools_is_used_with_tools(tmp_path):
     shutil.copytree(tokenizer_dir(), tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config["chat_template"] = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]

@@ -42,7 +42,7 @@ def traces(draw):
 
 
 @given(messages=conversations(spiked), turns=st.lists(st.tuples(generation, said(spiked)), min_size=1, max_size=4))
-def test_a_conversation_s_trace_proves_every_prompt_that_was_sent(chatml, messages, turns):
+def test_the_trace_of_a_conversation_proves_every_prompt_that_was_sent(chatml, messages, turns):
     trace, sent = builder(), []
     trace.context(chatml.render(messages))
     for turn, (sampled, new) in enumerate(turns):
@@ -63,7 +63,7 @@ def test_a_conversation_s_trace_proves_every_prompt_that_was_sent(chatml, messag
 def test_a_changed_id_anywhere_is_caught(trace, data):
     ids = trace.token_ids[:]
     ids[data.draw(st.integers(0, len(ids) - 1))] += 1
-    with pytest.raises(TraceInvalid, match=r"was not sampled from|sampled other tokens"):
+    with pytest.raises(TraceInvalid, match=r"was not sampled from|did not sample the tokens"):
         verify_trace(replace(trace, token_ids=ids))
 
 
@@ -121,7 +121,7 @@ def test_a_lost_or_doubled_span_is_caught(trace, data):
 
 
 @given(trace=traces())
-def test_dropped_logprobs_make_it_untrainable_or_invalid(trace):
+def test_a_trace_without_logprobs_must_be_untrainable(trace):
     with pytest.raises(TraceInvalid, match="without logprobs"):
         verify_trace(replace(trace, logprobs=None))
     verify_trace(replace(trace, logprobs=None, is_trainable=False, untrainable_reason="none given"))
@@ -136,7 +136,7 @@ def test_dropped_logprobs_make_it_untrainable_or_invalid(trace):
         {"token_ids": array("i", [-1, 2, 3])},
     ],
 )
-def test_what_does_not_fit_together_is_caught(change):
+def test_inconsistent_fields_are_caught(change):
     trace = builder()
     trace.context([1, 2])
     append(trace, 0, [(3, -0.5)])
@@ -145,7 +145,7 @@ def test_what_does_not_fit_together_is_caught(change):
         verify_trace(replace(trace.build(), **change))
 
 
-def test_an_odd_finish_reason_and_a_turn_out_of_order_are_caught():
+def test_an_unknown_finish_reason_and_a_turn_out_of_order_are_caught():
     trace = builder()
     trace.context([1])
     append(trace, 1, [(3, -0.5)])
@@ -158,7 +158,7 @@ def test_an_odd_finish_reason_and_a_turn_out_of_order_are_caught():
         verify_trace(replace(trace.build(), spans=(first, replace(second, turn=1))))
 
 
-def test_missing_logprobs_and_versions_make_a_trace_untrainable_never_zero():
+def test_missing_logprobs_and_versions_make_a_trace_untrainable():
     trace = builder()
     trace.context([1])
     trace.sampled([5, 6], None, turn=0, finish_reason="stop", versions=[(1, 0, 2)])
@@ -185,7 +185,7 @@ def test_fewer_logprobs_than_tokens_are_refused():
         builder().sampled([1, 2], [-1.0], turn=0, finish_reason="stop")
 
 
-def test_a_built_trace_does_not_change_and_ends_with_what_was_sampled():
+def test_a_built_trace_does_not_change_and_ends_with_a_sampled_token():
     trace = builder()
     trace.context([1])
     append(trace, 0, [(2, -1.0)])
@@ -227,7 +227,7 @@ def test_a_span_has_one_owner_across_forks(trace, tail):
 
 
 def test_a_span_under_another_request_id_is_still_the_same_span():
-    """Or the same tokens would be trained on twice, the second time under a name of their own."""
+    """Otherwise the same tokens would be trained on twice, the second time under another request id."""
     trace = builder()
     trace.context([1])
     append(trace, 0, [(2, -0.5)])
@@ -243,8 +243,8 @@ def test_a_span_under_another_request_id_is_still_the_same_span():
         verify(Trajectory("r", 1, traces=(owner, fork.build())))
 
 
-def test_a_close_token_that_nobody_sampled_carries_no_loss(chatml, small):
-    """A turn that was cut off is closed by us, not by the model."""
+def test_a_close_token_that_was_not_sampled_has_mask_0(chatml, small):
+    """A turn that was cut off is closed by the renderer, not by the model."""
     trace, close = builder(), small.special_id("<|im_end|>")
     trace.context(chatml.render([{"role": "user", "content": "hi"}]))
     prompt, sampled = trace.prompt(), small.encode("and then")
@@ -266,7 +266,7 @@ def test_a_close_token_that_nobody_sampled_carries_no_loss(chatml, small):
     with pytest.raises(TraceInvalid, match="has a logprob"):
         verify_trace(replace(built, logprobs=logprobs))
     longer_span = replace(built.spans[0], end=at + 1)  # as if it had sampled the close token
-    with pytest.raises(TraceInvalid, match="sampled other tokens"):
+    with pytest.raises(TraceInvalid, match="did not sample the tokens"):
         verify_trace(replace(built, mask=mask, versions=versions, spans=(longer_span, built.spans[1])))
 
 
@@ -281,7 +281,7 @@ def test_a_copy_that_differs_from_its_owner_is_caught(trace, other):
         verify(Trajectory("r", 1, traces=(trace, fork.build())))
 
 
-def test_logprobs_of_two_kinds_are_of_no_known_kind():
+def test_logprobs_of_two_kinds_are_of_unknown_kind():
     trace = builder()
     kinds: list[LogprobsKind] = ["processed", "processed", "raw"]
     for turn, (kind, known) in enumerate(zip(kinds, ["processed", "processed", "unknown"], strict=True)):

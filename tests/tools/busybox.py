@@ -1,4 +1,4 @@
-"""An image with busybox and nothing else: no bash, no coreutils, no libraries."""
+"""An image that contains only busybox: no bash, no coreutils, no libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUSYBOX = Path("/bin/busybox")
 
 
 def busybox_image(image: Path) -> Path:
-    """Made of Debian's busybox-static, whose programs are links to it."""
+    """Creates an image from Debian's busybox-static, whose programs are links to it."""
     if not BUSYBOX.is_file():
         pytest.skip("no busybox here: apt-get install busybox-static")
     if subprocess.run(["ldd", BUSYBOX], capture_output=True, check=False).returncode == 0:

@@ -1,4 +1,4 @@
-"""MCP servers for tests: a real one of the `mcp` package, and one by hand that misbehaves on request."""
+"""MCP servers for tests: a real one of the `mcp` package, and a hand-written one that misbehaves on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcp.server.mcpserver import Context, MCPServer
 from rollyard.sandbox import Bind
 
 LIBRARY = Bind(Path(sysconfig.get_path("purelib")), "/mcp-library")
-"""The `mcp` package for the sandbox's own Python; only where that is of the same version."""
+"""The `mcp` package for the sandbox's own Python, which must have the same version."""
 
 REAL = """
 import sys
@@ -127,7 +127,7 @@ for line in sys.stdin:
 
 
 def outside() -> MCPServer:
-    """A real server for streamable HTTP. It keeps a count per session's life, and shows a header of its request."""
+    """A real server for streamable HTTP. It keeps a count per session, and returns a header of its request."""
     server = MCPServer("outside")
     state = {"count": 0}
 
@@ -151,7 +151,7 @@ def outside() -> MCPServer:
 
 @contextlib.asynccontextmanager
 async def served(app: Any, sock: socket.socket | None = None) -> AsyncGenerator[str, None]:
-    """An ASGI app with its lifespan on loopback; yields its URL."""
+    """Serves an ASGI app with its lifespan on loopback; yields its URL."""
     sock = sock or loopback()
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
     server = _Quiet(config)
@@ -186,7 +186,7 @@ def loopback(port: int = 0) -> socket.socket:
 
 
 def same_python() -> bool:
-    """Whether the host's own Python can import what is installed for this one."""
+    """Whether the host's Python can import the packages of this one."""
     import subprocess
 
     out = subprocess.run(["/usr/bin/python3", "-c", "import sys; print(sys.version_info[:2])"], capture_output=True)

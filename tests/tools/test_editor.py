@@ -1,4 +1,4 @@
-"""The editor, in real sandboxes: what it shows, what it changes, what it leaves as it was."""
+"""The editor, in real sandboxes: what it shows, what it changes and what it preserves."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ async def content(sandbox: Sandbox, path: str = A) -> bytes:
     return await sandbox.read(path, limit_bytes=1 << 22)
 
 
-# --- what models know ---------------------------------------------------------------------------------
+# --- commands -----------------------------------------------------------------------------------------
 
 
 @BOTH
-async def test_a_file_is_made_shown_changed_and_changed_back(sandbox: Sandbox, editor: EditorTool) -> None:
+async def test_a_file_is_created_shown_edited_and_restored(sandbox: Sandbox, editor: EditorTool) -> None:
     assert tool_kind("editor") is EDITOR and EDITOR.needs_sandbox and EDITOR.spec.name == "str_replace_editor"
     assert await done(editor, "create", file_text="one\ntwo\nthree\n") == f"File created successfully at: {A}"
     shown = f"Here's the result of running `cat -n` on {A}:\n     1\tone\n     2\ttwo\n     3\tthree\n"
@@ -100,7 +100,7 @@ async def test_a_folder_is_listed_two_levels_deep_without_hidden_files(sandbox: 
         assert "is a directory" in await refused(editor, command, "/workspace/d", **more)
 
 
-async def test_an_empty_folder_the_root_and_a_shut_one(sandbox: Sandbox, editor: EditorTool) -> None:
+async def test_an_empty_folder_the_root_and_an_inaccessible_one(sandbox: Sandbox, editor: EditorTool) -> None:
     await sandbox.exec("mkdir empty shut; chmod 0 shut", timeout_s=20.0)
     assert (await done(editor, "view", "/workspace/empty")).splitlines()[1:] == ["/workspace/empty"]
     assert "/usr/bin/" in (await done(editor, "view", "/")).splitlines()
@@ -108,7 +108,7 @@ async def test_an_empty_folder_the_root_and_a_shut_one(sandbox: Sandbox, editor:
 
 
 @BOTH
-async def test_a_relative_path_is_taken_below_the_working_directory_and_told(
+async def test_a_relative_path_is_resolved_against_the_working_directory_and_reported(
     sandbox: Sandbox, editor: EditorTool
 ) -> None:
     told = await done(editor, "create", "src/../-a b.txt", file_text="x")
@@ -120,7 +120,7 @@ async def test_a_relative_path_is_taken_below_the_working_directory_and_told(
     assert await content(sandbox, "/workspace/b.txt") == b"x"
 
 
-# --- what is refused ----------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------
 
 
 async def test_a_text_must_match_exactly_once(sandbox: Sandbox, editor: EditorTool) -> None:
@@ -135,7 +135,7 @@ async def test_a_text_must_match_exactly_once(sandbox: Sandbox, editor: EditorTo
     assert "No edit history" in await refused(editor, "undo_edit")
 
 
-async def test_bad_calls_are_told_what_is_wrong(editor: EditorTool) -> None:
+async def test_invalid_calls_return_the_error(editor: EditorTool) -> None:
     await done(editor, "create", file_text="1\n2")
     for arguments, word in (
         ({}, "command"),
@@ -165,7 +165,7 @@ async def test_bad_calls_are_told_what_is_wrong(editor: EditorTool) -> None:
     assert await done(editor, "view", view_range=None, old_str=None)
 
 
-async def test_what_is_not_text_is_refused(sandbox: Sandbox, editor: EditorTool) -> None:
+async def test_files_that_are_not_text_are_refused(sandbox: Sandbox, editor: EditorTool) -> None:
     for data, word in ((b"a\0b", "a binary file"), (b"caf\xe9 au lait", "not UTF-8 text (byte 0xe9 at offset 3)")):
         await sandbox.write(A, data)
         for command, more in (("view", {}), ("str_replace", {"old_str": "a", "new_str": "b"})):
@@ -185,7 +185,7 @@ async def test_files_have_a_largest_size(sandbox: Sandbox, editor: EditorTool) -
     assert len(await content(sandbox, "/workspace/b")) == FILE_BYTES
 
 
-# --- what survives an edit ----------------------------------------------------------------------------
+# --- what an edit preserves ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ async def test_files_have_a_largest_size(sandbox: Sandbox, editor: EditorTool) -
         (b"\ta\nb\nc\t\n", b"\ta\nB\nB\nc\t\n"),
     ],
 )
-async def test_line_ends_tabs_and_a_missing_last_newline(
+async def test_line_endings_tabs_and_a_missing_last_newline_are_preserved(
     sandbox: Sandbox, editor: EditorTool, before: bytes, after: bytes
 ) -> None:
     await sandbox.write(A, before)
@@ -209,7 +209,7 @@ async def test_line_ends_tabs_and_a_missing_last_newline(
     assert await content(sandbox) == before
 
 
-async def test_mixed_line_ends_are_told_where_they_matter(sandbox: Sandbox, editor: EditorTool) -> None:
+async def test_mixed_line_endings_are_reported_if_they_matter(sandbox: Sandbox, editor: EditorTool) -> None:
     await sandbox.write(A, b"a\r\nb\n")
     assert "line endings are mixed" in await refused(editor, "str_replace", old_str="a\nb", new_str="c")
     await done(editor, "str_replace", old_str="a", new_str="A")
@@ -229,7 +229,7 @@ async def test_insertion_at_every_kind_of_end(
 
 
 @BOTH
-async def test_mode_and_links_survive(sandbox: Sandbox, editor: EditorTool) -> None:
+async def test_mode_and_links_are_preserved(sandbox: Sandbox, editor: EditorTool) -> None:
     await sandbox.write(A, b"#!/bin/sh\necho old\n", mode=0o750)
     await sandbox.exec("ln -s a.txt link; ln a.txt hard", timeout_s=20.0)
     await done(editor, "str_replace", "/workspace/link", old_str="old", new_str="new")
@@ -239,7 +239,7 @@ async def test_mode_and_links_survive(sandbox: Sandbox, editor: EditorTool) -> N
     assert (await sandbox.exec("./a.txt", timeout_s=20.0)).stdout == b"old\n"
 
 
-async def test_a_file_that_may_not_be_written_is_as_it_was(sandbox: Sandbox, editor: EditorTool) -> None:
+async def test_an_unwritable_file_is_unchanged(sandbox: Sandbox, editor: EditorTool) -> None:
     await sandbox.write(A, b"localhost\n", mode=0o444)
     for path, reason in (("/etc/hosts", "Read-only file system"), (A, "Permission denied")):
         before = await content(sandbox, path)
@@ -249,7 +249,7 @@ async def test_a_file_that_may_not_be_written_is_as_it_was(sandbox: Sandbox, edi
         assert "No edit history" in await refused(editor, "undo_edit", path)
 
 
-async def test_a_full_disk_costs_the_edit_and_not_the_file(tmp_path: Path) -> None:
+async def test_a_full_disk_fails_the_edit_and_preserves_the_file(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path, shm_bytes=256 << 10) as runtime:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
         editor = await EDITOR.open(ToolContext(sandbox))
@@ -261,7 +261,7 @@ async def test_a_full_disk_costs_the_edit_and_not_the_file(tmp_path: Path) -> No
         assert await content(sandbox, "/dev/shm/x") == data
 
 
-async def test_in_an_image_that_has_only_busybox(tmp_path: Path) -> None:
+async def test_the_editor_works_in_an_image_with_only_busybox(tmp_path: Path) -> None:
     image = busybox_image(tmp_path / "image")
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(image=str(image)), lease_s=60.0)
@@ -270,15 +270,15 @@ async def test_in_an_image_that_has_only_busybox(tmp_path: Path) -> None:
         assert A in (await done(editor, "view", "/workspace")).splitlines()
         assert "644" not in await done(editor, "str_replace", old_str="a", new_str="b")
         assert (await sandbox.exec("ls -l a.txt", timeout_s=20.0)).stdout.startswith(b"-rwxr-xr-x")
-        await sandbox.exec("rm /bin/sh", timeout_s=20.0)  # from here on as in an image that has no shell
+        await sandbox.exec("rm /bin/sh", timeout_s=20.0)  # from here on, as in an image without a shell
         assert "its mode is 644 now" in await done(editor, "str_replace", old_str="b", new_str="c")
         assert await content(sandbox) == b"c\n"
         assert "cannot be listed" in await refused(editor, "view", "/workspace")
 
 
-async def test_undo_tells_of_other_changes_that_go_with_it(sandbox: Sandbox, editor: EditorTool) -> None:
+async def test_undo_reports_other_changes_that_it_reverts(sandbox: Sandbox, editor: EditorTool) -> None:
     await done(editor, "create", file_text="a\n")
-    for _ in range(2):  # the same edit again and again is still one step each
+    for _ in range(2):  # each repetition of an edit is one step
         await done(editor, "str_replace", old_str="a", new_str="b")
         await done(editor, "str_replace", old_str="b", new_str="a")
     await done(editor, "str_replace", old_str="a", new_str="b")
@@ -331,13 +331,13 @@ async def test_a_call_ends_at_its_timeout(sandbox: Sandbox, editor: EditorTool) 
     assert "a\n" in await done(editor, "view")
 
 
-async def test_edits_at_once_do_not_lose_each_other(sandbox: Sandbox, editor: EditorTool) -> None:
+async def test_concurrent_edits_are_all_kept(sandbox: Sandbox, editor: EditorTool) -> None:
     await done(editor, "create", file_text="")
     await asyncio.gather(*[done(editor, "insert", insert_line=0, new_str=str(n)) for n in range(8)])
     assert sorted((await content(sandbox)).split()) == [b"%d" % n for n in range(8)]
 
 
-async def test_no_link_leads_out(sandbox: Sandbox, editor: EditorTool, tmp_path: Path) -> None:
+async def test_links_do_not_lead_out_of_the_sandbox(sandbox: Sandbox, editor: EditorTool, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the host")
     await sandbox.exec(["ln", "-s", str(secret), "a.txt"], timeout_s=20.0)
@@ -355,9 +355,9 @@ async def test_the_end_of_the_sandbox_is_an_error_with_its_blame(sandbox: Sandbo
     await editor.close()
 
 
-async def test_a_file_of_a_million_lines_leaves_the_event_loop_to_others():
+async def test_a_file_of_a_million_lines_does_not_block_the_event_loop():
     file = TextFile.of(b"\n" * FILE_BYTES)
     others = asyncio.create_task(asyncio.sleep(0))
     shown = await numbered(file)
-    assert others.done(), "nobody else had a turn"
+    assert others.done(), "no other task ran"
     assert shown.endswith(f"\n{FILE_BYTES:6}\t") and shown == file.numbered()

@@ -1,4 +1,4 @@
-"""Python functions as tools: what the model is told of them, what it may give, what comes back."""
+"""Python functions as tools: their schemas, their arguments, and their results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def told(kind: ToolKind, arguments: Mapping[str, Json], timeout_s: float =
     return result
 
 
-# --- what the model is told ---------------------------------------------------------------------------
+# --- schemas ------------------------------------------------------------------------------------------
 
 
 def test_the_schema_is_the_signature() -> None:
@@ -94,7 +94,7 @@ def test_no_parameters_are_an_empty_object() -> None:
     assert now.spec.parameters == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def test_what_cannot_be_a_tool_is_refused_where_it_is_declared() -> None:
+def test_a_function_that_cannot_be_a_tool_is_refused_at_its_declaration() -> None:
     def no_docstring(a: int) -> int:
         return a
 
@@ -128,17 +128,17 @@ def test_what_cannot_be_a_tool_is_refused_where_it_is_declared() -> None:
         (unknown, "Nowhere"),
         (no_json, "no JSON schema"),
         (maybe, "no JSON schema"),
-        (lambda: None, "no name"),
+        (lambda: None, "not a valid tool name"),
     ]
     for made, word in refused:
         with pytest.raises(TypeError, match=word):
             tool(made)
 
 
-# --- what it may give, and what comes back ------------------------------------------------------------
+# --- arguments and results ----------------------------------------------------------------------------
 
 
-async def test_arguments_are_read_and_bad_ones_told() -> None:
+async def test_arguments_are_read_and_invalid_ones_reported() -> None:
     assert (await told(measure, {"length": 2})).content == "2 m None False"
     given: dict[str, Json] = {"length": 1.5, "unit": "ft", "points": [{"x": 1}], "json": True}
     assert (await told(measure, given)).content == "1.5 ft [Point(x=1, y=0)] True"
@@ -181,7 +181,7 @@ async def test_results_are_text_or_json(value: object, content: str) -> None:
     assert (result.content, result.is_error) == (content, False)
 
 
-async def test_a_tool_result_is_taken_as_it_is_and_output_cut() -> None:
+async def test_a_tool_result_is_returned_unchanged_and_long_output_is_cut() -> None:
     @tool
     async def end(length: int) -> ToolResult:
         """Ends."""
@@ -193,7 +193,7 @@ async def test_a_tool_result_is_taken_as_it_is_and_output_cut() -> None:
     assert result.is_final and "5900 bytes left out" in result.content and len(result.content.encode()) < 150
 
 
-async def test_what_json_cannot_hold_is_told() -> None:
+async def test_a_result_that_json_cannot_represent_is_reported() -> None:
     @tool
     def lock() -> object:
         """Locks."""
@@ -228,13 +228,13 @@ def raising(error: BaseException) -> list[ToolKind]:
         (asyncio.CancelledError(), "CancelledError"),
     ],
 )
-async def test_what_a_function_raises_is_an_observation(error: BaseException, word: str) -> None:
+async def test_an_exception_is_an_observation(error: BaseException, word: str) -> None:
     for kind in raising(error):
         result = await told(kind, {})
         assert result.is_error and word in result.content, result.content
 
 
-async def test_an_interrupt_in_a_thread_ends_no_service() -> None:
+async def test_an_interrupt_in_a_thread_does_not_end_the_service() -> None:
     assert "KeyboardInterrupt" in (await told(raising(KeyboardInterrupt())[0], {})).content
 
 
@@ -244,12 +244,12 @@ async def test_a_failure_with_its_own_blame_is_raised() -> None:
             await told(kind, {})
 
 
-# --- where it runs, and how long ----------------------------------------------------------------------
+# --- threads and deadlines ----------------------------------------------------------------------------
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who")
 
 
-async def test_a_sync_function_does_not_hold_the_event_loop() -> None:
+async def test_a_sync_function_does_not_block_the_event_loop() -> None:
     reached, goes_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -267,7 +267,7 @@ async def test_a_sync_function_does_not_hold_the_event_loop() -> None:
     assert (await call).content == "us in tool-wait"
 
 
-async def test_a_deadline_is_honoured_and_its_thread_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deadline_is_enforced_and_left_threads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function, "MAX_LEFT", 2)
     goes_on = threading.Event()
 
@@ -314,7 +314,7 @@ async def test_a_cancelled_call_is_cancelled() -> None:
     assert call.cancelled()
 
 
-# --- what it is given ---------------------------------------------------------------------------------
+# --- sandbox and context ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -360,14 +360,14 @@ async def test_the_examples_of_the_documentation_work(sandbox: Sandbox) -> None:
     assert set(re.findall(r"^\| `(\w+)` \| `\w+` \|.*(?:yes|no) \|$", page, re.MULTILINE)) <= set(tool_names())
 
 
-# --- found by entry point -----------------------------------------------------------------------------
+# --- entry points -------------------------------------------------------------------------------------
 
 Install = Callable[[str, str, str], None]
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts a package with a module and entry points where Python finds it."""
+    """Installs a package with a module and entry points on Python's path."""
 
     def installed(package: str, code: str, points: str) -> None:
         folder = tmp_path / package
@@ -394,7 +394,7 @@ number = 3
 """
 
 
-async def test_a_package_brings_tools(install: Install) -> None:
+async def test_a_package_provides_tools(install: Install) -> None:
     name = f"greeter_{os.getpid()}"
     install(name, GREETER, f"greet = {name}:greet")
     assert (await told(tool_kind("greet"), {"name": "you"})).content == "hello you"
@@ -408,9 +408,9 @@ async def test_a_broken_package_is_named(install: Install) -> None:
     install(name, GREETER, f"a = {name}:nothing\nb = {name}:number\nc = no_such_module:x\nd = {name}:tool")
     for asked, word in (
         ("a", "AttributeError"),
-        ("b", "is no ToolKind"),
+        ("b", "is not a ToolKind"),
         ("c", "ModuleNotFound"),
-        ("d", "no ToolKind"),
+        ("d", "is not a ToolKind"),
     ):
         with pytest.raises(UnknownTool, match=f"the package {name}.*{word}"):
             tool_kind(asked)

@@ -1,4 +1,4 @@
-"""The persistent Python, the image's own and ours, in sandboxes: what it keeps, what it survives, what it tells."""
+"""The persistent Python, the image's and the portable one, in sandboxes: its state, its failures and its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from rollyard.cli.bench.peers import CACHE
+from bench.peer_drivers import CACHE
 from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
 from rollyard.sandbox import Bind, BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSpec
 from rollyard.sandbox.python import INSIDE, PortablePython, portable_python
@@ -24,7 +24,7 @@ from tests.tools.busybox import busybox_image
 pytestmark = pytest.mark.slow
 
 BOTH = pytest.mark.parametrize("session", ["plain", "ipython"], indirect=True)
-"""What depends on what runs the cells; all else is tried with the image's own Python, which is plain."""
+"""For tests that depend on the interpreter; all others use the image's own Python, which is plain."""
 
 IPYTHON_ONLY = pytest.mark.parametrize("session", ["ipython"], indirect=True)
 
@@ -62,7 +62,7 @@ async def raised(session: PythonSession, code: str) -> str:
     return result.output
 
 
-# --- what it keeps, what it shows ---------------------------------------------------------------------
+# --- state and output ---------------------------------------------------------------------------------
 
 
 @BOTH
@@ -76,7 +76,7 @@ async def test_names_persist_and_the_last_value_is_shown(session: PythonSession)
 
 
 @BOTH
-async def test_long_and_odd_code_arrives_whole(session: PythonSession) -> None:
+async def test_long_and_odd_code_arrives_unchanged(session: PythonSession) -> None:
     assert await said(session, f"x = '{'é' * 500_000}'\nlen(x)") == "500000\n"
     assert await said(session, "'é漢🙂'") == "'é漢🙂'\n"
     assert await said(session, "print('\ud83d', '\\ud83d')") == "? \\ud83d\n"
@@ -115,7 +115,7 @@ async def test_an_endless_flood_ends_at_its_timeout(session: PythonSession) -> N
 
 
 @BOTH
-async def test_pictures_are_said(session: PythonSession) -> None:
+async def test_pictures_are_shown_as_type_and_size(session: PythonSession) -> None:
     await said(session, "class A:\n    def _repr_png_(self): return b'x' * 99\n    def __repr__(self): return 'A!'")
     assert await said(session, "A()") == "A!\n<image/png, 99 bytes>\n"
     assert await said(session, "display(A(), 'b')") == "A!\n<image/png, 99 bytes>\n'b'\n"
@@ -125,11 +125,11 @@ def test_a_picture_in_base64_has_its_own_size() -> None:
     assert _ipython_worker.as_text({"image/png": "eHh4eA==\n", "text/html": "<b>"}) == "<b>\n<image/png, 4 bytes>"
 
 
-# --- what goes wrong in a cell ------------------------------------------------------------------------
+# --- errors in a cell ---------------------------------------------------------------------------------
 
 
 @BOTH
-async def test_an_exception_is_told_without_colours_and_without_us(session: PythonSession) -> None:
+async def test_a_traceback_has_no_colours_and_no_frames_of_the_worker(session: PythonSession) -> None:
     await said(session, "x = 5\ndef f():\n    return 1 / 0")
     told = await raised(session, "f()")
     assert "ZeroDivisionError: division by zero" in told and "return 1 / 0" in told
@@ -142,7 +142,7 @@ async def test_an_exception_is_told_without_colours_and_without_us(session: Pyth
 
 
 @BOTH
-async def test_leaving_does_not_end_it(session: PythonSession) -> None:
+async def test_exit_does_not_end_the_process(session: PythonSession) -> None:
     await said(session, "import sys\nx = 5")
     assert "SystemExit: 3" in await raised(session, "sys.exit(3)")
     await session.run("exit()", 20.0)
@@ -150,13 +150,13 @@ async def test_leaving_does_not_end_it(session: PythonSession) -> None:
 
 
 @BOTH
-async def test_nobody_types(session: PythonSession) -> None:
+async def test_input_raises_eof_error(session: PythonSession) -> None:
     assert "EOFError: nobody can type" in await raised(session, "input('name? ')")
     assert await said(session, "import sys\nsys.stdin.read()") == "''\n"
 
 
 @IPYTHON_ONLY
-async def test_magics_work_where_ipython_is(session: PythonSession) -> None:
+async def test_magics_work_with_ipython(session: PythonSession) -> None:
     assert await said(session, "!echo hi") == "hi\n"
     assert await said(session, "x = !echo a b\nx[0].split()") == "['a', 'b']\n"
     assert await said(session, "%%bash\necho from bash") == "from bash\n"
@@ -165,13 +165,13 @@ async def test_magics_work_where_ipython_is(session: PythonSession) -> None:
     assert session.about.startswith("ipython ")
 
 
-async def test_plain_python_says_that_it_has_no_magics(session: PythonSession) -> None:
+async def test_plain_python_reports_that_it_has_no_magics(session: PythonSession) -> None:
     assert "without IPython's magics" in await raised(session, "!ls")
     assert session.about.startswith("python 3.")
 
 
 @BOTH
-async def test_what_a_cell_does_to_its_streams_is_undone(session: PythonSession) -> None:
+async def test_changes_of_a_cell_to_its_streams_are_undone(session: PythonSession) -> None:
     for harm in (
         "import io, os, signal, sys; sys.stdout = sys.stderr = io.StringIO()",
         "sys.stdout.close(); sys.stderr.close()",
@@ -186,13 +186,13 @@ async def test_what_a_cell_does_to_its_streams_is_undone(session: PythonSession)
 
 
 @BOTH
-async def test_a_fork_does_not_answer_for_its_parent(session: PythonSession) -> None:
+async def test_a_forked_child_sends_no_reply(session: PythonSession) -> None:
     code = "import os, sys\nif pid := os.fork():\n    os.waitpid(pid, 0)\nelse:\n    print('child')"
     assert await said(session, code) == "child\n"
     assert await said(session, "'parent'") == "'parent'\n"
 
 
-async def test_children_get_none_of_our_pipes(session: PythonSession) -> None:
+async def test_children_do_not_inherit_the_pipes(session: PythonSession) -> None:
     seen = await said(
         session,
         "import subprocess\nprint(subprocess.run(['ls', '-l', '/proc/self/fd'], capture_output=True).stdout.decode())",
@@ -201,7 +201,7 @@ async def test_children_get_none_of_our_pipes(session: PythonSession) -> None:
     assert numbers <= {0, 1, 2, 3}
 
 
-# --- interrupting, dying, starting anew ---------------------------------------------------------------
+# --- interrupts, deaths, restarts ---------------------------------------------------------------------
 
 
 @BOTH
@@ -239,17 +239,17 @@ async def test_a_cell_that_cannot_be_interrupted_is_killed(
         ("os._exit(3)", 3),
         ("os.kill(os.getpid(), signal.SIGSEGV)", -11),
         ("os.kill(os.getpid(), signal.SIGKILL)", -9),
-        ("if os.fork(): os._exit(4)\nelse: time.sleep(1000)", 4),  # the child holds all pipes open
+        ("if os.fork(): os._exit(4)\nelse: time.sleep(1000)", 4),  # the child keeps all pipes open
     ],
 )
-async def test_death_is_told_and_followed_by_a_new_one(session: PythonSession, code: str, status: int) -> None:
+async def test_a_dead_process_is_reported_and_replaced(session: PythonSession, code: str, status: int) -> None:
     result = await session.run(f"import os, signal, time\nx = 5\nprint('last words')\n{code}", 20.0)
     assert (result.outcome, result.status, result.is_restarted) == (CellOutcome.DIED, status, True)
     assert result.output == "last words\n"
     assert "NameError" in await raised(session, "x")
 
 
-async def test_code_is_not_run_in_a_python_that_lost_its_names(session: PythonSession) -> None:
+async def test_code_is_not_run_in_a_new_process_without_its_names(session: PythonSession) -> None:
     await said(session, "import os, threading, time\nthreading.Timer(0.1, os._exit, [4]).start()")
     assert session._live is not None
     assert await session._live.ended(20.0) == 4
@@ -258,7 +258,7 @@ async def test_code_is_not_run_in_a_python_that_lost_its_names(session: PythonSe
     assert await said(session, "1") == "1\n"
 
 
-async def test_a_cancelled_cell_is_ended_and_the_next_call_is_told(session: PythonSession) -> None:
+async def test_a_cancelled_cell_is_killed_and_the_next_call_reports_it(session: PythonSession) -> None:
     await said(session, "x = 5")
     running = asyncio.ensure_future(session.run("print('begun')\nwhile True: pass", 1000.0))
     while not session._output.seen_bytes:
@@ -289,32 +289,32 @@ def forge(data):
 
 
 @BOTH
-async def test_forged_replies_put_nothing_out_of_step(session: PythonSession) -> None:
+async def test_forged_replies_do_not_desynchronize_the_session(session: PythonSession) -> None:
     await said(session, PIPES)
     for forged in (rb"\xff\n\n 7\nok\n-1 ok\n", rb"99 ok\n0 ipython 1\n", b"".join(b"%d ok\\n" % n for n in range(99))):
         await session.run(f"forge(b'{forged.decode()}')\nprint('late')", 20.0)
-        await session.run("pass", 20.0)  # takes what a forger said too early
+        await session.run("pass", 20.0)  # consumes forged replies
         for n in range(5):
             assert await said(session, f"{n}") == f"{n}\n"
 
 
-async def test_a_flood_of_replies_is_the_end_of_it(session: PythonSession) -> None:
+async def test_a_flood_of_replies_ends_the_process(session: PythonSession) -> None:
     await said(session, PIPES)
     result = await session.run(f"forge(b'x' * {REPLY_BYTES + 1})", 20.0)
     assert (result.outcome, result.is_restarted) == (CellOutcome.DIED, True)
     assert await said(session, "1") == "1\n"
 
 
-async def test_closing_our_pipes_is_the_end_of_it(session: PythonSession) -> None:
+async def test_closing_the_pipes_ends_the_process(session: PythonSession) -> None:
     result = await session.run("import os\nos.closerange(3, 4096)", 20.0)
     assert (result.outcome, result.is_restarted) == (CellOutcome.DIED, True)
     assert await said(session, "1") == "1\n"
 
 
-# --- where it starts ----------------------------------------------------------------------------------
+# --- start --------------------------------------------------------------------------------------------
 
 
-async def test_files_of_the_agent_are_imported_by_it_and_not_by_us(sandbox: Sandbox) -> None:
+async def test_cells_can_import_the_agents_files_and_the_worker_does_not(sandbox: Sandbox) -> None:
     for name in ("ast", "IPython", "linecache", "traceback"):
         await sandbox.write(f"{name}.py", b"raise SystemExit('shadowed')")
     await sandbox.write("mine.py", b"value = 7")
@@ -322,7 +322,7 @@ async def test_files_of_the_agent_are_imported_by_it_and_not_by_us(sandbox: Sand
         assert await said(session, "import mine, os; mine.value, os.getcwd()") == "(7, '/workspace')\n"
 
 
-async def test_an_image_without_python_gets_ours(tmp_path: Path, python: PortablePython) -> None:
+async def test_an_image_without_python_gets_the_portable_python(tmp_path: Path, python: PortablePython) -> None:
     spec = SandboxSpec(image=str(busybox_image(tmp_path / "image")), binds=(Bind(python.folder, INSIDE),))
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(spec, lease_s=60.0)
@@ -333,7 +333,7 @@ async def test_an_image_without_python_gets_ours(tmp_path: Path, python: Portabl
         await tool.close()
 
 
-async def test_no_python_at_all_is_told(tmp_path: Path) -> None:
+async def test_a_missing_python_is_reported(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(image=str(busybox_image(tmp_path / "image"))), lease_s=60.0)
         tool = await IPYTHON.open(ToolContext(sandbox))
@@ -343,29 +343,25 @@ async def test_no_python_at_all_is_told(tmp_path: Path) -> None:
         await tool.close()
 
 
-async def test_a_python_that_says_nothing_is_not_waited_for_for_ever(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_starting_an_unresponsive_python_times_out(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollyard.tools.ipython.START_S", 0.2)
     async with PythonSession(sandbox, [(("sh", "-c", "sleep 1000"), {})], output_bytes=1000) as session:
         with pytest.raises(NoPython):
             await session.run("1", 20.0)
 
 
-async def test_a_working_directory_that_was_shut_does_not_keep_it_from_starting(sandbox: Sandbox) -> None:
+async def test_python_starts_without_an_accessible_working_directory(sandbox: Sandbox) -> None:
     async with PythonSession(sandbox, [IMAGES_OWN], output_bytes=1000, cwd="/nowhere") as session:
         assert await said(session, "import os; os.getcwd()") == "'/'\n"
 
 
-async def test_a_home_that_cannot_be_written_does_not_keep_ipython_from_starting(
-    sandbox: Sandbox, python: PortablePython
-) -> None:
+async def test_ipython_starts_with_an_unwritable_home(sandbox: Sandbox, python: PortablePython) -> None:
     command = (python.argv, {**python.env, "HOME": "/proc"})
     async with PythonSession(sandbox, [command], output_bytes=1000) as session:
         assert await said(session, "!echo hi") == "hi\n"
 
 
-async def test_where_nothing_can_be_bound_both_run_too(tmp_path: Path, python: PortablePython) -> None:
+async def test_both_pythons_run_in_the_local_runtime(tmp_path: Path, python: PortablePython) -> None:
     async with LocalRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
         ours = python.on_host()
@@ -381,12 +377,12 @@ async def test_the_end_of_the_sandbox_is_not_hidden(sandbox: Sandbox, session: P
         await session.run("1", 20.0)
 
 
-async def test_one_that_was_never_used_is_closed(sandbox: Sandbox, python: PortablePython) -> None:
+async def test_a_session_that_was_never_used_can_be_closed(sandbox: Sandbox, python: PortablePython) -> None:
     for _ in range(3):
         await (await IPYTHON.open(ToolContext(sandbox, python=python))).close()
 
 
-def test_the_worker_is_for_python_3_8() -> None:
+def test_the_worker_is_valid_python_3_8() -> None:
     ast.parse(Path(_ipython_worker.__file__).read_text(), feature_version=(3, 8))
 
 
@@ -411,10 +407,10 @@ def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
 # --- the tool -----------------------------------------------------------------------------------------
 
 
-async def test_the_tool_tells_the_model_what_it_needs(sandbox: Sandbox, python: PortablePython) -> None:
+async def test_the_tools_output_contains_what_the_model_needs(sandbox: Sandbox, python: PortablePython) -> None:
     assert tool_kind("ipython") is IPYTHON and IPYTHON.needs_sandbox and IPYTHON.needs_python
     tool = await IPYTHON.open(ToolContext(sandbox, 2000, python))
-    assert tool._session.about == ""  # not waited for
+    assert tool._session.about == ""  # opening does not wait
 
     async def told(code: str, timeout_s: float = 20.0, **more: bool) -> str:
         return (await tool.call({"code": code, **more}, timeout_s=timeout_s)).content

@@ -1,4 +1,4 @@
-"""MCP servers as tools: run inside real sandboxes, and reached over real HTTP."""
+"""MCP servers as tools: in real sandboxes, and over real HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def sandbox(tmp_path: Path) -> AsyncGenerator[Sandbox, None]:
 
 
 class Opened:
-    """The tools of a server, by the names that it has for them."""
+    """The tools of a server, by its own names."""
 
     def __init__(self, tools: Mapping[str, McpTool]) -> None:
         self.tools = tools
@@ -69,9 +69,9 @@ async def by_hand(sandbox: Sandbox) -> AsyncGenerator[Opened, None]:
 # --- inside ---------------------------------------------------------------------------------------------
 
 
-async def test_a_real_server_in_the_sandbox_gives_its_tools_and_keeps_its_state(sandbox: Sandbox) -> None:
+async def test_a_real_server_in_the_sandbox_provides_its_tools_and_keeps_its_state(sandbox: Sandbox) -> None:
     if not same_python():
-        pytest.skip("the host's /usr/bin/python3 is of another version than this one: it cannot import our packages")
+        pytest.skip("the host's /usr/bin/python3 has another version than this one: it cannot import these packages")
     await sandbox.write("server.py", REAL.encode())
     found = await opened(McpSource("counter", PYTHON, {"SECRET": "s3"}), sandbox)
     spec = found.tools["add"].spec
@@ -106,14 +106,14 @@ async def test_garbage_and_notifications_break_nothing(by_hand: Opened) -> None:
         assert result.content.startswith(name)
 
 
-async def test_a_message_that_is_too_long_costs_one_call(by_hand: Opened) -> None:
+async def test_a_message_that_is_too_long_fails_one_call(by_hand: Opened) -> None:
     result = await by_hand.call("huge")
     assert result.is_error
     assert "more than 4194304 bytes" in result.content
     assert (await by_hand.call("echo")).content == "echo 2 {}"  # the same server
 
 
-async def test_who_floods_us_is_ended(by_hand: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_floods_its_output_is_ended(by_hand: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_mcp_pipes, "FLOOD_BYTES", 1 << 20)
     result = await by_hand.call("flood")
     assert result.is_error
@@ -121,7 +121,7 @@ async def test_who_floods_us_is_ended(by_hand: Opened, monkeypatch: pytest.Monke
     assert "echo 1" in (await by_hand.call("echo")).content
 
 
-async def test_a_server_that_dies_says_so_and_is_started_again(by_hand: Opened) -> None:
+async def test_a_server_that_dies_is_reported_and_started_again(by_hand: Opened) -> None:
     await by_hand.call("echo")
     died = await by_hand.call("die")
     assert died.is_error
@@ -144,7 +144,7 @@ async def test_a_server_that_was_killed_between_two_calls_is_started_again(by_ha
     assert not again.is_error
 
 
-async def test_a_call_ends_at_its_timeout_and_the_server_lives_on(by_hand: Opened) -> None:
+async def test_a_call_ends_at_its_timeout_and_the_server_keeps_running(by_hand: Opened) -> None:
     late = await by_hand.call("hang", timeout_s=0.5)
     assert late.is_error
     assert "no answer within 0.5 s" in late.content
@@ -160,7 +160,7 @@ async def test_a_server_that_does_not_read_is_ended(by_hand: Opened, monkeypatch
     assert "echo 1" in (await by_hand.call("echo")).content
 
 
-async def test_errors_other_contents_and_nonsense_are_told(by_hand: Opened) -> None:
+async def test_errors_other_content_and_invalid_results_are_reported(by_hand: Opened) -> None:
     failed = await by_hand.call("fail")
     assert failed.is_error
     assert failed.content.startswith("fail 1")
@@ -175,8 +175,8 @@ async def test_errors_other_contents_and_nonsense_are_told(by_hand: Opened) -> N
     assert (await by_hand.call("deep")).content.startswith('{"d": [[[')
 
 
-async def test_what_a_server_says_of_its_output_cannot_hold_the_loop(by_hand: Opened) -> None:
-    assert not (await by_hand.call("schema")).is_error  # matched, that pattern takes longer than the universe lasts
+async def test_an_output_schema_cannot_block_the_event_loop(by_hand: Opened) -> None:
+    assert not (await by_hand.call("schema")).is_error  # matching its pattern would practically never end
 
 
 async def test_output_is_cut(sandbox: Sandbox) -> None:
@@ -196,7 +196,7 @@ async def test_output_is_cut(sandbox: Sandbox) -> None:
         (("sh", "-c", "yes '{}' | head -c 4000000; sleep 60"), "50000 lines"),
     ],
 )
-async def test_a_program_that_is_no_server_is_the_tasks_fault(
+async def test_a_program_that_is_not_a_server_is_the_tasks_fault(
     sandbox: Sandbox, command: tuple[str, ...], why: str
 ) -> None:
     with pytest.raises(SetupFailed, match=why) as failed:
@@ -204,7 +204,7 @@ async def test_a_program_that_is_no_server_is_the_tasks_fault(
     assert failed.value.blame is Blame.TASK
 
 
-async def test_a_server_that_never_answers_is_given_up_and_killed(sandbox: Sandbox) -> None:
+async def test_a_server_that_never_responds_is_killed(sandbox: Sandbox) -> None:
     source = McpSource("hand", ("sh", "-c", "echo slow >&2; exec sleep 3601"), start_s=0.5)
     with pytest.raises(SetupFailed, match=r"did not answer within 0\.5 s"):
         await source.open(ToolContext(sandbox))
@@ -212,13 +212,13 @@ async def test_a_server_that_never_answers_is_given_up_and_killed(sandbox: Sandb
     assert left.stdout == b""
 
 
-async def test_when_the_sandbox_is_gone_the_call_raises_what_that_means(by_hand: Opened, sandbox: Sandbox) -> None:
+async def test_a_call_after_the_end_of_the_sandbox_raises_its_failure(by_hand: Opened, sandbox: Sandbox) -> None:
     await sandbox.kill()
     with pytest.raises((SandboxLost, SandboxEndedByPolicy)):
         await by_hand.call("echo")
 
 
-async def test_when_the_sandbox_goes_during_a_call_it_raises_what_that_means(by_hand: Opened, sandbox: Sandbox) -> None:
+async def test_a_call_during_the_end_of_the_sandbox_raises_its_failure(by_hand: Opened, sandbox: Sandbox) -> None:
     call = asyncio.create_task(by_hand.call("hang"))
     link = by_hand.tools["hang"]._link
     await eventually(lambda: bool(getattr(link._other, "_awaited", None)), "it is asked")
@@ -245,10 +245,10 @@ async def test_closing_one_tool_ends_the_server_and_leaves_no_descriptor(sandbox
     assert left.stdout == b""
 
 
-# --- names and what a task says -------------------------------------------------------------------------
+# --- names and options ----------------------------------------------------------------------------------
 
 
-def test_tool_names_are_valid_short_and_each_once() -> None:
+def test_tool_names_are_valid_short_and_unique() -> None:
     names = _names("s", ["a.b", "a/b", "x" * 80, "x" * 80 + "y", "same", "same", "ok-1"])
     assert len(set(names)) == len(names)
     assert all(len(name) <= 64 and name.startswith("s__") for name in names)
@@ -271,12 +271,12 @@ def test_tool_names_are_valid_short_and_each_once() -> None:
         ({"a": {"server": "known", "inside": 1}}, "true or false"),
     ],
 )
-def test_a_wrong_shape_is_refused_at_submit(option: Json, why: str) -> None:
+def test_an_invalid_option_is_refused_at_submit(option: Json, why: str) -> None:
     with pytest.raises(TaskInvalid, match=why):
         mcp_sources(option, {"known": OutsideServer("http://h")})
 
 
-def test_only_the_operators_servers_can_be_named() -> None:
+def test_only_the_operators_servers_can_be_used() -> None:
     servers = {"known": OutsideServer("http://h", {"authorization": "s3cret"})}
     (source,) = mcp_sources({"k": {"server": "known", "inside": True}}, servers)
     assert (source.server, source.needs_sandbox) == (servers["known"], True)
@@ -285,7 +285,7 @@ def test_only_the_operators_servers_can_be_named() -> None:
         mcp_sources({"k": {"server": "http://evil"}}, servers)
 
 
-def test_lines_are_cut_at_their_limit_whatever_the_chunks() -> None:
+def test_long_lines_are_skipped_whatever_the_chunks() -> None:
     data = b"ab\n" + b"x" * 11 + b"\n" + b"y" * 10 + b"\n" + b"z" * 50 + b"\nend\nrest"
     wanted = [b"ab", None, b"y" * 10, None, b"end"]
     for size in (1, 3, 7, 1000):
@@ -310,7 +310,7 @@ async def test_a_server_outside_is_called_with_the_operators_headers() -> None:
         await found.tools["add"].close()
 
 
-async def test_a_server_outside_that_is_restarted_is_told_and_found_again() -> None:
+async def test_a_restart_of_a_server_outside_is_reported_and_it_is_reconnected() -> None:
     sock = loopback()
     port = sock.getsockname()[1]
     async with served(outside().streamable_http_app(), sock) as url:
@@ -318,12 +318,12 @@ async def test_a_server_outside_that_is_restarted_is_told_and_found_again() -> N
         assert (await found.call("add", number=2)).content == "count is 2"
     async with served(outside().streamable_http_app(), loopback(port)):
         forgotten = await found.call("add", number=1)
-        assert forgotten.is_error, forgotten  # it does not know the session
+        assert forgotten.is_error, forgotten  # the server does not have the session
         again = await found.call("add", number=1)
         assert "count is 1" in again.content
         assert "state is lost" in again.content
     down = await found.call("add", number=1)
-    assert down.is_error, down  # nobody is there
+    assert down.is_error, down  # no server is running
     async with served(outside().streamable_http_app(), loopback(port)):
         again = await found.call("add", number=1)
         assert "count is 1" in again.content
@@ -331,7 +331,7 @@ async def test_a_server_outside_that_is_restarted_is_told_and_found_again() -> N
         await found.tools["add"].close()
 
 
-async def test_a_server_outside_that_is_not_there_is_infrastructures_fault() -> None:
+async def test_an_unreachable_server_outside_is_blamed_on_infra() -> None:
     with loopback() as sock:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}/mcp"
         with pytest.raises(ToolUnreachable) as failed:
@@ -345,7 +345,7 @@ async def test_a_server_outside_that_is_not_there_is_infrastructures_fault() -> 
 
 @pytest.fixture
 async def door() -> AsyncGenerator[tuple[Doorway, str], None]:
-    """A doorway with a proxy to a real server."""
+    """Opens a doorway with a proxy to a real server."""
     sock = loopback()
     sock.listen(16)
     doorway = Doorway(sock, port=sock.getsockname()[1])
@@ -367,7 +367,7 @@ async def test_a_client_inside_uses_a_server_through_the_doorway(door: tuple[Doo
     await found.tools["add"].close()
 
 
-async def test_the_proxy_has_only_what_the_task_named_and_bounds_what_goes_in(door: tuple[Doorway, str]) -> None:
+async def test_the_proxy_serves_only_the_tasks_servers_and_bounds_requests(door: tuple[Doorway, str]) -> None:
     base = door[0].url
     async with aiohttp.ClientSession() as client:
 
@@ -379,7 +379,7 @@ async def test_the_proxy_has_only_what_the_task_named_and_bounds_what_goes_in(do
         assert await status("POST", "/mcp/out/../other") == 404
         assert await status("GET", "/") == 404
         assert await status("PUT", "/mcp/out") == 405
-        for size, status_then in ((BODY_BYTES, 400), (BODY_BYTES + 1, 413)):  # 400: the server's own word, no JSON
+        for size, status_then in ((BODY_BYTES, 400), (BODY_BYTES + 1, 413)):  # 400 comes from the server: not JSON
             headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
             async with client.post(f"{base}/mcp/out", data=_chunks(b"x" * size), headers=headers) as answer:
                 assert answer.status == status_then
@@ -390,7 +390,7 @@ async def _chunks(data: bytes) -> AsyncGenerator[bytes, None]:
         yield data[start : start + (1 << 16)]
 
 
-async def test_the_proxy_says_502_when_the_server_is_away_and_follows_no_redirect() -> None:
+async def test_the_proxy_returns_502_for_an_unreachable_server_and_follows_no_redirect() -> None:
     asked: list[str] = []
     accepted: list[bytes] = []
 
@@ -425,7 +425,7 @@ async def test_the_proxy_says_502_when_the_server_is_away_and_follows_no_redirec
             await proxy.close()
 
 
-async def test_the_proxy_streams_and_ends_the_request_of_a_client_that_goes_away() -> None:
+async def test_the_proxy_streams_and_ends_the_request_of_a_client_that_disconnects() -> None:
     steps: asyncio.Queue[bytes] = asyncio.Queue()
     gone = asyncio.Event()
 
@@ -457,4 +457,4 @@ async def test_the_proxy_streams_and_ends_the_request_of_a_client_that_goes_away
 
 def test_the_bounds_are_in_order() -> None:
     assert _mcp_pipes.MESSAGE_BYTES < _mcp_pipes.FLOOD_BYTES
-    assert _mcp_link.END_S < 15  # the native agent's patience with a tool
+    assert _mcp_link.END_S < 15  # the native agent's tool_grace_s

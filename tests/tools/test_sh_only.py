@@ -44,7 +44,7 @@ async def shell(sandbox: Sandbox) -> AsyncGenerator[Shell, None]:
     await shell.close()
 
 
-async def test_the_model_is_told_that_there_is_no_bash(sandbox: Sandbox) -> None:
+async def test_the_description_mentions_that_there_is_no_bash(sandbox: Sandbox) -> None:
     tool = await SHELL.open(ToolContext(sandbox))
     assert tool.spec is SH_SPEC and "no bash" in tool.spec.description and tool.spec.name == "shell"
     assert (await tool.call({"command": "echo hi"}, timeout_s=20.0)).content == "hi"
@@ -52,7 +52,7 @@ async def test_the_model_is_told_that_there_is_no_bash(sandbox: Sandbox) -> None
     await tool.close()
 
 
-async def test_the_first_output_is_the_commands_alone(shell: Shell) -> None:
+async def test_the_first_output_is_only_that_of_the_command(shell: Shell) -> None:
     assert await said(shell, "echo first") == "first\n"
     assert (await shell.run("exit", 20.0)).is_restarted
     assert await said(shell, "echo first") == "first\n"
@@ -64,14 +64,14 @@ async def test_directory_variables_and_functions_persist(shell: Shell) -> None:
     assert await said(shell, "echo $x $PWD; f a; sh -c 'echo $y'") == "5 /tmp\nf:a\n6\n"
 
 
-async def test_the_status_is_the_commands(shell: Shell) -> None:
+async def test_the_status_is_that_of_the_command(shell: Shell) -> None:
     for command, status in (("true", 0), ("false", 1), ("(exit 42)", 42), ("nosuchthing", 127), ("if", 2), ("'", 2)):
         result = await shell.run(command, 20.0)
         assert (result.outcome, result.status, result.is_restarted) == (ShellOutcome.COMPLETED, status, False), command
     assert await said(shell, "echo lives") == "lives\n"
 
 
-async def test_long_and_odd_commands_arrive_whole(shell: Shell) -> None:
+async def test_long_and_odd_commands_arrive_unchanged(shell: Shell) -> None:
     assert await said(shell, "cat <<'E'\n$x `y` \\ 'z'\nE") == "$x `y` \\ 'z'\n"
     assert await said(shell, f"v={'x' * 1_000_000}; echo ${{#v}}") == "1000000\n"
     assert await said(shell, "echo 'é漢🙂'; printf '\\303\\251\\377\\n'") == "é漢🙂\né\ufffd\n"
@@ -79,7 +79,7 @@ async def test_long_and_odd_commands_arrive_whole(shell: Shell) -> None:
     assert await said(shell, "") == ""
 
 
-async def test_a_timeout_interrupts_and_the_shell_lives(shell: Shell) -> None:
+async def test_a_timeout_interrupts_and_the_shell_survives(shell: Shell) -> None:
     await said(shell, "x=kept")
     for command in ("sleep 1000", "while :; do :; done", "stty raw; sleep 1000", "PS1=mine; sleep 1000 | cat"):
         result = await shell.run(command, 0.2)
@@ -94,14 +94,14 @@ async def test_a_timeout_before_the_shell_has_read_its_line_interrupts_the_comma
     await check_an_unread_line(shell)
 
 
-async def test_a_shell_that_cannot_be_brought_back_is_replaced(shell: Shell) -> None:
+async def test_a_shell_that_does_not_return_is_replaced(shell: Shell) -> None:
     result = await shell.run("x=lost; trap '' INT QUIT; while :; do :; done", 1.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.TIMEOUT, True)
     assert await said(shell, "echo .$x") == ".\n"
 
 
 @pytest.mark.parametrize("command", ["read x", "cat", "head -1 | cat"])
-async def test_waiting_for_input_is_noticed(shell: Shell, command: str) -> None:
+async def test_waiting_for_input_is_detected(shell: Shell, command: str) -> None:
     result = await shell.run(command, 30.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.AWAITING_INPUT, False)
     assert await said(shell, "echo on") == "on\n"
@@ -114,14 +114,14 @@ async def test_an_editor_that_polls_its_terminal_waits_for_input_too(shell: Shel
     assert await said(shell, "echo on") == "on\n"
 
 
-async def test_a_quiet_command_is_not_taken_for_one_that_waits(shell: Shell) -> None:
+async def test_a_silent_command_is_not_mistaken_for_one_that_waits(shell: Shell) -> None:
     assert await said(shell, "sleep 1.2; echo done") == "done\n"
 
 
 @pytest.mark.parametrize(
     ("command", "status"), [("exit 3", 3), ("set -e; false", 1), ("kill -9 $$", -9), ("exec sleep 1000", None)]
 )
-async def test_the_end_of_the_shell_is_told_and_a_new_one_stands(
+async def test_the_end_of_the_shell_is_reported_and_a_new_one_started(
     shell: Shell, command: str, status: int | None
 ) -> None:
     result = await shell.run(f"echo before; {command}", 20.0)
@@ -145,7 +145,7 @@ async def test_the_end_of_the_shell_is_told_and_a_new_one_stands(
         "IFS=0123456789",
     ],
 )
-async def test_what_a_command_does_to_the_shell_does_not_break_the_next(shell: Shell, command: str) -> None:
+async def test_changes_of_a_command_to_the_shell_do_not_break_the_next(shell: Shell, command: str) -> None:
     first = await shell.run(f"{command}; (exit 4)", 20.0)
     assert (first.outcome, first.status, first.output) == (ShellOutcome.COMPLETED, 4, "")
     second = await shell.run("echo on; PS1=$OLD; (exit 5)" if "OLD" in command else "echo on; (exit 5)", 20.0)
@@ -153,7 +153,7 @@ async def test_what_a_command_does_to_the_shell_does_not_break_the_next(shell: S
     assert await said(shell, "echo on") == "on\n"
 
 
-async def test_background_work_goes_on(shell: Shell) -> None:
+async def test_background_work_continues(shell: Shell) -> None:
     mark = marked()
     await said(shell, f"sleep {mark} >/dev/null 2>&1 &")
     await eventually(lambda: bool(alive(mark)), "it runs")

@@ -1,4 +1,4 @@
-"""The persistent shell, in real sandboxes: what it keeps, what it survives, what it tells."""
+"""The persistent shell, in real sandboxes: its state, its output and its failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollyard.tools.shell import QUIET_S, SHELL, Shell, ShellOutcome
 pytestmark = pytest.mark.slow
 
 BOTH = pytest.mark.parametrize("sandbox", [BubblewrapRuntime, LocalRuntime], indirect=True)
-"""What depends on where the shell runs; all else is tried in bubblewrap."""
+"""For tests that depend on the runtime; all others run in bubblewrap."""
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def said(shell: Shell, command: str) -> str:
     return result.output
 
 
-# --- what it keeps ------------------------------------------------------------------------------------
+# --- state --------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -61,14 +61,14 @@ async def test_directory_variables_and_functions_persist(shell: Shell) -> None:
 
 
 @BOTH
-async def test_the_status_is_the_commands(shell: Shell) -> None:
+async def test_the_status_is_that_of_the_command(shell: Shell) -> None:
     for command, status in (("true", 0), ("false", 1), ("(exit 42)", 42), ("nosuchthing", 127), ("if", 2)):
         result = await shell.run(command, 20.0)
         assert (result.outcome, result.status) == (ShellOutcome.COMPLETED, status), command
     assert await said(shell, "echo lives") == "lives\n"
 
 
-async def test_long_and_odd_commands_arrive_whole(shell: Shell) -> None:
+async def test_long_and_odd_commands_arrive_unchanged(shell: Shell) -> None:
     assert await said(shell, "cat <<'E'\n$x `y` \\ 'z'\nE") == "$x `y` \\ 'z'\n"
     long = "x" * 100_000
     assert await said(shell, f"v={long}; echo ${{#v}}") == "100000\n"
@@ -78,13 +78,13 @@ async def test_long_and_odd_commands_arrive_whole(shell: Shell) -> None:
     assert await said(shell, "") == ""
 
 
-async def test_a_command_that_reads_stdin_gets_the_terminal_not_our_lines(shell: Shell) -> None:
+async def test_a_command_that_reads_stdin_gets_the_terminal_not_the_typed_lines(shell: Shell) -> None:
     assert await said(shell, "head -1 < /dev/null; echo after") == "after\n"
     assert await said(shell, "echo one | cat\necho two") == "one\ntwo\n"
 
 
 @BOTH
-async def test_background_work_goes_on(shell: Shell, tmp_path: Path) -> None:
+async def test_background_work_continues(shell: Shell, tmp_path: Path) -> None:
     mark = marked()
     await said(shell, f"sleep {mark} >/dev/null 2>&1 &")
     await eventually(lambda: bool(alive(mark)), "it runs")  # forked before the status, but perhaps not yet `sleep`
@@ -112,7 +112,7 @@ async def test_an_endless_flood_ends_at_its_timeout(shell: Shell) -> None:
     assert await said(shell, "echo calm") == "calm\n"
 
 
-def test_colours_and_progress_bars_are_taken_out() -> None:
+def test_colours_and_progress_bars_are_removed() -> None:
     assert plain(b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07\x1b(B.") == "red ."
     assert plain(b"10%\r50%\r100%\r\ndone\r\n") == "100%\ndone\n"
     assert plain(b"a\x08\x00b\tc") == "ab\tc"
@@ -130,7 +130,7 @@ def test_a_cut_never_splits_a_character(limit: int) -> None:
     assert len(kept.encode()) + omitted == len(data)
 
 
-# --- what it survives ---------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -143,7 +143,7 @@ async def test_a_timeout_interrupts_and_the_shell_lives(shell: Shell) -> None:
 
 
 async def check_an_unread_line(shell: Shell) -> None:
-    """As on a starved machine: the shell is stopped until after the deadline."""
+    """Stops the shell until after the deadline, as on a starved machine."""
     await said(shell, "x=kept")
     os.kill(shell.pid, signal.SIGSTOP)
     asyncio.get_running_loop().call_later(1.5, os.kill, shell.pid, signal.SIGCONT)
@@ -156,7 +156,7 @@ async def test_a_timeout_before_the_shell_has_read_its_line_interrupts_the_comma
     await check_an_unread_line(shell)
 
 
-async def test_who_ignores_the_interrupt_is_quit_then_killed(shell: Shell) -> None:
+async def test_a_command_that_ignores_sigint_gets_sigquit_then_sigkill(shell: Shell) -> None:
     await said(shell, "x=kept")
     quit_it = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(1000)"
     result = await shell.run(f"python3 -c '{quit_it}'", 1.5)
@@ -169,7 +169,7 @@ async def test_who_ignores_the_interrupt_is_quit_then_killed(shell: Shell) -> No
     assert await said(shell, "echo $x") == "kept\n"
 
 
-async def test_a_shell_that_cannot_be_brought_back_is_replaced(shell: Shell) -> None:
+async def test_a_shell_that_does_not_return_is_replaced(shell: Shell) -> None:
     await said(shell, "x=lost")
     result = await shell.run("trap '' INT QUIT; while :; do :; done", 1.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.TIMEOUT, True)
@@ -177,13 +177,13 @@ async def test_a_shell_that_cannot_be_brought_back_is_replaced(shell: Shell) -> 
 
 
 @pytest.mark.parametrize("command", ["read x", "cat", "python3 -c 'input()'", "python3"])
-async def test_waiting_for_input_is_noticed(shell: Shell, command: str) -> None:
+async def test_waiting_for_input_is_detected(shell: Shell, command: str) -> None:
     result = await shell.run(command, 30.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.AWAITING_INPUT, False)
     assert await said(shell, "echo on") == "on\n"
 
 
-async def test_a_quiet_command_is_not_taken_for_one_that_waits(shell: Shell) -> None:
+async def test_a_silent_command_is_not_mistaken_for_one_that_waits(shell: Shell) -> None:
     assert await said(shell, "sleep 1.2; echo done") == "done\n"
     assert await said(shell, "(sleep 0.8; echo piped) | cat") == "piped\n"
 
@@ -193,7 +193,7 @@ async def test_a_quiet_command_is_not_taken_for_one_that_waits(shell: Shell) -> 
     ("command", "status"),
     [("exit 3", 3), ("set -e; false", 1), ("kill -9 $$", -9), ("exec sleep 1000", None), ("exec true", 0)],
 )
-async def test_the_end_of_the_shell_is_told_and_a_new_one_stands(
+async def test_the_end_of_the_shell_is_reported_and_a_new_one_started(
     shell: Shell, command: str, status: int | None
 ) -> None:
     result = await shell.run(f"echo before; {command}", 20.0)
@@ -205,7 +205,7 @@ async def test_the_end_of_the_shell_is_told_and_a_new_one_stands(
 @pytest.mark.parametrize(
     "command", ["unset PROMPT_COMMAND", "builtin() { :; }", "readonly PROMPT_COMMAND", "exec 60>&-; exec 10>&-"]
 )
-async def test_a_shell_that_no_longer_reports_is_lost_or_mended(
+async def test_a_shell_that_no_longer_reports_is_replaced_or_recovers(
     shell: Shell, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollyard.tools.shell.UNREAD_S", 1.0)
@@ -218,12 +218,12 @@ async def test_a_shell_that_no_longer_reports_is_lost_or_mended(
 @pytest.mark.parametrize(
     "command", ["exec >/dev/null 2>&1", "stty raw echo -isig", "PATH=", "PS1='$ '; PS2='> '", "set -x; set +x"]
 )
-async def test_what_a_command_does_to_the_shell_does_not_break_the_next(shell: Shell, command: str) -> None:
+async def test_changes_of_a_command_to_the_shell_do_not_break_the_next(shell: Shell, command: str) -> None:
     assert (await shell.run(command, 20.0)).outcome is ShellOutcome.COMPLETED
     assert await said(shell, "echo on") == "on\n"
 
 
-async def test_a_forged_status_is_not_taken(shell: Shell) -> None:
+async def test_a_forged_status_is_ignored(shell: Shell) -> None:
     forge = "for fd in /proc/$$/fd/*; do printf '9999 0 /forged\\0' >&${fd##*/}; done 2>/dev/null; (exit 7)"
     result = await shell.run(forge, 20.0)
     assert (result.status, result.cwd == "/forged") == (7, False)
@@ -236,7 +236,7 @@ async def test_one_command_at_a_time(shell: Shell) -> None:
 
 
 @BOTH
-async def test_a_cancelled_command_is_gone_and_the_next_one_runs(shell: Shell) -> None:
+async def test_a_cancelled_command_is_killed_and_the_next_one_runs(shell: Shell) -> None:
     mark = marked()
     task = asyncio.ensure_future(shell.run(f"sleep {mark}", 60.0))
     await eventually(lambda: bool(alive(mark)), "it runs")
@@ -248,7 +248,7 @@ async def test_a_cancelled_command_is_gone_and_the_next_one_runs(shell: Shell) -
     assert await said(shell, "echo on") == "on\n"
 
 
-async def test_two_shells_of_one_sandbox_are_apart(sandbox: Sandbox) -> None:
+async def test_two_shells_of_one_sandbox_are_separate(sandbox: Sandbox) -> None:
     one, two = await Shell.open(sandbox), await Shell.open(sandbox)
     await one.run("x=1; cd /", 20.0)
     assert await said(two, "echo .$x") == ".\n"
@@ -256,11 +256,11 @@ async def test_two_shells_of_one_sandbox_are_apart(sandbox: Sandbox) -> None:
     await two.close()
 
 
-# --- what a hostile command tries on the service ------------------------------------------------------
+# --- hostile commands ---------------------------------------------------------------------------------
 
 
-async def test_a_background_flood_does_not_hold_the_event_loop() -> None:
-    """The status has come, and the terminal never runs dry: a writer as fast as we are would hold us for ever."""
+async def test_a_background_flood_does_not_block_the_event_loop() -> None:
+    """The status has arrived, but the terminal is never empty: a writer as fast as the reader would block it."""
     output = Output(1000)
     live = ShellProcess(output)
     floods = [subprocess.Popen(["cat", "/dev/zero"], stdout=live.terminal.slave) for _ in range(2)]
@@ -269,7 +269,7 @@ async def test_a_background_flood_does_not_hold_the_event_loop() -> None:
             answer = live.ask(number, b"")
             seen = output.seen_bytes
             os.write(live.status_writer, b"%d 0 /\0" % number)
-            live.read_status()  # drains the terminal before it settles
+            live.read_status()  # drains the terminal before it returns
             assert answer.result() == (0, "/")
             assert output.seen_bytes - seen < DRAIN_BYTES + 65536
     finally:
@@ -280,7 +280,7 @@ async def test_a_background_flood_does_not_hold_the_event_loop() -> None:
 
 
 @pytest.mark.parametrize("what", ["/dev/zero", "/dev/urandom"])
-async def test_a_flooded_status_pipe_costs_the_shell_and_not_the_service(shell: Shell, what: str) -> None:
+async def test_a_flooded_status_pipe_ends_only_the_shell(shell: Shell, what: str) -> None:
     found = "for fd in /proc/$$/fd/*; do case $(readlink $fd) in pipe:*) pipe=$fd; break;; esac; done"
     result = await shell.run(f"{found}; cat {what} >&${{pipe##*/}}", 20.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.SHELL_DIED, True)
@@ -289,14 +289,14 @@ async def test_a_flooded_status_pipe_costs_the_shell_and_not_the_service(shell: 
     assert await said(shell, "echo on") == "on\n"
 
 
-async def test_a_status_that_is_no_status_is_not_taken(shell: Shell) -> None:
-    await said(shell, "n=1")  # 1 was the opening's, this is 2, the next is 3
+async def test_an_invalid_status_is_ignored(shell: Shell) -> None:
+    await said(shell, "n=1")  # 1 was the opening, this is 2, the next is 3
     digits = "9" * 5000
     forge = f"for fd in /proc/$$/fd/*; do printf '3 {digits} /forged\\0' >&${{fd##*/}}; done 2>/dev/null; (exit 7)"
     assert (await shell.run(forge, 20.0)).status == 7
 
 
-async def test_a_forbidden_workspace_is_the_agents_trouble_alone(sandbox: Sandbox) -> None:
+async def test_an_inaccessible_workspace_does_not_break_the_shell(sandbox: Sandbox) -> None:
     tool = await SHELL.open(ToolContext(sandbox))
     result = await tool.call({"command": "chmod 0 /workspace; exit"}, timeout_s=20.0)
     assert "a new shell was started" in result.content and "cwd /" in result.content
@@ -304,7 +304,7 @@ async def test_a_forbidden_workspace_is_the_agents_trouble_alone(sandbox: Sandbo
     await tool.close()
 
 
-async def test_an_agent_that_removed_its_shells_is_told_so(tmp_path: Path) -> None:
+async def test_removing_all_shells_is_reported(tmp_path: Path) -> None:
     image = image_without_bash(tmp_path / "image", "sh", "cat", "rm")
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(image=str(image)), lease_s=60.0)
@@ -333,7 +333,7 @@ async def test_the_end_of_the_sandbox_is_an_error_with_its_blame(tmp_path: Path)
         await shell.close()
 
 
-async def test_descriptors_are_given_back(sandbox: Sandbox) -> None:
+async def test_descriptors_are_closed(sandbox: Sandbox) -> None:
     def count() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -359,7 +359,7 @@ def image_without_bash(image: Path, *programs: str) -> Path:
     return image
 
 
-async def test_an_image_without_bash_gets_the_plain_shell(tmp_path: Path) -> None:
+async def test_an_image_without_bash_gets_sh(tmp_path: Path) -> None:
     image = image_without_bash(tmp_path / "image", "sh", "cat", "sleep", "ls")
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(image=str(image)), lease_s=60.0)
@@ -399,7 +399,7 @@ def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
 
 
 @BOTH
-async def test_the_tool_tells_the_model_what_it_needs(sandbox: Sandbox) -> None:
+async def test_the_tools_output_contains_what_the_model_needs(sandbox: Sandbox) -> None:
     assert tool_kind("shell") is SHELL and SHELL.needs_sandbox
     tool = await SHELL.open(ToolContext(sandbox, output_bytes=2000))
 
@@ -422,13 +422,13 @@ async def test_the_tool_tells_the_model_what_it_needs(sandbox: Sandbox) -> None:
     assert SHELL.spec.schema()["type"] == "function"
 
 
-async def test_who_is_killed_at_the_memory_limit_is_told(tmp_path: Path) -> None:
+async def test_a_kill_at_the_memory_limit_is_reported(tmp_path: Path) -> None:
     hog = "python3 -c 'x = bytearray(1 << 30); x[::4096] = b\"x\" * len(x[::4096])'"
     async with BubblewrapRuntime(root=tmp_path) as runtime:
         limits = SandboxLimits(memory_bytes=128 << 20)
         sandbox = await runtime.start(SandboxSpec(limits=limits), lease_s=60.0)
         if sandbox.limits_in_force["memory"] == "watchdog":
-            pytest.skip("there is no memory cgroup to be had here: the watchdog would end the sandbox")
+            pytest.skip("there is no memory cgroup here: the watchdog would end the sandbox")
         result = await sandbox.exec(hog, timeout_s=20.0)
         assert result.is_out_of_memory and result.status in (-9, 137)
         assert not (await sandbox.exec("kill -9 $$", timeout_s=5.0)).is_out_of_memory
@@ -441,11 +441,11 @@ async def test_who_is_killed_at_the_memory_limit_is_told(tmp_path: Path) -> None
         await sandbox.kill()
 
 
-# --- a machine that stands still ----------------------------------------------------------------------
+# --- a starved machine --------------------------------------------------------------------------------
 
 
 class SlowTerminal:
-    """`os` for a machine whose kernel takes its time to hand over what is typed."""
+    """`os` of a machine whose kernel delivers typed lines late."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(os, name)
@@ -455,10 +455,10 @@ class SlowTerminal:
         return len(data)
 
 
-async def test_a_shell_that_has_not_run_since_is_not_taken_for_one_that_lost_our_line(
+async def test_a_slow_shell_is_not_mistaken_for_one_that_lost_its_line(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a starved machine it may be long until the line that was typed reaches it: the command must not be lost."""
+    """On a starved machine a typed line may reach the shell late: the command must not be lost."""
     await said(shell, "true")
     await eventually(lambda: Path(f"/proc/{shell.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S", "waits")
     monkeypatch.setattr(_shell_process, "os", SlowTerminal())
@@ -466,7 +466,7 @@ async def test_a_shell_that_has_not_run_since_is_not_taken_for_one_that_lost_our
     assert (result.outcome, result.output, result.is_restarted) == (ShellOutcome.COMPLETED, "here\n", False)
 
 
-async def test_a_command_that_cannot_be_handed_over_is_not_reported_as_done(sandbox: Sandbox, shell: Shell) -> None:
+async def test_a_command_that_cannot_be_passed_is_not_reported_as_done(sandbox: Sandbox, shell: Shell) -> None:
     assert await said(shell, "echo one") == "one\n"
     for file in sandbox.control_dir.iterdir():
         file.unlink()

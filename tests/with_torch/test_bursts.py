@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollyard.embedded.base import BLOCK_TOKENS
 from rollyard.embedded.batching import Batcher, Request, SampledToken, Settings
 from rollyard.embedded.bursts import advance
 from rollyard.embedded.graphs import Graphs
 from rollyard.embedded.model import Model
-from rollyard.embedded.paged import BLOCK_TOKENS
 from tests.with_torch.parts import ask, batcher_of, ids_of, logprobs_of, prompt_of, run, tiny
 
 PLAIN = [

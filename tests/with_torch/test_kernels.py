@@ -14,7 +14,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rollyard.embedded import kernels
-from rollyard.embedded.paged import BLOCK_TOKENS, BlockPool, LayerShape, Paged, paged_attention
+from rollyard.embedded.base import BLOCK_TOKENS
+from rollyard.embedded.paged import BlockPool, LayerShape, Paged, paged_attention
 
 LENGTHS = (0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS - 1, 100)
 

@@ -26,11 +26,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rollyard.embedded.base import Piece
 from rollyard.embedded.batching import Batcher, Settings
 from rollyard.embedded.checkpoint import Checkpoint, NotKnown, read_checkpoint
 from rollyard.embedded.llama import Llama
 from rollyard.embedded.loading import load_model, load_tokenizer
-from rollyard.embedded.model import Model, Piece, Unsupported, load_module
+from rollyard.embedded.model import Model, Unsupported, load_module
 from rollyard.embedded.weights import KNOWN, ModelCache
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.with_torch.parts import SHAPE, ask, ids_of, logprobs_of, plain_logprobs, prompt_of, run, tiny

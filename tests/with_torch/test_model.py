@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from rollyard.embedded.model import Model, Piece, Unsupported, load_module
+from rollyard.embedded.base import Piece
+from rollyard.embedded.model import Model, Unsupported, load_module
 from tests.with_torch.parts import SHAPE, VOCABULARY, checked, prompt_of, tiny
 
 

@@ -1,4 +1,5 @@
-"""Who drives RUN: the native loop, programs behind the gateway, and the conversations that keep every token."""
+"""Agents drive RUN: the native loop, agent programs behind the gateway, and the conversations that record every
+token."""
 
 from rollyard.agents.base import Agent, AgentContext, Conversation, SandboxNeeds
 from rollyard.agents.conversation import TextConversation, TokenConversation, converse
@@ -17,9 +18,9 @@ __all__ = [
     "HarnessAgent",
     "InstallError",
     "NativeAgent",
-    "SandboxNeeds",
     "Preset",
     "PresetError",
+    "SandboxNeeds",
     "TextConversation",
     "TokenConversation",
     "converse",

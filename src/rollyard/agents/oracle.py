@@ -1,7 +1,7 @@
-"""Two agents whose score is known beforehand: what every environment and every task is tried with.
+"""Two agents with a known score, with which every environment and task can be checked.
 
-`oracle` does what the environment itself knows to be right: it gets the highest reward, or the task is broken. `noop`
-does nothing: it gets the lowest, or the task is given away. Neither needs a model, so neither leaves a trace.
+`oracle` applies the environment's reference solution: it gets the highest reward, or the task is broken. `noop` does
+nothing: it gets the lowest reward, or the task rewards inaction. Neither needs a model, so neither produces a trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollyard.tokens.base import Parsed, ToolSchema
 
 
 class SilentConversation:
-    """A conversation with nobody: what the agent says is kept, and nothing is sampled."""
+    """A conversation without a model: it stores the agent's messages and samples nothing."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -38,7 +38,7 @@ class SilentConversation:
         return ""
 
     async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
-        raise RuntimeError("this agent said that it needs no model")
+        raise RuntimeError("this agent declares that it needs no model")
 
     def append(self, messages: Sequence[Message]) -> None:
         self._messages += messages
@@ -48,14 +48,14 @@ class SilentConversation:
 
 
 class NoopAgent:
-    """See the module."""
+    """Ends RUN without doing anything."""
 
     name: ClassVar[str] = "noop"
     default_tools: ClassVar[tuple[str, ...]] = ()
     needs_model: ClassVar[bool] = False
 
     def check(self, task: Task) -> None:
-        """Any task: it looks at nothing."""
+        """Accepts any task."""
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         context.conversation.append(messages)
@@ -63,13 +63,13 @@ class NoopAgent:
 
 
 class OracleAgent(NoopAgent):
-    """See the module."""
+    """Applies the environment's reference solution."""
 
     name: ClassVar[str] = "oracle"
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         if context.solve is None:
-            raise TaskInvalid("this environment has no solution to give")
+            raise TaskInvalid("this environment has no reference solution")
         async with context.clock.counting():
             solved = await context.solve()
         said = solved.messages

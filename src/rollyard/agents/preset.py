@@ -1,13 +1,13 @@
-'''A preset: one small TOML file that says how an unmodified agent program is run.
+'''A preset: a small TOML file that describes how to run an unmodified agent program.
 
-    name = "my-agent"                 # what tasks call it: lower case letters, digits and -
+    name = "my-agent"                 # its name in tasks: lower case letters, digits and -
     version = "1.2.3"                 # of the program
     about = "One line for `rollyard agents list`."
-    dialect = "chat"                  # what it speaks: chat, responses or messages; any: the user's own business
+    dialect = "chat"                  # its API: chat, responses or messages; any: not specified
     command = ["{{python}}", "-m", "my_agent", "--task", "{{instruction}}"]
-    stdin = ""                        # what it reads; nothing by default
-    workdir = ""                      # where it starts; empty: where the environment says
-    model = "policy"                  # the name that it is told; the gateway takes any and echoes it
+    stdin = ""                        # its standard input; empty by default
+    workdir = ""                      # its working directory; empty: the environment's
+    model = "policy"                  # the model name that it gets; the gateway accepts any name and echoes it
 
     [env]                             # added to the sandbox's own; HOME is {{home}} unless set here
     OPENAI_BASE_URL = "{{base_url}}"
@@ -17,39 +17,39 @@
     path = "{{home}}/.config/my-agent.toml"
     content = """model = {{model|json}}"""
     mode = "0644"                     # octal
-    raw = false                       # true: the content is no template
+    raw = false                       # true: the content is not a template
 
-    [install]                         # how its files are made, once: `rollyard agents install NAME`
+    [install]                         # how its files are installed, once: `rollyard agents install NAME`
     kind = "pip"                      # none (it is in the image), pip or npm
     packages = ["my-agent==1.2.3"]    # each pinned; npm: "@scope/name@1.2.3"
-    dependencies = true               # pip only; false: `packages` is all there is, a lock
-    remove = []                       # globs below the folder that are not needed
+    dependencies = true               # pip only; false: `packages` is a complete lock
+    remove = []                       # globs of files below the folder that are not needed
 
     [end]
-    ok = [0]                          # exit statuses that mean: it is done
+    ok = [0]                          # exit statuses that mean success
 
-    [try]                             # what the model says in `rollyard agents try NAME`, see there
+    [try]                             # the model's replies in `rollyard agents try NAME`, see there
     [[try.turns]]
     say = "I look at it."
     calls = [{ name = "bash", arguments = { command = "cat greeting.txt" } }]
 
 Templates, in command, stdin, env, workdir, and in path and content of files:
 
-    {{instruction}}  what the environment's messages say, as one text: the system part, then the user's
+    {{instruction}}  the environment's messages as one text: the system part, then the user's
     {{base_url}}     http://127.0.0.1:8129/v1     {{root_url}}  the same without /v1
-    {{model}}        `model`                      {{home}}      a writable folder, HOME
-    {{workdir}}      `workdir`                    {{install}}   where `install` made is seen, read-only
+    {{model}}        `model`                      {{home}}      HOME, a writable folder
+    {{workdir}}      `workdir`                    {{install}}   the installed files, read-only
     {{arch}}         x64 or arm64, as npm names them; {{machine}}: x86_64 or aarch64. Both in install.packages, too
-    {{python}}       our own Python, which needs nothing of the image; only as a whole item of `command`: it is several
-                     arguments. With install.kind = "pip": ["{{python}}", "{{install}}", "MODULE", ARGUMENTS…] runs a
-                     module of what was installed, and leaves PYTHONPATH alone: the program's children inherit it.
+    {{python}}       Rollyard's own Python, which needs nothing from the image; only as a whole item of `command`: it is
+                     several arguments. With install.kind = "pip": ["{{python}}", "{{install}}", "MODULE", ARGUMENTS…]
+                     runs an installed module without setting PYTHONPATH, which the program's children would inherit.
 
-`{{name|json}}` is the value as a JSON string (good for YAML and TOML, too), `{{name|sh}}` quoted for a shell. What is
-put in is never read as a template again. One argument of a command has at most 128 KB: a program that may get a long
-instruction should read it from a file or from stdin.
+`{{name|json}}` is the value as a JSON string (also valid in YAML and TOML), `{{name|sh}}` is quoted for a shell. An
+inserted value is never read as a template again. One argument of a command has at most 128 KB: a program that may get a
+long instruction should read it from a file or from stdin.
 
-Invariants. A preset that loads has only names that exist. It is data: nothing of it is run outside a sandbox, but for
-pip or npm themselves when an operator installs it.
+Invariants. A preset that loads uses only names that exist. It is data: nothing of it is run outside a sandbox, except
+pip or npm when an operator installs it.
 '''
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ from rollyard.core import Json
 from rollyard.core.failure import TaskInvalid
 
 INSTALL_INSIDE = "/.rollyard-agent"
-"""Where a sandbox sees what was installed."""
+"""The path of the installed files in a sandbox."""
 
 HOME_INSIDE = "/home/agent"
-"""Every sandbox has it, private and writable."""
+"""A private, writable folder that every sandbox has."""
 
 MOST_NAME_CHARS = 200
 MOST_FILES = 64
 MOST_FILE_BYTES = 1 << 20
-"""Of a file, of stdin, of a command: a preset is configuration, not a way to bring data."""
+"""For a file, stdin or a command: a preset is configuration and should not contain data."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _PINNED = {
@@ -86,7 +86,7 @@ _PINNED = {
 
 
 class PresetError(ValueError):
-    """A preset that cannot be used: `where` names the field, `what` says what was wrong with it."""
+    """A preset that cannot be used: `where` names the field, `what` is the error."""
 
     def __init__(self, where: str, what: str) -> None:
         super().__init__(f"{where}: {what}")
@@ -126,7 +126,7 @@ class TryCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class TryTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One reply of the scripted model: a text, calls, or both."""
+    """One reply of the scripted model: text, calls, or both."""
 
     say: str = ""
     calls: tuple[TryCall, ...] = ()
@@ -137,7 +137,7 @@ class Try(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """See the module. `command` is empty only where the task gives it."""
+    """How to run one agent program. `command` is empty only if the task contains it."""
 
     name: str
     version: str = ""
@@ -162,8 +162,9 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.install.kind != "none"
 
     def with_options(self, options: Mapping[str, Json]) -> Preset:
-        """With what a task adds: `args` behind the command, `env` and `files` beside its own, `model`. A preset without
-        a command takes the whole of it: `command`, `stdin`, `workdir`, `end`. TaskInvalid names a wrong one."""
+        """Returns the preset with a task's options: `args` are appended to the command, `env` and `files` are added,
+        `model` is replaced. If the preset has no command, the task also gives `command`, `stdin`, `workdir` and `end`.
+        Raises TaskInvalid, which names an invalid option."""
         allowed = {"args", "env", "files", "model", *(() if self.command else ("command", "stdin", "workdir", "end"))}
         if unknown := sorted(set(options) - allowed):
             raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(sorted(allowed))}")
@@ -196,11 +197,11 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def read_preset(text: str) -> Preset:
-    """A preset of its TOML text, or PresetError."""
+    """Parses the TOML text of a preset. Raises PresetError."""
     try:
         return preset_of(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise PresetError("the file", f"is no TOML: {error}") from error
+        raise PresetError("the file", f"is not valid TOML: {error}") from error
 
 
 def preset_of(raw: Mapping[str, Any]) -> Preset:
@@ -213,14 +214,14 @@ def preset_of(raw: Mapping[str, Any]) -> Preset:
 
 
 def built_in() -> dict[str, str]:
-    """The text of those that come with Rollyard, by name."""
+    """Returns the texts of the presets that come with Rollyard, by name."""
     folder = resources.files("rollyard.agents").joinpath("presets")
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {file.name.removesuffix(".toml"): file.read_text("utf-8") for file in files}
 
 
 def presets_in(folder: Path) -> dict[str, str | PresetError]:
-    """The text of an operator's own, by name: every NAME.toml of the folder; or why it cannot be read."""
+    """Returns the text of every NAME.toml in the operator's folder by name, or the reason why it cannot be read."""
     return {path.stem: _text_of(path) for path in sorted(folder.glob("*.toml"))}
 
 
@@ -232,13 +233,13 @@ def _text_of(path: Path) -> str | PresetError:
 
 
 def _told(error: msgspec.ValidationError) -> tuple[str, str]:
-    """msgspec's "Expected `str`, got `int` - at `$.command[0]`" as the field, and what was wrong."""
+    """Splits msgspec's "Expected `str`, got `int` - at `$.command[0]`" into the field and the error."""
     what, _, where = str(error).partition(" - at `")
     return where.rstrip("`").removeprefix("$").lstrip(".") or "the preset", what
 
 
 def _plain(value: Any) -> Any:
-    """Task options may be mappings and sequences that are no dict and no list."""
+    """Converts mappings and sequences of any type, which task options may contain, to dicts and lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
@@ -255,7 +256,7 @@ def _check(preset: Preset) -> None:
         if len(text) > MOST_FILE_BYTES:
             raise PresetError(where, f"at most {MOST_FILE_BYTES} characters")
         if "\0" in text and not where.endswith(".content"):
-            raise PresetError(where, "no NUL")
+            raise PresetError(where, "NUL is not allowed")
         wrong = problem_of(text, without=where, is_argument=where.startswith("command["))
         if wrong:
             raise PresetError(where, wrong)
@@ -283,7 +284,7 @@ def _check_install(install: Install) -> None:
     for index, package in enumerate(install.packages):
         where = f"install.packages[{index}]"
         if unknown := names_in(package) - set(machine_values()):
-            raise PresetError(where, f"only {{{{arch}}}} and {{{{machine}}}} may stand here, not {min(unknown)}")
+            raise PresetError(where, f"only {{{{arch}}}} and {{{{machine}}}} are allowed here, not {min(unknown)}")
         if not _PINNED[install.kind].fullmatch(render(package, machine_values())):
             example = "name==1.2.3" if install.kind == "pip" else "name@1.2.3"
             raise PresetError(where, f"a package pinned to one version was expected, like {example}")

@@ -1,8 +1,9 @@
-"""A program in a sandbox, from its start to its end: what it says is kept, whoever ends it.
+"""Runs a program in a sandbox from its start to its end, and keeps its output.
 
-Invariants. Of its output (standard output and error, as they come) a head and a tail are kept, the rest is counted; a
-flood slows down the program, not us. After `end` the program is dead, with its process group if we ended it. What it
-left behind, or started outside that group, finds no model any more and dies with its sandbox, right after RUN.
+Invariants. The head and the tail of its output (standard output and error, interleaved) are kept, and the rest is
+counted; a flood of output slows down the program, not the service. After `end` the program is dead, and so is its
+process group if `end` killed it. Processes that it left behind, or started outside that group, can no longer reach a
+model and are killed with the sandbox, right after RUN.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from rollyard.tools._output import Output
 KEPT_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 10
 FULL_PAUSE_S = 0.02
-"""After a read that was full: a flood costs us 3 MB a second, not the event loop."""
+"""The pause after a full read: it limits a flood to 3 MB a second, so that it cannot occupy the event loop."""
 
 REST_CHUNKS = 4
-"""What is still read when it has ended: a pipe holds one; who goes on filling it is somebody whom it left behind."""
+"""The most that is read after the program has ended: a pipe holds one chunk, and a process that it left behind may keep
+writing."""
 
 GONE_S = 1.0
-"""What killed the program may have killed the sandbox with it, which is known a moment later."""
+"""The time to wait for the sandbox's end after the program was killed: both may have been killed together."""
 
 END_S = 10.0
-"""From SIGKILL to its end. Beyond that it hangs in the kernel, and its sandbox's end will say so."""
+"""The time from SIGKILL to the program's end. After that it hangs in the kernel, and the sandbox's end reports it."""
 
 
 class Program:
-    """See the module. `start`, then `wait` or `end`, and always `end`."""
+    """One program in a sandbox. Call `start`, then optionally `wait`, and always `end`."""
 
     def __init__(self, sandbox: Sandbox, beat: Callable[[], None]) -> None:
         self._sandbox = sandbox
@@ -44,14 +46,14 @@ class Program:
         self._reading: asyncio.Task[None] | None = None
         self._out = -1
         self._begun = time.monotonic()
-        self.status: int | None = None  # None: it was ended, or has not begun
+        self.status: int | None = None  # None: it was killed, or has not started
 
     @property
     def duration_s(self) -> float:
         return time.monotonic() - self._begun
 
     def said(self) -> tuple[str, int]:
-        """Its output, and how many bytes of the middle are missing."""
+        """Returns its output, and the number of bytes that are missing in the middle."""
         return self._output.text()
 
     def last_lines(self, most_bytes: int = 2000) -> str:
@@ -72,7 +74,7 @@ class Program:
         self._reading = asyncio.create_task(self._read(), name="an agent program's output")
 
     async def wait(self) -> int:
-        """Its exit status, when it has ended by itself. A sandbox that is gone raises what ended it."""
+        """Waits for its end and returns its exit status. If the sandbox ended, raises what ended it."""
         assert self._process is not None
         self.status = await self._process.wait()
         if self.status == -signal.SIGKILL and self._sandbox.end is None:
@@ -81,12 +83,12 @@ class Program:
                     await self._sandbox.ended()
         if self._sandbox.end is not None:
             self.status = None
-            await self._sandbox.exec(["true"], timeout_s=END_S)  # raises: the sandbox knows what has become of it
+            await self._sandbox.exec(["true"], timeout_s=END_S)  # raises what ended the sandbox
             raise SandboxLost("the sandbox ended while its program ran")
         return self.status
 
     async def end(self) -> None:
-        """Kills what is left of it, and takes the rest of its output."""
+        """Kills the program if it still runs, and reads the rest of its output."""
         try:
             if self._process is not None:
                 self._process.kill()
@@ -103,7 +105,7 @@ class Program:
             self._close()
 
     def _close(self) -> None:
-        """In any case, even where a second cancel cuts `end` short."""
+        """Releases the pipe, even if a second cancellation interrupts `end`."""
         if self._reading is not None:
             self._reading.cancel()
         if self._out >= 0:
@@ -119,7 +121,7 @@ class Program:
             try:
                 await ready
             finally:
-                if self._out == out:  # else it is closed, and its number somebody else's
+                if self._out == out:  # else it is closed, and its number may be in use again
                     loop.remove_reader(out)
             took = self._take()
             if took == 0:
@@ -129,7 +131,7 @@ class Program:
                 await asyncio.sleep(FULL_PAUSE_S)
 
     def _take(self) -> int:
-        """How much was there; 0: the end, or nothing."""
+        """Reads available output. Returns the number of bytes; 0 at the end or if there is none."""
         try:
             data = os.read(self._out, CHUNK_BYTES)
         except BlockingIOError:
@@ -139,7 +141,7 @@ class Program:
 
 
 def _source(stdin: bytes) -> int:
-    """A descriptor that gives these bytes and then ends."""
+    """Returns a descriptor from which these bytes can be read."""
     if not stdin:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     made = os.memfd_create("stdin", os.MFD_CLOEXEC)
@@ -147,6 +149,6 @@ def _source(stdin: bytes) -> int:
         view = memoryview(stdin)
         while view:
             view = view[os.write(made, view) :]
-        return os.open(f"/proc/self/fd/{made}", os.O_RDONLY | os.O_CLOEXEC)  # from its beginning, and not writable
+        return os.open(f"/proc/self/fd/{made}", os.O_RDONLY | os.O_CLOEXEC)  # at offset 0, and read-only
     finally:
         os.close(made)

@@ -1,7 +1,7 @@
-"""Finds agents: those of entry points (`rollyard.agents`), one instance of each, and every preset by its name.
+"""Finds agents: entry points (`rollyard.agents`), with one instance of each, and every preset by its name.
 
-Of two with one name, the first of these counts: what was given, entry points, the operator's presets, our own. A preset
-that cannot be read is an agent that cannot be had, and says why; it keeps nobody else from working.
+If a name occurs twice, the first of these is used: `extra`, entry points, the operator's presets, built-in presets. A
+preset that cannot be read is an agent that cannot be used, with the reason; other agents are not affected.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ GROUP = "rollyard.agents"
 
 
 class Agents:
-    """The agents that are installed, and those given as `extra` (which win). The service holds one.
+    """The installed agents, and those given as `extra`, which take precedence. The service has one instance.
 
-    `shelf` has the operator's presets and what was installed for all of them; without it, only programs in an image."""
+    `shelf` holds the operator's presets and the installed programs; without it, only programs in an image can run."""
 
     def __init__(self, extra: Mapping[str, Agent] | None = None, *, shelf: AgentInstalls | None = None) -> None:
         self.shelf = shelf
@@ -45,7 +45,7 @@ class Agents:
 
     @property
     def presets(self) -> dict[str, str]:
-        """The texts of those that are agents by their name, broken ones included; of one that cannot be read, none."""
+        """The texts of the presets that are in use under their names, including broken ones; empty if unreadable."""
         return {
             name: text if isinstance(text, str) else ""
             for name, text in sorted(self._presets.items())
@@ -53,7 +53,7 @@ class Agents:
         }
 
     def get(self, name: str) -> Agent:
-        """The agent of that name; it holds no state of a rollout, so all share it."""
+        """Returns the agent of that name. It holds no state of a rollout, so rollouts share it."""
         if name not in self._made:
             if name in self._found:
                 self._made[name] = cast("Agent", self._found[name].load()())
@@ -72,10 +72,10 @@ class Agents:
                 raise text
             preset = read_preset(text)
             if preset.name != name:
-                raise PresetError("name", f"{name!r} was expected, as the file is called")
+                raise PresetError("name", f"{name!r} was expected, like the file's name")
         except PresetError as error:
             raise UnknownAgent(f"the preset {name!r} cannot be used: {error}") from error
         agent = self._made[name] = cast(
             "Agent", HarnessAgent(preset, self.shelf)
-        )  # its name is its own, not its class's
+        )  # its name is an instance attribute, not a class attribute
         return agent

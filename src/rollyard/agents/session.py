@@ -1,15 +1,16 @@
-"""The agent `session`: the one who works is elsewhere, and talks to the model through the service's gateway.
+"""The agent `session`: a client elsewhere does the work and calls the model through the service's gateway.
 
-RUN, here, is waiting: it makes the rollout's gateway reachable under its id, and ends when the client posts a reward,
-cancels, or has used up `limits.run_s`, which counts from the beginning to the end (a client that died must not hold a
-slot for ever; how long its own tools take, only it can know).
+RUN only waits: it makes the rollout's gateway reachable under its id, and ends when the client posts a reward, cancels,
+or has used up `limits.run_s`, which counts from the beginning of RUN to its end (a client that died must not hold a
+slot forever, and the service cannot measure the client's own tools).
 
-A limit of turns, tokens or context ends the model calls, not the session: the client hears of it and has the rest of
-`run_s` to say what the work is worth. The rollout is then truncated, with that reward.
+A limit of turns, tokens or context ends the model calls, not the session: the client gets the error and has the rest of
+`run_s` to post a reward. The rollout is then truncated, with that reward.
 
-Invariants. No reward is made up: time over without one is SessionAbandoned. What was sampled is in this process only
-until RUN ends, and nobody here can do it again: a session that was begun and then lost, with its engine or with the
-service, ends as SessionLost and is not retried. One that was not yet begun has lost nothing, and begins.
+Invariants. A reward is never invented: a session that ends without one in time is SessionAbandoned. The sampled tokens
+exist only in this process until RUN ends, and the service cannot repeat the work: a session that had started and was
+lost, with its engine or with the service, ends as SessionLost and is not retried. A session that had not started starts
+again.
 """
 
 from __future__ import annotations
@@ -36,47 +37,47 @@ from rollyard.gateway.session import GatewaySession
 log = logging.getLogger("rollyard.agents")
 
 NAME = "session"
-POSTED = "score"  # in `Trajectory.info`: where the environment `session` finds what the client posted
-BEATS = 3  # within limits.stall_s: a client that thinks is no stall of ours
+POSTED = "score"  # the key in `Trajectory.info` under which the environment `session` finds what the client posted
+BEATS = 3  # within limits.stall_s: a client that is busy is not a stall
 
 
 class LiveSession:
-    """A session that is open: its gateway, and the place for its reward."""
+    """An open session: its gateway, and the future of its reward."""
 
     def __init__(self, gateway: GatewaySession, nonce: int) -> None:
-        """`nonce` tells it from other sessions of the same id."""
+        """`nonce` distinguishes it from other sessions with the same id."""
         self.gateway = gateway
         self.nonce = nonce
         self.posted: asyncio.Future[Mapping[str, Json]] = asyncio.get_running_loop().create_future()
 
     def give(self, posted: Mapping[str, Json]) -> None:
-        """Ends it with this: `reward`, and what else there is. The same again is nothing new; SessionConflict for
-        another."""
+        """Ends the session with `reward` and the other fields. Posting the same again has no effect; another reward
+        raises SessionConflict."""
         if not self.posted.done():
             self.posted.set_result(posted)
         elif self.posted.result() != posted:
-            raise SessionConflict("this session has got another reward already")
+            raise SessionConflict("this session already has another reward")
 
 
 class SessionAgent:
-    """See the module. One instance serves all sessions, and knows those that are open."""
+    """The agent of all sessions. It holds the open ones."""
 
     name: ClassVar[str] = NAME
     default_tools: ClassVar[tuple[str, ...]] = ()
     needs_gateway: ClassVar[bool] = True
-    is_head_only: ClassVar[bool] = True  # its client calls the service's own port
+    is_head_only: ClassVar[bool] = True  # its client calls the service's port
 
     def __init__(self) -> None:
         self._live: dict[str, LiveSession] = {}
         self._waiting: dict[str, list[asyncio.Future[LiveSession]]] = {}
 
-    # --- for those who know a session by its id -------------------------------------------------------
+    # --- sessions by id -------------------------------------------------------------------------------
 
     def live(self, session_id: str) -> LiveSession | None:
         return self._live.get(session_id)
 
     async def opened(self, session_id: str) -> LiveSession:
-        """That session once it is open. Whoever waits bounds it: it may never be."""
+        """Waits until the session is open and returns it. It may never open, so the caller has to set a timeout."""
         if (live := self._live.get(session_id)) is not None:
             return live
         future: asyncio.Future[LiveSession] = asyncio.get_running_loop().create_future()
@@ -93,7 +94,7 @@ class SessionAgent:
 
     def check(self, task: Task) -> None:
         if task.environment != NAME:
-            raise TaskInvalid(f"agent.name: {NAME!r} goes with the environment {NAME!r} (POST /v1/sessions)")
+            raise TaskInvalid(f"agent.name: {NAME!r} requires the environment {NAME!r} (POST /v1/sessions)")
         unknown = sorted(set(task.agent.options) - set(NAMES))
         if unknown:
             raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(NAMES)}")
@@ -101,7 +102,7 @@ class SessionAgent:
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         if (lost := _begun_before(context.lost)) is not None:
-            raise SessionLost(f"the service lost it in attempt {lost.attempt}: {lost.detail}", cause=lost.code)
+            raise SessionLost(f"the session was lost in attempt {lost.attempt}: {lost.detail}", cause=lost.code)
         session = LiveSession(context.gateway, context.seq)
         self._open(context.rollout_id, session)
         limit: RollyardError | None = None
@@ -109,7 +110,7 @@ class SessionAgent:
             async with context.clock.counting():
                 limit = await self._wait(context, session)
         except DeadlineExpired as error:
-            if not session.posted.done():  # else it came at the last moment, and was accepted
+            if not session.posted.done():  # else it was accepted at the last moment
                 raise SessionAbandoned(f"there was no reward within the {context.clock.budget_s:g} s of RUN") from error
         finally:
             del self._live[context.rollout_id]
@@ -126,7 +127,7 @@ class SessionAgent:
                 future.set_result(session)
 
     async def _wait(self, context: AgentContext, session: LiveSession) -> RollyardError | None:
-        """Until the reward is there; the limit that had ended the model calls before, if one had."""
+        """Waits for the reward. Returns the limit that had ended the model calls, if any."""
         every_s = context.task.limits.stall_s / BEATS
         ended = asyncio.ensure_future(session.gateway.ended())
         watched: set[asyncio.Future[Any]] = {session.posted, ended}
@@ -145,7 +146,7 @@ class SessionAgent:
         return limit
 
     def _take(self, context: AgentContext, posted: Mapping[str, Json]) -> None:
-        """Into what RUN leaves; an answer where every environment's evidence has it."""
+        """Stores what the client posted; an answer goes where every environment's evidence has it."""
         context.info[POSTED] = {name: value for name, value in posted.items() if name != "answer"}
         if posted.get("answer") is not None:
             context.info["answer"] = posted["answer"]
@@ -156,7 +157,7 @@ def _policys(error: RollyardError | None) -> RollyardError | None:
 
 
 def _lost(error: RollyardError) -> RollyardError:
-    """A failure after which others are tried again: this one cannot be."""
+    """Converts a failure that is retryable for other agents to SessionLost."""
     if not error.retryable:
         return error
     log.warning("a session was lost", extra={"code": error.code})
@@ -164,7 +165,7 @@ def _lost(error: RollyardError) -> RollyardError:
 
 
 def _begun_before(lost: Sequence[LostAttempt]) -> LostAttempt | None:
-    """The attempt that a client may have worked with. Those that got no engine were never open."""
+    """Returns the attempt that a client may have used. Attempts that got no engine were never open."""
     for attempt in lost:
         if attempt.stage == State.RUN and not issubclass(CODES.get(attempt.code, RollyardError), EngineFailure):
             return attempt

@@ -1,6 +1,6 @@
-"""The `{{name}}` and `{{name|filter}}` of presets: which there are, and how they are filled.
+"""The templates of presets, `{{name}}` and `{{name|filter}}`: the names, the filters, and how they are filled.
 
-Invariant: one pass. What is put in is not read again, so an instruction that holds `{{model}}` says just that.
+Invariant: one pass. An inserted value is not read as a template again, so `{{model}}` in an instruction stays as it is.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ARCH = {"x86_64": "x64", "aarch64": "arm64"}
 
 
 def _json(text: str) -> str:
-    """As JSON, YAML and TOML all read it: what one of them forbids is escaped, all else stands as it is (YAML does not
-    join the two halves of a surrogate pair)."""
+    """Quotes a string so that JSON, YAML and TOML can read it: characters that one of them forbids are escaped, all
+    others are unchanged (YAML does not join the two halves of a surrogate pair)."""
     quoted = json.dumps(text, ensure_ascii=False)
     return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
 
@@ -41,7 +41,7 @@ def names_in(text: str) -> set[str]:
 
 
 def problem_of(text: str, *, without: str, is_argument: bool) -> str:
-    """What is wrong with a template; empty: nothing. `without` is a name that it cannot use: its own."""
+    """Returns the error in a template, or an empty string. `without` is a name that it cannot use: its own."""
     for place in _PLACE.finditer(text):
         name, filter_name = place[1], place[2]
         if name not in NAMES or name == without:
@@ -49,12 +49,12 @@ def problem_of(text: str, *, without: str, is_argument: bool) -> str:
         if filter_name is not None and filter_name not in _FILTERS:
             return f"unknown filter |{filter_name}; there are {', '.join(_FILTERS)}"
         if name == "python" and not (is_argument and text == PYTHON):
-            return "{{python}} is several arguments: only a whole item of `command` can be it"
+            return "{{python}} is several arguments: it must be a whole item of `command`"
     return ""
 
 
 def filled_chars(text: str, values: Mapping[str, str]) -> int:
-    """How long it gets, before any filter; without making it."""
+    """Returns the length of the filled template, before any filter, without filling it."""
     return len(text) + sum(len(values[place[1]]) for place in _PLACE.finditer(text))
 
 

@@ -14,12 +14,11 @@ from rich.live import Live
 from rich.text import Text
 
 from rollyard.cli._console import number, seconds, table
+from rollyard.cli._demo_result import DemoResult
 from rollyard.client import AsyncClient, Event, Record, Trace
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    from rollyard.cli._demo_model import DemoResult
 
 SHOWN_LINES = 6
 SHOWN_CHARS = 300

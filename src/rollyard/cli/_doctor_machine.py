@@ -45,7 +45,7 @@ def machine_checks(settings: Settings) -> Iterable[DoctorCheck]:
 
 
 def _versions() -> DoctorCheck:
-    from rollyard import __version__
+    from rollyard.core.version import __version__
 
     return DoctorCheck(
         "versions", "ok", f"rollyard {__version__}, Python {platform.python_version()}, Linux {platform.release()}"

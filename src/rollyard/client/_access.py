@@ -1,4 +1,4 @@
-"""Tokens and the audit log, for administrators: a part of the client."""
+"""Methods of the client for tokens and the audit log. For admins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Objects = list[JsonObject]
 
 
 class AsyncAccess:
-    """See the module."""
+    """Mixin of `AsyncClient` for tokens and the audit log."""
 
     _wire: Transport
 
@@ -27,10 +27,10 @@ class AsyncAccess:
         expires_s: float | None = None,
         quota: Mapping[str, Json] | None = None,
     ) -> JsonObject:
-        """A new token: `token` is in this reply and nowhere else.
+        """Creates a token. `token` is returned only here.
 
         `access` is admin, trainer, submitter, reader or node; `runs` and `policies` bind it to names, in which `*`
-        stands for any text. `quota` has any of queued, live, sessions, stored_bytes, requests_per_s, priority.
+        matches any text. `quota` has any of queued, live, sessions, stored_bytes, requests_per_s, priority.
         """
         body = given(
             access=access,
@@ -43,24 +43,24 @@ class AsyncAccess:
         return read_object(await self._wire.json("POST", "/tokens", body=body))
 
     async def list_tokens(self) -> Objects:
-        """Those that were created, without their secrets."""
+        """The tokens that were created, without their secrets."""
         body = read_object(await self._wire.json("GET", "/tokens"))
         return [read_object(item) for item in body.get("tokens") or ()]
 
     async def rotate_token(self, id: str, *, expires_s: float | None = None) -> JsonObject:
-        """A new secret for a token; the old one is refused from now on. What it owns stays its own."""
+        """Replaces a token's secret; the old one is refused from now on. What it owns stays its own."""
         body = given(expires_s=expires_s)
         return read_object(await self._wire.json("POST", f"/tokens/{part(id)}/rotate", body=body))
 
     async def change_quota(self, id: str, quota: Mapping[str, Json]) -> JsonObject:
-        """Replaces what a token may use at once; see `create_token`. What is not named is not bounded any more."""
+        """Replaces a token's quota; see `create_token`. Quantities that are left out are no longer limited."""
         return read_object(await self._wire.json("PUT", f"/tokens/{part(id)}/quota", body=dict(quota)))
 
     async def revoke_token(self, id: str) -> None:
         await self._wire.json("DELETE", f"/tokens/{part(id)}")
 
     async def audit(self, *, limit: int = 100, before: int | None = None) -> Objects:
-        """What administrators did, newest first; `before` is the `seq` of the last entry seen."""
+        """Administrative actions, newest first; `before` is the `seq` of the last entry of the previous call."""
         params = {"limit": limit, "before": before}
         body = read_object(await self._wire.json("GET", "/audit", params=params))
         return [read_object(item) for item in body.get("entries") or ()]

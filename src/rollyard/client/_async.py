@@ -1,14 +1,14 @@
-"""The client: one method per thing that the service does.
+"""The asynchronous client, with one method per call of the API.
 
-Ids are made here where the caller gives none, so a call that was dropped half-way is sent again and is still one
-rollout. Nothing is kept here: a trainer that restarts goes on with its ids and its cursor.
+Ids are generated here if the caller passes none, so a call that was interrupted can be sent again and is still one
+rollout. The client keeps no state: a restarted trainer continues with its ids and its cursor.
 
     async with rollyard.AsyncClient() as yard:
         records = await yard.submit(tasks, run="grpo-7b", group_size=8)
         for record in await yard.wait_all([record.id for record in records]):
             traces = await yard.traces(record.id)
 
-`Client` is the same without `await`; a test keeps them alike.
+`Client` has the same methods without `await`; a test checks that they match.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Records = list[Record]
 Objects = list[JsonObject]
 Traces = list[Trace]
 
-CHUNK = 1000  # rollouts in one call: the service checks them all before it answers anyone else
+CHUNK = 1000  # rollouts in one call: the service checks all of them before it serves another call
 
 
 class AsyncClient(AsyncSampling, AsyncAccess):
-    """See the module.
+    """The asynchronous client.
 
-    `url` and `token`: as given, else ROLLYARD_URL and ROLLYARD_TOKEN, else those of the settings on this machine.
-    `timeout_s` bounds the silence of one call; `retry_s` how long a call that cannot be answered is tried again.
+    `url` and `token` default to ROLLYARD_URL and ROLLYARD_TOKEN, then to the settings on this machine. `timeout_s`
+    bounds the time without data in one call; `retry_s` bounds the time for which a failed call is retried.
     """
 
     def __init__(
@@ -83,9 +83,10 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         mask_truncated: bool | None = None,
         overlong_penalty: Mapping[str, Json] | None = None,
     ) -> JsonObject:
-        """A run, made now or earlier with the same body. `defaults` is a partial task, laid under each task.
+        """Creates a run, or returns it if it exists with the same body. `defaults` is a partial task, used as defaults
+        for each task.
 
-        `mask_truncated` leaves rollouts that were cut off out of the loss; `overlong_penalty` is
+        `mask_truncated` excludes truncated rollouts from the loss; `overlong_penalty` is
         `{"from_tokens", "to_tokens", "most"?}`."""
         body = given(
             id=check_id(id) if id else new_id("run"),
@@ -109,7 +110,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         return _items(await self._wire.json("GET", "/runs"), "runs")
 
     async def delete_run(self, id: str) -> None:
-        """Cancels what has not ended, and forgets the run with all its rollouts. Returns when it is gone."""
+        """Cancels the run's unfinished work and deletes it with all its rollouts. Returns when it is deleted."""
         path = f"/runs/{part(id)}"
         is_gone = await self._wire.json("DELETE", path, wait_s=POLL_S) is None
         pause_s = 0.05
@@ -122,7 +123,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
                 is_gone = True
 
     async def acknowledge(self, run: str, cursor: str) -> int:
-        """What came up to that cursor is safely here: its traces may go. Returns how many did."""
+        """Acknowledges everything up to that cursor, so that its traces may be deleted. Returns how many were."""
         body = await self._wire.json("POST", f"/runs/{part(run)}/ack", body={"cursor": cursor}, is_repeatable=True)
         return int(read_object(body).get("acknowledged", 0))
 
@@ -137,11 +138,11 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         group_size: int | None = None,
         priority: int | None = None,
     ) -> Records:
-        """Hands in tasks; each record comes back once it is durable, in order.
+        """Submits tasks and returns their records, in order. They are durable when it returns.
 
-        With `group_size` n, each task is a group of n rollouts, `ID-0` to `ID-(n-1)`, and `ids` name the groups.
-        Beyond 1,000 rollouts several calls are made; if one is refused, the earlier ones stay (`error.data`
-        says how many were `submitted`). Repeating with the same ids adds only what is missing.
+        With `group_size` n, each task is a group of n rollouts, `ID-0` to `ID-(n-1)`, and `ids` are those of the
+        groups. More than 1,000 rollouts take several calls; if one is refused, the earlier ones stay
+        (`error.data["submitted"]` is their number). Repeating with the same ids adds only what is missing.
         """
         if ids is not None and len(ids) != len(tasks):
             raise ValueError(f"{len(tasks)} tasks and {len(ids)} ids: there must be one id for each task")
@@ -161,21 +162,21 @@ class AsyncClient(AsyncSampling, AsyncAccess):
             try:
                 reply = await self._wire.json("POST", "/rollouts", body=call, is_repeatable=True)
             except RollyardError as error:
-                error.data["submitted"] = start  # paths in the error count from here
+                error.data["submitted"] = start  # paths in the error are relative to this number
                 raise
             records += read_page(reply).rollouts
         return records
 
     async def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record:
-        """The record as it stands; with `wait_s`, at its end or when that time is over.
+        """The current record; with `wait_s`, the record at its end or after that time.
 
-        `run`, here and below: the run that it is in. It is only needed if two of your runs use the same id.
+        `run`, here and below: the run of the rollout. It is only needed if two of your runs use the same id.
         """
         params = {"wait_s": wait_s or None, "run": run}
         return read(await self._wire.json("GET", f"/rollouts/{part(id)}", params=params, wait_s=wait_s), Record)
 
     async def wait(self, id: str, *, timeout_s: float | None = None, run: str | None = None) -> Record:
-        """The record at its end. TimeoutError when it has not ended by then; it goes on all the same."""
+        """The record at its end. Raises TimeoutError if it has not ended after `timeout_s`; the rollout continues."""
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
@@ -194,9 +195,9 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         timeout_s: float | None = None,
         run: str | None = None,
     ) -> Records:
-        """All records at their ends, in the order of the ids; `on_end` gets each as it ends, once.
+        """All records at their ends, in the order of the ids; `on_end` is called once for each, as it ends.
 
-        `on_event` gets their changes of state, as far as the service tells them. TimeoutError as in `wait`.
+        `on_event` is called for their changes of state, as far as the service reports them. TimeoutError as in `wait`.
         """
         return await wait_all(self, [*ids], on_end, on_event, timeout_s, run)
 
@@ -210,12 +211,12 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         limit: int | None = None,
         wait_s: float = 0.0,
     ) -> Page:
-        """One page: ended ones in terminal order, others in order of submission."""
+        """One page: ended rollouts in terminal order, others in order of submission."""
         params = {"state": state, "run": run, "group": group, "after": after, "limit": limit, "wait_s": wait_s or None}
         return read_page(await self._wire.json("GET", "/rollouts", params=params, wait_s=wait_s))
 
     async def ended(self, run: str | None = None, *, after: str | None = None) -> AsyncIterator[Record]:
-        """Every rollout that has ended after that cursor, then each as it ends, for ever, in terminal order."""
+        """Every rollout that ended after that cursor, then each as it ends, without end, in terminal order."""
         while True:
             page = await self.list(state="ended", run=run, after=after, wait_s=POLL_S)
             for record in page.rollouts:
@@ -223,17 +224,17 @@ class AsyncClient(AsyncSampling, AsyncAccess):
             after = page.next or after
 
     async def cancel(self, id: str, *, run: str | None = None) -> str:
-        """Acknowledged when it returns, with the state it was in. One that is not there yet is cancelled when it comes
-        to that run, or to the default run."""
+        """Cancels a rollout and returns its state. An unknown id is cancelled when it is submitted to that run, or to
+        the default run."""
         body = await self._wire.json("DELETE", f"/rollouts/{part(id)}", params={"run": run})
         return str(read_object(body).get("state", ""))
 
     async def rescore(self, id: str, *, run: str | None = None) -> Record:
-        """Evaluates what was saved once more; the new score is the last of `scores`."""
+        """Scores the saved artifacts again; the new score is the last of `scores`."""
         reply = await self._wire.json("POST", f"/rollouts/{part(id)}/rescore", params={"run": run}, wait_s=3600.0)
         return read(reply, Record)
 
-    # --- agents of your own ---------------------------------------------------------------------------
+    # --- agents that run elsewhere --------------------------------------------------------------------
 
     def session(
         self,
@@ -251,10 +252,10 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         index: int | None = None,
         timeout_s: float | None = None,
     ) -> AsyncSession:
-        """The model for an agent that runs in your own process: use it in `async with`, and end it with its reward.
+        """A session for an agent that runs in your own process: use it in `async with`, and end it with a reward.
 
         `limits.run_s` counts from its opening to its reward. `group` and `index` make it a member of a group.
-        `timeout_s` bounds the wait for a free place.
+        `timeout_s` bounds the wait until it is open.
         """
         body = given(
             id=check_id(id) if id else new_id("se"),
@@ -271,21 +272,21 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         )
         return AsyncSession(self._wire, body, timeout_s)
 
-    # --- what came out --------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------
 
     async def traces(self, id: str, *, run: str | None = None) -> Traces:
-        """The training sequences, as numpy views."""
+        """The traces, as numpy views."""
         from rollyard.client.arrow import read_traces
 
         return read_traces(await self.traces_arrow(id, run=run))
 
     async def traces_arrow(self, id: str, *, run: str | None = None) -> bytes:
-        """The same as the Arrow IPC stream that came: for files, and for readers of your own."""
+        """The traces as the Arrow IPC stream of the response, for files and for other readers."""
         data, _ = await self._wire.call("GET", f"/rollouts/{part(id)}/traces", params={"run": run}, accept=ARROW)
         return data
 
     async def trajectory(self, id: str, *, run: str | None = None) -> Trajectory:
-        """Record, messages and traces together."""
+        """The record, messages and traces."""
         params = {"include": "trajectory", "run": run}
         return read_trajectory(await self._wire.json("GET", f"/rollouts/{part(id)}", params=params))
 
@@ -307,8 +308,8 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         api_key: str | None = None,
         trust_tokenizer: bool | None = None,
     ) -> JsonObject:
-        """Probed by the service before it is used; the probe's trouble is raised here. `trust_tokenizer`: train on its
-        tokens even if it cannot show which tokenizer it has."""
+        """Adds an engine. The service probes it first; an error of the probe is raised here. `trust_tokenizer`: train
+        on its tokens even if its tokenizer cannot be verified."""
         body = given(
             id=id,
             url=url,
@@ -337,20 +338,20 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     # --- weights --------------------------------------------------------------------------------------
 
     def policy(self, name: str = "default", *, holder: str | None = None) -> AsyncPolicy:
-        """Named weights: to pause them, to tell their version, and to do both around an update. `holder`: a name for
-        several processes that are one trainer; by default each client has its own."""
+        """Named weights: pauses and resumes them, or does both around an update. `holder`: a name that several
+        processes of one trainer share; by default each client has its own."""
         return AsyncPolicy(self._wire, name, self._holder if holder is None else Holder(holder, self._holder.named))
 
     async def policies(self) -> Objects:
         return _items(await self._wire.json("GET", "/policies"), "policies")
 
-    # --- the machines of a fleet ----------------------------------------------------------------------
+    # --- nodes of a fleet -----------------------------------------------------------------------------
 
     async def nodes(self) -> Objects:
         return _items(await self._wire.json("GET", "/nodes"), "nodes")
 
     async def drain_node(self, name: str) -> JsonObject:
-        """It takes nothing more; what it has, it ends. It is empty when `live` is 0."""
+        """Drains a node: it takes no more rollouts and finishes those it has. It is empty when `live` is 0."""
         return read_object(await self._wire.json("POST", f"/nodes/{part(name)}/drain"))
 
     async def resume_node(self, name: str) -> JsonObject:
@@ -359,7 +360,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     # --- the service itself ---------------------------------------------------------------------------
 
     async def status(self) -> JsonObject:
-        """Versions, states, pools, engines, runtimes, environments: how the service stands."""
+        """The state of the service: versions, states, pools, engines, runtimes, environments."""
         return read_object(await self._wire.json("GET", "/status"))
 
     async def resize_pools(
@@ -371,12 +372,12 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         ready: int | None = None,
         live: int | None = None,
     ) -> JsonObject:
-        """Sets the sizes that are given; returns all pools."""
+        """Sets the given sizes and returns all pools."""
         sizes = given(init=init, run=run, eval=eval, ready=ready, live=live)
         return read_object(await self._wire.json("PATCH", "/pools", body=sizes))
 
     def events(self, *, after: str | None = None, run: str | None = None) -> AsyncIterator[Event]:
-        """Changes of state, for ever; reconnects where it was. See `Event` for what a gap is."""
+        """Changes of state, without end. Reconnects after the last event received. `Event` describes gaps."""
         return follow(self._wire, after, run)
 
 

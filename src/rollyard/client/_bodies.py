@@ -1,4 +1,4 @@
-"""Bodies and paths of calls: what every part of the client makes in the same way."""
+"""Helpers for the bodies and paths of calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TaskLike = Task | Mapping[str, Json]
 
 
 def given(**values: object) -> dict[str, object]:
-    """Without what was not given: there the service has its own default."""
+    """The values that are not None; the service has defaults for the others."""
     return {key: value for key, value in values.items() if value is not None}
 
 
 def part(id: str) -> str:
-    """An id as a part of a path."""
+    """An id, quoted as a segment of a path."""
     return quote(check_id(id), safe=":")
 
 
@@ -26,7 +26,7 @@ def task_body(task: TaskLike) -> Mapping[str, object]:
 
 
 def source_body(tasks: Sequence[TaskLike] | None, source: Mapping[str, Json] | None) -> Mapping[str, object]:
-    """Where tasks come from: those given here, or a source that the service reads."""
+    """The source of tasks: the tasks themselves, or a source that the service reads."""
     if (tasks is None) == (source is None):
         raise ValueError("give either tasks or a source")
     return source if tasks is None else {"tasks": [task_body(task) for task in tasks]}  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Where the service is and which token opens it, when the caller does not say.
+"""Finds the service's URL and token if the caller passes none.
 
-The same places as the service's own settings, in the same order: argument, ROLLYARD_* environment, TOML file,
-default. A service that runs writes its URL beside its data, which settles the port. Only the keys that a client
-needs are read, so that it needs nothing of the service's wing.
+The sources and their order are those of the service's settings: argument, ROLLYARD_* environment, TOML file, default. A
+running service writes its URL below its data folder, so its port is known. Only the keys that a client needs are read,
+so that this module does not depend on `rollyard.service`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PORT = 8127
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
-    """A service's address, the token for it, and the SHA-256 of its certificate if the address named one."""
+    """A service's URL, the token for it, and the SHA-256 of its certificate if the URL pins one."""
 
     url: str
     token: str
@@ -30,7 +30,7 @@ class ServiceAddress:
 
 
 def find(url: str | None, token: str | None, environ: Mapping[str, str] | None = None) -> ServiceAddress:
-    """See the module. Raises Unauthorized, naming the places, where there is no token anywhere."""
+    """Finds URL and token. Raises `Unauthorized`, with the places that were searched, if there is no token."""
     environ = os.environ if environ is None else environ
     settings = _file_settings(environ)
 
@@ -54,13 +54,13 @@ def find(url: str | None, token: str | None, environ: Mapping[str, str] | None =
 
 
 def _address(host: str, port: str) -> str:
-    if host in ("0.0.0.0", "::", ""):  # it listens everywhere; here it is reached by loopback
+    if host in ("0.0.0.0", "::", ""):  # it listens on all addresses; loopback reaches it from here
         host = HOST
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _announced(path: Path) -> str:
-    """What the service with that data says of itself: it knows its port even if a flag gave it."""
+    """The URL that the service with that data folder wrote; correct even if a flag set its port."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -81,7 +81,7 @@ def _read_token(path: Path) -> str:
 
 
 def _file_settings(environ: Mapping[str, str]) -> Mapping[str, object]:
-    """The TOML file in force, or nothing. What is wrong with it the service and `rollyard config` tell."""
+    """The TOML file in force, or nothing. Errors in it are reported by the service and `rollyard config`."""
     named = environ.get("ROLLYARD_CONFIG")
     home = environ.get("XDG_CONFIG_HOME") or "~/.config"
     candidates = [named] if named else ["rollyard.toml", f"{home}/rollyard/config.toml"]

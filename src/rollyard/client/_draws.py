@@ -1,17 +1,17 @@
-"""A draw, as its trainer holds it: numbered batches of useful groups. Made by `AsyncClient.draw` and `get_draw`.
+"""A trainer's handle of a draw: numbered batches of useful groups. Created by `AsyncClient.draw` and `get_draw`.
 
     draw = await yard.draw(run, tasks, id="grpo-7b", group_size=8)
     batch = await draw.batch(want=32)
 
-A batch is opened by its number and read page by page, each page from the cursor after the last: a call that was dropped
-is sent again, and no group comes twice or not at all, whether a connection broke or the service was restarted.
-Which number is next after a restart, the draw itself knows: the one after the last that was acknowledged. Batches that
-were opened since then come again as they were, for nobody can know what a crashed trainer had received; `rewind` undoes
-them instead, and `batch(number=…)` begins where it says.
+A batch is opened by its number and read page by page, each page from the cursor after the last. So an interrupted call
+can be sent again, and each group arrives exactly once, even if a connection breaks or the service is restarted. After a
+restart of the trainer, the next number is the one after the last acknowledged batch, which the service stores. Batches
+that were opened since then are delivered again unchanged, because it is unknown which of them a crashed trainer had
+received; `rewind` undoes them instead, and `batch(number=…)` starts at a given one.
 
-Backpressure: a page is asked for when the one before has been taken, and holds at most `limit` groups.
+Backpressure: a page is requested when the previous one has been consumed, and has at most `limit` groups.
 
-One consumer: a handle is not for two tasks at once, and two handles of one draw get the same batches.
+One consumer: a handle must not be used by two tasks at once, and two handles of one draw get the same batches.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rollyard.client.groups import Batch, BatchFacts, Group, GroupsPage, batch_o
 from rollyard.client.records import JsonObject, read, read_object
 
 PAGE_GROUPS = 8
-"""In one answer: 8 groups of 8 rollouts of 8,000 tokens are 7 MB."""
+"""Groups per page: 8 groups of 8 rollouts of 8,000 tokens are 7 MB."""
 
 
 @dataclass(slots=True)
 class _Reading:
-    """A batch on its way: what is known of it, and how far it has been read."""
+    """A batch that is being read: its facts, and the position reached."""
 
     facts: BatchFacts
     cursor: str | None
@@ -42,13 +42,13 @@ class _Reading:
     is_whole: bool = False
 
     def take(self, page: GroupsPage) -> None:
-        """All groups of that page have been taken."""
+        """Records that all groups of the page have been consumed."""
         self.cursor = page.next or self.cursor
         self.is_whole = self.facts.is_closed and (not page.groups or self.cursor == self.facts.last)
 
 
 class AsyncDraw:
-    """See the module. `last_batch` is the batch that was read last, without its groups."""
+    """A trainer's handle of a draw. `last_batch` is the batch that was read last, without its groups."""
 
     def __init__(self, wire: Transport, facts: JsonObject) -> None:
         self._wire = wire
@@ -58,9 +58,9 @@ class AsyncDraw:
         self._path = f"/draws/{part(self.id)}"
         self._in = {"run": self.run or None}
         self._last: int | None = None  # the number of the batch before the next one
-        self._opened = 0  # the last batch that an earlier life of this client may have opened
-        self._kept: _Reading | None = None  # by batch(), until it can be given whole
-        self._streamed: _Reading | None = None  # by stream(), whose groups have been given
+        self._opened = 0  # the last batch that an earlier process of this trainer may have opened
+        self._kept: _Reading | None = None  # by batch(), until the batch is complete
+        self._streamed: _Reading | None = None  # by stream(), whose groups have been yielded
 
     async def batch(
         self,
@@ -70,11 +70,11 @@ class AsyncDraw:
         timeout_s: float | None = None,
         limit: int = PAGE_GROUPS,
     ) -> Batch:
-        """The next batch of `want` groups, once it is whole; fewer where `reason` says why.
+        """The next batch of `want` groups, when it is complete; with fewer groups, `reason` is set.
 
-        With `number` that batch: an earlier one comes again as it was, and needs no `want`. TimeoutError after
-        `timeout_s`; nothing is lost, and asking again goes on with it. DrawEnded when the draw has ended and nothing is
-        left of it.
+        With `number`, that batch: an earlier one is returned unchanged, and needs no `want`. Raises TimeoutError after
+        `timeout_s`; nothing is lost, and the next call continues with the same batch. Raises DrawEnded if the draw has
+        ended and no groups are left.
         """
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         reading = self._kept
@@ -97,9 +97,10 @@ class AsyncDraw:
     async def stream(
         self, want: int | None = None, *, number: int | None = None, limit: int = PAGE_GROUPS
     ) -> AsyncIterator[Group]:
-        """The groups of the next batch, each as soon as it is ready; `last_batch` tells of the whole afterwards.
+        """The groups of the next batch, each as soon as it is ready; `last_batch` describes the batch afterwards.
 
-        Left half-way, the next call goes on after the last group that was given; `batch()` gives all of them.
+        If the iteration is left early, the next call continues after the last group yielded; `batch()` returns all of
+        them.
         """
         reading = self._streamed
         if reading is None or (number is not None and number != reading.facts.number):
@@ -109,7 +110,7 @@ class AsyncDraw:
             await self._finish(reading)
         while not reading.is_whole:
             page = await self._read(reading, POLL_S, limit)
-            # Whoever leaves does so at a `yield`: by then it is known how far we are, after the last group too.
+            # The caller can leave at any `yield`, so the position is updated before each, including the last.
             for group in page.groups[:-1]:
                 reading.cursor = group.cursor
                 yield group
@@ -120,7 +121,8 @@ class AsyncDraw:
                 yield page.groups[-1]
 
     async def ack(self, batch: Batch | int) -> int:
-        """Batches up to that one are safe with you, in a checkpoint: their traces may go. Returns how many did."""
+        """Acknowledges batches up to that one, which the trainer has saved in a checkpoint: their traces may be
+        deleted. Returns how many were."""
         number = batch if isinstance(batch, int) else batch.number
         body = await self._wire.json(
             "POST", f"{self._path}/ack", params=self._in, body={"batch": number}, is_repeatable=True
@@ -128,12 +130,12 @@ class AsyncDraw:
         return int(read_object(body).get("deleted") or 0)
 
     async def rewind(self, batch: Batch | int, version: int, *, policy_version: int | None = None) -> JsonObject:
-        """Back to your checkpoint: the last batch that it knows, and its version of the weights.
+        """Returns to a checkpoint: the last batch that it contains, and its version of the weights.
 
-        Batches after it are undone: groups with tokens of newer versions are void and their tasks return, the others
-        are delivered again; so do the tasks of batches that were acknowledged, whose traces are gone. The next batch is
-        the one after `batch`. `policy_version`: the number under which the policy has the checkpoint's weights now, if
-        it is a new one. Returns the draw.
+        Later batches are undone. Groups with tokens of newer versions become void and their tasks are drawn again; the
+        other groups are delivered again. Tasks of batches that were acknowledged are drawn again too, because their
+        traces are deleted. The next batch is the one after `batch`. `policy_version`: the version under which the
+        policy has the checkpoint's weights now, if it is a new one. Returns the draw.
         """
         number = batch if isinstance(batch, int) else batch.number
         call = given(batch=number, version=version, policy_version=policy_version)
@@ -145,9 +147,9 @@ class AsyncDraw:
         return facts
 
     async def push(self, tasks: Sequence[TaskLike], *, ids: Sequence[str] | None = None, close: bool = False) -> int:
-        """More tasks, for a draw whose source is pushed; `close`: these are the last. Returns how many it has now.
+        """Adds tasks to a draw whose source is push; `close`: these are the last. Returns how many it has now.
 
-        Without `ids` a call whose answer was lost is not sent again, as nobody knows whether it arrived.
+        Without `ids`, a call whose response was lost is not sent again, because it may have arrived.
         """
         if ids is not None and len(ids) != len(tasks):
             raise ValueError(f"{len(tasks)} tasks and {len(ids)} ids: there must be one id for each task")
@@ -159,23 +161,23 @@ class AsyncDraw:
         return int(read_object(reply).get("total") or 0)
 
     async def status(self) -> JsonObject:
-        """State, version, last batch, what was acknowledged, figures."""
+        """State, version, last batch, last acknowledged batch, figures."""
         return read_object(await self._wire.json("GET", self._path, params=self._in))
 
     async def close(self) -> JsonObject:
-        """Ends it: what is in flight is cancelled, what was delivered and the figures stay. Returns the draw."""
+        """Ends the draw: rollouts in flight are cancelled; delivered groups and figures stay. Returns the draw."""
         return read_object(await self._wire.json("DELETE", self._path, params=self._in) or {"id": self.id})
 
     async def _open(self, want: int | None, number: int | None) -> _Reading:
-        """By number, so that asking twice is harmless: the one after the last, which need not be the first that nobody
-        has opened. One that was open at a crash may be full by now, and would be lost."""
+        """Opens a batch by its number, so that repeating is harmless: the one after the last, even if that has been
+        opened before. A batch that was open at a crash may be full by now, and would be lost otherwise."""
         is_there = False
         if number is None:
             if self._last is None:
                 facts = await self.status()
                 self._last, self._opened = int(facts.get("acked") or 0), int(facts.get("batch") or 0)
             number = self._last + 1
-            is_there = number <= self._opened  # it comes again as it was, whatever is wanted now
+            is_there = number <= self._opened  # it is returned unchanged, whatever `want` is
         if want is None or is_there:
             reply = await self._wire.json("GET", f"{self._path}/batches/{number}", params=self._in)
         else:
@@ -185,11 +187,11 @@ class AsyncDraw:
             )
         batch = read(reply, BatchFacts)
         if batch.number != number:
-            raise UnexpectedReply(f"batch {number} of draw {self.id} was asked for, and {batch.number} came")
+            raise UnexpectedReply(f"batch {number} of draw {self.id} was requested, but {batch.number} was returned")
         return _Reading(batch, batch.after, is_whole=batch.is_closed and not batch.delivered)
 
     async def _read(self, reading: _Reading, wait_s: float, limit: int) -> GroupsPage:
-        """The groups after its cursor, as soon as there is one. An empty page: not yet, or the batch is closed."""
+        """The groups after the cursor, as soon as there is one. Empty: none yet, or the batch is closed."""
         params: Params = {
             **self._in,
             "batch": reading.facts.number,
@@ -203,7 +205,7 @@ class AsyncDraw:
             raise UnexpectedReply(f"a page of batch {reading.facts.number} of draw {self.id} was expected")
         cursors = [group.cursor for group in page.groups]
         if cursors and (page.next != cursors[-1] or None in cursors or reading.cursor in cursors):
-            raise UnexpectedReply(f"a page of draw {self.id} does not go on from {reading.cursor}")
+            raise UnexpectedReply(f"a page of draw {self.id} does not continue from {reading.cursor}")
         reading.facts = page.batch
         return page
 

@@ -1,13 +1,13 @@
-"""What a call to the service can raise: the service's own errors, rebuilt, and three that only a client can have.
+"""Errors that a call can raise: the service's errors, rebuilt, and three of the client.
 
     RollyardError
-    ├── …                    what the service answered (problem+json), by its code: NotFound, QueueFull, IdConflict…
-    ├── ServiceUnreachable   no answer at all: refused, dropped, timed out
-    ├── UnexpectedReply      an answer that is not Rollyard's: a proxy's page, another service on that port
-    └── DrawEnded            no batch will come any more
+    ├── …                    the service's error (problem+json), by its code: NotFound, QueueFull, IdConflict…
+    ├── ServiceUnreachable   no response: refused, dropped, timed out
+    ├── UnexpectedReply      a response that is not Rollyard's: a proxy's page, another service on that port
+    └── DrawEnded            the draw has no more batches
 
-A code that this client does not know (a newer service) becomes a plain `RollyardError` with that code.
-Every error has `detail` (what was wrong) and `remedy` (what to do).
+A code that is unknown to this client (of a newer service) becomes a plain `RollyardError` with that code.
+Every error has `detail` (what is wrong) and `remedy` (what to do).
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ _ENVELOPE = ("type", "title", "status", "code", "detail", "remedy", "instance")
 
 
 class ServiceUnreachable(RollyardError):
-    """The service gave no answer. Nothing is known of what it did; what carried an id can be sent again."""
+    """The service did not respond. It is unknown what it did; calls with an id can be sent again."""
 
     retryable = True
     status = 503
-    remedy = "Start it with `rollyard serve`, or name it with --url or ROLLYARD_URL."
+    remedy = "Start it with `rollyard serve`, or set its URL with --url or ROLLYARD_URL."
 
 
 class UnexpectedReply(RollyardError):
-    """Somebody answered, and it was not Rollyard's face as this client knows it."""
+    """A response that this client cannot interpret as Rollyard's."""
 
     status = 502
-    remedy = "Check the URL, and that service and client are of the same version."
+    remedy = "Check the URL, and that service and client have the same version."
 
 
 class DrawEnded(RollyardError):
-    """A batch was asked for, and the draw has ended with nothing left. `reason` says why, `figures` what it gave."""
+    """A batch was requested, but the draw has ended and has no groups left. `reason` is the cause; `figures` are its
+    totals."""
 
     blame = Blame.CLIENT
     status = 409
-    remedy = "Make another draw, or read an earlier batch by its number."
+    remedy = "Create another draw, or read an earlier batch by its number."
 
     @property
     def reason(self) -> str:
@@ -53,15 +54,15 @@ class DrawEnded(RollyardError):
 
 
 def error_of(status: int, body: object, where: str) -> RollyardError:
-    """The error that a problem+json body tells of. `where` names the call, for bodies that tell nothing."""
+    """The error in a problem+json body. `where` is the call, for bodies without an error."""
     if not isinstance(body, dict) or not isinstance(body.get("code"), str):
-        return UnexpectedReply(f"{where} answered {status} without saying why", http_status=status)
+        return UnexpectedReply(f"{where} returned {status} without an error code", http_status=status)
     data: dict[str, Json] = {key: value for key, value in body.items() if key not in _ENVELOPE}
     known = CODES.get(body["code"])
     error = (known or RollyardError)(str(body.get("detail") or body.get("title") or ""))
     error.data.update(data)
     remedy = body.get("remedy")
-    # The service knows best what to do here; a code that is new to us lives on this one instance only.
+    # The service's remedy is more specific. An unknown code is set on this instance only.
     for name, value in (("remedy", remedy), ("code", None if known else body["code"]), ("status", status)):
         if value:
             setattr(error, name, value)

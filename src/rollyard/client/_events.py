@@ -1,7 +1,7 @@
 """The stream of events (text/event-stream), followed across dropped connections.
 
-After a drop it reconnects with the id of the last event; what the service no longer remembers it says itself, with
-a `gap`. Silence is broken by the service's keep-alive comments, so a dead connection is noticed.
+After a drop it reconnects with the id of the last event; the service sends a `gap` if it no longer has all events since
+then. The service sends keep-alive comments, so a dead connection is detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SILENCE_S = 45.0  # three keep-alives
 
 
 async def follow(wire: Transport, after: str | None, run: str | None) -> AsyncGenerator[Event, None]:
-    """Events for ever. Raises what the service answers, or ServiceUnreachable after `retry_s` without it."""
+    """Events, without end. Raises the service's error, or ServiceUnreachable after `retry_s` without a connection."""
     last_seen = time.monotonic()
     pause_s, longest_s = BACKOFF_S
     while True:
@@ -41,10 +41,10 @@ async def follow(wire: Transport, after: str | None, run: str | None) -> AsyncGe
             error = ServiceUnreachable(f"{wire.place.url} ended the stream of events")
         except RetryableError as again:
             error = again.error
-        except ValueError as broken:  # aiohttp's, for a line without end
+        except ValueError as broken:  # of aiohttp, for a line that is too long
             raise UnexpectedReply(f"the stream of events cannot be read: {broken}") from broken
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as broken:
-            error = ServiceUnreachable(f"the stream of events from {wire.place.url} broke off ({broken!r})")
+            error = ServiceUnreachable(f"the stream of events from {wire.place.url} was interrupted ({broken!r})")
         if time.monotonic() + pause_s > last_seen + wire.retry_s:
             raise error
         await asyncio.sleep(pause_s)
@@ -52,7 +52,7 @@ async def follow(wire: Transport, after: str | None, run: str | None) -> AsyncGe
 
 
 async def _parse(stream: aiohttp.StreamReader) -> AsyncGenerator[Event, None]:
-    """The events of a text/event-stream; comments and unknown fields are passed over."""
+    """The events of a text/event-stream; comments and unknown fields are ignored."""
     fields: dict[str, str] = {}
     while line := await stream.readline():
         text = line.decode("utf-8", "replace").rstrip("\r\n")

@@ -1,17 +1,17 @@
-"""A policy's weights, changed under rollouts that are in flight. Made by `AsyncClient.policy`.
+"""Changes a policy's weights while rollouts are in flight. Created by `AsyncClient.policy`.
 
     async with yard.policy("actor").update(version=4):
-        push_weights()                        # the engines are paused; clocks stand still
+        push_weights()                        # the engines are paused; deadlines do not run
 
-Invariants. A block that ends well resumes with its version. One that raises resumes nothing: nobody knows what the
-weights are then, so the engines stay paused, and the error says how to go on. While the block runs, its lease is
-renewed; if this process dies, the service keeps the policy paused until another pauses it or a resume names a version.
-A body that blocks the event loop for longer than `lease_s` belongs in a thread. `Policy` and `Update` are the same
-without `await`.
+Invariants. A block that ends without an error resumes with its version. One that raises does not resume: the weights
+are unknown then, so the engines stay paused, and the error contains how to continue. While the block runs, its lease is
+renewed; if this process dies, the service keeps the policy paused until another client pauses it or a resume sets a
+version. A body that blocks the event loop for longer than `lease_s` belongs in a thread. `Policy` and `Update` are the
+same without `await`.
 
-A client has a name of its own as the holder of a pause. Another client cannot end that pause while its lease runs, even
-with the same token. A client whose policy got a version that it did not name gets `PolicyConflict` at its next pause or
-resume.
+Each client has its own name as the holder of a pause. Another client cannot end that pause before its lease expires,
+even with the same token. If the policy gets a version that a client did not set, the client's next pause or resume
+raises `PolicyConflict`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from rollyard.core.failure import PolicyConflict, PolicyPinned, RequestError
 
 log = logging.getLogger("rollyard.client")
 
-LEASE_S = 600.0  # of a pause that nobody renews
+LEASE_S = 600.0  # of a pause that is not renewed
 UPDATE_LEASE_S = 60.0
-"""Of one that is renewed: as long as this, a trainer that was killed keeps others waiting."""
+"""Of a pause that is renewed. If a trainer is killed, others wait at most this long."""
 OUTLAST_S = 2 * UPDATE_LEASE_S
-LOOK_S = 1.0  # between two looks at whether a lease has run out
-RESUME_S = 300.0  # the steps of all engines, in parallel; the service bounds each of them
+LOOK_S = 1.0  # interval at which the expiry of another's lease is checked
+RESUME_S = 300.0  # for the steps of all engines, in parallel; the service bounds each of them
 
 
 @dataclass(slots=True)
 class Holder:
-    """A client as the service knows it in a pause, and the versions that it named last, by policy."""
+    """The client's name in a pause, and the versions that it set last, by policy."""
 
     id: str = field(default_factory=lambda: new_id("client"))
     named: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class AsyncPolicy:
-    """See the module. Nothing is kept here: it is a name."""
+    """A handle of a policy, without state of its own."""
 
     def __init__(self, wire: Transport, name: str, holder: Holder) -> None:
         self._wire = wire
@@ -60,7 +60,7 @@ class AsyncPolicy:
         self.name = name
 
     async def status(self) -> JsonObject:
-        """Its version, its state, who holds it for how long, and its engines."""
+        """Its version, state, holder and lease, and its engines."""
         return read_object(await self._wire.json("GET", self._path))
 
     async def pause(
@@ -72,11 +72,11 @@ class AsyncPolicy:
         timeout_s: float | None = None,
         outlast_s: float = 0.0,
     ) -> JsonObject:
-        """Returns when the engines are paused. `mode`: what becomes of calls in flight: abort, drain or keep.
+        """Pauses the engines and returns when they are paused. `mode`: abort, drain or keep calls in flight.
 
-        PolicyConflict while another holds it, unless the other's lease runs out within `outlast_s`, as that of a
-        trainer that died does. Beyond `timeout_s`: TimeoutError, and the pause goes on all the same; or PolicyPinned,
-        and nothing was paused, while an evaluation needs the weights as they are."""
+        Raises PolicyConflict while another holder has it paused, unless that lease expires within `outlast_s`, as it
+        does if a trainer died. After `timeout_s`, raises TimeoutError, and the pausing continues; or PolicyPinned, with
+        nothing paused, if an evaluation still needs the current weights."""
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         outlasted_at = time.monotonic() + outlast_s
         ids = None if engines is None else [*engines]
@@ -99,8 +99,8 @@ class AsyncPolicy:
                 raise TimeoutError(f"policy {self.name} is still pausing after {timeout_s:g} s")
 
     async def _outlast(self, conflict: PolicyConflict, until: float) -> None:
-        """Until the lease of whoever holds it has run out. Raises the conflict if that one is alive: it renews its
-        lease, or resumes."""
+        """Waits until the holder's lease has expired. Raises the conflict if the holder is alive: it renews the lease,
+        or resumes."""
         holder = conflict.data.get("holder")
         while holder is not None and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
@@ -119,9 +119,10 @@ class AsyncPolicy:
         after: int | None = None,
         take_over: bool = False,
     ) -> JsonObject:
-        """The weights are of this version: the engines go on. PolicyStuck if none of them can; PolicyConflict while the
-        pause is another's, unless you `take_over`, or if the policy has got another version since `after`."""
-        self._holder.named.pop(self.name, None)  # if no answer comes, nobody knows
+        """Resumes the engines with weights of this version. Raises PolicyStuck if no engine can resume. Raises
+        PolicyConflict while another holder has it paused, unless `take_over` is set, or if the policy's version has
+        changed since `after`."""
+        self._holder.named.pop(self.name, None)  # unknown until the response arrives
         ids = None if engines is None else [*engines]
         body = given(version=version, engines=ids, after=after, take_over=take_over or None)
         status = await self._post("resume", body, RESUME_S)
@@ -129,7 +130,7 @@ class AsyncPolicy:
         return status
 
     async def renew(self, lease_s: float = LEASE_S) -> JsonObject:
-        """The pause lasts so long from now; also after it had run out."""
+        """Extends the lease of the pause, from now; possible even after it has expired."""
         return await self._post("renew", {"lease_s": lease_s})
 
     def update(
@@ -142,7 +143,7 @@ class AsyncPolicy:
         timeout_s: float | None = None,
         outlast_s: float = OUTLAST_S,
     ) -> AsyncUpdate:
-        """`async with`: paused in the block, resumed with the version at its end. See the module."""
+        """A context manager that pauses for the block and resumes with the version at its end."""
         return AsyncUpdate(self, version, mode, lease_s, engines, timeout_s, outlast_s)
 
     async def _post(self, verb: str, body: dict[str, object], wait_s: float = 0.0) -> JsonObject:
@@ -151,7 +152,7 @@ class AsyncPolicy:
 
 
 class AsyncUpdate:
-    """One change of weights; see the module."""
+    """One change of weights, as an asynchronous context manager."""
 
     def __init__(
         self,
@@ -169,12 +170,12 @@ class AsyncUpdate:
         self._engines = engines
         self._timeout_s = timeout_s
         self._outlast_s = outlast_s
-        self._before: int | None = None  # the version that it was paused at
+        self._before: int | None = None  # the version at the pause
         self._renewing: asyncio.Task[None] | None = None
         self.version = version
 
     async def __aenter__(self) -> JsonObject:
-        """The policy as it is paused: its engines are those to write to."""
+        """Pauses the policy and returns its status, with the engines to write to."""
         try:
             status = await self._policy.pause(
                 mode=self._mode,
@@ -208,13 +209,13 @@ class AsyncUpdate:
             await asyncio.sleep(self._lease_s / 3)
             try:
                 await self._policy.renew(self._lease_s)
-            except RollyardError as failure:  # the resume at the end works without a lease, too
-                log.warning("a lease was not renewed", extra={"policy": self._policy.name, "code": failure.code})
+            except RollyardError as failure:  # the resume at the end also works without a lease
+                log.warning("a lease could not be renewed", extra={"policy": self._policy.name, "code": failure.code})
 
     def _tell(self, error: BaseException) -> None:
         name = self._policy.name
         how = (
-            f"policy {name!r} stays paused, since nobody knows its weights now: write them, then resume with their "
+            f"policy {name!r} stays paused, because its weights are unknown now: write them, then resume with their "
             f"version (policy({name!r}).resume(VERSION), or rollyard policies resume {name} VERSION)"
         )
         error.add_note(how)

@@ -1,6 +1,6 @@
-"""The half of the client that samples: groups, draws, evaluations. `AsyncClient` has these methods; so has `Client`.
+"""Methods of the client for groups, draws and evaluations.
 
-Ids are made here where the caller gives none, so a call that was dropped is sent again and makes nothing twice.
+Ids are generated here if the caller passes none, so an interrupted call can be sent again and creates nothing twice.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollyard.client.groups import Group, GroupRollout, read_group
 from rollyard.client.records import Evaluation, JsonObject, Record, read, read_object
 from rollyard.core import Json, check_id, new_id
 
-PROGRESS_S = 2.0  # between two looks at an evaluation whose progress somebody watches
+PROGRESS_S = 2.0  # polling interval of an evaluation with `on_progress`
 Objects = list[JsonObject]
 
 
 class AsyncSampling:
-    """See the module."""
+    """Mixin of `AsyncClient` for groups, draws and evaluations."""
 
     _wire: Transport
 
@@ -41,9 +41,9 @@ class AsyncSampling:
         min_members: int | None = None,
         priority: int | None = None,
     ) -> Group:
-        """n rollouts of one task, handed in: it comes back at once, durable; `get_group` waits for its end.
+        """Submits n rollouts of one task as a group. It is durable when it returns; `get_group` waits for its end.
 
-        A spare takes the place of a member that infrastructure failed.
+        A spare replaces a member that was lost to infrastructure.
         """
         body = given(
             id=check_id(id) if id else new_id("g"),
@@ -58,9 +58,9 @@ class AsyncSampling:
         return read_group(next(iter(reply.get("groups") or ()), None))
 
     async def get_group(self, id: str, *, wait_s: float = 0.0, traces: bool = False, run: str | None = None) -> Group:
-        """The group as it stands; with `wait_s`, at its end or when that time is over.
+        """The current group; with `wait_s`, the group at its end or after that time.
 
-        `traces`: with its members' whole records and traces, for `collate`; else with what the group says of them.
+        `traces`: include the complete records and traces of its members, for `collate`; otherwise only their summary.
         """
         params = {"wait_s": wait_s or None, "run": run}
         group = read_group(await self._wire.json("GET", f"/groups/{part(id)}", params=params, wait_s=wait_s))
@@ -70,7 +70,7 @@ class AsyncSampling:
         return replace(group, rollouts=tuple(whole))
 
     async def cancel_group(self, id: str, *, run: str | None = None) -> str:
-        """Acknowledged when it returns, with the group's state."""
+        """Cancels a group and returns its state."""
         body = await self._wire.json("DELETE", f"/groups/{part(id)}", params={"run": run})
         return str(read_object(body).get("state", ""))
 
@@ -112,8 +112,8 @@ class AsyncSampling:
     ) -> AsyncDraw:
         """A stream of useful groups from these tasks, or from a `source` that the service reads.
 
-        With the id and the body of one that is there, it goes on with that one. What is not given is the service's
-        default: groups of 8, kept where their rewards differ, one version of staleness, `epochs` without end.
+        With the id and body of an existing draw, continues that draw. Parameters that are not given have the service's
+        defaults: groups of 8, kept if their rewards differ, one version of staleness, unlimited `epochs`.
         """
         body = given(
             id=check_id(id) if id else new_id("d"),
@@ -139,12 +139,12 @@ class AsyncSampling:
         )
 
     async def draws(self) -> Objects:
-        """All draws, each as `AsyncDraw.status` has it."""
+        """All draws, each as in `AsyncDraw.status`."""
         body = read_object(await self._wire.json("GET", "/draws"))
         return [read_object(item) for item in body.get("draws") or ()]
 
     async def get_draw(self, id: str, *, run: str | None = None) -> AsyncDraw:
-        """One that is there, to go on with."""
+        """An existing draw, to continue it."""
         return AsyncDraw(
             self._wire, read_object(await self._wire.json("GET", f"/draws/{part(id)}", params={"run": run}))
         )
@@ -172,11 +172,12 @@ class AsyncSampling:
         on_progress: Callable[[Evaluation], object] | None = None,
         timeout_s: float | None = None,
     ) -> Evaluation:
-        """k samples of each task by one version of the policy, with pass@k; at its end, which may be `failed`.
+        """Takes k samples of each task by one weight version, and returns the evaluation, with pass@k, at its end. It
+        may have `failed`.
 
-        `by`, a key of the tasks' data, asks for numbers of each of its values; `defaults` is laid under each task.
-        `on_progress` gets it each time that more of it is done. TimeoutError when it has not ended by then; it goes on
-        all the same, and the same id and body wait for it again.
+        `by`, a key of the tasks' data, adds results per value; `defaults` is a partial task with defaults for each
+        task. `on_progress` is called whenever more of it is done. Raises TimeoutError if it has not ended after
+        `timeout_s`; it continues, and a call with the same id and body waits for it again.
         """
         body = given(
             id=check_id(id) if id else new_id("ev"),
@@ -210,11 +211,11 @@ class AsyncSampling:
             found = await self.get_eval(found.id, wait_s=left_s, run=found.run or None)
 
     async def get_eval(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Evaluation:
-        """The evaluation as it stands; with `wait_s`, at its end or when that time is over."""
+        """The current evaluation; with `wait_s`, the evaluation at its end or after that time."""
         params = {"wait_s": wait_s or None, "run": run}
         return read(await self._wire.json("GET", f"/evals/{part(id)}", params=params, wait_s=wait_s), Evaluation)
 
     async def cancel_eval(self, id: str, *, run: str | None = None) -> str:
-        """Acknowledged when it returns, with the evaluation's state."""
+        """Cancels an evaluation and returns its state."""
         body = await self._wire.json("DELETE", f"/evals/{part(id)}", params={"run": run})
         return str(read_object(body).get("state", ""))

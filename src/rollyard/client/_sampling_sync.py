@@ -1,4 +1,4 @@
-"""The half of the client that samples, without `await`. See `AsyncSampling`, which says what each method does."""
+"""Methods of the client for groups, draws and evaluations, without `await`. `AsyncSampling` documents each method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Sampling:
-    """See the module."""
+    """Mixin of `Client` for groups, draws and evaluations."""
 
     if TYPE_CHECKING:
         _pipeline: AsyncClient
@@ -39,16 +39,16 @@ class Sampling:
         priority: int | None = None,
     ) -> Group:
         return self._run(
-            self._pipeline.group(
+            self._client.group(
                 task, id=id, run=run, size=size, spares=spares, min_members=min_members, priority=priority
             )
         )
 
     def get_group(self, id: str, *, wait_s: float = 0.0, traces: bool = False, run: str | None = None) -> Group:
-        return self._run(self._pipeline.get_group(id, wait_s=wait_s, traces=traces, run=run))
+        return self._run(self._client.get_group(id, wait_s=wait_s, traces=traces, run=run))
 
     def cancel_group(self, id: str, *, run: str | None = None) -> str:
-        return self._run(self._pipeline.cancel_group(id, run=run))
+        return self._run(self._client.cancel_group(id, run=run))
 
     def draw(
         self,
@@ -76,7 +76,7 @@ class Sampling:
             self._run,
             self._iterate,
             self._run(
-                self._pipeline.draw(
+                self._client.draw(
                     run,
                     tasks,
                     source=source,
@@ -100,10 +100,10 @@ class Sampling:
         )
 
     def draws(self) -> Objects:
-        return self._run(self._pipeline.draws())
+        return self._run(self._client.draws())
 
     def get_draw(self, id: str, *, run: str | None = None) -> Draw:
-        return Draw(self._run, self._iterate, self._run(self._pipeline.get_draw(id, run=run)))
+        return Draw(self._run, self._iterate, self._run(self._client.get_draw(id, run=run)))
 
     def evaluate(
         self,
@@ -127,7 +127,7 @@ class Sampling:
         timeout_s: float | None = None,
     ) -> Evaluation:
         return self._run(
-            self._pipeline.evaluate(
+            self._client.evaluate(
                 tasks,
                 source=source,
                 id=id,
@@ -149,7 +149,7 @@ class Sampling:
         )
 
     def get_eval(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Evaluation:
-        return self._run(self._pipeline.get_eval(id, wait_s=wait_s, run=run))
+        return self._run(self._client.get_eval(id, wait_s=wait_s, run=run))
 
     def cancel_eval(self, id: str, *, run: str | None = None) -> str:
-        return self._run(self._pipeline.cancel_eval(id, run=run))
+        return self._run(self._client.cancel_eval(id, run=run))

@@ -1,12 +1,12 @@
-"""A session: the model for an agent of yours, and a place for its reward. Made by `AsyncClient.session`.
+"""A session: a model endpoint for an agent of yours, and a call for its reward. Created by `AsyncClient.session`.
 
     async with yard.session(run="grpo-7b") as session:
         client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
         ...                                       # your agent, unchanged
-        record = await session.reward(1.0)        # and it is a rollout like any other
+        record = await session.reward(1.0)        # the session is a rollout like any other
 
-Invariant: a block that is left without a reward, by an error or by forgetting, leaves a cancelled session behind, not
-one that waits for its deadline. `Session` is the same without `await`.
+Invariant: a block that is left without a reward, by an error or by mistake, cancels the session, instead of leaving it
+open until its deadline. `Session` is the same without `await`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("rollyard.client")
 
 
 class AsyncSession:
-    """See the module. `base_url` is for OpenAI's SDK, `root_url` for Anthropic's, which adds the /v1 itself."""
+    """A session as a context manager. `base_url` is for OpenAI's SDK, `root_url` for Anthropic's, which adds /v1."""
 
     def __init__(self, wire: Transport, body: Mapping[str, object], timeout_s: float | None) -> None:
         self._wire = wire
@@ -37,7 +37,7 @@ class AsyncSession:
         self._path = f"/sessions/{quote(check_id(str(body['id'])), safe=':')}"
         self._run = str(body.get("run") or "default")
         self._is_over = False
-        self._is_ours = False  # the service has said that there is one, of this body
+        self._is_ours = False  # the service has confirmed a session with this body
         self.id = str(body["id"])
         self.key = ""
         self.model = ""
@@ -51,7 +51,7 @@ class AsyncSession:
         return self._wire.place.url
 
     async def __aenter__(self) -> AsyncSession:
-        """Waits until it is open. SessionConflict if it cannot be opened any more, TimeoutError beyond `timeout_s`."""
+        """Waits until it is open. Raises SessionConflict if it has ended, and TimeoutError after `timeout_s`."""
         give_up = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         try:
             while True:
@@ -72,7 +72,7 @@ class AsyncSession:
                 if give_up is not None and time.monotonic() >= give_up:
                     raise TimeoutError(f"session {self.id} is in {opened.get('state')} after {self._timeout_s:g} s")
         except BaseException as error:
-            # a refusal made no session, and with its id there may be somebody else's; else nobody knows what arrived
+            # A refusal creates no session, and its id may be another's; after other errors it is unknown.
             if self._is_ours or not _is_refusal(error):
                 await self._cancel()
             raise
@@ -90,7 +90,7 @@ class AsyncSession:
         metrics: Mapping[str, float] | None = None,
         answer: str | None = None,
     ) -> Record:
-        """Ends the session; its record, at its end. SessionConflict if it had ended before."""
+        """Ends the session and returns its record. Raises SessionConflict if it had ended before."""
         given = {"reward": reward, "components": components, "metrics": metrics, "answer": answer}
         body = {name: value for name, value in given.items() if value is not None}
         params = {"wait_s": POLL_S, "run": self._run}
@@ -113,7 +113,7 @@ class AsyncSession:
         self._is_over = True
         try:
             await self._wire.json("DELETE", self._path, params={"run": self._run})
-        except RollyardError as error:  # it ends by its deadline then; why the block was left matters more
+        except RollyardError as error:  # its deadline ends it; the error of the block matters more
             log.warning("a session could not be cancelled", extra={"session": self.id, "code": error.code})
 
 
@@ -174,4 +174,4 @@ def _is_refusal(error: BaseException) -> bool:
 def _ended(session_id: str, opened: JsonObject) -> SessionConflict:
     failure = opened.get("failure") or {}
     why = f"{failure.get('code')}: {failure.get('detail')}" if failure else str(opened.get("outcome"))
-    return SessionConflict(f"session {session_id} has ended already ({why})")
+    return SessionConflict(f"session {session_id} has already ended ({why})")

@@ -1,7 +1,7 @@
-"""The same client without `await`, for scripts and trainers that have no event loop.
+"""The client without `await`, for scripts and trainers that have no event loop.
 
-It drives an `AsyncClient` on a private loop in a thread of its own, so it works inside a notebook's or a trainer's
-running loop as well. Callbacks (`on_end`, `on_event`) are called in that thread, one at a time.
+It runs an `AsyncClient` on a private event loop in its own thread, so it also works inside the running loop of a
+notebook or a trainer. Callbacks (`on_end`, `on_event`) are called in that thread, one at a time.
 
     with rollyard.Client() as yard:
         record = yard.wait(yard.submit([task])[0].id)
@@ -26,25 +26,25 @@ T = TypeVar("T")
 
 
 class Client(Sampling):
-    """See the module and `AsyncClient`, which says what each method does."""
+    """The synchronous client. `AsyncClient` documents each method."""
 
     def __init__(
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retry_s: float = 60.0
     ) -> None:
-        self._pipeline = AsyncClient(url, token, timeout_s=timeout_s, retry_s=retry_s)
+        self._client = AsyncClient(url, token, timeout_s=timeout_s, retry_s=retry_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._closing: asyncio.Task[None] | None = None  # of an iterator that nobody held any more
+        self._closing: asyncio.Task[None] | None = None  # of an iterator that was garbage-collected
 
     @property
     def url(self) -> str:
-        return self._pipeline.url
+        return self._client.url
 
     def __enter__(self) -> Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollyard-client", daemon=True)
         self._thread.start()
-        self._run(self._pipeline.__aenter__())
+        self._run(self._client.__aenter__())
         return self
 
     def __exit__(
@@ -61,7 +61,7 @@ class Client(Sampling):
             self._loop = self._thread = None
 
     async def _end(self) -> None:
-        await self._pipeline.__aexit__(None, None, None)
+        await self._client.__aexit__(None, None, None)
         await asyncio.get_running_loop().shutdown_asyncgens()
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
@@ -71,7 +71,7 @@ class Client(Sampling):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C here must not leave the call running there
+        except BaseException:  # Ctrl-C here must not leave the call running in the thread
             future.cancel()
             raise
 
@@ -89,7 +89,7 @@ class Client(Sampling):
             while (item := self._run(following())) is not None:
                 yield item[0]
         finally:
-            if threading.current_thread() is self._thread:  # the garbage collector's doing: to wait here is for ever
+            if threading.current_thread() is self._thread:  # called by the garbage collector: waiting would deadlock
                 self._closing = asyncio.get_running_loop().create_task(close())
             elif self._loop is not None:
                 self._run(close())
@@ -112,7 +112,7 @@ class Client(Sampling):
         overlong_penalty: Mapping[str, Json] | None = None,
     ) -> JsonObject:
         return self._run(
-            self._pipeline.create_run(
+            self._client.create_run(
                 id,
                 mode=mode,
                 policy=policy,
@@ -128,16 +128,16 @@ class Client(Sampling):
         )
 
     def get_run(self, id: str) -> JsonObject:
-        return self._run(self._pipeline.get_run(id))
+        return self._run(self._client.get_run(id))
 
     def list_runs(self) -> Objects:
-        return self._run(self._pipeline.list_runs())
+        return self._run(self._client.list_runs())
 
     def delete_run(self, id: str) -> None:
-        return self._run(self._pipeline.delete_run(id))
+        return self._run(self._client.delete_run(id))
 
     def acknowledge(self, run: str, cursor: str) -> int:
-        return self._run(self._pipeline.acknowledge(run, cursor))
+        return self._run(self._client.acknowledge(run, cursor))
 
     # --- rollouts -------------------------------------------------------------------------------------
 
@@ -150,13 +150,13 @@ class Client(Sampling):
         group_size: int | None = None,
         priority: int | None = None,
     ) -> Records:
-        return self._run(self._pipeline.submit(tasks, run=run, ids=ids, group_size=group_size, priority=priority))
+        return self._run(self._client.submit(tasks, run=run, ids=ids, group_size=group_size, priority=priority))
 
     def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record:
-        return self._run(self._pipeline.get(id, wait_s=wait_s, run=run))
+        return self._run(self._client.get(id, wait_s=wait_s, run=run))
 
     def wait(self, id: str, *, timeout_s: float | None = None, run: str | None = None) -> Record:
-        return self._run(self._pipeline.wait(id, timeout_s=timeout_s, run=run))
+        return self._run(self._client.wait(id, timeout_s=timeout_s, run=run))
 
     def wait_all(
         self,
@@ -167,7 +167,7 @@ class Client(Sampling):
         timeout_s: float | None = None,
         run: str | None = None,
     ) -> Records:
-        return self._run(self._pipeline.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s, run=run))
+        return self._run(self._client.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s, run=run))
 
     def list(
         self,
@@ -180,19 +180,19 @@ class Client(Sampling):
         wait_s: float = 0.0,
     ) -> Page:
         return self._run(
-            self._pipeline.list(state=state, run=run, group=group, after=after, limit=limit, wait_s=wait_s)
+            self._client.list(state=state, run=run, group=group, after=after, limit=limit, wait_s=wait_s)
         )
 
     def ended(self, run: str | None = None, *, after: str | None = None) -> Iterator[Record]:
-        return self._iterate(self._pipeline.ended(run, after=after))
+        return self._iterate(self._client.ended(run, after=after))
 
     def cancel(self, id: str, *, run: str | None = None) -> str:
-        return self._run(self._pipeline.cancel(id, run=run))
+        return self._run(self._client.cancel(id, run=run))
 
     def rescore(self, id: str, *, run: str | None = None) -> Record:
-        return self._run(self._pipeline.rescore(id, run=run))
+        return self._run(self._client.rescore(id, run=run))
 
-    # --- agents of your own ---------------------------------------------------------------------------
+    # --- agents that run elsewhere --------------------------------------------------------------------
 
     def session(
         self,
@@ -210,7 +210,7 @@ class Client(Sampling):
         index: int | None = None,
         timeout_s: float | None = None,
     ) -> Session:
-        session = self._pipeline.session(
+        session = self._client.session(
             id,
             run=run,
             sampling=sampling,
@@ -226,16 +226,16 @@ class Client(Sampling):
         )
         return Session(self._run, session)
 
-    # --- what came out --------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------
 
     def traces(self, id: str, *, run: str | None = None) -> Traces:
-        return self._run(self._pipeline.traces(id, run=run))
+        return self._run(self._client.traces(id, run=run))
 
     def traces_arrow(self, id: str, *, run: str | None = None) -> bytes:
-        return self._run(self._pipeline.traces_arrow(id, run=run))
+        return self._run(self._client.traces_arrow(id, run=run))
 
     def trajectory(self, id: str, *, run: str | None = None) -> Trajectory:
-        return self._run(self._pipeline.trajectory(id, run=run))
+        return self._run(self._client.trajectory(id, run=run))
 
     # --- engines --------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Client(Sampling):
         trust_tokenizer: bool | None = None,
     ) -> JsonObject:
         return self._run(
-            self._pipeline.add_engine(
+            self._client.add_engine(
                 url,
                 id=id,
                 kind=kind,
@@ -273,23 +273,23 @@ class Client(Sampling):
         )
 
     def engines(self) -> Objects:
-        return self._run(self._pipeline.engines())
+        return self._run(self._client.engines())
 
     def remove_engine(self, id: str) -> None:
-        return self._run(self._pipeline.remove_engine(id))
+        return self._run(self._client.remove_engine(id))
 
     def clear_engines(self) -> None:
-        return self._run(self._pipeline.clear_engines())
+        return self._run(self._client.clear_engines())
 
     # --- weights --------------------------------------------------------------------------------------
 
     def policy(self, name: str = "default", *, holder: str | None = None) -> Policy:
-        return Policy(self._run, self._pipeline.policy(name, holder=holder))
+        return Policy(self._run, self._client.policy(name, holder=holder))
 
     def policies(self) -> Objects:
-        return self._run(self._pipeline.policies())
+        return self._run(self._client.policies())
 
-    # --- the machines of a fleet ----------------------------------------------------------------------
+    # --- tokens and nodes -----------------------------------------------------------------------------
 
     def create_token(
         self,
@@ -302,39 +302,39 @@ class Client(Sampling):
         quota: Mapping[str, Json] | None = None,
     ) -> JsonObject:
         return self._run(
-            self._pipeline.create_token(
+            self._client.create_token(
                 access, name=name, runs=runs, policies=policies, expires_s=expires_s, quota=quota
             )
         )
 
     def list_tokens(self) -> Objects:
-        return self._run(self._pipeline.list_tokens())
+        return self._run(self._client.list_tokens())
 
     def rotate_token(self, id: str, *, expires_s: float | None = None) -> JsonObject:
-        return self._run(self._pipeline.rotate_token(id, expires_s=expires_s))
+        return self._run(self._client.rotate_token(id, expires_s=expires_s))
 
     def change_quota(self, id: str, quota: Mapping[str, Json]) -> JsonObject:
-        return self._run(self._pipeline.change_quota(id, quota))
+        return self._run(self._client.change_quota(id, quota))
 
     def revoke_token(self, id: str) -> None:
-        return self._run(self._pipeline.revoke_token(id))
+        return self._run(self._client.revoke_token(id))
 
     def audit(self, *, limit: int = 100, before: int | None = None) -> Objects:
-        return self._run(self._pipeline.audit(limit=limit, before=before))
+        return self._run(self._client.audit(limit=limit, before=before))
 
     def nodes(self) -> Objects:
-        return self._run(self._pipeline.nodes())
+        return self._run(self._client.nodes())
 
     def drain_node(self, name: str) -> JsonObject:
-        return self._run(self._pipeline.drain_node(name))
+        return self._run(self._client.drain_node(name))
 
     def resume_node(self, name: str) -> JsonObject:
-        return self._run(self._pipeline.resume_node(name))
+        return self._run(self._client.resume_node(name))
 
     # --- the service itself ---------------------------------------------------------------------------
 
     def status(self) -> JsonObject:
-        return self._run(self._pipeline.status())
+        return self._run(self._client.status())
 
     def resize_pools(
         self,
@@ -345,7 +345,7 @@ class Client(Sampling):
         ready: int | None = None,
         live: int | None = None,
     ) -> JsonObject:
-        return self._run(self._pipeline.resize_pools(init=init, run=run, eval=eval, ready=ready, live=live))
+        return self._run(self._client.resize_pools(init=init, run=run, eval=eval, ready=ready, live=live))
 
     def events(self, *, after: str | None = None, run: str | None = None) -> Iterator[Event]:
-        return self._iterate(self._pipeline.events(after=after, run=run))
+        return self._iterate(self._client.events(after=after, run=run))

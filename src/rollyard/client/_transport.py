@@ -1,10 +1,10 @@
-"""One HTTP call, sent until it is answered, refused, or out of time.
+"""Sends one HTTP call until it succeeds, is refused, or runs out of time.
 
-What is tried again. 429, and 503 while the service shuts down: it refused and did nothing, so any call is sent
-again, after the Retry-After it names. No answer (refused, dropped, timed out), or a service that has lost its store:
-only calls that may be repeated (reads, deletes, and whatever carries the client's own id), or that were never sent.
+Retries. After 429, and 503 while the service shuts down, any call is sent again, after its Retry-After: the service
+refused it and did nothing. Without a response (refused, dropped, timed out), or if the service has lost its store, only
+calls are sent again that may be repeated (reads, deletes, and calls with the client's own id) or that were never sent.
 
-Invariant: the tries of one call together wait at most `retry_s`; then the last error is raised as it is.
+Invariant: the retries of one call wait at most `retry_s` in total; then the last error is raised unchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rollyard.client._errors import ServiceUnreachable, UnexpectedReply, error_o
 from rollyard.core import RollyardError
 from rollyard.core.failure import StoreLost
 
-PASSING = frozenset({"draining", "store_lost", "too_many_connections"})  # codes of a 503 that is worth another try
+PASSING = frozenset({"draining", "store_lost", "too_many_connections"})  # codes of a 503 that is retried
 
-CONNECTIONS = 1024  # long-polls hold one each; more of them wait their turn
+CONNECTIONS = 1024  # a long poll occupies one; further calls wait
 BACKOFF_S = (0.1, 5.0)  # first and longest pause between tries
 ARROW = "application/vnd.apache.arrow.stream"
 
@@ -33,7 +33,7 @@ Params = Mapping[str, str | int | float | None]
 
 
 class Transport:
-    """See the module."""
+    """The HTTP session with retries."""
 
     def __init__(self, place: ServiceAddress, timeout_s: float, retry_s: float) -> None:
         self.place = place
@@ -68,7 +68,7 @@ class Transport:
         wait_s: float = 0.0,
         is_repeatable: bool | None = None,
     ) -> object:
-        """The reply's JSON, or None where it has no body."""
+        """The JSON of the response, or None if it has no body."""
         payload = None if body is None else orjson.dumps(body)
         data, _ = await self.call(method, path, body=payload, params=params, wait_s=wait_s, is_repeatable=is_repeatable)
         if not data:
@@ -76,7 +76,7 @@ class Transport:
         try:
             return orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise UnexpectedReply(f"{method} {path} answered something that is not JSON") from error
+            raise UnexpectedReply(f"{method} {path} returned a body that is not JSON") from error
 
     async def call(
         self,
@@ -89,7 +89,7 @@ class Transport:
         wait_s: float = 0.0,
         is_repeatable: bool | None = None,
     ) -> tuple[bytes, str]:
-        """The reply's bytes and content type. `wait_s` is how long the service itself may take to answer."""
+        """The body and content type of the response. `wait_s` is how long the service itself may take."""
         may_repeat = method != "POST" if is_repeatable is None else is_repeatable
         give_up = time.monotonic() + self.retry_s
         pause_s, longest_s = BACKOFF_S
@@ -98,7 +98,7 @@ class Transport:
                 return await self._once(method, path, body, params, accept, wait_s)
             except RetryableError as again:
                 error = again.error
-                is_unsure = isinstance(error, ServiceUnreachable | StoreLost)  # whether it did what was asked
+                is_unsure = isinstance(error, ServiceUnreachable | StoreLost)  # whether the call took effect
                 if is_unsure and again.was_sent and not may_repeat:
                     raise error from again.__cause__
                 delay_s = again.after_s if again.after_s is not None else pause_s * random.uniform(0.5, 1.0)
@@ -110,7 +110,7 @@ class Transport:
     def stream(
         self, path: str, params: Params, *, accept: str, silence_s: float
     ) -> aiohttp.client._RequestContextManager:
-        """A GET whose body is read as it comes; a silence of `silence_s` breaks it."""
+        """A GET whose body is read as it arrives; it fails after `silence_s` without data."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout_s, sock_read=silence_s)
         return self.session.get(self._url(path), params=_query(params), headers={"Accept": accept}, timeout=timeout)
 
@@ -136,12 +136,12 @@ class Transport:
                 await raise_for(reply, data, where)
                 return data, reply.content_type
         except aiohttp.ClientConnectorError as error:
-            unreachable = ServiceUnreachable(f"nobody answers at {self.place.url} ({error.os_error or error})")
+            unreachable = ServiceUnreachable(f"cannot connect to {self.place.url} ({error.os_error or error})")
             raise RetryableError(unreachable, was_sent=False) from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             if isinstance(error, aiohttp.InvalidURL):
                 raise ServiceUnreachable(f"{self.place.url!r} is not a URL") from error
-            what = "did not answer in time" if isinstance(error, TimeoutError) else f"broke off ({error!r})"
+            what = "timed out" if isinstance(error, TimeoutError) else f"was interrupted ({error!r})"
             raise RetryableError(ServiceUnreachable(f"{where} at {self.place.url} {what}"), was_sent=True) from error
 
     def _url(self, path: str) -> str:
@@ -149,7 +149,7 @@ class Transport:
 
 
 class RetryableError(Exception):
-    """An error after which the call may be worth another try."""
+    """An error after which the call may be retried."""
 
     def __init__(self, error: RollyardError, *, was_sent: bool, after_s: float | None = None) -> None:
         super().__init__(str(error))
@@ -159,7 +159,7 @@ class RetryableError(Exception):
 
 
 async def raise_for(reply: aiohttp.ClientResponse, data: bytes, where: str) -> None:
-    """Nothing for a good reply; else its error, wrapped in `RetryableError` where the service did nothing."""
+    """Raises the error of a failed response, wrapped in `RetryableError` if the service did nothing."""
     if reply.status < 400:
         return
     try:
@@ -175,7 +175,7 @@ async def raise_for(reply: aiohttp.ClientResponse, data: bytes, where: str) -> N
 def _retry_after_s(header: str | None) -> float | None:
     try:
         return max(0.0, float(header)) if header else None
-    except ValueError:  # a date: allowed by HTTP, never sent by us
+    except ValueError:  # a date: allowed by HTTP, never sent by Rollyard
         return None
 
 

@@ -1,37 +1,42 @@
-"""Waiting for many rollouts at once, promptly and without missing one.
+"""Waits for many rollouts at once, promptly and without missing one.
 
-A few long-polls at a time go through all the ids: that alone is right, and late only when the first ids are slow.
-The stream of events tells of the others the moment they end; should it break, nothing is lost but promptness.
+A few concurrent long polls go through all ids; this alone is correct, but late if the first ids are slow. The stream of
+events reports the others as soon as they end. If the stream breaks, only promptness is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Protocol
 
 from rollyard.client.records import Event, Record
 from rollyard.core import RollyardError
 
-if TYPE_CHECKING:
-    from rollyard.client._async import AsyncClient
-
 log = logging.getLogger("rollyard.client")
 
-POLL_S = 30.0  # one long-poll; the service caps it, too
-POLLS = 16  # at once
+POLL_S = 30.0  # one long poll; the service has its own maximum
+POLLS = 16  # concurrent long polls
+
+
+class Source(Protocol):
+    """The calls of `AsyncClient` that waiting needs."""
+
+    async def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record: ...
+
+    def events(self, *, after: str | None = None, run: str | None = None) -> AsyncIterator[Event]: ...
 
 
 async def wait_all(
-    client: AsyncClient,
+    client: Source,
     ids: Sequence[str],
     on_end: Callable[[Record], object] | None,
     on_event: Callable[[Event], object] | None,
     timeout_s: float | None,
     run: str | None = None,
 ) -> list[Record]:
-    """See `AsyncClient.wait_all`."""
+    """Implements `AsyncClient.wait_all`."""
     waiting = dict.fromkeys(ids)
     found: dict[str, Record] = {}
 
@@ -52,7 +57,7 @@ async def wait_all(
                     if event.state == "ended":
                         await take(event.rollout, 0.0)
         except RollyardError as error:
-            log.info("the events ended; long-polls go on", extra={"code": error.code})
+            log.info("the stream of events ended; long polls continue", extra={"code": error.code})
 
     async def poll(turn: Iterator[str]) -> None:
         for id in turn:
@@ -75,7 +80,7 @@ async def wait_all(
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error itself, out of the task groups around it: callers catch NotFound, not a group of one."""
+    """The error inside nested task groups: callers catch NotFound, not a group of one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,14 +1,14 @@
-"""From groups to arrays: advantages, padded batches, importance weights. numpy alone, imported when it is needed.
+"""Converts groups to arrays: advantages, padded batches, importance weights. Needs only numpy, imported on first use.
 
     batch = await draw.batch(want=32)
     arrays = collate(batch.groups, advantages=advantages(batch.groups, "rloo"), pad_id=tokenizer.pad_token_id)
     weights = importance_weights(trainer_logprobs, arrays["logprobs"], arrays["loss_mask"])
 
-Invariants. Whoever is not trainable is in neither loss nor baseline. Each sampled token is in the loss exactly once:
-the loss mask is the traces' own. Each rollout weighs one, however many traces its history forked into. A trace without
-logprobs is never collated: zeros in their place would say that the policy was certain.
+Invariants. An untrainable member is in neither loss nor baseline. Each sampled token is in the loss exactly once: the
+loss mask is that of the traces. Each rollout has weight one, however many traces its history forked into. A trace
+without logprobs is never collated: zeros in their place would mean that the policy was certain.
 
-Nothing here is needed to train: every trainer has its own loss, and these are the parts that all of them share.
+This module is optional: every trainer has its own loss, and these are the parts that they have in common.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Level = Literal["token", "sequence"]
 
 
 def advantages(groups: Iterable[Group], kind: Kind = "grpo", *, epsilon: float = 1e-6) -> dict[str, float]:
-    """An advantage for each trainable member, by its rollout's id; nobody else is in it.
+    """The advantage of each trainable member, by its rollout's id.
 
-    - "grpo": (reward − mean) / (spread + epsilon). The spread is the group's one standard deviation, that of all there
-      are (divided by n), as in `group.stats`.
+    - "grpo": (reward − mean) / (spread + epsilon). The spread is the group's population standard deviation (divided by
+      n), as in `group.stats`.
     - "rloo": reward − mean of the other members' rewards.
     - "none": the reward itself.
 
-    A group whose rewards are equal, and so a group of one as well, has nothing to compare: its advantages are 0 ("grpo"
-    and "rloo").
+    A group whose rewards are equal, including a group of one, has nothing to compare: its advantages are 0 ("grpo" and
+    "rloo").
     """
     if kind not in ("grpo", "rloo", "none"):
         raise ValueError(f"there is no kind {kind!r} of advantages: grpo, rloo, none")
@@ -54,7 +54,7 @@ def advantages(groups: Iterable[Group], kind: Kind = "grpo", *, epsilon: float =
                 found[id] = 0.0
             elif kind == "grpo":
                 found[id] = (reward - mean) / (spread + epsilon)
-            else:  # n / (n − 1) times the distance to everybody's mean is the distance to the others' mean
+            else:  # n / (n − 1) times the distance to the mean of all is the distance to the others' mean
                 found[id] = (reward - mean) * len(values) / (len(values) - 1)
     return found
 
@@ -67,18 +67,18 @@ def collate(
     max_tokens: int | None = None,
     drop_untrainable: bool = True,
 ) -> dict[str, NDArray[Any]]:
-    """Arrays of N traces, padded on the right to the longest of them, T.
+    """Arrays of N traces, padded on the right to the length T of the longest.
 
     [N, T]: `input_ids` int32, `attention_mask` uint8, `loss_mask` uint8, `logprobs` float32 (of the sampled tokens; 0.0
     elsewhere), `versions` int32 (−1 elsewhere). [N]: `advantages` float32, `rewards` float32, `rollout` and `group`
-    int32 (the place among all rollouts of all groups, and the group's among them), `trace_weight` float32: 1 / n for
-    each of the n traces here of one rollout, so that they sum to one.
+    int32 (the rollout's index among all rollouts of all groups, and its group's index), `trace_weight` float32: 1 / n
+    for each of the n traces of one rollout, so that they sum to one.
 
-    `advantages`: as `advantages()` gave them, or the name of a kind; None is "grpo".
-    `drop_untrainable` False keeps the rows of untrainable members, and those that own no token, with loss mask,
-    advantage and weight 0 (and the reward NaN where there is none). Traces without logprobs are left out all the same.
-    `max_tokens`: a longer trace is a ValueError. It is not cut (half a trajectory with the whole one's reward), nor
-    left out (what remains would be biased against long ones): bound `limits.max_context` of the tasks instead.
+    `advantages`: the result of `advantages()`, or the name of a kind; None is "grpo".
+    `drop_untrainable` False keeps the rows of untrainable members, and of traces without sampled tokens, with loss
+    mask, advantage and weight 0 (and reward NaN if there is none). Traces without logprobs are always left out.
+    `max_tokens`: a longer trace is a ValueError. It is not cut (a part of a trajectory with the reward of the whole),
+    nor left out (the rest would be biased against long ones): bound `limits.max_context` of the tasks instead.
     """
     import numpy as np
 
@@ -126,7 +126,7 @@ _advantages = advantages  # `collate` has a parameter of that name
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A trace in the arrays. `weight` 0: it is there, and nothing is learned from it."""
+    """A trace in the arrays. `weight` 0: it is not trained on."""
 
     group_place: int
     rollout_place: int
@@ -153,28 +153,28 @@ def _rows(groups: Sequence[Group], drop_untrainable: bool) -> list[_Row]:
 def importance_weights(
     logprobs: ArrayLike, old_logprobs: ArrayLike, mask: ArrayLike, *, cap: float = 2.0, level: Level = "token"
 ) -> NDArray[np.float32]:
-    """How much more likely the trainer's policy finds what was sampled than the one that sampled it, at most `cap`.
+    """The ratio of the trainer's probability of each sampled token to that of the sampling policy, at most `cap`.
 
-    `logprobs` are the trainer's own under the weights that it trains, `old_logprobs` those that came with the traces;
-    all three have one shape, [N, T]. "token": one ratio for each token. "sequence": the product of them over a row's
-    masked tokens, on each of these. Where the mask is 0, the weight is 0. Multiply it into the loss, as a constant: it
-    corrects for older weights and for an engine that computes a little differently, and the cap bounds its variance.
+    `logprobs` are the trainer's, under the weights that it trains; `old_logprobs` are those of the traces. All three
+    have the same shape, [N, T]. "token": one ratio per token. "sequence": the product over a row's masked tokens, on
+    each of them. Where the mask is 0, the weight is 0. Multiply the loss by it, as a constant: it corrects for older
+    weights and for small numerical differences of the engine, and the cap bounds its variance.
     """
     import numpy as np
 
     if level not in ("token", "sequence"):
         raise ValueError(f"there is no level {level!r}: token, sequence")
     if not cap > 0:
-        raise ValueError(f"a cap is more than 0, not {cap}")
+        raise ValueError(f"cap must be more than 0, not {cap}")
     is_sampled = np.asarray(mask) != 0
     new, old = np.asarray(logprobs, dtype=np.float64), np.asarray(old_logprobs, dtype=np.float64)
     if not new.shape == old.shape == is_sampled.shape:
         raise ValueError(f"logprobs {new.shape}, old_logprobs {old.shape} and mask {is_sampled.shape} differ in shape")
-    if not (new[is_sampled] < np.inf).all() or not np.isfinite(old[is_sampled]).all():  # NaN is not less, either
+    if not (new[is_sampled] < np.inf).all() or not np.isfinite(old[is_sampled]).all():  # false for NaN too
         raise ValueError("under the mask, a logprob is NaN or +inf, or an old one is not finite")
     ratios = np.zeros(new.shape, dtype=np.float64)
-    np.subtract(new, old, out=ratios, where=is_sampled)  # what stands in the padding is never looked at
+    np.subtract(new, old, out=ratios, where=is_sampled)  # values in the padding are ignored
     if level == "sequence":
         ratios = np.broadcast_to(ratios.sum(axis=-1, keepdims=True), ratios.shape)
-    weights = np.minimum(np.exp(np.minimum(ratios, np.log(cap))), cap)  # never beyond what exp can hold
+    weights = np.minimum(np.exp(np.minimum(ratios, np.log(cap))), cap)  # the inner minimum avoids overflow in exp
     return np.where(is_sampled, weights, 0.0).astype(np.float32)

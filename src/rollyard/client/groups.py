@@ -1,10 +1,10 @@
-"""Groups and batches as a trainer reads them, and the two forms in which a page of groups comes.
+"""Groups and batches as a trainer reads them, and the two formats of a page of groups.
 
-A page is JSON, or an Arrow stream with one row per trace and the same JSON without its traces in the schema's metadata
-("page"). Both give the same `Group`s. Out of Arrow a trace's columns are views, and keep the page they came in alive.
+A page is JSON, or an Arrow stream with one row per trace and the same JSON, without traces, in the schema's metadata
+("page"). Both give the same `Group`s. From Arrow, a trace's columns are views that keep the page's bytes alive.
 
-Invariants. A group's `rollouts` are its members and nobody else, by index: a rollout that a spare replaced is only in
-`raw`. A page that lacks a member's record, or one of a rollout's traces, is `UnexpectedReply`, never a smaller group.
+Invariants. A group's `rollouts` are exactly its members, by index; a rollout that a spare replaced is only in `raw`. A
+page that lacks a member's record, or a trace of a rollout, is an `UnexpectedReply`, never a smaller group.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRollout:
-    """A member of a group. `reward` None: it has none, which is not 0. Not `trainable`: it keeps its place in the
-    group, and is in neither loss nor baseline."""
+    """A member of a group. `reward` None: it has no reward, which is not 0. If not `trainable`, it stays in the group
+    but is in neither loss nor baseline."""
 
     id: str
     index: int
@@ -40,7 +40,7 @@ class GroupRollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupFacts:
-    """What a group's JSON says of it, without its rollouts."""
+    """The fields of a group's JSON, without its rollouts."""
 
     id: str
     run: str = ""
@@ -50,20 +50,20 @@ class GroupFacts:
     size: int = 0
     task: JsonObject = field(default_factory=dict[str, Any])
     stats: JsonObject | None = None  # members, scored, trainable, mean, spread, pass_rate, lowest, highest…
-    admitted_version: int | None = None  # of the weights when it was begun
-    oldest_version: int | None = None  # that a token of it was sampled from
+    admitted_version: int | None = None  # of the weights when it was started
+    oldest_version: int | None = None  # of the weights that sampled one of its tokens
     newest_version: int | None = None
     staleness: int | None = None  # its batch's version − oldest_version
     epoch: int | None = None
-    item: int | str | None = None  # its task's place in the source
+    item: int | str | None = None  # the index or id of its task in the source
     batch: int | None = None
-    cursor: str | None = None  # its place in the order of delivery
+    cursor: str | None = None  # its position in the order of delivery
     raw: JsonObject = field(default_factory=dict[str, Any], repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group(GroupFacts):
-    """n rollouts of one task. While it is open nobody knows its members, and `rollouts` is empty."""
+    """n rollouts of one task. While it is open its members are not determined, and `rollouts` is empty."""
 
     rollouts: tuple[GroupRollout, ...] = ()
 
@@ -73,7 +73,7 @@ class Group(GroupFacts):
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """Of the members that have one, by index."""
+        """The rewards of the members that have one, by index."""
         import numpy as np
 
         return np.array([r.reward for r in self.rollouts if r.reward is not None], dtype=np.float64)
@@ -81,7 +81,7 @@ class Group(GroupFacts):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchFacts:
-    """What a batch's JSON says of it."""
+    """The fields of a batch's JSON."""
 
     number: int
     draw: str = ""
@@ -90,10 +90,10 @@ class BatchFacts:
     version: int | None = None  # of the weights when it was opened
     delivered: int = 0
     after: str | None = None  # the cursor before its first group
-    last: str | None = None  # the cursor of its last
-    reason: str | None = None  # why there are fewer groups than were wanted
-    is_last: bool = False  # the draw has no more
-    figures: JsonObject = field(default_factory=dict[str, Any])  # since the batch before, and before the filter
+    last: str | None = None  # the cursor of its last group
+    reason: str | None = None  # why it has fewer groups than requested
+    is_last: bool = False  # the draw has no more batches
+    figures: JsonObject = field(default_factory=dict[str, Any])  # since the previous batch, before the filter
     raw: JsonObject = field(default_factory=dict[str, Any], repr=False)
 
     @property
@@ -103,14 +103,14 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch(BatchFacts):
-    """A numbered hand-out of a draw: the same groups whenever it is asked for."""
+    """A numbered batch of a draw. It has the same groups each time it is requested."""
 
     groups: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupsPage:
-    """One answer of a draw. `next` is the cursor to ask on with."""
+    """One page of a draw. `next` is the cursor of the next page."""
 
     groups: tuple[Group, ...]
     next: str | None
@@ -122,7 +122,7 @@ def batch_of(facts: BatchFacts, groups: Sequence[Group]) -> Batch:
 
 
 def read_group(body: object) -> Group:
-    """A group by itself, which brings no traces, and of its members perhaps only what it says of them itself."""
+    """A group on its own: without traces, and possibly with only a summary of its members."""
     return _group(read_object(body), {}, is_whole=False)
 
 
@@ -143,7 +143,7 @@ def read_arrow_page(data: bytes) -> GroupsPage:
     try:
         page = read_object(orjson.loads(metadata[b"page"]))
     except (KeyError, orjson.JSONDecodeError) as error:
-        raise UnexpectedReply("the stream of groups does not say which page it is") from error
+        raise UnexpectedReply("the stream of groups has no page in its metadata") from error
     traces: dict[str, list[Trace]] = defaultdict(list)
     for trace in rows:
         traces[trace.rollout_id].append(trace)
@@ -168,9 +168,9 @@ def _group(body: JsonObject, traces: Mapping[str, list[Trace]], *, is_whole: boo
             continue
         id = str(member.get("rollout"))
         if is_whole and id not in records:
-            raise UnexpectedReply(f"group {facts.id} came without its member {id}")
+            raise UnexpectedReply(f"group {facts.id} lacks its member {id}")
         told = records.get(id) or {**member, "id": id, "run": facts.run, "group": facts.id}
-        record = read({"task": facts.task, **told}, Record)  # which comes once, with the group
+        record = read({"task": facts.task, **told}, Record)  # the task is sent once, with the group
         rollouts.append(_rollout(record, member, traces.get(id, ())))
     rollouts.sort(key=lambda rollout: rollout.index)
     return Group(**{each.name: getattr(facts, each.name) for each in fields(GroupFacts)}, rollouts=tuple(rollouts))
@@ -179,6 +179,8 @@ def _group(body: JsonObject, traces: Mapping[str, list[Trace]], *, is_whole: boo
 def _rollout(record: Record, member: JsonObject, traces: Sequence[Trace]) -> GroupRollout:
     ordered = tuple(sorted(traces, key=lambda trace: trace.index))
     if ordered and [trace.index for trace in ordered] != list(range(ordered[0].siblings)):
-        raise UnexpectedReply(f"{len(ordered)} of {ordered[0].siblings} traces of rollout {record.id} came")
+        raise UnexpectedReply(
+            f"only {len(ordered)} of {ordered[0].siblings} traces of rollout {record.id} were received"
+        )
     index = int(member.get("index", record.index))
     return GroupRollout(record.id, index, record.reward, record.trainable, record, ordered)

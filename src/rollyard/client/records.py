@@ -1,8 +1,8 @@
-"""What the service answers: frozen dataclasses that mirror the JSON.
+"""The service's responses: frozen dataclasses that mirror the JSON.
 
-What has parts of its own (score, failure, summary, timings) stays a JSON object, with the names of the API reference.
-A field that this client does not know yet is tolerated and stays readable in `raw`; a field that is missing has its
-default. What is not a record at all is `UnexpectedReply`, never half a record.
+Nested parts (score, failure, summary, timings) stay JSON objects, with the names of the API reference. Unknown fields
+are accepted and stay in `raw`; missing fields have their defaults. A body that is not a record is an `UnexpectedReply`,
+never an incomplete record.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 JsonObject = dict[str, Any]
-"""A JSON object as it came: whoever reads it knows from the reference what is in it."""
+"""A JSON object as received. The API reference describes its contents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One rollout, as it stood when it was asked for.
+    """One rollout, at the time of the request.
 
-    `state` is queued, init, ready, run, eval or ended; `outcome` (completed, truncated, failed, cancelled) and what
-    follows it are there once it has ended. `reward` None: there is none, which is not 0. `cursor` is its place in
-    the terminal order.
+    `state` is queued, init, ready, run, eval or ended; `outcome` (completed, truncated, failed, cancelled) and the
+    fields after it are set when it has ended. `reward` None: it has no reward, which is not 0. `cursor` is its position
+    in the terminal order.
     """
 
     id: str
@@ -51,7 +51,7 @@ class Record:
     summary: JsonObject | None = None  # turns, sampled_tokens, prompt_tokens, ended_by, engine…
     timings: JsonObject | None = None  # queued_s, init_s, ready_s, run_s, model_s, tool_s, eval_s…
     lost: tuple[JsonObject, ...] = ()  # attempts that ended without a terminal record
-    scores: tuple[JsonObject, ...] = ()  # later re-scorings
+    scores: tuple[JsonObject, ...] = ()  # of later rescoring
     cursor: str | None = None
     created_at: float = 0.0
     updated_at: float = 0.0
@@ -65,7 +65,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One answer of a listing. `next` is the cursor to ask on with; None: there is no more."""
+    """One page of a listing. `next` is the cursor of the next page; None: there are no more."""
 
     rollouts: tuple[Record, ...]
     next: str | None = None
@@ -73,7 +73,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A change of state. Kind "gap": some were missed; list what you follow, then go on."""
+    """A change of state. Kind "gap": some events were missed; list what you follow, then continue."""
 
     id: str
     kind: str = "state"
@@ -88,9 +88,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """k samples of each task by one version of a policy. `state` is running, done, failed or cancelled.
+    """k samples of each task by one weight version of a policy. `state` is running, done, failed or cancelled.
 
-    `result` (pass@k, means, what is missing: see the API reference) is there once it is done.
+    `result` (pass@k, means, missing samples: see the API reference) is set when it is done.
     """
 
     id: str
@@ -112,11 +112,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """One training sequence. Its token columns are numpy arrays of one length; those of `traces()` are read-only
-    views of the reply's own bytes.
+    """One training sequence. Its token columns are numpy arrays of the same length; those of `traces()` are read-only
+    views of the response's bytes.
 
     `mask` is 1 exactly on the sampled tokens that this trace owns; elsewhere the logprob is 0.0 and the version −1. In
-    a demonstration it is 1 on what was given; there are no logprobs then.
+    a demonstration it is 1 on the given tokens, and there are no logprobs.
     """
 
     token_ids: NDArray[np.int32]
@@ -137,7 +137,7 @@ class Trace:
     attempt: int = 1
     index: int = 0
     siblings: int = 1  # how many traces the rollout has, this one included
-    tokenizer_verified: bool = True  # False: an engine could not show which tokenizer it has
+    tokenizer_verified: bool = True  # False: the engine's tokenizer could not be verified
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -145,7 +145,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """All that a rollout left behind, with its record."""
+    """The complete result of a rollout, with its record."""
 
     record: Record
     traces: tuple[Trace, ...] = ()
@@ -158,10 +158,10 @@ class Trajectory:
 
 
 def read(body: object, kind: type[T]) -> T:
-    """A JSON object as one of the above."""
+    """Converts a JSON object to one of these types."""
     if not isinstance(body, dict):
         raise UnexpectedReply(f"a {kind.__name__} was expected, not {type(body).__name__}")
-    # A null where we have a default means "nothing to say"; a field of a newer service is left in `raw`.
+    # A null means the default; unknown fields of a newer service stay in `raw`.
     given = {key: value for key, value in body.items() if value is not None}
     try:
         return msgspec.convert({**given, "raw": body}, kind, strict=False)

@@ -1,6 +1,6 @@
-"""A trace from what the service says of it: its token columns as numpy, the rest as JSON.
+"""Builds a trace from a response: its token columns as numpy arrays, the rest from JSON.
 
-The token columns come out of JSON here, or as views out of Arrow (arrow.py). numpy is imported when it is needed.
+The token columns are read from JSON here, or are views of Arrow buffers (arrow.py). numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TYPES = {"token_ids": "int32", "mask": "uint8", "logprobs": "float32", "versions
 
 
 def build(row: Mapping[str, Any], tokens: Mapping[str, Any]) -> Trace:
-    """A trace of these token columns; a field that is null has its default."""
+    """A trace with these token columns; fields that are null have their defaults."""
     known = {name: row[name] for name in Trace.__slots__ if name not in TYPES and row.get(name) is not None}
     try:
         known["spans"] = msgspec.convert(row.get("spans") or (), tuple[Span, ...])
@@ -30,7 +30,7 @@ def build(row: Mapping[str, Any], tokens: Mapping[str, Any]) -> Trace:
 
 
 def read_trajectory(body: object) -> Trajectory:
-    """A record with its trajectory, as JSON."""
+    """A record with its trajectory, from JSON."""
     record = read(body, Record)
     parts = read_object(record.raw.get("trajectory") or {})
     return Trajectory(
@@ -46,7 +46,7 @@ def read_trajectory(body: object) -> Trajectory:
 
 
 def from_json(item: JsonObject) -> Trace:
-    """A trace as JSON has it."""
+    """A trace from JSON."""
     import numpy as np
 
     try:

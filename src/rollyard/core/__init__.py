@@ -1,4 +1,4 @@
-"""The ground floor: plain data and rules. No I/O, and no import from any other wing."""
+"""Plain data and rules. No I/O, and no import from any other package."""
 
 from rollyard.core.deadline import Deadline, DeadlineExpired
 from rollyard.core.draw import Batch, Draw, DrawConfig

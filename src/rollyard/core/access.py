@@ -1,6 +1,6 @@
-"""Tokens and administrative actions as they are remembered.
+"""Records of tokens and administrative actions.
 
-Plain data, so that the store can keep it. A token itself is never stored: only its SHA-256 digest.
+Plain data for the store. Only a token's SHA-256 digest is stored, never the token itself.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from rollyard.core.json import Json
 
 
 class Access(StrEnum):
-    """What a token is for."""
+    """The scope of a token."""
 
     ADMIN = "admin"  # everything
-    TRAINER = "trainer"  # its own runs with all that is in them, and the weights of its policies
+    TRAINER = "trainer"  # its own runs with everything in them, and the weights of its policies
     SUBMITTER = "submitter"  # rollouts, groups, evaluations and sessions in its runs
-    READER = "reader"  # reads, and changes nothing
-    NODE = "node"  # what a node of the fleet says to its head
+    READER = "reader"  # reads only
+    NODE = "node"  # the calls of a fleet's node to its head
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one owner may use at once. None: as much as there is."""
+    """What one owner may use at the same time. None means no limit."""
 
-    queued: int | None = None  # rollouts that wait
-    live: int | None = None  # rollouts that run
-    sessions: int | None = None  # open at once
-    stored_bytes: int | None = None  # of trajectories; acknowledge or delete to make room
+    queued: int | None = None  # waiting rollouts
+    live: int | None = None  # running rollouts
+    sessions: int | None = None  # open sessions
+    stored_bytes: int | None = None  # of trajectories; acknowledge or delete rollouts to free space
     requests_per_s: float | None = None
-    priority: int | None = None  # the highest that it may ask for
+    priority: int | None = None  # the highest that it may request
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class TokenRecord:
     id: str
     access: Access
     digest: str  # SHA-256, hexadecimal
-    name: str = ""  # for people
-    runs: tuple[str, ...] = ()  # patterns of the runs that it is bound to; empty: its own, whatever their names
+    name: str = ""  # for display
+    runs: tuple[str, ...] = ()  # patterns of the run names that it is limited to; empty: its own runs, of any name
     policies: tuple[str, ...] = ()  # the same for policies
     created_at: float = 0.0
     created_by: str = ""
@@ -52,7 +52,7 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One administrative action. `actor` is a token's id; `seq` is its place in the log, given by the store."""
+    """One administrative action. `actor` is a token's id; `seq` is its position in the log, set by the store."""
 
     at: float
     actor: str

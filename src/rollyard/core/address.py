@@ -1,6 +1,6 @@
-"""Addresses of services: whether they lead beyond this machine, and the certificate that they may name.
+"""URLs of services: whether their host is local, and the certificate that they may pin.
 
-https://10.0.0.1:8127#sha256:9f86d0…     a service whose certificate has this digest, whoever has signed it
+https://10.0.0.1:8127#sha256:9f86d0…     a service whose certificate has this digest, whatever its issuer
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PIN = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether only programs on the same machine can reach it."""
+    """Whether only programs on the same machine can reach the host."""
     host = host.rstrip(".").lower()
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -26,19 +26,21 @@ def is_loopback_host(host: str) -> bool:
 
 
 def is_clear(url: str) -> bool:
-    """Whether what is sent there crosses a network unencrypted."""
+    """Whether requests to the URL cross a network unencrypted."""
     parts = urlsplit(url)
     return parts.scheme == "http" and not is_loopback_host(parts.hostname or "")
 
 
 def split_pin(url: str) -> tuple[str, bytes | None]:
-    """The address alone, and the SHA-256 of its certificate (DER) if it names one. ValueError for a broken one."""
+    """Returns the URL without its pin, and the SHA-256 digest of the certificate (DER) or None.
+
+    Raises ValueError for a malformed pin."""
     plain, mark, pin = url.partition("#")
     if not mark:
         return plain, None
     found = _PIN.fullmatch(pin)
     if found is None or not plain.startswith("https://"):
-        raise ValueError("after # comes sha256: and 64 hexadecimal digits, and before it an https:// address")
+        raise ValueError("expected an https:// URL, then # and sha256: with 64 hexadecimal digits")
     return plain, bytes.fromhex(found[1])
 
 

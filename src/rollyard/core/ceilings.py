@@ -1,4 +1,4 @@
-"""What an operator allows a task to ask for, at most."""
+"""The operator's limits on what a task may request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard.core.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """None: whatever a task asks for."""
+    """The largest values that a task may request. None means no limit."""
 
     memory_bytes: int | None = None
     disk_bytes: int | None = None
@@ -20,7 +20,7 @@ class Ceilings:
     seconds: float | None = None  # of each stage
 
     def check(self, task: Task) -> None:
-        """`TaskInvalid` names the limit that is too large."""
+        """Raises `TaskInvalid`, with the name of the limit, if the task requests too much."""
         sandbox, limits = task.sandbox, task.limits
         for name, asked, most in (
             ("sandbox.memory_bytes", sandbox.memory_bytes, self.memory_bytes),

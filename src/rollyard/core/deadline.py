@@ -1,12 +1,13 @@
-"""A budget of seconds that only counts while something works for us.
+"""A time budget that counts only while work is done.
 
-Time in a queue, in READY, or while a policy is paused is nobody's fault and costs nothing: the owner wraps
-just the working awaits in `counting()`, and whoever pauses work wraps the pause in `held()`. On a `WorkClock`, time in
-which this process stood still costs nothing either.
+Time in a queue, in READY or during a policy's pause does not count: the owner wraps only the working awaits in
+`counting()`, and code that pauses the work wraps the pause in `held()`. With a `WorkClock`, time in which this process
+was stopped does not count either.
 
-Invariants. `used_s` never shrinks. Inside `counting()` the body is cancelled, and `DeadlineExpired` raised,
-when the budget is used up; a cancel from elsewhere passes through untouched. An `alarm` counts alike and calls
-somebody instead. Whatever counts in parallel, wall time counts once. With no budget (None) it is a stopwatch.
+Invariants. `used_s` never decreases. Inside `counting()` the body is cancelled and `DeadlineExpired` is raised when the
+budget is used up; a cancellation from elsewhere passes through unchanged. An `alarm` counts in the same way and calls a
+function instead. Wall time counts once, however many blocks count in parallel. Without a budget (None), a deadline is a
+stopwatch.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from rollyard.core.workclock import WorkClock
 
 
 class DeadlineExpired(Exception):
-    """The budget is used up. The owner turns it into the failure that it means there."""
+    """The budget is used up. The owner translates this into the failure that applies."""
 
 
 class Deadline:
-    """See the module. One per stage of a rollout."""
+    """A budget of `budget_s` seconds, measured by the clock `now`. Each stage of a rollout has one."""
 
     def __init__(self, budget_s: float | None = None, now: Callable[[], float] | WorkClock = time.monotonic) -> None:
         self.budget_s = budget_s
@@ -50,28 +51,28 @@ class Deadline:
 
     @property
     def is_running(self) -> bool:
-        """Somebody works for us right now, and nobody holds the clock."""
+        """Whether time counts now: at least one block counts, and no block holds the clock."""
         return self._since is not None
 
     def alike(self, budget_s: float | None) -> Deadline:
-        """Another budget, by the same clock."""
+        """Returns a deadline with another budget and the same clock."""
         return Deadline(budget_s, self._now)
 
     def rearm(self) -> None:
-        """The clock stood still since the timers were set."""
+        """Sets the timers again, after the clock was stopped."""
         self._restart()
 
     def counting(self) -> _Counting:
-        """`async with`: the time of the block counts; it ends with `DeadlineExpired` when the budget does."""
+        """`async with`: the time of the block counts. Raises `DeadlineExpired` when the budget is used up."""
         return _Counting(self)
 
     def alarm(self, act: Callable[[], None]) -> Alarm:
-        """Counts from its `start` to its `stop`, and calls `act` once when the budget is used up meanwhile."""
+        """Returns an alarm that counts from `start` to `stop`, and calls `act` once if the budget is used up."""
         return Alarm(self, act)
 
     @contextmanager
     def held(self) -> Generator[None, None, None]:
-        """The clock stands still in this block, for every `counting()` of this deadline."""
+        """Stops the clock during this block, for every `counting()` of this deadline."""
         self._holds += 1
         self._restart()
         try:
@@ -89,7 +90,7 @@ class Deadline:
         self._restart()
 
     def _restart(self) -> None:
-        """Adds up, and arms every block's timer anew: something has begun, ended, or been held."""
+        """Adds up the used time and sets every block's timer again, after a block or a hold started or ended."""
         now = self._now()
         if self._since is not None:
             self._used_s += now - self._since
@@ -108,7 +109,7 @@ class Deadline:
 
 
 class _Counting:
-    """One block of work. A class, not a generator: it is entered several times a turn."""
+    """One block of work. A class and not a generator, for speed: it is entered several times per turn."""
 
     __slots__ = ("_deadline", "_timeout")
 
@@ -128,12 +129,12 @@ class _Counting:
         self._deadline._leave(self._timeout)  # pyright: ignore[reportPrivateUsage]
         try:
             await self._timeout.__aexit__(kind, error, trace)
-        except TimeoutError as expired:  # its own; one from inside the block is not raised here
+        except TimeoutError as expired:  # of this timeout; one from inside the block is not raised here
             raise DeadlineExpired(f"{self._deadline.budget_s} s are used up") from expired
 
 
 class Alarm:
-    """See `Deadline.alarm`. For work that is to be ended in its own way, not by a cancel."""
+    """Returned by `Deadline.alarm`. For work that ends in its own way instead of by cancellation."""
 
     __slots__ = ("_act", "_deadline", "_timer", "is_expired")
 
@@ -147,11 +148,11 @@ class Alarm:
         self._deadline._enter(self)  # pyright: ignore[reportPrivateUsage]
 
     def stop(self) -> None:
-        """Again if need be."""
+        """Idempotent."""
         self._deadline._leave(self)  # pyright: ignore[reportPrivateUsage]
         self.reschedule(None)
 
-    # what a Deadline asks of what it has armed
+    # the methods of asyncio.Timeout that a Deadline calls
 
     def expired(self) -> bool:
         return self.is_expired
@@ -167,10 +168,9 @@ class Alarm:
 
 
 class ResettableTimeout:
-    """A bound that is set anew far more often than it is reached: a connection's phases, say.
+    """A timeout that is reset far more often than it expires, such as that of a connection's phases.
 
-    Setting it later, or off, costs no timer: the one that is armed looks, when it rings, how long there is still to
-    wait."""
+    Extending or clearing it creates no timer: when the armed timer fires, it checks how much time is left."""
 
     __slots__ = ("_act", "_due", "_loop", "_timer")
 
@@ -181,7 +181,7 @@ class ResettableTimeout:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, bound_s: float | None) -> None:
-        """From now on so long; None: for ever."""
+        """Expires in `bound_s` seconds from now; None: never."""
         if bound_s is None:
             self._due = None
             return
@@ -193,7 +193,7 @@ class ResettableTimeout:
             self._timer = self._loop.call_at(due, self._ring)
 
     def end(self) -> None:
-        """For good: nothing of it stays in the loop."""
+        """Clears it and leaves no timer in the loop."""
         self._due = None
         if self._timer is not None:
             self._timer.cancel()

@@ -1,11 +1,11 @@
-"""Which hosts a task may reach: the rules that a task and an operator write, and the check of one by the other.
+"""Which hosts a task may reach: the rules of tasks and operators, and the check of the former against the latter.
 
 A rule is `NAME`, `*.NAME` (every name below NAME, not NAME itself), `*` (every name) or an address, each with `:PORT`
 if it is not for 80 and 443. An IPv6 address with a port is written `[ADDRESS]:PORT`.
 
-Invariants. Names are compared in one form: lower case, ASCII, without a final dot. `*` matches no address: one has to
-be listed literally. What looks like a number and is not an address in its usual form (`0x7f.1`, `017700000001`) is
-neither.
+Invariants. Names are compared in one form: lower case, ASCII, without a final dot. `*` matches no address: an address
+must be listed literally. Text that looks like a number but is not an address in its usual form (`0x7f.1`,
+`017700000001`) is neither a name nor an address.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollyard.core.failure import EgressNotAllowed, TaskInvalid
 WEB_PORTS = (80, 443)
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
-"""Those of plain HTTP that can be allowed. What is asked inside TLS is not seen."""
+"""Methods of plain HTTP that can be allowed. Requests inside TLS are not visible."""
 
 READING = ("GET", "HEAD")
 
@@ -32,11 +32,11 @@ MOST_NAME = 253
 
 
 def host_of(text: str) -> str:
-    """A host in the one form that is compared: a name, or an address without brackets. ValueError says why not."""
+    """Returns a host in the form that is compared: a name, or an address without brackets. Raises ValueError."""
     if text.startswith("[") and text.endswith("]") and ":" in text:
         text = text[1:-1]
     elif ":" in text:
-        raise ValueError("an IPv6 address stands in brackets")
+        raise ValueError("an IPv6 address must be in brackets")
     name = text.lower().removesuffix(".")
     if len(name) > MOST_NAME:
         raise ValueError(f"a name has at most {MOST_NAME} characters")
@@ -62,20 +62,20 @@ def is_address(host: str) -> bool:
 
 def port_of(text: str) -> int:
     if not _PORT.fullmatch(text) or int(text) > 65535:
-        raise ValueError(f"{text[:20]!r} is no port")
+        raise ValueError(f"{text[:20]!r} is not a port")
     return int(text)
 
 
 @dataclass(frozen=True, slots=True)
 class HostRule:
-    """See the module. `name` is a host in its compared form, `*`, or `*.` and a name."""
+    """A parsed rule. `name` is a host in its compared form, `*`, or `*.` and a name."""
 
     name: str
     ports: tuple[int, ...] = WEB_PORTS
 
     @classmethod
     def parse(cls, text: str) -> HostRule:
-        """ValueError says what is wrong with it."""
+        """Raises ValueError, with the reason, if the text is not a rule."""
         host, port = text, ""
         if text.count(":") == 1 or "]:" in text:
             host, _, port = text.rpartition(":")
@@ -92,17 +92,17 @@ class HostRule:
         return cls(host_of(host), ports)
 
     def allows(self, host: str, port: int) -> bool:
-        """`host` as `host_of` returns it."""
+        """`host` must have the form that `host_of` returns."""
         return port in self.ports and self._has(host)
 
     def covers(self, other: HostRule) -> bool:
-        """Whether all that `other` allows is allowed by this one."""
+        """Whether this rule allows everything that `other` allows."""
         if not set(other.ports) <= set(self.ports):
             return False
         return other.name == self.name or self._has(other.name.removeprefix("*."), is_below=other.name.startswith("*."))
 
     def _has(self, host: str, *, is_below: bool = False) -> bool:
-        """`is_below`: whether it has every name below `host`."""
+        """With `is_below`: whether it matches every name below `host`."""
         if host == ANY:
             return self.name == ANY
         if is_address(host):
@@ -120,7 +120,7 @@ class HostRule:
 
 @dataclass(frozen=True, slots=True)
 class EgressOptions:
-    """What a task asks for. Where a stage has no hosts its sandbox is offline."""
+    """What a task requests. In a stage without hosts, its sandbox is offline."""
 
     hosts: tuple[str, ...] = ()  # rules; for INIT and RUN
     eval_hosts: tuple[str, ...] = ()  # rules; for EVAL
@@ -129,18 +129,18 @@ class EgressOptions:
 
 @dataclass(frozen=True, slots=True)
 class EgressCeiling:
-    """What an operator allows tasks to ask for, at most. Without hosts: nothing."""
+    """The operator's limits on what tasks may request. Without hosts, nothing is allowed."""
 
     hosts: tuple[HostRule, ...] = ()
     methods: tuple[str, ...] = READING
     private: tuple[HostRule, ...] = ()  # names that may have private addresses
-    most_bytes: int = 1 << 30  # sent and received, of one attempt
-    connections: int = 32  # open at once, of one sandbox
+    most_bytes: int = 1 << 30  # sent and received, per attempt
+    connections: int = 32  # open at the same time, per sandbox
     mirrors: Mapping[str, str] = field(default_factory=dict[str, str])  # URLs, by package manager
-    mirror_hosts: tuple[HostRule, ...] = ()  # theirs: allowed wherever a task is allowed anything
+    mirror_hosts: tuple[HostRule, ...] = ()  # of the mirrors: allowed for every task that has egress
 
     def check(self, wanted: EgressOptions | None) -> None:
-        """EgressNotAllowed or TaskInvalid, with what to do about it."""
+        """Raises EgressNotAllowed or TaskInvalid, with what to do about it."""
         if wanted is None or not (wanted.hosts or wanted.eval_hosts):
             return
         if not (self.hosts or self.mirror_hosts):
@@ -173,7 +173,7 @@ def _covers(allowed: Iterable[HostRule], rule: HostRule) -> bool:
 
 
 def rules_of(texts: Iterable[str], where: str) -> tuple[HostRule, ...]:
-    """TaskInvalid names the one that cannot be read."""
+    """Parses rules. Raises TaskInvalid, with the rule that cannot be parsed."""
     rules: list[HostRule] = []
     for text in texts:
         try:

@@ -1,4 +1,4 @@
-"""An engine as somebody added it: plain data, so that the store can remember it."""
+"""The configuration of an engine: plain data for the store."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Role(StrEnum):
 class Kind(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
-    OPENAI = "openai"  # text only: what it gives is never trainable
+    OPENAI = "openai"  # text only: its output is never trainable
     PRORL = "prorl"  # the reference system's own: tokens and logprobs, no streams, no aborts, no versions
 
 
 class Admission(StrEnum):
-    """How many sessions an engine gets."""
+    """How many sessions an engine may have."""
 
-    ADAPTIVE = "adaptive"  # as many as its KV cache holds, found out as it goes; no bound if it does not tell its load
+    ADAPTIVE = "adaptive"  # as many as its KV cache holds, measured continuously; no limit if it reports no load
     FIXED = "fixed"  # its capacity
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine as somebody added it."""
+    """The configuration of one engine."""
 
     id: str
     url: str
@@ -38,14 +38,14 @@ class EngineSpec:
     policy: str = "default"
     model: str = ""  # empty: the first one it lists
     role: Role = Role.POLICY
-    tokenizer: str = ""  # a folder or a hub name; empty: where the engine says its model is
-    renderer: str = ""  # empty: by the model's name
-    capacity: int = 256  # sessions it should hold at once
+    tokenizer: str = ""  # a folder or a hub name; empty: the location of the model that the engine reports
+    renderer: str = ""  # empty: chosen by the model's name
+    capacity: int = 256  # sessions at the same time
     admission: Admission = Admission.ADAPTIVE
     api_key: str = field(default="", repr=False)
-    trust_tokenizer: bool = False  # its tokens are trainable even if it cannot show which tokenizer it has
+    trust_tokenizer: bool = False  # its tokens are trainable even if its tokenizer cannot be verified
 
     @property
     def is_loopback(self) -> bool:
-        """Only programs on the machine of whoever reads the URL can reach it."""
+        """Whether the URL is reachable only from the machine on which it is used."""
         return is_loopback_host(urlsplit(self.url).hostname or "")

@@ -1,13 +1,13 @@
-"""Every way a thing can go wrong here, once: its code, whose fault it is, and what follows from that.
+"""All failures and errors of Rollyard: for each its code, its blame, and what follows from them.
 
     RollyardError                      code · blame · retryable · trainable · HTTP status
-    ├── PolicyFailure                  the model's own doing: keeps its reward, is trained on
+    ├── PolicyFailure                  caused by the model: keeps its reward, is trained on
     │   ├── TurnLimit  TokenLimit  ContextLimit        (outcome truncated)
-    │   ├── RunDeadline                                (truncated; untrainable unless the run says so)
-    │   ├── AgentCrashed                               (truncated; untrainable: nobody can say whose doing it was)
+    │   ├── RunDeadline                                (truncated; untrainable unless the run allows it)
+    │   ├── AgentCrashed                               (truncated; untrainable: the cause is unknown)
     │   ├── MemoryLimit  ProcessLimit  DiskLimit  FileLimit  SandboxEndedByPolicy
     │   └── EvalDeadline                               (the environment's failing score)
-    ├── InfraFailure                   ours or the cluster's: never has a reward, is tried again
+    ├── InfraFailure                   caused by Rollyard or the cluster: never has a reward, is retried
     │   ├── EngineFailure
     │   │   ├── EngineUnavailable  EngineRefused  EngineTimeout
     │   │   └── EngineBroken  TokenizerMismatch
@@ -16,11 +16,11 @@
     │   ├── VerifierCrashed  JudgeUnreachable  ToolUnreachable  ArtifactLost
     │   ├── Stalled  LostToRestarts  NodeLost  SessionLost
     │   └── TraceInvalid  InternalError
-    ├── TaskFailure                    the task as given cannot be done: no reward, no retry
+    ├── TaskFailure                    the task cannot be done as given: no reward, no retry
     │   ├── SetupFailed  SetupDeadline  PromptTooLong  TaskInvalid  EnvironmentBroken
-    ├── Cancelled                      the client asked for it
+    ├── Cancelled                      requested by the client
     ├── SessionAbandoned               the client gave no reward in time
-    └── RequestError                   an HTTP answer only; never in a record
+    └── RequestError                   only in an HTTP response; never in a record
         ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool
         ├── SamplingInvalid
         ├── RuntimeNotAllowed  EgressNotAllowed  ImageMissing  AgentMissing
@@ -30,10 +30,9 @@
         ├── PolicyConflict  PolicyPinned  PolicyStuck
         └── BodyTooLarge  QueueFull  QuotaExceeded  RateLimited  StoreLost  Draining
 
-Invariants. A code is stable for ever: trainers switch on it. Blame follows the cause, and infra needs
-positive evidence from the host. Only a PolicyFailure may carry a reward. `no model call was made` is never
-the policy's fault: `Failure.without_model_call` turns such a blame away. The file is
-long because it is one list of short classes.
+Invariants. A code never changes: trainers switch on it. Blame follows the cause, and blame infra needs positive
+evidence from the host. Only a PolicyFailure may carry a reward. A failure without any model call is never blamed on the
+policy: see `Failure.without_model_call`. The file is long because it is one list of short classes.
 """
 
 from __future__ import annotations
@@ -48,29 +47,29 @@ from rollyard.core.json import Json
 
 
 class Blame(StrEnum):
-    """Whose doing it was. Decides reward, training and retries."""
+    """The cause of a failure. Decides reward, training and retries."""
 
     POLICY = "policy"  # the model: trained on, with its reward
     INFRA = "infra"  # engine, sandbox, verifier, this service: retried, never a reward
     TASK = "task"  # the task as given: reported once, not retried
-    CLIENT = "client"  # whoever called us
+    CLIENT = "client"  # the caller
 
 
 class Outcome(StrEnum):
     """How a rollout ended."""
 
     COMPLETED = "completed"  # the agent ended by itself and was scored
-    TRUNCATED = "truncated"  # a limit ended it; what there was has been scored
+    TRUNCATED = "truncated"  # a limit ended it; what it had done was scored
     FAILED = "failed"  # see failure.code
-    CANCELLED = "cancelled"  # the client asked
+    CANCELLED = "cancelled"  # requested by the client
 
 
 CODES: dict[str, type[RollyardError]] = {}
-"""Every code and its class, filled as the classes below are defined. Read only."""
+"""Every code and its class, filled as the classes below are defined. Read-only."""
 
 
 class RollyardError(Exception):
-    """The root. `detail` says what was wrong; the class's `remedy` says what to do about it."""
+    """The root. `detail` describes what went wrong; the class's `remedy` describes what to do about it."""
 
     code: ClassVar[str] = "error"
     blame: ClassVar[Blame] = Blame.INFRA
@@ -94,11 +93,11 @@ class RollyardError(Exception):
         self.data: dict[str, Json] = dict(data)
 
     def failure(self, stage: str | None = None) -> Failure:
-        """This error as it stands in a record."""
+        """Returns this error as it is stored in a record."""
         return Failure(
             code=self.code,
             blame=self.blame,
-            detail=self.detail.encode("utf-8", "replace").decode(),  # half a surrogate pair cannot be stored
+            detail=self.detail.encode("utf-8", "replace").decode(),  # a lone surrogate cannot be stored
             retryable=self.retryable,
             trainable=self.trainable,
             stage=stage,
@@ -106,7 +105,7 @@ class RollyardError(Exception):
         )
 
 
-# --- the policy's own doing ---------------------------------------------------------------------------
+# --- caused by the policy -----------------------------------------------------------------------------
 
 
 class PolicyFailure(RollyardError):
@@ -134,10 +133,10 @@ class RunDeadline(PolicyFailure):
 
 
 class AgentCrashed(PolicyFailure):
-    """A harness's program ended with an exit status that its preset does not call an end."""
+    """An agent program ended with an exit status that its preset does not list as a normal end."""
 
     trainable = False
-    remedy = "Look at the program's last lines in the detail, and at all it said in the trajectory's info.harness."
+    remedy = "Read the program's last lines in the detail, and its whole output in the trajectory's info.harness."
 
 
 class MemoryLimit(PolicyFailure):
@@ -153,11 +152,11 @@ class DiskLimit(PolicyFailure):
 
 
 class FileLimit(PolicyFailure):
-    remedy = "Raise sandbox.files if the task needs to make more files and folders."
+    remedy = "Raise sandbox.files if the task needs to create more files and folders."
 
 
 class SandboxEndedByPolicy(PolicyFailure):
-    remedy = "The agent ended its own sandbox; nothing to mend."
+    remedy = "The agent ended its own sandbox; there is nothing to fix."
 
 
 class EvalDeadline(PolicyFailure):
@@ -184,18 +183,18 @@ class EngineUnavailable(EngineFailure):
 
 
 class EngineRefused(EngineFailure):
-    """The engine answered 4xx: the same call would be refused again."""
+    """The engine answered 4xx: it would refuse the same call again."""
 
     retryable = False
-    remedy = "Look at the engine's answer in the detail; check model name, context length and sampling."
+    remedy = "Read the engine's answer in the detail; check model name, context length and sampling."
 
 
 class EngineTimeout(EngineFailure):
-    remedy = "Raise limits.model_s, or give the engine less load."
+    remedy = "Raise limits.model_s, or reduce the engine's load."
 
 
 class EngineBroken(EngineFailure):
-    """The engine answered nonsense: not JSON, fields missing, or fewer logprobs than tokens."""
+    """The engine's answer is invalid: not JSON, fields missing, or fewer logprobs than tokens."""
 
     remedy = "Check the engine's version and flags (docs/how-to/connect-engines.md)."
 
@@ -215,62 +214,61 @@ class SandboxStartFailed(SandboxFailure):
 
 
 class SandboxLost(SandboxFailure):
-    """It ended from outside: nobody in it, and nobody here, asked for that."""
+    """It was ended from outside: neither a process in it nor the service requested that."""
 
 
 class SandboxStuck(SandboxFailure):
-    """It could not be proven gone within its bound. Its slot stays quarantined."""
+    """Its end could not be verified in time. Its slot stays quarantined."""
 
-    remedy = "A process in it hangs in the kernel; look at its pid with ps, then restart the service."
+    remedy = "A process in it hangs in the kernel; inspect its pid with ps, then restart the service."
 
 
 class VerifierCrashed(InfraFailure):
-    remedy = "The environment's eval raised; see the service's log."
+    remedy = "The environment's eval raised an exception; see the service's log."
 
 
 class JudgeUnreachable(InfraFailure):
-    remedy = "Add an engine of role judge, or mend the one there is."
+    remedy = "Add an engine of role judge, or fix the existing one."
 
 
 class ToolUnreachable(InfraFailure):
-    remedy = (
-        "A server that `mcp_servers` or `gym_servers` names, or a host of sandbox.egress, does not answer; look at it."
-    )
+    remedy = "A server in `mcp_servers` or `gym_servers`, or a host in sandbox.egress, does not answer; check it."
 
 
 class ArtifactLost(InfraFailure):
-    remedy = "What RUN left could not be saved or read back; look at the disk below data_dir."
+    remedy = "An artifact of RUN could not be saved or read back; check the disk of data_dir."
 
 
 class Stalled(InfraFailure):
-    remedy = "Nothing moved within limits.stall_s; look at the engine and the sandbox host."
+    remedy = "There was no progress within limits.stall_s; check the engine and the sandbox host."
 
 
 class LostToRestarts(InfraFailure):
     retryable = False
-    remedy = "The service died too often while this ran; raise max_attempts or find out why it dies."
+    remedy = "The service ended too often while this rollout ran; raise max_attempts or find out why it ends."
 
 
 class NodeLost(InfraFailure):
-    """The node that had it was killed, frozen or cut off for longer than its lease."""
+    """The rollout's node was killed, frozen or disconnected for longer than its lease."""
 
-    remedy = "Find out why nodes go away (their logs, memory, network); raise max_attempts if they have to."
+    remedy = "Find out why nodes disappear (logs, memory, network); raise max_attempts if that is expected."
 
 
 class SessionLost(InfraFailure):
-    """What an agent elsewhere had sampled is gone, with the process or the engine that had it. Only its client could
-    do it again."""
+    """What an external agent had sampled was lost with the process or the engine that held it. Only its client can
+    repeat it."""
 
     retryable = False
     remedy = "Open a new session."
 
 
 class TraceInvalid(InfraFailure):
-    """A trajectory did not prove itself. Always a bug here or a lying engine; never repaired in silence."""
+    """A trajectory failed its verification. The cause is a bug here or an engine that reports wrong data; a trajectory
+    is never repaired silently."""
 
     retryable = False
     status = 500
-    remedy = "Report it with the record; the traces are not to be trained on."
+    remedy = "Report it with the record; do not train on the traces."
 
 
 class InternalError(InfraFailure):
@@ -303,7 +301,7 @@ class TaskInvalid(TaskFailure):
 
 
 class EnvironmentBroken(TaskFailure):
-    remedy = "The environment's own code raised; see the service's log."
+    remedy = "The environment's own code raised an exception; see the service's log."
 
 
 # --- the client ---------------------------------------------------------------------------------------
@@ -316,11 +314,11 @@ class Cancelled(RollyardError):
 
 
 class SessionAbandoned(RollyardError):
-    """A session's time was over and nobody had said what it was worth: no reward is made up for it."""
+    """A session's time ended before its client posted a reward: no reward is invented for it."""
 
     blame = Blame.CLIENT
     status = 200
-    remedy = "Post the reward before limits.run_s is over, or raise it."
+    remedy = "Post the reward within limits.run_s, or raise that limit."
 
 
 class RequestError(RollyardError):
@@ -335,12 +333,12 @@ class InvalidRequest(RequestError):
 
 class MalformedId(RequestError):
     status = 422
-    remedy = "Use 1 to 128 of letters, digits and . _ : - and begin with a letter or a digit."
+    remedy = "Use 1 to 128 letters, digits and . _ : - and start with a letter or a digit."
 
 
 class UnknownEnvironment(RequestError):
     status = 422
-    remedy = "GET /v1/status lists the environments; install the package that brings this one."
+    remedy = "GET /v1/status lists the environments; install the package that provides this one."
 
 
 class UnknownAgent(RequestError):
@@ -353,45 +351,45 @@ class UnknownTool(RequestError):
 
 
 class SamplingInvalid(RequestError):
-    """`sampling.extra` has something that an engine of the policy may not be given."""
+    """`sampling.extra` contains a parameter that may not be sent to an engine of the policy."""
 
     status = 422
-    remedy = "Leave it out of sampling.extra (docs/how-to/connect-engines.md lists what each kind of engine takes)."
+    remedy = "Remove it from sampling.extra (docs/how-to/connect-engines.md lists what each kind of engine accepts)."
 
 
 class RuntimeNotAllowed(RequestError):
     status = 403
-    remedy = "The operator names what is allowed in the settings `runtimes` and `images`."
+    remedy = "The operator's settings `runtimes` and `images` list what is allowed."
 
 
 class EgressNotAllowed(RequestError):
     status = 403
-    remedy = "The operator names the hosts that tasks may reach in the setting `egress_hosts`."
+    remedy = "The operator's setting `egress_hosts` lists the hosts that tasks may reach."
 
 
 class ImageMissing(RequestError):
     status = 422
-    remedy = "Fetch it first: rollyard images pull REFERENCE; `rollyard images list` shows what is here."
+    remedy = "Fetch it first: rollyard images pull REFERENCE; `rollyard images list` shows the local images."
 
 
 class AgentMissing(RequestError):
     status = 422
-    remedy = "Install it first: rollyard agents install NAME; `rollyard agents list` shows what is here."
+    remedy = "Install it first: rollyard agents install NAME; `rollyard agents list` shows the installed agents."
 
 
 class Unauthorized(RequestError):
     status = 401
-    remedy = "Send `Authorization: Bearer TOKEN`; the token file is named by `rollyard config`."
+    remedy = "Send `Authorization: Bearer TOKEN`; `rollyard config` prints the path of the token file."
 
 
 class Forbidden(RequestError):
     status = 403
-    remedy = "Use a token that may do this. An admin creates one: rollyard access create."
+    remedy = "Use a token that allows this. An admin can create one: rollyard access create."
 
 
 class ForeignHost(RequestError):
     status = 403
-    remedy = "Name the host in the setting `hosts`; browsers' pages are never allowed."
+    remedy = "Add the host to the setting `hosts`; requests of web pages are never allowed."
 
 
 class NotFound(RequestError):
@@ -400,7 +398,7 @@ class NotFound(RequestError):
 
 class Gone(RequestError):
     status = 410
-    remedy = "It was acknowledged or is older than the retention; only the short record is left."
+    remedy = "It was acknowledged or is older than the retention period; only the short record is left."
 
 
 class IdConflict(RequestError):
@@ -409,10 +407,10 @@ class IdConflict(RequestError):
 
 
 class AmbiguousId(RequestError):
-    """More than one run has something of that id."""
+    """More than one run has an item with that id."""
 
     status = 409
-    remedy = "Add ?run= to say which one."
+    remedy = "Add ?run= to select one."
 
 
 class EngineExists(RequestError):
@@ -420,82 +418,82 @@ class EngineExists(RequestError):
 
 
 class BatchConflict(RequestError):
-    """A batch of a draw was asked for out of turn, or again with another size."""
+    """A batch of a draw was requested out of order, or again with another size."""
 
     status = 409
-    remedy = "GET /v1/draws/{id} says which batch is the last; ask for the next one, or for an earlier one as it was."
+    remedy = "GET /v1/draws/{id} returns the last batch; request the next one, or an earlier one with its size."
 
 
 class SourceClosed(RequestError):
     status = 409
-    remedy = "Make a new draw."
+    remedy = "Create a new draw."
 
 
 class VersionConflict(RequestError):
-    """The policy is not at the version that the call needs."""
+    """The policy does not have the version that the call needs."""
 
     status = 409
     remedy = "Resume the policy at that version first: POST /v1/policies/{name}/resume."
 
 
 class NodeUnknown(RequestError):
-    """The fleet does not know this node, or took it for lost: it joins, and says what it holds."""
+    """The node is not in the fleet, or was declared lost: it joins and reports what it holds."""
 
     status = 409
-    remedy = "POST /v1/fleet/join: a node does so by itself."
+    remedy = "POST /v1/fleet/join; a node does this automatically."
 
 
 class NodeReplaced(RequestError):
-    """Another process has joined the fleet under this node's name."""
+    """Another process has joined the fleet with this node's name."""
 
     status = 409
-    remedy = "Give each node a name of its own: rollyard node --name."
+    remedy = "Give each node its own name: rollyard node --name."
 
 
 class SessionConflict(RequestError):
-    """The session has not begun, has got another reward already, or has ended without one."""
+    """The session has not started, already has another reward, or has ended without one."""
 
     status = 409
-    remedy = "GET /v1/sessions/{id} says how it stands; if it has ended, open a new one."
+    remedy = "GET /v1/sessions/{id} returns its state; if it has ended, open a new one."
 
 
 class PolicyConflict(RequestError):
-    """Another is changing the policy's weights, or has changed them, or nobody is."""
+    """Another trainer is changing the policy's weights or has changed them, or no change is in progress."""
 
     status = 409
     remedy = (
-        "GET /v1/policies/{name} says who holds it and for how long. If that trainer is alive, give each a policy of "
-        "its own; if it died, wait until its lease has run out, or resume with take_over (rollyard policies resume "
+        "GET /v1/policies/{name} returns the holder and its lease. If that trainer is alive, give each trainer its own "
+        "policy; if it died, wait until its lease has expired, or resume with take_over (rollyard policies resume "
         "NAME VERSION --take-over)."
     )
 
 
 class PolicyPinned(RequestError):
-    """An evaluation samples from the policy's weights, and was to hold off their change until it has ended."""
+    """An evaluation samples from the policy's weights and blocks their change until it has ended."""
 
     status = 409
-    remedy = "Send it again to wait on, or end the evaluation that is named: DELETE /v1/evals/{id}."
+    remedy = "Send the request again to keep waiting, or end the evaluation: DELETE /v1/evals/{id}."
 
 
 class PolicyStuck(RequestError):
-    """None of a policy's engines could be resumed: it stays paused."""
+    """No engine of the policy could be resumed: it stays paused."""
 
     status = 502
-    remedy = "Mend the engines that are named, then resume again; until then every clock stands still."
+    remedy = "Fix the engines that the detail lists, then resume again; until then no deadline counts."
 
 
 class MalformedRequest(RequestError):
-    """What came is not an HTTP/1.1 request, or can be read in two ways."""
+    """The data is not an HTTP/1.1 request, or is ambiguous."""
 
     status = 400
     remedy = "Send plain HTTP/1.1: one Content-Length or chunked framing, and no TLS on a port without it."
 
 
 class RequestTimedOut(RequestError):
-    """The headers or the body of a request did not come in time."""
+    """The headers or the body of a request did not arrive in time."""
 
     status = 408
-    remedy = "Send the request in one piece; settings `http_header_s` and `http_body_s` say how long it may take."
+    remedy = "Send the request in one piece; the settings `http_header_s` and `http_body_s` limit how long it may take."
 
 
 class HeadersTooLarge(RequestError):
@@ -509,54 +507,52 @@ class BodyTooLarge(RequestError):
 
 
 class QuotaExceeded(RequestError):
-    """What the token may use at once is in use."""
+    """The token's quota is in use."""
 
     status = 429
     retryable = True
-    remedy = "Wait until some of it is done, or ask an admin for a larger quota."
+    remedy = "Wait until some of the work is done, or ask an admin for a larger quota."
 
 
 class RateLimited(RequestError):
-    """More calls in a second than the token may make."""
+    """The token made more calls per second than its quota allows."""
 
     status = 429
     retryable = True
-    remedy = "Send fewer calls at once: one call can wait for many rollouts."
+    remedy = "Send fewer calls: one call can wait for many rollouts."
 
 
 class QueueFull(RequestError):
     status = 429
-    remedy = "Wait as long as Retry-After says, then send the same body again."
+    remedy = "Wait for the time in Retry-After, then send the same body again."
 
 
 class TooManyConnections(RequestError):
-    """More connections are open than the service, or one address, may have."""
+    """The service, or one address, has too many open connections."""
 
     status = 503
     retryable = True
-    remedy = (
-        "Reuse connections, or close some; settings `max_connections` and `max_connections_per_address` are the bounds."
-    )
+    remedy = "Reuse connections, or close some; `max_connections` and `max_connections_per_address` set the limits."
 
 
 class StoreLost(RequestError):
-    """The store cannot be used now: whether a write was stored is not known."""
+    """The store cannot be used: it is unknown whether a write was stored."""
 
     status = 503
-    remedy = "Look at the database or the disk, and start the service again. What was acknowledged is safe."
+    remedy = "Check the database or the disk, and restart the service. Acknowledged writes are safe."
 
 
 class Draining(RequestError):
     status = 503
-    remedy = "The service is shutting down; send it again to the next one."
+    remedy = "The service is shutting down; send the request again to the next instance."
 
 
-# --- as it stands in a record -------------------------------------------------------------------------
+# --- as stored in a record ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rollout did not simply complete."""
+    """Why a rollout did not complete normally."""
 
     code: str
     blame: Blame
@@ -572,7 +568,7 @@ class Failure:
         return cls.outcome if cls else Outcome.FAILED
 
     def without_model_call(self) -> Failure:
-        """The same end where the model was never asked: it cannot be the policy's fault."""
+        """Returns this failure for a rollout that made no model call: blame policy becomes blame task."""
         if self.blame is not Blame.POLICY:
             return self
         return replace(self, blame=Blame.TASK, trainable=False)

@@ -1,12 +1,12 @@
-"""What a run does about rollouts that are too long. Both ways are DAPO's (arXiv:2503.14476, section 3.4).
+"""How a run treats rollouts that are too long. Both methods are from DAPO (arXiv:2503.14476, section 3.4).
 
-Overlong filtering (`Run.mask_truncated`): a rollout that was cut off says little about the policy, so it is in neither
+Overlong filtering (`Run.mask_truncated`): a truncated rollout is weak evidence about the policy, so it is in neither
 loss nor baseline. The soft overlong punishment (`OverlongPenalty`): the reward falls with the sampled tokens, from 0 at
-`from_tokens` to `-most` at `to_tokens`, so that a policy learns to finish before it is cut off.
+`from_tokens` to `-most` at `to_tokens`, so that a policy learns to finish before it is truncated.
 
-Invariants. The penalty is a component of the score by its own name, also where it is 0: no reward is changed silently.
-What counts as solved, and what a draw's filter sees, is the environment's own reward, without the penalty: a group of
-correct answers is not worth training on because they differ in length.
+Invariants. The penalty is a component of the score with its own name, even if it is 0: no reward changes silently.
+Whether a task is solved, and whether a draw's filter keeps a group, depends on the environment's own reward, without
+the penalty: a group of correct answers does not become worth training on because they differ in length.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from rollyard.core.failure import ContextLimit, RunDeadline, TokenLimit, TurnLim
 from rollyard.core.score import Score
 
 COMPONENT = "overlong_penalty"
-"""Of a score; no environment may use the name."""
+"""The name of the score's component; no environment may use it."""
 
 TRUNCATIONS = frozenset({TurnLimit.code, TokenLimit.code, ContextLimit.code, RunDeadline.code})
-"""Failures by which a rollout was cut off for its length, or for the time that it took."""
+"""Failures that truncate a rollout because of its length or its duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """See the module."""
+    """The soft overlong punishment: 0 up to `from_tokens` sampled tokens, `-most` from `to_tokens` on."""
 
     from_tokens: int
     to_tokens: int
     most: float = 1.0
 
     def of(self, sampled_tokens: int) -> float:
-        """What is added to the reward: 0 or less."""
+        """Returns what is added to the reward: 0 or less."""
         over = min(max(0, sampled_tokens - self.from_tokens), self.to_tokens - self.from_tokens)
         return -self.most * over / (self.to_tokens - self.from_tokens) if over else 0.0
 

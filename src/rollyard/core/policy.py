@@ -1,6 +1,6 @@
-"""A policy as it is remembered: which weights its engines have, and the change of weights that is under way.
+"""The stored record of a policy: the weights of its engines, and a weight change in progress.
 
-Plain data, so that the store can keep it. A service that starts again finds a pause here and resumes nothing by itself.
+Plain data for the store. A restarted service restores a pause from it and resumes nothing by itself.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from enum import StrEnum
 
 
 class PauseMode(StrEnum):
-    """What becomes of the calls in flight when weights are to change."""
+    """What happens to calls in flight when the weights change."""
 
-    DRAIN = "drain"  # they end by themselves, from the old weights
-    ABORT = "abort"  # they are aborted, keep their tokens, and go on from the new weights
-    KEEP = "keep"  # the engine freezes those that name their versions; the others are aborted as above
+    DRAIN = "drain"  # they finish with the old weights
+    ABORT = "abort"  # they are aborted, keep their tokens, and continue with the new weights
+    KEEP = "keep"  # the engine freezes calls that report their versions; the others are aborted as above
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyEngine:
-    """What is known of one engine's weights."""
+    """The state of one engine's weights."""
 
     id: str
     version: int
     is_paused: bool = False
     error: str | None = None  # why it is quarantined
-    started: str | None = None  # when the process began that has these weights, as it said
+    started: str | None = None  # when the process with these weights started, as it reported
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRecord:
-    """See the module. While nothing is under way, `holder` is None."""
+    """The state of one policy. `holder` is None while no weight change is in progress."""
 
     name: str
     version: int = 0
-    is_named: bool = False  # somebody has told a version; before, all is version 0
-    is_paused: bool = False  # the policy as a whole; a part of its engines may be without it
+    is_named: bool = False  # a trainer has set a version; before that, the version is 0
+    is_paused: bool = False  # the policy as a whole; a part of its engines may be running
     mode: PauseMode | None = None
     lease_s: float | None = None
     holder: str | None = None

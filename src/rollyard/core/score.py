@@ -1,4 +1,4 @@
-"""What an environment says of an attempt."""
+"""The score that an environment gives an attempt."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TurnReward:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward, what it is made of, and what else was measured.
+    """The reward, its components, and other measurements.
 
-    Invariant: every number is a finite float, whatever an environment computed with (numpy, torch, Decimal). A NaN
-    reward is a crashed verifier, not a score.
+    Invariant: every number is a finite float, whatever type the environment used (numpy, torch, Decimal). A NaN reward
+    is a crashed verifier, not a score.
     """
 
     reward: float
@@ -42,10 +42,10 @@ class Score:
 
 
 MOST = 1e150
-"""Of any number: the sum of the squares of a million of them is still finite."""
+"""The limit of any number: the sum of the squares of a million of them is still finite."""
 
 MOST_REWARD = 1e15
-"""Of a reward that is given now: the same holds in the 32 bits of a trainer's tensors."""
+"""The limit of a new reward: the same holds in the 32-bit floats of a trainer's tensors."""
 
 
 def _finite(number: float) -> float:

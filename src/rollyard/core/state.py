@@ -1,9 +1,9 @@
-"""The life of a rollout as a state machine: the legal moves, all in this file.
+"""The state machine of a rollout: this file contains all legal moves.
 
     queued ──▶ init ──▶ ready ──▶ run ──▶ eval ──▶ ended
        ▲        │         │        │       │
        └────────┴─────────┴────────┴───────┘   again, with attempt + 1
-    and from every state straight to ended.
+    A rollout can also move from every state directly to ended.
 
 Invariants. `ended` is final. Moving back to `queued` raises the attempt by one; no other move changes it.
 """
@@ -15,13 +15,13 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Where a rollout is. What waits for a slot is in the state before it (but see EVAL)."""
+    """The state of a rollout. One that waits for a slot is in the state before it (except for EVAL)."""
 
     QUEUED = "queued"  # durable, nothing started; waits for INIT
-    INIT = "init"  # its sandbox and tools are being made
-    READY = "ready"  # waits, set up, for RUN
-    RUN = "run"  # the agent works
-    EVAL = "eval"  # trajectory and artifacts are saved; waits for, or is in, its scoring
+    INIT = "init"  # its sandbox and tools are being created
+    READY = "ready"  # set up; waits for RUN
+    RUN = "run"  # the agent runs
+    EVAL = "eval"  # trajectory and artifacts are saved; waits for scoring, or is being scored
     ENDED = "ended"  # the one terminal record is written
 
 
@@ -35,16 +35,16 @@ MOVES: dict[State, frozenset[State]] = {
 }
 
 LIVE = frozenset({State.INIT, State.READY, State.RUN, State.EVAL})
-"""States in which a rollout holds something of ours: a task, maybe a sandbox."""
+"""States in which a rollout holds resources of the service: an asyncio task, perhaps a sandbox."""
 
 
 class IllegalMove(Exception):
-    """A move that the table does not have: a bug, never a user's error."""
+    """A move that the table does not contain: a bug, never a user's error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """State and attempt together: what a compare-and-set compares."""
+    """State and attempt together, which a compare-and-set compares."""
 
     state: State = State.QUEUED
     attempt: int = 1

@@ -1,4 +1,4 @@
-"""What is to be done (Task), for whom (Run), and within which bounds (Limits)."""
+"""What to do (Task), for which trainer (Run), and within which limits (Limits)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the policy samples. Sent with every model call and kept in every trace."""
+    """How the policy samples. Sent with every model call and stored in every trace."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,23 +29,23 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one rollout. Times in seconds; None means no bound of its own."""
+    """Limits of one rollout. Times are in seconds; None means no separate limit."""
 
     init_s: float = 300.0
     run_s: float = 1800.0
     eval_s: float = 600.0
     tool_s: float = 120.0  # one tool call
     model_s: float = 600.0  # one model call
-    stall_s: float = 900.0  # no progress of any kind in RUN while its clock runs
+    stall_s: float = 900.0  # without any progress in RUN while its clock runs
     max_turns: int = 50
     max_tokens: int | None = None  # sampled tokens in all
-    max_context: int | None = None  # prompt + sampled; None: what the engine says
-    output_bytes: int = 16_384  # of one tool call, as the model sees it
+    max_context: int | None = None  # prompt + sampled; None: the engine's limit
+    output_bytes: int = 16_384  # of one tool call, as the model gets it
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxOptions:
-    """What a task may ask of its sandbox; of runtimes and images, only those that the operator allows."""
+    """What a task may request for its sandbox; runtimes and images only if the operator allows them."""
 
     runtime: str | None = None  # None: the service's default
     image: str | None = None
@@ -66,7 +66,7 @@ class AgentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An environment's name and data, an agent, sampling and limits: everything one attempt needs."""
+    """An environment's name and data, an agent, sampling and limits: everything that an attempt needs."""
 
     environment: str
     data: Mapping[str, Json] = field(default_factory=dict[str, Json])
@@ -83,13 +83,13 @@ class Run:
     id: str
     mode: Mode = Mode.TRAIN
     policy: str = "default"
-    defaults: Mapping[str, Json] = field(default_factory=dict[str, Json])  # laid under each task's body
+    defaults: Mapping[str, Json] = field(default_factory=dict[str, Json])  # defaults for each task's body
     seed: int = 0
     priority: int = 0  # higher goes first
     max_live: int | None = None  # quota: rollouts beyond QUEUED at once
     max_queued: int | None = None  # quota: rollouts in QUEUED at once
     trainable_on_deadline: bool = False
-    mask_truncated: bool = False  # what was cut off is not trained on: turns, tokens, context, run_s
+    mask_truncated: bool = False  # do not train on rollouts cut off by turns, tokens, context or run_s
     overlong_penalty: OverlongPenalty | None = None
     created_at: float = 0.0
-    owner: str = ""  # who made it, by a name that opens nothing; empty: the service itself
+    owner: str = ""  # id of the token that created it (not a secret); empty: the service itself

@@ -1,14 +1,13 @@
-"""Traces and trajectories: what a trainer learns from.
+"""Traces and trajectories: the data that a trainer learns from.
 
-A trace is one training sequence in parallel columns. A span is one stretch of it that the policy sampled
-in one model call.
+A trace is one training sequence in parallel columns. A span is a part of it that the policy sampled in one model call.
 
-Invariants of a trace. All columns have one length. Mask is 1 exactly on sampled tokens that this trace owns;
+Invariants of a trace. All columns have the same length. The mask is 1 exactly on sampled tokens that this trace owns;
 where it is 0, the logprob is 0.0 and the version −1. Spans are in order and do not overlap. A trace without
-logprobs (None) is never trainable. `rollyard.tokens.verify` proves all of it.
+logprobs (None) is never trainable. `rollyard.tokens.verify` checks all of this.
 
-A demonstration is a trace of turns that were given, not sampled: in ids, mask and spans as if they had been, with no
-logprobs and no versions, and never trainable by its reward. Its tokens count as sampled nowhere.
+A demonstration is a trace of turns that were given, not sampled. It has ids, mask and spans like a sampled trace, but
+no logprobs and no versions, and is never trainable by its reward. Its tokens never count as sampled.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rollyard.core.task import Sampling
 LogprobsKind = Literal["processed", "raw", "unknown"]
 
 DEMONSTRATION = "a demonstration: nothing was sampled"
-"""The `untrainable_reason` of a demonstration, and what tells it from other traces wherever it is stored or sent."""
+"""The `untrainable_reason` of a demonstration; it identifies one wherever traces are stored or sent."""
 
 Message = Mapping[str, Json]
 """A chat message in the OpenAI shape: role, content, tool_calls, tool_call_id, reasoning_content."""
@@ -35,7 +34,7 @@ def ids_array(values: list[int] | array[int] | tuple[int, ...] = ()) -> array[in
 
 
 def logprobs_array(values: list[float] | array[float] | tuple[float, ...] = ()) -> array[float]:
-    return array("f", values)  # engines compute float32; nothing is lost
+    return array("f", values)  # engines compute in float32; no precision is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,9 @@ class Span:
     start: int
     end: int
     turn: int
-    finish_reason: str  # stop | length | abort, as the engine said
-    prompt_digest: str  # of the ids the engine was sent: proves the prompt, without storing it again
-    sampled_digest: str = ""  # of those and the ids it answered with: proves the answer
+    finish_reason: str  # stop | length | abort, as the engine reported
+    prompt_digest: str  # of the ids sent to the engine: proves the prompt, without storing it again
+    sampled_digest: str = ""  # of those and the ids that it returned: proves the completion
     engine: str = ""
     request_id: str = ""
     cached_tokens: int | None = None
@@ -56,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One training sequence. See the module for its invariants."""
+    """One training sequence. The module's docstring lists its invariants."""
 
     token_ids: array[int]
     mask: bytearray
@@ -71,7 +70,7 @@ class Trace:
     untrainable_reason: str | None = None
     fork_reason: str | None = None  # why this is not the continuation of an earlier trace
     columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # opaque, from the engine
-    is_tokenizer_verified: bool = True  # False: an engine that sampled in it could not show which tokenizer it has
+    is_tokenizer_verified: bool = True  # False: the tokenizer of an engine that sampled in it could not be verified
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -83,7 +82,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A file that RUN left and EVAL judges, saved outside the sandbox."""
+    """A file that RUN left and EVAL needs, stored outside the sandbox."""
 
     name: str
     path: str  # where it was in the sandbox
@@ -94,7 +93,7 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """All that one attempt left behind."""
+    """Everything that one attempt produced."""
 
     rollout_id: str
     attempt: int
@@ -112,6 +111,6 @@ class Trajectory:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether its last reply ended at a token limit, whatever its agent made of that."""
+        """Whether its last reply ended at a token limit, whatever the agent did next."""
         spans = [span for trace in self.traces for span in trace.spans if span.is_owned]
         return bool(spans) and max(spans, key=lambda span: span.turn).finish_reason == "length"

@@ -1,11 +1,11 @@
-"""A clock that stands still while this process does: stopped by a signal, frozen, or starved of CPU.
+"""A clock that stops while this process does not run: stopped by a signal, frozen, or starved of CPU.
 
-A ticker asks to be woken every `TICK_S`. A wake-up that comes more than `MOST_LATE_S` late shows that nothing here
-could run meanwhile, so the lateness is taken off the clock, and every deadline that counts is armed anew. Whoever reads
-the clock first after a standstill notices it: in one round of an event loop replies are handled before timers.
+A timer fires every `TICK_S`. If it fires more than `MOST_LATE_S` late, nothing in this process could run meanwhile: the
+delay is subtracted from the clock, and every deadline that counts sets its timers again. The first read of the clock
+after a standstill detects it too, because an iteration of the event loop handles replies before timers.
 
-Invariant. The clock never goes back further than the standstill that it takes off, and so never behind what was read
-before it. A machine that was suspended needs no care: the monotonic clock of Linux stands still by itself.
+Invariant. The clock goes back by no more than the standstill that it subtracts, and so never behind an earlier reading.
+A suspended machine needs no handling: the monotonic clock of Linux stops by itself.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ log = logging.getLogger("rollyard.core")
 TICK_S = 0.25
 
 MOST_LATE_S = 1.0
-"""A loop that is late by less is busy, and what it works for counts."""
+"""A loop that is late by less is busy, and its work counts."""
 
 
 class StandstillCounts(Protocol):
-    """What has to be told of a standstill."""
+    """An object whose timers must be set again after a standstill."""
 
     def rearm(self) -> None: ...
 
 
 class WorkClock:
-    """See the module. Until it is started it is the plain monotonic clock."""
+    """A monotonic clock without standstills. Until it is started, it is the plain monotonic clock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.stopped_s = 0.0
         self._now = now
-        self._due: float | None = None  # when the ticker is to be woken
+        self._due: float | None = None  # when the timer should fire
         self._timer: asyncio.TimerHandle | None = None
         self._counting: set[StandstillCounts] = set()
 
@@ -47,7 +47,7 @@ class WorkClock:
         return now - self.stopped_s
 
     def start(self) -> None:
-        """On the running loop, until `stop`."""
+        """Detects standstills of the running loop, until `stop`."""
         self._due = self._now() + TICK_S
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
@@ -70,6 +70,6 @@ class WorkClock:
         assert self._due is not None
         late_s, self._due = now - self._due, now + TICK_S
         self.stopped_s += late_s
-        log.warning("this process stood still; the time does not count against deadlines", extra={"seconds": late_s})
+        log.warning("this process did not run; the time does not count against deadlines", extra={"seconds": late_s})
         for one in tuple(self._counting):
             one.rearm()

@@ -24,12 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from rollyard.embedded.base import MOST_BURST, Piece
 from rollyard.embedded.prefixes import CachedPrefix, PrefixCache
 
 if TYPE_CHECKING:
     from rollyard.embedded.attention import Kv
     from rollyard.embedded.llama import Llama
-    from rollyard.embedded.model import Model, Piece
+    from rollyard.embedded.model import Model
     from rollyard.embedded.paged import PagedKv
     from rollyard.embedded.sampling import SampledDraw, SamplingRule
     from rollyard.embedded.stacked import StackedKv
@@ -40,7 +41,6 @@ Kind = Literal["prompts", "tokens", "burst"]
 
 KINDS: tuple[Kind, ...] = ("prompts", "tokens", "burst")
 
-MOST_BURST = 16  # tokens: what is worked on has room for so many
 MANY = 4  # prompts are many when there is one for so many that run
 
 
@@ -290,8 +290,6 @@ class Batcher:
 
     def _piece(self, job: BatchedSequence, budget: int) -> Piece | None:
         """What it computes in this step; None: nothing, the step is full or its memory is gone."""
-        from rollyard.embedded.model import Piece
-
         kv = job.kv
         assert kv is not None
         todo = len(job.tokens) - kv.length

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollyard.embedded.batching import MOST_BURST
+from rollyard.embedded.base import MOST_BURST
 from rollyard.embedded.sampling import GREEDY, SamplingRule, draw_plain, uniform
 
 

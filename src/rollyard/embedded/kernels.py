@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollyard.embedded.paged import BLOCK_TOKENS
+from rollyard.embedded.base import BLOCK_TOKENS
 
 MOST_SUMS = 256  # queries × size of a value in one program; 64 registers of each thread
 

@@ -25,6 +25,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from rollyard.embedded.adapters import Adapter, BadAdapter, is_adapter, read_adapter
 from rollyard.embedded.attention import attend
+from rollyard.embedded.base import Piece
 from rollyard.embedded.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -36,7 +37,7 @@ from rollyard.embedded.checkpoint import (
     read_checkpoint,
 )
 from rollyard.embedded.linears import Linear
-from rollyard.embedded.model import Piece, Unsupported, load_module
+from rollyard.embedded.model import Unsupported, load_module
 from rollyard.embedded.sampling import SampledDraw, SamplingRule
 from rollyard.embedded.stacked import Layout, StackedKv
 

@@ -17,7 +17,6 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from torch import Tensor
 
 from rollyard.embedded.adapters import Adapter, BadAdapter, is_adapter, read_adapter
 from rollyard.embedded.attention import NAME, Kv, Row, attention
+from rollyard.embedded.base import BLOCK_TOKENS, Piece
 from rollyard.embedded.fusing import find_kernels, fuse_norms, fuse_rotations
 from rollyard.embedded.graphs import at_device
-from rollyard.embedded.paged import BLOCK_TOKENS, Batches, BlockPool, LayerShape, PagedKv
+from rollyard.embedded.paged import Batches, BlockPool, LayerShape, PagedKv
 from rollyard.embedded.sampling import NO_NUMBERS, SampledDraw, SamplingRule
 
 log = logging.getLogger("rollyard.embedded")
@@ -41,15 +41,6 @@ _COARSE_TOLERANCE, _HALF_TOLERANCE = 0.1, 0.5
 
 class Unsupported(Exception):
     """A model, a folder or weights that cannot be used; the message says why."""
-
-
-@dataclass(slots=True)  # not frozen, like all that is made for each token: that costs as much as the rest of a step
-class Piece:
-    """The next tokens of a sequence, behind those in its cache."""
-
-    tokens: Sequence[int]
-    kv: Any  # a Kv, or a PagedKv: whatever `Model.new_kv` gives
-    wants_logits: bool
 
 
 class Model:

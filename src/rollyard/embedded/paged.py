@@ -24,14 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollyard.embedded.base import BLOCK_TOKENS, Piece
 from rollyard.embedded.bursts import Rows, advance
 from rollyard.embedded.graphs import Graphs, at_device
 
 if TYPE_CHECKING:
-    from rollyard.embedded.model import Piece
     from rollyard.embedded.sampling import SamplingRule
 
-BLOCK_TOKENS = 32
 LEAST_BLOCKS = 16  # a table is no narrower, where sizes are rounded
 LEAST_ROWS = 8  # and a batch of single tokens has no fewer rows
 Pair = tuple[Tensor, Tensor]

@@ -29,7 +29,7 @@ from typing import Any, Self
 import orjson
 from aiohttp import web
 
-from rollyard import __version__
+from rollyard.core.version import __version__
 from rollyard.embedded.batching import Batcher, Request, Settings
 from rollyard.embedded.call_registry import PAUSE_MODES, CallRegistry
 from rollyard.embedded.calls import Call

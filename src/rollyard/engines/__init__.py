@@ -1,4 +1,4 @@
-"""Engines turn token ids into sampled token ids; the router finds one for each session."""
+"""Engines turn prompt token ids into sampled token ids; the router selects one for each session."""
 
 from rollyard.engines.base import (
     ChatReply,
@@ -18,7 +18,7 @@ from rollyard.engines.clients.prorl import ProrlEngine
 from rollyard.engines.clients.sglang import SglangEngine
 from rollyard.engines.clients.transport import open_http
 from rollyard.engines.clients.vllm import VllmEngine
-from rollyard.engines.routing.pool import EngineStats, EngineStatus, Health
+from rollyard.engines.pool.pool import EngineStats, EngineStatus, Health
 from rollyard.engines.routing.router import Router, RouterSettings, make_engine
 
 __all__ = [

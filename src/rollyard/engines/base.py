@@ -1,13 +1,13 @@
-"""The door of this wing: an `Engine` turns token ids into sampled token ids.
+"""The interface of this package: an `Engine` turns prompt token ids into sampled token ids.
 
-Invariants, proven for every engine by `rollyard.testing.engine_conformance`:
-- What it returns is what was sampled: ids and logprobs one to one, never re-tokenized, never padded. A reply
-  that breaks this is `EngineBroken`, not a repaired reply.
-- `abort` ends the generation of a request; the `generate` that waits for it returns what was sampled so far,
-  with finish_reason "abort".
-- What was given to `on_tokens` is never taken back: the generation that is returned is exactly that. So a stream
-  that breaks after its first token is a generation with finish_reason "abort", not an error.
-- Errors are the EngineFailure tree and nothing else; cancelling `generate` frees the engine.
+Invariants, tested for every engine by `rollyard.testing.engine_conformance`:
+- A generation contains exactly what was sampled: one logprob per id, never re-tokenized, never padded. A reply
+  that violates this raises `EngineBroken`; it is not repaired.
+- `abort` ends the generation of a request; the pending `generate` returns what was sampled so far, with
+  finish_reason "abort".
+- Tokens passed to `on_tokens` are final: the returned generation consists of exactly those. A stream that breaks
+  after its first token therefore returns a generation with finish_reason "abort" and does not raise.
+- All errors are EngineFailures; cancelling `generate` frees the engine.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from rollyard.core import Deadline, Json, Message, Sampling
 from rollyard.core.engine import EngineSpec, Kind, Role
 from rollyard.core.policy import PauseMode
 from rollyard.core.trace import LogprobsKind
-from rollyard.engines.clients.http import Contact
-from rollyard.engines.clients.load import EngineLoad
 
 __all__ = [
     "ChatReply",
+    "Contact",
     "Control",
     "Engine",
     "EngineInfo",
+    "EngineLoad",
     "EngineSpec",
     "GenerateRequest",
     "Generation",
     "Kind",
-    "EngineLoad",
     "OnTokens",
     "PauseMode",
     "Role",
@@ -44,17 +43,34 @@ __all__ = [
 ]
 
 
+class Contact(NamedTuple):
+    """While both numbers are unchanged, the same process answers at a target, unless a proxy is in between."""
+
+    losses: int = 0  # connections that the other side closed, or did not accept
+    gaps: int = 0  # connections opened while no other was open
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine's load at one moment."""
+
+    kv_use: float  # of its fullest rank, 0 to 1
+    running: int = 0  # requests being sampled
+    waiting: int = 0  # requests in the engine's own queue
+    preemptions: int = 0  # since the engine started
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the probe found out."""
+    """Properties of an engine, as found by its probe."""
 
     model: str
     max_context: int | None
     logprobs_kind: LogprobsKind
     api: str  # which of its APIs is in use, e.g. "inference/v1/generate"
     version: str = ""
-    tokenizer: str = ""  # where its model lies, if it says so and that can be read here
-    reports_versions: bool = False  # weight versions come with each generation
+    tokenizer: str = ""  # the model's folder, if the engine reports one that is readable here
+    reports_versions: bool = False  # each generation carries its weight versions
     notes: tuple[str, ...] = ()
 
 
@@ -69,13 +85,13 @@ class GenerateRequest:
     session_id: str = ""
     cache_salt: str = ""
     priority: int = 0
-    stop: tuple[str, ...] = ()  # texts that end it; the ids that say them are part of it
-    top_logprobs: int = 0  # how many of the likeliest tokens are returned for each sampled one
+    stop: tuple[str, ...] = ()  # texts that end the completion; their token ids are part of it
+    top_logprobs: int = 0  # number of most likely tokens to return for each sampled one
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Sampled tokens [start, end) came from these weights. Version −1, from an engine: it has been given none."""
+    """Sampled tokens [start, end) came from these weights. Version −1: the engine has not been given a version."""
 
     version: int
     start: int
@@ -83,30 +99,30 @@ class VersionSpan:
 
 
 Top = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one place with their logprobs, the likeliest first."""
+"""The most likely tokens at one position with their logprobs, in descending order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     token_ids: array[int]
-    logprobs: array[float] | None  # None: the engine gave none; then nothing is trainable
+    logprobs: array[float] | None  # None: the engine returned none, so the generation is not trainable
     finish_reason: Literal["stop", "length", "abort"]
-    versions: tuple[VersionSpan, ...] = ()  # empty: the engine cannot say
+    versions: tuple[VersionSpan, ...] = ()  # empty: the engine does not report them
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    untrainable: str = ""  # why it must not be trained on; empty: it may be
+    untrainable: str = ""  # why it must not be trained on; empty: it is trainable
     is_tokenizer_verified: bool = True
-    tops: tuple[Top, ...] | None = None  # one for each token; None: not asked for, or the engine gave none
+    tops: tuple[Top, ...] | None = None  # one for each token; None: not requested, or the engine returned none
 
 
 OnTokens = Callable[[Sequence[int]], None]
-"""Is told each batch of newly sampled ids, in order, as they arrive. Quick, and must not raise."""
+"""Receives each batch of newly sampled ids, in order, as they arrive. It must be fast and must not raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """What a text engine answers."""
+    """The reply of a text engine."""
 
     message: Message
     finish_reason: str
@@ -115,26 +131,27 @@ class ChatReply:
 
 
 class Control(Protocol):
-    """What an engine is told when its weights change: see `engines/weights/policies.py` for the order.
+    """The steps of a weight change at an engine; `engines/weights/policies.py` has their order.
 
-    Each step says whether the engine knows it. False: it has no such route (an older version, or one that was started
-    without them), and what can be done from outside is all that is done. An EngineFailure: it has, and it failed."""
+    A step returns False if the engine has no such route (an older version, or one started without these routes); the
+    service then does what it can without the engine. A step raises EngineFailure if the route exists and failed."""
 
     async def pause(self, mode: PauseMode) -> bool:
-        """It samples nothing from the reply on. What it had in flight: ended (abort), awaited (drain), kept (keep)."""
+        """The engine samples nothing after this returns. Calls in flight are ended (abort), awaited (drain) or kept
+        (keep)."""
         ...
 
     async def set_version(self, version: int) -> bool: ...
 
     async def clear_cache(self) -> bool:
-        """Forgets every KV block: what it kept in flight is computed anew. Tried again while blocks are held, for a
-        bounded time."""
+        """Drops every KV block; calls kept in flight are computed again. Retries for a bounded time while blocks are
+        held."""
         ...
 
     async def resume(self) -> bool: ...
 
     async def version(self) -> str | None:
-        """What it says of its weights; None: it does not say."""
+        """The weight version that the engine reports, or None."""
         ...
 
 
@@ -144,18 +161,18 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What `probe` found; RuntimeError before it."""
+        """The result of `probe`; raises RuntimeError before it."""
         ...
 
     @property
     def control(self) -> Control: ...
 
     async def probe(self) -> EngineInfo:
-        """Asks the engine what it is, and finds out what its logprobs mean."""
+        """Determines the engine's properties, including the meaning of its logprobs."""
         ...
 
     async def healthy(self) -> bool:
-        """One cheap question; never raises."""
+        """One cheap request; never raises."""
         ...
 
     @property
@@ -164,28 +181,28 @@ class Engine(Protocol):
         ...
 
     async def started(self) -> str | None:
-        """When its process began, as it says; None where it does not. One cheap question; never raises."""
+        """The start time that the engine's process reports, or None. One cheap request; never raises."""
         ...
 
     async def load(self) -> EngineLoad | None:
-        """How loaded it says it is; None where it does not tell. One cheap question; never raises."""
+        """The load that the engine reports, or None. One cheap request; never raises."""
         ...
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generation:
         """One completion. With `on_tokens` it is streamed; without, it is one plain call, which is cheaper.
 
-        Each batch that `on_tokens` is told has passed every check that a whole reply must pass; together they are
-        the generation's `token_ids`. A stream that breaks (cut, an error in it, nonsense) after the first token
-        returns what had been told, with finish_reason "abort"; before it, it raises as a plain call does. Which
-        weights sampled the tokens of a broken stream, only some engines can say.
+        Each batch passed to `on_tokens` has passed every check that a complete reply must pass; together they are
+        the generation's `token_ids`. A stream that breaks (cut off, an error event, invalid data) after its first
+        token returns the tokens already passed on, with finish_reason "abort"; before its first token it raises as a
+        plain call does. Only some engines report the weight versions of a broken stream.
         """
         ...
 
     async def abort(self, request_id: str) -> None: ...
 
     def hang_up(self, request_id: str) -> None:
-        """Reads a streamed call no further: its `generate` ends at once as if the stream had broken there. For a
-        call whose abort is not obeyed. An id that is not being streamed is ignored."""
+        """Stops reading a streamed call: its `generate` ends at once, as if the stream had broken there. For a call
+        whose abort the engine does not obey. An id that is not being streamed is ignored."""
         ...
 
     async def chat(
@@ -196,22 +213,22 @@ class Engine(Protocol):
         tools: Sequence[Mapping[str, Json]] = (),
         session_id: str = "",
     ) -> ChatReply:
-        """Text in, text out: what `openai` engines and judges are for. vLLM and SGLang have it too."""
+        """Text in, text out: used for `openai` engines and judges. vLLM and SGLang support it too."""
         ...
 
     async def tokenize(self, text: str) -> Sequence[int] | None:
-        """The engine's own tokens of a text, or None where it cannot say."""
+        """The text's tokens by the engine's own tokenizer, or None if it has no route for this."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Session(Protocol):
-    """One rollout's hold on the engines of a policy: sticky, counted, released on every way out.
+    """One rollout's use of a policy's engines: sticky, counted, and released on every exit path.
 
-    `generate` hides what a rollout need not know: waiting while the policy is paused or no engine is up (its
-    clock stands still then), another engine after a failure, and going on from the tokens that an aborted or
-    timed-out call had already given. Those are kept, never sampled again.
+    `generate` handles internally: waiting while the policy is paused or no engine is up (the rollout's clock is
+    stopped meanwhile), moving to another engine after a failure, and continuing from the tokens that an aborted or
+    timed-out call had already returned. Those tokens are kept, never sampled again.
     """
 
     @property
@@ -219,7 +236,7 @@ class Session(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """The engine it sticks to now."""
+        """The engine that the session is currently assigned to."""
         ...
 
     async def generate(
@@ -239,15 +256,15 @@ class Session(Protocol):
         stop_texts: tuple[str, ...] = (),
         top_logprobs: int = 0,
     ) -> Generation:
-        """One completion, its `versions` covering every token. When `clock` runs out the call is aborted, what
-        was sampled goes to `salvage`, and DeadlineExpired is raised. An EngineFailure after something had been
-        sampled hands that to `salvage` too: it is what the attempt lost.
+        """One completion, its `versions` covering every token. When `clock` expires, the call is aborted, the sampled
+        tokens are passed to `salvage`, and DeadlineExpired is raised. If an EngineFailure is raised after tokens were
+        sampled, they are passed to `salvage` too: they are what the attempt lost.
 
-        With `on_tokens` the calls are streamed. It is told every token once, however many calls it takes.
+        With `on_tokens` the calls are streamed. It receives every token once, however many calls are needed.
 
-        When `stop` is done (its reader went away), what was sampled so far, perhaps nothing, is returned with
-        finish_reason "abort". `resume` is such a part of the same completion: the completion begins with it,
-        `on_tokens` is told it first, and it counts against `max_tokens`.
+        When `stop` is done (its reader disconnected), the method returns what was sampled so far, possibly nothing,
+        with finish_reason "abort". `resume` is such a partial completion: the new completion starts with it,
+        `on_tokens` receives it first, and it counts against `max_tokens`.
         """
         ...
 

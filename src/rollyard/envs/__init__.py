@@ -1,4 +1,4 @@
-"""Where a task happens, what the agent is told, how it is scored."""
+"""Environments: they prepare a task's sandbox, give the agent its instruction and tools, and score the result."""
 
 from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Judge, Plan, Solution, Start
 from rollyard.envs.registry import Environments

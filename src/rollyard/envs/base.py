@@ -1,13 +1,13 @@
-"""The door of this wing: an `Environment` says where a task happens, what the agent is told, how it is scored.
+"""The interface of this package: `Environment`, which prepares a task, gives the agent its instruction, and scores.
 
-`prepare` leaves files only, once per task (they can be forked n times); `init` starts what a fork cannot copy;
-`eval` scores, in a sandbox that no process of RUN ever lived in. One instance serves all rollouts and holds no state
-of any: after a restart, `eval` may run in another process than `init`.
+`prepare` writes files only, once per task (n rollouts share them); `init` starts what cannot be shared, such as
+processes; `eval` scores, in a sandbox in which no process of RUN has ever run. One instance serves all rollouts and
+holds no state of any rollout: after a restart, `eval` may run in a different process than `init`.
 
-What EVAL's sandbox holds is the plan's `eval_mode`. `fresh`: the image and the declared artifacts, nothing else of
-RUN's. `same`: all the files that RUN left, but for those that decide *what is executed* (`protected`): programs,
-libraries and start-up files are the image's again, and `eval_binds` lay the verifier's own over it. RUN's files outlive
-neither the rollout nor a restart, so such an EVAL is not repeated later.
+The plan's `eval_mode` decides what EVAL's sandbox contains. `fresh`: the image and the declared artifacts, nothing else
+from RUN. `same`: all files that RUN left, except those that decide *what is executed* (`protected`): programs,
+libraries and start-up files are the image's again, and `eval_binds` mounts the verifier's own files over them. RUN's
+files survive neither the end of the rollout nor a restart, so such an EVAL is not repeated later.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rollyard.sandbox.base import WORKDIR, Bind, ExecResult, Sandbox
 from rollyard.tools.base import Tool, ToolKind, ToolSource
 
 COLLECT_S = 120.0
-"""For `collect`, of which RUN's clock does not know."""
+"""The time limit of `collect`. It does not count towards RUN's deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactRule:
-    """What EVAL may see of RUN: a path in RUN's sandbox, bounded.
+    """A path in RUN's sandbox that is saved for EVAL, up to a size.
 
-    What is missing, too large or unreadable is not among the evidence: `eval` says what that means.
+    One that is missing, too large or unreadable is not in the evidence; `eval` decides what that means for the score.
     """
 
     name: str
@@ -50,44 +50,43 @@ class Plan:
 
     needs_sandbox: bool = True
     eval_needs_sandbox: bool = True
-    workdir: str = WORKDIR  # where the agent begins, and the checks; of the image, where it is not ours
+    workdir: str = WORKDIR  # where the agent and the checks start; may be a path of the image
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     artifacts: tuple[ArtifactRule, ...] = ()
-    is_reevaluable: bool = True  # EVAL needs nothing but what was saved: after a restart it is done again, not RUN
+    is_reevaluable: bool = True  # EVAL needs only what was saved: after a restart EVAL is repeated, not RUN
     eval_mode: Literal["fresh", "same"] = "fresh"
-    protected: tuple[str, ...] = PROTECTED  # with `same`: what RUN changed below these is not there in EVAL
-    eval_binds: tuple[Bind, ...] = ()  # in EVAL only: the verifier's tests and programs, from outside
+    protected: tuple[str, ...] = PROTECTED  # with `same`: EVAL does not have RUN's changes below these paths
+    eval_binds: tuple[Bind, ...] = ()  # in EVAL only: the verifier's tests and programs, from the host
     failing_score: Score = field(default_factory=lambda: Score(0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What `init` hands to the agent."""
+    """What `init` returns: the agent's first messages and the environment's tools."""
 
     messages: tuple[Message, ...]
-    tools: tuple[ToolKind | ToolSource, ...] = ()  # those that the environment brings, beside the agent's own
+    tools: tuple[ToolKind | ToolSource, ...] = ()  # the environment's, in addition to the agent's
     info: dict[str, Json] = field(default_factory=dict[str, Json])
-    """For EVAL, which may run in another process: as it is when RUN ends, it is in `Trajectory.info`. Tools may
-    change it until then."""
+    """Passed to EVAL, which may run in another process, as `Trajectory.info`. Tools may change it until RUN ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a perfect agent says and does, as `solve` has just done it."""
+    """The answer and messages of a perfect agent; `solve` has already done the work in the sandbox."""
 
-    answer: str | None = None  # as if given to the finish tool
-    messages: tuple[Message, ...] = ()  # what it said; where there are none, its answer is the last message
+    answer: str | None = None  # as if passed to the finish tool
+    messages: tuple[Message, ...] = ()  # the agent's messages; if empty, the answer is the last message
 
 
 class Judge(Protocol):
-    """An engine of role judge. Its tokens are in no trace; its failure is JudgeUnreachable."""
+    """An engine of role judge. Its tokens are in no trace; a failure of it raises JudgeUnreachable."""
 
     async def ask(self, messages: Sequence[Message]) -> ChatReply: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EnvContext:
-    """What a stage of an environment may use. `sandbox` is None where the plan asked for none."""
+    """What an environment may use in a stage. `sandbox` is None if the plan requests no sandbox."""
 
     task: Task
     rollout_id: str
@@ -96,26 +95,26 @@ class EnvContext:
 
     @property
     def box(self) -> Sandbox:
-        """Its sandbox, for an environment whose plan asked for one."""
+        """The sandbox, for an environment whose plan requests one."""
         if self.sandbox is None:
-            raise RuntimeError("this environment's plan asked for no sandbox")
+            raise RuntimeError("this environment's plan requests no sandbox")
         return self.sandbox
 
     async def run(self, command: str, *, timeout_s: float, env: Mapping[str, str] | None = None) -> ExecResult:
-        """A set-up or check command: a fresh process whose status the sandbox cannot touch."""
+        """Runs a set-up or check command in a new process, whose status nothing in the sandbox can change."""
         return await self.box.exec(command, timeout_s=timeout_s, env=env, cwd=self.box.spec.workdir)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What `eval` judges: the trajectory, and the saved artifacts, which are already in its sandbox."""
+    """What `eval` scores: the trajectory, and the saved artifacts, which are already in its sandbox."""
 
     trajectory: Trajectory
     artifacts: Mapping[str, Artifact]
 
     @property
     def answer(self) -> str:
-        """What the agent gave as its answer (the finish tool), else the last thing that it said."""
+        """The answer passed to the finish tool, else the last assistant message that is not blank."""
         given = self.trajectory.info.get("answer")
         if isinstance(given, str):
             return given
@@ -130,25 +129,25 @@ class Environment:
     """Subclass, set `name`, and register under the entry point group `rollyard.environments`."""
 
     name: ClassVar[str] = ""
-    tools: ClassVar[tuple[str, ...]] = ()  # the agent's tools where a task names none
+    tools: ClassVar[tuple[str, ...]] = ()  # the agent's tools if the task names none
 
     def check(self, task: Task) -> None:
-        """Raises TaskInvalid for data that can never work. Called at submit: no I/O."""
+        """Raises TaskInvalid for data that can never work. Called when a task is submitted: no I/O."""
 
     def plan(self, task: Task) -> Plan:
         return Plan()
 
     def layer_key(self, task: Task) -> str | None:
-        """What the files that `prepare` leaves depend on: tasks of one key share one set-up, on one machine and image.
+        """Identifies the files that `prepare` writes: tasks with the same key and image share one set-up per machine.
 
-        By default this environment's source, the task's data and the plan's `env`. None: `prepare` runs for each
-        rollout, in its own sandbox; return it if `prepare` leaves processes. Where several tasks share a set-up, return
-        `key_of` what it depends on.
+        By default it covers this environment's source, the task's data and the plan's `env`. If it is None, `prepare`
+        runs for each rollout, in the rollout's own sandbox; return None if `prepare` leaves processes running. If
+        several tasks share a set-up, return `key_of` of what the set-up depends on.
         """
         return self.key_of(task.data, self.plan(task).env)
 
     def key_of(self, *parts: Json | Mapping[str, str]) -> str | None:
-        """A layer key of these and of this environment's source. None if there is no `prepare`, or no source."""
+        """A layer key of `parts` and this environment's source. None if there is no `prepare` or no source."""
         source = _source_digest(type(self))
         if type(self).prepare is Environment.prepare or source is None:
             return None
@@ -156,43 +155,43 @@ class Environment:
         return hashlib.sha256(text.encode()).hexdigest()
 
     async def prepare(self, context: EnvContext) -> None:
-        """Files only; once per task. Raise SetupFailed if the task cannot be set up."""
+        """Writes files only; runs once per task. Raise SetupFailed if the task cannot be set up."""
 
     async def init(self, context: EnvContext) -> Start:
         raise TypeError(f"{type(self).__name__} does not define init")
 
     async def collect(self, context: EnvContext) -> None:
-        """After RUN, in its sandbox: makes the files that the plan's artifacts name. Whatever it runs there, the agent
-        may have replaced; and what it does not make within `COLLECT_S` is missing, as any artifact may be."""
+        """Runs after RUN, in its sandbox, and writes the files that the plan's artifacts name. The agent may have
+        replaced any program that it runs there. A file not written within `COLLECT_S` is a missing artifact."""
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
-        """Does what a perfect agent would, in RUN's sandbox and with RUN's tools: the agent `oracle`. TaskInvalid if
-        the task does not hold its own solution. One that works through the tools alone, and says so in its messages,
-        can be learned from: the agent `demonstrate`."""
-        raise TaskInvalid(f"{self.name}: this task holds no solution, so there is no oracle for it")
+        """Solves the task in RUN's sandbox with RUN's tools; the agent `oracle` calls it. Raises TaskInvalid if the
+        task contains no solution. If it works through the tools alone and returns its messages, the agent
+        `demonstrate` can record it as training data."""
+        raise TaskInvalid(f"{self.name}: this task has no solution, so there is no oracle for it")
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
-        """A row of a dataset that people have, as a task's body: `rollyard tasks import`. TaskInvalid says what is
-        wrong with it. `options` are the command's `--set NAME=VALUE`; `check_options` refuses unknown ones."""
+        """Converts a dataset's row to a task's body, for `rollyard tasks import`. Raises TaskInvalid with what is
+        wrong with the row. `options` are the command's `--set NAME=VALUE`; `check_options` refuses unknown ones."""
         raise TaskInvalid(f"{self.name}: there is no importer for rows")
 
     def from_folder(self, folder: Path, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
-        """A folder that is no dataset of rows, as tasks' bodies. May read files."""
+        """Converts a folder that is not a dataset of rows to tasks' bodies. May read files."""
         raise TaskInvalid(f"{self.name}: there is no importer for folders; rows are files of .jsonl, .json or .parquet")
 
     def generate(self, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
-        """Tasks' bodies out of nothing but the options, for an environment that makes its own."""
-        raise TaskInvalid(f"{self.name} makes no tasks of its own: name a file or a folder of them")
+        """Generates tasks' bodies from the options alone, for an environment that makes its own tasks."""
+        raise TaskInvalid(f"{self.name} generates no tasks: name a file or a folder of tasks")
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         raise TypeError(f"{type(self).__name__} does not define eval")
 
     async def close(self) -> None:
-        """Ends what the instance shared between rollouts. Called once, when the service stops."""
+        """Releases what the instance shares between rollouts. Called once, when the service stops."""
 
 
 def check_options(environment: str, options: Mapping[str, str], known: Iterable[str] = ()) -> None:
-    """TaskInvalid for an option of an importer that it does not know."""
+    """Raises TaskInvalid for an unknown option of an importer."""
     names = sorted(known)
     unknown = sorted(set(options) - set(names))
     if unknown:
@@ -202,7 +201,7 @@ def check_options(environment: str, options: Mapping[str, str], known: Iterable[
 
 @cache
 def _source_digest(kind: type[Environment]) -> str | None:
-    """Of all the modules that the class is made of. None: there is no source to tell one version from the next."""
+    """The digest of all modules that define the class. None if there is no source, which identifies a version."""
     digest = hashlib.sha256()
     for base in kind.__mro__:
         if base in (object, Environment):
@@ -218,7 +217,7 @@ def _source_digest(kind: type[Environment]) -> str | None:
 
 
 def _plain(value: object) -> object:
-    """Task data may hold mappings and sequences that are no dict and no list."""
+    """Task data may contain mappings and sequences that are not dicts and lists."""
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     if isinstance(value, Sequence):

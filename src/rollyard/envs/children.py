@@ -1,10 +1,10 @@
-"""Graders in child processes: code of others that may hang, leak, or take long to import.
+"""Graders in child processes: third-party code that may hang, leak, or take long to import.
 
-A child is a module whose `main` calls `answer_lines`: one JSON value in a line, one JSON value back, over the socket
-that is its standard input. Children are started when first needed, reused, and killed when they do not answer.
+A child is a module whose `main` calls `answer_lines`: it reads one JSON value per line and writes one back, over the
+socket that is its standard input. Children are started on demand, reused, and killed if they do not answer.
 
-Invariants. At most `workers` children; more questions wait. A child that was killed, or died, is not used again. A
-child whose parent is gone reads the end of its socket and ends. It cannot take more than its memory.
+Invariants. There are at most `workers` children; further questions wait. A child that was killed or died is not used
+again. A child exits when its parent is gone (its socket reaches end of file). Its memory is limited.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rollyard.core.failure import EvalDeadline, VerifierCrashed
 
 WORKERS = 2
 START_S = 60.0
-"""For a child to be ready: importing sympy takes 1 to 2 s, ten times that on a loaded machine."""
+"""The time a child has to start: importing sympy takes 1 to 2 s, ten times that on a loaded machine."""
 MAX_LINE_BYTES = 64 << 20
 
 _ENVIRONMENT = ("PATH", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""All that a child sees of ours: it reads text that a model wrote."""
+"""The only variables that a child inherits: it reads text that a model wrote."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,8 @@ class _Child:
 
 
 class Children:
-    """See the module. `what` names the grader in errors; `command` starts a child, else this Python runs `module`."""
+    """A pool of grader processes. `what` is the grader's name in errors; `command` starts a child, else this Python
+    runs `module`."""
 
     def __init__(
         self,
@@ -68,15 +69,15 @@ class Children:
         start_s: float = START_S,
     ) -> None:
         self._what = what
-        # -P: the folder that we were started in must not be searched for modules
+        # -P: do not search the current folder for modules
         self._command = tuple(command) or (sys.executable, "-P", "-m", module)
         self._start_s = start_s
         self.idle: list[_Child] = []
         self._slots = asyncio.Semaphore(workers)
 
     async def ask(self, question: Json, *, answer_s: float, wait_s: float | None = None) -> Mapping[str, Json]:
-        """The child's answer, an object. VerifierCrashed if nobody can say, EvalDeadline if that takes more than
-        `answer_s`. `wait_s` bounds the wait for a free process, which is no fault of the question's."""
+        """Returns the child's answer, an object. Raises VerifierCrashed if the child fails, EvalDeadline if it does not
+        answer within `answer_s`. `wait_s` limits the wait for a free process, which is not the question's fault."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._slots.acquire()
@@ -87,7 +88,7 @@ class Children:
         finally:
             self._slots.release()
         if not isinstance(reply, Mapping) or isinstance(reply.get("error"), str):
-            told = reply["error"] if isinstance(reply, Mapping) else "its process answered something else"
+            told = reply["error"] if isinstance(reply, Mapping) else "its process returned an unexpected reply"
             raise VerifierCrashed(f"{self._what}: {told}")
         return reply
 
@@ -100,7 +101,7 @@ class Children:
             is_usable = True
             return reply
         except TimeoutError:
-            # the question did that, not the grader: as a crash, hanging it would be a way around a reward of 0
+            # The question caused it, not the grader. As VerifierCrashed, hanging the grader would avoid a reward of 0.
             raise EvalDeadline(f"{self._what} did not decide within {answer_s:g} s") from None
         except (EOFError, OSError, ValueError) as error:
             raise VerifierCrashed(f"the {self._what} process died: {error}") from error
@@ -117,7 +118,7 @@ class Children:
     async def _start(self) -> _Child:
         ours, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 (a vfork; nothing is waited for)
+            process = subprocess.Popen(  # noqa: ASYNC220 (a vfork; it does not wait)
                 self._command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -141,8 +142,8 @@ class Children:
 
 
 def answer_lines(answer: Callable[[Json], Json], *, memory_bytes: int = 4 << 30) -> None:
-    """A child's whole life: says that it is ready, then answers until its parent is gone. What `answer` raises is told
-    as {"error": …}, which the parent takes for a crashed verifier. Import what takes long before this is called."""
+    """A child's main loop: reports that it is ready, then answers until its parent is gone. An exception of `answer` is
+    returned as {"error": …}, which the parent treats as a crashed verifier. Do slow imports before calling this."""
     import logging
     import resource
 

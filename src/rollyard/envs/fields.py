@@ -1,8 +1,8 @@
-"""Reads a task's data field by field, and says of a wrong one what it is and what was expected.
+"""Reads a task's data field by field. The error for a wrong field names the field and what was expected.
 
 fields = Fields(task)
 question = fields.text("question")
-fields.done()                        # refuses what nobody asked for
+fields.done()                        # refuses fields that were not read
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollyard.core.failure import TaskInvalid
 
 
 class Fields:
-    """See the module. `where` names an object inside the data in messages."""
+    """Typed access to a task's data. `where` is the path, in error messages, of an object inside the data."""
 
     def __init__(self, task: Task, data: Mapping[str, Json] | None = None, where: str = "data") -> None:
         self._task = task
@@ -35,20 +35,20 @@ class Fields:
         """A string that is not blank."""
         value = self.get(name)
         if not isinstance(value, str) or not value.strip():
-            raise self.wrong(name, "a text")
+            raise self.wrong(name, "a string")
         return value
 
     def optional_text(self, name: str) -> str | None:
         value = self.get(name)
         if value is not None and not isinstance(value, str):
-            raise self.wrong(name, "a text")
+            raise self.wrong(name, "a string")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings; none at all is an empty one."""
+        """A list of strings; a missing field is an empty list."""
         texts = self.items(name)
         if not all(isinstance(text, str) for text in texts):
-            raise self.wrong(name, "a list of texts")
+            raise self.wrong(name, "a list of strings")
         return tuple(str(text) for text in texts)
 
     def items(self, name: str) -> Sequence[Json]:
@@ -65,10 +65,10 @@ class Fields:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            raise self.wrong(name, "an object of texts")
+            raise self.wrong(name, "an object of strings")
         for key, text in value.items():
             if not isinstance(text, str):
-                raise self.wrong(f"{name}[{key!r}]", "a text")
+                raise self.wrong(f"{name}[{key!r}]", "a string")
         return {key: str(text) for key, text in value.items()}
 
     def positive(self, name: str, default: float) -> float:
@@ -80,7 +80,7 @@ class Fields:
         return float(value)
 
     def done(self) -> None:
-        """Refuses fields that were not asked for."""
+        """Raises TaskInvalid if a field was not read."""
         unknown = sorted(set(self._data) - self._asked)
         if unknown:
             known = ", ".join(sorted(self._asked))

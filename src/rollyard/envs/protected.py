@@ -1,12 +1,12 @@
-"""What EVAL `same` does not take over from RUN, and the environment variables that its commands start with.
+"""The paths that EVAL `same` does not take over from RUN, and the environment variables of its commands.
 
-RUN's files are judged; what *executes* the judging must not be RUN's. So these paths are as the image (and the set-up)
-had them: the programs in PATH with the libraries beside them, interpreters and their packages, the loader's files, and
-whatever a shell, Python or git reads by itself before it does what it was told.
+EVAL scores RUN's files but must not *execute* them. So these paths are as the image and the set-up left them: the
+programs in PATH with the libraries beside them, interpreters and their packages, the loader's files, and the start-up
+files that a shell, Python or git reads by itself.
 
-What stays RUN's, and must not be trusted: everything else, the workspace first, even where PYTHONPATH names it. A
-`conftest.py`, a Makefile, `package.json`, a virtual environment that PATH does not name: a check that runs these runs
-the agent's code. So does one that runs a program of the image's that is a link to a place not named here.
+Everything else is RUN's and must not be trusted, above all the workspace, even if PYTHONPATH names it. A check that
+runs a `conftest.py`, a Makefile, `package.json` or a virtual environment that PATH does not name runs the agent's code.
+So does a check that runs a program of the image that is a link to a path not listed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOMES = ("/root", "/home/agent")
 
 _SYSTEM = (
     "/usr /bin /sbin /lib /lib32 /lib64 /libx32 /etc /opt /nix /snap /home/linuxbrew /boot /.rollyard"
-    # Apptainer runs these scripts for the image's variables
+    # Apptainer runs these scripts to set the image's variables
     " /.singularity.d /environment /singularity /.exec /.run /.shell /.test"
 )
 
@@ -28,7 +28,7 @@ _HOME_FILES = (
     # shells
     ".bashrc .bash_profile .bash_login .bash_logout .bash_aliases .profile .inputrc .zshrc .zshenv .zprofile .zlogin"
     " .config .pam_environment .terminfo"
-    # programs and packages of one user
+    # a user's programs and packages
     " .local bin .cargo .rustup .go go .nvm .npm .npmrc .npm-global .node_modules .yarnrc .pyenv .conda .condarc"
     " miniconda3 anaconda3 .rbenv .gem .bundle .gemrc .rvm .sdkman .m2 .gradle .jenv .asdf .deno .bun .opam"
     " .ghcup .cabal"
@@ -53,15 +53,15 @@ GIT_CONFIG = {
     "tag.gpgSign": "false",
     "gpg.program": "gpg",
     "protocol.ext.allow": "never",
-    "safe.directory": "*",  # the files are another user's; with no hooks there is nothing in them to be safe from
+    "safe.directory": "*",  # the files belong to another user; without hooks that is harmless
 }
-"""Wins over a repository's own configuration, which is RUN's. What git lets nobody overrule stays RUN's:
-`diff.external`, and the filters, text converters and merge drivers that a `.gitattributes` names. So `git diff` and
-`git add` in the agent's repository run the agent's code, unless a check says `--no-ext-diff --no-textconv`."""
+"""Overrides a repository's own configuration, which is RUN's. Git allows no override of `diff.external` and of the
+filters, text converters and merge drivers that a `.gitattributes` names. So `git diff` and `git add` in the agent's
+repository run the agent's code, unless a check passes `--no-ext-diff --no-textconv`."""
 
 EVAL_ENV: Mapping[str, str] = {
     "PYTHONNOUSERSITE": "1",
-    "PYTHONSAFEPATH": "1",  # the current folder, the agent's, is not where imports are looked for first
+    "PYTHONSAFEPATH": "1",  # do not import from the current folder, which is the agent's
     "PYTHONDONTWRITEBYTECODE": "1",
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
@@ -72,15 +72,15 @@ EVAL_ENV: Mapping[str, str] = {
     **{f"GIT_CONFIG_KEY_{number}": name for number, name in enumerate(GIT_CONFIG)},
     **{f"GIT_CONFIG_VALUE_{number}": value for number, value in enumerate(GIT_CONFIG.values())},
 }
-"""Over the image's variables, under the plan's own `env`: an environment that wants one otherwise says so there."""
+"""These override the image's variables; the plan's `env` overrides these."""
 
 
 _BESIDE = ("lib", "lib64", "libexec", "pyvenv.cfg", "conda-meta")
-"""What the programs of a `bin` read beside it: a virtual environment in PATH is its packages, too."""
+"""What the programs in a `bin` read beside it: a virtual environment in PATH includes its packages."""
 
 
 def search_paths(env: Mapping[str, str]) -> Iterator[str]:
-    """Where an environment's own variables have programs and packages looked for. Never the work itself."""
+    """Where programs and packages are searched for, by an environment's variables. Never the workspace itself."""
     for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "NODE_PATH", "PERL5LIB", "PYTHONHOME"):
         for path in map(_plain, filter(isabs, env.get(name, "").split(":"))):
             if not _holds_the_work(path):
@@ -91,7 +91,7 @@ def search_paths(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def home_paths(env: Mapping[str, str]) -> Iterator[str]:
-    """The start-up files and programs of a home that an environment's own variables name."""
+    """The start-up files and programs in the home folder that an environment's variables name."""
     home = _plain(env.get("HOME") or "/")
     if home != "/":
         names = _HOME_FILES.split()
@@ -103,5 +103,5 @@ def _plain(path: str) -> str:
 
 
 def _holds_the_work(path: str) -> bool:
-    """The workspace, or a folder above it: taken back, there would be nothing to judge."""
+    """Whether the path is the workspace or a folder above it: restoring it would remove what is scored."""
     return commonpath((path, WORKDIR)) == path

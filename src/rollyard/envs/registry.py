@@ -1,7 +1,7 @@
-"""Finds environments by entry point (`rollyard.environments`), one instance of each.
+"""Finds environments by entry point (`rollyard.environments`) and creates one instance of each.
 
-An environment holds no state of a rollout; what it may hold is what all rollouts share (a verifier's processes),
-and that ends with `close`.
+An environment holds no state of a rollout. It may hold what all rollouts share (a verifier's processes); `close`
+releases that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ GROUP = "rollyard.environments"
 
 
 class Environments:
-    """The environments that are installed, and those given as `extra` (which win). The service holds one.
+    """The installed environments and those in `extra`, which take precedence. The service has one registry.
 
-    `async with` closes what was made.
+    `async with` closes the instances.
     """
 
     def __init__(self, extra: Mapping[str, Environment | type[Environment]] | None = None) -> None:
@@ -34,7 +34,7 @@ class Environments:
         return tuple(sorted({*self._found, *self._made}))
 
     def get(self, name: str) -> Environment:
-        """The environment of that name, or `UnknownEnvironment`."""
+        """Returns the environment with that name. Raises `UnknownEnvironment`."""
         if name not in self._made:
             if name not in self._found:
                 raise UnknownEnvironment(f"there is no environment {name!r}; there are: {', '.join(self.names)}")

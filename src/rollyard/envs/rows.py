@@ -1,12 +1,11 @@
-"""Reads rows of the datasets that people have: JSON lines, JSON lists, Parquet, and folders of Hugging Face datasets.
+"""Reads rows of datasets: JSON lines, JSON lists, Parquet, and folders of Hugging Face datasets.
 
-Each row comes with its place, `FILE:NUMBER` (a line of JSON lines, else the row, counted from 1), and holds plain JSON
-values only: bytes are text where they are UTF-8, else base64; times are ISO 8601; NaN, which is how tables say that
-there is nothing, is null; whole numbers keep all their digits. Files are read piece by piece, never whole, except for
-JSON lists.
+Each row has a place, `FILE:NUMBER` (the line of JSON lines, else the row, counted from 1), and contains plain JSON
+values only: bytes become text if they are UTF-8, else base64; times are ISO 8601; NaN, which tables use for missing
+values, is null; integers keep all their digits. Files are read piece by piece, never whole, except for JSON lists.
 
-A folder is a dataset if `datasets` saved it there (`save_to_disk`), or if it lies there as on the hub: shards of
-Parquet or JSON lines, in the folder itself, in `data`, or in one folder per split. All else is somebody else's folder.
+A folder is a dataset if `datasets` saved it (`save_to_disk`), or if it has the layout of the hub: shards of Parquet or
+JSON lines, in the folder itself, in `data`, or in one folder per split. Any other folder is not a dataset.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 Row = dict[str, Json]
 OnBad = Callable[[str, str], object]
-"""Told the place and what is wrong with a row that cannot be read; the others are read on."""
+"""Called with the place of an unreadable row and what is wrong with it; reading continues with the next row."""
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 LISTS = (".json", ".json.gz")
@@ -40,25 +39,25 @@ PARQUET = ".parquet"
 KNOWN = f"{', '.join((*LINES, *LISTS, PARQUET))}, or a folder of a Hugging Face dataset"
 
 BATCH_ROWS = 256
-"""Of Parquet, in memory at once: a row may hold a megabyte of tests."""
+"""Parquet rows in memory at once: a row may contain a megabyte of tests."""
 
 _SHARD = re.compile(r"(?P<split>.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?")
 
 
 class RowsUnreadable(Exception):
-    """A file that is no dataset, a broken one, or a choice between splits that was not made."""
+    """The file is not a dataset, or is broken, or has several splits and the caller chose none."""
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether `read_rows` can read that folder."""
+    """Whether `read_rows` can read the folder."""
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file() or bool(_shards(path))
 
 
 def read_rows(path: Path, *, split: str | None = None, on_bad: OnBad | None = None) -> Iterator[tuple[str, Row]]:
-    """All rows with their places, in order. Without `on_bad`, one that cannot be read is RowsUnreadable."""
+    """All rows with their places, in order. Without `on_bad`, an unreadable row raises RowsUnreadable."""
     if not path.is_dir():
         if split is not None:
-            raise RowsUnreadable(f"{path} is a file: splits are of folders")
+            raise RowsUnreadable(f"{path} is a file: only folders have splits")
         return _read_file(path, on_bad)
     if (path / "dataset_dict.json").is_file():
         names = _json_file(path / "dataset_dict.json").get("splits")
@@ -71,11 +70,11 @@ def read_rows(path: Path, *, split: str | None = None, on_bad: OnBad | None = No
         return _read_saved(path)
     shards = _shards(path)
     if not shards:
-        raise RowsUnreadable(f"{path} is no dataset: rows are {KNOWN}")
+        raise RowsUnreadable(f"{path} is not a dataset: expected {KNOWN}")
     files = _chosen(path, shards, split)
     folders = sorted({str(file.parent.relative_to(path)) for file in files})
     if len(folders) > 1:
-        raise RowsUnreadable(f"{path} holds several datasets ({', '.join(folders)}): name the folder of one")
+        raise RowsUnreadable(f"{path} contains several datasets ({', '.join(folders)}): name the folder of one")
     return _read_files(files, on_bad)
 
 
@@ -98,8 +97,8 @@ def _read_file(path: Path, on_bad: OnBad | None) -> Iterator[tuple[str, Row]]:
         elif name.endswith(LISTS):
             yield from _read_list(path, on_bad)
         else:
-            raise RowsUnreadable(f"{path} is no file of rows: they are {KNOWN}")
-    except (OSError, EOFError, zlib.error) as error:  # gzip tells of a cut file with EOFError, of a bad one with zlib's
+            raise RowsUnreadable(f"{path} is not a file of rows: expected {KNOWN}")
+    except (OSError, EOFError, zlib.error) as error:  # gzip: EOFError for a truncated file, zlib.error for a bad one
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise RowsUnreadable(f"{path} cannot be read: {why}") from error
 
@@ -118,14 +117,14 @@ def _read_lines(path: Path, lines: Iterable[bytes], on_bad: OnBad | None) -> Ite
 def _one(place: str, line: bytes, on_bad: OnBad | None) -> Iterator[tuple[str, Row]]:
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError) as error:  # half a UTF-8 character is a ValueError, too
+    except (ValueError, RecursionError) as error:  # half a UTF-8 character is also a ValueError
         _bad(place, f"this is not JSON ({error})", on_bad)
         return
     yield from _row(place, value, on_bad)
 
 
 def _read_list(path: Path, on_bad: OnBad | None) -> Iterator[tuple[str, Row]]:
-    """A list; or lines after all, as some files named .json are."""
+    """A list, or JSON lines: some files named .json contain those."""
     with _opened(path) as file:
         text = file.read().removeprefix(b"\xef\xbb\xbf")
     try:
@@ -137,7 +136,7 @@ def _read_list(path: Path, on_bad: OnBad | None) -> Iterator[tuple[str, Row]]:
         yield from _read_lines(path, text.splitlines(), on_bad)
         return
     if not isinstance(whole, list):
-        raise RowsUnreadable(f"{path} holds no list of rows, but {_kind(whole)}")
+        raise RowsUnreadable(f"{path} contains {_kind(whole)}, not a list of rows")
     for number, value in enumerate(whole, 1):
         yield from _row(f"{path}:{number}", value, on_bad)
 
@@ -157,12 +156,12 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _read_saved(folder: Path) -> Iterator[tuple[str, Row]]:
-    """What `Dataset.save_to_disk` wrote: Arrow streams, listed in `state.json`."""
+    """Reads what `Dataset.save_to_disk` wrote: Arrow streams, listed in `state.json`."""
     import pyarrow as pa
 
     state = _json_file(folder / "state.json")
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise RowsUnreadable(f"{folder} is a selection of rows as old `datasets` saved it: save it again")
+        raise RowsUnreadable(f"{folder} is a selection of rows, saved by an old `datasets`: save it again")
     listed = state.get("_data_files")
     for item in listed if isinstance(listed, list) else []:
         if not isinstance(item, dict) or "filename" not in item:
@@ -176,10 +175,10 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _shards(folder: Path) -> dict[str, list[Path]]:
-    """The files of each split. Parquet counts before lines: some repositories hold both.
+    """The files of each split. Parquet is preferred to JSON lines: some repositories contain both.
 
-    One folder down only files count that are named as the hub names shards (`train-00000-of-00002`, `0000`): a task's
-    own folder may hold any file.
+    In subfolders only files count that have a shard's name (`train-00000-of-00002`, `0000`): a task's own folder may
+    contain any file.
     """
     for endings in ((PARQUET,), LINES):
         found: dict[str, list[Path]] = {}
@@ -230,7 +229,7 @@ def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[tup
     for batch in batches:
         try:
             rows = _without_nanoseconds(batch).to_pylist()
-        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a time that Python does not know
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a time that Python cannot represent
             raise RowsUnreadable(f"{path} cannot be read after row {number}: {error}") from error
         for row in rows:
             number += 1
@@ -238,7 +237,7 @@ def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[tup
 
 
 def _without_nanoseconds(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Python's own times end at microseconds; pyarrow would want pandas for more."""
+    """Python's times have microseconds; pyarrow needs pandas for nanoseconds."""
     import pyarrow as pa
 
     fields = [
@@ -272,12 +271,12 @@ def _bad(place: str, what: str, on_bad: OnBad | None) -> None:
 
 
 def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def plain(value: object) -> Json:
-    """A value of a table as JSON has it. TypeError for what has no such form."""
+    """A table's value as JSON. Raises TypeError for a value that has no JSON form."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -308,7 +307,7 @@ def _text(value: bytes) -> str:
 
 
 def _number(value: Decimal) -> Json:
-    """Exactly: a number if one of JSON's is the same, else its digits."""
+    """Exact: a JSON number if one equals the value, else the digits as a string."""
     if not value.is_finite():
         return None if value.is_nan() else str(float(value))
     if value == value.to_integral_value():

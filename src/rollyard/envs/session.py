@@ -1,12 +1,12 @@
-"""The `session` environment: the work is done elsewhere, and so is the judging. What the client says, is the score.
+"""The `session` environment: the client runs and scores the task elsewhere, and posts the score.
 
     {"metadata": {"task": "django-1234", "anything": ["of", "yours"]}}
 
-It has no sandbox and tells the agent nothing: the agent is the client's own, and its first words come over the gateway.
-`metadata` is kept in the record as it was given.
+It has no sandbox and no instruction: the agent is the client's own and sends its first message through the gateway.
+`metadata` is stored in the record unchanged.
 
-Invariant: the reward is the one that was posted, read from what RUN left; so it is there after a restart, too, and
-where there is none, none is made up.
+Invariant: the reward is the one that the client posted. It is read from RUN's trajectory, so it survives a restart;
+without one, the session has no score.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rollyard.envs.fields import Fields
 
 AGENT = "session"
 
-POSTED = "score"  # in `Trajectory.info`: where the agent `session` leaves what the client posted
+POSTED = "score"  # in `Trajectory.info`: the agent `session` stores here what the client posted
 
 
 class SessionEnvironment(Environment):
-    """See the module. Made by `POST /v1/sessions`; its agent is `session` and no other."""
+    """Scores with the reward that the client posted. `POST /v1/sessions` creates its tasks; its agent is `session`."""
 
     name: ClassVar[str] = "session"
 
     def check(self, task: Task) -> None:
         if task.agent.name != AGENT:
-            raise TaskInvalid(f"session: agent.name: {AGENT!r} was expected; nobody else knows the reward")
+            raise TaskInvalid(f"session: agent.name: {AGENT!r} was expected; only that agent receives the reward")
         fields = Fields(task)
         metadata = fields.get("metadata")
         if metadata is not None and not isinstance(metadata, Mapping):

@@ -6,18 +6,18 @@
      "checks": ["grep -qx 42 answer.txt", {"command": "test ! -e junk", "weight": 0.5, "name": "tidy"}],
      "solution": ["echo 42 > answer.txt"]}
 
-The reward is the weighted share of checks that exit with 0. They run in a fresh sandbox that holds only what is in
-the workspace: no process, no PATH and no other file of RUN's reaches them. A workspace that could not be kept (beyond
-its limit, say) passes none: what must not be there would be missing from an empty one, too.
+The reward is the weighted share of checks that exit with 0. They run in a fresh sandbox that contains only the files of
+the workspace: no process, no PATH and no other file of RUN reaches them. If the workspace could not be saved (it is
+too large, for example), no check passes: in an empty workspace, checks that a file is absent would pass.
 
-With `"eval": "same"` the checks see the whole file system as RUN left it, for tasks that are done outside the
+With `"eval": "same"` the checks run in the whole file system as RUN left it, for tasks that change files outside the
 workspace; but programs, libraries and start-up files are the image's (`envs.protected`), and no process is left.
 Such a rollout cannot be scored again later.
 
-`solution` is what the oracle runs: commands that pass every check. No agent ever sees it.
+`solution` contains the commands that the oracle runs; they pass every check. No agent sees it.
 
-What is *in* the workspace is the agent's, the given `files` included. A check that runs code from there (a test file,
-Python's imports, git's hooks) trusts it.
+The agent can change everything *in* the workspace, including the given `files`. A check that runs code from there (a
+test file, Python's imports, git's hooks) trusts that code.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from rollyard.sandbox.base import WORKDIR
 from rollyard.tools.base import Tool
 
 TAIL_BYTES = 2000
-"""Of a failed set-up command's errors: enough for a traceback's end."""
+"""How much of a failed set-up command's errors is reported: enough for the end of a traceback."""
 
 WORKSPACE = "workspace"
-"""The one artifact."""
+"""The name of the only artifact."""
 
 CHECK_GRACE_S = 60.0
-"""A check that never ends is for the EVAL deadline to end; its own bound lies behind that."""
+"""Added to the EVAL deadline for a check's own timeout, so that the deadline ends a check that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ShellCheck:
 
 @dataclass(frozen=True, slots=True)
 class ShellData:
-    """A task's data, read."""
+    """A task's data, parsed."""
 
     instruction: str
     setup: tuple[str, ...]
@@ -65,7 +65,7 @@ class ShellData:
 
     @classmethod
     def read(cls, task: Task) -> ShellData:
-        """The data, or TaskInvalid with the field that is wrong."""
+        """Parses the data. Raises TaskInvalid with the field that is wrong."""
         fields = Fields(task)
         data = cls(
             instruction=fields.text("instruction"),
@@ -81,7 +81,7 @@ class ShellData:
 
 
 class ShellEnvironment(Environment):
-    """See the module."""
+    """Runs set-up commands, passes on the task's instruction, and scores with check commands."""
 
     name: ClassVar[str] = "shell"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
@@ -95,7 +95,7 @@ class ShellEnvironment(Environment):
         return Plan(artifacts=(ArtifactRule(WORKSPACE, WORKDIR),))
 
     def layer_key(self, task: Task) -> str | None:
-        """Tasks that differ only in what is told or checked share a set-up; without one there is nothing to share."""
+        """Tasks that differ only in instruction or checks share a set-up. None if there is no set-up."""
         data = ShellData.read(task)
         if not data.setup and not data.files:
             return None
@@ -130,7 +130,7 @@ class ShellEnvironment(Environment):
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
         solution = ShellData.read(context.task).solution
         if not solution:
-            raise TaskInvalid("shell: data.solution: this task brings none, so there is no oracle for it")
+            raise TaskInvalid("shell: data.solution: this task has no solution, so there is no oracle for it")
         for command in solution:
             result = await context.run(command, timeout_s=context.task.limits.run_s)
             if result.status != 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from rollyard.core import Deadline, Position, Rollout, RollyardError, Run, State
 from rollyard.core.failure import Cancelled
-from rollyard.engines.routing.seats import Seat
+from rollyard.engines.pool.seats import Seat
 from rollyard.fleet.messages import Key
 from rollyard.fleet.nodes import ConnectedNode
 from rollyard.pipeline.base import Shutdown

@@ -21,7 +21,7 @@ from functools import partial
 
 from rollyard.core import LostAttempt, Rollout, RollyardError, Run, State, Summary
 from rollyard.core.failure import Cancelled, NodeLost
-from rollyard.engines.routing.seats import Seat
+from rollyard.engines.pool.seats import Seat
 from rollyard.fleet.leased import LeasedRollout
 from rollyard.fleet.nodes import ConnectedNode, FleetSettings, Nodes
 from rollyard.observe.metrics import Metrics

@@ -20,9 +20,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import cast
 
-from rollyard import __version__
 from rollyard.core import Rollout
 from rollyard.core.failure import Cancelled, EngineUnavailable, NodeUnknown
+from rollyard.core.version import __version__
 from rollyard.engines.routing.follower_router import FollowerRouter
 from rollyard.engines.weights.weight_gates import WeightGates
 from rollyard.fleet.head_connection import LEAST_ANSWER_S, HeadConnection, HeadUnreachable

@@ -1,4 +1,4 @@
-"""The LLM door that an agent program talks to: three dialects, one session per rollout, every token exact."""
+"""The HTTP endpoint at which an agent program calls its model: three dialects, a session per rollout, exact tokens."""
 
 from rollyard.gateway.app import GatewayApp
 from rollyard.gateway.base import Problem

@@ -1,11 +1,11 @@
-"""The gateway as an ASGI app: which dialect a path speaks, and how an answer goes out.
+"""The gateway as an ASGI app: routes a path to its dialect and sends the response.
 
     POST /v1/chat/completions   POST /v1/responses   POST /v1/messages   POST /v1/messages/count_tokens   GET /v1/models
 
-Each also without /v1. Plain ASGI, not a framework: there is one small router, and it is the hot path of every agent
-program's every step.
+Each path also works without /v1. This is plain ASGI without a framework: it needs one small router, and it is the hot
+path of every agent program's every step.
 
-A streamed answer begins with its first token: what goes wrong before that is an HTTP status, as SDKs expect it.
+A streamed response starts with its first token: an error before that is an HTTP status, as SDKs expect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollyard.gateway.session import GatewaySession
 log = logging.getLogger("rollyard.gateway")
 
 FIRST_S = 15.0
-"""How long an answer waits for its first token before it begins with nothing: clients give up on silence."""
+"""A stream whose first token takes longer starts with a keep-alive: clients time out on silence."""
 KEEP_ALIVE_S = 15.0
 
 Scope = MutableMapping[str, Any]
@@ -40,11 +40,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 SEND_NOW = "rollyard.send_now"
-"""The doorway's own way to send: see `SendNow`."""
+"""The ASGI extension of the doorway's server that holds its `SendNow`."""
 
 
 class SendNow(Protocol):
-    """Sends part of a body at once; False: it could not, and nothing was sent."""
+    """Sends part of a body immediately. Returns False if it could not; nothing was sent then."""
 
     def __call__(self, body: bytes, *, is_end: bool) -> bool: ...
 
@@ -55,12 +55,13 @@ COUNT, MODELS = "/messages/count_tokens", "/models"
 PATHS = frozenset({*DIALECTS, COUNT, MODELS})
 
 _JSON = (b"content-type", b"application/json")
-_NO_RETRY = (b"x-should-retry", b"false")  # SDKs retry by status; what fails here would fail again
+_NO_RETRY = (b"x-should-retry", b"false")  # SDKs retry by status, but a retry would fail again
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class GatewayApp:
-    """See the module. `watches`: the server does not cancel the app when its client goes away, so we look ourselves."""
+    """The ASGI app of one session. `watches`: the server does not cancel the app when its client disconnects, so the
+    app waits for the disconnect itself."""
 
     def __init__(self, session: GatewaySession, *, watches: bool = False) -> None:
         self._session = session
@@ -73,14 +74,14 @@ class GatewayApp:
         ask: ChatRequest | None = None
         try:
             if path == MODELS or path.startswith(f"{MODELS}/"):
-                name = path[len(MODELS) + 1 :]  # a name has slashes in it
+                name = path[len(MODELS) + 1 :]  # a name may contain slashes
                 await _answer(send, 200, model_body(name) if name else models_body((self._session.model,)))
                 return
             if scope["method"] != "POST" or (path not in DIALECTS and path != COUNT):
                 raise Problem("not_found", f"there is no {scope['method']} {scope['path']} here")
             raw = await _body(receive, self._session.check_size)
             ask, key, weight = await self._session.read(dialect, raw)
-            del raw  # 16 MiB, for as long as the answer takes
+            del raw  # up to 16 MiB, not needed while the reply is sampled
             if path == COUNT:
                 await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(ask, weight)}))
                 return
@@ -88,8 +89,8 @@ class GatewayApp:
         except Problem as problem:
             await refuse(send, dialect, problem, ask)
             return
-        except Exception as error:  # a renderer of others may raise anything over what it does not foresee
-            log.exception("a request could not be begun", extra={"path": path})
+        except Exception as error:  # a third-party renderer may raise anything
+            log.exception("a request could not be started", extra={"path": path})
             await refuse(send, dialect, Problem("internal", f"{type(error).__name__}; see the service's log"), ask)
             return
         try:
@@ -115,7 +116,7 @@ class GatewayApp:
 
         async def sent(message: MutableMapping[str, Any]) -> None:
             await send(message)
-            if gone.done():  # such a server takes what is sent to a client that is gone, and says nothing
+            if gone.done():  # such a server accepts data for a disconnected client without an error
                 raise _Gone
 
         telling = asyncio.ensure_future(tell(dialect, ask, listener, sent))
@@ -157,17 +158,17 @@ async def _stream(
     while batch is not None:
         lead += relay.taken()
         lead += b"".join(map(writer.event, batch)) if batch else writer.keep_alive()
-        if not listener.is_done:  # else it goes out with the end
+        if not listener.is_done:  # else it is sent with the end
             await send({"type": "http.response.body", "body": lead, "more_body": True})
             lead = b""
             relay.listen_to(listener)
         batch = await listener.next(KEEP_ALIVE_S)
     lead += relay.taken()
     if relay.has_ended and not lead:
-        return  # all of it is out
+        return  # everything has been sent
     told = exchange.told
     if told is None:
-        problem = exchange.problem or Problem("internal", "the answer was lost")
+        problem = exchange.problem or Problem("internal", "the reply was lost")
         await send({"type": "http.response.body", "body": lead + writer.error(problem), "more_body": False})
         return
     end = b"" if relay.has_ended else writer.end(told)
@@ -176,8 +177,8 @@ async def _stream(
 
 
 class _Relay:
-    """From the engine's read to the client's socket in one go, while the client keeps up. What it could not send it
-    holds for the answer's own task, and takes no more until that has it."""
+    """Sends events from the engine's read directly to the client's socket while the client keeps up. It keeps what it
+    could not send for the response's own task, and accepts no more until that task has taken it."""
 
     def __init__(self, writer: Writer, send_now: SendNow | None) -> None:
         self.has_ended = False
@@ -222,20 +223,20 @@ def short_path(path: str) -> str:
 
 
 def dialect_of(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
-    """Whose words a path is answered in; for one that all have, by the client's own header."""
+    """Returns the dialect of a path; for a path that all dialects share, the client's header decides."""
     if path == COUNT or (path not in DIALECTS and b"anthropic-version" in headers):
         return MESSAGES
     return DIALECTS.get(path, CHAT)
 
 
 def _retries(headers: Mapping[bytes, bytes]) -> int:
-    """How often the SDK has sent this before, as OpenAI's and Anthropic's say it."""
+    """Returns how often the SDK has sent this request before, from the header of OpenAI's and Anthropic's SDKs."""
     value = headers.get(b"x-stainless-retry-count", b"0")
     return int(value[:9]) if value.isdigit() else 0
 
 
 async def _body(receive: Receive, check_size: Callable[[int], None]) -> bytes | bytearray:
-    """The whole body. `check_size` raises where it becomes too long: the rest is not kept."""
+    """Returns the whole body. `check_size` raises as soon as it is too long; the rest is not stored."""
     message = await receive()
     if not message.get("more_body", False) and message["type"] == "http.request":
         return message.get("body", b"")
@@ -253,7 +254,8 @@ async def _body(receive: Receive, check_size: Callable[[int], None]) -> bytes | 
 
 
 async def refuse(send: Send, dialect: Dialect, problem: Problem, ask: ChatRequest | None = None) -> None:
-    """By status; but the Responses API tells a stream's overflow in the stream, and there its programs look for it."""
+    """Reports a problem by HTTP status, except a context overflow of a Responses stream: that API reports it in the
+    stream, where its clients expect it."""
     if ask is not None and ask.is_stream and problem.kind == "context" and dialect is RESPONSES:
         writer = dialect.writer(ask, secrets.token_hex(12), int(time.time()), problem.used_tokens or 0)
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})

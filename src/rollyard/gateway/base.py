@@ -1,12 +1,12 @@
-"""The door of this wing: what a request says, in any dialect, and what it is told.
+"""The interface of the gateway: requests and replies, independent of the dialect.
 
-A dialect is how some SDK writes a conversation with a model: OpenAI Chat Completions, OpenAI Responses, Anthropic
-Messages. It only translates: `read` makes an `ChatRequest` of a body, `Writer` and `reply` put a `Reply` into its words, and
-`error` a `Problem`. It holds no state and does no I/O; what is sampled, spliced and recorded is `session.py`'s.
+A dialect is the API of an SDK: OpenAI Chat Completions, OpenAI Responses or Anthropic Messages. It only translates:
+`read` converts a body to a `ChatRequest`, `Writer` and `reply` encode a `Reply`, and `error` encodes a `Problem`. It
+holds no state and does no I/O; `session.py` samples, splices and records.
 
-Invariants. An `ChatRequest` loses nothing that was said: a part that has no place in it is a `Problem`, never dropped. What a
-client sends back of a `Reply` reads as the same message: `read` and the writing of a turn are inverse to each other,
-but for the ids of calls.
+Invariants. A `ChatRequest` contains everything that the request contains: a part that it cannot represent raises
+`Problem` and is never dropped. A `Reply` that a client sends back is read as the same message: `read` and the encoding
+of a turn are inverse to each other, except for the ids of calls.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rollyard.tokens.base import ToolCall, ToolSchema
 
 ProblemKind = Literal[
     "invalid",  # the request itself: 400
-    "context",  # the conversation does not fit into the model's context: 400, as that SDK expects it
-    "limit",  # the rollout has used up its turns, tokens or time: 400, never to be tried again
-    "too_large",  # the body: 413
+    "context",  # the conversation does not fit into the model's context: 400, as the SDK expects
+    "limit",  # the rollout has used up its turns, tokens or time: 400, so that SDKs do not retry
+    "too_large",  # the body is too large: 413
     "not_found",  # no such path or model: 404
     "unauthorized",  # 401
     "unavailable",  # no engine, or the session has ended: 503
@@ -42,11 +42,11 @@ STATUS: Mapping[ProblemKind, int] = {
 
 
 MOST_MESSAGE_CHARS = 2000
-"""Of what a client is told is wrong: names and values of its own may be in it."""
+"""The length of an error message, which may contain names and values that the client sent."""
 
 
 class Problem(Exception):
-    """Why a request gets no completion. `code` is ours and stable; `param` names the field that was wrong."""
+    """The reason why a request gets no completion. `code` is Rollyard's and stable; `param` names the invalid field."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Problem(Exception):
         self.message = message[:MOST_MESSAGE_CHARS]
         self.code = code or kind
         self.param = None if param is None else param[:MOST_MESSAGE_CHARS]
-        self.used_tokens = used_tokens  # with "context": what the prompt has …
-        self.max_tokens = max_tokens  # … and what there is room for
+        self.used_tokens = used_tokens  # with "context": the length of the prompt
+        self.max_tokens = max_tokens  # with "context": the room for it
 
     @property
     def status(self) -> int:
@@ -73,11 +73,11 @@ class Problem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestParameter:
-    """A parameter that is granted where it can be (`parameters.py`), by the name that its dialect has for it.
+    """A parameter that is granted where possible (`parameters.py`), under its dialect's name.
 
-    stop: a list of texts. seed: a whole number. logprobs, no_calls: true. top_logprobs: how many. calls: the name of
-    the tool that has to be called, or "" for any. format: {"type": "json_object"}, or {"type": "json_schema",
-    "schema": …}. same: granted if the task's sampling has that very value.
+    stop: a list of strings. seed: an integer. logprobs, no_calls: true. top_logprobs: how many. calls: the name of the
+    tool that has to be called, or "" for any. format: {"type": "json_object"}, or {"type": "json_schema", "schema": …}.
+    same: granted if the task's sampling has the same value.
     """
 
     kind: Literal["stop", "seed", "logprobs", "top_logprobs", "no_calls", "calls", "format", "same"]
@@ -87,23 +87,23 @@ class RequestParameter:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request, in the one shape that is rendered.
+    """A request in the form that is rendered, the same for all dialects.
 
-    `messages` are in OpenAI's chat shape as our renderers take it: role (system, developer, user, assistant, tool),
-    content (a string; a list of parts only where one of them is not text), and of an assistant `tool_calls` ({"id",
-    "type": "function", "function": {"name", "arguments": JSON text}}) and `reasoning_content`; of a tool
-    `tool_call_id`. `tools` are function schemas in chat's shape.
+    `messages` have OpenAI's chat format, as renderers accept it: role (system, developer, user, assistant, tool) and
+    content (a string; a list of parts only if one of them is not text). An assistant's message has `tool_calls` ({"id",
+    "type": "function", "function": {"name", "arguments": JSON text}}) and `reasoning_content`, a tool's message has
+    `tool_call_id`. `tools` are function schemas in chat format.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
-    model: str = ""  # as the client names it; echoed, never looked up: the rollout has one policy
-    max_tokens: int | None = None  # an upper bound; the task's own is one too
+    model: str = ""  # the client's name for it; echoed, never looked up: the rollout has one policy
+    max_tokens: int | None = None  # an upper bound, like the task's own
     is_stream: bool = False
     wishes: tuple[RequestParameter, ...] = ()
-    overruled: tuple[str, ...] = ()  # parameters that the client set and that do not count here: the task's win
+    overruled: tuple[str, ...] = ()  # parameters that the client set and that the task overrides
     unknown: tuple[str, ...] = ()  # parameters that this dialect does not have
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the dialect's own, for its writer
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # dialect-specific, for its writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A sampled token, and the likeliest ones in its place if they were asked for."""
+    """A sampled token, and the likeliest tokens at its position if they were requested."""
 
     token: str
     logprob: float
@@ -128,17 +128,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A completed turn as the client is told it; the same object however often it is told."""
+    """A completed turn as the client receives it. A retry receives the same object."""
 
-    id: str  # letters and digits; a dialect puts its own prefix before it
+    id: str  # letters and digits; a dialect adds its own prefix
     created: int  # seconds since 1970
     content: str
     reasoning: str
-    calls: tuple[ToolCall, ...]  # those that the client is told as calls: named, see `tellable`
+    calls: tuple[ToolCall, ...]  # those that the client receives as calls: see `tellable`
     finish: Finish
     usage: Usage
-    stop_sequence: str | None = None  # the client's own, where one ended it
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of all sampled tokens, if they were asked for
+    stop_sequence: str | None = None  # the client's stop text that ended the turn
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of all sampled tokens, if they were requested
     warnings: tuple[str, ...] = ()
 
 
@@ -153,58 +153,58 @@ class Reasoning:
 
 
 Event = Text | Reasoning | ToolCall
-"""What a stream is made of, in the order it was sampled."""
+"""An element of a stream, in the order of sampling."""
 
 
 class Writer(Protocol):
-    """One streamed answer, event by event, as bytes of `text/event-stream`. Made per listener."""
+    """Encodes one streamed reply as `text/event-stream`, event by event. Each listener has its own."""
 
     def begin(self) -> bytes: ...
 
     def event(self, event: Event) -> bytes: ...
 
     def end(self, told: Reply) -> bytes:
-        """The rest: whatever closes blocks, the finish, the usage, the terminator."""
+        """Closes open blocks and returns them with the finish reason, the usage and the terminator."""
         ...
 
     def error(self, problem: Problem) -> bytes:
-        """After `begin`: the answer cannot be completed."""
+        """Reports, after `begin`, that the reply cannot be completed."""
         ...
 
     def keep_alive(self) -> bytes:
-        """Something that a client ignores, while nothing comes."""
+        """Returns bytes that a client ignores, to keep the connection open."""
         ...
 
 
 class Dialect(Protocol):
     name: str  # chat, responses, messages
     takes_raw_arguments: bool
-    """Whether a call whose arguments are no JSON object can be told as a call (OpenAI: they are a text)."""
+    """Whether a call can carry arguments that are not a JSON object (OpenAI's are a string)."""
 
     def read(self, body: Mapping[str, Json]) -> ChatRequest:
-        """Raises Problem("invalid", …) naming what was wrong."""
+        """Raises Problem("invalid", …) that names the invalid field."""
         ...
 
     def reply(self, ask: ChatRequest, told: Reply) -> bytes:
-        """The whole answer, as JSON."""
+        """Returns the complete reply as JSON."""
         ...
 
     def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer: ...
 
     def error(self, problem: Problem) -> bytes:
-        """The body of an error answer, as JSON."""
+        """Returns the body of an error response as JSON."""
         ...
 
 
 def shown(value: Json) -> str:
-    """A value in an error message: a text in short, of anything else the kind. All of it may be megabytes."""
+    """Describes a value in an error message by a short string or its type: a value may have megabytes."""
     if isinstance(value, str):
         return repr(value[:40])
     return {dict: "an object", list: "an array", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 
 def tellable(calls: Sequence[ToolCall], *, takes_raw_arguments: bool) -> tuple[tuple[ToolCall, ...], str]:
-    """The calls that a client can be told as such, and the others as the text that the model wrote."""
+    """Returns the calls that the dialect can represent, and the text that the model wrote for the others."""
     told: list[ToolCall] = []
     rest: list[str] = []
     for call in calls:

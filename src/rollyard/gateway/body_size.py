@@ -1,11 +1,11 @@
-"""How much work a request's bytes are, found without making objects of them.
+"""Measures how much work a request is, from its bytes, without parsing them.
 
-JSON can hide 5 million values in 16 MiB, and a parser makes objects of all of them in one step that nothing else can
-interrupt: 3 s in the one thread that holds the interpreter. So values are counted first, from the bytes, in steps of
-a fraction of a millisecond; a body that has too many is never parsed.
+JSON can contain 5 million values in 16 MiB, and a parser creates objects for all of them in one uninterruptible step: 3
+s in the one thread that holds the interpreter. So values are counted first, from the bytes, in steps of a fraction of a
+millisecond; a body that has too many is never parsed.
 
-A value is counted where it begins: behind a comma, or as a container. Commas in texts look the same, so the quick count
-is an upper bound; only a body that is above a limit by it is counted again without its texts.
+A value is counted where it begins: after a comma, or as a container. Commas in strings look the same, so the quick
+count is an upper bound; only a body that exceeds a limit by it is counted again without its strings.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import re
 from dataclasses import dataclass
 
 STEP_BYTES = 16 << 10
-"""Per step of counting or searching: at most about 0.5 ms (a text of nothing but escapes), and between two steps
-another thread may have the interpreter."""
+"""Per step of counting or searching: at most about 0.5 ms (a string of escapes only). Between two steps another thread
+may run."""
 
 LIGHT_BYTES, LIGHT_VALUES = 64 << 10, 1000
-"""Up to both, a request is read and matched at once: at most about 5 ms, and nearly always 0.1 ms."""
+"""Up to both, a request is read and matched on the event loop: at most about 5 ms, and nearly always 0.1 ms."""
 
 _STRUCTURE = b",{["
 _INSIDE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
@@ -40,12 +40,12 @@ LIGHT = BodySize()
 
 
 def weight_of(raw: bytes | bytearray) -> BodySize:
-    """Of a body that is no longer than LIGHT_BYTES; a longer one is not looked at: it is not light anyway."""
+    """Returns a body's size. Values are counted only up to LIGHT_BYTES: a longer body is not light in any case."""
     return BodySize(len(raw), _structure(raw, 0, len(raw)) if len(raw) <= LIGHT_BYTES else 0)
 
 
 def has_more_values(raw: bytes | bytearray, most: int) -> bool:
-    """Whether it has more JSON values than that. Stops counting there."""
+    """Returns whether a body has more than `most` JSON values. Stops counting there."""
     return _structure(raw, 0, len(raw)) > most and _values(raw, most) > most
 
 
@@ -71,10 +71,11 @@ def _structure(raw: bytes | bytearray, start: int, end: int, most: int | None = 
 
 
 def behind_string(raw: bytes | bytearray, at: int) -> int:
-    """A step may end before an escape that it has only half of: the next one begins there."""
+    """Returns the position after the string that contains `at`. A step may end before an escape that it contains only
+    half of; the next step begins there."""
     while True:
         found = _INSIDE.match(raw, at, at + STEP_BYTES)
-        assert found is not None  # it matches nothing at all, too
+        assert found is not None  # it also matches the empty string
         if found.end() == at:
             return at + 1
         at = found.end()

@@ -1,7 +1,8 @@
-"""What a rollout may still ask of its model, and why it may not: turns, tokens, context, time, engines.
+"""The bounds on a rollout's use of its model: turns, tokens, context, time, engines.
 
-A limit ends the rollout as it ends the native loop's. A conversation that does not fit into the context does not: a
-program may make it shorter and go on, so it is only remembered, until another turn has been completed.
+A limit ends the rollout as it ends the native loop's. A conversation that does not fit into the context does not end
+it: a program may shorten the conversation and continue, so the overflow is only remembered until another turn is
+completed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger("rollyard.gateway")
 
 
 class RolloutBounds:
-    """See the module."""
+    """Checks the bounds of one rollout, and holds the reason why it cannot continue."""
 
     def __init__(self, limits: Limits, session: Session) -> None:
         self._limits = limits
@@ -40,7 +41,7 @@ class RolloutBounds:
 
     @property
     def room(self) -> int | None:
-        """How many tokens prompt and reply may have; None: nobody says."""
+        """How many tokens prompt and reply may have together; None if it is unknown."""
         return max_context_of(self._limits, self._session)
 
     @property
@@ -51,7 +52,7 @@ class RolloutBounds:
         return await asyncio.shield(self._over)
 
     def end(self, error: RollyardError) -> None:
-        """It cannot go on; the first reason counts."""
+        """Ends the rollout. The first reason is kept."""
         if not self._over.done():
             self._over.set_result(error)
 
@@ -69,7 +70,7 @@ class RolloutBounds:
     def problem(
         self, error: BaseException, clock: Deadline, rollout_id: str, prompt_tokens: int, *, is_first: bool
     ) -> Problem:
-        """What a client is told of a completion that broke. Most of it ends the rollout, too."""
+        """Converts an error in a completion to a Problem. Most errors also end the rollout."""
         if isinstance(error, DeadlineExpired):
             return self.limit(RunDeadline(f"RUN used up its {clock.budget_s:g} s"))
         if isinstance(error, EngineRefused) and error.data.get("context"):
@@ -79,18 +80,18 @@ class RolloutBounds:
             return Problem("unavailable", error.detail, code=error.code)
         if isinstance(error, asyncio.CancelledError):
             return Problem("unavailable", "this rollout has ended", code="ended")
-        log.error("a completion broke", extra={"rollout": rollout_id}, exc_info=error)
+        log.error("a completion failed", extra={"rollout": rollout_id}, exc_info=error)
         broken = error if isinstance(error, RollyardError) else InternalError(f"{type(error).__name__}: {error}")
         self.end(broken)
         return Problem("internal", broken.detail, code=broken.code)
 
     def turn(self, begun: int) -> None:
-        """Another one may begin, beside those; or the limit."""
+        """Raises Problem if no other turn may begin after `begun` turns."""
         if begun >= self._limits.max_turns:
             raise self.limit(TurnLimit(f"all {self._limits.max_turns} turns are used up"))
 
     def fitting(self, prompt_tokens: int, wanted: int, *, is_first: bool) -> int:
-        """How many of the wanted tokens fit into the context behind the prompt."""
+        """Returns how many of the wanted tokens fit into the context after the prompt. Raises Problem if none does."""
         room = self.room
         if room is None:
             return wanted
@@ -99,7 +100,8 @@ class RolloutBounds:
         return min(wanted, room - prompt_tokens)
 
     def tokens_left(self, sampled: int) -> int | None:
-        """Of those that the rollout may sample in all; None: as many as it likes."""
+        """Returns how many tokens the rollout may still sample; None if there is no limit. Raises Problem at the
+        limit."""
         if self._limits.max_tokens is None:
             return None
         left = self._limits.max_tokens - sampled
@@ -108,7 +110,8 @@ class RolloutBounds:
         return left
 
     def completed(self, prompt_tokens: int, generation: Generation) -> None:
-        """A turn was: whatever did not fit before is forgiven, unless it is just this one."""
+        """Called when a turn is completed. Clears an earlier overflow, and sets one if this turn was cut off by the
+        context."""
         room = self.room
         is_cut = generation.finish_reason == "length" and room is not None
         self.overflow = None

@@ -1,8 +1,8 @@
-"""Bounds on the numbers of things in a parsed body: messages, parts, tools, and what is in each of them.
+"""Bounds on a parsed body: the numbers of messages, parts and tools, and the contents of each.
 
-Some of a body is written as JSON again, to be compared or rendered: tools, the arguments of calls, formats. A JSON
-library does that in one call that holds the interpreter, about 0.7 µs for each value and 15 ns for each escaped
-character; such a piece is called structured here, and has bounds of its own.
+Some parts of a body are serialized to JSON again, to be compared or rendered: tools, the arguments of calls, formats. A
+JSON library does that in one call that holds the interpreter, about 0.7 µs for each value and 15 ns for each escaped
+character. Such parts are called structured here and have bounds of their own.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from rollyard.gateway.base import Problem
 from rollyard.gateway.body_size import has_more_values
 
 MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 4096, 4096, 1024
-"""OpenAI's API takes 2,048 messages and 128 tools."""
+"""OpenAI's API accepts 2,048 messages and 128 tools."""
 MOST_MODEL_CHARS = 256
 """It is echoed in every event of a stream."""
 MOST_STRUCTURED_VALUES, MOST_STRUCTURED_CHARS = 16_384, 384 << 10
-"""Of one tool, or of one call's arguments; the characters, as they are written in JSON, also of all tools and other
-parameters together."""
+"""For one tool, or one call's arguments. The bound on characters, as they are written in JSON, also applies to all
+tools and other parameters together."""
 
 _CONVERSATION = ("messages", "input")
 _TEXTS = frozenset((*_CONVERSATION, "system", "instructions"))
 
 
 def check_counts(body: Mapping[str, Json]) -> None:
-    """Raises Problem that names the field and the bound."""
+    """Raises Problem, which names the field and the bound."""
     for name in _CONVERSATION:
         items = body.get(name)
         if isinstance(items, list):
@@ -52,7 +52,7 @@ def check_counts(body: Mapping[str, Json]) -> None:
 
 
 def _check_rest(body: Mapping[str, Json]) -> None:
-    """All parameters that are not the conversation, together."""
+    """Checks all parameters other than the conversation together."""
     chars = 0
     for name, value in body.items():
         if name not in _TEXTS:
@@ -62,11 +62,11 @@ def _check_rest(body: Mapping[str, Json]) -> None:
 
 
 def check_structured(name: str, value: Json) -> None:
-    """One value that is written as JSON again, or a text that is parsed as JSON. Raises Problem."""
+    """Checks a value that is serialized to JSON again, or a string that is parsed as JSON. Raises Problem."""
     if isinstance(value, str):
         if len(value) > MOST_STRUCTURED_CHARS:
             raise _too_many_chars(name)
-        if len(value) < MOST_STRUCTURED_VALUES:  # a value has a comma or a bracket of its own
+        if len(value) < MOST_STRUCTURED_VALUES:  # each value needs a comma or a bracket
             return
         has_too_many = has_more_values(value.encode("utf-8", "surrogatepass"), MOST_STRUCTURED_VALUES)
     else:
@@ -80,8 +80,8 @@ def check_structured(name: str, value: Json) -> None:
 
 
 def weigh(value: Json, size: Callable[[str], int] = len) -> tuple[int, int]:
-    """The size of all strings in it, keys included, and the number of its values. Without recursion: JSON may be nested
-    deeply."""
+    """Returns the size of all strings in a value, including keys, and the number of its values. Without recursion: JSON
+    may be nested deeply."""
     chars, values, left = 0, 0, [value]
     while left:
         item = left.pop()
@@ -97,7 +97,7 @@ def weigh(value: Json, size: Callable[[str], int] = len) -> tuple[int, int]:
 
 
 def _written(text: str) -> int:
-    """The length of a string as JSON: a line break is written as two characters, a control character as six."""
+    """Returns the length of a string as JSON: a line break takes two characters, a control character six."""
     return len(text) if text.isprintable() else len(json.dumps(text, ensure_ascii=False))
 
 
@@ -118,7 +118,7 @@ def _check_length(name: str, length: int, most: int) -> None:
 
 
 def _parts(item: Json) -> int:
-    """Of one message: its content, calls and what else is a list, and the lists of content in those."""
+    """Counts the parts of one message: its content, calls and other lists, and the lists of content in them."""
     if not isinstance(item, dict):
         return 0
     count = 0
@@ -132,8 +132,8 @@ def _parts(item: Json) -> int:
 
 
 def _structured(item: Json) -> Iterator[Json]:
-    """The arguments in one message: of chat's `tool_calls`, Anthropic's `tool_use`, and calls among the Responses API's
-    items."""
+    """Yields the arguments in one message: those of chat's `tool_calls`, Anthropic's `tool_use`, and the Responses
+    API's calls."""
     if not isinstance(item, dict):
         return
     yield from (item[name] for name in ("arguments", "input", "action") if name in item)

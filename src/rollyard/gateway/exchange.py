@@ -1,11 +1,11 @@
-"""One completion on its way to whoever asked for it, and those who listen to it.
+"""One completion, and the connections (listeners) that wait for it.
 
-A completion belongs to the session, not to the connection that asked for it: a client that goes away and asks again
-listens to the same one. Events are kept until the answer has been delivered, so a late listener hears all of them.
+A completion belongs to the session, not to the connection that requested it: a client that disconnects and retries
+listens to the same one. Events are kept until the reply has been delivered, so a late listener receives all of them.
 
-Invariants. Whoever listens hears every event once, in order, and then the whole turn or the problem. `delivered` is
-said by the listener that has written the last byte, and the session hears of the first; an exchange that nobody listens
-to, and that was not delivered, is forsaken: its generation is stopped. One that was delivered holds only what it told.
+Invariants. A listener receives every event once, in order, followed by the reply or the problem. The listener that has
+written the last byte calls `delivered`; only the first such call reaches the session. An exchange that has no listeners
+and was not delivered is forsaken: its generation is stopped. A delivered exchange holds only its reply.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollyard.tokens.splice import PreparedTurn
 
 
 class Exchange:
-    """See the module. Made, filled and ended by the session."""
+    """One completion. The session creates it, fills it and ends it."""
 
     def __init__(
         self,
@@ -40,18 +40,18 @@ class Exchange:
         self.dialect = dialect
         self.granted = granted
         self.is_stream = is_stream
-        self.received = received  # called once, when the first listener has all of it
-        self.turn: PreparedTurn | None = turn  # let go when it has been recorded: it holds the whole prompt
+        self.received = received  # called once, when the first listener has received everything
+        self.turn: PreparedTurn | None = turn  # dropped once recorded: it holds the whole prompt
         self.prompt_tokens = len(turn.prompt)
         self.id = reply_id
         self.created = int(time.time())
         self.events: list[Event] = []
         self.told: Reply | None = None
         self.problem: Problem | None = None
-        self.parsed: Parsed | None = None  # the same as `told`, as the client will send it back
-        self.sampled: Generation | None = None  # complete or not; recorded nowhere yet
-        self.engine: Engine | None = None  # where that was
-        self.is_late = False  # time was up before anybody could receive it
+        self.parsed: Parsed | None = None  # the same as `told`, in the form in which the client will send it back
+        self.sampled: Generation | None = None  # complete or partial, not recorded yet
+        self.engine: Engine | None = None  # the engine that sampled it
+        self.is_late = False  # the deadline passed before a client could receive it
         self.is_delivered = False
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
@@ -71,7 +71,7 @@ class Exchange:
 
     @property
     def has_something(self) -> bool:
-        """Whether a retry would find anything here."""
+        """Whether a retry can use this exchange."""
         return self.is_running or self.told is not None or (self.sampled is not None and bool(self.sampled.token_ids))
 
     def listen(self) -> Listener:
@@ -87,11 +87,11 @@ class Exchange:
             listener.hear()
 
     def recorded(self) -> None:
-        """It is in the book: lets go of what was only for that."""
+        """Drops what is not needed once the turn is in the book."""
         self.turn = self.sampled = self.parsed = self.engine = None
 
     def replayed(self) -> list[Event]:
-        """All events of a turn whose own were let go."""
+        """Returns the events of a delivered turn, made from its reply."""
         assert self.told is not None
         told = self.told
         lead: list[Event] = [Reasoning(told.reasoning)] if told.reasoning else []
@@ -101,7 +101,7 @@ class Exchange:
 
 
 Relay = Callable[[Sequence[Event], Reply | None], bool]
-"""Passes events on at once, and with a `Reply` the end. False: it has them, and somebody must come for them."""
+"""Sends events immediately, and with a `Reply` the end. Returns False if it holds them for a task to send."""
 
 
 class Listener:
@@ -111,14 +111,14 @@ class Listener:
         self.exchange = exchange
         self.news = asyncio.Event()
         self.relay: Relay | None = None
-        self._is_held_up = False  # its relay could not pass something on
+        self._is_held_up = False  # its relay could not send everything
         self._at = 0
         exchange.listeners.add(self)
         if exchange.is_delivered and exchange.is_stream and not exchange.events:
             exchange.events = exchange.replayed()
 
     def hear(self) -> None:
-        """There is something new. What the relay passes on, nobody has to wake up for."""
+        """Called when there is something new. The waiting task is not woken for what the relay sends."""
         relay, exchange = self.relay, self.exchange
         if relay is not None and exchange.problem is None:
             batch, told = exchange.events[self._at :], exchange.told
@@ -134,7 +134,7 @@ class Listener:
         self.news.set()
 
     async def told(self) -> Reply:
-        """The whole turn, when it is there; or the Problem."""
+        """Waits for the reply and returns it. Raises Problem."""
         exchange = self.exchange
         while exchange.told is None:
             if exchange.problem is not None:
@@ -144,8 +144,8 @@ class Listener:
         return exchange.told
 
     async def next(self, within_s: float) -> list[Event] | None:
-        """The events since the last call; an empty list if none came in time, or if the relay was held up; None when
-        there are no more."""
+        """Returns the events since the last call; an empty list if there were none in time or the relay could not send;
+        None after the last event."""
         exchange = self.exchange
         try:
             async with asyncio.timeout(within_s):
@@ -165,25 +165,25 @@ class Listener:
 
     @property
     def is_done(self) -> bool:
-        """Nothing more will come than what has been heard."""
+        """Whether the listener has received everything."""
         exchange = self.exchange
-        if self not in exchange.listeners:  # its relay has delivered all of it
+        if self not in exchange.listeners:  # its relay has delivered everything
             return True
         is_ended = exchange.told is not None or exchange.problem is not None
         return is_ended and self._at >= len(exchange.events)
 
     def delivered(self) -> None:
-        """The last byte is on its way."""
+        """Called when the last byte has been sent."""
         exchange = self.exchange
         exchange.listeners.discard(self)
         if not exchange.is_delivered:
             exchange.is_delivered = True
             exchange.received(exchange)
         if not exchange.listeners:
-            exchange.events = []  # told again, they are made of the whole
+            exchange.events = []  # a retry's events are made from the reply
 
     def leave(self) -> None:
-        """However its connection ended. Nothing happens after `delivered`."""
+        """Called when the connection ends, for any reason. Has no effect after `delivered`."""
         exchange = self.exchange
         exchange.listeners.discard(self)
         if exchange.is_forsaken and exchange.is_running and not exchange.stop.done():

@@ -1,16 +1,16 @@
-"""From a request's bytes to the tokens that it is sent with: read, bounded, matched with its history, rendered.
+"""Converts a request's bytes to the tokens of its prompt: parses, checks bounds, matches its history, renders.
 
-What is light is done at once; anything else in a thread (`work_threads.py`). A thread helps only where its steps are short: a
-call of C holds the interpreter until it returns. What is bounded, and why:
+Light requests are handled on the event loop, all others in a thread (`work_threads.py`). A thread helps only if its
+steps are short: a C call holds the interpreter until it returns. These are bounded:
 
-- JSON values: a parser makes objects of all of them in one call;
-- messages, parts and tools, and what is in one of them (`counts.py`): each costs some Python, or is written as JSON
+- JSON values: a parser creates objects for all of them in one call;
+- messages, parts and tools, and the contents of each (`counts.py`): each costs some Python, or is serialized to JSON
   again in one call;
 - bytes, by the context;
 - characters: long texts are decoded piece by piece (`parser.py`), but joined in one call;
-- text that has to be tokenized: more characters than the context has room for, at the longest token's length, cannot
-  fit, and neither can a text of more tokens. A long text is tokenized piece by piece until there are too many; as a
-  whole only if it fits.
+- text that has to be tokenized: it cannot fit if it has more characters than the context has room for at the longest
+  token's length, or more tokens than the context. A long text is tokenized piece by piece until there are too many
+  tokens, and as a whole only if it fits.
 
 A refusal names the bound.
 """
@@ -37,24 +37,24 @@ MOST_VALUES = 20_000
 """At most 6 ms of parsing. 2,000 messages with a call each have 20,000."""
 MOST_BYTES_PER_TOKEN, SLACK_BYTES = 32, 1 << 20
 """A body of more bytes than that for its context is not read. English has 5 bytes per token, Chinese written as \\uXXXX
-has 9; reasoning that a template leaves out counts, too."""
+has 9; reasoning that a template leaves out counts too."""
 LIKELY_CHARS = 6
 """Per token; English has 4 to 5."""
 SURE_BYTES = 256 << 10
-"""A text has at most as many tokens as bytes. Up to here it is tokenized as a whole, whatever it is: to make a list of
-the tokens holds the interpreter for 35 ns each, 9 ms. A longer one is counted first."""
+"""A text has at most as many tokens as bytes. Up to this size any text is tokenized as a whole: building the list of
+tokens holds the interpreter for 35 ns each, 9 ms. The tokens of a longer text are counted first."""
 PIECE_CHARS = 32 << 10
 MOST_THOUGHT = 16
-"""Times the context: what all earlier turns may have thought, which templates leave out."""
+"""Times the context: the most reasoning that all earlier turns may have. Templates leave it out."""
 CUT_TOKENS = 8
-"""What a cut between two pieces may add at most, generously: a cut splits one word."""
+"""A generous bound on the tokens that a cut between two pieces adds: a cut splits one word."""
 
 
 _THINK_CLOSE = "</think>"
 
 
 class Intake:
-    """One session's: see the module."""
+    """Reads and prepares the requests of one session."""
 
     def __init__(self, book: ConversationBook, renderer: Renderer, bounds: RolloutBounds) -> None:
         self._book = book
@@ -63,14 +63,14 @@ class Intake:
         self._aside = WorkThreads()
 
     def check_size(self, size: int) -> None:
-        """Raises Problem if a body of so many bytes is too long for the context. Checked while it arrives: a sandbox
-        may have several connections, and each would keep 16 MiB."""
+        """Raises Problem if a body of `size` bytes is too long for the context. Checked while the body arrives: a
+        sandbox may have several connections, and each could hold 16 MiB."""
         room = self._bounds.room
         if room is not None and size > SLACK_BYTES + room * MOST_BYTES_PER_TOKEN:
             raise self._does_not_fit(_DoesNotFit.by_bytes(size, room))
 
     async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize]:
-        """Returns the request, its key among requests that may be retries, and its weight. Raises Problem."""
+        """Returns the request, the key by which retries are matched, and its size. Raises Problem."""
         weight = weight_of(raw)
         room = self._bounds.room
         self.check_size(weight.bytes)
@@ -86,14 +86,14 @@ class Intake:
         return ask, key, weight
 
     async def begin(self, ask: ChatRequest, weight: BodySize) -> PreparedTurn:
-        """The turn that it begins. Raises Problem."""
+        """Returns the turn to sample. Raises Problem."""
         try:
             if not weight.is_light:
                 return await self._aside.thread(weight.bytes, self._begun, ask)
             place = self._book.find(ask.messages, ask.tools)
             turn = await self._aside.run(text_size(place.new), self._book.extended, place)
             return turn or await self._aside.run(weight.bytes, self._book.rendered, place)
-        except (InvalidRequest, TaskInvalid) as error:  # the renderer has no such part, or no such order of turns
+        except (InvalidRequest, TaskInvalid) as error:  # the renderer does not support a part or the order of turns
             raise Problem("invalid", error.detail, param="messages") from error
         except _DoesNotFit as error:
             raise self._does_not_fit(error) from None
@@ -101,7 +101,7 @@ class Intake:
             raise Problem("invalid", "the request is nested too deeply") from None
 
     async def logprobs(self, generation: Generation) -> tuple[TokenLogprob, ...] | None:
-        """Of each sampled token, with its text; None if the engine gave none."""
+        """Returns the logprob and text of each sampled token; None if the engine returned no logprobs."""
         if generation.logprobs is None:
             return None
         tokens = len(generation.token_ids) + sum(map(len, generation.tops or ()))
@@ -133,7 +133,7 @@ class Intake:
         return self._book.rendered(place)
 
     def _check_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
-        """_DoesNotFit if it cannot, before anything works on all of it."""
+        """Raises _DoesNotFit if the text cannot fit, before any step processes all of it."""
         room = self._bounds.room
         if room is None:
             return
@@ -143,12 +143,12 @@ class Intake:
             least = max(least, self._counted(_said(messages, tools), room))
         thought = [len(text) for text in _thought(messages)]
         if max(thought, default=0) > room * longest or sum(thought) > MOST_THOUGHT * room * LIKELY_CHARS:
-            least = max(least, room + 1)  # no model of this context thought that
+            least = max(least, room + 1)  # no model with this context can have written that
         if least > room:
             raise _DoesNotFit(least, room)
 
     def _counted(self, texts: Iterable[str], room: int) -> int:
-        """At least so many tokens; stops above `room`."""
+        """Returns a lower bound on the number of tokens. Stops above `room`."""
         count = 0
         for text in texts:
             for at in range(0, len(text), PIECE_CHARS):
@@ -159,7 +159,7 @@ class Intake:
 
 
 class _DoesNotFit(Exception):
-    """The request has at least so many tokens, and there is room for fewer."""
+    """The request has at least `least` tokens, more than `room`."""
 
     def __init__(self, least: int, room: int, detail: str = "") -> None:
         super().__init__(detail or f"the text has at least {least} tokens, the context {room}")
@@ -191,7 +191,7 @@ def read(dialect: Dialect, raw: bytes | bytearray) -> ChatRequest:
 
 
 def key_of(dialect: Dialect, raw: bytes | bytearray) -> bytes:
-    """What two requests have in common that may be one and its retry."""
+    """Returns the key that a request and its retry have in common."""
     return blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
 
 
@@ -200,7 +200,7 @@ def _bytes(text: str) -> int:
 
 
 def _said(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Iterator[str]:
-    """The texts that are surely rendered: without what a template may leave out."""
+    """Yields the texts that are always rendered, without what a template may leave out."""
     for message in messages:
         for text in _content(message):
             yield text.rpartition(_THINK_CLOSE)[2]
@@ -210,7 +210,7 @@ def _said(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Iterator[
 
 
 def _thought(messages: Sequence[Message]) -> Iterator[str]:
-    """What a template may leave out: the reasoning of earlier turns."""
+    """Yields what a template may leave out: the reasoning of earlier turns."""
     for message in messages:
         reasoning = message.get("reasoning_content")
         if isinstance(reasoning, str):

@@ -1,4 +1,4 @@
-"""What a task's agent options say to its gateway."""
+"""The agent options of a task that configure its gateway."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NAMES = ("reasoning_history", "strict", "structured_output")
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """`is_strict`: a parameter that would be overruled or is unknown is refused. `has_structured_output`: a client may
-    constrain a completion to JSON or to a call, which makes its trace untrainable."""
+    """`is_strict`: parameters that would be overridden or are unknown are refused. `has_structured_output`: a client
+    may constrain a completion to JSON or to a call, which makes its trace untrainable."""
 
     reasoning: Reasoning = "as_sent"
     is_strict: bool = False
@@ -24,7 +24,7 @@ class GatewayOptions:
 
 
 def options_of(task: Task) -> GatewayOptions:
-    """TaskInvalid where one of them is not what it has to be."""
+    """Raises TaskInvalid if an option is invalid."""
     given = task.agent.options
     reasoning = given.get("reasoning_history", "as_sent")
     if reasoning not in REASONING:

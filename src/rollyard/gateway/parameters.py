@@ -1,19 +1,19 @@
-"""Which parameters of a request count, and the warnings about the others.
+"""Decides which parameters of a request are granted, and makes the warnings about the others.
 
-The task's sampling is the ceiling: a client may end a completion earlier and ask to see more of it, and changes nothing
-that the task or the operator has fixed. What is granted:
+The task's sampling is the limit: a client may end a completion earlier and request more information about it; it
+changes nothing that the task or the operator has fixed. These are granted:
 
-- `stop`: given to the engine. Whether or not the engine obeys, the client receives nothing after the first such text.
-- `seed`: mixed with the run's seed and the rollout: two requests with the same seed are alike in one rollout, and the
-  members of a group, which may all send 42, are not.
-- `logprobs`: those of the trace. `top_logprobs`: asked of the engine, and not recorded.
+- `stop`: passed to the engine. Even if the engine ignores it, the client receives nothing after the first such text.
+- `seed`: combined with the run's seed and the rollout: two requests with the same seed are alike in one rollout, but
+  not in the members of a group, which may all send 42.
+- `logprobs`: those of the trace. `top_logprobs`: requested from the engine, and not recorded.
 - no calls (`tool_choice: none`): a call is returned as the text that the model wrote.
-- calls (`tool_choice`: required, or one tool) and a format (`response_format`): by the engine's structured output,
-  where the task allows it (`structured_output`); calls only where the renderer has their grammar. A client that
-  constrains what is sampled writes tokens in the policy's name, so such a trace is not trained on. That is also why it
-  is off by default: a program could take its failures out of the training data.
+- calls (`tool_choice`: required, or one tool) and a format (`response_format`): by the engine's structured output, if
+  the task allows it (`structured_output`); calls only if the renderer has their grammar. A client that constrains
+  sampling determines tokens that the policy would otherwise choose, so such a trace is not trained on. It is off by
+  default for the same reason: a program could remove its failures from the training data.
 
-Everything else that asks for something other than what happens is a warning, or a refusal if the session is strict.
+Any other parameter that would change the result is reported as a warning, or refused if the session is strict.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rollyard.gateway.base import ChatRequest, Problem, RequestParameter
 from rollyard.gateway.counts import weigh
 from rollyard.tokens.base import ToolCall, ToolSchema
 
-OVERRULED = "the task's sampling counts"
+OVERRULED = "the task's sampling applies"
 UNKNOWN = "unknown here, and ignored"
 
 MOST_WARNINGS, MOST_NAME_CHARS = 16, 64
 MOST_SCHEMA_BYTES = 16 << 10
-"""An engine compiles it, for all who share the engine."""
+"""An engine compiles the schema, at the expense of all its clients."""
 
 CONSTRAINED = "constrained by the client"
 _WITH_TOPS = (Kind.VLLM, Kind.SGLANG)
@@ -53,7 +53,7 @@ class GrantedParameters:
     top_logprobs: int = 0
     tells_calls: bool = True
     untrainable: str = ""
-    constraint: str = ""  # the parameter that binds the completion to a form
+    constraint: str = ""  # the parameter that constrains the completion
     has_to_call: bool = False
     warnings: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()  # the fields that the warnings are about
@@ -61,16 +61,16 @@ class GrantedParameters:
 
     @property
     def asks_engine(self) -> bool:
-        """Whether an engine is asked for something that it may not know."""
+        """Whether the engine's request contains a parameter that the engine may not support."""
         return bool(self.stop or self.untrainable or self.top_logprobs)
 
     def warnings_of(self, calls: Sequence[ToolCall]) -> tuple[str, ...]:
-        """With one more if the engine did not keep to what it was asked for."""
+        """Returns the warnings, with one more if the engine did not apply the constraint."""
         is_kept = not self.has_to_call or bool(calls)
         return self.warnings if is_kept else (*self.warnings, f"{self.constraint}: the model called no tool")
 
     def plain(self, sampling: Sampling, why: str) -> GrantedParameters:
-        """The same for an engine that refuses what was asked for. The reply still ends at a stop text."""
+        """Returns a copy for an engine that refused these parameters. The reply still ends at a stop text."""
         warnings = list(self.warnings)
         if self.constraint:
             warnings.append(f"{self.constraint}: {why}")
@@ -89,7 +89,7 @@ class GrantedParameters:
 
 
 class ParameterRules:
-    """What a session's requests are granted. `call_grammar` is the renderer's."""
+    """Grants the parameters of a session's requests. `call_grammar` is the renderer's."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ParameterRules:
         self._has_structured_output = has_structured_output
 
     def grant(self, ask: ChatRequest, kind: Kind) -> GrantedParameters:
-        """Problem if the session is strict and something is not granted."""
+        """Raises Problem if the session is strict and a parameter is not granted."""
         granted = GrantedParameters(self._sampling)
         refused = dict.fromkeys(ask.overruled, OVERRULED) | dict.fromkeys(ask.unknown, UNKNOWN)
         for wish in ask.wishes:
@@ -140,7 +140,7 @@ class ParameterRules:
         return replace(granted, warnings=_warnings(refused), refused=tuple(refused))
 
     def _is_the_tasks(self, wish: RequestParameter) -> bool:
-        """Temperature and the like: the client may say what is so anyway."""
+        """Temperature and the like are accepted if they equal the task's."""
         return wish.kind == "same" and wish.value == getattr(self._sampling, wish.name, None)
 
     def _constrained(
@@ -155,7 +155,7 @@ class ParameterRules:
         )
 
     def _constraint(self, wish: RequestParameter, ask: ChatRequest, kind: Kind) -> tuple[str, dict[str, Json]]:
-        """Why not, or what the engine is given."""
+        """Returns why it is not granted, or the parameters for the engine."""
         names = _names(ask.tools)
         if wish.kind == "calls" and wish.value and wish.value not in names:
             message = f"Invalid value: '{wish.name}' names a tool that is not in 'tools'."
@@ -180,7 +180,7 @@ class ParameterRules:
             return "no tools are offered", {}
         grammar = self._call_grammar([name] if name else names, bool(name))
         if grammar is None:
-            return "it is not known how this model's format writes such a call", {}
+            return "there is no grammar for such a call in this model's format", {}
         if len(grammar) > MOST_SCHEMA_BYTES:
             return f"its grammar has more than {MOST_SCHEMA_BYTES} bytes", {}
         return "", {"structured_outputs": {"grammar": grammar}} if kind is Kind.VLLM else {"ebnf": grammar}
@@ -193,7 +193,7 @@ def _names(tools: Sequence[ToolSchema]) -> list[str]:
 
 
 def _is_long(schema: Json) -> bool:
-    """Weighed first: to write a long one takes long, too."""
+    """Measures before it serializes, since serializing a long schema is slow."""
     return weigh(schema)[0] > MOST_SCHEMA_BYTES or len(orjson.dumps(schema)) > MOST_SCHEMA_BYTES
 
 
@@ -205,10 +205,10 @@ def _warnings(refused: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _shown(name: str) -> str:
-    """A client's own word, as it may stand in a header."""
+    """Makes a client's name safe for a header."""
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in name[:MOST_NAME_CHARS])
 
 
 def header_of(warnings: tuple[str, ...]) -> list[tuple[bytes, bytes]]:
-    """`x-rollyard-warnings`, if there are any."""
+    """Returns the `x-rollyard-warnings` header, if there are any."""
     return [(b"x-rollyard-warnings", "; ".join(warnings).encode("ascii", "replace"))] if warnings else []

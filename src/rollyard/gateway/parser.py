@@ -1,11 +1,11 @@
 """Parses a large JSON body in steps.
 
-A parser decodes 16 MiB of JSON in one call of 40 ms that holds the interpreter, so that no other thread runs. Here the
-long strings are taken out first and decoded piece by piece; what is left, the skeleton, is small and is parsed at once.
+A JSON parser decodes 16 MiB in one call of 40 ms that holds the interpreter, so no other thread runs. This parser first
+removes the long strings and decodes them piece by piece; the rest, the skeleton, is small and is parsed in one call.
 The result is that of `orjson.loads`.
 
-Every later step costs time by the character, too (to join, to compare, to encode), so all long strings together may
-have MOST_CHARS characters. Raises ValueError for what is not JSON, `TooMuchText` and `TooMuchStructure` for the bounds.
+Every later step (joining, comparing, encoding) also takes time per character, so all long strings together may have
+MOST_CHARS characters. Raises ValueError for invalid JSON, `TooMuchText` and `TooMuchStructure` for the bounds.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from rollyard.core import Json
 from rollyard.gateway.body_size import STEP_BYTES, behind_string
 
 WHOLE_BYTES = 1 << 20
-"""Up to that, a body is parsed at once: at most 3 ms beside its values."""
+"""Up to this size a body is parsed in one call: at most 3 ms plus the time for its values."""
 LONG_BYTES = 128
 """A longer string is not part of the skeleton."""
 MOST_SKELETON_BYTES = 2 << 20
-"""About 5 ms, beside its values. 4,096 messages of short texts have less than 1 MiB."""
+"""About 5 ms plus the time for its values. 4,096 messages of short texts have less than 1 MiB."""
 MOST_CHARS = 4 << 20
-"""At four characters a token, a context of a million tokens. With one emoji in it that is 16 MiB of memory: to join or
-to encode such a text takes 5 to 7 ms."""
+"""A context of a million tokens at four characters each. With one emoji in it that is 16 MiB of memory: joining or
+encoding such a text takes 5 to 7 ms."""
 
 _WHOLE_ESCAPES = re.compile(
     rb"(?:[^\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*+"
 )
-"""As much of a string as can be decoded by itself: no part of an escape, no half of a surrogate pair."""
+"""Matches the longest part of a string that can be decoded alone: no part of an escape, no half of a surrogate pair."""
 
 
 class TooMuchText(Exception):
-    """The strings have more characters than MOST_CHARS: `chars`, counted up to there."""
+    """The strings have more than MOST_CHARS characters. `chars`: the number counted so far."""
 
     def __init__(self, chars: int) -> None:
-        super().__init__(f"the texts have more than {MOST_CHARS} characters, which is the most that is read")
+        super().__init__(f"the texts have more than {MOST_CHARS} characters, which is the maximum")
         self.chars = chars
 
 
@@ -47,16 +47,16 @@ class TooMuchStructure(Exception):
 
     def __init__(self, size: int) -> None:
         super().__init__(
-            f"the body has {size} bytes beside its long texts, and {MOST_SKELETON_BYTES} is the maximum: "
+            f"the body has {size} bytes without its long texts, and {MOST_SKELETON_BYTES} is the maximum: "
             "send fewer and longer texts"
         )
 
 
 def parse(raw: bytes | bytearray) -> Json:
-    """See the module."""
+    """Parses a body as `orjson.loads` does, in steps if it is large."""
     if len(raw) <= WHOLE_BYTES:
         return orjson.loads(raw)
-    mark = secrets.token_hex(16)  # a client cannot guess it, so none of its strings equals a mark
+    mark = secrets.token_hex(16)  # a client cannot guess it, so its strings cannot contain a mark
     skeleton, texts = _taken_apart(raw, mark)
     if len(skeleton) > MOST_SKELETON_BYTES:
         raise TooMuchStructure(len(skeleton))
@@ -64,7 +64,7 @@ def parse(raw: bytes | bytearray) -> Json:
 
 
 def _taken_apart(raw: bytes | bytearray, mark: str) -> tuple[bytearray, dict[str, str]]:
-    """The body with names in place of its long strings, and those by name."""
+    """Returns the body with names in place of its long strings, and the strings by name."""
     skeleton, texts = bytearray(), dict[str, str]()
     copied, at, chars = 0, 0, 0
     while (quote := raw.find(b'"', at)) >= 0:
@@ -99,11 +99,12 @@ def _decoded(raw: bytes | bytearray, start: int, end: int, most_chars: int) -> s
 
 
 def _cut(raw: bytes | bytearray, start: int, end: int) -> int:
-    """Where a piece ends that begins there. What no piece can begin with is not JSON: the parser says why."""
+    """Returns the end of the piece that begins at `start`. If no piece can begin there, the rest is invalid JSON and is
+    left to the parser, which reports the error."""
     if end - start <= STEP_BYTES:
         return end
     found = _WHOLE_ESCAPES.match(raw, start, start + STEP_BYTES)
-    assert found is not None  # it matches nothing at all, too
+    assert found is not None  # it also matches the empty string
     cut = found.end()
     while cut > start and raw[cut] & 0xC0 == 0x80:  # within a character
         cut -= 1
@@ -111,7 +112,7 @@ def _cut(raw: bytes | bytearray, start: int, end: int) -> int:
 
 
 def _put_together(value: Json, texts: dict[str, str]) -> Json:
-    """Without recursion: it may be nested as deeply as the parser reads."""
+    """Puts the strings back. Without recursion: the value may be nested as deeply as the parser allows."""
     root: list[Json] = [value]
     left: list[list[Json] | dict[str, Json]] = [root]
     while left:

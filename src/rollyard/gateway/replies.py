@@ -1,8 +1,8 @@
-"""What a client is told of a turn that the model wrote.
+"""Converts a turn that the model wrote to the reply that the client receives.
 
-Nearly always just that. But a call without a name, or one whose arguments a dialect cannot carry, is told as the text
-that the model wrote, as inference servers do: the program answers it as it answers any text, and the model hears of it.
-What was told is what comes back in the next request, so it is also what the book remembers.
+The two are nearly always the same. But a call without a name, or with arguments that the dialect cannot represent, is
+returned as the text that the model wrote, as inference servers do: the program handles it like any text, and the model
+sees the result. The next request contains the reply that was sent, so that is what the book records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollyard.tokens.splice import PreparedTurn
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """How a turn is told: as calls or as text, and up to which texts."""
+    """How a turn is returned: with calls or as text only, and up to which stop texts."""
 
     takes_raw_arguments: bool
     tells_calls: bool = True
@@ -34,12 +34,12 @@ class ReplyOptions:
 
 
 class ReplyBuilder:
-    """One turn, read while it is sampled."""
+    """Parses one turn while it is sampled."""
 
     def __init__(self, renderer: Renderer, turn: PreparedTurn, manner: ReplyOptions) -> None:
         self._reader = Reader(renderer, turn.prompt, turn.tools)
         self._manner = manner
-        self._held = ""  # the end of the text, which may be the beginning of a stop text
+        self._held = ""  # the end of the text, if it may be the beginning of a stop text
         self._is_stopped = False
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
@@ -48,7 +48,7 @@ class ReplyBuilder:
         return self._events(self._reader.feed(ids))
 
     def finish(self) -> tuple[list[Event], Parsed]:
-        """What was not told yet, and the turn as it was told."""
+        """Returns the events that were not sent yet, and the turn as it was sent."""
         rest, parsed = self._reader.finish()
         events = [*self._events(rest), *self._said("", is_end=True)]
         content, calls = "".join(self._content), tuple(self._calls)
@@ -76,7 +76,7 @@ class ReplyBuilder:
         return events
 
     def _said(self, text: str, *, is_end: bool = False) -> list[Event]:
-        """What can be told of it by now."""
+        """Returns the events for the text that can be sent now."""
         stops = self._manner.stop
         if stops:
             text, self._held = self._held + text, ""
@@ -93,19 +93,19 @@ class ReplyBuilder:
 
 
 def tell_whole(parsed: Parsed, manner: ReplyOptions) -> Parsed:
-    """A turn that is told in one piece."""
+    """Converts a turn that is returned without streaming."""
     calls, rest = manner.tellable(parsed.tool_calls)
     content = parsed.content
     if rest:
         content = f"{content}\n{rest}" if content else rest
     content, found = cut_at(content, manner.stop)
     if found is not None:
-        calls = ()  # they are behind it
+        calls = ()  # they come after it
     return parsed if not rest and found is None else _parsed(content, parsed.reasoning, calls)
 
 
 def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The text before the first of these, and which that is."""
+    """Returns the text before the first stop text, and that stop text."""
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
         return text, None
@@ -114,14 +114,14 @@ def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 def _possible(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end may be the beginning of one of these."""
+    """Returns how many characters at the end of the text may be the beginning of a stop text."""
     most = max(map(len, stops)) - 1
     ends = (size for size in range(min(most, len(text)), 0, -1) if any(it.startswith(text[-size:]) for it in stops))
     return next(ends, 0)
 
 
 def _ended_by(generation: Generation, renderer: Renderer, stops: Sequence[str]) -> str | None:
-    """The stop text that ended it: the engine ends with the token that completes it."""
+    """Returns the stop text that ended the completion: the engine stops at the token that completes it."""
     ids = generation.token_ids
     if not stops or not ids:
         return None
@@ -141,7 +141,7 @@ def told_of(
     logprobs: tuple[TokenLogprob, ...] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Reply:
-    """The whole turn, with its figures."""
+    """Makes the reply of a turn, with its finish reason and usage."""
     finish: Finish = "tool_calls" if parsed.tool_calls else "stop"
     ended_by = _ended_by(generation, renderer, stop)
     if generation.finish_reason == "length" and ended_by is None:
@@ -164,7 +164,7 @@ def told_of(
 
 
 def _thought(generation: Generation, renderer: Renderer) -> int:
-    """How many of the sampled tokens are reasoning."""
+    """Returns how many of the sampled tokens are reasoning."""
     markers = renderer.markers
     if markers is None or markers.think_close is None:
         return 0

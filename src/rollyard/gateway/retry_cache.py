@@ -1,10 +1,11 @@
-"""The requests that a retry may ask for again, by their bodies.
+"""The requests that can be retried, by their bodies.
 
-Which one a request is a retry of: one with the same body whose reply nobody has received whole, the oldest first; else,
-if the SDK says that it is a retry, the last with that body. Requests that are alike and run at once are told apart by
-that alone, so each that lost its connection finds one that did, and no two the same.
+A retry is matched with a request that has the same body and whose reply no client has received completely, the oldest
+first; otherwise, if the SDK marks the request as a retry, with the last one of that body. Identical requests that run
+concurrently are distinguished only by that, so each retry of a lost connection finds one of the lost requests, and no
+two retries find the same one.
 
-Bounded: what is forgotten can no longer be asked for; what it sampled is still recorded when the rollout ends.
+The cache is bounded: a request that was evicted cannot be retried; its tokens are still recorded when the rollout ends.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from rollyard.gateway.exchange import Exchange
 
 MOST_BODIES = 256
 MOST_ALIKE = 64
-"""Of one body: those that were not received yet, and the last."""
+"""Per body: the requests that were not received yet, and the last one."""
 
 
 class RetryCache:
-    """See the module."""
+    """Finds the exchange that a request is a retry of."""
 
     def __init__(self) -> None:
         self._by_body: OrderedDict[bytes, list[Exchange]] = OrderedDict()
@@ -30,7 +31,7 @@ class RetryCache:
         return lost or (alike[-1] if is_retry and alike else None)
 
     def add(self, exchange: Exchange, instead_of: Exchange | None = None) -> None:
-        """`instead_of`: the one that it goes on from."""
+        """Adds an exchange. `instead_of`: the exchange that it resumes."""
         alike = [
             other
             for other in self._by_body.get(exchange.key, ())

@@ -1,4 +1,4 @@
-"""How a completion of the gateway is asked for: the task's sampling, and what its client was granted beside it."""
+"""Requests a completion from the engine, with the task's sampling and the parameters granted to the client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollyard.tokens.splice import PreparedTurn
 
 
 class CompletionSampler:
-    """One rollout's: see the module."""
+    """Samples the completions of one rollout."""
 
     def __init__(
         self, session: Session, renderer: Renderer, *, task: Task, run: Run, rollout_id: str, clock: Deadline
@@ -36,8 +36,8 @@ class CompletionSampler:
         on_tokens: OnTokens | None,
         salvage: Callable[[Generation], None],
     ) -> Generation:
-        """An engine that refuses what the client was granted is asked again without it: a client's word ends no
-        rollout."""
+        """Samples one completion. If the engine refuses the granted parameters, the request is repeated without them,
+        so that a client's parameter cannot end the rollout."""
 
         async def asked() -> Generation:
             granted = exchange.granted

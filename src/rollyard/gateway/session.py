@@ -1,18 +1,19 @@
-"""One rollout's model, as an agent program sees it: requests come in, every token that is sampled is kept exactly.
+"""One rollout's model as its agent program sees it: accepts requests and records every sampled token exactly.
 
-Each request is put to the book (`tokens.splice`), which finds the recorded conversation that it extends; the engine is
-sent those very tokens and what is new. The task's sampling counts, not the client's; the task's limits end the rollout
-as they end the native loop's.
+For each request, the `ConversationBook` (`tokens.splice`) finds the recorded conversation that it extends; the engine
+receives the recorded tokens followed by the new ones. The task's sampling applies, not the client's. The task's limits
+end the rollout as they end the native loop's.
 
-Retries. A request is a retry if its body is, byte for byte, that of one whose reply nobody received whole, or if the
-SDK says so (its retry count is above 0). In flight, it listens to that completion; finished, it is told the same one;
-cut off by the client's going away, the completion goes on from the tokens that were sampled. Any other identical
-request is a new sample. Which request a retry means is for `retry_cache.py` to say.
+Retries. A request is a retry if its body is, byte for byte, that of a request whose reply no client received
+completely, or if the SDK marks it as one (its retry count is above 0). If that completion is still running, the retry
+listens to it; if it has finished, the retry receives the same reply; if it was stopped because the client disconnected,
+it continues from the sampled tokens. Any other identical request is a new sample. `retry_cache.py` decides which
+request is retried.
 
-Invariants. Nothing sampled is dropped: what was received is in the trace that it extends, what nobody received in a
-trace of its own that is not trained on (`abandoned`). Which it is, is known when the last byte has gone out: until then
-a completion waits in `_unheard`, and only then does it enter the book. A client that goes away stops its generation.
-After `close` nothing of this rollout is asked of an engine.
+Invariants. Sampled tokens are never dropped: a reply that was received is in the trace that it extends; one that was
+never received is in a trace of its own that is not trained on (`abandoned`). This is decided when the last byte has
+been sent: until then a completion waits in `_unheard`, and only then is it added to the book. When a client
+disconnects, its generation is stopped. After `close` the rollout sends no request to an engine.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from rollyard.tokens.splice import ConversationBook, PreparedTurn
 log = logging.getLogger("rollyard.gateway")
 
 MOST_OVERRULED = 256
-"""Names of parameters that are counted; of some, a client chooses the name."""
+"""The number of parameter names that are counted; a client chooses some of the names."""
 
 
 class GatewaySession:
-    """See the module."""
+    """The gateway's state of one rollout: its requests, completions, traces and limits."""
 
     def __init__(
         self,
@@ -92,11 +93,11 @@ class GatewaySession:
             call_grammar=lambda names, is_one: renderer.call_grammar(names, is_one=is_one),
         )
         self._asked = RetryCache()
-        self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
-        self._unheard: list[Exchange] = []  # sampled, and not received by anybody yet
+        self._running: dict[Exchange, int] = {}  # → the most tokens that it may sample
+        self._unheard: list[Exchange] = []  # sampled, and not received by a client yet
         self._bounds = RolloutBounds(task.limits, session)
         self._intake = Intake(self._book, renderer, self._bounds)
-        self._freed = asyncio.Event()  # one that ran has ended
+        self._freed = asyncio.Event()  # set when a completion ends
         self._messages: Sequence[Message] = ()
         self._begun = 0
         self._nonce = secrets.token_hex(9)
@@ -106,7 +107,7 @@ class GatewaySession:
         self._overruled: Counter[str] = Counter()
         self.model_s = 0.0
 
-    # --- what there is by now
+    # --- state
 
     @property
     def model(self) -> str:
@@ -114,7 +115,7 @@ class GatewaySession:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The longest conversation, with its last answer."""
+        """The longest conversation, with its last reply."""
         return self._messages
 
     @property
@@ -132,24 +133,24 @@ class GatewaySession:
 
     @property
     def failure(self) -> RollyardError | None:
-        """Why the rollout cannot go on; None while it can."""
+        """The reason why the rollout cannot continue; None while it can."""
         return self._bounds.failure
 
     @property
     def overflow(self) -> RollyardError | None:
-        """The conversation did not fit, and no turn has been completed since."""
+        """Set if the conversation did not fit into the context and no turn has been completed since."""
         return self._bounds.overflow
 
     @property
     def forks(self) -> Mapping[str, int]:
-        """Why new traces began, and how often."""
+        """The reasons why new traces started, with their counts."""
         return self._book.forks
 
     def traces(self) -> tuple[Trace, ...]:
         return self._book.traces()
 
     def info(self) -> dict[str, Json]:
-        """For the trajectory: what happened at this door."""
+        """Returns the gateway's counters, for the trajectory."""
         return {
             **{name: self._counts[name] for name in ("requests", "joined", "replayed", "resumed", "abandoned")},
             "refused": self._bounds.refused,
@@ -158,39 +159,39 @@ class GatewaySession:
         }
 
     def fail(self, error: RollyardError) -> None:
-        """Something else that the rollout needs is gone: it cannot go on. The first reason counts."""
+        """Ends the rollout because something else that it needs is lost. The first reason is kept."""
         self._bounds.end(error)
 
     async def ended(self) -> RollyardError:
-        """Waits until the rollout cannot go on: a limit, or the engines failed."""
+        """Waits until the rollout cannot continue: it reached a limit, or the engines failed."""
         return await self._bounds.ended()
 
-    # --- a request
+    # --- requests
 
     def check_size(self, size: int) -> None:
-        """Raises Problem if a body of so many bytes is too long for the context."""
+        """Raises Problem if a body of `size` bytes is too long for the context."""
         self._intake.check_size(size)
 
     async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize]:
-        """What a request says, its key, and its weight: see `Intake.read`."""
+        """Returns the parsed request, its key and its size: see `Intake.read`."""
         return await self._intake.read(dialect, raw)
 
     async def count(self, ask: ChatRequest, weight: BodySize = LIGHT) -> int:
-        """How many tokens it would be sent with."""
+        """Returns the number of tokens in the prompt of the request."""
         return len((await self._intake.begin(ask, weight)).prompt)
 
     async def open(
         self, dialect: Dialect, ask: ChatRequest, key: bytes, *, weight: BodySize = LIGHT, retries: int = 0
     ) -> Listener:
-        """Begins a completion, or joins the one that this request is a retry of. Raises Problem."""
+        """Starts a completion, or joins the one that this request is a retry of. Raises Problem."""
         self._check_open()
         self._beat()
         self._counts["requests"] += 1
         earlier = self._asked.earlier(key, is_retry=retries > 0)
         while earlier is not None and earlier.is_running and earlier.stop.done():
             assert earlier.task is not None
-            await asyncio.wait({earlier.task})  # its client went away just now: see what is left of it
-            earlier = self._asked.earlier(key, is_retry=retries > 0)  # which another retry may have taken up
+            await asyncio.wait({earlier.task})  # its client has just disconnected: wait for what it has sampled
+            earlier = self._asked.earlier(key, is_retry=retries > 0)  # another retry may have resumed it
         resumed: Exchange | None = None
         if earlier is not None:
             if earlier.is_running:
@@ -214,13 +215,13 @@ class GatewaySession:
         self, dialect: Dialect, ask: ChatRequest, key: bytes, weight: BodySize, resumed: Exchange | None
     ) -> Listener:
         turn, resume = None, None
-        if resumed is not None:  # from the prompt that its part was sampled from: by now the book may have another
+        if resumed is not None:  # continue the prompt of the sampled part: the book may render another one by now
             turn, resume = resumed.turn, resumed.sampled
         turn = turn or await self._intake.begin(ask, weight)
         granted = self._wishes.grant(ask, self._session.engine.spec.kind)
         self._overruled.update(granted.refused if len(self._overruled) < MOST_OVERRULED else ())
         max_tokens = await self._budget(ask, turn, resume)
-        self._check_open()  # that may have taken a while
+        self._check_open()  # the steps above may have waited
         number, self._begun = self._begun, self._begun + 1
         reply_id = f"{self._nonce}{number:06x}"
         exchange = Exchange(
@@ -240,7 +241,7 @@ class GatewaySession:
             raise Problem("limit", error.detail, code=error.code)
 
     async def _budget(self, ask: ChatRequest, turn: PreparedTurn, resume: Generation | None) -> int:
-        """How many tokens it may sample, those that it resumes with included; or the limit that forbids any."""
+        """Returns how many tokens it may sample, including those that it resumes from. Raises Problem at a limit."""
         if resume is None:
             self._bounds.turn(self._turns_begun)
         wanted = min(filter(None, (ask.max_tokens, self._task.sampling.max_tokens)))
@@ -251,14 +252,14 @@ class GatewaySession:
             if room >= wanted or not self._running:
                 return min(wanted, room)
             self._freed.clear()
-            await self._freed.wait()  # those that run may use less than they were given
+            await self._freed.wait()  # running completions may use less than their budget
         return wanted
 
     @property
     def _turns_begun(self) -> int:
         return self._book.turns + len(self._running) + len(self._unheard)
 
-    # --- its completion
+    # --- completions
 
     async def _run_one(self, exchange: Exchange, number: int, max_tokens: int, resume: Generation | None) -> None:
         turn = exchange.turn
@@ -277,7 +278,7 @@ class GatewaySession:
                     max_tokens=max_tokens,
                     resume=resume,
                     on_tokens=on_tokens,
-                    salvage=lambda partial: self._keep(exchange, partial),  # the rollout's last turn
+                    salvage=lambda partial: self._keep(exchange, partial),  # it is the rollout's last turn
                 )
                 seen.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
             logprobs = await self._intake.logprobs(generation) if exchange.granted.has_logprobs else None
@@ -308,8 +309,8 @@ class GatewaySession:
         telling: ReplyBuilder | None,
         logprobs: tuple[TokenLogprob, ...] | None,
     ) -> None:
-        """For whoever listens. It is recorded when one of them has received all of it, or in the end."""
-        if generation.finish_reason == "abort":  # whoever still listens when the rollout ends gets no half answer
+        """Passes a completion to its listeners. It is recorded when one has received it completely, or by `close`."""
+        if generation.finish_reason == "abort":  # listeners get no partial reply when the rollout ends
             exchange.problem = Problem("unavailable", "this rollout has ended", code="ended")
         else:
             rest, told = ((), self._read(exchange, generation)) if telling is None else telling.finish()
@@ -331,9 +332,9 @@ class GatewaySession:
             self._unheard.append(exchange)
 
     def _received(self, exchange: Exchange) -> None:
-        """Somebody has all of it."""
+        """Records an exchange whose reply a client has received completely."""
         if exchange.sampled is None:
-            return  # the rollout ended first
+            return  # `close` has recorded it
         if exchange in self._unheard:
             self._unheard.remove(exchange)
         try:
@@ -342,14 +343,14 @@ class GatewaySession:
             self._problem(error, exchange)
 
     def _read(self, exchange: Exchange, generation: Generation) -> Parsed:
-        """The turn as a client is told it in one piece."""
+        """Returns the turn as a client receives it when it does not stream."""
         turn = exchange.turn
         assert turn is not None
         parsed = self._renderer.parse(generation.token_ids, turn.prompt, turn.tools)
         return tell_whole(parsed, exchange.manner)
 
     def _keep(self, exchange: Exchange, generation: Generation, *, is_abandoned: bool = False) -> None:
-        """Into the book, as what the client was told."""
+        """Adds the turn to the book, as the client received it."""
         turn = exchange.turn
         assert turn is not None
         told = exchange.parsed or self._read(exchange, generation)
@@ -380,10 +381,10 @@ class GatewaySession:
         is_first = not self._book.turns
         return self._bounds.problem(error, self._clock, self._rollout_id, exchange.prompt_tokens, is_first=is_first)
 
-    # --- the end
+    # --- closing
 
     async def close(self) -> None:
-        """Stops what runs, and records what nobody has received. Traces are complete after this."""
+        """Stops running completions and records those that no client has received. Traces are complete after this."""
         self._is_closed = True
         for exchange in self._running:
             if not exchange.stop.done():
@@ -393,6 +394,6 @@ class GatewaySession:
             await asyncio.wait(tasks)
         for exchange in self._unheard:
             assert exchange.sampled is not None
-            self._counts["abandoned"] += not exchange.is_late  # else it is the rollout's last turn
+            self._counts["abandoned"] += not exchange.is_late  # a late one is the rollout's last turn
             self._keep(exchange, exchange.sampled, is_abandoned=not exchange.is_late)
         self._unheard.clear()

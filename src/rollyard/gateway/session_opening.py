@@ -25,10 +25,11 @@ async def open_gateway(
     span: Span = NO_SPAN,
     metrics: Metrics | None = None,
 ) -> GatewaySession:
-    """The gateway of one rollout. EngineRefused for an engine that gives no tokens: nothing could be exact then."""
+    """Opens the gateway of one rollout. Raises EngineRefused for an engine that returns no tokens: its traces would not
+    be exact."""
     if session.engine.spec.kind is Kind.OPENAI:
         raise EngineRefused(
-            f"engine {session.engine.spec.id} speaks only text: an agent program behind the gateway needs token ids; "
+            f"engine {session.engine.spec.id} returns only text: an agent program behind the gateway needs token ids; "
             "use a vllm or sglang engine, or the native agent"
         )
     renderer = await renderer_of(session.engine)

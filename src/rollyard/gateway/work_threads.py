@@ -1,14 +1,14 @@
-"""Runs work whose cost grows with the request apart from the event loop.
+"""Runs work whose cost grows with the request outside the event loop.
 
-To read a request, match its history, render and tokenize it takes up to seconds. A program in a sandbox may cause that
-work and must not delay others, so anything that is not small runs in threads that all sessions share. The tokenizer
-releases the interpreter while it works; Python code releases it every 0.5 ms. A call of C that does neither is bounded
-in size by its caller (`intake.py`).
+Reading a request, matching its history, rendering and tokenizing it takes up to seconds. A program in a sandbox can
+cause that work and must not delay others, so all but small work runs in threads that all sessions share. The tokenizer
+releases the interpreter while it works; Python code releases it every 0.5 ms. The caller bounds the size of any C call
+that does neither (`intake.py`).
 
-Fair share. A session has one piece of work in the threads at a time, so sessions that wait take turns. Large pieces
-have threads of their own: a small piece never waits for a large one.
+Fair share. A session runs one piece of work at a time, so waiting sessions take turns. Large pieces have threads of
+their own: a small piece never waits for a large one.
 
-A client that disconnects does not stop its piece. The session's next piece still waits for it, so they cannot pile up.
+A piece is not stopped when its client disconnects. The session's next piece waits for it, so pieces cannot accumulate.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rollyard.core import Message
 from rollyard.gateway.counts import weigh
 
 LONG_CHARS = 12 << 10
-"""About 10 ms of tokenizing: what is longer is done in a thread."""
+"""About 10 ms of tokenizing. Longer text is processed in a thread."""
 
 LARGE_BYTES = 512 << 10
-"""About half a second of tokenizing: what is larger has its own threads."""
+"""About half a second of tokenizing. Larger pieces have their own threads."""
 
 SWITCH_S = 0.0005
-"""For how long a thread that runs Python may keep the interpreter from the event loop."""
+"""How long a thread that runs Python may hold the interpreter while the event loop waits."""
 
 _SMALL = ThreadPoolExecutor(2, thread_name_prefix="gateway-small")
 _LARGE = ThreadPoolExecutor(2, thread_name_prefix="gateway-large")
@@ -46,7 +46,7 @@ class WorkThreads:
         self._turn = asyncio.Lock()
 
     async def run(self, size: int, work: Callable[[A], R], what: A) -> R:
-        """Runs a short piece at once, on the event loop; any other in a thread."""
+        """Runs a short piece directly, on the event loop, and any other in a thread."""
         if size <= LONG_CHARS:
             return work(what)
         return await self.thread(size, work, what)
@@ -58,7 +58,7 @@ class WorkThreads:
         try:
             job = asyncio.get_running_loop().run_in_executor(threads, work, what)
         except BaseException:
-            self._turn.release()  # nothing runs that would
+            self._turn.release()  # no job runs that would release it
             raise
         job.add_done_callback(self._ended)
         return await asyncio.shield(job)
@@ -66,9 +66,9 @@ class WorkThreads:
     def _ended(self, job: asyncio.Future[R]) -> None:
         self._turn.release()
         if not job.cancelled():
-            job.exception()  # retrieved, or asyncio logs it when the client has gone
+            job.exception()  # mark it as retrieved: asyncio logs it otherwise if the client has disconnected
 
 
 def text_size(messages: Sequence[Message]) -> int:
-    """Roughly how much there is to tokenize: the strings in it."""
+    """Returns roughly how much text there is to tokenize: the length of all strings."""
     return sum(weigh(value)[0] for message in messages for value in message.values())

@@ -1,7 +1,7 @@
-"""HTTP/1.1 for clients that may mean harm: one ASGI server for the service's port and for the sandboxes' doorways.
+"""HTTP/1.1 for untrusted clients: one ASGI server for the service's port and for the sandboxes' doorways.
 
-The parser is httptools; everything around it is bounded by `ListenerBounds` before an app is called: connections, headers,
-bodies, and the time that each part of a request may take. No lifespan, no WebSockets, no HTTP/2.
+The parser is httptools. Before an app is called, `ListenerBounds` limits everything else: connections, headers, bodies,
+and the time that each part of a request may take. No lifespan, no WebSockets, no HTTP/2.
 """
 
 from rollyard.http._exchange import SEND_NOW, AsgiApp

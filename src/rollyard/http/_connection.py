@@ -1,10 +1,10 @@
-"""HTTP/1.1 for clients that mean harm: one connection, its requests one after another.
+"""One HTTP/1.1 connection of an untrusted client, and its requests in sequence.
 
-Everything that a client can make grow is counted; each phase of a connection (idle, headers, body) has one timer, set
-when the phase begins and by nothing that the client sends later. A request that comes before the answer to the one
-before it is not answered: the connection closes after that answer, which HTTP allows, and there is no queue to fill. A
-client that does not read its answers gets no further ones. WebSockets and other upgrades are not offered; such a
-request is an ordinary one.
+Everything that a client can make grow is counted. Each phase of a connection (idle, headers, body) has one timer, which
+is set when the phase starts and never by what the client sends later. A pipelined request, which arrives before the
+response to the previous one, is not answered: the connection closes after that response, which HTTP allows, so there is
+no queue to fill. A client that does not read its responses gets no further ones. WebSockets and other upgrades are not
+offered; such a request is handled as an ordinary one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rollyard.http.refusals import Reason, problem_body
 log = logging.getLogger("rollyard.http")
 
 HIGH_WATER_BYTES = 64 << 10
-"""Of a body that the app has not read yet; beyond it we stop reading."""
+"""Of a body that the app has not read yet; above it, reading from the client pauses."""
 
 LINGER_S = 2.0
-"""How long a refused client may still send before the connection is cut: closed at once, the refusal would be lost."""
+"""How long a refused client may still send before its connection is aborted: closing at once would lose the refusal."""
 
 RETRY_AFTER_S = 2  # of a 503
 
@@ -38,7 +38,7 @@ Phase = Literal["idle", "headers", "body", "answer", "refused"]
 
 
 class Connection(asyncio.Protocol):
-    """See the module. The parser calls the `on_…` methods."""
+    """One connection. The parser calls the `on_…` methods."""
 
     def __init__(self, group: ConnectionGroup, loop: asyncio.AbstractEventLoop) -> None:
         self._group = group
@@ -52,15 +52,15 @@ class Connection(asyncio.Protocol):
         self._phase: Phase = "idle"
         self._patience = ResettableTimeout(loop, self._too_slow)
         self._bound_s: float | None = None  # of this phase
-        self._began_at = 0.0  # the wait for the body
-        self._is_parsing = False  # meanwhile the phase's timer is not set: most requests come in one piece
-        self._is_unarmed = False  # the phase has begun, and its timer is still to be set
-        self._is_last = False  # nothing more is read as a request
+        self._began_at = 0.0  # when the wait for the body started
+        self._is_parsing = False  # delays the phase's timer: most requests arrive in one piece and need none
+        self._is_unarmed = False  # the phase has started, and its timer is not set yet
+        self._is_last = False  # no further request is read
         self._is_paused = False
         self._is_to_start = False  # a request whose app has not been called yet
-        self._writable: asyncio.Future[None] | None = None  # somebody waits for room to write
-        self._unread_bytes: int | None = None  # of what we wrote, when we last looked
-        self._raw_bytes = 0  # of this phase, framing included
+        self._writable: asyncio.Future[None] | None = None  # set while the write buffer is full
+        self._unread_bytes: int | None = None  # in the write buffer, at the last check
+        self._raw_bytes = 0  # of this phase, including framing
         self._begin()
 
     def _begin(self) -> None:
@@ -68,10 +68,10 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._body_bytes = 0
 
-    # --- the transport's side
+    # --- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = self._transport = cast("asyncio.Transport", transport)  # uvloop's own is no subclass
+        transport = self._transport = cast("asyncio.Transport", transport)  # uvloop's own is not a subclass
         self._client = _end(transport.get_extra_info("peername"))
         self._server = _end(transport.get_extra_info("sockname"))
         if transport.get_extra_info("sslcontext") is not None:
@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
         self._patience.end()
         if self._exchange is not None:
             self._exchange.disconnect()
-        self._parser = self._transport = None  # the parser and this hold each other
+        self._parser = self._transport = None  # breaks the reference cycle with the parser
 
     def data_received(self, data: bytes) -> None:
         if self._is_last:
@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
         if self._phase in ("idle", "headers") and self._raw_bytes > bounds.header_bytes:
             self._refuse(headers_too_large(bounds))
         elif self._phase == "body" and self._raw_bytes > 8 * self._body_bytes + bounds.header_bytes:
-            detail = "the body has more framing than content: chunk extensions or trailers without end"
+            detail = "the body has more framing than content: too many chunk extensions or trailers"
             self._refuse(_malformed(detail))
         if self._is_to_start:
             self._start()
@@ -125,12 +125,12 @@ class Connection(asyncio.Protocol):
                     log.error("a request could not be read", exc_info=error.__context__)
                     self._refuse(_malformed("the request could not be read"))
                 elif self._phase == "answer" and self._exchange is not None:
-                    self._is_last = self._exchange.is_last = True  # noise behind a good request: answer that one
+                    self._is_last = self._exchange.is_last = True  # invalid data after a valid request: answer that one
                 else:
                     self._refuse(_malformed(f"this is not an HTTP/1.1 request: {error}"))
 
     def _start(self) -> None:
-        """Outside of the parser, and with as much of the body as came along: mostly all of it."""
+        """Calls the app, outside the parser and with the body that has arrived, which is usually all of it."""
         self._is_to_start = False
         if self._exchange is not None and self._exchange.is_wanted:
             run = self._exchange.run(self._group.app, self._group.owner)
@@ -138,14 +138,14 @@ class Connection(asyncio.Protocol):
             self._group.attend(task)
 
     def _without_upgrade(self) -> bytes:
-        """The request's head as it would be without the offer, for a parser that does not wait for its acceptance."""
+        """Returns the request's head without the upgrade, for a new parser that does not wait for its acceptance."""
         line = b"%s %s HTTP/1.1\r\n" % (self._parser.get_method(), self._url)
         kept = ((name, value) for name, value in self._headers if name not in (b"connection", b"upgrade"))
         self._parser = httptools.HttpRequestParser(self)
         return line + b"".join(b"%s: %s\r\n" % header for header in kept) + b"\r\n"
 
     def eof_received(self) -> bool:
-        return False  # half a connection is none: the transport closes
+        return False  # half-closed connections are not supported: the transport closes
 
     def pause_writing(self) -> None:
         self._writable = self._writable or self._loop.create_future()
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def finish(self) -> None:
-        """The listener closes: a request that has begun is still answered, nothing else."""
+        """Called when the listener closes: a request that has started is still answered, no other one."""
         if self._exchange is not None and not self._exchange.is_complete:
             self._exchange.is_last = True
         elif self._phase in ("idle", "headers") and self._transport is not None:
@@ -197,7 +197,7 @@ class Connection(asyncio.Protocol):
     def _too_slow(self) -> None:
         bounds = self._group.bounds
         if self._phase == "headers":
-            detail = f"the headers did not come within {bounds.header_s:g} s"
+            detail = f"the headers did not arrive within {bounds.header_s:g} s"
             self._refuse(Refusal(Reason.HEADERS_TOO_SLOW, RequestTimedOut(detail)))
         elif self._phase == "body":
             self._look_at_body()
@@ -209,21 +209,21 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _is_being_read(self) -> bool:
-        """Whether the client took any of what is written since we last looked."""
+        """Whether the client has read any of the written data since the last check."""
         before, now = self._unread_bytes, self._transport.get_write_buffer_size() if self._transport else 0
         self._unread_bytes = now
         return now > 0 and (before is None or now < before)
 
     def _look_at_body(self) -> None:
         bounds = self._group.bounds
-        if self._is_paused:  # it is the app that does not read
+        if self._is_paused:  # the app does not read
             self._arm()
             return
         left_s = self._began_at + bounds.body_s + self._body_bytes / bounds.body_bytes_per_s - self._loop.time()
         if left_s > 0:
             self._patience.set(left_s)
             return
-        detail = f"the body did not come within {bounds.body_s:g} s"
+        detail = f"the body did not arrive within {bounds.body_s:g} s"
         if bounds.body_bytes_per_s < inf:
             detail += f" and 1 s for each {bounds.body_bytes_per_s:g} bytes"
         self._refuse(Refusal(Reason.BODY_TOO_SLOW, RequestTimedOut(detail)))
@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
         return self._client[0] if self._client else ""
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answers by itself, if nothing of an answer has gone out, and has done with this client."""
+        """Sends the refusal, if no part of a response has been sent, and reads no more requests."""
         self._is_last = True
         self._group.refusals.note(refusal.reason, self._name)
         if self._transport is None or self._has_answered():
@@ -243,14 +243,15 @@ class Connection(asyncio.Protocol):
         self._resume()
 
     def _has_answered(self) -> bool:
-        """Whether this request has got some of its answer, or all: a second one would be taken for that to the next.
-        If not, it is taken away from the app."""
+        """Whether any part of this request's response was sent: a second response would be taken for that to the next
+        request. If not, the app can no longer send one."""
         if self._exchange is None or (self._exchange.is_complete and self._phase != "body"):
             return False
         return self._exchange.is_complete or not self._exchange.stop()
 
     def _turn_away(self, refusal: Refusal) -> None:
-        """One connection too many. So many are told why at a time; the others are cut, or there would be no bound."""
+        """Refuses a connection above the limit. Only `bounds.turned_away` of them at a time get a response; the others
+        are aborted, since there would be no limit otherwise."""
         self._is_last = True
         group = self._group
         if not group.is_ending:
@@ -274,17 +275,17 @@ class Connection(asyncio.Protocol):
             + body
         )
         self._end_writing()
-        self._enter("refused", LINGER_S)  # reads on, into nothing, until the client closes or its time is over
+        self._enter("refused", LINGER_S)  # discards all data until the client closes or the time is over
 
     def _end_writing(self) -> None:
         if self._transport is not None and self._transport.can_write_eof():  # TLS cannot
             self._transport.write_eof()
 
-    # --- the parser's side
+    # --- called by the parser
 
     def on_message_begin(self) -> None:
         if self._exchange is not None and not self._exchange.is_complete:
-            self._is_last = self._exchange.is_last = True  # pipelined: see the module
+            self._is_last = self._exchange.is_last = True  # pipelined: not answered
         if self._is_last:
             return
         self._begin()
@@ -297,7 +298,7 @@ class Connection(asyncio.Protocol):
             self._url = self._url + url if self._url else url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_last or self._phase != "headers":  # a trailer tells us nothing
+        if self._is_last or self._phase != "headers":  # trailers are ignored
             return
         self._headers.append((name.lower(), value))
         if len(self._headers) > self._group.bounds.headers:
@@ -308,7 +309,7 @@ class Connection(asyncio.Protocol):
             return
         method: bytes = self._parser.get_method()
         if self._parser.should_upgrade() and method != b"CONNECT":
-            return  # it comes again without that
+            return  # it is parsed again without the upgrade
         bounds = self._group.bounds
         if self._raw_bytes > bounds.header_bytes and size_of(self._url, self._headers) > bounds.header_bytes:
             raise headers_too_large(bounds)
@@ -336,10 +337,10 @@ class Connection(asyncio.Protocol):
             return
         self._enter("answer", None if self._writable is None else self._group.bounds.unread_s)
         self._exchange.feed_end()
-        if self._exchange.is_complete:  # answered before all of the body was here
+        if self._exchange.is_complete:  # answered before the whole body had arrived
             self.answered()
 
-    # --- the exchange's side
+    # --- called by the exchange
 
     def _pause(self) -> None:
         if not self._is_paused and self._transport is not None and not self._transport.is_closing():
@@ -367,8 +368,8 @@ class Connection(asyncio.Protocol):
         self._resume()
 
     def answered(self) -> None:
-        """The answer is complete; the next request may come once the body of this one is over, and once the client
-        has taken most of what there is for it."""
+        """The response is complete. The next request is read once the body of this one has ended, and once the client
+        has read most of the response."""
         if self._writable is None:
             self._resume()
         else:
@@ -377,12 +378,12 @@ class Connection(asyncio.Protocol):
             self._is_last = True
             if self._transport is None:
                 return
-            if self._phase == "body":  # closed at once, the answer would be lost: the client still sends
+            if self._phase == "body":  # the client still sends: an immediate close would lose the response
                 self._end_writing()
                 self._enter("refused", LINGER_S)
             else:
                 self._transport.close()
-                self._enter("refused", self._group.bounds.idle_s)  # a client that reads nothing is not waited for
+                self._enter("refused", self._group.bounds.idle_s)  # limits the wait for a client that reads nothing
         elif self._phase == "answer":
             self._enter("idle", self._group.bounds.idle_s)
 
@@ -396,5 +397,5 @@ def _malformed(detail: str) -> Refusal:
 
 
 def _end(address: Any) -> tuple[str, int] | None:
-    """One end of a connection; None for a Unix socket."""
+    """Returns one address of a connection; None for a Unix socket."""
     return (str(address[0]), int(address[1])) if isinstance(address, tuple) else None

@@ -1,8 +1,8 @@
-"""One HTTP request and its answer, as ASGI: what the app is told, and how what it says is framed.
+"""One HTTP request and its response as ASGI: what the app receives, and the framing of what it sends.
 
-Invariants. Half an answer never looks whole: it is cut. The app's own headers cannot break the framing. After the
-client has gone, the app is told so (`http.disconnect`) or, where its listener wants that, cancelled; what it still
-sends goes nowhere.
+Invariants. A partial response never looks complete: its connection is aborted. The app's own headers cannot break the
+framing. After the client has disconnected, the app receives `http.disconnect` or, if its listener is configured so, is
+cancelled; what it still sends is discarded.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ AsgiApp = Callable[
 ]
 
 SEND_NOW = "rollyard.send_now"
-"""What an app finds in its scope's extensions: see `Exchange.send_now`."""
+"""The key of `Exchange.send_now` in the extensions of an app's scope."""
 
-COPIED_BYTES = 64 << 10  # up to here, head and body in one write are worth the copy
+COPIED_BYTES = 64 << 10  # up to this size, head and body in one write are worth the copy
 
 _BAD_NAME = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")
 _BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class ExchangeConnection(Protocol):
-    """The connection that an exchange happens on."""
+    """The connection of an exchange."""
 
     @property
     def is_writable(self) -> bool: ...
@@ -57,7 +57,7 @@ class ExchangeConnection(Protocol):
 
 
 class Exchange:
-    """One request and its answer: the app's `receive` and `send`."""
+    """One request and its response: the app's `receive` and `send`."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class Exchange:
         self.task: asyncio.Task[None] | None = None
         self.is_last = is_last  # the connection closes after it
         self.is_complete = False
-        self._is_gone = False  # the client is
+        self._is_gone = False  # the client has disconnected
         self._is_started = False
         self._wants_continue = waits_to_be_asked(scope["headers"])
         self._body = bytearray()
         self._has_more = True
-        self._is_told = False  # the app has had the end of the body
-        self._news: asyncio.Event | None = None  # once somebody waits for any
-        self._unsent = b""  # the answer's head, until its body comes, which is mostly at once
-        self._left_bytes: int | None = None  # of an answer whose length was announced; None: chunked
+        self._is_told = False  # the app has received the end of the body
+        self._news: asyncio.Event | None = None  # created when the app first waits
+        self._unsent = b""  # the response's head, until its body comes, usually at once
+        self._left_bytes: int | None = None  # of a response with a content-length; None: chunked
         scope.setdefault("extensions", {})[SEND_NOW] = self.send_now
 
     @property
@@ -92,7 +92,7 @@ class Exchange:
         try:
             await app(self._scope, self._receive, self._send)
             if not self.is_complete and not self._is_gone:
-                raise RuntimeError("the app returned without a complete answer")
+                raise RuntimeError("the app returned without a complete response")
         except Exception:
             log.exception("an app failed", extra={"owner": owner, "method": self._scope["method"]})
             await self._fail()
@@ -101,7 +101,7 @@ class Exchange:
                 self._transport.abort()
 
     async def _fail(self) -> None:
-        if self._is_started and not self._unsent:  # half an answer is cut
+        if self._is_started and not self._unsent:  # a partial response is aborted
             return
         self._unsent, self._is_started = b"", False
         self.is_last = True
@@ -113,7 +113,7 @@ class Exchange:
         if self._news is not None:
             self._news.set()
 
-    # --- from the connection
+    # --- called by the connection
 
     def feed(self, body: bytes) -> int:
         if not self.is_complete:
@@ -132,13 +132,13 @@ class Exchange:
             self.task.cancel()
 
     def stop(self) -> bool:
-        """Takes the answer away from the app. False if part of it has gone out already."""
+        """Prevents the app's response. Returns False if a part of it has already been sent."""
         if self.is_complete:
             return True
         self.disconnect()
         return not self._is_started
 
-    # --- for the app
+    # --- called by the app
 
     async def _receive(self) -> MutableMapping[str, Any]:
         if self._wants_continue and not self._is_started and not self._is_gone:
@@ -161,11 +161,11 @@ class Exchange:
         if self._is_gone:
             return
         if self.is_complete or kind != ("http.response.body" if self._is_started else "http.response.start"):
-            raise RuntimeError(f"the app sent {kind} where it has no place")
+            raise RuntimeError(f"the app sent an unexpected {kind}")
         if kind == "http.response.start":
             self._unsent = self._head(message["status"], message.get("headers", ()))
             self._is_started = True
-            if self._left_bytes is None:  # a stream, whose first part may be far away
+            if self._left_bytes is None:  # a stream, whose first part may come much later
                 self._write(b"")
             return
         is_end = not message.get("more_body", False)
@@ -176,8 +176,8 @@ class Exchange:
             await self._line.drained()
 
     def send_now(self, body: bytes, *, is_end: bool) -> bool:
-        """Part of an answer that has begun, from wherever the app has it, without a task that wakes up for it. False:
-        nothing was sent; the client does not keep up, or is gone, and the app's own `send` has to see to that."""
+        """Sends a part of a response that has started, from any code of the app, without waking up a task. Returns
+        False if nothing was sent: the client does not keep up or has disconnected, and the app must use `send`."""
         if self._is_gone or not self._is_started or self.is_complete or not self._line.is_writable:
             return False
         self._write(self._framed(body, is_end=is_end))
@@ -205,14 +205,14 @@ class Exchange:
         for raw_name, value in headers:
             name = _lower(raw_name)
             if not name or _BAD_VALUE.search(value):
-                raise RuntimeError("the app gave a header that cannot be sent")
+                raise RuntimeError("the app returned a header that cannot be sent")
             if name == b"content-length":
                 length = int(value)
             elif name == b"connection":
                 self.is_last = self.is_last or b"close" in value.lower()
                 continue
             elif name == b"transfer-encoding":
-                continue  # framing is ours
+                continue  # the server does the framing
             parts.append(b"%s: %s\r\n" % (name, value))
         self._has_body = self._scope["method"] != "HEAD" and status >= 200 and status not in (204, 304)
         self._left_bytes = length
@@ -221,7 +221,7 @@ class Exchange:
                 parts.append(b"transfer-encoding: chunked\r\n")
             else:
                 self.is_last = True
-        if self._wants_continue:  # whether the body still comes is the client's choice: no telling where it ends
+        if self._wants_continue:  # the client may or may not send the body: its end is unknown
             self.is_last = True
         if self.is_last:
             parts.append(b"connection: close\r\n")
@@ -235,7 +235,7 @@ class Exchange:
         if self._left_bytes is not None:
             self._left_bytes -= len(body)
             if self._left_bytes < 0 or (is_end and self._left_bytes > 0):
-                raise RuntimeError("the app's answer is not as long as it said")
+                raise RuntimeError("the app's response does not match its content-length")
             return body
         if self._scope["http_version"] != "1.1":
             return body
@@ -245,13 +245,13 @@ class Exchange:
 
 @functools.lru_cache(maxsize=512)
 def _lower(name: bytes) -> bytes:
-    """Empty for one that cannot be sent."""
+    """Returns the name in lower case; empty for one that cannot be sent."""
     return b"" if _BAD_NAME.search(name) else name.lower()
 
 
 @functools.cache
 def phrase(status: int) -> bytes:
-    """The reason phrase; empty for a status that has none."""
+    """Returns the reason phrase; empty for a status that has none."""
     try:
         return http.HTTPStatus(status).phrase.encode()
     except ValueError:

@@ -1,4 +1,4 @@
-"""From a request's first line and headers to an ASGI scope, or to a refusal."""
+"""Converts a request's first line and headers to an ASGI scope, or to a refusal."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Refusal(Exception):
 
 
 def scope_of(method: bytes, target: bytes, headers: Headers, bounds: ListenerBounds) -> dict[str, Any]:
-    """The part of the scope that the request itself decides. Raises `Refusal`."""
+    """Returns the part of the scope that depends on the request alone. Raises `Refusal`."""
     if method == b"CONNECT":
-        raise Refusal(Reason.TUNNEL, RequestError("there are no tunnels here"), status=405)
+        raise Refusal(Reason.TUNNEL, RequestError("tunnels are not supported"), status=405)
     try:
         url = httptools.parse_url(target)
         raw_path = url.path or b"/"
@@ -37,7 +37,7 @@ def scope_of(method: bytes, target: bytes, headers: Headers, bounds: ListenerBou
         raise Refusal(Reason.MALFORMED, MalformedRequest("the request's target is not a path")) from None
     if bounds.body_bytes < inf:
         for name, value in headers:
-            if name == b"content-length" and int(value) > bounds.body_bytes:  # the parser knows that it is a number
+            if name == b"content-length" and int(value) > bounds.body_bytes:  # the parser accepts only numbers
                 raise body_too_large(bounds)
     return {
         "type": "http",

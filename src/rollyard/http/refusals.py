@@ -1,6 +1,6 @@
-"""What is refused before an app sees it: counted by reason, told in the log now and then.
+"""Requests and connections that are refused before an app is called: counted by reason, and logged at a limited rate.
 
-Invariant: a client cannot fill the log. Each reason has one line in `LOG_EVERY_S`, which says how many there were.
+Invariant: a client cannot fill the log. Each reason has at most one line per `LOG_EVERY_S`, with the count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOG_EVERY_S = 60.0
 class Reason(enum.StrEnum):
     """Why a request or a connection was refused: the label of the metric."""
 
-    MALFORMED = "malformed"  # not HTTP, or framed in a way that has two readings
+    MALFORMED = "malformed"  # not HTTP, or ambiguous framing
     TUNNEL = "tunnel"  # CONNECT
     HEADERS_TOO_LARGE = "headers_too_large"
     TOO_MANY_HEADERS = "too_many_headers"
@@ -36,7 +36,7 @@ class Reason(enum.StrEnum):
 
 
 class Refusals:
-    """The refusals of one listener. `count` gets each reason; `is_logged` False is for listeners of one sandbox."""
+    """The refusals of one listener. `count` is called with each reason. A sandbox's own listener does not log."""
 
     def __init__(self, count: Callable[[str], None] | None = None, *, is_logged: bool = True) -> None:
         self._count = count
@@ -58,7 +58,7 @@ class Refusals:
 
 
 def problem_body(error: RollyardError, status: int) -> bytes:
-    """application/problem+json, as every error of the service is told."""
+    """Encodes an error as application/problem+json, the format of every error of the service."""
     body: dict[str, Json] = {
         **error.data,
         "type": "about:blank",

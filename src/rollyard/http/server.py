@@ -1,8 +1,8 @@
 """An ASGI app on one listening socket.
 
-Invariants. Nothing is done for a client that `ListenerBounds` does not count. `close` ends everything at once; `drain` first
-lets requests that have begun be answered. After either no task and no connection of the server is left; `drain` waits
-for that, too.
+Invariants. `ListenerBounds` limits everything that is done for a client. `close` ends everything immediately; `drain`
+first answers requests that have started. After either, no task and no connection of the server is left; `drain` waits
+for that.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from rollyard.http.refusals import Refusals
 
 log = logging.getLogger("rollyard.http")
 
-CANCEL_S = 5.0  # for apps that were cancelled to clean up
+CANCEL_S = 5.0  # for cancelled apps to clean up
 
 
 class HttpServer:
-    """See the module. `start` begins to answer.
+    """Serves an app within `bounds`, from `start` on.
 
-    `is_cancelling`: an app is cancelled when its client goes away; else it is only told (`http.disconnect`), so that
-    what has several steps is not left half done. `is_eager`: an app begins in the same turn of the loop as its request
-    came, which is quicker where many wait, and costs 20 µs of CPU before Python 3.12. `owner` is for logs.
+    `is_cancelling`: an app is cancelled when its client disconnects; otherwise it only receives `http.disconnect`, so
+    that an operation of several steps is not left half done. `is_eager`: an app starts in the iteration of the event
+    loop in which its request arrived, which is faster under load and costs 20 µs of CPU before Python 3.12. `owner` is
+    for logs.
     """
 
     def __init__(
@@ -49,38 +50,38 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """How many are open now."""
+        """The number of open connections."""
         return len(self._group.connections)
 
     async def start(self, sock: socket.socket, *, backlog: int, tls: ssl.SSLContext | None = None) -> None:
-        """Listens on the socket, which is the server's from now on."""
-        with contextlib.suppress(OSError):  # a Unix socket has none; what is accepted inherits it
+        """Listens on the socket, which the server owns from now on."""
+        with contextlib.suppress(OSError):  # a Unix socket has no such option; accepted sockets inherit it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         group = self._group
         server = await loop.create_server(lambda: Connection(group, loop), sock=sock, backlog=backlog, ssl=tls)
-        if group.is_ending:  # while we waited
+        if group.is_ending:  # closed meanwhile
             server.close()
             return
         self._server = server
 
     async def drain(self, within_s: float) -> None:
-        """Stops listening, answers what has begun, ends what has not ended in time."""
+        """Stops listening, answers requests that have started, and ends those that take too long."""
         self._stop_listening()
         try:
             async with asyncio.timeout(within_s):
                 await self._group.empty()
         except TimeoutError:
-            log.warning("requests were cut", extra={"requests": len(self._group.tasks), "after_s": within_s})
+            log.warning("requests were aborted", extra={"requests": len(self._group.tasks), "after_s": within_s})
         self.close()
         if self._group.tasks:
             _, left = await asyncio.wait(list(self._group.tasks), timeout=CANCEL_S)
             if left:
-                log.error("requests do not end", extra={"requests": len(left), "after_s": CANCEL_S})
+                log.error("requests did not end", extra={"requests": len(left), "after_s": CANCEL_S})
 
     def close(self) -> None:
-        """At once, and more than once if need be. Apps are cancelled; what they still do is their own cleaning up."""
+        """Ends everything immediately. Idempotent. Apps are cancelled; they may still clean up."""
         self._stop_listening()
         self._group.close()
 

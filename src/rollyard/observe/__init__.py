@@ -1,4 +1,4 @@
-"""What can be seen of the service from outside: metrics, logs and spans. Every wing but core may use it."""
+"""Metrics, logs and spans. Every package except core may use it."""
 
 from rollyard.observe.logs import bound, configure
 from rollyard.observe.metrics import EngineState, Metrics, PoolState, Snapshot

@@ -1,12 +1,12 @@
-"""Structured logs on the standard library: a message that never changes, and fields beside it.
+"""Structured logs with the standard library: a constant message, and fields.
 
     _log.info("rollout ended", extra={"rollout": rollout.id, "outcome": outcome})
 
-As JSON (one object per line) for machines, or as `time level logger message key=value…` for a person. `bound` adds
-fields to every line that is logged inside it, in this task and those that it starts.
+The format is JSON (one object per line), or `time level logger message key=value…` for people. `bound` adds fields to
+every line that is logged inside it, in this task and in tasks that it starts.
 
-Invariants. A field whose name sounds like a secret is printed as "***"; long values are cut. A line is always one
-line. What cannot be encoded is printed by its repr, and never raises into the code that logs.
+Invariants. A field whose name looks like a secret is printed as "***"; long values are truncated. A record is always
+one line. A value that cannot be encoded is printed as its repr, and never raises an exception in the code that logs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal, TextIO
 import orjson
 
 VALUE_CHARS = 2000
-"""Of one field at most: a log is not where a prompt or a traceback of megabytes goes."""
+"""The limit of one field: a log is not the place for a prompt or a traceback of megabytes."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _SECRET = ("token", "secret", "password", "authorization", "api_key", "apikey", "credential", "cookie")
@@ -33,7 +33,7 @@ _bound: ContextVar[Mapping[str, object] | None] = ContextVar("rollyard_log_field
 
 @contextmanager
 def bound(**fields: object) -> Generator[None, None, None]:
-    """Adds fields to every line logged inside. Nested ones add up."""
+    """Adds fields to every line logged inside the block. Nested blocks accumulate."""
     reset = _bound.set({**(_bound.get() or {}), **fields})
     try:
         yield
@@ -42,7 +42,7 @@ def bound(**fields: object) -> Generator[None, None, None]:
 
 
 class _BindFields(logging.Filter):
-    """On a handler: puts the bound fields into each record, where it does not have them itself."""
+    """Adds the bound fields to each record of a handler, unless the record has a field of that name."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         for name, value in (_bound.get() or {}).items():
@@ -81,7 +81,7 @@ class ConsoleFormatter(logging.Formatter):
 def configure(
     *, level: str = "INFO", style: Literal["json", "console"] = "json", stream: TextIO | None = None
 ) -> logging.Handler:
-    """Sends every logger's lines to the stream (default: stderr). Replaces what was configured before."""
+    """Sends every logger's lines to the stream (default: stderr). Replaces an earlier configuration."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else ConsoleFormatter())
     handler.addFilter(_BindFields())

@@ -1,11 +1,12 @@
-"""What the service counts, for Prometheus. docs/reference/metrics.md lists it; a test keeps the two alike.
+"""The service's Prometheus metrics. docs/reference/metrics.md lists them; a test keeps the two identical.
 
-Two kinds. *Events* (counters and histograms) are recorded where they happen, by the methods of `Metrics`. *State*
-(how many are queued, in a pool, on an engine) is not recorded at all: it is asked for when somebody scrapes, through
-the `Snapshot` that a watcher returns, and so costs nothing on the hot path and can never drift.
+There are two kinds. *Events* (counters and histograms) are recorded where they happen, by the methods of `Metrics`.
+*State* (how many are queued, in a pool, on an engine) is not recorded: it is read at each scrape, from the `Snapshot`
+that a watcher returns, and so costs nothing on the hot path and can never drift.
 
-Invariants. One `Metrics` has one registry of its own; nothing is global. Labels are bounded: codes, states, stages,
-installed environments, configured engines and runtimes, route templates. Never an id of a rollout, a run or a client.
+Invariants. Each `Metrics` has its own registry; nothing is global. Labels are bounded: codes, states, stages,
+installed environments, configured engines and runtimes, route templates. A label is never the id of a rollout, a run or
+a client.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 COMMIT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1)
 TOKENS = (0, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
-RETRIED = ("joined", "replayed", "resumed")  # what a retry of a request became
-MOST_REASONS = 16  # of forks: ours are few, but an agent from elsewhere may name its own
+RETRIED = ("joined", "replayed", "resumed")  # the results of a request's retry
+MOST_REASONS = 16  # of forks: Rollyard's are few, but an external agent may report its own
 BATCH = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """One stage's pool: slots, those at work, rollouts that wait for one."""
+    """One stage's pool: its slots, slots in use, and rollouts that wait for a slot."""
 
     size: int
     active: int
@@ -47,8 +48,8 @@ class EngineState:
     sessions: int
     in_flight: int
     is_up: bool = True
-    cap: int | None = None  # of sessions; None: no bound
-    kv_use: float | None = None  # None: it does not tell
+    cap: int | None = None  # of sessions; None: no limit
+    kv_use: float | None = None  # None: not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """State at the moment of a scrape; whoever watches fills in what it knows."""
+    """State at the time of a scrape. Each watcher fills in a part."""
 
     rollouts: Mapping[str, int] = field(default_factory=dict[str, int])  # by state; ended ones may be left out
     pools: Mapping[str, PoolState] = field(default_factory=dict[str, PoolState])  # by stage
@@ -80,11 +81,11 @@ class Snapshot:
     open_breakers: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
     waiting_for_room: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
     nodes: Mapping[str, NodeState] = field(default_factory=dict[str, NodeState])  # by name
-    unserved: Sequence[str] = ()  # policies whose rollouts wait because no node reaches an engine of theirs
+    unserved: Sequence[str] = ()  # policies whose rollouts wait because no node can use one of their engines
 
 
 class Metrics:
-    """See the module."""
+    """The metrics of one service: methods that record events, and watchers that return state."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -111,44 +112,44 @@ class Metrics:
         self._lost_tokens = histogram(
             "lost_attempt_tokens", "Sampled tokens of lost attempts, by failure code.", TOKENS, "code"
         )
-        self._stage = histogram("stage_seconds", "Time at work in a stage, queues not counted.", SECONDS, "stage")
+        self._stage = histogram("stage_seconds", "Working time in a stage, without queues.", SECONDS, "stage")
         self._wait = histogram("stage_wait_seconds", "Time in the queue before a stage.", SECONDS, "stage")
         self._calls = counter("engine_calls", "Model calls that an engine answered.", "engine")
         self._call_failures = counter("engine_failures", "Model calls that failed, by code.", "engine", "code")
         self._call_seconds = histogram("engine_call_seconds", "Time of a model call.", SECONDS, "engine")
         self._prompt = counter("engine_prompt_tokens", "Prompt tokens sent to an engine.", "engine")
-        self._cached = counter("engine_cached_tokens", "Prompt tokens that it found in its prefix cache.", "engine")
-        self._sampled = counter("engine_sampled_tokens", "Tokens that it sampled.", "engine")
+        self._cached = counter("engine_cached_tokens", "Prompt tokens found in an engine's prefix cache.", "engine")
+        self._sampled = counter("engine_sampled_tokens", "Tokens that an engine sampled.", "engine")
         self._starts = counter("sandbox_starts", "Sandboxes that were started.", "runtime")
         self._start_failures = counter("sandbox_failures", "Sandboxes that failed, by code.", "runtime", "code")
-        self._start_seconds = histogram("sandbox_start_seconds", "Time to start one.", SHORT_SECONDS, "runtime")
-        self._layers = counter("layers", "Set-ups that were made, found as kept, or failed.", "runtime", "result")
+        self._start_seconds = histogram("sandbox_start_seconds", "Time to start a sandbox.", SHORT_SECONDS, "runtime")
+        self._layers = counter("layers", "Set-up layers that were made, found, or failed.", "runtime", "result")
         self._tool_seconds = histogram("tool_call_seconds", "Time of a tool call.", SHORT_SECONDS, "tool")
-        self._egress = counter("egress_connections", "Connections that sandboxes asked for, by verdict.", "verdict")
-        self._egress_bytes = counter("egress_bytes", "Bytes that sandboxes sent and received outside.", "direction")
+        self._egress = counter("egress_connections", "Connections that sandboxes requested, by verdict.", "verdict")
+        self._egress_bytes = counter("egress_bytes", "Bytes that sandboxes sent and received.", "direction")
         self._forks = counter("forks", "Traces that do not continue an earlier one, by reason.", "reason")
-        self._gateway = counter("gateway_requests", "Requests of agent programs, by what became of them.", "result")
+        self._gateway = counter("gateway_requests", "Requests of agent programs, by result.", "result")
         self._abandoned = counter("gateway_abandoned", "Completions that no agent program received.")
-        self._commit = histogram("store_commit_seconds", "Time of a commit, its statements included.", COMMIT_SECONDS)
+        self._commit = histogram("store_commit_seconds", "Time of a commit, including its statements.", COMMIT_SECONDS)
         self._batch = histogram("store_commit_operations", "Operations in one commit.", BATCH)
         self._http = counter("http_requests", "HTTP requests, by route template.", "method", "route", "status")
         self._http_refused = counter(
-            "http_refusals", "Requests and connections that were refused before a token was read, by reason.", "reason"
+            "http_refusals", "Requests and connections refused before authentication, by reason.", "reason"
         )
         self._http_seconds = histogram(
-            "http_request_seconds", "Time to answer, long polls included.", SHORT_SECONDS, "method", "route"
+            "http_request_seconds", "Time to answer, including long polls.", SHORT_SECONDS, "method", "route"
         )
 
     # --- state ----------------------------------------------------------------------------------------
 
     def watch(self, watcher: Callable[[], Snapshot]) -> None:
-        """Asks this for a snapshot at each scrape. It must be quick, and must not block."""
+        """Calls `watcher` for a snapshot at each scrape. It must be quick and must not block."""
         self._watchers.append(watcher)
 
     # --- events ---------------------------------------------------------------------------------------
 
     def rollout_ended(self, rollout: Rollout) -> None:
-        """Counts a terminal record, and its stages' times."""
+        """Counts a terminal record and records the times of its stages."""
         ending = rollout.ending
         if ending is None:
             raise ValueError(f"rollout {rollout.id} has not ended")
@@ -185,9 +186,9 @@ class Metrics:
         self._failure_codes.setdefault(engine, set()).add(code)
 
     def engine_removed(self, engine: str) -> None:
-        """Forgets an engine's series, so that engines that come and go do not pile up."""
+        """Deletes an engine's series, so that series of removed engines do not accumulate."""
         for metric in (self._calls, self._call_seconds, self._prompt, self._cached, self._sampled):
-            with suppress(KeyError):  # it never got that far
+            with suppress(KeyError):  # it has no such series
                 metric.remove(engine)
         for code in self._failure_codes.pop(engine, ()):
             self._call_failures.remove(engine, code)
@@ -200,14 +201,14 @@ class Metrics:
         self._start_failures.labels(runtime, code).inc()
 
     def layer_used(self, runtime: str, result: str) -> None:
-        """A set-up was made, found, or failed."""
+        """Counts a set-up layer that was made, found, or failed."""
         self._layers.labels(runtime, result).inc()
 
     def tool_call(self, tool: str, seconds: float) -> None:
         self._tool_seconds.labels(tool).observe(seconds)
 
     def run_ended(self, trajectory: Trajectory) -> None:
-        """Counts what happened to its tokens: forks, for every agent; retries and losses, where it had a gateway."""
+        """Counts forks, for every agent; and retries and abandoned completions, for agents with a gateway."""
         for trace in trajectory.traces:
             if trace.fork_reason is not None:
                 self._forks.labels(self._reason(trace.fork_reason)).inc()
@@ -226,12 +227,12 @@ class Metrics:
         return reason if reason in self._reasons else "other"
 
     def store_commit(self, seconds: float, operations: int) -> None:
-        """Fits `SqliteStore.open(on_commit=…)`."""
+        """For `SqliteStore.open(on_commit=…)`."""
         self._commit.observe(seconds)
         self._batch.observe(operations)
 
     def egress_used(self, verdicts: Mapping[str, int], sent_bytes: int, received_bytes: int) -> None:
-        """What the sandboxes of an attempt reached; verdicts are a fixed few."""
+        """Counts the connections of an attempt's sandboxes. There is a fixed set of verdicts."""
         for verdict, count in verdicts.items():
             self._egress.labels(verdict).inc(count)
         if verdicts:
@@ -243,18 +244,18 @@ class Metrics:
         self._http_seconds.labels(method, route).observe(seconds)
 
     def http_refused(self, reason: str) -> None:
-        """What the HTTP server itself refused: see `rollyard.http.Reason`."""
+        """Counts a refusal of the HTTP server itself; `reason` is a `rollyard.http.Reason`."""
         self._http_refused.labels(reason).inc()
 
     # --- out ------------------------------------------------------------------------------------------
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The text of a scrape and its content type: OpenMetrics where the scraper accepts it."""
+        """Returns the text of a scrape and its content type: OpenMetrics if the scraper accepts it."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
     def describe(self) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-        """(name as scraped, type, labels, meaning) of every metric, in order of name."""
+        """Yields (name as scraped, type, labels, meaning) of every metric, ordered by name."""
         rows: list[tuple[str, str, tuple[str, ...], str]] = []
         for metric in (value for value in vars(self).values() if isinstance(value, Counter | Histogram)):
             (family,) = metric.describe()
@@ -271,28 +272,32 @@ def _count(value: Json) -> int:
 _GAUGES = {
     "rollouts": ("rollyard_rollouts", "state", "Rollouts that have not ended, by state."),
     "pool_size": ("rollyard_pool_size", "stage", "Slots of a stage's pool."),
-    "pool_active": ("rollyard_pool_active", "stage", "Slots at work."),
+    "pool_active": ("rollyard_pool_active", "stage", "Slots in use."),
     "pool_waiting": ("rollyard_pool_waiting", "stage", "Rollouts that wait for a slot."),
-    "engine_sessions": ("rollyard_engine_sessions", "engine", "Sessions that stick to an engine."),
-    "engine_in_flight": ("rollyard_engine_in_flight", "engine", "Model calls that it is answering."),
-    "engine_up": ("rollyard_engine_up", "engine", "1 if it takes calls, 0 if it is unhealthy or quarantined."),
-    "engine_session_cap": ("rollyard_engine_session_cap", "engine", "Sessions that it may have; none if unbounded."),
-    "engine_kv_use": ("rollyard_engine_kv_use", "engine", "Its KV cache in use, 0 to 1, if it tells."),
+    "engine_sessions": ("rollyard_engine_sessions", "engine", "Sessions on an engine."),
+    "engine_in_flight": ("rollyard_engine_in_flight", "engine", "Model calls in progress."),
+    "engine_up": ("rollyard_engine_up", "engine", "1 if it accepts calls, 0 if it is unhealthy or quarantined."),
+    "engine_session_cap": ("rollyard_engine_session_cap", "engine", "Limit of its sessions; absent if unlimited."),
+    "engine_kv_use": ("rollyard_engine_kv_use", "engine", "Used share of its KV cache, 0 to 1, if reported."),
     "seats_waiting": ("rollyard_seats_waiting", "policy", "Rollouts in READY that wait for a seat at its engines."),
-    "policy_version": ("rollyard_policy_version", "policy", "The version of its weights that was resumed last."),
-    "policy_paused": ("rollyard_policy_paused", "policy", "1 while its weights are being changed, or were left so."),
+    "policy_version": ("rollyard_policy_version", "policy", "The weight version at the last resume."),
+    "policy_paused": (
+        "rollyard_policy_paused",
+        "policy",
+        "1 while it is paused, also by a change that was not completed.",
+    ),
     "sandboxes": ("rollyard_sandboxes", "runtime", "Live sandboxes."),
-    "layer_bytes": ("rollyard_layer_bytes", "runtime", "Disk that kept set-ups take."),
-    "open_breakers": ("rollyard_open_breakers", "runtime", "Images (or none) whose starts are being refused."),
+    "layer_bytes": ("rollyard_layer_bytes", "runtime", "Disk space of stored set-up layers."),
+    "open_breakers": ("rollyard_open_breakers", "runtime", "Images (or no image) whose starts are refused."),
     "waiting_for_room": (
         "rollyard_waiting_for_room",
         "runtime",
-        "Sandboxes that wait to be started because the machine is short of memory or disk.",
+        "Sandboxes that wait to start because the machine is short of memory or disk.",
     ),
-    "node_live": ("rollyard_node_live", "node", "Rollouts that are out at it."),
+    "node_live": ("rollyard_node_live", "node", "Rollouts leased to it."),
     "node_wants": ("rollyard_node_wants", "node", "Rollouts that it could take now."),
-    "node_heard": ("rollyard_node_heard_seconds_ago", "node", "Since it was last heard of."),
-    "node_drained": ("rollyard_node_drained", "node", "1 while it takes nothing more."),
+    "node_heard": ("rollyard_node_heard_seconds_ago", "node", "Time since its last call."),
+    "node_drained": ("rollyard_node_drained", "node", "1 while it accepts no more rollouts."),
     "node_engine_reachable": (
         "rollyard_node_engine_reachable",
         "node engine",
@@ -301,13 +306,13 @@ _GAUGES = {
     "policy_unserved": (
         "rollyard_policy_unserved",
         "policy",
-        "1 while its rollouts wait because no node can use an engine of it.",
+        "1 while its rollouts wait because no node can use one of its engines.",
     ),
 }
 
 
 class _State(Collector):
-    """The gauges, made from snapshots at scrape time."""
+    """The gauges, created from snapshots at each scrape."""
 
     def __init__(self, watchers: list[Callable[[], Snapshot]]) -> None:
         self._watchers = watchers
@@ -323,7 +328,7 @@ class _State(Collector):
         for watcher in self._watchers:
             try:
                 snapshot = watcher()
-            except Exception:  # the other metrics are needed most when something is wrong
+            except Exception:  # the other metrics matter most when something is wrong
                 _log.exception("a watcher failed; its gauges are missing from this scrape")
                 continue
             for state, count in snapshot.rollouts.items():

@@ -1,4 +1,4 @@
-"""Spans from queue to reward: a small door, closed (free) unless somebody configured a collector.
+"""Spans from queue to reward: a small interface that does nothing (at no cost) unless a collector is configured.
 
     rollout                        from submit to its end
     ├── init
@@ -7,11 +7,11 @@
     │   └── execute_tool NAME      gen_ai.operation.name = execute_tool
     └── eval
 
-Attribute names are OpenTelemetry's GenAI conventions where there are any, `rollyard.*` otherwise. A parent is handed
-on explicitly, since a rollout's stages run in different tasks. opentelemetry is imported only by `open_tracer`.
+Attribute names follow OpenTelemetry's GenAI conventions where they exist, and are `rollyard.*` otherwise. A parent is
+passed explicitly, since a rollout's stages run in different tasks. opentelemetry is imported only by `open_tracer`.
 
-Invariants. A span never holds a prompt, a completion or a tool's arguments. Whatever goes wrong with tracing never
-goes wrong with a rollout: export happens in a thread of the SDK, whose queue is bounded and drops when full.
+Invariants. A span never contains a prompt, a completion or a tool's arguments. A failure of tracing never fails a
+rollout: export happens in a thread of the SDK, whose queue is bounded and drops spans when full.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Value = str | int | float | bool | Sequence[str]
 
 
 class Span(Protocol):
-    """Something that takes time. As a context manager it ends with the block, and fails with its exception."""
+    """An operation that takes time. As a context manager, it ends with the block and fails with its exception."""
 
     def set(self, attributes: Mapping[str, Value]) -> None: ...
 
     def fail(self, code: str, detail: str = "") -> None:
-        """Marks it as failed; it still has to be ended."""
+        """Marks the span as failed; it must still be ended."""
         ...
 
     def child(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span: ...
@@ -53,19 +53,19 @@ class Span(Protocol):
 
 class Tracer(Protocol):
     def root(self, name: str, attributes: Mapping[str, Value], started_at: float | None = None) -> Span:
-        """A span without a parent. `started_at` is a time like `time.time()`, None is now."""
+        """Starts a span without a parent. `started_at` is a time as of `time.time()`; None is now."""
         ...
 
     async def close(self) -> None:
-        """Sends what is left, within the exporter's own deadline."""
+        """Sends the remaining spans, within the exporter's own timeout."""
         ...
 
 
-# --- the spans that there are -------------------------------------------------------------------------
+# --- the spans of a rollout ---------------------------------------------------------------------------
 
 
 def rollout_span(tracer: Tracer, rollout: Rollout) -> Span:
-    """The root of one rollout, begun when it was submitted."""
+    """Starts the root span of a rollout, as of its submission."""
     attributes: dict[str, Value] = {
         "rollyard.rollout.id": rollout.id,
         "rollyard.run": rollout.run,
@@ -79,14 +79,14 @@ def rollout_span(tracer: Tracer, rollout: Rollout) -> Span:
 
 
 def stage_span(parent: Span, stage: str, *, agent: str = "") -> Span:
-    """init, run or eval."""
+    """Starts the span of a stage: init, run or eval."""
     if stage != "run":
         return parent.child(stage)
     return parent.child("run", {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": agent})
 
 
 def chat_span(parent: Span, *, model: str, engine: str, conversation: str, turn: int) -> Span:
-    """One model call. Give it its usage with `set_usage`."""
+    """Starts the span of one model call. `set_usage` adds its usage."""
     return parent.child(
         f"chat {model}",
         {
@@ -118,7 +118,7 @@ def tool_span(parent: Span, *, name: str, call_id: str) -> Span:
 
 
 def end_rollout_span(span: Span, ending: Ending) -> None:
-    """Says how it ended, and ends it. Only infra and task failures are errors: a truncated rollout is data."""
+    """Records the ending and ends the span. Only infra and task failures are errors: a truncated rollout is data."""
     attributes: dict[str, Value] = {
         "rollyard.outcome": ending.outcome.value,
         "rollyard.turns": ending.summary.turns,
@@ -140,7 +140,7 @@ def end_rollout_span(span: Span, ending: Ending) -> None:
 
 
 class NoSpan:
-    """Does nothing, and is its own child."""
+    """Does nothing and is its own child."""
 
     def set(self, attributes: Mapping[str, Value]) -> None: ...
 
@@ -173,11 +173,11 @@ NO_SPAN: Span = NoSpan()
 
 
 class TracingUnavailable(Exception):
-    """Tracing was configured and cannot be had; the message says what to install."""
+    """Tracing is configured but not installed; the message names the package to install."""
 
 
 def open_tracer(endpoint: str, *, headers: Mapping[str, str] | None = None, service: str = "rollyard") -> Tracer:
-    """A tracer that sends OTLP over HTTP to `endpoint` (a collector's base URL, or the whole …/v1/traces)."""
+    """Returns a tracer that sends OTLP over HTTP to `endpoint` (a collector's base URL, or the whole …/v1/traces)."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
@@ -187,7 +187,7 @@ def open_tracer(endpoint: str, *, headers: Mapping[str, str] | None = None, serv
 
 
 def tracer_of(exporter: SpanExporter, *, service: str = "rollyard") -> Tracer:
-    """A tracer around any exporter of the SDK. Its provider is its own: nothing global is set."""
+    """Returns a tracer with any exporter of the SDK. It has its own provider: nothing global is set."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -206,7 +206,7 @@ class _Tracer:
         from opentelemetry.context import Context
 
         start = None if started_at is None else int(started_at * 1e9)
-        # An empty context: what the caller happens to run in is not this rollout's parent.
+        # An empty context: the caller's current span is not this rollout's parent.
         return _Span(self._tracer, self._tracer.start_span(name, Context(), attributes=attributes, start_time=start))
 
     async def close(self) -> None:
@@ -235,7 +235,7 @@ class _Span:
         return _Span(self._tracer, self._tracer.start_span(name, context, attributes=attributes))
 
     def end(self) -> None:
-        if self._span.is_recording():  # the SDK warns of a second end
+        if self._span.is_recording():  # the SDK logs a warning for a second end
             self._span.end()
 
     def __enter__(self) -> Self:

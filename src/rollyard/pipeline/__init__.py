@@ -1,4 +1,4 @@
-"""Stages, scheduler, lifecycle and deadlines: the way of a rollout from queued to its one terminal record."""
+"""The pipeline: stages, scheduling, retries and deadlines of a rollout, from the queue to its terminal record."""
 
 from rollyard.pipeline.artifacts import ArtifactFolder
 from rollyard.pipeline.event_log import Event, EventLog

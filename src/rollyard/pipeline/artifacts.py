@@ -1,7 +1,7 @@
-"""What RUN left, kept outside the sandbox so that EVAL can judge it later, elsewhere, or again.
+"""Artifacts: files that RUN left, stored outside the sandbox so that EVAL can score them later, elsewhere, or again.
 
-One folder per rollout and attempt below `root`, by a hash of the id (a client's id is never a path). A file
-counts only after fsync and rename; its digest is checked when it is read back.
+There is one folder per rollout and attempt below `root`, named by a hash of the rollout's id: an id that a client chose
+is never a path. A file is valid only after fsync and rename; its digest is checked when it is read back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollyard.sandbox.base import Sandbox
 
 
 class ArtifactFolder:
-    """See the module."""
+    """Saves, stores and loads artifacts below `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -29,9 +29,9 @@ class ArtifactFolder:
     async def save(
         self, sandbox: Sandbox, rules: Iterable[ArtifactRule], rollout_id: str, attempt: int
     ) -> list[Artifact]:
-        """Copies what the rules name out of a live sandbox.
+        """Copies the paths that `rules` name out of a running sandbox.
 
-        A path that is not there, or is beyond its limit, is left out: what that means is the environment's to say.
+        Skips a path that does not exist or exceeds its limit: the environment's EVAL decides how to score that.
         """
         folder = self._folder(rollout_id) / str(attempt)
         saved: list[Artifact] = []
@@ -51,7 +51,7 @@ class ArtifactFolder:
         return saved
 
     async def receive(self, name: str, data: bytes, rollout_id: str, attempt: int) -> None:
-        """One that was saved elsewhere. `ArtifactLost` if it cannot be written."""
+        """Stores an artifact that another machine saved. Raises `ArtifactLost` if it cannot be written."""
         target = self._folder(rollout_id) / str(attempt) / _file_name(name)
         try:
             await asyncio.to_thread(_write, target, data)
@@ -59,18 +59,18 @@ class ArtifactFolder:
             raise ArtifactLost(f"artifact {name!r} could not be saved: {error}") from error
 
     async def load(self, artifact: Artifact, rollout_id: str, attempt: int) -> Path:
-        """The saved file, proven to be what was saved."""
+        """Returns the path of the saved file after checking its digest. Raises `ArtifactLost`."""
         path = self._folder(rollout_id) / str(attempt) / _file_name(artifact.name)
         try:
             found = await asyncio.to_thread(_sha256, path)
         except OSError as error:
             raise ArtifactLost(f"artifact {artifact.name!r} cannot be read: {error}") from error
         if found != artifact.sha256:
-            raise ArtifactLost(f"artifact {artifact.name!r} is not what was saved (its digest differs)")
+            raise ArtifactLost(f"artifact {artifact.name!r} has changed since it was saved (its digest differs)")
         return path
 
     async def clear(self) -> None:
-        """Deletes all of them."""
+        """Deletes all artifacts."""
         await asyncio.to_thread(shutil.rmtree, self.root, ignore_errors=True)
 
     async def delete(self, rollout_id: str) -> None:
@@ -96,7 +96,7 @@ def _write(target: Path, data: bytes) -> None:
 
 
 def _settle(rule: ArtifactRule, kind: Literal["file", "tar"], partial: Path, target: Path) -> Artifact:
-    """fsync, rename, digest. Only now it counts."""
+    """Fsyncs and renames the file, and computes its digest. The artifact is valid only after this."""
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(target)

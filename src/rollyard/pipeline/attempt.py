@@ -1,7 +1,8 @@
-"""One attempt at one rollout: from its INIT slot through READY, RUN and EVAL to its one end.
+"""One attempt of one rollout: from its INIT slot through READY, RUN and EVAL to its end.
 
-One task per live rollout; the pools decide when it goes on. Whatever happens (done, failed, cancelled, stalled,
-server going down), it leaves through `main`'s last lines: sandbox proven gone first, then `settling` writes the end.
+Each live rollout is one asyncio task; the pools decide when it continues. However an attempt ends (done, failed,
+cancelled, stalled, service shutdown), it leaves through the last lines of `main`: first the sandbox is proven gone,
+then `Settlement` writes the end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rollyard.core.failure import (
     SandboxLost,
     SandboxStuck,
 )
-from rollyard.engines.routing.seats import Seat
+from rollyard.engines.pool.seats import Seat
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
 from rollyard.pipeline.base import AttemptHost, Shutdown, Verdict
@@ -53,31 +54,31 @@ from rollyard.tokens import verify
 log = logging.getLogger("rollyard.pipeline")
 
 MOST_OVERRUNS = 2
-"""Tries at an EVAL that takes too long, loses its sandbox or has a command killed. Then what is judged did that, and
-neither the judge nor the host."""
+"""Tries of an EVAL that exceeds its deadline, loses its sandbox or has a command killed. After that, what is evaluated
+is taken to be the cause, not the verifier or the host."""
 
 OVERRUNS = (DeadlineExpired, EvalDeadline, *ENDS.values())
 
 
 class Attempt:
-    """See the module. `main` is the task's body; `stop` ends it from outside, with a reason."""
+    """Takes one rollout through the stages. `main` is the task's body; `stop` ends it from outside, with a reason."""
 
     def __init__(self, pipeline: AttemptHost, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
         self.pipeline = pipeline
         self.last_beat = pipeline.clock()
-        self.clock = Deadline()  # of the stage it is in
-        self.quarantined = 0  # sandboxes of it that could not be proven gone
-        self.is_seated = rollout.state is State.EVAL  # has its seat, or needs none: others may come after it
+        self.clock = Deadline()  # of the current stage
+        self.quarantined = 0  # its sandboxes that could not be proven gone
+        self.is_seated = rollout.state is State.EVAL  # has a seat or needs none
         self._progress = AttemptProgress(rollout, run, Summary(node=pipeline.settings.node), queued_s=queued_s)
         self._workspace: stages.Workspace | None = None
-        self._seat: Seat | None = None  # at its policy's engines, while it is in RUN or about to be
+        self._seat: Seat | None = None  # at its policy's engines, from just before RUN to its end
         self._eval_sandbox: Sandbox | None = None
         self._stop: RollyardError | Shutdown | Stale | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_settling = False
         self._closing: asyncio.Future[None] | None = None
 
-    # --- from outside ---------------------------------------------------------------------------------
+    # --- called from outside --------------------------------------------------------------------------
 
     @property
     def rollout(self) -> Rollout:
@@ -92,9 +93,9 @@ class Attempt:
         return self._progress.state
 
     def stop(self, reason: RollyardError | Shutdown | Stale) -> None:
-        """Ends it as soon as it awaits; the first reason counts. It cleans up before it is done.
+        """Ends the attempt at its next await, after clean-up. The first reason counts.
 
-        What is already writing its end, ends that way.
+        Has no effect once the attempt is writing its end.
         """
         if self._stop is None and not self._is_settling:
             self._stop = reason
@@ -105,20 +106,22 @@ class Attempt:
         self.last_beat = self.pipeline.clock()
 
     def tick(self, now: float, lease_s: float) -> float | None:
-        """Renews what it holds; returns for how long nothing has moved in RUN, while its clock runs. `now`: the yard's.
+        """Renews the sandbox leases. Returns the seconds since the last progress in RUN while its clock runs, else
+        None.
 
-        INIT and EVAL run against a deadline of their own from end to end: what is slow there is theirs to name."""
+        `now` is the pipeline's clock. INIT and EVAL need no stall check: the deadline of each covers the whole stage.
+        """
         for sandbox in (self._workspace.sandbox if self._workspace else None, self._eval_sandbox):
             if sandbox is not None:
                 sandbox.renew(lease_s)
         if not self.clock.is_running:
-            self.last_beat = now  # what stands still by our own doing, a paused policy say, has not stalled
+            self.last_beat = now  # Rollyard stopped the clock (a paused policy, for example): not a stall
         return now - self.last_beat if self.state is State.RUN and self.clock.is_running else None
 
-    # --- the way through ------------------------------------------------------------------------------
+    # --- stages ---------------------------------------------------------------------------------------
 
     async def main(self) -> None:
-        """Holds an INIT slot when it starts, unless it resumes in EVAL."""
+        """Runs the attempt. It holds an INIT slot when it starts, unless it resumes in EVAL."""
         self._task = asyncio.current_task()
         self._progress.span = rollout_span(self.pipeline.tracer, self.rollout)
         verdict: Verdict
@@ -136,13 +139,13 @@ class Attempt:
             verdict = ended.failure
         except Stale as stale:
             verdict = stale
-        except SandboxStuck as stuck:  # of INIT or EVAL, whatever had ended that
+        except SandboxStuck as stuck:  # from INIT or EVAL; if the attempt was stopped, that reason counts
             self._quarantine(stuck)
             verdict = self._stopped(self._stop or stuck)
         except RollyardError as error:
             verdict = error.failure(self.state)
         except Exception as error:
-            log.exception("attempt broke", extra={"rollout": self.rollout.id})
+            log.exception("attempt raised an unexpected error", extra={"rollout": self.rollout.id})
             verdict = InternalError(f"{type(error).__name__}: {error}").failure(self.state)
         self._is_settling = True
         await self._dispose()
@@ -156,7 +159,7 @@ class Attempt:
         return reason.failure(self.state) if isinstance(reason, RollyardError) else reason
 
     def _check_stop(self) -> None:
-        if self._stop is not None:  # stopped before its first step: nobody could cancel the task yet
+        if self._stop is not None:  # stopped before its first step: there was no task to cancel
             raise asyncio.CancelledError
 
     async def _stages(self) -> Ending:
@@ -187,8 +190,8 @@ class Attempt:
             progress.mark("ready")
             self._move(State.READY)
             pipeline.ready += 1
-        except SandboxEndedByPolicy as error:  # which has not said a word yet
-            raise SandboxLost(f"it ended before the agent had begun: {error.detail}") from error
+        except SandboxEndedByPolicy as error:  # the policy has not sampled anything yet
+            raise SandboxLost(f"the sandbox ended before the agent started: {error.detail}") from error
         finally:
             pipeline.init_pool.release()
         sandbox, lease = self._workspace.sandbox, self._workspace.lease
@@ -199,7 +202,7 @@ class Attempt:
             progress.prepare_s = lease.made_s or 0.0
 
     async def _run(self) -> tuple[Failure | None, bool]:
-        """What RUN ended with, and whether the policy ended its own sandbox."""
+        """Executes RUN. Returns its failure, if any, and whether the policy ended its own sandbox."""
         pipeline, progress = self.pipeline, self._progress
         assert self._workspace is not None
         try:
@@ -237,7 +240,8 @@ class Attempt:
                 pipeline.run_pool.release()
 
     async def _sit_down(self) -> None:
-        """Its seat at its policy, if its agent needs a model at all. Until then it is READY, and no clock runs."""
+        """Acquires a seat at the policy if the agent needs a model. Until then the rollout is READY and no clock
+        runs."""
         pipeline = self.pipeline
         if needs_model(pipeline.resources.agent_of(self.rollout.task)):
             seats = pipeline.resources.router.seats(self.run.policy)
@@ -257,7 +261,7 @@ class Attempt:
             self._seat.close()
 
     async def _save(self, workspace: stages.Workspace, ran: stages.RunResult) -> stages.RunResult:
-        """run → eval: artifacts out of the sandbox, then one durable row that says all EVAL needs."""
+        """Moves from RUN to EVAL: saves the artifacts, then writes one durable row with everything that EVAL needs."""
         progress, rollout = self._progress, self.rollout
         gone = ended_by_policy(workspace.sandbox)
         if workspace.sandbox is not None and not ran.is_sandbox_gone:
@@ -269,7 +273,7 @@ class Attempt:
             except PolicyFailure as error:
                 ran, gone = replace(ran, is_sandbox_gone=True), error
             except SandboxStuck as stuck:
-                raise SandboxLost(stuck.detail) from stuck  # the clean-up that follows finds it stuck, and counts it
+                raise SandboxLost(stuck.detail) from stuck  # the clean-up that follows counts it as stuck
         if ran.is_sandbox_gone and ran.failure is None and gone is not None:
             ran = replace(ran, failure=gone.failure("run"))
         progress.is_reevaluable = workspace.plan.is_reevaluable and workspace.plan.eval_mode == "fresh"
@@ -287,18 +291,18 @@ class Attempt:
         try:
             await asyncio.shield(saving)
         except asyncio.CancelledError:
-            await saving  # once begun it is written; what we believe must be what is stored
+            await saving  # a started write completes; the state here must match the store
             self._at(at.to(State.EVAL))
             raise
         self._at(at.to(State.EVAL))
         return ran
 
     async def _restore(self) -> tuple[Failure | None, bool]:
-        """An attempt that an earlier process brought as far as EVAL."""
+        """Loads an attempt that an earlier process brought as far as EVAL."""
         progress = self._progress
         saved = await self.pipeline.store.saved_run(self.rollout.id)
         if saved is None:
-            raise InternalError("this rollout is in EVAL, but what RUN left is not there")
+            raise InternalError("the rollout is in EVAL, but RUN's saved result is missing")
         progress.trajectory, info = saved
         progress.summary = msgspec.convert(info["summary"], Summary)
         progress.before = msgspec.convert(info["timings"], Timings)
@@ -312,7 +316,7 @@ class Attempt:
         failing_score = pipeline.resources.environment_of(self.rollout.task).plan(self.rollout.task).failing_score
         if is_sandbox_gone:
             return progress.scored(failing_score, failure)
-        broken, overruns = 0, 0  # apart: a host that failed once has not shown that the checks are slow
+        broken, overruns = 0, 0  # separate: a host failure does not show that the checks are slow
         while True:
             try:
                 return progress.scored(await self._score(is_last=overruns + 1 >= MOST_OVERRUNS), failure)
@@ -336,7 +340,7 @@ class Attempt:
                 self._eval_sandbox = None
 
     async def _score(self, *, is_last: bool) -> Score:
-        """One try, in a slot of EVAL's pool."""
+        """Runs EVAL once, in a slot of EVAL's pool."""
         pipeline, progress = self.pipeline, self._progress
         assert progress.trajectory is not None
         async with pipeline.eval_pool.slot(self._rank):
@@ -364,7 +368,7 @@ class Attempt:
         self._eval_sandbox = sandbox
 
     def _overrun(self, error: Exception, failure: Failure | None) -> Failure:
-        """Twice too slow, or twice the end of its sandbox."""
+        """Returns the failure of an EVAL that exceeded its deadline, or ended its sandbox, in every try."""
         if isinstance(error, PolicyFailure) and not isinstance(error, EvalDeadline):
             found = error.failure("eval")
         else:
@@ -379,14 +383,14 @@ class Attempt:
     # --- cleaning up ----------------------------------------------------------------------------------
 
     async def _dispose(self) -> None:
-        """Everything it holds is gone after this, or reported as stuck. A cancel cannot cut it short."""
+        """Closes everything the attempt holds, or reports it as stuck. A cancel does not interrupt it."""
         if self._workspace is not None and self._closing is None:
             self._closing = asyncio.ensure_future(self._close(self._workspace))
         if self._closing is not None:
             await asyncio.shield(self._closing)
 
     def _forget(self) -> None:
-        """Once nothing stands on them any more: the layer that it shares, and the files that RUN left."""
+        """Releases the shared layer and deletes RUN's files. Call it once no sandbox uses them."""
         if self._workspace is not None:
             self._workspace.forget()
 
@@ -395,9 +399,9 @@ class Attempt:
             await workspace.close()
         except SandboxStuck as stuck:
             self._quarantine(stuck)
-        except Exception as error:  # a tool's, most likely; the rollout still has to end
-            log.exception("clean-up broke", extra={"rollout": self.rollout.id})
-            detail = f"its clean-up broke: {type(error).__name__}: {error}"
+        except Exception as error:  # most likely from a tool; the rollout still has to end
+            log.exception("clean-up failed", extra={"rollout": self.rollout.id})
+            detail = f"clean-up failed: {type(error).__name__}: {error}"
             if workspace.sandbox is not None and workspace.sandbox.end is None:
                 self._quarantine(SandboxStuck(detail))
             else:
@@ -415,7 +419,8 @@ class Attempt:
         return (-self.rollout.priority, self.rollout.seq)
 
     def _move(self, state: State) -> None:
-        """Written in order, not waited for; if the store says it is not ours any more, we stop."""
+        """Writes the move without waiting; writes keep their order. Stops the attempt if the store reports another
+        owner."""
         at = self.rollout.position
         to = at.to(state)
         self.pipeline.store.move(self.rollout.id, at, to).add_done_callback(self._moved)
@@ -433,7 +438,7 @@ class Attempt:
 
 
 class _Ended(Exception):
-    """Carries a failure that RUN returned out of the stages."""
+    """Carries a failure that RUN returned out of `_stages`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.detail)

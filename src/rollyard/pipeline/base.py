@@ -1,4 +1,4 @@
-"""The door between the yard and the attempts that it lets through."""
+"""The interfaces between the pipeline and its attempts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rollyard.store.base import Stale, Store
 
 
 class Shutdown(Exception):
-    """The server goes down: give the work back, nobody is to blame."""
+    """The service is shutting down: the rollout is given back, without a failure."""
 
 
 Verdict = Ending | Failure | Shutdown | Stale
-"""How an attempt came out of its stages."""
+"""How an attempt left its stages."""
 
 
 class LiveRollout(Protocol):
     """A rollout that has left the queue and not ended: an attempt in this process, or a lease of a node."""
 
-    clock: Deadline  # of the stage it is in, where it is
+    clock: Deadline  # of the current stage
 
     @property
     def rollout(self) -> Rollout: ...
@@ -38,12 +38,12 @@ class LiveRollout(Protocol):
     def stop(self, reason: RollyardError | Shutdown | Stale) -> None: ...
 
     def tick(self, now: float, lease_s: float) -> float | None:
-        """For how long nothing has moved in RUN, if that is this process's to see."""
+        """Renews what it holds. Returns the seconds since the last progress in RUN, if this process can observe it."""
         ...
 
 
 class AttemptHost(Protocol):
-    """What an attempt needs of the one who started it."""
+    """What an attempt uses of the pipeline that started it."""
 
     store: Store
     resources: StageResources
@@ -64,5 +64,5 @@ class AttemptHost(Protocol):
     def wake(self) -> None: ...
 
     def seated(self, policy: str) -> None:
-        """A rollout that was admitted has its seat, or needs none."""
+        """Called when an admitted rollout has its seat, or needs none."""
         ...

@@ -1,4 +1,4 @@
-"""Attributes whatever escapes from code that is not ours to the failure that it means there."""
+"""Converts exceptions that escape from an environment, agent, tool or runtime into a `RollyardError`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ log = logging.getLogger("rollyard.pipeline")
 
 @contextmanager
 def boundary(error: type[RollyardError], what: str) -> Generator[None, None, None]:
-    """An exception from inside becomes `error`; one of our own tree passes through as it is."""
+    """Raises `error` for an exception from inside; a `RollyardError` passes through unchanged."""
     try:
         yield
     except RollyardError:
         raise
     except Exception as escaped:
-        log.exception("escaped", extra={"what": what, "code": error.code})
+        log.exception("unexpected exception", extra={"what": what, "code": error.code})
         raise error(f"{what} raised {type(escaped).__name__}: {escaped}") from escaped

@@ -1,7 +1,7 @@
 """Cancelling many rollouts at once, and deleting runs.
 
-Queued rollouts end in transactions of `CANCELS` each, so that a long queue does not block other writes for long.
-A run that is being deleted is marked in the store first: from then on nothing of it starts, and the deletion goes on
+Queued rollouts end in transactions of `CANCELS` each, so that a long queue does not block other writes for long. A run
+that is being deleted is marked in the store first: from then on no rollout of it starts, and the deletion continues
 after a restart.
 """
 
@@ -17,17 +17,17 @@ from rollyard.pipeline.scheduler import Scheduler
 from rollyard.store.base import Stale, Store
 
 CANCELS = 1000
-"""In one transaction, for which other writes wait."""
+"""Rollouts that one transaction cancels; other writes wait for it."""
 
 PUBLISHED = 64
-"""Records that are read at once to be published."""
+"""Records read at once to be published."""
 
 AGAIN_S = 0.2
-"""Before a deletion looks again for rollouts that were requeued, or leased, while it cancelled the others."""
+"""Seconds before a deletion looks again for rollouts that were requeued or leased while it cancelled the others."""
 
 
 class CancellationHost(Protocol):
-    """What cancelling needs of the yard."""
+    """What `Cancellation` uses of the pipeline."""
 
     store: Store
     scheduler: Scheduler
@@ -43,14 +43,14 @@ class CancellationHost(Protocol):
 
 
 class Cancellation:
-    """See the module. `deleting` are the runs that are being deleted."""
+    """Cancels rollouts and deletes runs. `deleting` contains the runs that are being deleted."""
 
     def __init__(self, pipeline: CancellationHost) -> None:
         self._pipeline = pipeline
         self.deleting: set[str] = set()
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> None:
-        """Like `cancel` of each."""
+        """Cancels each of the rollouts."""
         for first in range(0, len(ids), CANCELS):
             few = ids[first : first + CANCELS]
             queued = [rollout_id for rollout_id in few if self._pipeline.scheduler.remove(rollout_id)]
@@ -60,13 +60,14 @@ class Cancellation:
                     await self._pipeline.cancel(rollout_id, detail)
 
     async def begin_deletion(self, run_id: str) -> None:
-        """Durable when it returns: nothing of the run starts any more. `delete` does the rest, also after a restart."""
+        """Marks a run for deletion. Durable when it returns: no rollout of the run starts any more. `delete` does the
+        rest, also after a restart."""
         await self._pipeline.store.begin_deletion(run_id)
         self.deleting.add(run_id)
         self._pipeline.scheduler.drop_run(run_id)
 
     async def delete(self, run_id: str) -> None:
-        """Cancels what has not ended, waits for it, and forgets the run."""
+        """Cancels the run's rollouts that have not ended, waits for them, and deletes the run."""
         detail = "its run was deleted"
         while True:
             while ids := await self._pipeline.store.queued_of(run_id, CANCELS):
@@ -87,7 +88,7 @@ class Cancellation:
         return [rollout_id for rollout_id, attempt in self._pipeline.live.items() if attempt.run.id == run_id]
 
     async def _end(self, ids: Sequence[str], detail: str) -> set[str]:
-        """Ends those that are queued in the store, and publishes their records."""
+        """Ends those that are queued in the store, publishes their records, and returns their ids."""
         ended = await self._pipeline.store.cancel_many(ids, detail)
         for first in range(0, len(ended), PUBLISHED):
             for rollout in await self._pipeline.store.get_many(ended[first : first + PUBLISHED]):

@@ -1,8 +1,8 @@
-"""What is served at a sandbox's doorway: MCP servers below /mcp/ (the operator's that the task names, and the tools
-that an environment brings), and at every other path the gateway, while RUN lasts.
+"""The app at a sandbox's doorway: MCP servers below /mcp/ (those of the operator that the task names, and the
+environment's tools), and the gateway at every other path during RUN.
 
-A doorway gets its app once, at INIT; the gateway is there only from RUN's beginning to its end. Outside of that whoever
-calls is told 503, and not to try again.
+A doorway gets its app once, in INIT; the gateway is open only during RUN. Outside of RUN, a request for it gets status
+503 and `x-should-retry: false`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CLOSED = b'{"error": {"message": "there is no model here: RUN has not begun, or
 
 
 class DoorwayApp:
-    """An ASGI app. `close` it when its doorway is closed."""
+    """An ASGI app. Call `close` when its doorway is closed."""
 
     def __init__(self, proxy: McpProxy | None = None) -> None:
         self.tools: ToolServer | None = None
@@ -31,7 +31,7 @@ class DoorwayApp:
         self._gateway = gateway
 
     def shut(self) -> None:
-        """No gateway any more; requests that it has are its own to end."""
+        """Removes the gateway. Requests in progress are not affected."""
         self._gateway = None
 
     async def close(self) -> None:

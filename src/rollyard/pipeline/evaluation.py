@@ -1,6 +1,7 @@
-"""EVAL as a plain function: what RUN left is scored, in a sandbox that no process of RUN ever lived in.
+"""EVAL as a plain function: scores what RUN left, in a sandbox in which no process of RUN has run.
 
-It sees declared artifacts, or with `same` RUN's files: RUN's processes are proven dead before it starts.
+The sandbox contains the declared artifacts or, with eval mode `same`, RUN's files. RUN's processes are proven dead
+before it starts.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from rollyard.pipeline.set_up_layers import eval_spec
 from rollyard.sandbox.base import Sandbox, SandboxSpec
 from rollyard.sandbox.egress import EgressLedger
 
-KILLED = "a command that judges was killed (SIGKILL), not by Rollyard and not at its memory limit"
+KILLED = "a verifier command was killed (SIGKILL), not by Rollyard and not at its memory limit"
 UNREACHED = "a host that EVAL may reach could not be found or connected to"
 
 
 class CheckKilled(Exception):
-    """A check was killed by SIGKILL, or a host that it may reach did not answer: the cause is the code that is judged,
-    or something outside the sandbox."""
+    """A verifier command was killed by SIGKILL, or a host that it may reach did not answer. Either the evaluated
+    code or something outside the sandbox is the cause."""
 
 
 async def evaluate(
@@ -47,10 +48,13 @@ async def evaluate(
     ledger: EgressLedger | None = None,
     is_last: bool = True,
 ) -> Score:
-    """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
-    that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
-    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. Raises CheckKilled, except
-    in the `is_last` try, whose score counts."""
+    """Scores saved artifacts in a fresh sandbox.
+
+    With eval mode `same`, scores RUN's files (`layers`) over the image that RUN `ran_on`: RUN's workspace still holds
+    that image, while its name may refer to another one by now. Policy failures pass through, and so does
+    DeadlineExpired of the scoring itself; a sandbox that does not start in time is an infrastructure failure. Raises
+    CheckKilled unless `is_last`: the score of the last try counts.
+    """
     ledger = ledger or EgressLedger()
     troubles = ledger.troubles
     task = rollout.task
@@ -77,7 +81,7 @@ async def evaluate(
                     if plan.eval_mode == "fresh":
                         artifacts = await _unpack(resources, sandbox, trajectory, rollout.id)
         except DeadlineExpired:
-            raise SandboxStartFailed(f"EVAL's sandbox was not there within {clock.budget_s:g} s") from None
+            raise SandboxStartFailed(f"EVAL's sandbox did not start within {clock.budget_s:g} s") from None
         async with clock.counting():
             context = EnvContext(task, rollout.id, sandbox, _PatientJudge(resources.router, clock))
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
@@ -94,8 +98,8 @@ async def evaluate(
 
 
 class _PatientJudge:
-    """The judges, with EVAL's clock held while one answers: a slow judge is not the policy's deadline. It has its own
-    bound, and beyond it is JudgeUnreachable."""
+    """Calls the judges with EVAL's clock held: a slow judge does not use up the policy's deadline. A judge has its own
+    time limit, after which it raises JudgeUnreachable."""
 
     def __init__(self, judge: Judge, clock: Deadline) -> None:
         self._judge = judge
@@ -107,25 +111,28 @@ class _PatientJudge:
 
 
 def _check_score(score: object, trajectory: Trajectory, what: str) -> None:
-    """What an environment returns is stored as it is, and read by everyone who lists: so it is looked at here."""
+    """Validates a score, because it is stored unchanged and returned to every client that lists it."""
     if not isinstance(score, Score):
         raise VerifierCrashed(f"{what} returned {type(score).__name__}, not a Score")
     for reward in (score.reward, *(turn.reward for turn in score.turn_rewards)):
         if abs(reward) > MOST_REWARD:
-            raise VerifierCrashed(f"{what} gave a reward of {reward:g}; the most is {MOST_REWARD:g}")
+            raise VerifierCrashed(f"{what} returned a reward of {reward:g}; the limit is {MOST_REWARD:g}")
     if COMPONENT in score.components:
-        raise VerifierCrashed(f"{what} returned a component {COMPONENT!r}: that name is Rollyard's")
+        raise VerifierCrashed(f"{what} returned a component {COMPONENT!r}: that name is reserved")
     spans = [len(trace.spans) for trace in trajectory.traces]
     for turn in score.turn_rewards:
         if not (0 <= turn.trace < len(spans) and 0 <= turn.span < spans[turn.trace]):
-            raise VerifierCrashed(f"{what} rewarded span {turn.span} of trace {turn.trace}, which is not there")
+            raise VerifierCrashed(f"{what} rewarded span {turn.span} of trace {turn.trace}, which does not exist")
 
 
 async def _unpack(
     resources: StageResources, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str
 ) -> tuple[Artifact, ...]:
-    """Those that are in place now. A file where the image has a folder, or the other way round, is the policy's doing
-    and as good as missing: `eval` says what that means."""
+    """Copies the artifacts into the sandbox and returns those that are in place.
+
+    A file where the image has a folder, or the reverse, is the policy's doing and counts as missing: the environment's
+    `eval` decides how to score that.
+    """
     there: list[Artifact] = []
     for artifact in trajectory.artifacts:
         path = await resources.artifacts.load(artifact, rollout_id, trajectory.attempt)

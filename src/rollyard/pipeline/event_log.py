@@ -1,7 +1,7 @@
-"""Tells whoever waits what happened: the end of one rollout, or every change of state.
+"""Notifies waiting clients: of the end of one rollout, or of every change of state.
 
-Events live in a bounded ring in memory. They say what changed, not what it led to: after a gap (a slow reader,
-a restart) the reader gets a `gap` event and lists the store, whose terminal order is durable.
+Events are kept in a bounded ring in memory. An event contains what changed, not the resulting record. After a gap (a
+slow reader, a restart) the reader gets a `gap` event and lists the store, whose terminal order is durable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Event:
 
 
 class EventLog:
-    """See the module."""
+    """The newest events of one process. `epoch` identifies the process; `ring` is the number of events kept."""
 
     def __init__(self, epoch: int, ring: int = 20_000) -> None:
         self._epoch = epoch
@@ -65,19 +65,19 @@ class EventLog:
 
     @property
     def last_id(self) -> str:
-        """The newest event's id: take it before asking the store, then follow from it, and nothing is missed."""
+        """The newest event's id. To miss nothing, read it before the store, then follow events from it."""
         return f"{self._epoch}-{self._next - 1}"
 
     def end_of(self, rollout_id: str) -> asyncio.Future[None]:
-        """Done when that rollout has ended. Ask the store after taking it, not before: then no end is missed.
-        Shared between waiters (shield it), and kept only as long as one of them holds it."""
+        """Returns a future that is done when the rollout has ended. To miss no end, take it before reading the store.
+        It is shared between waiters (shield it) and kept only while one of them holds it."""
         future = self._ends.get(rollout_id)
         if future is None:
             future = self._ends[rollout_id] = asyncio.get_running_loop().create_future()
         return future
 
     async def events(self, after: str | None = None) -> AsyncGenerator[Event, None]:
-        """Events after that id, then each as it happens, for ever."""
+        """Yields the events after that id, then each new one, without end."""
         position = self._next if after is None else self._position(after)
         while True:
             first = self._next - len(self._ring)
@@ -86,7 +86,7 @@ class EventLog:
                 position = first
             while position < self._next:
                 index = position - (self._next - len(self._ring))
-                if index < 0:  # the ring ran over us while the reader was busy
+                if index < 0:  # overwritten while the reader was busy
                     break
                 event = self._ring[index]
                 position += 1

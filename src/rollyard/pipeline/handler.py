@@ -1,7 +1,7 @@
-"""`Handler`: environment and agent in one class, for those who want init, run and eval together.
+"""`Handler`: an environment and its agent in one class, with init, run and eval together.
 
-Rollyard keeps the two apart so that any agent runs in any environment. Where a task and the way to solve it belong
-together (a game loop, a scaffold of your own), subclass `Handler` instead of `Environment`, and define `run` too:
+Rollyard separates the two so that any agent runs in any environment. If a task and its solution loop belong together
+(a game loop, a custom scaffold), subclass `Handler` instead of `Environment`, and define `run` too:
 
     class Riddle(Handler):
         name = "riddle"
@@ -19,7 +19,7 @@ together (a game loop, a scaffold of your own), subclass `Handler` instead of `E
         async def eval(self, context, evidence):
             return Score(float(context.task.data["answer"] in evidence.answer))
 
-A task that names such an environment and no agent runs its `run`; one that names an agent runs that one in it.
+A task that names such an environment and no agent runs the environment's `run`; with an agent, it runs that agent.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rollyard.envs.base import Environment
 
 
 class Handler(Environment):
-    """See the module. It is an Agent as well: `check` looks at the whole task."""
+    """An environment that is also an agent. `check` validates the whole task."""
 
     default_tools: ClassVar[tuple[str, ...]] = ()
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
-        """Works from the messages of `init`; returns why it ended ("stop", "finish")."""
+        """Works from the messages of `init`. Returns why it ended ("stop", "finish")."""
         raise TypeError(f"{type(self).__name__} does not define run")

@@ -1,8 +1,8 @@
-"""From the image that a task names to what its runtime starts from.
+"""Resolves the image that a task names to the files that its runtime starts from.
 
-A name with a leading `/` or `.`, or that ends in `.sif`, is a path on this machine: it must lie below the operator's
-image folders. Any other is a name in the store that `rollyard images` fills. Asked at every submit: it looks at files,
-never at a network.
+A name with a leading `/` or `.`, or one that ends in `.sif`, is a path on this machine: it must be below the operator's
+image folders. Any other name is looked up in the store that `rollyard images` fills. Every submit resolves its image:
+this reads files, never the network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORMS: dict[ImageKind, str] = {"folder": "a folder", "sif": "a SIF file"}
 
 @dataclass(frozen=True, slots=True)
 class ResolvedImage:
-    """`image` is for `ImageStore.hold`; None: nobody of ours keeps it."""
+    """What a runtime starts from. `image` is for `ImageStore.hold`; None for a path outside the store."""
 
     path: Path
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -31,7 +31,8 @@ class ResolvedImage:
 def resolve_image(
     name: str, runtime: Runtime, folders: Sequence[Path] | None, store: ImageStore | None
 ) -> ResolvedImage:
-    """What `runtime` starts from. `ImageMissing` says what is not here; `folders` None: any path will do."""
+    """Returns what `runtime` starts from. Raises `ImageMissing` with the reason. If `folders` is None, any path is
+    allowed."""
     if not runtime.image_kinds:
         raise ImageMissing(f"image {name!r}: the runtime {runtime.name} has no images")
     if name.startswith(("/", ".")) or name.endswith(".sif"):
@@ -54,7 +55,7 @@ def resolve_image(
 def _checked_path(name: str, runtime: Runtime, folders: Sequence[Path] | None) -> Path:
     path = Path(os.path.realpath(name))
     if folders is not None and not any(path.is_relative_to(os.path.realpath(folder)) for folder in folders):
-        raise RuntimeNotAllowed(f"image {name!r} does not lie in a folder that the operator's setting `images` names")
+        raise RuntimeNotAllowed(f"image {name!r} is not in a folder that the operator's setting `images` names")
     if path.is_dir():
         kind: ImageKind = "folder"
     elif path.is_file() and path.suffix == ".sif":

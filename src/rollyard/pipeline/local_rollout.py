@@ -1,6 +1,6 @@
-"""One rollout without a service: the three stages one after another, nothing stored. For trying tasks out.
+"""Runs one rollout without a service: the three stages in sequence, nothing stored. For trying tasks out.
 
-The same stages as in a service, the same sandboxes and the same judging; only queues, retries and records are missing.
+Stages, sandboxes and scoring are the same as in a service; only queues, retries and records are missing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rollyard.pipeline.resources import StageResources
 from rollyard.pipeline.sandbox_start import ended_by_policy, to_its_end
 
 LEASE_S = 86_400.0
-"""Nobody renews it: the task's own limits end it long before."""
+"""This lease is not renewed: the task's own limits end the sandbox long before."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayResult:
-    """What came of it. Without a score: `failure` says why."""
+    """The result of one rollout. If there is no score, `failure` contains the reason."""
 
     score: Score | None
     failure: Failure | None
@@ -48,11 +48,12 @@ class PlayResult:
 async def play(
     resources: StageResources, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None
 ) -> PlayResult:
-    """The task by `agent` (else its own). What a service refuses at submit raises here, too; all else is told."""
+    """Runs the task with `agent`, by default the task's own. Raises what a service refuses at submit; every other
+    failure is in the result."""
     if agent:
         task = replace(task, agent=task.agent if agent == task.agent.name else AgentSpec(agent))
     owner = run or Run("try")
-    rollout = Rollout(rollout_id or new_id("try"), owner.id, task)  # artifacts lie under it
+    rollout = Rollout(rollout_id or new_id("try"), owner.id, task)  # artifacts are stored by this id
     resources.check(task, owner)
     marks = [time.monotonic()]
     trajectory: Trajectory | None = None

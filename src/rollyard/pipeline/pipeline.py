@@ -1,13 +1,13 @@
-"""The yard: takes rollouts in, lets each through the stages when there is room, and tells how it stands.
+"""The pipeline: admits rollouts, moves them through the stages when there is room, and reports its state.
 
-INIT admits a rollout when INIT has a slot, the budget of live rollouts has room, and the READY buffer could take
-it: so a slow EVAL slows admission and never a running rollout, and RUN finds set-up sandboxes waiting.
-It passes over runs whose policy's engines are full: of those only some wait in READY for a seat, beside the buffer, so
-that one policy's rollouts never keep another's from RUN.
+INIT admits a rollout when INIT has a free slot, the budget of live rollouts has room, and the READY buffer can take it:
+so a slow EVAL slows admission and never a running rollout, and RUN finds prepared sandboxes waiting. Admission skips
+runs whose policy's engines are full. Only some of their rollouts wait in READY for a seat, and these do not count
+against the buffer, so that one policy's rollouts never keep another's from RUN.
 
-Invariants. Everything accepted is durable first. A live rollout is exactly one `Attempt` in one task. The process
-may die at any instant: the store's recovery makes it right. The file is long because submitting, admission and the
-background loops share the state of one class.
+Invariants. Everything accepted is durable first. A live rollout is exactly one `Attempt` in one task. The process may
+die at any instant: the store's recovery restores a consistent state. The file is long because submitting, admission and
+the background loops share the state of one class.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SWEEP_EVERY_S = 60.0
 
 
 class Pipeline:
-    """See the module. `async with` recovers what an earlier process left, and drains at the end."""
+    """Runs rollouts. Entering the context recovers what an earlier process left; leaving it gives back what is live."""
 
     def __init__(
         self, store: Store, resources: StageResources, settings: PipelineSettings, *, metrics: Metrics, tracer: Tracer
@@ -71,17 +71,17 @@ class Pipeline:
         self.eval_pool = WorkerPool("eval", settings.eval_slots, self.wake)
         self.ready_slots = settings.ready_slots
         self.ready = 0
-        self.unseated = 0  # of those: they wait for a seat at their policy
-        self._ahead: dict[str, int] = {}  # by policy: admitted, and without a seat yet
+        self.unseated = 0  # those in READY that wait for a seat at their policy
+        self._ahead: dict[str, int] = {}  # by policy: admitted rollouts that have no seat yet
         self.is_draining = False
         self.live: dict[str, LiveRollout] = {}
-        self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
-        self._taking: dict[str, str] = {}  # admitted, and being read from the store: each one's run
-        self._arriving = 0  # being stored: their places in the queue are taken
-        self._arriving_by: Counter[str] = Counter()  # owner
-        self._arriving_in: Counter[str] = Counter()  # run
-        self.overfull: set[str] = set()  # owners that have stored as much as they may
-        self.quota_of: Callable[[str], Quota] = lambda _: Quota()  # of an owner
+        self.quarantined = 0  # places lost to sandboxes that could not be proven gone
+        self._taking: dict[str, str] = {}  # run ids of admitted rollouts that are being read from the store
+        self._arriving = 0  # rollouts being stored, whose places in the queue are taken
+        self._arriving_by: Counter[str] = Counter()  # by owner
+        self._arriving_in: Counter[str] = Counter()  # by run
+        self.overfull: set[str] = set()  # owners that have used up their storage quota
+        self.quota_of: Callable[[str], Quota] = lambda _: Quota()  # by owner
         self.rescoring = Rescoring(self)
         self.cancelling = Cancellation(self)
         self._max_live = settings.max_live
@@ -89,14 +89,14 @@ class Pipeline:
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
-        self.on_end: list[Callable[[Rollout], None]] = []  # told every terminal record, after its commit
-        self.on_swept: list[Callable[[SweepResult], None]] = []  # told what retention has deleted
+        self.on_end: list[Callable[[Rollout], None]] = []  # called with every terminal record, after its commit
+        self.on_swept: list[Callable[[SweepResult], None]] = []  # called with what retention has deleted
         self.broken: StoreUnusable | None = None
-        self.broke = asyncio.Event()  # the store cannot be used any more: whoever runs us should end
+        self.broke = asyncio.Event()  # the store is unusable: the process should end
         self._is_awake = False
         self._timer: asyncio.TimerHandle | None = None
 
-    # --- life -----------------------------------------------------------------------------------------
+    # --- lifecycle ------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Pipeline:
         await self._tasks.__aenter__()
@@ -126,7 +126,7 @@ class Pipeline:
         await self._tasks.__aexit__(None, None, None)
 
     async def drain(self, within_s: float | None = None) -> None:
-        """Admits nothing more, gives back what has not begun RUN, and waits for the rest, at most so long."""
+        """Stops admission, gives back what has not started RUN, and waits for the rest, at most `within_s`."""
         self.is_draining = True
         for attempt in list(self.live.values()):
             if attempt.state in (State.QUEUED, State.INIT, State.READY):
@@ -143,7 +143,7 @@ class Pipeline:
         for attempt in list(self.live.values()):
             attempt.stop(Shutdown())
 
-    # --- what clients ask -----------------------------------------------------------------------------
+    # --- called by clients ----------------------------------------------------------------------------
 
     def know(self, run: Run) -> None:
         self._runs[run.id] = run
@@ -151,7 +151,7 @@ class Pipeline:
         self.scheduler.set_owner(run.owner, self.quota_of(run.owner).live)
 
     def quota_changed(self, owner: str) -> None:
-        """Applies what `quota_of` returns for this owner from now on."""
+        """Applies what `quota_of` now returns for this owner."""
         self.scheduler.set_owner(owner, self.quota_of(owner).live)
         self.wake()
 
@@ -163,7 +163,7 @@ class Pipeline:
         return self._runs.values()
 
     async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
-        """Durable when it returns. The caller has checked the tasks."""
+        """Stores and queues rollouts; they are durable when it returns. The caller has checked the tasks."""
         with self.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
             stored = await self.store.submit(submissions)
         self.enqueue(stored)
@@ -171,8 +171,8 @@ class Pipeline:
 
     @contextmanager
     def arriving(self, count: int, run_id: str) -> Generator[None, None, None]:
-        """Around the storing of so many new rollouts of a run, whoever does it. `Draining`, `QueueFull`,
-        `QuotaExceeded`."""
+        """Reserves places in the queue while `count` new rollouts of a run are being stored. Raises `Draining`,
+        `QueueFull` or `QuotaExceeded`."""
         if self.is_draining:
             raise Draining("the service is shutting down")
         if count > self.room:
@@ -180,7 +180,7 @@ class Pipeline:
         if count > (room := self.room_of(run_id)):
             if self._owner_of(run_id) in self.overfull:
                 raise QuotaExceeded(
-                    "the token has stored as much as it may: acknowledge what you have, or delete a run"
+                    "the token's storage quota is used up: acknowledge the records that you have, or delete a run"
                 )
             raise QuotaExceeded(
                 f"{count} rollouts do not fit: the quota of the token or run has room for {max(0, room)} in the queue"
@@ -196,15 +196,15 @@ class Pipeline:
             self._arriving_by[owner] -= count
             self._arriving_in[run_id] -= count
             if not self._arriving_in[run_id]:
-                del self._arriving_in[run_id]  # there may be any number of runs over time
+                del self._arriving_in[run_id]  # the number of runs over time has no bound
 
     @property
     def room(self) -> int:
-        """Rollouts that the queue could take."""
+        """Rollouts that the queue can take."""
         return self.settings.max_queued - len(self.scheduler) - self._arriving
 
     def room_of(self, run_id: str) -> int:
-        """Rollouts of that run that the queue could take."""
+        """Rollouts of that run that the queue can take."""
         owner = self._owner_of(run_id)
         if owner in self.overfull:
             return 0
@@ -220,7 +220,7 @@ class Pipeline:
         return run.owner if run is not None else ""
 
     def enqueue(self, stored: Sequence[Rollout], waited_s: float = 0.0) -> None:
-        """Takes in what was stored just now, or earlier: what is known already is not taken twice. `waited_s`: in
+        """Queues rollouts that were stored now or earlier; known ones are skipped. `waited_s` is the time spent in
         another queue before this one."""
         for rollout in stored:
             if rollout.state is State.QUEUED and not self._has(rollout.id):
@@ -235,20 +235,21 @@ class Pipeline:
         return rollout_id in self.scheduler or rollout_id in self._taking or rollout_id in self.live
 
     async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
-        """Acknowledged when it returns; a live one is gone soon after. None: a tombstone waits for its submit."""
+        """Cancels a rollout. Durable when it returns; a live attempt ends soon after. Returns None if the rollout is
+        not stored yet: the cancel is kept for its submit."""
         was_queued = self.scheduler.remove(rollout_id)
         rollout = await self.store.request_cancel(rollout_id, detail)
         if rollout is not None and rollout.state is State.ENDED:
-            was_queued |= self.scheduler.remove(rollout_id)  # its submit, or its requeue, came in between
+            was_queued |= self.scheduler.remove(rollout_id)  # it was submitted or requeued in between
         attempt = self.live.get(rollout_id)
         if attempt is not None:
             attempt.stop(Cancelled(detail))
         elif was_queued and rollout is not None and rollout.state is State.ENDED:
-            self.publish(rollout)  # one that is just being admitted finds out, and tells it, by itself
+            self.publish(rollout)  # `_take` publishes one that is being admitted
         return rollout
 
     async def wait(self, rollout_id: str, within_s: float) -> Rollout:
-        """The record, at its end or when the time is over."""
+        """Returns the record when the rollout has ended or `within_s` is over."""
         end = self.event_log.end_of(rollout_id)
         rollout = await self.store.get(rollout_id)
         if rollout.state is State.ENDED or within_s <= 0:
@@ -258,30 +259,30 @@ class Pipeline:
         return await self.store.get(rollout_id)
 
     def cancel_later(self, ids: Sequence[str], detail: str) -> None:
-        """Cancels them in the background."""
+        """Cancels rollouts in the background."""
         self._own(partial(self.cancelling.cancel_many, list(ids), detail))
 
     async def delete_run(self, run_id: str) -> None:
-        """After `cancelling.begin_deletion`: cancels what has not ended, waits for it, and forgets the run."""
+        """Completes `cancelling.begin_deletion`: cancels what has not ended, waits for it, and deletes the run."""
         await self.cancelling.delete(run_id)
         self._forget_run(run_id)
 
     async def rescore(self, rollout_id: str) -> Rollout:
-        """Evaluates saved artifacts again. The terminal record stays; the new score is appended."""
+        """Evaluates saved artifacts again. The terminal record does not change; the new score is appended."""
         return await self.rescoring.rescore(rollout_id)
 
     def queued_of(self, run_id: str) -> int:
-        """Rollouts of a run that have not begun. Together with its live ones, none is missing and none is twice."""
+        """The run's rollouts that have not started. With its live rollouts, each rollout is counted exactly once."""
         return self.scheduler.queued_of(run_id) + sum(run == run_id for run in self._taking.values())
 
     @property
     def here(self) -> int:
-        """Live rollouts of this process."""
+        """Live rollouts in this process."""
         return len(self.live)
 
     @property
     def places_free(self) -> int:
-        """Of the budget of live rollouts."""
+        """Free places in the budget of live rollouts."""
         return self.max_live - self.here - len(self._taking) - self.quarantined - self.rescoring.active
 
     async def changed(self) -> None:
@@ -290,12 +291,12 @@ class Pipeline:
         await self._idle.wait()
 
     def left(self) -> None:
-        """A place became free, or there may be more of them."""
+        """Called when a place became free or the budget may have grown."""
         self._idle.set()
         self.wake()
 
     def resize(self, sizes: Mapping[str, int]) -> None:
-        """init, run, eval, ready, live: each optional."""
+        """Sets pool sizes; init, run, eval, ready and live are each optional."""
         for name, size in sizes.items():
             if size < 0:
                 raise InvalidRequest(f"pool {name}: a size is 0 or more, not {size}")
@@ -313,7 +314,7 @@ class Pipeline:
         return self.init_pool.size + self.ready_slots + self.run_pool.size + self.eval_pool.size
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """The pools as they stand."""
+        """Returns the size and use of each pool."""
         pools = {
             pool.name: {"size": pool.size, "active": pool.active, "waiting": pool.waiting}
             for pool in (self.init_pool, self.run_pool, self.eval_pool)
@@ -328,7 +329,7 @@ class Pipeline:
         pools["queue"] = {"size": self.settings.max_queued, "active": len(self.scheduler), "waiting": 0}
         return pools
 
-    # --- what attempts ask ----------------------------------------------------------------------------
+    # --- called by attempts ---------------------------------------------------------------------------
 
     def publish(self, rollout: Rollout) -> None:
         self.event_log.publish(rollout)
@@ -346,7 +347,7 @@ class Pipeline:
             self.scheduler.push(_row(rollout), time.monotonic() + delay_s if delay_s else 0.0)
 
     def wake(self) -> None:
-        """Looks for admissible work soon; many calls make one look."""
+        """Schedules an admission pass; calls made before it runs share it."""
         if not self._is_awake:
             self._is_awake = True
             asyncio.get_running_loop().call_soon(self._admit)
@@ -365,7 +366,7 @@ class Pipeline:
             self._timer = asyncio.get_running_loop().call_later(delay + 0.001, self.wake)
 
     def _fill(self) -> None:
-        """Lets in what there is room for."""
+        """Admits rollouts while there is room."""
         while not self.is_draining and self._has_room():
             row = self.scheduler.pop(time.monotonic(), self._may_go)
             if row is None:
@@ -385,8 +386,9 @@ class Pipeline:
         )
 
     def _may_go(self, run_id: str) -> bool:
-        """Whether a rollout of this run would find a seat, or a place among those that wait for one: READY's size, at
-        most half of the budget, shared by the policies whose rollouts are on their way."""
+        """Whether a rollout of this run would find a seat or a place among those that wait for one. These places are
+        READY's size, at most half of the budget, shared by the policies with admitted rollouts that have no seat
+        yet."""
         run = self._runs.get(run_id)
         if run is None or (free := self.resources.router.seats(run.policy).free) is None:
             return True
@@ -402,13 +404,13 @@ class Pipeline:
         self.wake()
 
     async def _take(self, row: QueuedRow, run: Run | None) -> None:
-        """From the queue into INIT, unless the rollout has meanwhile gone another way."""
+        """Moves a rollout from the queue into INIT, unless its state has changed meanwhile."""
         rollout: Rollout | None = None
         try:
             with suppress(NotFound):
                 rollout = await self.store.get(row.id)
             if rollout is not None and rollout.state is State.ENDED:
-                self.publish(rollout)  # cancelled on the way from the queue
+                self.publish(rollout)  # cancelled after it left the queue
         finally:
             self._taking.pop(row.id, None)
             is_ours = rollout is not None and rollout.state is State.QUEUED and not self.is_draining
@@ -418,13 +420,13 @@ class Pipeline:
                     self.seated(run.policy)
                 self.init_pool.release()
                 self.scheduler.done(row.run)
-                self._idle.set()  # a drain may wait for just this
+                self._idle.set()  # a drain may be waiting for this
         if is_ours and rollout is not None and run is not None:
             await self._live(Attempt(self, rollout, run, self.queued_s(row, rollout)))
 
     def queued_s(self, row: QueuedRow, rollout: Rollout) -> float:
-        """How long it has been in the queue. Only what an earlier process had queued is measured by the time of day, up
-        to our own start."""
+        """Returns how long the rollout has been queued. Time in an earlier process's queue is measured by the wall
+        clock, up to this process's start."""
         now = time.monotonic()
         if row.since is not None:
             return now - row.since
@@ -432,7 +434,7 @@ class Pipeline:
 
     async def _live(self, attempt: Attempt) -> None:
         self.live[attempt.rollout.id] = attempt
-        if self.is_draining:  # since it was made: whoever stopped the others did not see it
+        if self.is_draining:  # a drain that started meanwhile did not stop this attempt
             attempt.stop(Shutdown())
         try:
             await attempt.main()
@@ -452,17 +454,18 @@ class Pipeline:
         *,
         is_vital: bool = False,
     ) -> asyncio.Task[None]:
-        """An unexpected error ends the rollout of `row`, if given, and is logged. Only of vital work, without which
-        nothing goes on, it ends the service."""
+        """Runs `work` in a task of the pipeline. An unexpected error is logged and ends the rollout of `row`, if given.
+        In vital work, without which the pipeline cannot continue, it ends the service."""
         return self._tasks.create_task(self._guarded(work, row, is_vital))
 
     async def _guarded(
         self, work: Callable[[], Coroutine[object, object, None]], row: QueuedRow | None, is_vital: bool
     ) -> None:
-        """A store that broke ends everything that is live, once and with one reason; it is not each one's failure."""
+        """A broken store ends everything that is live, once and with one reason; it is not a failure of each
+        rollout."""
         try:
             try:
-                await work()  # called here: a task that is cancelled before its first step leaves no coroutine
+                await work()  # called here: a task cancelled before its first step leaves no unawaited coroutine
             except StoreUnusable:
                 raise
             except Exception as error:
@@ -488,13 +491,13 @@ class Pipeline:
             self.publish(await self.store.end(row.id, at, Ending(Outcome.FAILED, failure=failure)))
         except StoreUnusable:
             raise
-        except Exception:  # it went another way meanwhile, or cannot even be read back
+        except Exception:  # its state changed meanwhile, or it cannot be read back
             log.exception("a rollout that could not be started could not be ended", extra={"rollout": row.id})
 
-    # --- the two loops --------------------------------------------------------------------------------
+    # --- background loops -----------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        """Renews leases, ends what has not moved for longer than its stall bound, and looks after the store."""
+        """Renews leases, stops attempts without progress for longer than their stall bound, and checks the store."""
         while True:
             await asyncio.sleep(self.settings.tick_s)
             if self.store.broken is not None:
@@ -505,7 +508,7 @@ class Pipeline:
                 idle_s = attempt.tick(now, self.settings.lease_s)
                 bound_s = attempt.rollout.task.limits.stall_s
                 if idle_s is not None and idle_s > bound_s:
-                    attempt.stop(Stalled(f"nothing moved in {attempt.state} for {idle_s:.1f} s (bound: {bound_s:g} s)"))
+                    attempt.stop(Stalled(f"no progress in {attempt.state} for {idle_s:.1f} s (bound: {bound_s:g} s)"))
 
     async def _sweep(self) -> None:
         while True:
@@ -513,11 +516,11 @@ class Pipeline:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Deletes what retention no longer keeps: rows, then the artifacts of what is gone or acknowledged."""
+        """Deletes what retention no longer keeps: rows, then the artifacts of deleted or acknowledged rollouts."""
         known = dict(self._runs)
         swept = await self.store.sweep(Retention(self.settings.retain_s))
         for run_id in swept.runs:
-            if self._runs.get(run_id) is known.get(run_id):  # else it was made again meanwhile
+            if self._runs.get(run_id) is known.get(run_id):  # otherwise it was created again meanwhile
                 self._forget_run(run_id)
         for listener in self.on_swept:
             listener(swept)

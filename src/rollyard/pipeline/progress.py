@@ -1,6 +1,6 @@
-"""What one attempt has so far: the record it began with, what RUN left, how long everything took.
+"""The state of one attempt: its record, what RUN left, and how long each step took.
 
-Plain state and arithmetic, shared by the attempt that goes through the stages and the settling that writes its end.
+Plain state and arithmetic, shared by `Attempt`, which goes through the stages, and `Settlement`, which writes the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollyard.sandbox.egress import EgressLedger
 
 @dataclass(slots=True)
 class AttemptProgress:
-    """See the module. `rollout` follows every move."""
+    """The state of one attempt. `rollout` is updated at every move."""
 
     rollout: Rollout
     run: Run
@@ -41,23 +41,23 @@ class AttemptProgress:
     running: RunState = field(default_factory=RunState)
     trajectory: Trajectory | None = None
     span: Span = NO_SPAN
-    before: Timings | None = None  # those of the process that brought it as far as EVAL
-    marks: dict[str, float] = field(default_factory=dict[str, float])  # when it entered a state
+    before: Timings | None = None  # from the process that brought it as far as EVAL
+    marks: dict[str, float] = field(default_factory=dict[str, float])  # when each step started
     queued_s: float = 0.0
     prepare_s: float = 0.0
-    ledger: EgressLedger = field(default_factory=EgressLedger)  # of what its sandboxes reached
-    is_reevaluable: bool = True  # what EVAL needs outlives this process
+    ledger: EgressLedger = field(default_factory=EgressLedger)  # what its sandboxes reached
+    is_reevaluable: bool = True  # what EVAL needs survives this process
 
     @property
     def state(self) -> State:
         return self.rollout.state
 
     def note(self, text: str) -> None:
-        """For the record: what a reader of it should know."""
+        """Adds a note to the record."""
         self.summary = replace(self.summary, notes=(*self.summary.notes, text))
 
     def ran(self, ran: RunResult) -> None:
-        """Takes what RUN left."""
+        """Stores RUN's result."""
         trajectory = self.trajectory = ran.trajectory
         oldest, newest = _versions(trajectory)
         forks = tuple(f"forked: {trace.fork_reason}" for trace in trajectory.traces if trace.fork_reason)
@@ -74,7 +74,7 @@ class AttemptProgress:
             notes=(*self.summary.notes, *forks),
         )
 
-    # --- how long it took -----------------------------------------------------------------------------
+    # --- timings --------------------------------------------------------------------------------------
 
     def mark(self, name: str) -> None:
         self.marks[name] = time.monotonic()
@@ -96,16 +96,17 @@ class AttemptProgress:
         )
 
     def _between(self, start: str, end: str) -> float:
-        """Seconds from one mark to another, or to now; 0 if it never got there."""
+        """Returns the seconds from one mark to another, or to now; 0 without the first mark."""
         begun, done = self.marks.get(start), self.marks.get(end)
         if begun is None:
             return 0.0
         return (done if done is not None else time.monotonic()) - begun
 
-    # --- how it ends ----------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------------
 
     def scored(self, score: Score, failure: Failure | None) -> Ending:
-        """The end of what was evaluated. Only what the policy did may have a score."""
+        """Returns the end of an evaluated attempt. It has a score only without a failure, or with one of blame
+        `policy`."""
         if failure is not None and not (self.trajectory and self.trajectory.turns):
             failure = failure.without_model_call()
         if failure is not None and failure.blame is not Blame.POLICY:
@@ -123,7 +124,7 @@ class AttemptProgress:
         return Ending(outcome, score, failure, is_trainable, self.told(self.summary), self.timings(), masked)
 
     def told(self, summary: Summary) -> Summary:
-        """With what its sandboxes reached; `before`: in the process that brought it as far as EVAL."""
+        """Returns the summary with what the sandboxes reached. Its key `before` is from the process that ended RUN."""
         found, before = self.ledger.summary(), summary.egress
         return replace(summary, egress={**found, "before": before} if found and before else found or before)
 
@@ -133,7 +134,7 @@ class AttemptProgress:
         return failure.trainable or (failure.code == RunDeadline.code and self.run.trainable_on_deadline)
 
     def _masked(self, failure: Failure | None) -> str:
-        """Why the run leaves it out of the loss for having been cut off; empty: it does not."""
+        """Returns why the run excludes this rollout from the loss as truncated, or an empty string."""
         if not self.run.mask_truncated or self.trajectory is None:
             return ""
         if failure is not None and failure.code in TRUNCATIONS:
@@ -143,9 +144,9 @@ class AttemptProgress:
         return ""
 
     def failed(self, failure: Failure, outcome: Outcome = Outcome.FAILED) -> Ending:
-        """The end without a score."""
+        """Returns an end without a score."""
         summary = self.summary
-        if self.trajectory is None:  # cut off in RUN: what it cost stands in the record all the same
+        if self.trajectory is None:  # RUN was interrupted: its tokens are still recorded
             summary = replace(summary, sampled_tokens=self.running.sampled_tokens)
         return Ending(outcome, None, failure, False, self.told(summary), self.timings())
 
@@ -156,7 +157,7 @@ class AttemptProgress:
 
 
 def _versions(trajectory: Trajectory) -> tuple[int, int]:
-    """The oldest and the newest weights that sampled in it. By spans: a version changes within few of them."""
+    """Returns the oldest and newest weight version that sampled in the trajectory, by span: few spans have two."""
     found = {
         version
         for trace in trajectory.traces

@@ -1,9 +1,9 @@
-"""One renderer per model, loaded once, checked against the engine that serves it.
+"""One renderer per model, loaded once and checked against the engine that serves the model.
 
-A tokenizer that is not the engine's would make every token wrong and nothing fail: so the first use of a
-renderer with an engine compares the two on a text that tokenizers disagree on.
+A tokenizer that differs from the engine's would make every token wrong without an error. Therefore the first use of a
+renderer with an engine compares the two on a text that tokenizers encode differently.
 
-A node of a fleet may lack the files: it is given a `Fetch`, which finds them or gets them from elsewhere.
+A node of a fleet may lack the files. It passes a `Fetch`, which finds them or downloads them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ PROBE = "def f(x):\n\treturn x*3.14159  # naïve 漢字 🚀\r\n  'don''t'  1234
 
 
 Fetch = Callable[[Engine], Awaitable["TokenizerFiles | None"]]
-"""Where the tokenizer of an engine is to be read. None: where the engine's description says."""
+"""Returns the location of an engine's tokenizer, or None to use the one in the engine's description."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer's files: what they are called, and the folder that they are in."""
+    """A tokenizer's files: their name, and the folder that contains them."""
 
     name: str
     folder: str
 
 
 class Renderers:
-    """See the module."""
+    """Loads and caches renderers."""
 
     def __init__(self, fetch: Fetch | None = None) -> None:
         self._fetch = fetch
@@ -41,7 +41,7 @@ class Renderers:
         self._lock = asyncio.Lock()
 
     async def of(self, engine: Engine) -> Renderer:
-        """The engine's renderer. TokenizerMismatch or EngineRefused where there is none that fits."""
+        """Returns the engine's renderer. Raises TokenizerMismatch or EngineRefused if no renderer fits."""
         spec = engine.spec
         folder = spec.tokenizer or engine.info.tokenizer
         key = (folder or f"of engine {spec.id}", spec.renderer, engine.info.model)
@@ -54,13 +54,14 @@ class Renderers:
                 files = found or TokenizerFiles(folder, folder)
                 if not files.folder:
                     raise EngineRefused(
-                        f"engine {spec.id} does not say where its tokenizer is: name it when adding the engine"
+                        f"engine {spec.id} does not report where its tokenizer is: name it when adding the engine"
                     )
                 self._loaded[key] = await asyncio.to_thread(self._load, files, spec.renderer, engine.info.model)
         return self._loaded[key]
 
     async def check(self, engine: Engine) -> bool:
-        """Compares our tokens with the engine's own. False: it cannot say. TokenizerMismatch: they differ."""
+        """Compares our tokens with the engine's. Returns False if the engine cannot tokenize. Raises
+        TokenizerMismatch."""
         renderer = await self.of(engine)
         theirs = await engine.tokenize(PROBE)
         if theirs is None:

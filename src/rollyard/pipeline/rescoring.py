@@ -1,7 +1,7 @@
-"""Scoring an ended rollout again, from what was saved: no inference, and the terminal record stays as it is.
+"""Scores an ended rollout again from what was saved, without inference. The terminal record does not change.
 
-A re-scoring is like the EVAL of an attempt: it takes a slot of EVAL's pool and a place in the budget of live sandboxes
-(for which it goes before INIT), and its sandbox is kept alive and proven gone.
+Rescoring works like the EVAL of an attempt: it takes a slot of EVAL's pool and a place in the budget of live sandboxes
+(before INIT does), and its sandbox is renewed and proven gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollyard.sandbox.base import Sandbox
 
 
 class RescoringHost(AttemptHost, Protocol):
-    """What a re-scoring needs of the yard."""
+    """What `Rescoring` uses of the pipeline."""
 
     quarantined: int
 
@@ -32,20 +32,21 @@ class RescoringHost(AttemptHost, Protocol):
 
 
 class Rescoring:
-    """See the module."""
+    """Rescores rollouts and keeps the leases of their sandboxes."""
 
     def __init__(self, pipeline: RescoringHost) -> None:
         self._pipeline = pipeline
         self._sandboxes: set[Sandbox] = set()
-        self.active = 0  # each has a place in the budget
-        self.waiting = 0  # for one
+        self.active = 0  # rescorings with a place in the budget
+        self.waiting = 0  # rescorings that wait for a place
 
     def tick(self) -> None:
         for sandbox in self._sandboxes:
             sandbox.renew(self._pipeline.settings.lease_s)
 
     async def rescore(self, rollout_id: str) -> Rollout:
-        """The record with the new score appended. Gone, or InvalidRequest with the reason, if there is none to make."""
+        """Returns the record with the new score appended. Raises Gone, or InvalidRequest with the reason, if nothing
+        can be scored."""
         pipeline = self._pipeline
         rollout = await pipeline.store.get(rollout_id)
         trajectory = await self._saved(rollout)
@@ -106,8 +107,8 @@ class Rescoring:
             raise InvalidRequest(f"the agent of rollout {rollout.id} ended its own sandbox: there is nothing to score")
         if info.get("eval_mode") == "same":
             raise InvalidRequest(
-                f"rollout {rollout.id} was judged in RUN's own files (eval mode `same`), which are gone: only what was"
-                " judged from saved artifacts can be scored again"
+                f"rollout {rollout.id} was scored on RUN's own files (eval mode `same`), which are gone: only what was"
+                " scored from saved artifacts can be scored again"
             )
         return trajectory
 

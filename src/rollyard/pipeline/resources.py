@@ -1,6 +1,6 @@
-"""What the stages work with on this machine: runtimes, engines, environments, agents, tools, renderers.
+"""What the stages use on this machine: runtimes, engines, environments, agents, tools, renderers.
 
-Made once when the service starts; a rollout only borrows from it.
+Created once when the service starts, and shared by all rollouts.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ NATIVE = "native"
 
 @dataclass(frozen=True, slots=True)
 class StageResources:
-    """See the module. `runtimes` are those that the operator allows; a task can only choose among them. So with
-    images: one outside `image_folders` would show a task any folder of the host. None: a person's own shell."""
+    """What the stages use. A task can choose only among `runtimes`, which the operator allows. The same holds for
+    images: a path outside `image_folders` would expose any folder of the host to a task. `image_folders` is None only
+    in a person's own shell, where any path is allowed."""
 
     runtimes: Mapping[str, Runtime]
     default_runtime: str
@@ -50,19 +51,19 @@ class StageResources:
     renderers: Renderers
     artifacts: ArtifactFolder
     image_folders: tuple[Path, ...] | None = None
-    images: ImageStore | None = None  # by name; without: only paths
+    images: ImageStore | None = None  # by name; None: only paths
     layers: Mapping[str, LayerCache] = field(
         default_factory=dict[str, LayerCache]
-    )  # by runtime; without: nothing is shared
+    )  # by runtime; without one, nothing is shared
     breakers: Breakers = field(default_factory=Breakers)
-    pythons: PythonBuilds | None = None  # our own Python; without: tools have only the image's
+    pythons: PythonBuilds | None = None  # Rollyard's own Python; None: tools have only the image's
     mcp_servers: Mapping[str, OutsideServer] = field(default_factory=dict[str, OutsideServer])  # the operator's
     ceilings: Ceilings = field(default_factory=Ceilings)
     egress: EgressCeiling = field(default_factory=EgressCeiling)
-    resolve: Resolve = field(default_factory=SystemResolver)  # of the names that sandboxes may reach
+    resolve: Resolve = field(default_factory=SystemResolver)  # for the names that sandboxes may reach
 
     def check(self, task: Task, run: Run) -> None:
-        """Raises the named error for a task that can never run here. No I/O: it is asked at every submit."""
+        """Raises the specific error for a task that can never run here. It must be fast: every submit calls it."""
         environment = self.environments.get(task.environment)
         self.ceilings.check(task)
         environment.check(task)
@@ -77,7 +78,7 @@ class StageResources:
         if outfit_of(agent, task).needs_doorway and not runtime.is_isolated:
             raise TaskInvalid(
                 f"the agent {agent.name} is a program that reaches its model from inside a sandbox, and the runtime"
-                f" {runtime.name} makes none: choose another"
+                f" {runtime.name} provides none: choose another"
             )
         self._check_egress(task, runtime)
         self.image_of(task)
@@ -88,12 +89,12 @@ class StageResources:
             return
         if not runtime.can_reach_out:
             raise TaskInvalid(
-                f"sandbox.egress: the runtime {runtime.name} cannot hold a task to a list of hosts: choose another"
+                f"sandbox.egress: the runtime {runtime.name} cannot restrict a task to a list of hosts: choose another"
             )
         self.egress.check(wanted)
 
     def egress_of(self, task: Task, ledger: EgressLedger, *, is_eval: bool = False) -> Egress | None:
-        """What a sandbox of this task may reach; None: it is offline."""
+        """Returns what a sandbox of this task may reach, or None if it is offline."""
         wanted = task.sandbox.egress
         hosts = () if wanted is None else wanted.eval_hosts if is_eval else wanted.hosts
         if wanted is None or not hosts:
@@ -101,7 +102,7 @@ class StageResources:
         ceiling = self.egress
         try:
             ceiling.check(wanted)
-        except EgressNotAllowed as error:  # the operator has changed that
+        except EgressNotAllowed as error:  # the operator has changed the setting
             raise TaskInvalid(f"since the submit: {error.detail}") from error
         return Egress(
             rules=(*rules_of(hosts, "sandbox.egress"), *ceiling.mirror_hosts),
@@ -115,14 +116,15 @@ class StageResources:
         )
 
     def image_of(self, task: Task) -> ResolvedImage | None:
-        """What its sandbox starts from; None: the runtime's own root. ImageMissing, RuntimeNotAllowed."""
+        """Returns what the task's sandbox starts from, or None for the runtime's own root. Raises ImageMissing or
+        RuntimeNotAllowed."""
         if task.sandbox.image is None:
             return None
         return resolve_image(task.sandbox.image, self.runtime_of(task), self.image_folders, self.images)
 
     @contextmanager
     def holding_image(self, task: Task) -> Generator[None, None, None]:
-        """While its sandbox lives nobody prunes its image. SandboxStartFailed if that happened since the submit."""
+        """Protects the task's image from pruning. Raises SandboxStartFailed if it was pruned since the submit."""
         with ExitStack() as stack:
             try:
                 resolved = self.image_of(task)
@@ -142,15 +144,15 @@ class StageResources:
         return self.agents.get(task.agent.name or NATIVE)
 
     def is_head_only(self, task: Task) -> bool:
-        """Only the process that has the service's port can run it."""
+        """Whether only the process that has the service's port can run the task."""
         return is_head_only(self.agent_of(task))
 
     def needs_model(self, task: Task) -> bool:
         return needs_model(self.agent_of(task))
 
     def tools_of(self, task: Task) -> list[ToolKind | ToolSource]:
-        """The agent's tools: those that the task names, else the environment's choice, else the agent's own; and the
-        MCP servers that the task names. None for one behind the gateway: what works there brings its own."""
+        """Returns the agent's tools: those that the task names, else the environment's, else the agent's defaults; and
+        the MCP servers that the task names. Empty for an agent behind the gateway, which brings its own tools."""
         if needs_gateway(self.agent_of(task)):
             return []
         named = task.agent.options.get("tools")
@@ -165,7 +167,8 @@ class StageResources:
         return [*map(tool_kind, names), *mcp_sources(task.agent.options.get("mcp"), self.mcp_servers)]
 
     def served_inside(self, task: Task) -> dict[str, OutsideServer]:
-        """The MCP servers that programs in this task's sandbox may use, by the names that the task gives them."""
+        """Returns the MCP servers that programs in this task's sandbox may use, by the names that the task gives
+        them."""
         sources = mcp_sources(task.agent.options.get("mcp"), self.mcp_servers)
         return {it.name: it.server for it in sources if it.is_reached_from_inside and it.server is not None}
 
@@ -176,8 +179,8 @@ class StageResources:
         return self.runtimes[name]
 
     async def python_of(self, task: Task, kinds: Sequence[ToolKind | ToolSource]) -> PortablePython | None:
-        """Our own Python as this task's runtime starts it, if its agent or one of its tools needs it. May take seconds,
-        once."""
+        """Returns Rollyard's own Python as this task's runtime starts it, if the agent or a tool needs it. The first
+        call may take seconds."""
         is_needed = any(kind.needs_python for kind in kinds) or outfit_of(self.agent_of(task), task).needs_python
         if self.pythons is None or not is_needed:
             return None
@@ -188,7 +191,7 @@ class StageResources:
         return self.layers.get(self.runtime_of(task).name)
 
     def spec_of(self, task: Task, plan: Plan, owner: str) -> SandboxSpec:
-        image = self.image_of(task)  # again: a link may lead elsewhere by now
+        image = self.image_of(task)  # resolved again: a link may have changed
         env = {**image.env, **plan.env} if image is not None else plan.env
         wanted = task.sandbox
         limits = SandboxLimits(

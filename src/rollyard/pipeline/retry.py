@@ -1,4 +1,4 @@
-"""Whether a failed attempt is tried again, and after how long. The table is the whole policy."""
+"""Decides whether a failed attempt is retried, and after how long. The table contains the whole policy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rollyard.core import Failure
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """first · factor^n seconds, at most `most_s`, ± a quarter so that a thousand do not come back at once."""
+    """first · factor^n seconds, at most `most_s`, ± 25 % so that many rollouts do not return at once."""
 
     first_s: float = 1.0
     factor: float = 2.0
     most_s: float = 60.0
 
     def delay_s(self, tries: int) -> float:
-        """The wait after the `tries`-th try failed."""
+        """Returns the wait after the `tries`-th try failed."""
         plain = min(self.most_s, self.first_s * self.factor ** (tries - 1))
         return plain * random.uniform(0.75, 1.25)
 
@@ -26,7 +26,7 @@ BACKOFFS: dict[str, Backoff] = {
     "engine_unavailable": Backoff(first_s=2.0),
     "engine_timeout": Backoff(first_s=0.5),  # the router has tried other engines already
     "engine_broken": Backoff(first_s=0.5),
-    "sandbox_start_failed": Backoff(first_s=1.0),  # the host is loaded: leave it room
+    "sandbox_start_failed": Backoff(first_s=1.0),  # the host is overloaded
     "sandbox_lost": Backoff(first_s=0.2),
     "sandbox_stuck": Backoff(first_s=1.0),
     "stalled": Backoff(first_s=1.0),
@@ -34,10 +34,10 @@ BACKOFFS: dict[str, Backoff] = {
 
 
 def delay_s(failure: Failure, attempt: int, excused: int, max_attempts: int) -> float | None:
-    """Seconds until the next attempt, or None: this was the last one."""
+    """Returns the seconds until the next attempt, or None if this was the last one."""
     tries = attempt - excused
     if not failure.retryable or tries >= max_attempts:
         return None
     plain = BACKOFFS.get(failure.code, Backoff()).delay_s(tries)
-    told = failure.data.get("retry_after_s")  # by a breaker: to come earlier is to be refused again
+    told = failure.data.get("retry_after_s")  # from a breaker, which refuses an earlier try
     return max(plain, told * random.uniform(1.0, 1.25)) if isinstance(told, (int, float)) else plain

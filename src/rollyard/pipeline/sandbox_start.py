@@ -1,4 +1,4 @@
-"""One sandbox for a stage: started through the breaker of its runtime and image, counted, and ended for certain."""
+"""Starts a stage's sandbox through the breaker of its runtime and image, counts it, and ensures that it ends."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ENDS: dict[str, type[PolicyFailure]] = {
     "disk": DiskLimit,
     "files": FileLimit,
 }
-"""The ends of a sandbox that are the doing of what runs in it."""
+"""The ends of a sandbox that what runs in it causes."""
 
 FAIR_START_S = 30.0
-"""A start that is given up counts against its runtime and image only after so long: a task with an init_s of
-milliseconds, or the last of one that its set-up has used up, would else close all others out."""
+"""An abandoned start counts against its runtime and image only after so long. Otherwise a task with an init_s of
+milliseconds, or one whose set-up has used up most of it, would open the breaker for all others."""
 
 
 async def start(
@@ -45,7 +45,8 @@ async def start(
     lease_s: float,
     metrics: Metrics | None,
 ) -> Sandbox:
-    """A running sandbox, or SandboxStartFailed. The clock is held while the machine has no room for one."""
+    """Returns a running sandbox or raises SandboxStartFailed. The clock is held while the machine has no room for
+    one."""
     runtime = resources.runtime_of(task)
     with clock.held():
         await runtime.room()
@@ -60,7 +61,7 @@ async def start(
     except asyncio.CancelledError:
         waited_s = time.monotonic() - begun
         if waited_s >= FAIR_START_S:
-            resources.breakers.failed(runtime.name, spec.image, f"it was given up after {waited_s:.0f} s")
+            resources.breakers.failed(runtime.name, spec.image, f"the start was abandoned after {waited_s:.0f} s")
         raise
     if metrics is not None:
         metrics.sandbox_started(runtime.name, time.monotonic() - begun)
@@ -74,8 +75,8 @@ def check_whole(sandbox: Sandbox) -> None:
 
 
 async def to_its_end(work: Callable[[], Coroutine[object, object, None]]) -> None:
-    """Work that ends a sandbox, which no cancel cuts short: who goes on after it may rely on its being gone. The cancel
-    counts afterwards, unless the work itself has something to say (SandboxStuck)."""
+    """Runs work that ends a sandbox. A cancel does not interrupt it, so the caller can rely on the sandbox being gone.
+    The cancel is raised afterwards, unless the work itself raises (SandboxStuck)."""
     task = asyncio.ensure_future(work())
     is_cancelled = False
     while not task.done():
@@ -89,7 +90,7 @@ async def to_its_end(work: Callable[[], Coroutine[object, object, None]]) -> Non
 
 
 def ended_by_policy(sandbox: Sandbox | None) -> PolicyFailure | None:
-    """Why it is gone, if what ran in it did that."""
+    """Returns the failure if what ran in the sandbox ended it, else None."""
     end: SandboxEnd | None = sandbox.end if sandbox is not None else None
     if end is None or end.reason not in ENDS:
         return None

@@ -1,12 +1,12 @@
-"""Which queued rollout goes next: strictly by priority, then fairly between owners, then fairly between the runs of an
+"""Selects the next queued rollout: strictly by priority, then fairly between owners, then fairly between the runs of an
 owner, then in order of submission.
 
-Fair means start-time fair queueing: each owner and each run has a virtual time that one admission moves on by one;
-among those whose best rollout has the highest priority, the one furthest behind goes next. One that was idle starts at
-the present, so it can neither save up turns nor be starved. A run or an owner at its quota of live rollouts is passed
-over, and so is a run that the caller has no use for now (its policy's engines are full).
+Fair means start-time fair queueing: each owner and each run has a virtual time that one admission advances by one.
+Among those whose best rollout has the highest priority, the one with the lowest virtual time is next. One that was idle
+starts at the current virtual time, so it can neither save up turns nor be starved. A run or an owner at its quota of
+live rollouts is skipped, and so is a run that `may_go` rejects (its policy's engines are full).
 
-Pure data: no clock of its own, no I/O. It holds as little of a rollout as `QueuedRow`; tasks stay in the store.
+Pure data: no clock of its own, no I/O. It stores only a `QueuedRow` per rollout; tasks stay in the store.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class _RunQueue:
 
 
 class Scheduler:
-    """See the module."""
+    """The queue of rollouts, by run and owner."""
 
     def __init__(self) -> None:
         self._runs: dict[str, _RunQueue] = {}
         self._owners: dict[str, _Owner] = {}
         self._delayed: list[tuple[float, int, QueuedRow]] = []
-        self._present: dict[str, QueuedRow] = {}  # the truth; heaps may hold stale rows
-        self._now = 0.0  # of runs
+        self._present: dict[str, QueuedRow] = {}  # authoritative; heaps may hold stale rows
+        self._now = 0.0  # virtual time of runs
         self._owners_now = 0.0
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Scheduler:
         self._owner(owner).max_live = max_live
 
     def drop_run(self, run_id: str) -> None:
-        """Takes out all rows of a run."""
+        """Removes all rows of a run."""
         for row in [row for row in self._present.values() if row.run == run_id]:
             self.remove(row.id)
 
@@ -85,7 +85,7 @@ class Scheduler:
             del self._runs[run_id]
 
     def push(self, row: QueuedRow, not_before: float = 0.0) -> None:
-        """Adds a row; it is not given out before `not_before` (the caller's clock)."""
+        """Adds a row. `pop` does not return it before `not_before` (the caller's clock)."""
         self.remove(row.id)
         self._present[row.id] = row
         queue = self._queue(row.run)
@@ -108,7 +108,7 @@ class Scheduler:
         return True
 
     def pop(self, now: float, may_go: Callable[[str], bool] = lambda _: True) -> QueuedRow | None:
-        """The next row of the runs that may go, counted as live in its run until `done`."""
+        """Removes and returns the next row of the runs that may go. It counts as live in its run until `done`."""
         while self._delayed and self._delayed[0][0] <= now:
             _, _, row = heapq.heappop(self._delayed)
             if self._present.get(row.id) is row:
@@ -139,11 +139,11 @@ class Scheduler:
         return row
 
     def adopt(self, run_id: str) -> None:
-        """A rollout that is live without having been popped here: recovered in EVAL."""
+        """Counts a rollout as live that was not popped here: one recovered in EVAL."""
         self._live(run_id, 1)
 
     def done(self, run_id: str) -> None:
-        """A row that `pop` gave out is live no more."""
+        """Ends the counting as live of a popped row."""
         self._live(run_id, -1)
 
     def _live(self, run_id: str, change: int) -> None:
@@ -152,7 +152,7 @@ class Scheduler:
         queue.owner.live += change
 
     def next_due(self) -> float | None:
-        """When the first delayed row becomes due."""
+        """Returns when the first delayed row becomes due."""
         return self._delayed[0][0] if self._delayed else None
 
     def _queue(self, run_id: str) -> _RunQueue:

@@ -1,11 +1,11 @@
-"""Where layers meet the stages: INIT's set-up done once and forked, and EVAL in the files that RUN left.
+"""How the stages use layers: INIT's set-up runs once and is shared, and EVAL `same` runs on the files that RUN left.
 
 The key of a set-up covers what its files depend on: the environment's own key (`Environment.layer_key`), Rollyard's
-version, the runtime, and the image as it is now. Deadline and limits are not in it: they decide whether a set-up
-succeeds, not what it writes. A failure is remembered for tasks with the same ones.
+version, the runtime, and the current image. It does not cover the deadline and limits: they decide whether a set-up
+succeeds, not what it writes. A failure is remembered for tasks with the same deadline and limits.
 
-Invariants. A rollout's own set-up counts against its init_s, waiting for another's does not. While `prepare` runs, its
-sandbox has the place in the budget of live sandboxes that its rollout's will have: they are never there together.
+Invariants. A rollout's own set-up counts against its init_s; waiting for another's does not. While `prepare` runs, its
+sandbox uses the rollout's place in the budget of live sandboxes: it never exists together with the rollout's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rollyard import __version__
 from rollyard.core import Deadline, DeadlineExpired, Rollout
 from rollyard.core.failure import (
     EnvironmentBroken,
@@ -29,6 +28,7 @@ from rollyard.core.failure import (
     TaskFailure,
     ToolUnreachable,
 )
+from rollyard.core.version import __version__
 from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics
@@ -40,13 +40,13 @@ from rollyard.sandbox.egress import Egress
 from rollyard.sandbox.layers import LayerLease
 
 INIT_GRACE_S = 60.0
-"""A sandbox of INIT is not renewed: its lease lasts for the stage's deadline and this."""
+"""A sandbox of INIT is not renewed: its lease lasts for the stage's deadline plus these seconds."""
 
 
 async def prepared(
     resources: StageResources, rollout: Rollout, spec: SandboxSpec, clock: Deadline, *, metrics: Metrics | None
 ) -> LayerLease | None:
-    """The layer that this task's `prepare` leaves, made or found. None: it is not shared, and still to be done."""
+    """Returns the layer of this task's `prepare`, made or found. None: it is not shared, and `prepare` has not run."""
     task = rollout.task
     runtime, layers = resources.runtime_of(task), resources.layers_of(task)
     environment = resources.environment_of(task)
@@ -74,7 +74,7 @@ async def prepared(
 
 
 def _reachable(egress: Egress | None) -> list[str]:
-    """The part of a key that says what could be reached; none for a set-up that was offline."""
+    """Returns the part of a key for what can be reached; empty for an offline set-up."""
     if egress is None:
         return []
     mirrors = (f"{name}={url}" for name, url in sorted(egress.mirrors.items()))
@@ -90,7 +90,7 @@ async def _make(
     target: Path,
     metrics: Metrics | None,
 ) -> None:
-    """A sandbox that `prepare` runs in, frozen. However it fails, it is proven gone."""
+    """Runs `prepare` in a sandbox and freezes its files. The sandbox is proven gone, also after a failure."""
     task = rollout.task
     phase = "start"
     try:
@@ -102,7 +102,7 @@ async def _make(
                 with setting_up(f"{task.environment}.prepare", sandbox):
                     await environment.prepare(EnvContext(task, rollout.id, sandbox, resources.router))
                 phase = "freeze"
-                with boundary(SandboxStartFailed, "keeping the set-up"):
+                with boundary(SandboxStartFailed, "freezing the set-up"):
                     await sandbox.freeze(target)
             finally:
                 await to_its_end(sandbox.kill)
@@ -111,16 +111,16 @@ async def _make(
 
 
 def late(clock: Deadline, phase: str) -> SetupDeadline | SandboxStartFailed:
-    """What it means that INIT's time was over in this phase: only a set-up's length is the task's."""
+    """Returns the failure of an INIT that exceeded its deadline in this phase: only a slow set-up is the task's
+    fault."""
     detail = f"INIT was not done in {clock.budget_s:g} s; it was in {phase}"
     return SetupDeadline(detail) if phase == "set-up" else SandboxStartFailed(detail)
 
 
 @contextmanager
 def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None]:
-    """Attributes what escapes from a set-up. No model was asked: a limit that it hits is the task's doing. A command
-    that was killed is not, nor is a network that did not work: it is tried again, and its failure is remembered for no
-    other task."""
+    """Attributes exceptions of a set-up. No model was called, so a limit that it hits is the task's fault. A killed
+    command or a failed network is not: the set-up is tried again, and its failure is not remembered for other tasks."""
     with boundary(EnvironmentBroken, what):
         try:
             yield
@@ -139,7 +139,7 @@ def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None
 
 
 def image_identity(image: str | None) -> str:
-    """Another text for another content, as far as a path can tell; other images are named by digest."""
+    """Returns a string that changes with the image's content, as far as a path shows it; other images have a digest."""
     if image is None:
         return ""
     path = Path(image)
@@ -151,14 +151,16 @@ def image_identity(image: str | None) -> str:
 
 
 def left_out(plan: Plan, spec: SandboxSpec) -> tuple[str, ...]:
-    """What EVAL `same` does not take over from RUN: `protected`, what the sandbox's own variables have programs,
-    packages and start-up files looked for in, and where the verifier's files go."""
+    """Returns the paths that EVAL `same` does not take over from RUN: `protected`, the paths in which the sandbox's
+    variables make programs look for executables, packages and start-up files, and the targets of the verifier's
+    binds."""
     binds = (bind.inside for bind in (*spec.binds, *plan.eval_binds))
     return tuple(dict.fromkeys((*plan.protected, *search_paths(spec.env), *home_paths(spec.env), *binds)))
 
 
 def eval_spec(spec: SandboxSpec, plan: Plan, layers: Sequence[Path]) -> SandboxSpec:
-    """EVAL's sandbox: with `same`, on RUN's files, and with an environment that reads nothing of theirs by itself."""
+    """Returns the spec of EVAL's sandbox. With `same`, it is based on RUN's files, and its variables keep programs from
+    loading any of them implicitly."""
     spec = replace(spec, binds=(*spec.binds, *plan.eval_binds))
     if plan.eval_mode == "same":
         spec = replace(spec, layers=tuple(layers), env={**spec.env, **EVAL_ENV, **plan.env})

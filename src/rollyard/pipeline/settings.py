@@ -1,4 +1,4 @@
-"""The pipeline's sizes and bounds. What a person sets is in `service.settings`; this is what the pipeline needs."""
+"""The pipeline's sizes and bounds. The operator's settings are in `service.settings`; these are derived from them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class PipelineSettings:
     eval_slots: int = 32
     ready_slots: int = 16  # set-up rollouts that may wait for RUN
     max_live: int | None = None  # budget of live sandboxes, INIT to EVAL; None: the sum of all the slots above
-    max_queued: int = 100_000  # beyond it submit answers 429
+    max_queued: int = 100_000  # beyond it submit returns 429
     max_attempts: int = 3
-    eval_attempts: int = 3  # tries at scoring one attempt when infrastructure fails
+    eval_attempts: int = 3  # tries of EVAL per attempt when infrastructure fails
     lease_s: float = 300.0  # of a sandbox; renewed every tick
-    tick_s: float = 1.0  # of leases and the stall watch
+    tick_s: float = 1.0  # between lease renewals and stall checks
     drain_s: float = 60.0
     retain_s: float = 7 * 86_400.0
     node: str = "local"

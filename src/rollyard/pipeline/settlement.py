@@ -1,7 +1,8 @@
-"""How an attempt's end is written: exactly one of end, requeue, or leave it to the next process.
+"""Writes an attempt's end: exactly one of ending, requeueing, or leaving it to the next process.
 
-By now the sandbox is proven gone and nothing can cancel the attempt any more. Invariant: however often a rollout is
-settled, and by whomever, the store's compare-and-set lets one through; who comes second tells what it finds.
+The sandbox is proven gone by now, and nothing can cancel the attempt any more. Invariant: however often a rollout is
+settled, and by whichever process, the store's compare-and-set accepts one; a later one publishes the record that it
+finds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger("rollyard.pipeline")
 
 
 class Settlement:
-    """See the module."""
+    """Writes the end of one attempt."""
 
     def __init__(self, pipeline: AttemptHost, progress: AttemptProgress) -> None:
         self._pipeline = pipeline
@@ -44,11 +45,11 @@ class Settlement:
         except Stale:
             await self._overtaken()
         except StoreUnusable:
-            raise  # nothing can be written any more: the service ends with it
-        except Exception as error:  # what this rollout left cannot be written: its own end, not everybody's
+            raise  # nothing can be written any more: the service ends
+        except Exception as error:  # this rollout's result cannot be written: end only this one
             log.exception("the end cannot be stored", extra={"rollout": progress.rollout.id})
             progress.trajectory, progress.summary = None, Summary(node=self._pipeline.settings.node)
-            broken = InternalError(f"what this rollout left cannot be stored ({type(error).__name__})")
+            broken = InternalError(f"the rollout's result cannot be stored ({type(error).__name__})")
             with suppress(Stale):
                 await self._end(progress.failed(broken.failure(progress.state)))
 
@@ -65,7 +66,7 @@ class Settlement:
             return
         rollout = progress.rollout
         delay_s = retry.delay_s(failure, rollout.attempt, rollout.excused, self._pipeline.settings.max_attempts)
-        has_had_its_tries = progress.state is State.EVAL and failure.code != NodeLost.code  # EVAL has its own
+        has_had_its_tries = progress.state is State.EVAL and failure.code != NodeLost.code  # EVAL retries by itself
         if delay_s is None or progress.state is State.QUEUED or has_had_its_tries:
             await self._end(progress.failed(failure))
         else:
@@ -79,7 +80,7 @@ class Settlement:
         self._pipeline.publish(progress.rollout)
 
     async def give_back(self, lost: LostAttempt, *, delay_s: float, is_excused: bool = False) -> None:
-        """Into the queue again, unless it was cancelled meanwhile. `Stale` if it is not ours."""
+        """Requeues the rollout unless it was cancelled meanwhile. Raises `Stale` if another process has changed it."""
         progress = self._progress
         rollout = progress.rollout
         await self._pipeline.store.requeue(rollout.id, rollout.position, lost, is_excused=is_excused)
@@ -97,11 +98,11 @@ class Settlement:
         self._pipeline.requeued(progress.rollout, delay_s)
 
     async def _is_cancelled_now(self) -> bool:
-        """A cancel that was asked for while this attempt was being given back: no other one may begin."""
+        """Whether a cancel arrived while this attempt was being given back: then no further attempt may start."""
         try:
             found = await self._pipeline.store.get(self._progress.rollout.id)
         except NotFound:
-            return True  # it left with its run, or (at a node) is the head's again
+            return True  # deleted with its run, or (at a node) returned to the head
         if found.is_cancel_requested and found.state is State.QUEUED:
             found = await self._pipeline.store.request_cancel(found.id, "cancelled by the client") or found
         if found.state is not State.ENDED:
@@ -110,7 +111,7 @@ class Settlement:
         return True
 
     async def _overtaken(self) -> None:
-        """Somebody else moved the row: a cancel that ended it while it was being admitted. Then we tell it."""
+        """Publishes the record if another writer has ended it, such as a cancel during admission."""
         rollout = self._progress.rollout
         log.info("attempt was overtaken", extra={"rollout": rollout.id, "state": rollout.state})
         with suppress(NotFound):

@@ -1,9 +1,10 @@
-"""INIT and RUN as plain functions: what happens in a slot, not when it gets one. EVAL is in evaluating.py.
+"""INIT and RUN as plain functions: what happens in a slot, not when it is granted. EVAL is in evaluation.py.
 
-INIT makes a `SandboxSession` (sandbox, tools, first messages). RUN lets the agent work with it and makes a trajectory; `collect`
-takes what it left out of its sandbox. Each is bounded by the clock it is given; none writes to the store.
+INIT creates a `Workspace` (sandbox, tools, first messages). RUN lets the agent work with it and returns a trajectory;
+`collect` copies what RUN left out of the sandbox. Each is bounded by the clock that it is given and does not write to
+the store.
 
-Invariants. INIT that fails leaves nothing running. RUN returns whatever was sampled, however it ended.
+Invariants. An INIT that fails leaves nothing running. RUN returns whatever was sampled, however it ended.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ AGENT = "the agent"
 ENGINE_CODES = frozenset(code for code, kind in CODES.items() if issubclass(kind, EngineFailure))
 
 MOST_DEPTH = 64
-"""Levels of JSON that are kept of a message that cannot be stored as it is."""
+"""Levels of JSON that are kept of a message that cannot be stored unchanged."""
 
 
 @dataclass(slots=True)
 class Workspace:
-    """What INIT made and RUN uses. `close` ends all of it and proves the sandbox gone; after `freeze` the files that
-    RUN left are still there for EVAL, until `forget`."""
+    """What INIT creates and RUN uses. `close` ends all of it and proves the sandbox gone. After `freeze`, RUN's files
+    remain for EVAL until `forget`."""
 
     plan: Plan
     start: Start = field(default_factory=lambda: Start(()))
@@ -83,9 +84,9 @@ class Workspace:
     tools: dict[str, Tool] = field(default_factory=dict[str, Tool])
     lease: LayerLease | None = None  # of the prepared layer below the sandbox
     left: ScratchLayer | None = None  # what RUN wrote
-    python: PortablePython | None = None  # ours, bound into the sandbox where a tool needs it
-    door: DoorwayApp | None = None  # what is served at the sandbox's doorway
-    holding: ExitStack = field(default_factory=ExitStack)  # of its image, which nobody prunes meanwhile
+    python: PortablePython | None = None  # Rollyard's own, bound into the sandbox if a tool needs it
+    door: DoorwayApp | None = None  # the app at the sandbox's doorway
+    holding: ExitStack = field(default_factory=ExitStack)  # protects its image from pruning
 
     async def close(self) -> None:
         try:
@@ -102,13 +103,13 @@ class Workspace:
                 self.forget()
 
     async def freeze(self, layers: LayerCache | None) -> None:
-        """Ends the sandbox, as `close`, and keeps its files for an EVAL `same`."""
+        """Ends the sandbox like `close`, and keeps its files for EVAL `same`."""
         if self.sandbox is None or layers is None:
-            raise EnvironmentBroken("EVAL `same` needs a sandbox, of a runtime that has layers")
+            raise EnvironmentBroken("EVAL `same` needs a sandbox of a runtime that has layers")
         self.left = layers.scratch()
         try:
-            with boundary(SandboxStartFailed, "keeping what RUN left"):
-                with suppress(OSError, ValueError):  # whatever is there; this raises if the sandbox is just ending
+            with boundary(SandboxStartFailed, "freezing RUN's files"):
+                with suppress(OSError, ValueError):  # raises SandboxFailure if the sandbox is just ending
                     await self.sandbox.read(WORKDIR, limit_bytes=1)
                 await self.sandbox.freeze(self.left.path, without=left_out(self.plan, self.sandbox.spec))
         except SandboxFailure as error:
@@ -118,13 +119,13 @@ class Workspace:
 
     @property
     def eval_layers(self) -> tuple[Path, ...]:
-        """What EVAL `same` stands on, the topmost first; nothing before `freeze`."""
+        """The layers of EVAL `same`, topmost first; empty before `freeze`."""
         if self.left is None:
             return ()
         return (self.left.path, *((self.lease.path,) if self.lease is not None else ()))
 
     def forget(self) -> None:
-        """Nobody needs its files any more. What a stuck sandbox stands on is kept."""
+        """Releases its files, which are no longer needed. Files that a stuck sandbox uses are kept."""
         if self.sandbox is not None and self.sandbox.end is None:
             return
         if self.left is not None:
@@ -144,7 +145,8 @@ async def init(
     metrics: Metrics | None = None,
     ledger: EgressLedger | None = None,
 ) -> Workspace:
-    """Sandbox, prepared files, started services, opened tools. `ledger` gets what its sandboxes reach."""
+    """Starts the sandbox, prepares files, starts services and opens tools. `ledger` records what the sandboxes
+    reach."""
     task = rollout.task
     environment = resources.environment_of(task)
     with boundary(EnvironmentBroken, f"{task.environment}.plan"):
@@ -192,23 +194,23 @@ async def init(
 
 
 async def _serve_inside(workspace: Workspace, resources: StageResources, task: Task, rollout_id: str) -> None:
-    """The MCP servers that programs inside may use, and the place of the gateway, at the sandbox's doorway."""
+    """Serves the MCP servers that programs inside may use, and later the gateway, at the sandbox's doorway."""
     if workspace.sandbox is None or not workspace.sandbox.spec.has_doorway:
         return
     if workspace.sandbox.doorway is None:
         name = resources.runtime_of(task).name
-        raise TaskInvalid(f"the runtime {name} has no doorway, so nothing can be served inside: choose another")
+        raise TaskInvalid(f"the runtime {name} has no doorway, so nothing can be served inside: choose another runtime")
     servers = resources.served_inside(task)
     workspace.door = DoorwayApp(McpProxy(servers, owner=rollout_id) if servers else None)
     await workspace.sandbox.doorway.serve(workspace.door)
 
 
 async def _serve_tools(workspace: Workspace, resources: StageResources, task: Task) -> None:
-    """The environment's own tools, for a program that can only be given them by MCP."""
+    """Serves the environment's own tools by MCP, the only way an agent program can use them."""
     if workspace.door is None:
         raise TaskInvalid(f"{task.environment} brings tools, and {resources.agent_of(task).name} has no doorway")
     if TOOLS_NAME in resources.served_inside(task):
-        raise TaskInvalid(f"agent.options.mcp.{TOOLS_NAME}: that name is for {task.environment}'s own tools")
+        raise TaskInvalid(f"agent.options.mcp.{TOOLS_NAME}: that name is reserved for {task.environment}'s own tools")
     workspace.door.tools = ToolServer(workspace.tools, tool_s=task.limits.tool_s)
     await workspace.door.tools.open()
 
@@ -221,7 +223,7 @@ async def _open_tools(workspace: Workspace, kinds: Sequence[ToolKind | ToolSourc
         for tool in opened:
             if tool.spec.name in workspace.tools:
                 await tool.close()
-                raise TaskInvalid(f"two tools are named {tool.spec.name!r}; the second is of {_name_of(kind)}")
+                raise TaskInvalid(f"two tools are named {tool.spec.name!r}; the second is from {_name_of(kind)}")
             workspace.tools[tool.spec.name] = tool
 
 
@@ -231,18 +233,18 @@ def _name_of(kind: ToolKind | ToolSource) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How RUN ended, and what it left. `failure` None: the agent ended by itself."""
+    """How RUN ended, and what it left. `failure` is None if the agent ended by itself."""
 
     trajectory: Trajectory
     failure: Failure | None
     engine: str
     prompt_tokens: int
-    is_sandbox_gone: bool = False  # by the policy's own doing: there is nothing left to collect
+    is_sandbox_gone: bool = False  # ended by the policy: there is nothing left to collect
 
 
 @dataclass(slots=True)
 class RunState:
-    """What RUN has so far; readable from outside when RUN is cut off in the middle."""
+    """RUN's state so far; readable from outside when RUN is interrupted."""
 
     conversation: Conversation | GatewaySession | None = None
     info: dict[str, Json] = field(default_factory=dict[str, Json])
@@ -271,7 +273,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class RunObserver:
-    """Who is told what happens in RUN: the stall watch, the tracer, the metrics."""
+    """Receives what happens in RUN: the stall watch, the tracer, the metrics."""
 
     beat: Callable[[], None] = lambda: None
     span: Span = NO_SPAN
@@ -287,7 +289,7 @@ async def run(
     clock: Deadline,
     watch: RunObserver,
 ) -> RunResult:
-    """The agent's work. Policy and infra failures are returned, with what was sampled; only cancels raise."""
+    """Runs the agent. Policy and infra failures are returned, with what was sampled; only cancels raise."""
     task = rollout.task
     agent = resources.agent_of(task)
     failure: Failure | None = None
@@ -330,9 +332,9 @@ async def run(
                 with boundary(InternalError, AGENT):
                     ended_by = await agent.run(context, workspace.start.messages)
             finally:
-                running.info.update(workspace.start.info)  # its tools may have changed that
+                running.info.update(workspace.start.info)  # tools may have changed it
                 if session is not None:
-                    engine = session.engine.spec.id  # it may have moved
+                    engine = session.engine.spec.id  # the session may have moved
                 if isinstance(model, GatewaySession):
                     await _end_gateway(model, workspace, running)
     except DeadlineExpired:
@@ -340,7 +342,7 @@ async def run(
     except RollyardError as error:
         failure = error.failure("run")
     if failure is not None and running.turns == 0 and not running.sampled_tokens:
-        if failure.code == RunDeadline.code and running.info.get("model_s"):  # asked, and not one token came
+        if failure.code == RunDeadline.code and running.info.get("model_s"):  # called, but no token was sampled
             failure = EngineTimeout(f"the model sampled nothing in the {clock.budget_s:g} s of RUN").failure("run")
         else:
             failure = failure.without_model_call()
@@ -356,7 +358,7 @@ async def _solved(resources: StageResources, rollout: Rollout, workspace: Worksp
 
 
 async def collect(resources: StageResources, rollout: Rollout, workspace: Workspace) -> list[Artifact]:
-    """What RUN left, out of its sandbox: made by the environment where it is not there as it is, then saved."""
+    """Saves what RUN left as artifacts. The environment's `collect` first creates those that do not exist yet."""
     if workspace.sandbox is None:
         return []
     environment = resources.environment_of(rollout.task)
@@ -366,17 +368,18 @@ async def collect(resources: StageResources, rollout: Rollout, workspace: Worksp
             async with guard:
                 await environment.collect(EnvContext(rollout.task, rollout.id, workspace.sandbox))
         except TimeoutError:
-            if not guard.expired():  # its own, of something that it asked: that says nothing of what RUN left
+            if not guard.expired():  # from a call that the environment made: not caused by what RUN left
                 raise
     saved = await resources.artifacts.save(workspace.sandbox, workspace.plan.artifacts, rollout.id, rollout.attempt)
-    check_whole(workspace.sandbox)  # last of all: RUN's own commands, and what has just packed up their files
+    check_whole(workspace.sandbox)  # last: covers RUN's commands and those that packed their files
     return saved
 
 
 async def _model(
     resources: StageResources, rollout: Rollout, run: Run, session: Session, clock: Deadline, watch: RunObserver
 ) -> Conversation | GatewaySession:
-    """What the agent speaks to, or speaks through. EngineRefused where that takes tokens and the engine has none."""
+    """Returns the conversation or gateway session of the agent. Raises EngineRefused if it needs token ids and the
+    engine returns none."""
     task = rollout.task
     if not needs_gateway(resources.agent_of(task)):
         return await converse(
@@ -403,7 +406,8 @@ async def _model(
 
 
 async def _end_gateway(gateway: GatewaySession, workspace: Workspace, running: RunState) -> None:
-    """However RUN ends: nothing more is asked, and what was sampled is all recorded before traces are taken."""
+    """Closes the gateway, however RUN ended: it takes no more requests, and all that was sampled is recorded before
+    traces are taken."""
     if workspace.door is not None:
         workspace.door.shut()
     await to_its_end(gateway.close)
@@ -411,8 +415,8 @@ async def _end_gateway(gateway: GatewaySession, workspace: Workspace, running: R
 
 
 def _storable(trajectory: Trajectory) -> Trajectory:
-    """A model may write half a surrogate pair, or JSON a thousand levels deep, into a tool call. The tokens keep what
-    it sampled; the messages get what can be stored."""
+    """Replaces what cannot be stored: a model may write half a surrogate pair, or JSON a thousand levels deep, into a
+    tool call. The tokens keep what was sampled; only the messages change."""
     try:
         msgspec.json.encode((trajectory.messages, trajectory.info))
     except (UnicodeEncodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""A stage's worker slots: bounded, resizable while in use, waiters served by rank.
+"""A stage's worker slots: bounded, resizable while in use. Waiters are served by rank.
 
-Invariants. `active` exceeds `size` only after a shrink, until enough holders leave; nobody is thrown out.
-A slot that was granted to a waiter that has just been cancelled goes to the next one. Lower rank goes first.
+Invariants. `active` exceeds `size` only after a shrink, until enough holders leave; no holder is interrupted. A slot
+granted to a waiter that has just been cancelled goes to the next one. Lower rank goes first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Rank = tuple[int, int]
 
 
 class WorkerPool:
-    """See the module. `on_free` is called whenever a slot may have become free."""
+    """A bounded set of slots. `on_free` is called whenever a slot may have become free."""
 
     def __init__(self, name: str, size: int, on_free: Callable[[], None] = lambda: None) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class WorkerPool:
         return sum(not future.done() for _, _, future in self._waiters)
 
     def resize(self, size: int) -> None:
-        """Zero stops the stage: what is in it goes on, nothing new enters."""
+        """Changes the number of slots. With zero the stage stops: what is in it continues, nothing new enters."""
         if size < 0:
             raise ValueError(f"a pool has at least 0 slots, not {size}")
         self._size = size

@@ -1,1 +1,1 @@
-"""Groups, draws, filters, staleness, evaluations: what a trainer really wants of rollouts."""
+"""Groups, draws, filters, staleness and evaluations: what a trainer asks for, made of rollouts."""

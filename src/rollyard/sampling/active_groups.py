@@ -1,6 +1,6 @@
-"""The groups of a draw that are at work, or wait for a batch: what the ends of their rollouts lead to. No I/O.
+"""The open and complete groups of a draw, and what follows from the ends of their rollouts. No I/O.
 
-What a decision changes is gathered in `GroupChanges`, which `draw_runner.py` writes in one step and then makes true.
+The changes of one decision are collected in `GroupChanges`, which `draw_runner.py` writes atomically and then applies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollyard.store.base import Submission
 
 @dataclass(slots=True)
 class GroupChanges:
-    """What one decision writes and then does."""
+    """What one decision writes and then applies."""
 
     submissions: list[Submission] = field(default_factory=list[Submission])
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
@@ -29,23 +29,24 @@ class GroupChanges:
 
 
 class ActiveGroups:
-    """See the module. `drawing` is told of every end, and decides what comes of it."""
+    """The open and complete groups of one draw. It reports every end to `draw_state`, which makes the decisions."""
 
     def __init__(self, draw_state: DrawState, keep: GroupFilter) -> None:
         self.draw_state = draw_state
         self.open: dict[str, OpenGroup] = {}
         self._keep = keep
         self._complete: dict[str, Group] = {}
-        self._over: dict[str, tuple[GroupState, int]] = {}  # ended early: state, and rollouts that have not ended yet
+        self._over: dict[str, tuple[GroupState, int]] = {}  # ended early: state, and rollouts still running
         self._touched: dict[str, None] = {}
 
     @property
     def is_at_work(self) -> bool:
-        """Whether rollouts of it have not ended."""
+        """Whether some of its rollouts have not ended."""
         return bool(self.open or self._over)
 
     def adopt(self, group: Group) -> ActiveGroup:
-        """A group that an earlier process left; one that is open is looked at once its rollouts have been read."""
+        """Takes over a group that an earlier process left. An open one is evaluated once its rollouts have been
+        read."""
         is_complete = group.state is GroupState.COMPLETE
         if is_complete:
             self._complete[group.id] = group
@@ -56,7 +57,7 @@ class ActiveGroups:
         return ActiveGroup(group.id, group.order, item, group.admitted_version, is_complete)
 
     def take(self, rollout: Rollout) -> bool:
-        """A rollout has ended; whether that is news here."""
+        """Records the end of a rollout. Returns whether it changes anything here."""
         group_id = rollout.group or ""
         opened = self.open.get(group_id)
         if opened is not None:
@@ -75,8 +76,8 @@ class ActiveGroups:
         return True
 
     def look(self, changes: GroupChanges, *, may_begin: bool) -> list[bool]:
-        """What follows from the ends since the last look; for each group that is over, whether infrastructure's fault
-        it was."""
+        """Applies the ends since the last call. Returns, for each group that is over, whether infrastructure caused
+        it."""
         touched, self._touched = self._touched, {}
         found = [self._look(self.open[name], changes, may_begin) for name in touched if name in self.open]
         return [is_infra for is_infra in found if is_infra is not None]
@@ -102,7 +103,7 @@ class ActiveGroups:
         return None
 
     def _judge(self, opened: OpenGroup, members: tuple[int, ...], changes: GroupChanges) -> None:
-        """It has all its members: is it kept?"""
+        """Filters a group that has all its members."""
         self.draw_state.seen(opened.scored())
         is_kept = self._keep.keeps(FilterInput(tuple(opened.rewards(members)), opened.task))
         state = GroupState.COMPLETE if is_kept else GroupState.FILTERED
@@ -115,7 +116,8 @@ class ActiveGroups:
             self._complete[opened.id] = group
 
     def _is_hopeless(self, opened: OpenGroup) -> bool:
-        """Whether it will be rejected whatever its missing members score. With a lost one, its spare is missing."""
+        """Whether the filter will reject it whatever its missing members score. The spare of a lost member is
+        missing."""
         stood = [index for index, end in opened.ends.items() if end.fate is MemberFate.STOOD]
         rewards = opened.rewards(stood)
         return self._keep.is_hopeless(rewards, max(0, opened.group.size - len(stood)))
@@ -140,7 +142,7 @@ class ActiveGroups:
     def end(
         self, one: ActiveGroup, state: GroupState, reason: str, changes: GroupChanges, *, returns: bool = False
     ) -> None:
-        """Ends one that is open or complete."""
+        """Ends a group that is open or complete."""
         opened = self.open.get(one.id)
         if opened is not None:
             self._give_up(opened, state, reason, changes, returns=returns)
@@ -157,14 +159,14 @@ class ActiveGroups:
     def rewind(
         self, to: int, place: int, version: int, taken: Iterable[Group], changes: GroupChanges, *, gone: int = 0
     ) -> None:
-        """See `DrawState.rewind`; `taken` are the groups of the batches that are undone."""
+        """Applies `DrawState.rewind`; `taken` are the groups of the batches that are undone."""
         for group in self.draw_state.rewind(to, place, version, [*taken, *self._complete.values()], gone=gone):
             changes.groups[group.id] = replace(group, updated_at=time.time())
             if group.state is GroupState.COMPLETE:
                 self._complete[group.id] = changes.groups[group.id]
             else:
                 self._complete.pop(group.id, None)
-        for opened in list(self.open.values()):  # newer weights may be sampling for them this moment
+        for opened in list(self.open.values()):  # newer weights may be sampling for them now
             self._give_up(opened, GroupState.VOID, "rewound", changes, returns=True)
 
     def _give_up(
@@ -177,7 +179,7 @@ class ActiveGroups:
         is_infra: bool = False,
         returns: bool = False,
     ) -> None:
-        """Ends a group whose rollouts may still be at work."""
+        """Ends a group whose rollouts may still be running."""
         del self.open[opened.id]
         left = opened.at_work()
         group = opened.over(state, reason=reason)

@@ -1,12 +1,13 @@
-"""A draw, kept going: its decisions (`draw_state.py`) made true with real rollouts, each written before it is seen.
+"""Runs a draw: applies the decisions of `draw_state.py` to real rollouts, and writes each one before it takes effect.
 
-One task per draw. It wakes when a rollout of the draw has ended, a batch was asked for, tasks were pushed, or the
-policy's version changed; decides; writes all of the decision in one step; and only then begins, tells and cancels. So a
-service that is killed at any moment finds a draw whose groups, batches and progress fit together, and goes on.
+There is one asyncio task per draw. It wakes when a rollout of the draw has ended, a batch was requested, tasks were
+pushed, or the policy's version changed. It decides, writes the whole decision atomically, and only then starts
+rollouts, notifies and cancels. So a service that is killed at any moment finds a draw with consistent groups, batches
+and progress, and continues it.
 
-Invariants. A group is delivered once: its place in the order of delivery is given in the step that puts it into a
-batch, and asking again gives the same groups in the same order. Nobody holds a decision: every change is under one
-lock, and waits for nothing but the store and the source.
+Invariants. A group is delivered once: its place in the order of delivery is assigned in the write that puts it into a
+batch, and a repeated request returns the same groups in the same order. Every change is made under one lock, and under
+it the runner waits only for the store and the source.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ T = TypeVar("T")
 log = logging.getLogger("rollyard.sampling")
 
 MOST_AT_ONCE = 32
-"""Groups that are begun in one step: others get their turn at the event loop, and at the store."""
+"""Groups started in one step, so that other work gets its turn at the event loop and at the store."""
 
 HOLD_OFF_S = (1.0, 60.0)
-"""After groups that infrastructure failed, the next ones are begun later and later, up to a minute: an outage must not
-use up the tasks' tries."""
+"""First and longest delay in seconds after groups that failed because of infrastructure. It doubles each time: an
+outage must not use up the tasks' tries."""
 
 FULL_S = 1.0
-"""Between two looks at a queue that had no room for a group."""
+"""Seconds between two checks of a queue that had no room for a group."""
 
 MakeTask = Callable[[Mapping[str, Json]], Task]
-"""A task as it is in the source, checked and with the run's defaults; RollyardError says what is wrong with it."""
+"""Makes a checked task with the run's defaults from a task of the source. Raises RollyardError for an invalid one."""
 
 
 class DrawRunner:
-    """See the module."""
+    """Runs one draw. `main` is its task; the other methods are for the sampler and for clients."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class DrawRunner:
         *,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self.notifier = Notifier()  # something was delivered, a batch closed, or the draw ended
+        self.notifier = Notifier()  # a group was delivered, a batch closed, or the draw ended
         self._on_change = on_change
         self.run = run
         self._pipeline = pipeline
@@ -76,11 +77,11 @@ class DrawRunner:
         self._lock = asyncio.Lock()
         self._hold_s = 0.0
         self._held_until = 0.0
-        self._written = ""  # progress and batch, as they stand in the store
+        self._written = ""  # progress and batch as stored
         self._asked: set[asyncio.Task[object]] = set()
-        self._timer: asyncio.TimerHandle | None = None  # one that will still go off
+        self._timer: asyncio.TimerHandle | None = None  # one that has not fired
         self._is_gone = False
-        self.is_kept = False  # `main` is at work, or about to be
+        self.is_kept = False  # `main` is running or about to run
 
     @property
     def draw(self) -> Draw:
@@ -90,10 +91,10 @@ class DrawRunner:
     def draw_state(self) -> DrawState:
         return self._active_groups.draw_state
 
-    # --- life -----------------------------------------------------------------------------------------
+    # --- lifecycle ------------------------------------------------------------------------------------
 
     async def load(self, groups: Sequence[Group]) -> None:
-        """Takes up what an earlier process left."""
+        """Takes over what an earlier process left."""
         draw, active_groups = self.draw, self._active_groups
         flying = [active_groups.adopt(group) for group in groups]
         for opened in list(active_groups.open.values()):
@@ -109,8 +110,8 @@ class DrawRunner:
         self._news.set()
 
     def wake_in(self, delay_s: float) -> None:
-        """One timer, for what is due first: the turn that follows sets it anew. One that is due is never put off, not
-        even before the event loop has got round to it."""
+        """Sets the one timer, which is for what is due first; the turn that follows sets it again. A timer that is due
+        is never postponed, even before the event loop has run it."""
         loop = asyncio.get_running_loop()
         if self._timer is not None:
             if self._timer.when() <= loop.time() + delay_s:
@@ -123,7 +124,7 @@ class DrawRunner:
         self.wake()
 
     async def main(self) -> None:
-        """Until the draw has ended and nothing of it is at work."""
+        """Runs until the draw and all its rollouts have ended."""
         try:
             while (self.draw.is_active or self._active_groups.is_at_work) and not self._is_gone:
                 await self._news.wait()
@@ -135,35 +136,35 @@ class DrawRunner:
             self.is_kept = False
             if self._timer is not None:
                 self._timer.cancel()
-                self._timer = None  # else a draw that a rewind brings back would count on it
+                self._timer = None  # otherwise a draw that a rewind reopens would rely on it
 
     def let_go(self) -> None:
-        """It was closed, and is about to be forgotten: nobody tells it of its rollouts' ends any more."""
+        """Ends `main` for a draw that is closed and about to be removed: it no longer receives its rollouts' ends."""
         self._is_gone = True
         self.wake()
 
     def ended(self, rollout: Rollout) -> None:
-        """A rollout has ended; perhaps one of this draw."""
+        """Records the end of a rollout, if it belongs to this draw."""
         if self._active_groups.take(rollout):
             self.wake()
 
-    # --- what clients ask -----------------------------------------------------------------------------
+    # --- called by clients ----------------------------------------------------------------------------
 
     async def wholly(self, asked: Coroutine[object, object, T]) -> T:
-        """Carries out what a client asked for to its end, whether or not the client is still there: half a decision
-        would leave memory and store apart."""
+        """Completes a client's request even if the client has disconnected: half a decision would make memory and store
+        inconsistent."""
         task = asyncio.create_task(asked, name=f"draw {self.draw.id}")
         self._asked.add(task)
         task.add_done_callback(self._asked.discard)
         return await asyncio.shield(task)
 
     async def settled(self) -> None:
-        """When all that was asked for is carried out: it waits for nothing but the store."""
+        """Waits until all requests are completed. They wait only for the store."""
         if self._asked:
             await asyncio.wait(self._asked)
 
     async def ask(self, want: int, number: int | None) -> Batch:
-        """The batch of that number: opened, or as it stands. Without a number: the open one, else the next."""
+        """Opens the batch of that number or returns the existing one. Without a number: the open one, else the next."""
         return await self.wholly(self._ask(want, number))
 
     async def _ask(self, want: int, number: int | None) -> Batch:
@@ -176,7 +177,7 @@ class DrawRunner:
                 found = current if current is not None and current.number == number else None
                 found = found or await self._store.get_batch(self.draw.id, number)
                 if found.want != want:
-                    raise BatchConflict(f"batch {number} was asked for with want {found.want}, not {want}")
+                    raise BatchConflict(f"batch {number} was requested with want {found.want}, not {want}")
                 return found
             if number > last + 1 or current is not None:
                 raise BatchConflict(
@@ -191,11 +192,11 @@ class DrawRunner:
             return self.draw_state.batch or await self._store.get_batch(self.draw.id, number)
 
     async def batch(self, number: int, within_s: float) -> Batch:
-        """A batch, when it is closed, or as it stands when the time is over."""
+        """Returns a batch when it is closed, or in its current state when `within_s` is over."""
         return await self.notifier.until(partial(self.found, number), lambda batch: not batch.is_open, within_s)
 
     async def found(self, number: int) -> Batch:
-        """A batch as it stands. NotFound."""
+        """Returns a batch in its current state. Raises NotFound."""
         try:
             return await self._store.get_batch(self.draw.id, number)
         except NotFound:
@@ -204,7 +205,7 @@ class DrawRunner:
             return self._after_the_end(number, 0)
 
     def _after_the_end(self, number: int, want: int) -> Batch:
-        """What there is to get from a draw that has ended: an empty batch, which is in no store."""
+        """Returns the batch of a draw that has ended: it is empty and not stored."""
         progress = self.draw.progress
         return Batch(
             self.draw.id, number, want, progress.version, progress.place,
@@ -212,7 +213,7 @@ class DrawRunner:
         )  # fmt: skip
 
     async def push(self, tasks: Sequence[tuple[str | None, Mapping[str, Json]]], *, close: bool) -> int:
-        """Adds tasks to a source that grows; how many it has then."""
+        """Adds tasks to a growing source. Returns its new number of tasks."""
         if self.draw.config.source.kind is not SourceKind.PUSH:
             raise InvalidRequest("tasks can only be pushed to a draw whose source is push")
         for place, (_, task) in enumerate(tasks):
@@ -239,21 +240,21 @@ class DrawRunner:
             return total
 
     async def acknowledge(self, number: int) -> int:
-        """Batches up to there are safe with the trainer. How many groups were let go."""
+        """Records that the trainer has stored the batches up to `number`. Returns how many groups were released."""
         return await self.wholly(self._acknowledge(number))
 
     async def _acknowledge(self, number: int) -> int:
         async with self._lock:
             last = self.draw.progress.batch - (self.draw_state.batch is not None)
             if not 0 <= number <= last:
-                raise InvalidRequest(f"batch {number} cannot be acknowledged: the last one that is closed is {last}")
+                raise InvalidRequest(f"batch {number} cannot be acknowledged: the last closed batch is {last}")
             self.draw.progress.acked = max(self.draw.progress.acked, number)
             await self._write(GroupChanges())
         return await self._store.acknowledge_draw(self.draw.id, number)
 
     async def rewind(self, number: int, version: int, policy_version: int | None = None) -> None:
-        """See `DrawState.rewind`. The policy must have the checkpoint's weights already, as what is begun now is sampled
-        by them: under the number `version`, or under `policy_version` if they were given a new one."""
+        """Applies `DrawState.rewind`. The policy must already have the checkpoint's weights, which sample what is
+        started now: with the version `version`, or `policy_version` if they were given a new one."""
         await self.wholly(self._rewind(number, version, policy_version))
 
     async def _rewind(self, number: int, version: int, policy_version: int | None) -> None:
@@ -261,7 +262,7 @@ class DrawRunner:
             progress = self.draw.progress
             last = progress.batch - (self.draw_state.batch is not None)
             if not 0 <= number <= last:
-                raise InvalidRequest(f"batch {number} cannot be gone back to: the last one that is closed is {last}")
+                raise InvalidRequest(f"cannot rewind to batch {number}: the last closed batch is {last}")
             now = self._version()
             if now > version if policy_version is None else now != policy_version:
                 raise VersionConflict(
@@ -278,14 +279,14 @@ class DrawRunner:
             await self._turn()
 
     async def _end_of(self, number: int) -> int:
-        """The place of the last group in that batch and those before it."""
+        """Returns the place of the last group up to and including that batch."""
         if not number:
             return 0
         batch = await self._store.get_batch(self.draw.id, number)
         return batch.after + batch.delivered
 
     async def close(self, reason: str = "closed", detail: str | None = None) -> None:
-        """Ends it, and what is at work for it."""
+        """Ends the draw and its running rollouts."""
         await self.wholly(self._closed(reason, detail))
 
     async def _closed(self, reason: str, detail: str | None) -> None:
@@ -293,10 +294,10 @@ class DrawRunner:
             if self.draw.is_active:
                 await self._end(reason, detail)
 
-    # --- deciding -------------------------------------------------------------------------------------
+    # --- decisions ------------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        """One decision after another, until there is nothing to decide."""
+        """Makes decisions until there is nothing more to decide."""
         is_again, changes = True, GroupChanges()
         try:
             while is_again:
@@ -307,13 +308,13 @@ class DrawRunner:
                 await self._write(changes)
         except StoreUnusable:
             raise
-        except Exception as error:  # whoever was driving: half a decision cannot be gone on from
-            log.exception("a draw broke", extra={"draw": self.draw.id})
+        except Exception as error:  # the draw cannot continue after half a decision
+            log.exception("a draw failed unexpectedly", extra={"draw": self.draw.id})
             await self._broke(changes, f"{type(error).__name__}: {error}")
 
     async def _broke(self, changes: GroupChanges, detail: str) -> None:
-        """Ends it with what was decided, less the rollouts that were to begin: they are not in the store, and where
-        their names are taken, those are somebody else's."""
+        """Ends the draw with what was decided, except for the rollouts that were to start: they are not in the store,
+        and where their ids are taken, those rollouts are not of this draw."""
         unborn = {new.rollout.group for new in changes.submissions if not new.rollout.index}
         for new in changes.submissions:
             if (opened := self._active_groups.open.get(new.rollout.group or "")) is not None:
@@ -325,7 +326,7 @@ class DrawRunner:
         await self._write(changes)
 
     async def _decide(self, changes: GroupChanges) -> bool:
-        """Whether to decide again at once."""
+        """Makes one decision. Returns whether to decide again at once."""
         draw_state = self.draw_state
         draw_state.set_version(self._version())
         draw_state.elapsed_s = time.time() - self.draw.created_at
@@ -346,7 +347,7 @@ class DrawRunner:
             self.wake_in(held_s)
             return False
         room = max(0, self._pipeline.room_of(self.run.id) // self.draw.config.group_size)
-        if not room:  # the queue is full of others' rollouts: nobody tells when it is not
+        if not room:  # the queue is full of other rollouts, and no event reports room
             self.wake_in(FULL_S)
         begun = draw_state.admit(min(MOST_AT_ONCE, room))
         for one in begun:
@@ -374,7 +375,7 @@ class DrawRunner:
         )
         try:
             task = self._make_task(await self._store.get_item(self.draw.id, one.item.index))
-        except RollyardError as error:  # it could be run when it was taken in; now its environment is gone, say
+        except RollyardError as error:  # valid when it was read; since then its environment was removed, for example
             failed = OpenGroup(group).over(GroupState.FAILED, reason=error.code)
             assert failed.stats is not None
             self.draw_state.ended(one.id, GroupState.FAILED, failed.stats)
@@ -399,7 +400,7 @@ class DrawRunner:
     # --- writing --------------------------------------------------------------------------------------
 
     async def _write(self, changes: GroupChanges) -> None:
-        """Writes a decision, then makes it true."""
+        """Writes a decision, then applies it."""
         draw_state = self.draw_state
         draw_state.draw = replace(draw_state.draw, progress=draw_state.progress, updated_at=time.time())
         closed, draw_state.closed = draw_state.closed, []
@@ -422,6 +423,6 @@ class DrawRunner:
         self._written = as_it_stands
         changes.submissions.clear()
         self._pipeline.enqueue(stored)
-        self.notifier.ring()  # before the cancels, each a write of its own: a batch that left hundreds over is closed now
+        self.notifier.ring()  # before the cancels: there may be hundreds, each a write of its own
         self._on_change()
         await self._pipeline.cancelling.cancel_many(list(changes.cancels), "its group was given up")

@@ -1,27 +1,27 @@
-"""One draw's decisions: what to begin, what to hand out, what to end. No I/O and no clock of its own.
+"""The decisions of one draw: which groups to start, deliver and end. No I/O and no clock of its own.
 
-The service drives it with real rollouts (`draw_runner.py`), the benchmark with simulated ones: the rules are the same code.
+The service drives it with real rollouts (`draw_runner.py`), the benchmark with simulated ones: both use the same rules.
 
 *Whether a rollout reaches the trainer may depend on its reward, by the declared filter, and on infrastructure; never on
-how long it took.* So every admitted group ends as exactly one of delivered, filtered or failed, whatever batch is open
-meanwhile; complete groups are handed out oldest first; only what the trainer asked for by name (`surplus: cancel`,
-`on_stale: drop`, a rewind, a close) ends otherwise, and is counted.
+how long it took.* So every admitted group ends as exactly one of delivered, filtered or failed, whichever batch is open
+meanwhile; complete groups are delivered oldest first. A group ends otherwise only by what the trainer explicitly
+requested (`surplus: cancel`, `on_stale: drop`, a rewind, a close), and is counted.
 
-Pace. A group that is begun now will be handed out after those that wait or are at work, of which the measured share is
-kept. With `want` groups a batch and one new version a batch, it stays within `max_staleness` S if
+Pace. A group that is started now is delivered after the complete groups and the measured share of the open ones. With
+`want` groups and one new version per batch, it stays within `max_staleness` S if
 
     complete + open × keep rate  <  want × (S + 1) − handed
 
-where `handed` are those given out since the last batch was opened or the version changed. Under `deliver`, an open
-group that half a batch of later ones has overtaken is not ahead of anybody: a straggler ages, and is handed out when it
-is complete, but it holds up nothing (measured: with one rollout in twenty ten times slower, batches come 1.5 times as
-fast as if it did). Whatever that says, enough is begun to fill the batch that is being waited for, and no more than a
-budget has left: so a draw never stands still while there are tasks, and ends without work that nobody will get.
+where `handed` is the number delivered since the last batch was opened or the version changed. Under `deliver`, an open
+group that half a batch of later ones has overtaken is not counted: a straggler ages and is delivered when it is
+complete, but it delays nothing (measured: with one rollout in twenty ten times slower, batches come 1.5 times as fast
+as if it counted). In any case enough groups are started to fill the batch that is being waited for, and no more than
+the budget allows: so a draw never stalls while there are tasks, and does not end with work that is never delivered.
 
-`on_stale: wait`. The filter's share is taken as 1 there, and a newer group gets a place only if this batch and those to
-come have one left for every older group in time. Then no group is ever too old: at most want × (S + 1) are ahead of a
-new one, S + 1 batches come before it is too old, and each takes `want`, the oldest first where it must. If a trainer
-skips versions or asks for less than before, what is too old then is dropped, and counted.
+`on_stale: wait`. Here the keep rate is taken as 1, and a newer group gets a place only if this batch and later ones
+have a place left in time for every older group. Then no group is ever too old: at most want × (S + 1) are ahead of a
+new one, S + 1 batches come before it is too old, and each takes `want` groups, the oldest first where necessary. If a
+trainer skips versions or asks for fewer groups than before, groups that are then too old are dropped and counted.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from rollyard.core.passk import TOLERANCE, is_correct
 from rollyard.sampling.task_order import TaskOrder
 
 RECENT = 256
-"""Judged groups that the keep rate is measured over: a few batches, so that it follows a policy that learns."""
+"""Judged groups over which the keep rate is measured: a few batches, so that it follows a policy that learns."""
 
 LEAST_RATE = 0.05
-"""A keep rate below it counts as this: the groups at work stay within twenty times what would otherwise be begun."""
+"""Lower bound of the keep rate: it limits open groups to twenty times the number started at a rate of 1."""
 
 MOST_TRIES = 2
-"""Times that a task returns after infrastructure failed it."""
+"""How often a task is repeated after infrastructure failures."""
 
 LEAST_PATIENCE = 64
-"""Groups rejected in a row before a draw may give up: a source of three hard tasks is given some chances."""
+"""Groups rejected in a row before a draw may give up: a source of three hard tasks gets more than one chance."""
 
 PUSHED_PATIENCE = 1000
-"""Of a source that has no epochs to go by."""
+"""The same for a pushed source, which has no epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ActiveGroup:
 
 @dataclass(frozen=True, slots=True)
 class DeliveredGroup:
-    """A group that goes into a batch."""
+    """A group that is put into a batch."""
 
     id: str
     batch: int
@@ -74,7 +74,7 @@ class DeliveredGroup:
 
 
 class DrawState:
-    """See the module. `draw.progress` is its own, and moves on with every decision."""
+    """The state and decisions of one draw. It owns `draw.progress` and updates it with every decision."""
 
     def __init__(
         self, draw: Draw, order: TaskOrder, batch: Batch | None = None, flying: Iterable[ActiveGroup] = ()
@@ -85,8 +85,8 @@ class DrawState:
         self.order = order
         self.batch = batch if batch is not None and batch.is_open else None
         self.flying: dict[str, ActiveGroup] = {one.id: one for one in flying}
-        self.closed: list[Batch] = []  # since somebody last looked
-        self.elapsed_s = 0.0  # since the draw was made; whoever drives it says so
+        self.closed: list[Batch] = []  # since the caller last cleared it
+        self.elapsed_s = 0.0  # since the draw was created; set by the caller
         self._open = sum(not one.is_complete for one in self.flying.values())
 
     # --- facts ----------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class DrawState:
             self.progress.handed = 0
 
     def ask(self, want: int, at: float = 0.0) -> Batch:
-        """Opens the next batch. The caller has seen that none is open."""
+        """Opens the next batch. The caller has checked that no batch is open."""
         progress = self.progress
         progress.batch += 1
         progress.want = want
@@ -108,8 +108,9 @@ class DrawState:
     def ended(
         self, group_id: str, state: GroupState, stats: GroupStats, *, is_infra: bool = False, returns: bool = False
     ) -> None:
-        """A group is over, or complete (kept). A task that infrastructure failed returns, twice at most, and one that
-        the draw itself gave up (`returns`); any other is used up for its epoch."""
+        """Records that a group is over, or complete (kept). The task of a group that failed because of infrastructure
+        is repeated, at most twice, and so is that of a group that the draw itself ended (`returns`); any other task is
+        used up for its epoch."""
         one = self.flying[group_id]
         figures, progress = self.progress.figures, self.progress
         if not one.is_complete:
@@ -144,7 +145,7 @@ class DrawState:
             progress.returned.append(replace(one.item, turn=one.item.turn + 1))
 
     def came_late(self, state: GroupState, sampled_tokens: int) -> None:
-        """What a rollout had sampled whose group was over before it ended."""
+        """Counts the tokens of a rollout that ended after its group was over."""
         figures = self.progress.figures
         figures.tokens_sampled += sampled_tokens
         if state is GroupState.FILTERED:
@@ -154,7 +155,7 @@ class DrawState:
             figures.dropped_tokens += sampled_tokens if state is GroupState.DROPPED else 0
 
     def seen(self, rewards: Iterable[float]) -> None:
-        """The scores of a group that had all its members, before any filter."""
+        """Counts the scores of a group with all its members, before any filter."""
         figures, found = self.progress.figures, list(rewards)
         figures.judged += 1
         figures.rewards += len(found)
@@ -173,15 +174,15 @@ class DrawState:
 
     @property
     def keep_rate(self) -> float:
-        """The share of judged groups that was kept of late; before there are any, 1."""
+        """The share of recently judged groups that was kept; 1 before there are any."""
         recent = self.progress.recent
         return max(LEAST_RATE, (recent.count("1") + 1) / (len(recent) + 1))
 
     @property
     def _likely_rate(self) -> float:
-        """The share that pace reckons with. What is judged first is what was fast, often all failures: until twice as
-        many were judged as are open, the open ones count as kept. Otherwise a draw would begin with a thousand groups
-        for its first batch of 32."""
+        """The keep rate that pace uses. The groups judged first are the fast ones, often all failures: until twice as
+        many are judged as are open, open groups count as kept. Otherwise a draw would start a thousand groups for its
+        first batch of 32."""
         recent, figures = self.progress.recent, self.progress.figures
         unknown = max(0, self._open - (figures.judged + figures.rejected_early) // 2)
         return max(LEAST_RATE, (recent.count("1") + 1 + unknown) / (len(recent) + 1 + unknown))
@@ -191,12 +192,12 @@ class DrawState:
         return self._open
 
     def admit(self, at_most: int | None = None) -> list[ActiveGroup]:
-        """The groups to begin now; they count as at work from here on."""
+        """Returns the groups to start now. They count as open from here on."""
         begun: list[ActiveGroup] = []
         counted = self._counted()
         while (
             (at_most is None or len(begun) < at_most)
-            and self._has_room(counted + len(begun))  # each new one counts, and changes nothing for the others
+            and self._has_room(counted + len(begun))  # each new group counts and leaves the other counts unchanged
             and self.order.has_more(self.progress)
         ):
             item, progress = self.order.take(self.progress), self.progress
@@ -224,7 +225,7 @@ class DrawState:
         return self._ahead(counted) < min(room, self._left())
 
     def _left(self) -> float:
-        """Groups that the budget still lets it hand out."""
+        """Groups that the budget still allows to be delivered."""
         budget, progress = self.config.budget, self.progress
         left = math.inf if budget.groups is None else budget.groups - progress.figures.delivered
         if budget.batches is not None:
@@ -234,15 +235,15 @@ class DrawState:
         return left
 
     def _ahead(self, counted: int) -> float:
-        """Groups that are handed out before one that is begun now."""
+        """Groups that are expected to be delivered before one that is started now."""
         if self.config.on_stale is OnStale.WAIT:
             return len(self.flying)
         return len(self.flying) - self._open + counted * self._likely_rate
 
     def _counted(self) -> int:
-        """Open groups that come before a new one. Under `deliver`, an open group is late that half a batch of those
-        begun after it has overtaken: nothing says that it comes before a new one, and what it waits for is no reason to
-        hold up the others. It still is delivered whenever it is complete."""
+        """Open groups that count as ahead of a new one. Under `deliver`, an open group is late if half a batch of those
+        started after it has overtaken it. A late group need not come before a new one and must not delay the others, so
+        it does not count. It is still delivered when it is complete."""
         if self.config.on_stale is not OnStale.DELIVER:
             return self._open
         orders = sorted((one.order for one in self.flying.values() if not one.is_complete), reverse=True)
@@ -250,8 +251,8 @@ class DrawState:
         return sum(self.progress.order - order - newer < most for newer, order in enumerate(orders))
 
     def hand_out(self) -> Iterator[DeliveredGroup]:
-        """Complete groups that go into the open batch now; closes it when it is full. One after another: what the
-        caller says of each (`delivered`) is in the figures of the batch that it closes."""
+        """Yields complete groups that go into the open batch now, and closes the batch when it is full. Yields one at a
+        time: what the caller reports of each (`delivered`) is in the figures of the batch that it closes."""
         most = self.config.budget.groups
         complete = [one for one in self.flying.values() if one.is_complete] if self.batch is not None else []
         for one in sorted(complete, key=lambda one: one.order):
@@ -274,38 +275,42 @@ class DrawState:
         batch = self.batch
         assert batch is not None
         if self.config.on_stale is OnStale.WAIT:
-            left = batch.want - batch.delivered - 1  # places, this one taken
+            left = batch.want - batch.delivered - 1  # places after this one
             for due in range(batch.version - self.config.max_staleness, oldest.version):
-                # By `left` more groups from now, the next batch would be too late for these.
+                # `left` places remain before open groups of version `due` or older are too old.
                 if left < sum(one.version <= due and not one.is_complete for one in self.flying.values()):
                     return False
                 left += batch.want
         return True
 
     def too_old(self) -> list[ActiveGroup]:
-        """What the open batch may not have any more; the caller ends it as dropped. None under `deliver`."""
+        """Returns the groups that are too old for the open batch; the caller ends them as dropped. Empty under
+        `deliver`."""
         if self.batch is None or self.config.on_stale is OnStale.DELIVER:
             return []
         oldest = self.batch.version - self.config.max_staleness
         return [one for one in self.flying.values() if one.version < oldest]
 
     def surplus(self) -> list[ActiveGroup]:
-        """What is to be cancelled, now that no batch is open."""
+        """Returns the groups to cancel while no batch is open."""
         if self.batch is not None or self.config.surplus is not Surplus.CANCEL:
             return []
         return [one for one in self.flying.values() if not one.is_complete]
 
     def delivered(self, group: Group) -> None:
-        """Counts what was handed out."""
+        """Counts a delivered group."""
         figures = self.progress.figures
         figures.tokens_delivered += group.stats.sampled_tokens if group.stats else 0
         figures.stale += (group.staleness or 0) > self.config.max_staleness
 
     def rewind(self, to: int, place: int, version: int, groups: Iterable[Group], *, gone: int = 0) -> list[Group]:
-        """Undoes the batches after `to`, which ended at that place. `groups` are those that they had, and all that are
-        complete; what has tokens of a version after `version` is void, and so is what has its place up to `gone`, as
-        it was acknowledged and its traces deleted; their tasks return. The rest is complete again. Returns them as they
-        are now; what is open, the caller ends as void then."""
+        """Undoes the batches after `to`, which ended at `place`.
+
+        `groups` are the groups of those batches and all complete ones. A group with tokens of a version after `version`
+        becomes void, and so does one with a place up to `gone`, because it was acknowledged and its traces were
+        deleted; their tasks are repeated. The other groups are complete again. Returns the changed groups. The caller
+        then ends open groups as void.
+        """
         progress, changed = self.progress, list[Group]()
         for group in groups:
             if group.place is not None:
@@ -321,11 +326,11 @@ class DrawState:
                 changed.append(replace(group, state=GroupState.VOID, reason="rewound", batch=None, place=None))
             elif group.place is not None:
                 changed.append(replace(group, state=GroupState.COMPLETE, batch=None, place=None, batch_version=None))
-        if to < progress.batch:  # else nothing is undone, and what has ended has ended
+        if to < progress.batch:  # otherwise nothing is undone, and an ended draw stays ended
             progress.rejected_in_a_row = 0
             self.draw = replace(self.draw, is_active=True, reason=None, detail=None)
         progress.batch, progress.place, progress.version, progress.handed = to, place, version, 0
-        for name in ("delivered", "tokens_delivered", "stale"):  # the next batch's figures do not count the undone
+        for name in ("delivered", "tokens_delivered", "stale"):  # the next batch's figures exclude what is undone
             then = min(getattr(progress.figures_then, name), getattr(progress.figures, name))
             setattr(progress.figures_then, name, then)
         self.batch = None
@@ -335,10 +340,11 @@ class DrawState:
     # --- the end --------------------------------------------------------------------------------------
 
     def check_end(self) -> str | None:
-        """Ends the draw if nothing more can come of it; why. An open batch is closed as it is then.
+        """Ends the draw if it cannot deliver more, and returns the reason. An open batch is closed as it is.
 
-        What is at work when tasks, rollouts, tokens or time run out still counts, and what is complete is handed out
-        first; only a bound on what is delivered ends everything at once."""
+        When tasks, rollouts, tokens or time run out, open groups still count, and complete ones are delivered first.
+        Only a bound on delivered groups or batches ends everything at once.
+        """
         if not self.draw.is_active:
             return None
         progress, spent = self.progress, self._spent()
@@ -392,7 +398,7 @@ class DrawState:
 
 
 def before_filtering(figures: Mapping[str, Json]) -> dict[str, Json]:
-    """Mean reward and pass rate of all that was judged, kept or not."""
+    """Returns the mean reward and pass rate of all judged groups, kept or not."""
     count, total, passes = figures["rewards"], figures["reward_sum"], figures["passes"]
     assert isinstance(count, (int, float)) and isinstance(total, (int, float)) and isinstance(passes, (int, float))
     return {

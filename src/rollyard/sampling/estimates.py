@@ -1,18 +1,19 @@
-"""Means over tasks, and how far to trust them.
+"""Means over tasks, with confidence intervals.
 
-The tasks are the sample, not the rollouts: those of one task are alike (it is easy, or it is hard), and counted as
-independent they would make an interval far too narrow. So everything is first computed per task, then averaged over
-tasks with equal weight, and an interval says what other tasks of the same kind might have given.
+The tasks are the sample, not the rollouts. Rollouts of one task are alike (the task is easy, or it is hard); counted as
+independent, they would make an interval far too narrow. So everything is first computed per task, then averaged over
+tasks with equal weight, and the interval shows what other tasks of the same kind might have given.
 
-The interval is the percentile bootstrap over tasks: a task's value is no yes or no (pass@k of n samples is a fraction,
-and so is a reward), so no formula for proportions fits, and near 0 and 1 the means are skewed as no normal interval is.
-Where all tasks have one value (each solved, none solved, a single task), resampling sees no spread and would claim
-certainty. There it is Wilson's interval with one trial per task, which is wide enough for any values between 0 and 1:
-none with that mean vary more than a coin does. For equal values outside of that there is no bound, and no interval.
+The interval is the percentile bootstrap over tasks. A task's value is a fraction (pass@k of n samples, or a reward), so
+no formula for proportions applies, and near 0 and 1 the means are skewed, which no normal interval is. If all tasks
+have the same value (all solved, no task solved, a single task), resampling has no spread and would claim certainty.
+Then Wilson's interval with one trial per task is used. It is wide enough for any values between 0 and 1, because no
+values with that mean vary more than a coin does. For equal values outside that range there is no bound, and no
+interval.
 
-Samples that are missing (failures of infra) are neither right nor wrong: leave them out of a task's rewards. A task
-with fewer than k samples has no pass@k and is counted in `missing`; many of those bias the mean, as hard tasks may fail
-more often than easy ones.
+Missing samples (failures of infra) are neither right nor wrong: leave them out of a task's rewards. A task with fewer
+than k samples has no pass@k and is counted in `missing`. Many of those bias the mean, as hard tasks may fail more often
+than easy ones.
 """
 
 from __future__ import annotations
@@ -30,29 +31,30 @@ from numpy.typing import NDArray
 from rollyard.core.passk import TOLERANCE, is_correct, pass_at_k
 
 RESAMPLES = 2_000
-"""From one seed to another, the ends of a 95 % interval then move by 2 % of its width."""
+"""With this number, the ends of a 95 % interval vary between seeds by 2 % of its width."""
 
-AT_ONCE = 1_000_000  # draws that are in memory while resampling
+AT_ONCE = 1_000_000  # draws held in memory while resampling
 
 Floats = NDArray[np.float64]
 
-_pass_at_k = lru_cache(maxsize=65_536)(pass_at_k)  # thousands of tasks have a few dozen values among them
+_pass_at_k = lru_cache(maxsize=65_536)(pass_at_k)  # thousands of tasks share a few dozen values
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over tasks and its interval, which is None where nothing can be said."""
+    """A mean over tasks and its interval, which is None if it cannot be determined."""
 
     mean: float
     interval: tuple[float, float] | None
     tasks: int  # in the mean
-    missing: int = 0  # not in it: too few samples
+    missing: int = 0  # not in the mean: too few samples
 
 
 def pass_over_tasks(
     rewards: Iterable[Collection[float]], k: int, *, threshold: float = 1.0, level: float = 0.95, seed: int = 0
 ) -> Estimate | None:
-    """pass@k, the mean over tasks; `rewards` are those of each task's samples. None if no task has k samples."""
+    """Returns pass@k as a mean over tasks; `rewards` contains those of each task's samples. None if no task has k
+    samples."""
     if k < 1:
         raise ValueError(f"pass@{k}: k is 1 or more")
     counts = [(len(task), sum(is_correct(reward, threshold) for reward in task)) for task in rewards]
@@ -62,8 +64,8 @@ def pass_over_tasks(
 def pass_curve(
     counts: Sequence[tuple[int, int]], ks: Iterable[int], *, level: float = 0.95, seed: int = 0
 ) -> dict[int, Estimate | None]:
-    """pass@k for many k, of each task's number of samples and of correct ones among them. Those k that the same tasks
-    can tell share their resamples."""
+    """Returns pass@k for many k, from each task's number of samples and of correct ones. Those k for which the same
+    tasks have enough samples share their resamples."""
     curve: dict[int, Estimate | None] = {}
     for tasks, together in groupby(sorted(ks), key=lambda k: sum(samples >= k for samples, _ in counts)):
         these = list(together)
@@ -78,7 +80,7 @@ def pass_curve(
 
 
 def reward_over_tasks(rewards: Iterable[Collection[float]], *, level: float = 0.95, seed: int = 0) -> Estimate | None:
-    """The mean over tasks of each task's mean reward. None if no task has a sample."""
+    """Returns the mean over tasks of each task's mean reward. None if no task has a sample."""
     tasks = list(rewards)
     values = [math.fsum(task) / len(task) for task in tasks if task]
     if not values:
@@ -88,17 +90,17 @@ def reward_over_tasks(rewards: Iterable[Collection[float]], *, level: float = 0.
 
 
 def mean_interval(values: Sequence[float], *, level: float = 0.95, seed: int = 0) -> tuple[float, float] | None:
-    """For the mean of one value per task; see the module. The same for the same values in any order, and seed."""
+    """Returns the interval of the mean of one value per task. It depends on the values and seed, not on their order."""
     return mean_intervals([values], level=level, seed=seed)[0]
 
 
 def mean_intervals(
     columns: Sequence[Sequence[float]], *, level: float = 0.95, seed: int = 0
 ) -> list[tuple[float, float] | None]:
-    """The same for several values of the same tasks, from the same resamples."""
+    """Returns the intervals for several values of the same tasks, from the same resamples."""
     values = np.asarray(columns, np.float64).T
     if not values.size:
-        raise ValueError("there is no mean of nothing")
+        raise ValueError("at least one value is needed")
     if not 0 < level < 1:
         raise ValueError(f"a confidence level is between 0 and 1, not {level:g}")
     if not np.isfinite(values).all():
@@ -107,7 +109,7 @@ def mean_intervals(
     lows, highs = values.min(axis=0), values.max(axis=0)
     ends = _bootstrap(values, level, seed) if (highs - lows > TOLERANCE).any() else None
     for at, (low, high) in enumerate(zip(lows.tolist(), highs.tolist(), strict=True)):
-        if ends is not None and high - low > TOLERANCE:  # the mean of three 0.7 is not quite that of two
+        if ends is not None and high - low > TOLERANCE:  # rounding: the mean of three 0.7 differs from that of two
             found.append((float(ends[0][at]), float(ends[1][at])))
         else:
             found.append(_wilson(low, len(values), level) if low >= 0 and high <= 1 else None)
@@ -115,10 +117,10 @@ def mean_intervals(
 
 
 def _bootstrap(values: Floats, level: float, seed: int) -> tuple[Floats, Floats]:
-    """Of values [tasks, columns]. What is drawn is only counted by distinct rows, of which thousands of tasks have a
-    few dozen where rewards are 0 and 1: then all columns cost little more than one."""
+    """Returns the interval ends of values [tasks, columns]. Resamples are only counted by distinct rows, of which
+    thousands of tasks have a few dozen if rewards are 0 and 1: then all columns cost little more than one."""
     distinct, places = np.unique(values, axis=0, return_inverse=True)
-    kinds = np.sort(places.reshape(-1))  # in any order of the tasks the same
+    kinds = np.sort(places.reshape(-1))  # the same for any order of the tasks
     tasks, width = len(kinds), len(distinct)
     random = np.random.default_rng(abs(seed))
     rows = max(1, AT_ONCE // tasks)
@@ -138,5 +140,5 @@ def _wilson(mean: float, tasks: int, level: float) -> tuple[float, float]:
     middle = mean + z * z / (2 * tasks)
     spread = z * math.sqrt(mean * (1 - mean) / tasks + z * z / (4 * tasks * tasks))
     scale = 1 + z * z / tasks
-    # never beyond the mean itself, by rounding
+    # rounding must not exclude the mean itself
     return max(0.0, min(mean, (middle - spread) / scale)), min(1.0, max(mean, (middle + spread) / scale))

@@ -1,12 +1,13 @@
-"""One evaluation, kept going: its groups are begun a few at a time, and when all have ended it is judged, once.
+"""Runs one evaluation: starts its groups a few at a time, and computes the result once, when all have ended.
 
-One task per evaluation. It wakes when one of its groups has ended or its policy's weights were told; what it does is
-written before it counts: how many groups were begun, the version it is pinned to, its end. So a service that is killed
-goes on where it was, and an end, once written, never changes.
+There is one asyncio task per evaluation. It wakes when one of its groups has ended or its policy's version was set.
+Every step is written before it takes effect: the number of groups started, the pinned version, the end. So a service
+that is killed continues where it was, and a written end never changes.
 
-Pinned: it begins when no change of weights is under way, and from then on every token is to be of that version. With
-`hold` the next change of weights waits for its end, unless no engine can serve that version any more (`engines.pins`):
-then it goes on if the change leaves the same version. With `fail`, or if the weights change all the same, it fails.
+Pinning. An evaluation starts while no change of weights is in progress, and from then on every token must be of that
+version. With `hold`, the next change of weights waits for the evaluation's end, unless no engine can serve that version
+any more (`engines.weights.version_pins`): then it continues if the change leaves the same version. With `fail`, or if the
+weights change anyway, it fails.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from rollyard.store.base import EvalRecord, StoreUnusable, eval_items
 log = logging.getLogger("rollyard.sampling")
 
 AHEAD = 1024
-"""Samples that are begun and have not ended, or one task's where that is more: the queue is for others, too."""
+"""Samples that are started and have not ended, or one task's if that is more: other rollouts need the queue, too."""
 
 AT_ONCE = 64
-"""Groups that are begun in one step."""
+"""Groups started in one step."""
 
 SPARES = 1
-"""Of each group, beyond the attempts that each rollout has."""
+"""Spares of each group, in addition to the attempts of each rollout."""
 
 FULL_S = 1.0
-"""Between two looks at a queue that had no room."""
+"""Seconds between two checks of a queue that had no room."""
 
 RUNNING = "running"
 
@@ -57,13 +58,13 @@ MakeTask = Callable[[Mapping[str, Json]], Task]
 
 
 class EvalRunner:
-    """See the module. The bell is rung at its end."""
+    """Runs one evaluation. The notifier rings at its end."""
 
     def __init__(
         self, pipeline: Pipeline, groups: Groups, notifier: Notifier, record: EvalRecord, run: Run, make_task: MakeTask
     ) -> None:
         self.record = record
-        self.over = asyncio.Event()  # it has ended, and its rollouts were cancelled if need be
+        self.over = asyncio.Event()  # it has ended, and its running rollouts were cancelled
         self._notifier = notifier
         self._pipeline = pipeline
         self._store = pipeline.store
@@ -78,7 +79,7 @@ class EvalRunner:
             self._pin()
 
     def load(self, groups: list[str]) -> None:
-        """Takes up the groups that an earlier process left open."""
+        """Takes over the groups that an earlier process left open."""
         self._open.update(groups)
 
     def wake(self) -> None:
@@ -92,9 +93,7 @@ class EvalRunner:
     @property
     def done(self) -> int:
         """Samples that have ended, each place counted once."""
-        over = max(
-            0, self._begun - len(self._open)
-        )  # killed before it wrote how many it began, it has more of them open
+        over = max(0, self._begun - len(self._open))  # a process killed before it wrote `begun` left more groups open
         return over * self.record.samples + sum(map(self._places_done, self._open))
 
     def _places_done(self, group_id: str) -> int:
@@ -105,12 +104,12 @@ class EvalRunner:
 
     @property
     def _begun(self) -> int:
-        """Tasks."""
+        """Tasks that were started."""
         begun = self.record.data.get("begun", 0)
         return begun if isinstance(begun, int) else 0
 
     async def main(self) -> None:
-        """Until it has ended."""
+        """Runs until the evaluation has ended."""
         self.wake()
         while self.record.state == RUNNING:
             await self._news.wait()
@@ -122,13 +121,13 @@ class EvalRunner:
             except StoreUnusable:
                 raise
             except Exception as error:
-                log.exception("an evaluation broke", extra={"evaluation": self.record.id})
+                log.exception("an evaluation failed unexpectedly", extra={"evaluation": self.record.id})
                 await self._end("failed", "internal_error", f"{type(error).__name__}: {error}")
         await self._cancel_groups()
         self.over.set()
 
     async def cancel(self, detail: str = "cancelled by the client") -> None:
-        """Ends it without a result, unless it has ended. Its rollouts are cancelled soon after."""
+        """Ends the evaluation without a result, unless it has ended. Its rollouts are cancelled soon after."""
         async with self._lock:
             if self.record.state == RUNNING:
                 await self._end("cancelled", "cancelled", detail)
@@ -140,18 +139,18 @@ class EvalRunner:
         version = self._policies.steady(self.record.policy)
         if self.record.version < 0:
             if version is None:
-                return  # the weights are being changed; we are told when that is over
+                return  # the weights are changing; `wake` is called when that is over
             await self._write(version=version, pinning=True)
         elif version not in (None, self.record.version):
-            detail = f"it is pinned to version {self.record.version}, and the weights are {version} now"
+            detail = f"it is pinned to version {self.record.version}, and the policy is at version {version} now"
             await self._give_up(VERSION_CHANGED, detail)
             return
         elif version is not None:
-            self._pin()  # unless it is: a service that is started in a pause cannot yet say that the version is ours
+            self._pin()  # if not pinned yet: a service started in a pause cannot confirm the version at first
         self._share()
         try:
             await self._begin()
-        except RollyardError as error:  # it could be run when it was taken in; now its environment is gone, say
+        except RollyardError as error:  # valid when it was read; since then its environment was removed, for example
             await self._give_up(error.code, error.detail)
             return
         if self._begun == self.record.tasks and not self._open:
@@ -162,7 +161,7 @@ class EvalRunner:
             self._policies.pins.pin(self.record.policy, self.record.id, self.record.version)
 
     def _share(self) -> None:
-        """Its quota follows the size of the RUN pool."""
+        """Adjusts the quota to the size of the RUN pool."""
         share = self.record.data.get("pool_share")
         wanted = max(1, round(self._pipeline.run_pool.size * (share if isinstance(share, int | float) else 1.0)))
         if wanted != self._run.max_live:
@@ -180,7 +179,7 @@ class EvalRunner:
             numbers = range(self._begun, self._begun + count)
             wanted = [await self._group(number) for number in numbers]
             ids = {group.id for group, _, _ in wanted} - self._open
-            self._open |= ids  # first: one may be over as soon as it is stored
+            self._open |= ids  # before the write: a group may be over as soon as it is stored
             try:
                 groups = await self._groups.put(wanted)
             except BaseException as error:
@@ -189,7 +188,7 @@ class EvalRunner:
                     asyncio.get_running_loop().call_later(FULL_S, self.wake)
                     return
                 if isinstance(error, Draining):
-                    return  # the next process goes on
+                    return  # the next process continues
                 raise
             self._open -= {group.id for group in groups if self._groups.opened(group.id) is None}
             await self._write(begun=numbers.stop)
@@ -205,8 +204,9 @@ class EvalRunner:
     # --- the end --------------------------------------------------------------------------------------
 
     async def _give_up(self, reason: str, detail: str) -> None:
-        """Ends it early, with the figures of what there is."""
-        done, result = self.done, await self._result(reason)  # before: what is cancelled now is missing for this reason
+        """Ends the evaluation early, with the figures of what has ended."""
+        # Before the cancels: samples that they end are missing for this reason.
+        done, result = self.done, await self._result(reason)
         await self._cancel_groups()
         await self._end("failed", reason, detail, result, done)
 
@@ -235,7 +235,7 @@ class EvalRunner:
         rollouts: list[Rollout] = []
         if number < self._begun:
             rollouts = await rollouts_of(self._store, group_name(record.id, number))
-            otherwise = otherwise if rollouts else "forgotten"  # it ended longer ago than records are kept
+            otherwise = otherwise if rollouts else "forgotten"  # retention has deleted its records
         task = Task("")
         if rollouts:
             task = rollouts[0].task

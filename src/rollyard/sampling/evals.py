@@ -1,8 +1,8 @@
-"""All evaluations of a service: made once by their ids, found, waited for, cancelled, taken up after a restart.
+"""All evaluations of a service: creates them once per id, returns, awaits, cancels and resumes them.
 
-An evaluation has a run of its own, of mode eval, so that none of its rollouts is ever trained on: with its own
-priority, and a quota that is its share of the RUN slots. Its tasks are read, checked and copied before it begins, as a
-draw's are.
+An evaluation has a run of its own, of mode eval, so that its rollouts are never trained on. The run has its own
+priority, and a quota that is its share of the RUN slots. Its tasks are read, checked and copied before it starts, like
+a draw's.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rollyard.store.base import EvalRecord, eval_items
 log = logging.getLogger("rollyard.sampling")
 
 MOST_LABELS = 256
-"""Values of `by`: each has numbers of its own in the result."""
+"""Limit on values of `by`: each has its own figures in the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """What a client asked for."""
+    """An evaluation as a client requested it."""
 
     id: str
     run: str
@@ -59,7 +59,7 @@ class EvalPlan:
 
 
 class Evals:
-    """See the module. `own` keeps a task until the service ends."""
+    """All evaluations. `own` runs a coroutine as a task until the service ends."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Evals:
         folders: Sequence[Path],
         own: Callable[[Coroutine[Any, Any, None], str], object],
     ) -> None:
-        self.notifier = Notifier()  # some evaluation has ended
+        self.notifier = Notifier()  # an evaluation has ended
         self._pipeline = pipeline
         self._store = pipeline.store
         self._groups = groups
@@ -82,7 +82,7 @@ class Evals:
         groups.on_over.append(self._group_over)
 
     async def load(self, groups: Sequence[Group]) -> None:
-        """Takes up those that an earlier process left. `groups` are all that are open and belong to no draw."""
+        """Resumes the evaluations that an earlier process left. `groups` are all open groups that belong to no draw."""
         open_groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for group in groups:
             open_groups[group.run, group.id.rpartition(".")[0]].append(group.id)
@@ -96,8 +96,8 @@ class Evals:
                     await self._groups.cancel(group_id)
 
     async def create(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
-        """An evaluation, made now or earlier with the same body."""
-        lock = self._makings.setdefault(plan.id, asyncio.Lock())  # the same call twice at once: the second finds it
+        """Creates an evaluation, or returns the one created earlier with the same body."""
+        lock = self._makings.setdefault(plan.id, asyncio.Lock())  # of two concurrent calls, the second finds the record
         async with lock:
             with suppress(NotFound):
                 return await self._store.put_eval(await self._store.get_eval(plan.id), body)
@@ -109,7 +109,8 @@ class Evals:
                 f"samples: the queue holds {self._pipeline.settings.max_queued} rollouts, not that many"
             )
         if self._pipeline.run_of(plan.run) is not None:
-            await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})  # IdConflict, unless it was for this
+            # Raises IdConflict, unless the run belongs to this evaluation.
+            await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})
         now = time.time()
         run = Run(
             plan.run,
@@ -170,12 +171,12 @@ class Evals:
         return runner.done if runner is not None and record.state == RUNNING else told if isinstance(told, int) else 0
 
     async def wait(self, eval_id: str, within_s: float) -> EvalRecord:
-        """The record, at its end or when the time is over."""
+        """Returns the record when the evaluation has ended or `within_s` is over."""
         look = partial(self._store.get_eval, eval_id)
         return await self.notifier.until(look, lambda record: record.state != RUNNING, within_s)
 
     async def cancel(self, eval_id: str) -> EvalRecord:
-        """Ends it, unless it has ended."""
+        """Ends the evaluation, unless it has ended."""
         runner = self._runners.get(eval_id)
         if runner is not None:
             await runner.cancel()
@@ -188,7 +189,7 @@ class Evals:
             await runner.over.wait()
 
     def versioned(self, policy: str) -> None:
-        """That policy's weights were told."""
+        """Called when the policy's version was set."""
         for runner in self._runners.values():
             if runner.record.policy == policy:
                 runner.wake()

@@ -1,11 +1,10 @@
-"""What an evaluation says: pass@k and rewards of each environment and over all, and what is missing from them.
+"""The result of an evaluation: pass@k and rewards per environment and overall, and what is missing from them.
 
-A sample without a reward is neither right nor wrong: it is left out, counted by what became of it, and so is a task
-that is left with fewer than k samples. So is a sample that other weights than those evaluated had a part in, and all of
-a task that cannot be done as it was given: which of its samples would have been scored before that was known depends on
-how long they took.
+A sample without a reward is neither right nor wrong: it is left out and counted by its cause. So is a task with fewer
+than k remaining samples, a sample in which weights other than the evaluated ones took part, and every sample of a task
+that cannot be done as given: which of those were scored before that was known depends on how long they took.
 
-Pure: the same samples and rules give the same numbers. Thousands of tasks take a second or so: call it in a thread.
+Pure: the same samples and rules give the same numbers. Thousands of tasks take about a second: call it in a thread.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ NOT_BEGUN = "not_begun"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """By what samples are judged. `seed` is of the bootstrap."""
+    """How samples are evaluated. `seed` is that of the bootstrap."""
 
     k: int
-    samples: int  # of each task
+    samples: int  # per task
     threshold: float = 1.0
     seed: int = 0
 
@@ -40,7 +39,7 @@ class Sample:
     index: int
     rollout: str
     reward: float | None = None
-    code: str = ""  # what became of it instead
+    code: str = ""  # why it has no reward
     fate: MemberFate = MemberFate.STOOD
     oldest_version: int = -1
     newest_version: int = -1
@@ -51,11 +50,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TaskSamples:
-    """A task's samples, one for each place: those with a reward are in the numbers, the others are missing."""
+    """A task's samples, one for each place: those with a reward are in the figures, the others are missing."""
 
     environment: str
     samples: tuple[Sample, ...]
-    label: str = ""  # what `by` asked for
+    label: str = ""  # the task's value of `by`
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -70,7 +69,7 @@ class TaskSamples:
 
 
 def sample_of(rollout: Rollout, otherwise: str) -> Sample:
-    """A rollout that has ended, or, called `otherwise`, one that has not."""
+    """Returns the sample of a rollout. One that has not ended gets the code `otherwise`."""
     ending = rollout.ending
     if ending is None:
         return Sample(rollout.index, id_of(rollout.id), code=otherwise, fate=MemberFate.CANCELLED)
@@ -90,8 +89,8 @@ def sample_of(rollout: Rollout, otherwise: str) -> Sample:
 
 
 def placed(samples: Iterable[Sample], size: int, version: int, otherwise: str = NOT_BEGUN) -> tuple[Sample, ...]:
-    """A task's `size` places, from all its rollouts: see the module. One that infrastructure took away leaves its
-    place to a spare; where there is none left, it is missing."""
+    """Returns a task's `size` places, filled from all its rollouts. A rollout that infrastructure lost leaves its place
+    to a spare; if no spare is left, the sample is missing."""
     found = sorted(samples, key=lambda sample: sample.index)
     hopeless = next((sample for sample in found if sample.fate is MemberFate.HOPELESS), None)
     if hopeless is not None:
@@ -117,7 +116,7 @@ def _pinned(sample: Sample, version: int) -> Sample:
 
 
 def evaluated(tasks: Sequence[TaskSamples], rules: Rules, *, has_labels: bool = False) -> dict[str, Json]:
-    """The result of an evaluation, as it is stored and told."""
+    """Returns the result of an evaluation as it is stored and returned to clients."""
     missing = sum((task.missing for task in tasks), Counter[str]())
     environments = _parts(tasks, lambda task: task.environment)
     parts = {name: measured(part, rules) for name, part in environments.items()}
@@ -145,7 +144,7 @@ def _parts(tasks: Iterable[TaskSamples], key: Callable[[TaskSamples], str]) -> d
 
 
 def measured(tasks: Sequence[TaskSamples], rules: Rules) -> dict[str, Json]:
-    """The numbers of some tasks. An estimate is null where no task has enough samples."""
+    """Returns the figures of some tasks. An estimate is null if no task has enough samples."""
     scored = [sample for task in tasks for sample in task.samples if sample.reward is not None]
     counts = [(len(task.rewards), task.correct(rules.threshold)) for task in tasks]
     curve = pass_curve(counts, range(1, rules.k + 1), seed=rules.seed)
@@ -169,11 +168,11 @@ def _told(estimate: Estimate | None) -> Json:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """Per sample."""
+    """Returns the mean per sample."""
     return sum(values) / len(values) if values else None
 
 
 def label_of(data: Mapping[str, Json], by: str) -> str:
-    """What a task's data says under that key: "" if nothing."""
+    """Returns the task data's value under that key as a string, "" if there is none."""
     value = data.get(by)
     return value if isinstance(value, str) else "" if value is None else str(value)[:256]

@@ -1,14 +1,14 @@
-"""Which groups a trainer can learn from: the declared filter of a draw.
+"""The declared filter of a draw: which groups a trainer can learn from.
 
-A filter sees one reward per trained member, and the task. Whether a rollout reaches the trainer may depend on that, and
-never on how long it took: a filter is not told.
+A filter gets one reward per trained member, and the task. Whether a rollout reaches the trainer may depend on these,
+and never on how long it took: a filter does not get the time.
 
-`is_hopeless` is what early termination rests on: it may say so only if the group will be rejected whatever its missing
-members score, and whether or not they can be trained on. So a group that is accepted always has all its members, and
-one that is given up would have been rejected anyway.
+Early termination is based on `is_hopeless`. It may return True only if the group will be rejected whatever its missing
+members score, and whether or not they can be trained on. So an accepted group always has all its members, and one that
+is ended early would have been rejected anyway.
 
-An installed filter is a function of a `FilterInput` group and the options that the draw names, registered under the entry
-point group `rollyard.filters`. It is asked once, when all members have ended.
+An installed filter is a function of a `FilterInput` and the options that the draw names, registered under the entry
+point group `rollyard.filters`. It is called once, when all members have ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENTRY_POINTS = "rollyard.filters"
 
 @dataclass(frozen=True, slots=True)
 class FilterInput:
-    """What a filter may decide by."""
+    """What a filter may base its decision on."""
 
     rewards: tuple[float, ...]  # of the members that are trained on, by index
     task: Task
@@ -43,7 +43,7 @@ class GroupFilter(Protocol):
 
 
 class KeepAll:
-    """Every group."""
+    """Keeps every group."""
 
     def keeps(self, judged: FilterInput) -> bool:
         return True
@@ -54,7 +54,7 @@ class KeepAll:
 
 @dataclass(frozen=True, slots=True)
 class KeepSpread:
-    """Rewards that differ by more than that, as a standard deviation."""
+    """Keeps groups whose rewards have a standard deviation above `above`."""
 
     above: float = 0.0
 
@@ -63,12 +63,12 @@ class KeepSpread:
         return spread is not None and spread > self.above
 
     def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool:
-        return False  # a reward has no bounds: one missing member may make any spread
+        return False  # rewards have no bounds: one missing member can give any spread
 
 
 @dataclass(frozen=True, slots=True)
 class KeepPassRate:
-    """A share of solved members within a range, both ends included."""
+    """Keeps groups whose share of solved members is within a range, both ends included."""
 
     low: float
     high: float
@@ -89,7 +89,7 @@ class KeepPassRate:
 
 
 class InstalledFilter:
-    """An installed filter."""
+    """A filter from an installed package."""
 
     def __init__(self, name: str, judge: Callable[..., object], options: Mapping[str, Json]) -> None:
         self._name = name
@@ -107,7 +107,7 @@ class InstalledFilter:
 
 
 class MissingFilter:
-    """In the place of a filter that is not there any more: its draw can only be read."""
+    """Replaces a filter that is no longer installed: its draw can only be read."""
 
     def __init__(self, error: InvalidRequest) -> None:
         self.error = error
@@ -120,7 +120,7 @@ class MissingFilter:
 
 
 def keep_of(spec: KeepSpec) -> GroupFilter:
-    """The filter that a draw names; InvalidRequest if there is none."""
+    """Returns the filter that a draw names. Raises InvalidRequest if there is none."""
     if spec.kind == "all":
         return KeepAll()
     if spec.kind == "spread":
@@ -133,5 +133,5 @@ def keep_of(spec: KeepSpec) -> GroupFilter:
         raise InvalidRequest(f"keep: there is no filter {spec.name!r} ({known})")
     try:
         return InstalledFilter(spec.name, installed[spec.name].load(), spec.options)
-    except Exception as error:  # somebody else's module, which may do anything when it is imported
+    except Exception as error:  # importing another package's module may raise anything
         raise InvalidRequest(f"keep: the filter {spec.name!r} cannot be loaded: {error}") from error

@@ -1,7 +1,7 @@
-"""Groups that a client asks for one by one: n rollouts, one record at the end.
+"""Groups that a client submits one by one: n rollouts, one record at the end.
 
-One task watches over all of them: it begins a spare when infrastructure took a member away, and writes the group's end
-when its members have ended. Every end of a rollout comes here by `ended`; after a restart the store tells what came
+One asyncio task manages all of them: it starts a spare when infrastructure lost a member, and writes the group's end
+when its members have ended. Every end of a rollout arrives by `ended`; after a restart, the store has those that came
 meanwhile.
 """
 
@@ -24,11 +24,11 @@ log = logging.getLogger("rollyard.sampling")
 
 
 class Groups:
-    """See the module."""
+    """All groups that belong to no draw."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.notifier = Notifier()  # some group has ended
-        self.on_over: list[Callable[[str], None]] = []  # told its id
+        self.notifier = Notifier()  # a group has ended
+        self.on_over: list[Callable[[str], None]] = []  # called with its id
         self._pipeline = pipeline
         self._store = pipeline.store
         self._open: dict[str, OpenGroup] = {}
@@ -36,29 +36,30 @@ class Groups:
         self._news = asyncio.Event()
 
     async def load(self, groups: Sequence[Group]) -> None:
-        """Takes up those that an earlier process left open."""
+        """Takes over the groups that an earlier process left open."""
         for group in groups:
             self._open[group.id] = opened = OpenGroup(group)
             try:
                 await catch_up(self._store, opened)
             except StoreUnusable:
                 raise
-            except Exception as error:  # the end of this group, and not of the service
-                log.exception("a group cannot be taken up", extra={"group": group.id})
+            except Exception as error:  # ends this group, not the service
+                log.exception("a group cannot be resumed", extra={"group": group.id})
                 reason = error.code if isinstance(error, RollyardError) else "internal_error"
                 await self._end(opened, replace(group, state=GroupState.FAILED, reason=reason))
             else:
                 self._touch(group.id)
 
     async def put(self, wanted: Sequence[tuple[Group, Task, Mapping[str, Json]]]) -> list[Group]:
-        """Durable when it returns. One that is there already, with the same body, is returned as it stands."""
+        """Stores groups and queues their rollouts; durable when it returns. An existing group with the same body is
+        returned unchanged."""
         for group, task, _ in wanted:
             check_members(task, group.size)
         opened = [OpenGroup(group, task) for group, task, _ in wanted]
         submissions = [new for one in opened for new in one.begin(range(one.group.size))]
         with self._pipeline.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
             for one in opened:
-                self._open.setdefault(one.id, one)  # before the commit: a member may end as soon as that is done
+                self._open.setdefault(one.id, one)  # before the commit: a member may end right after it
             known = {one.id for one in opened if self._open[one.id] is not one}
             bodies = [(one.group, body) for one, (_, _, body) in zip(opened, wanted, strict=True)]
             try:
@@ -70,40 +71,40 @@ class Groups:
                 raise
         for one, group in zip(opened, groups, strict=True):
             if group.state is GroupState.OPEN:
-                self._open.setdefault(group.id, one)  # whoever was first with it may have failed, and let it go
+                self._open.setdefault(group.id, one)  # a concurrent call may have failed and removed it
             elif group.id not in known:
                 self._open.pop(group.id, None)
         self._pipeline.enqueue(stored)
         return list(groups)
 
     def opened(self, group_id: str) -> OpenGroup | None:
-        """One that is at work."""
+        """Returns a group whose rollouts are running, or None."""
         return self._open.get(group_id)
 
     def ended(self, rollout: Rollout) -> None:
-        """A rollout has ended; perhaps one of ours."""
+        """Records the end of a rollout, if it belongs to one of these groups."""
         opened = self._open.get(rollout.group or "")
         if opened is not None and opened.take(rollout):
             self._touch(opened.id)
 
     async def cancel(self, group_id: str) -> Group:
-        """Ends it and its rollouts, unless it has ended."""
+        """Ends the group and its rollouts, unless it has ended."""
         opened = self._open.pop(group_id, None)
         if opened is None:
             return await self._store.get_group(group_id)
         group = opened.over(GroupState.CANCELLED, reason="cancelled")
         await self._store.step(Decision(groups=(group,)))
-        self._pipeline.cancel_later(opened.at_work(), "its group was cancelled")  # a restart finds what is left of them
+        self._pipeline.cancel_later(opened.at_work(), "its group was cancelled")  # a restart cancels the rest
         self._tell(group_id)
         return group
 
     async def wait(self, group_id: str, within_s: float) -> Group:
-        """The record, when it is open no more, or as it stands when the time is over."""
+        """Returns the record when it is no longer open, or in its current state when `within_s` is over."""
         look = partial(self._store.get_group, group_id)
         return await self.notifier.until(look, lambda group: group.state is not GroupState.OPEN, within_s)
 
     async def main(self) -> None:
-        """For ever: see the module."""
+        """Starts spares and ends groups, until it is cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -116,8 +117,8 @@ class Groups:
                     await self._look(opened)
                 except StoreUnusable:
                     raise
-                except Exception as error:  # a spare's name is taken, say: the end of this group, and of no other
-                    log.exception("a group broke", extra={"group": group_id})
+                except Exception as error:  # a spare's id is taken, for example: ends only this group
+                    log.exception("a group failed unexpectedly", extra={"group": group_id})
                     reason = error.code if isinstance(error, RollyardError) else "internal_error"
                     await self._end(opened, replace(opened.group, state=GroupState.FAILED, reason=reason))
 
@@ -129,13 +130,13 @@ class Groups:
         now = opened.standing()
         if now.start:
             if self._pipeline.is_draining:
-                return  # the next process begins it
+                return  # the next process starts them
             before = opened.group
             begun = opened.begin(now.start)
             try:
                 stored = await self._store.step(Decision(tuple(begun), (opened.group,)))
             except RollyardError:
-                opened.group = before  # they are not ours: somebody else's rollouts may have these names
+                opened.group = before  # not started: rollouts of another client may have these ids
                 raise
             self._pipeline.enqueue(stored)
             return
@@ -148,7 +149,7 @@ class Groups:
         await self._end(opened, group)
 
     async def _end(self, opened: OpenGroup, group: Group) -> None:
-        self._open.pop(opened.id, None)  # first: a cancel that comes meanwhile is too late
+        self._open.pop(opened.id, None)  # first: a cancel from now on has no effect
         await self._store.step(Decision(groups=(group,)))
         self._pipeline.cancel_later(opened.at_work(), f"its group has failed: {group.reason}")
         self._tell(opened.id)

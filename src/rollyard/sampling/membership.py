@@ -1,11 +1,11 @@
-"""Who is in a group, when it is whole, and when a spare is needed. Pure rules.
+"""Pure rules of a group: which rollouts are its members, when it is complete, and when it needs a spare.
 
-The group is the first `size` of its rollouts, by index, that did not fail by infrastructure's fault. So a spare takes a
-place only where a member was lost, in the order of indices, never because it was faster; and nobody is left out for
-being slow. One that was cancelled, or that the policy itself kept from being scored, keeps its place: no spare is for
-that.
+The members are the first `size` rollouts, by index, that did not fail because of infrastructure. So a spare takes a
+place only if a member was lost, in the order of indices, never because it was faster; and no rollout is left out for
+being slow. A rollout that was cancelled, or that the policy itself kept from being scored, keeps its place: a spare
+does not replace it.
 
-A task that cannot be done fails the whole group at once: its other rollouts would meet the same end.
+A task that cannot be done fails the whole group at once: its other rollouts would end in the same way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rollyard.core.overlong import COMPONENT
 
 
 class MemberFate(StrEnum):
-    """How a rollout came out, as far as its group cares."""
+    """How a rollout ended, as its group counts it."""
 
-    STOOD = "stood"  # it has its place, with a reward or without
-    LOST = "lost"  # infrastructure's fault: a spare may take its place
-    HOPELESS = "hopeless"  # the task as given cannot be done
+    STOOD = "stood"  # it keeps its place, with or without a reward
+    LOST = "lost"  # because of infrastructure: a spare may take its place
+    HOPELESS = "hopeless"  # the task cannot be done as given
     CANCELLED = "cancelled"
 
 
@@ -35,7 +35,7 @@ class MemberEnd:
     index: int
     fate: MemberFate
     reward: float | None = None
-    penalty: float = 0.0  # in the reward, for being overlong; 0 or less
+    penalty: float = 0.0  # part of the reward, for being overlong; 0 or less
     is_trainable: bool = False
     sampled_tokens: int = 0  # of all its attempts
     oldest_version: int = -1
@@ -44,19 +44,19 @@ class MemberEnd:
 
     @property
     def own_reward(self) -> float | None:
-        """The environment's."""
+        """The environment's reward, without the penalty."""
         return None if self.reward is None else self.reward - self.penalty
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStanding:
-    """What follows from the ends so far. `is_over`: nothing more can change; `members` are then those of a whole
-    group, or of one that may be delivered short."""
+    """What follows from the ends so far. If `is_over`, nothing more can change, and `members` are those of a complete
+    group or of one that may be delivered short."""
 
-    start: range = range(0)  # spares that are to be begun
+    start: range = range(0)  # spares to start
     is_over: bool = False
     members: tuple[int, ...] = ()
-    failure: str | None = None  # why it is over without being a group
+    failure: str | None = None  # why it is over without being complete
 
 
 _FATES = {Blame.INFRA: MemberFate.LOST, Blame.TASK: MemberFate.HOPELESS, Blame.CLIENT: MemberFate.CANCELLED}
@@ -67,7 +67,7 @@ def fate_of(is_scored: bool, blame: Blame | None) -> MemberFate:
 
 
 def end_of(rollout: Rollout) -> MemberEnd:
-    """The end of an ended rollout."""
+    """Returns a rollout's end as its group counts it. The rollout must have ended."""
     ending = rollout.ending
     assert ending is not None
     failure, summary = ending.failure, ending.summary
@@ -85,7 +85,7 @@ def end_of(rollout: Rollout) -> MemberEnd:
 
 
 def standing(group: Group, ends: Mapping[int, MemberEnd]) -> GroupStanding:
-    """See the module. `group.started` rollouts exist; those that are not in `ends` are at work."""
+    """Applies the rules. `group.started` rollouts exist; those that are not in `ends` are running."""
     hopeless = next((end for end in ends.values() if end.fate is MemberFate.HOPELESS), None)
     if hopeless is not None:
         return GroupStanding(is_over=True, failure=hopeless.code)
@@ -104,12 +104,12 @@ def standing(group: Group, ends: Mapping[int, MemberEnd]) -> GroupStanding:
 
 
 def counted(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> list[float]:
-    """The rewards that are in loss and baseline: one per member that is trained on."""
+    """Returns the rewards that count in loss and baseline: one per member that is trained on."""
     return [end.reward for end in _trained(ends, members) if end.reward is not None]
 
 
 def judged(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> list[float]:
-    """The environment's own rewards of the same members: what a filter decides by."""
+    """Returns the environment's own rewards of the same members, by which a filter decides."""
     return [end.own_reward for end in _trained(ends, members) if end.own_reward is not None]
 
 
@@ -134,7 +134,7 @@ def stats_of(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> GroupStat
 
 
 def versions_of(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> tuple[int, int]:
-    """The oldest and the newest weights that sampled for its members; −1: nobody sampled."""
+    """Returns the oldest and newest weight version that sampled for its members; −1 if nothing was sampled."""
     found = [ends[index] for index in members if index in ends and ends[index].oldest_version >= 0]
     if not found:
         return -1, -1

@@ -1,4 +1,4 @@
-"""Wakes all who wait for news of one thing. No news is kept: look first at how it stands, with `heard` in hand."""
+"""Wakes all tasks that wait for a change. Changes are not stored: take `next()` first, then read the state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Notifier:
-    """`heard = bell.next()`, look, then `await heard`: nothing that rang in between is missed."""
+    """Call `heard = notifier.next()`, read the state, then `await heard`: a `ring` in between is not missed."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
@@ -22,7 +22,8 @@ class Notifier:
         return asyncio.shield(self._next)
 
     async def until(self, look: Callable[[], Awaitable[T]], is_so: Callable[[T], bool], within_s: float) -> T:
-        """What `look` finds as soon as that is so; as it stands when the time is over."""
+        """Returns what `look` returns as soon as `is_so` holds for it, or whatever it returns when `within_s` is
+        over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while True:

@@ -1,4 +1,4 @@
-"""A group at work, in memory: its task, and how its rollouts have ended so far."""
+"""An open group in memory: its task, and how its rollouts have ended so far."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollyard.store.base import Store, Submission
 PAGE = 1000
 
 MOST_GROUP_BYTES = 1 << 30
-"""Of all its members' tasks together: while they run, each has its own."""
+"""Limit on the size of all its members' tasks together: each running rollout holds its own copy."""
 
 
 @dataclass(slots=True)
 class OpenGroup:
-    """See the module. `group` is its record as it was last written."""
+    """An open group. `group` is its record as last written."""
 
     group: Group
     task: Task = field(default_factory=lambda: Task(""))
@@ -32,8 +32,8 @@ class OpenGroup:
         return self.group.id
 
     def take(self, rollout: Rollout) -> bool:
-        """Takes in the end of one of its rollouts; False if it knew, or if this is somebody else's: any rollout may
-        name any group and any place in it."""
+        """Records the end of one of its rollouts. Returns False if it is known or not of this group: any rollout may
+        name any group and any index in it."""
         if rollout.index in self.ends or rollout.ending is None or rollout.id != self.group.rollout_id(rollout.index):
             return False
         self.ends[rollout.index] = end_of(rollout)
@@ -43,15 +43,15 @@ class OpenGroup:
         return standing(self.group, self.ends)
 
     def rewards(self, members: Iterable[int]) -> list[float]:
-        """Of those that are trained on, as the environment gave them."""
+        """Returns the environment's rewards of the members that are trained on."""
         return judged(self.ends, tuple(members))
 
     def scored(self) -> list[float]:
-        """Of all that have one, as the environment gave it: what is reported before filtering."""
+        """Returns the environment's rewards of all rollouts that have one, as reported before filtering."""
         return [end.own_reward for end in self.ends.values() if end.own_reward is not None]
 
     def begin(self, indices: Iterable[int]) -> list[Submission]:
-        """Submissions of those rollouts; the group says from now on that they exist."""
+        """Returns submissions of those rollouts. The group's record counts them as started from now on."""
         begun = [
             Submission(
                 Rollout(
@@ -70,7 +70,7 @@ class OpenGroup:
         return begun
 
     def over(self, state: GroupState, members: tuple[int, ...] = (), reason: str | None = None) -> Group:
-        """Its record at its end."""
+        """Returns the group's record at its end."""
         chosen = members or tuple(sorted(self.ends))
         oldest, newest = versions_of(self.ends, chosen)
         self.group = replace(
@@ -86,22 +86,22 @@ class OpenGroup:
         return self.group
 
     def at_work(self) -> list[str]:
-        """Rollouts that have not ended."""
+        """Returns the ids of rollouts that have not ended."""
         return [self.group.rollout_id(index) for index in range(self.group.started) if index not in self.ends]
 
 
 def check_members(task: Task, members: int) -> None:
-    """InvalidRequest for a group that would be too large to be run and returned as one."""
+    """Raises InvalidRequest for a group that is too large to be run and returned as one."""
     size = len(msgspec.json.encode(task))
     if size * members > MOST_GROUP_BYTES:
         raise InvalidRequest(
             f"{members} rollouts of a task of {size} bytes are more than {MOST_GROUP_BYTES >> 20} MiB: make the group"
-            " smaller, or bring large files into the sandbox by its image"
+            " smaller, or put large files into the sandbox's image"
         )
 
 
 async def rollouts_of(store: Store, group_id: str) -> list[Rollout]:
-    """All of a group's rollouts, by index; not those that only name it."""
+    """Returns all of a group's rollouts, by index, without those that only name it."""
     found: list[Rollout] = []
     after: str | None = None
     while True:
@@ -113,8 +113,8 @@ async def rollouts_of(store: Store, group_id: str) -> list[Rollout]:
 
 
 async def catch_up(store: Store, opened: OpenGroup) -> None:
-    """Takes in what the store knows of a group that an earlier process began. Ends that are told while it reads are
-    taken in as well, once: so let it be found by those who tell them first."""
+    """Reads from the store the rollouts of a group that an earlier process started. Ends that are reported while it
+    reads are recorded once, too: register the group for these reports first."""
     rollouts = await rollouts_of(store, opened.id)
     if rollouts:
         opened.task = rollouts[0].task

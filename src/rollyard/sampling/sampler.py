@@ -1,7 +1,7 @@
-"""All groups, draws and evaluations of a service: found by their ids, told of every rollout's end, taken up again
+"""All groups, draws and evaluations of a service. Finds them by id, passes them every rollout's end, and resumes them
 after a restart.
 
-Opened after the yard, closed before it: what is at work then goes on in the next process.
+Opened after the pipeline and closed before it: what is running then continues in the next process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("rollyard.sampling")
 
 
 class Sampler:
-    """See the module. `make_task` turns what a client or a file says into a checked task of a run."""
+    """Groups, draws and evaluations. `make_task` makes a checked task of a run from a client's or a file's task."""
 
     def __init__(
         self, pipeline: Pipeline, *, make_task: Callable[[RawTask, Run], Task], folders: Sequence[Path] = ()
@@ -50,7 +50,7 @@ class Sampler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._pipeline.on_end.append(self._ended)  # first: what ends while we read the store is taken in too
+        self._pipeline.on_end.append(self._ended)  # first: ends that occur while the store is read count, too
         self._pipeline.on_swept.append(self._swept)
         self._router.on_version.append(self._versioned)
         unfinished: dict[str | None, list[Group]] = defaultdict(list)
@@ -84,7 +84,8 @@ class Sampler:
     async def create(
         self, draw_id: str, run: Run, config: DrawConfig, tasks: Sequence[RawTask], body: Mapping[str, Json]
     ) -> DrawRunner:
-        """A draw, made now or earlier with the same body. Its tasks are read, checked and copied first."""
+        """Creates a draw, or returns the one created earlier with the same body. Its tasks are read, checked and copied
+        first."""
         keep_of(config.keep)
         most, why = self._pipeline.settings.max_queued, "max_queued"
         for quota, name in (
@@ -98,9 +99,9 @@ class Sampler:
         async with self._making.setdefault(draw_id, asyncio.Lock()):  # two calls at once would mix their tasks
             with suppress(NotFound):
                 found = await self._store.get_draw(draw_id)
-                await self._store.put_draw(found, body)  # IdConflict if it is another one
+                await self._store.put_draw(found, body)  # IdConflict if the body differs
                 return await self.runner(draw_id)
-            await self._store.put_items(draw_id, 0, [])  # what a call that was cut off left
+            await self._store.put_items(draw_id, 0, [])  # removes what an interrupted call left
 
             def check(raw: RawTask) -> None:
                 check_members(self._make_task(raw, run), config.group_size)
@@ -123,7 +124,7 @@ class Sampler:
             return await self._load(await self._store.put_draw(draw, body), [])
 
     async def runner(self, draw_id: str) -> DrawRunner:
-        """A draw, ended or not. NotFound."""
+        """Returns the runner of a draw, ended or not. Raises NotFound."""
         if draw_id not in self._draws:
             draw = await self._store.get_draw(draw_id)
             if draw_id not in self._draws:
@@ -138,7 +139,8 @@ class Sampler:
         return runner
 
     async def delete_run(self, run_id: str, within_s: float) -> bool:
-        """Whether the run is gone after that time. If not, the deletion goes on, also after a restart."""
+        """Deletes a run. Returns whether it is gone within `within_s`; if not, the deletion continues, also after a
+        restart."""
         await self._pipeline.cancelling.begin_deletion(run_id)
         await asyncio.wait({self._own(self._delete_run(run_id), f"delete {run_id}")}, timeout=within_s)
         return run_id not in self._pipeline.cancelling.deleting
@@ -157,14 +159,14 @@ class Sampler:
                 runner.let_go()
 
     async def _take_up(self, draw: Draw, groups: Sequence[Group]) -> None:
-        """A draw of an earlier process. Whatever is wrong with it ends it, and not the service."""
+        """Resumes a draw of an earlier process. An error in it ends the draw, not the service."""
         try:
             await self._load(draw, groups)
         except StoreUnusable:
             raise
         except Exception as error:
             detail = error.detail if isinstance(error, RollyardError) else f"{type(error).__name__}: {error}"
-            log.exception("a draw cannot be taken up", extra={"draw": draw.id, "detail": detail})
+            log.exception("a draw cannot be resumed", extra={"draw": draw.id, "detail": detail})
             self._draws.pop(draw.id, None)
             ended = [replace(group, state=GroupState.CANCELLED, reason="unusable") for group in groups]
             draw = replace(draw, is_active=False, reason="unusable", detail=detail)
@@ -192,7 +194,7 @@ class Sampler:
         await runner.load(groups)
         if draw.is_active:
             if isinstance(keep, MissingFilter):
-                log.error("a draw cannot go on", extra={"draw": draw.id, "detail": keep.error.detail})
+                log.error("a draw cannot continue", extra={"draw": draw.id, "detail": keep.error.detail})
                 await runner.close("unusable", keep.error.detail)
             self._keep_going(runner)
         return runner
@@ -203,7 +205,7 @@ class Sampler:
             self._own(runner.main(), f"draw {runner.draw.id}")
 
     def active(self) -> list[dict[str, Json]]:
-        """The draws that go on, in a few words each."""
+        """Returns a summary of each active draw."""
         return [
             {
                 "id": runner.draw.id,
@@ -217,13 +219,13 @@ class Sampler:
             if runner.draw.is_active
         ]
 
-    # --- what happens ---------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------
 
     def _ended(self, rollout: Rollout) -> None:
         if rollout.group is None:
             return
         self.groups.ended(rollout)
-        draw_id = rollout.group.rsplit(".", 3)[0]  # DRAW.epoch.item.turn: its name says whose it is
+        draw_id = rollout.group.rsplit(".", 3)[0]  # a draw's groups are named DRAW.epoch.item.turn
         runner = self._draws.get(draw_id)
         if runner is not None:
             runner.ended(rollout)
@@ -251,7 +253,7 @@ class Sampler:
         task = asyncio.current_task()
         try:
             await work
-        except StoreUnusable as error:  # the yard sees it too, and ends the service
+        except StoreUnusable as error:  # the pipeline fails too, and ends the service
             log.error("the store cannot be used", extra={"error": str(error)})
         except Exception:
             log.exception("a task of the sampler failed", extra={"task": task.get_name() if task else ""})

@@ -1,10 +1,10 @@
-"""Where a draw's tasks come from, and their copy in the store.
+"""The sources of a draw's tasks, and their copy in the store.
 
-A list, a file or what an environment generates is read once, when the draw is made, task by task, and copied: so a
-restart, or a file that changes, cannot change what a draw draws from. A file may only lie below the folders that the
-operator allows. Rows of a dataset become tasks by their environment's own reading of them (`from_row`).
+A list, a file or the tasks that an environment generates are read once, when the draw is created, task by task, and
+copied: so a restart, or a file that changes, cannot change the tasks of a draw. A file must be below the folders that
+the operator allows. The environment's `from_row` converts rows of a dataset to tasks.
 
-Whatever is wrong is told with its place (`FILE:LINE`) before anything is begun.
+Errors are reported with their place (`FILE:LINE`) before anything is started.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rollyard.envs.rows import RowsUnreadable, is_dataset, read_rows
 from rollyard.store.base import Store
 
 CHUNK = 500
-"""Tasks that are read, checked and stored between two turns of the event loop."""
+"""Tasks read, checked and stored between two turns of the event loop."""
 
 MOST_TASKS = 2_000_000
-"""Of one source. An environment may generate without end."""
+"""Limit on the tasks of one source: an environment may generate without end."""
 
 RawTask = Mapping[str, Json]
 
@@ -42,7 +42,7 @@ async def copy_source(
     folders: Sequence[Path],
     check: Callable[[RawTask], object],
 ) -> SourceSpec:
-    """Stores every task; the spec with its size. `check` raises for a task that can never run here."""
+    """Stores every task and returns the spec with its size. `check` raises for a task that can never run here."""
     if spec.kind is SourceKind.PUSH:
         return spec
     found = _places(spec, tasks, environments, folders)
@@ -57,7 +57,7 @@ async def copy_source(
         await store.put_items(draw_id, size, [task for _, task in chunk])
         size += len(chunk)
         if size > MOST_TASKS:
-            raise InvalidRequest(f"source: it has more than {MOST_TASKS:,} tasks; a draw takes no more")
+            raise InvalidRequest(f"source: it has more than {MOST_TASKS:,} tasks, which is the limit")
     if not size:
         raise InvalidRequest("source: it has no tasks")
     return replace(spec, size=size)
@@ -88,11 +88,11 @@ def _places(
 
 
 def allowed(path: Path, folders: Sequence[Path]) -> Path:
-    """The file as it really is, if it lies below one of the folders."""
+    """Returns the resolved path if it is below one of the folders."""
     real = path.resolve()
     if not any(real.is_relative_to(folder.resolve()) for folder in folders):
         names = ", ".join(map(str, folders)) or "none: the operator sets them with task_folders"
-        raise Forbidden(f"source.file: {path} does not lie below a folder that is allowed ({names})")
+        raise Forbidden(f"source.file: {path} is not below an allowed folder ({names})")
     if not real.exists():
         raise InvalidRequest(f"source.file: there is no {path}")
     return real

@@ -1,7 +1,7 @@
-"""In which order a draw takes the tasks of its source: shuffled by its seed, anew for each epoch, none twice in one.
+"""The order in which a draw takes the tasks of its source: shuffled by its seed, again for each epoch, each task once.
 
-Pure: the same seed and size give the same order, on any machine and after any restart, so what a draw has used up is
-two numbers. A source that grows is taken as it comes, once.
+Pure: the same seed and size give the same order, on any machine and after any restart, so two numbers describe what a
+draw has used up. A growing source is taken once, in order of arrival.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rollyard.core.draw import DrawConfig, DrawItem, DrawProgress
 
 
 class TaskOrder:
-    """See the module. `size` None: the source grows, and is as long as `grown` says."""
+    """The order of one draw's tasks. If `size` is None, the source grows and currently has `grown` tasks."""
 
     def __init__(self, config: DrawConfig, size: int | None, grown: int = 0) -> None:
         self.grown = grown
@@ -29,7 +29,7 @@ class TaskOrder:
         return self._size is None
 
     def has_more(self, progress: DrawProgress) -> bool:
-        """Whether `take` would give an item."""
+        """Whether `take` would return an item."""
         if progress.returned:
             return True
         if self._size is None:
@@ -41,11 +41,11 @@ class TaskOrder:
         return self._epochs is None or progress.epoch + 1 < self._epochs
 
     def is_dry(self, progress: DrawProgress) -> bool:
-        """Whether there will never be another one."""
+        """Whether there will never be another item."""
         return not self.has_more(progress) and (not self.is_growing or progress.is_source_closed)
 
     def take(self, progress: DrawProgress) -> DrawItem:
-        """The next item, moving `progress` on; those that came back go first. Only when `has_more`."""
+        """Returns the next item and advances `progress`; returned tasks come first. Call it only if `has_more`."""
         if progress.returned:
             return progress.returned.pop(0)
         if self._size is not None and progress.position >= self._size:

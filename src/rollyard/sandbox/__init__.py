@@ -1,4 +1,4 @@
-"""Isolated places to run commands in, and what makes them."""
+"""Sandboxes, in which a rollout's commands run in isolation, and the runtimes that start them."""
 
 from rollyard.sandbox.base import (
     CONTROL_DIR,

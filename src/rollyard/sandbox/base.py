@@ -1,17 +1,18 @@
-"""The door of this wing: a `Runtime` makes `Sandbox`es, a sandbox runs commands apart from the host.
+"""The interface of this package: a `Runtime` starts `Sandbox`es; a sandbox runs commands isolated from the host.
 
-Invariants, proven for every runtime by `rollyard.testing.sandbox_conformance`:
-- `exec` is a fresh process with a clean environment; its status comes from the launcher's waitpid, so nothing
-  inside can forge it. Output is capped; what was cut is counted.
-- When `kill()` returns, no process of the sandbox is left (its PID 1's pidfd said so); if that cannot be shown
-  within a bound it raises `SandboxStuck`. It is idempotent.
-- Server gone, sandbox gone: PID 1 holds a lifeline pipe whose only write end is ours.
-- A sandbox lives while its lease is renewed. Nothing in it ends it by a timer.
-- A limit is enforced by the means that `limits_in_force` names. One that ends the sandbox is its `SandboxEnd`.
-- The doorway, where one was asked for, listens before anything inside runs. So does the way out (`egress`); without
-  one, an isolated sandbox reaches nothing.
-- `freeze` ends a sandbox as `kill` does and keeps what it wrote; that is a layer below any number of others.
-- Paths are the sandbox's own. File calls never follow a link out of it.
+Invariants, checked for every runtime by `rollyard.testing.sandbox_conformance`:
+- `exec` runs a new process with a clean environment. Its status comes from the launcher's waitpid, so no process
+  inside can forge it. Output is capped; the bytes dropped are counted.
+- When `kill()` returns, no process of the sandbox is left (the pidfd of its PID 1 is readable). If this cannot be
+  confirmed within a time limit, it raises `SandboxStuck`. It is idempotent.
+- A sandbox ends with its service: PID 1 holds a lifeline pipe whose only write end is the service's.
+- A sandbox lives while its lease is renewed. No timer inside it ends it.
+- A limit is enforced by the mechanism that `limits_in_force` names. A limit that ends the sandbox is the reason of
+  its `SandboxEnd`.
+- The doorway, if requested, listens before any command runs inside. So does the egress proxy; without `egress`, an
+  isolated sandbox has no network.
+- `freeze` ends a sandbox as `kill` does and keeps the files that it wrote as a layer for any number of sandboxes.
+- Paths are paths inside the sandbox. File calls never follow a link out of it.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from rollyard.sandbox.doorway import Doorway
 from rollyard.sandbox.egress.base import Egress
 
 WORKDIR = "/workspace"
-"""Where an agent's files are, in every sandbox."""
+"""The folder of the agent's files in every sandbox."""
 
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Statuses of a command that SIGKILL ended: its own, and the one that a shell reports of what it ran."""
+"""Statuses of a command that SIGKILL ended: its own, and the one that a shell reports for its child."""
 
 CONTROL_DIR = "/.rollyard"
-"""Where a sandbox sees, read-only, the folder that the host writes commands to."""
+"""The read-only path, inside a sandbox, of the folder to which the host writes commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A host path shown inside."""
+    """A host path that is mounted inside a sandbox."""
 
     host: Path
     inside: str
@@ -46,14 +47,14 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """None: the runtime's default. Which of them are enforced, and how, is in `Sandbox.limits_in_force`."""
+    """None is the runtime's default. `Sandbox.limits_in_force` reports which limits are enforced, and how."""
 
     memory_bytes: int | None = None
     processes: int | None = None
     disk_bytes: int | None = None
     open_files: int | None = None
     cpus: float | None = None
-    files: int | None = None  # that it makes: folders and links count as well
+    files: int | None = None  # created inside; folders and links count too
 
 
 ImageKind = Literal["folder", "sif"]
@@ -62,22 +63,22 @@ ImageKind = Literal["folder", "sif"]
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What is wanted. `image` is of a kind that the runtime reads; None is the host's /usr, read-only."""
+    """Describes a sandbox to start. `image` is of a kind that the runtime reads; None is the host's /usr, read-only."""
 
     image: str | None = None
-    workdir: str = WORKDIR  # where agents and checks begin; one that the image has
+    workdir: str = WORKDIR  # where agents and checks start: WORKDIR or a folder of the image
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     binds: tuple[Bind, ...] = ()
-    layers: tuple[Path, ...] = ()  # what `freeze` kept, the topmost first: below this sandbox's own, read-only
+    layers: tuple[Path, ...] = ()  # made by `freeze`, topmost first; mounted read-only below the sandbox's own files
     has_doorway: bool = False
-    egress: Egress | None = None  # what it may reach; None: it is offline
+    egress: Egress | None = None  # the hosts that it may reach; None: it is offline
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     owner: str = ""  # rollout id, for logs and for the sweep
 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """What a command did. `status` is the exit status, or −signal as in `subprocess`."""
+    """The result of a command. `status` is the exit status, or −signal as in `subprocess`."""
 
     status: int
     stdout: bytes
@@ -85,29 +86,29 @@ class ExecResult:
     duration_s: float
     is_timed_out: bool = False  # it and its children were killed at the deadline
     dropped_bytes: int = 0  # output beyond the cap
-    is_out_of_memory: bool = False  # the kernel killed it, or what it ran, at the sandbox's memory limit
+    is_out_of_memory: bool = False  # the kernel killed it, or its child, at the sandbox's memory limit
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxEnd:
-    """Why a sandbox is no more."""
+    """Why a sandbox ended."""
 
     reason: Literal["killed", "ended_inside", "lost", "lease", "memory", "processes", "disk", "files"]
     detail: str = ""
 
 
 class Process(Protocol):
-    """A process started by `spawn`. `pid` is as the host sees it, for /proc only: signals go by pidfd."""
+    """A process started by `spawn`. `pid` is the host's number, for /proc only: signals are sent through a pidfd."""
 
     @property
     def pid(self) -> int: ...
 
     async def wait(self) -> int:
-        """Its exit status (−signal if a signal ended it). May be awaited more than once."""
+        """Returns its exit status (−signal if a signal ended it). May be awaited more than once."""
         ...
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
-        """Signals it and its process group; nothing happens if it has ended."""
+        """Signals it and its process group; does nothing if it has ended."""
         ...
 
 
@@ -121,22 +122,22 @@ class Sandbox(Protocol):
 
     @property
     def control_dir(self) -> Path:
-        """The host's side of CONTROL_DIR, on tmpfs. The sandbox can read it and not write it."""
+        """The host's path of CONTROL_DIR, on tmpfs. The sandbox can read it but not write it."""
         ...
 
     @property
     def control_path(self) -> str:
-        """The same folder as the sandbox names it: CONTROL_DIR, or the host's path where nothing is mounted."""
+        """The path of the same folder inside the sandbox: CONTROL_DIR, or the host's path if nothing is mounted."""
         ...
 
     @property
     def limits_in_force(self) -> Mapping[str, str]:
-        """Per limit the means that enforces it, or "none". E.g. {"memory": "none", "open_files": "rlimit"}."""
+        """For each limit, the mechanism that enforces it, or "none": {"memory": "none", "open_files": "rlimit"}."""
         ...
 
     @property
     def oom_kills(self) -> int:
-        """Processes in it that the kernel has killed at the memory limit so far; 0 where nobody counts."""
+        """How many of its processes the kernel has killed at the memory limit; 0 where this is not counted."""
         ...
 
     @property
@@ -148,12 +149,12 @@ class Sandbox(Protocol):
     @property
     def odd_kills(self) -> int:
         """How many commands of `exec` ended by SIGKILL, not counting timeouts and the memory limit. The sender was a
-        process inside or one of the host: the status does not tell them apart."""
+        process inside or on the host: the status does not distinguish the two."""
         ...
 
     @property
     def doorway(self) -> Doorway | None:
-        """Its listening socket, if the spec asked for one and the runtime has them."""
+        """Its doorway, if the spec requests one and the runtime supports it."""
         ...
 
     @property
@@ -162,7 +163,7 @@ class Sandbox(Protocol):
         ...
 
     async def ended(self) -> SandboxEnd:
-        """Waits until it is no more."""
+        """Waits until it has ended."""
         ...
 
     async def exec(
@@ -175,7 +176,7 @@ class Sandbox(Protocol):
         stdin: bytes = b"",
         output_bytes: int = 1 << 20,
     ) -> ExecResult:
-        """Runs an argv, or a string by `sh -c`. Raises SandboxLost/SandboxEndedByPolicy if it is gone."""
+        """Runs an argv, or a string by `sh -c`. Raises SandboxLost/SandboxEndedByPolicy if the sandbox has ended."""
         ...
 
     async def spawn(
@@ -187,60 +188,62 @@ class Sandbox(Protocol):
         cwd: str = WORKDIR,
         env: Mapping[str, str] | None = None,
     ) -> Process:
-        """Starts a process whose descriptor `k` is our `fds[k]` (0, 1, 2 must be given), and no other.
+        """Starts a process whose descriptor `k` is the caller's `fds[k]`; 0, 1 and 2 are required. It has no others.
 
-        With `tty` (one of our descriptors) it leads a new session with that terminal as its own.
-        The caller still owns, and closes, its side.
+        With `tty` (a descriptor of the caller) it leads a new session with that controlling terminal.
+        The caller keeps its descriptors and closes them.
         """
         ...
 
     async def read(self, path: str, *, limit_bytes: int) -> bytes:
-        """A regular file, whole. FileNotFoundError, IsADirectoryError; ValueError beyond the limit or no file."""
+        """Returns a whole regular file. Raises FileNotFoundError or IsADirectoryError; ValueError if it is larger than
+        the limit or not a regular file."""
         ...
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Writes a file whole, making the folders above it."""
+        """Writes a whole file and creates the folders above it."""
         ...
 
     async def upload(self, source: Path, path: str) -> None:
-        """A host file or folder to `path`."""
+        """Copies a host file or folder to `path`."""
         ...
 
     async def download(self, path: str, target: Path, *, limit_bytes: int) -> Literal["file", "tar"]:
-        """A file or folder to the host's `target`; a folder as a tar archive. ValueError beyond the limit."""
+        """Copies a file or folder to the host's `target`; a folder as a tar archive. ValueError beyond the limit."""
         ...
 
     async def unpack(self, archive: Path, path: str) -> None:
-        """A tar archive that `download` made, into the folder `path`; the opposite of it."""
+        """Unpacks a tar archive made by `download` into the folder `path`."""
         ...
 
     def renew(self, lease_s: float) -> None:
-        """Keeps it alive for that long from now, unless renewed again."""
+        """Extends its lease to `lease_s` from now."""
         ...
 
     async def kill(self) -> None:
-        """Ends it. See the invariants."""
+        """Ends it, as the module's invariants describe."""
         ...
 
     async def freeze(self, target: Path, *, without: Sequence[str] = ()) -> None:
-        """Ends it, proven as by `kill`, and keeps what it wrote as the new folder `target`, below the runtime's
-        `layer_root`: a layer for `SandboxSpec.layers`. What it changed below the paths `without` (absolute, its own
-        names) is left out: there, the layers below show through again. Processes and tmpfs are not kept.
+        """Ends it, confirmed as by `kill`, and keeps the files that it wrote as the new folder `target`, below the
+        runtime's `layer_root`: a layer for `SandboxSpec.layers`. Changes below the paths `without` (absolute, inside
+        the sandbox) are left out: there, the lower layers are visible again. Processes and tmpfs are not kept.
         """
         ...
 
 
 class Runtime(Protocol):
-    """Makes sandboxes of one kind. `async with` opens it (and sweeps what an earlier process left) and closes it."""
+    """Starts sandboxes of one kind. `async with` opens it, which removes leftovers of an earlier process, and closes
+    it."""
 
     name: ClassVar[str]
     is_isolated: ClassVar[bool]
-    can_reach_out: ClassVar[bool]  # it holds a sandbox to `SandboxSpec.egress`; else such a one does not start
-    image_kinds: ClassVar[tuple[ImageKind, ...]]  # those that it reads, the best first; empty: it has no images
+    can_reach_out: ClassVar[bool]  # it enforces `SandboxSpec.egress`; else a sandbox with egress does not start
+    image_kinds: ClassVar[tuple[ImageKind, ...]]  # those that it reads, preferred first; empty: it has no images
 
     @property
     def layer_root(self) -> Path:
-        """Where its layers lie; the caller's to fill and prune."""
+        """The folder of its layers; the caller fills and prunes it."""
         ...
 
     @property
@@ -253,17 +256,17 @@ class Runtime(Protocol):
         ...
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> Sandbox:
-        """A running sandbox, or SandboxStartFailed. Cancelling it leaves nothing behind."""
+        """Returns a running sandbox, or raises SandboxStartFailed. If cancelled, it leaves nothing behind."""
         ...
 
     async def remove(self, paths: Sequence[Path]) -> bool:
-        """Deletes folders below `layer_root`, whatever is in them and whoever owns it. False: something is left."""
+        """Deletes folders below `layer_root`, whatever their contents and owners. False: something is left."""
         ...
 
     async def probe(self) -> Mapping[str, str]:
-        """Tries itself for real: {"feature": "ok" | "what is wrong and how to mend it"}."""
+        """Tests each feature on this machine: {"feature": "ok" | "what is wrong and how to fix it"}."""
         ...
 
     async def close(self) -> None:
-        """Ends every sandbox that is left."""
+        """Ends all remaining sandboxes."""
         ...

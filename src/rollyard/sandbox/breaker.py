@@ -1,12 +1,12 @@
-"""A circuit breaker per runtime and image: what keeps failing to start is left alone for a while.
+"""A circuit breaker per runtime and image: a pair that keeps failing to start is not tried for a while.
 
     closed ── 5 failures in a row ──▶ open (5 s, then twice as long each time, at most 60 s)
-       ▲                                │ time is over
+       ▲                                │ the time has passed
        └── the probe starts ── half open: one start may try; if it fails, open again
 
-Invariants. While it is open a start fails at once, naming the last real error and when to come again. Only failures
-of infrastructure count: a task's own, and a start that was cancelled, say nothing about the machine, unless its caller
-had waited long and tells (`failed`). What works leaves no trace here; what fails is bounded by `MOST`.
+Invariants. While a breaker is open, a start fails at once with the last real error and the time until the next try.
+Only infrastructure failures count. A task's own failure and a cancelled start do not, unless the caller reports by
+`failed` that it waited long enough. A successful start removes the pair's state; at most `MOST` pairs are held.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ FAILURES = 5
 FIRST_S = 5.0
 LONGEST_S = 60.0
 MOST = 1024
-"""Failing pairs that are remembered; beyond it the one that failed longest ago is forgotten."""
+"""Failing pairs that are held; beyond it, the one that failed longest ago is dropped."""
 
 
 @dataclass(slots=True)
 class _Circuit:
     failures: int = 0  # in a row
     last_error: str = ""
-    open_s: float = 0.0  # how long it was opened for; 0: it never was
+    open_s: float = 0.0  # how long it was last opened for; 0: never opened
     until: float = 0.0
     is_probing: bool = False
 
 
 class Breakers:
-    """All of a service's; see the module."""
+    """All circuit breakers of a service."""
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -49,7 +49,7 @@ class Breakers:
 
     @contextmanager
     def guard(self, runtime: str, image: str | None) -> Generator[None, None, None]:
-        """Wraps one start. SandboxStartFailed at once while it is open."""
+        """Wraps one start. Raises SandboxStartFailed at once while the breaker is open."""
         key = (runtime, image or "")
         is_probe = self._admit(key)
         try:
@@ -70,11 +70,11 @@ class Breakers:
                 self._circuits[key].is_probing = False
 
     def failed(self, runtime: str, image: str | None, detail: str) -> None:
-        """A start that was given up by its caller, who had waited long enough."""
+        """Counts a start that its caller gave up after waiting long enough."""
         self._failed((runtime, image or ""), detail)
 
     def open_by_runtime(self) -> dict[str, int]:
-        """How many are not closed, for those runtimes that have some."""
+        """How many breakers are not closed, for each runtime that has any."""
         counts: dict[str, int] = {}
         for (runtime, _), circuit in self._circuits.items():
             if circuit.open_s:
@@ -82,7 +82,7 @@ class Breakers:
         return counts
 
     def status(self, runtime: str) -> list[Mapping[str, Json]]:
-        """Those of a runtime that have failed last, for people."""
+        """The failing pairs of a runtime, for display."""
         return [
             {
                 "image": image or None,
@@ -101,7 +101,7 @@ class Breakers:
         return "open" if self._now() < circuit.until else "half_open"
 
     def _admit(self, key: tuple[str, str]) -> bool:
-        """Whether this start is the probe. Raises if it may not be tried."""
+        """Returns whether this start is the probe. Raises if no start is allowed now."""
         circuit = self._circuits.get(key)
         if circuit is None or not circuit.open_s:
             return False
@@ -111,7 +111,7 @@ class Breakers:
             return True
         what = f"runtime {key[0]}" + (f" with image {key[1]}" if key[1] else "")
         raise SandboxStartFailed(
-            f"{what} failed to start {circuit.failures} times in a row and is left alone for"
+            f"{what} failed to start {circuit.failures} times in a row and is not tried for"
             f" {max(0.0, wait_s):.1f} s; the last error: {circuit.last_error}",
             step="breaker",
             retry_after_s=max(FIRST_S / 5, wait_s),

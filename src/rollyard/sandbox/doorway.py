@@ -1,13 +1,13 @@
-"""The doorway: a listening socket inside a sandbox that has no network, served by our event loop.
+"""The doorway: a listening socket inside a sandbox that has no network, served by the service's event loop.
 
-The launcher opens the socket in the sandbox's own network namespace before anything inside runs; here an ASGI app is
-bound to it. Who is calling is known by the listener alone: every doorway has the same address.
+The launcher opens the socket in the sandbox's own network namespace before any command runs inside; this module serves
+an ASGI app on it. Only the listener identifies the caller: every doorway has the same address.
 
-Invariants. Whoever is inside can only hurt itself: connections, headers, bodies and the time that each may take are
-bounded by `DoorwayLimits`. A request in flight is cancelled when its client goes away and when the doorway closes.
+Invariants. A sandbox can only harm itself: connections, headers, bodies and the time that each may take are bounded by
+`DoorwayLimits`. A request in flight is cancelled when its client disconnects and when the doorway closes.
 `close` first closes the listener and every connection, since an open one would keep the namespace alive.
 
-The server is `rollyard.http`, the service's own. A doorway that nobody uses costs its socket and a few KB, and no task.
+The server is `rollyard.http`, the service's own. An unused doorway costs its socket and a few KB, and no task.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ DOORWAY_PORT = 8129
 """On 127.0.0.1 in every sandbox's own network namespace."""
 
 BACKLOG = 16
-"""Connections that the kernel holds for us while the loop is busy."""
+"""Connections that the kernel queues while the event loop is busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoorwayLimits:
-    """What one sandbox may take of its server. One that holds connections filled 1,024 descriptors in 10 s."""
+    """What one sandbox may use of the server. Without limits, one that held connections used up 1,024 descriptors in
+    10 s."""
 
-    connections: int = 16  # one more is closed at once; the others do not notice
+    connections: int = 16  # one more is closed at once; the others are not affected
     header_bytes: int = 32 << 10  # of one request; beyond: 431
     header_s: float = 10.0  # from a request's first byte to the end of its headers; beyond: 408
-    idle_s: float = 75.0  # a connection on which nothing has begun is closed
+    idle_s: float = 75.0  # a connection without a request is closed after this time
     body_bytes: int = 16 << 20  # of one request, however it is framed; beyond: 413
-    body_s: float = 60.0  # for the body to come, not counting while the app does not read; beyond: 408
+    body_s: float = 60.0  # to receive the body, not counting time in which the app does not read; beyond: 408
 
     @property
     def bounds(self) -> ListenerBounds:
@@ -50,9 +51,9 @@ class DoorwayLimits:
 
 
 class Doorway:
-    """`serve(app)` begins to answer; `close()` ends the listener and every connection. Made by the runtime.
+    """The listener of one sandbox. `serve(app)` starts answering; `close()` closes the listener and all connections.
 
-    Whoever connects before `serve` waits in the kernel. `owner` is for logs.
+    The runtime creates it. Connections made before `serve` wait in the kernel. `owner` is for logs.
     """
 
     def __init__(
@@ -72,26 +73,26 @@ class Doorway:
 
     @property
     def url(self) -> str:
-        """As it is named inside."""
+        """Its URL inside the sandbox."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def connections(self) -> int:
-        """How many there are now."""
+        """How many are open."""
         return self._server.connections if self._server is not None else 0
 
     async def serve(self, app: AsgiApp) -> None:
-        """Binds the app to the listener, once and for good."""
+        """Serves the app on the listener. Can be called once."""
         if self._server is not None or self._is_closed:
-            raise RuntimeError("this doorway is closed" if self._is_closed else "this doorway has its app already")
-        quiet = Refusals(is_logged=False)  # whoever is inside must not write to the service's log
+            raise RuntimeError("this doorway is closed" if self._is_closed else "this doorway already has an app")
+        quiet = Refusals(is_logged=False)  # a sandbox must not be able to write to the service's log
         self._server = HttpServer(
             app, self.limits.bounds, refusals=quiet, is_cancelling=True, is_eager=True, owner=self.owner
         )
         await self._server.start(self._sock, backlog=BACKLOG)
 
     def close(self) -> None:
-        """At once, and more than once if need be. Apps are cancelled; what they still do is their own cleaning up."""
+        """Closes at once; idempotent. Running app calls are cancelled and may still do their own clean-up."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()

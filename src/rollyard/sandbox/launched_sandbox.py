@@ -1,4 +1,4 @@
-"""One running sandbox, whichever runtime made it: exec, spawn, files, lease, kill. See `base.Sandbox`."""
+"""`LaunchedSandbox`, the implementation of `base.Sandbox` for all runtimes: exec, spawn, files, lease, kill."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from rollyard.sandbox.launcher.init_client import InitClient, InitRequest, pid_o
 from rollyard.sandbox.launcher.message_socket import Message, PipeReader, PipeWriter
 
 END_S = 10.0
-"""How long a timed-out command may take to die. It is SIGKILLed: only one stuck in the kernel takes longer."""
+"""How long a timed-out command may take to end after SIGKILL. Only one stuck in the kernel takes longer."""
 
 FILE_S = 600.0
-"""A file job is bounded by its size; this bounds a disk that hangs."""
+"""Time limit of a file job. Its size is limited already; this covers a disk that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxPaths:
-    """Where a sandbox's things are, and how its paths are spelled for the launcher."""
+    """The host folders and settings of a sandbox, and the conversion of its paths for the launcher."""
 
-    folder: Path  # the host's, all of it ours to delete
-    upper: Path  # what the sandbox writes, from its root on
+    folder: Path  # on the host; deleted with the sandbox
+    upper: Path  # the files that the sandbox writes, relative to its root
     control: Path
     env: Mapping[str, str]
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     limits_in_force: dict[str, str] = field(default_factory=dict[str, str])
-    is_mapped: bool = True  # False: WORKDIR and CONTROL_DIR exist only as names for host folders
-    uid: int | None = None  # the host's, where it is not ours
-    groups: Sequence[str] = ()  # folders of its cgroup, to be removed when it is gone
+    is_mapped: bool = True  # False: WORKDIR and CONTROL_DIR are only names for host folders
+    uid: int | None = None  # on the host, if it is not the service's
+    groups: Sequence[str] = ()  # folders of its cgroup, removed after it has ended
 
     @property
     def work(self) -> Path:
@@ -57,7 +57,7 @@ class SandboxPaths:
 
 @dataclass(frozen=True, slots=True)
 class FreezeRequest:
-    """What is to be kept of a sandbox when it ends."""
+    """Where to keep a sandbox's files when it ends, and which paths to leave out."""
 
     target: Path
     without: tuple[str, ...]
@@ -76,7 +76,7 @@ class SpawnedProcess:
             return (await asyncio.shield(self._job.done))["status"]
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except Exception:  # the sandbox went, and it with it
+        except Exception:  # the sandbox ended, and the process with it
             return -signal.SIGKILL
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
@@ -97,12 +97,12 @@ class LaunchedSandbox:
         self._id, self._spec, self._init_client, self._place = sandbox_id, spec, init_client, place
         self._on_kill, self._on_renew = on_kill, on_renew
         self.expires_at = float("inf")
-        self.ending: asyncio.Task[None] | None = None  # the runtime's
+        self.ending: asyncio.Task[None] | None = None  # set by the runtime
         self._doorway: Doorway | None = None
         self._egress: EgressProxy | None = None
         self._oom_seen = 0
         self.odd_kills = 0
-        self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
+        self.count_oom_kills: Callable[[], int] = lambda: 0  # set by the runtime, if it can count them
         self.count_host_kills: Callable[[], int] = lambda: 0  # the same
 
     def __repr__(self) -> str:
@@ -142,22 +142,23 @@ class LaunchedSandbox:
             self._doorway = Doorway(self._init_client.doorway, port=port, owner=self._spec.owner)
 
     async def open_egress(self) -> None:
-        """Serves the way out, if its spec asks for one."""
+        """Serves the egress proxy, if the spec requests one."""
         egress, sock = self._spec.egress, self._init_client.egress
         if egress is None:
             return
         if sock is None:
-            raise SandboxStartFailed("this runtime has no way out for a sandbox; use bubblewrap or apptainer")
+            raise SandboxStartFailed("this runtime does not support egress; use bubblewrap or apptainer")
         os_release = b""
         if "apt" in egress.mirrors:
-            with contextlib.suppress(OSError, ValueError):  # an image without one, or with a strange one
+            with contextlib.suppress(OSError, ValueError):  # the image has none, or an unusual one
                 os_release = await self.read(OS_RELEASE, limit_bytes=OS_RELEASE_BYTES)
         write_apt_files(self.control_dir, self.control_path, egress.mirrors, os_release.decode("utf-8", "replace"))
         self._egress = EgressProxy(sock, egress, owner=self._spec.owner)
         await self._egress.serve()
 
     def close_doorway(self) -> None:
-        """Before all else when it ends: an open connection would keep its network namespace."""
+        """Closes doorway and egress. Called first when the sandbox ends: an open connection would keep its network
+        namespace."""
         if self._doorway is not None:
             self._doorway.close()
         elif self._init_client.doorway is not None:
@@ -169,7 +170,7 @@ class LaunchedSandbox:
 
     @property
     def pid(self) -> int:
-        """The keeper's, as the host sees it; for /proc only."""
+        """The init process's PID on the host; for /proc only."""
         return self._init_client.pid
 
     @property
@@ -218,7 +219,7 @@ class LaunchedSandbox:
             "slots": list(fds),
             "tty": tty is not None,
             "tell": is_spawned,
-            "reaps": not is_spawned,  # orphans come to an exec'd command, so that a timeout finds them
+            "reaps": not is_spawned,  # an exec'd command adopts its orphans, so that a timeout reaches them
         }
         return self._init_client.request(request, [*fds.values(), *([] if tty is None else [tty])])
 
@@ -236,7 +237,7 @@ class LaunchedSandbox:
         began = loop.time()
         argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
         if not argv:
-            raise ValueError("an empty command")
+            raise ValueError("the command is empty")
         pipes: list[PipeReader | PipeWriter] = []
         job = None
         try:
@@ -255,7 +256,7 @@ class LaunchedSandbox:
                 self._init_client.end_job(job)
                 done, _ = await asyncio.wait([job.done], timeout=END_S)
                 if not done:
-                    raise SandboxLost(f"a command did not die within {END_S} s of SIGKILL")
+                    raise SandboxLost(f"a command did not end within {END_S} s of SIGKILL")
             status = job.done.result()["status"]
             out.finish()
             err.finish()
@@ -266,7 +267,7 @@ class LaunchedSandbox:
             return ExecResult(status, bytes(out.data), bytes(err.data), duration_s, is_timed_out, dropped, is_oom)
         finally:
             if job is not None:
-                self._init_client.end_job(job)  # nothing if it is done: only for a caller who was cancelled
+                self._init_client.end_job(job)  # for a cancelled caller; does nothing if the job is done
             for pipe in pipes:
                 pipe.close()
 
@@ -286,7 +287,7 @@ class LaunchedSandbox:
         env: Mapping[str, str] | None = None,
     ) -> SpawnedProcess:
         if not {0, 1, 2} <= fds.keys():
-            raise ValueError("descriptors 0, 1 and 2 must be given")
+            raise ValueError("descriptors 0, 1 and 2 are required")
         job = self._run(argv, fds, tty=tty, cwd=cwd, env=env, is_spawned=True)
         try:
             pidfd = await asyncio.shield(job.started)
@@ -320,7 +321,7 @@ class LaunchedSandbox:
                 raise ValueError(f"{path}: {answer['strerror']}")
             raise OSError(answer["errno"], answer["strerror"], path)
         if "done" not in answer:
-            if self._is_out_of_memory(answer.get("status", 0)):  # what it packs is the sandbox's, and so is its memory
+            if self._is_out_of_memory(answer.get("status", 0)):  # a file job counts against the sandbox's memory
                 raise MemoryLimit(f"{path} could not be handled within the sandbox's memory")
             raise SandboxLost(f"a file job was killed (status {answer.get('status')})")
         return answer
@@ -375,7 +376,7 @@ class LaunchedSandbox:
 
 @contextlib.contextmanager
 def _of_the_host(target: Path) -> Generator[None, None, None]:
-    """A missing folder of the host must not be reported as a missing file of the sandbox."""
+    """Converts FileNotFoundError, so that a missing host folder is not reported as a missing file of the sandbox."""
     try:
         yield
     except FileNotFoundError as error:

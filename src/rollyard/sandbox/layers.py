@@ -1,18 +1,19 @@
-"""Prepare once, fork n: what a set-up wrote, kept by a key and put below the sandboxes of all who need it.
+"""Prepare once, fork n: stores the files that a set-up wrote under a key, as a layer below all sandboxes that need it.
 
-A layer is `root/KEY/`: the files (as `Sandbox.freeze` left them) and `layer.json`, which says what it is; it gets that
-name, by one rename, when it is whole. Its mtime is when it was used last. The key says everything that the files
-depend on, so a layer is never changed, only made or deleted, and outlives its group and its service.
+A layer is `root/KEY/`: the files (as `Sandbox.freeze` left them) and `layer.json`, which describes it. The folder is
+renamed to that name when it is complete. The mtime of `layer.json` is the time of the last use. The key covers
+everything that the files depend on, so a layer is never changed, only made or deleted, and outlives its group and its
+service.
 
 Invariants.
-- One making per key at a time: the first makes, the others wait. Who makes and is cancelled, or fails for
-  infrastructure's sake, hands over to the next who waits; so each caller makes at most once.
-- A set-up that fails with blame task is remembered for a while: n rollouts of it fail with one try.
-- A leased layer is not deleted. Others are, the least recently used first, while all together are beyond `max_bytes`
-  or `max_files`: empty files take no bytes, and a file system has so many inodes for everybody.
-- Nothing is fsynced: a layer of before the machine's last boot is not believed, and dropped.
+- A key is made by one caller at a time, while the others wait. If that caller is cancelled or fails with blame infra,
+  the next waiting caller makes it; so each caller makes it at most once.
+- A set-up that fails with blame task is cached for a while: n rollouts of it fail after one try.
+- A leased layer is not deleted. Others are, least recently used first, while the total is above `max_bytes` or
+  `max_files`: empty files take no bytes, and the inodes of a file system are limited.
+- Nothing is fsynced: a layer from before the machine's last boot is not trusted, and is deleted.
 
-Not here: what a set-up is, and what its key must cover; that is the pipeline's.
+The pipeline defines what a set-up is and what its key must cover.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ FILES = "files"
 LABEL = "layer.json"
 
 FAILED_S = 120.0
-"""How long a failed set-up is remembered: longer than a group needs to fail, shorter than it takes to mend a task."""
+"""How long a failed set-up is cached: longer than a group needs to fail, shorter than it takes to fix a task."""
 
 MOST_FAILED = 1024
 
 BYTES_OF_FILE = 16 << 10
-"""Of the bytes that layers may have, so many go with each file: as ext4 divides a disk into bytes and inodes."""
+"""`max_bytes` divided by this is the limit of files: ext4's default ratio of bytes to inodes."""
 
 REMOVE_S = 600.0
-"""Bounds one deletion. What is left then is swept when the service starts again."""
+"""Time limit of one deletion. Files left then are deleted at the next start of the service."""
 
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -67,11 +68,11 @@ class _CachedLayer:
 
 
 class LayerLease:
-    """The right to a layer until `release`; `path` goes into `SandboxSpec.layers`."""
+    """Protects a layer from deletion until `release`; `path` goes into `SandboxSpec.layers`."""
 
     def __init__(self, key: str, path: Path, kept: _CachedLayer, *, made_s: float | None) -> None:
         self.key, self.path = key, path
-        self.made_s = made_s  # what making it took; None: it was found
+        self.made_s = made_s  # the time it took to make; None: it was found
         self._kept: _CachedLayer | None = kept
         kept.leases += 1
 
@@ -80,29 +81,32 @@ class LayerLease:
         return self.made_s is None
 
     def release(self) -> None:
-        """The layer may be pruned from now on. Idempotent."""
+        """Allows the layer to be pruned. Idempotent."""
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.leases -= 1
 
 
 class ScratchLayer:
-    """A layer of one rollout only: `path` is for `freeze`; `discard` deletes it. A crash's is swept at the opening."""
+    """A layer of one rollout only: `path` is for `freeze`; `discard` deletes it. After a crash, opening the cache
+    deletes it."""
 
     def __init__(self, layers: LayerCache, folder: Path) -> None:
         self._layers, self._folder = layers, folder
         self.path = folder / FILES
 
     def discard(self) -> None:
-        """Deleted soon after; `LayerCache.close` waits for it. Idempotent."""
+        """Deletes it in the background; `LayerCache.close` waits for that. Idempotent."""
         self._layers.drop(self._folder)
 
 
 class LayerCache:
-    """The layers of one runtime, below its `layer_root`. `async with` reads what is there, and waits for deletions."""
+    """The layers of one runtime, below its `layer_root`. `async with` reads existing layers, and at the end waits for
+    deletions."""
 
     def __init__(self, root: Path, max_bytes: int, *, remove: Remove | None = None) -> None:
-        """`remove` deletes folders whose files may belong to other users and forbid it, and says whether it could."""
+        """`remove` deletes folders even if other users own files in them or permissions forbid it, and returns whether
+        it succeeded."""
         self.root, self.max_bytes = root, max_bytes
         self.max_files = max(1000, max_bytes // BYTES_OF_FILE)
         self.found = self.made = self.failed = self.pruned = 0  # since the opening
@@ -140,19 +144,19 @@ class LayerCache:
         while self._removals:
             await asyncio.wait(self._removals)
 
-    # --- using ---
+    # --- use ---
 
     async def get(self, key: str, make: Make, *, terms: str = "") -> LayerLease:
-        """The layer of this key, made by `make(path)` if there is none. To be released.
+        """Returns a lease of this key's layer, made by `make(path)` if there is none. The caller must release it.
 
-        `terms` are what decides whether `make` fails but not what it writes (its deadline, its limits): a failure is
-        remembered only for callers with the same.
+        `terms` covers what decides whether `make` fails but not what it writes (its deadline, its limits): a cached
+        failure applies only to callers with the same terms.
         """
         if not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} is no key of a layer")
+            raise ValueError(f"{key!r} is not a layer key")
         while True:
             if not self._is_open:
-                raise SandboxStartFailed("the layers are closed")
+                raise SandboxStartFailed("the layer cache is closed")
             path = self.root / key / FILES
             kept = self._kept.get(key)
             if kept is not None and path.is_dir():
@@ -161,7 +165,7 @@ class LayerCache:
                 return LayerLease(key, path, kept, made_s=None)
             error = self._remembered(key, terms)
             if error is not None:
-                raise copy.copy(error)  # each caller's own: an exception keeps the traceback of who raised it
+                raise copy.copy(error)  # one for each caller: an exception keeps the traceback of its raise
             making = self._making.get(key)
             if making is None:
                 return await self._make(key, make, terms)
@@ -183,7 +187,7 @@ class LayerCache:
                 "boot_id": self._boot_id,
             }
             (folder / LABEL).write_text(json.dumps(label))
-            if (self.root / key).exists():  # half of one: what was there was dropped, or its label never written
+            if (self.root / key).exists():  # incomplete: it was dropped, or its label was never written
                 self.drop(self.root / key)
             folder.rename(self.root / key)
             kept = self._kept[key] = _CachedLayer(size_bytes, files, time.time())
@@ -206,13 +210,13 @@ class LayerCache:
         kept.used_at = time.time()
         try:
             os.utime(self.root / key / LABEL)
-        except OSError as error:  # it only decides the order of pruning after a restart
+        except OSError as error:  # it only affects the order of pruning after a restart
             log.warning("a layer's label cannot be touched", extra={"key": key, "error": str(error)})
 
     def scratch(self) -> ScratchLayer:
-        """Room for what one rollout left."""
+        """Creates a layer for the files that one rollout left."""
         if not self._is_open:
-            raise SandboxStartFailed("the layers are closed")
+            raise SandboxStartFailed("the layer cache is closed")
         folder = self.root / f".run-{new_id('l')}"
         folder.mkdir(parents=True)
         return ScratchLayer(self, folder)
@@ -220,7 +224,7 @@ class LayerCache:
     # --- set-ups that failed ---
 
     def _remember(self, key: str, terms: str, error: RollyardError) -> None:
-        # A copy has neither traceback nor cause, whose frames would keep the dead sandbox and all that it had.
+        # A copy has no traceback and no cause, whose frames would keep the dead sandbox and its objects in memory.
         self._failures[key, terms] = (time.monotonic() + FAILED_S, copy.copy(error))
         while len(self._failures) > MOST_FAILED:
             self._failures.popitem(last=False)
@@ -249,7 +253,7 @@ class LayerCache:
                 self.drop(self.root / key)
 
     def drop(self, folder: Path) -> None:
-        """Takes the folder's name away at once, and deletes it in time."""
+        """Renames the folder at once and deletes it in the background."""
         gone = folder.with_name(f".gone-{new_id('l')}")
         try:
             folder.rename(gone)
@@ -265,24 +269,24 @@ class LayerCache:
             async with asyncio.timeout(REMOVE_S):
                 is_gone = await self._remove([folder])
         except (TimeoutError, OSError) as error:
-            log.warning("a layer's deletion broke", extra={"folder": folder.name, "error": str(error)})
+            log.warning("deleting a layer failed", extra={"folder": folder.name, "error": str(error)})
         if not is_gone:
             log.warning("files of a layer could not be deleted", extra={"folder": folder.name})
 
-    # --- what is there at the opening ---
+    # --- opening ---
 
     def _read(self) -> tuple[dict[str, _CachedLayer], list[Path]]:
-        """The layers that can be believed, and everything else that lies in the root."""
+        """Returns the layers that can be trusted, and all other entries of the root."""
         self.root.mkdir(parents=True, exist_ok=True)
         kept: dict[str, _CachedLayer] = {}
         strays: list[Path] = []
         for folder in self.root.iterdir():
             try:
                 if not folder.is_dir() or folder.is_symlink() or not _KEY.fullmatch(folder.name):
-                    raise ValueError("no layer")
+                    raise ValueError("not a layer")
                 label = json.loads((folder / LABEL).read_bytes())
                 if label["key"] != folder.name or label["boot_id"] != self._boot_id or not (folder / FILES).is_dir():
-                    raise ValueError("of another boot, or not whole")
+                    raise ValueError("of another boot, or incomplete")
                 files = int(label.get("files", 0))  # 0: made by an older version
                 kept[folder.name] = _CachedLayer(int(label["size_bytes"]), files, (folder / LABEL).stat().st_mtime)
             except (OSError, ValueError, KeyError, TypeError):
@@ -291,7 +295,7 @@ class LayerCache:
 
 
 async def remove_folders(folders: Sequence[Path]) -> bool:
-    """`rm -rf` as a process: it copes with deep trees; with `chmod` first where one forbids it."""
+    """Runs `rm -rf` as a process, since it handles deep trees; if permissions forbid it, runs `chmod` and retries."""
     return await asyncio.to_thread(_rm, [str(folder) for folder in folders])
 
 
@@ -299,14 +303,14 @@ def _rm(paths: list[str]) -> bool:
     for command in (("rm", "-rf"), ("chmod", "-R", "u+rwX"), ("rm", "-rf")):
         paths = [path for path in paths if os.path.lexists(path)]
         if paths:
-            # No preexec_fn and no cwd: the vfork path, which does not copy the service's page tables.
+            # Without preexec_fn and cwd, subprocess uses vfork, which does not copy the service's page tables.
             subprocess.run([*command, "--", *paths], capture_output=True, check=False)
     return not any(os.path.lexists(path) for path in paths)
 
 
 def _size_of(folder: Path) -> tuple[int, int]:
-    """What it takes on the disk, in bytes and in files. A sparse file counts as what it holds; a folder that we may not
-    read, as nothing."""
+    """Returns the bytes and files that it takes on disk. Of a sparse file, only allocated blocks count; the contents
+    of an unreadable folder do not count."""
     size_bytes = count = 0
     for base, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -321,5 +325,5 @@ def _size_of(folder: Path) -> tuple[int, int]:
 def _boot_id() -> str:
     try:
         return _BOOT_ID.read_text().strip()
-    except OSError:  # then nothing is believed that this process has not made
+    except OSError:  # then only layers made by this process are trusted
         return new_id("boot")

@@ -1,16 +1,16 @@
-"""Our own Python as a folder that runs in any image: bound read-only, with its own loader and libraries.
+"""The portable Python: a folder that runs in any image, bound read-only, with its own loader and libraries.
 
-It is a copy of the interpreter that runs this service: its program, its standard library (without tests and Tk), the
-shared libraries that these need, libc and the loader among them, and IPython where it is installed here. It is
-started *by its own loader*, so that the image needs nothing at all: no libc, no /bin, no /lib. Python finds its library
-from where its program lies; so the folder works wherever it is put, and no variable has to say where.
+It is a copy of the interpreter that runs this service: the program, the standard library (without tests and Tk), the
+shared libraries that they need, including libc and the loader, and IPython if it is installed on the host. *Its own
+loader* starts it, so that the image needs nothing: no libc, no /bin, no /lib. Python locates its library relative to
+its program, so the folder works at any path without an environment variable.
 
     FOLDER/ld.so   FOLDER/bin/python3   FOLDER/lib/*.so   FOLDER/lib/pythonX.Y/{…,site-packages}
 
-Invariants. A folder is built once per digest of what goes into it, under a lock, elsewhere, and gets its name when it
-has been tried: one that is there is whole. Everybody may read it. It is never changed, and never deleted here.
+Invariants. A folder is built once per digest of its inputs, under a lock, in another folder, and is renamed once it
+has been tested: an existing folder is complete. All users may read it. It is never changed and never deleted here.
 
-Not for: child processes by `sys.executable`. The kernel would look for the image's loader; use `argv`.
+Child processes cannot use `sys.executable`: the kernel would look for the image's loader. Use `argv`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger("rollyard.sandbox")
 
 INSIDE = "/.rollyard-python"
 FORMAT = 1
-"""Part of the digest: raised when the folder's making changes."""
+"""Part of the digest: incremented when the build changes."""
 
 BUILD_S = 300.0
-"""Bounds each program that the building runs; all of it takes some 3 s."""
+"""Time limit of each program that the build runs; the whole build takes about 3 s."""
 
 PACKAGE = "ipython"
 
@@ -50,7 +50,8 @@ _NO_FILES = re.compile(
     r"|(site|user)customize\.py|EXTERNALLY-MANAGED"
 )
 _BESIDE_LIBC = ("libgcc_s.so.1", "libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2")
-"""What glibc opens by itself, unseen by `ldd`: to end threads, and for users and hosts before glibc 2.34."""
+"""Libraries that glibc opens itself, so `ldd` does not list them: to end threads, and for users and hosts before
+glibc 2.34."""
 
 _TRIAL = """
 import sys, json, ctypes, socket, tarfile, resource, termios, select, fcntl, struct, hashlib, zlib, asyncio, subprocess
@@ -64,25 +65,26 @@ if sys.argv[2]:
 
 @dataclass(frozen=True, slots=True)
 class PortablePython:
-    """`folder` on the host, seen as INSIDE; `argv` starts it there, with `env` added."""
+    """`folder` on the host is mounted as INSIDE; `argv` starts the interpreter there, with `env` added."""
 
     folder: Path
     argv: tuple[str, ...]
     env: Mapping[str, str]
 
     def on_host(self) -> PortablePython:
-        """The same, as it is started where nothing can be bound."""
+        """The same for a runtime that cannot bind folders: started at its path on the host."""
         return _python_in(self.folder, str(self.folder))
 
 
 def _python_in(folder: Path, seen_as: str) -> PortablePython:
     argv = (f"{seen_as}/ld.so", "--library-path", f"{seen_as}/lib", f"{seen_as}/bin/python3")
-    # Empty is unset: what a task set for the image's own Python would lead ours astray.
+    # Empty is unset: values that a task set for the image's Python would break this one.
     return PortablePython(folder, argv, {"PYTHONHOME": "", "PYTHONPATH": ""})
 
 
 def portable_python(cache: Path) -> PortablePython:
-    """Ours, below `cache`; built if it is not there. Blocks for seconds then: for a thread."""
+    """Returns the portable Python below `cache`, and builds it if necessary. Call it in a thread: a build blocks for
+    seconds."""
     parts = _Parts.found()
     folder = cache.absolute() / parts.digest()
     if not folder.is_dir():
@@ -98,7 +100,7 @@ def portable_python(cache: Path) -> PortablePython:
 
 
 class PythonBuilds:
-    """Ours for whoever asks: built at the first need, once however many ask, off the event loop."""
+    """Builds the portable Python at the first `get`, once for all callers, in a thread."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
@@ -112,12 +114,12 @@ class PythonBuilds:
             return self._found
 
 
-# --- what goes into it --------------------------------------------------------------------------------
+# --- contents -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Parts:
-    """Every file: where it goes → where it is."""
+    """All files of the folder: path in the folder → path on the host."""
 
     loader: Path
     files: dict[str, Path]
@@ -143,7 +145,7 @@ class _Parts:
         return cls(loader, files, packages)
 
     def digest(self) -> str:
-        """By name, size and time for what is compiled; the rest follows from the versions."""
+        """Covers name, size and time of compiled files; the versions cover the rest."""
         made = blake2b(f"{FORMAT}\n{sys.version}\n{sorted(self.packages.items())}\n".encode(), digest_size=8)
         for name, path in sorted({**self.files, "ld.so": self.loader}.items()):
             if ".so" in path.suffixes or name in ("bin/python3", "ld.so"):
@@ -157,12 +159,12 @@ def _stdlib_files(stdlib: Path) -> Iterator[tuple[str, Path]]:
         folders[:] = [name for name in folders if name not in _NO_FOLDERS and not name.startswith("config-")]
         for name in names:
             path = Path(above, name)
-            if not _NO_FILES.fullmatch(name) and path.is_file():  # not a link that leads nowhere
+            if not _NO_FILES.fullmatch(name) and path.is_file():  # not a dangling link
                 yield str(path.relative_to(stdlib)), path
 
 
 def _distributions(name: str) -> list[importlib.metadata.Distribution]:
-    """The package and all that it needs, as far as they are installed; without its extras."""
+    """Returns the package and its dependencies that are installed, without extras."""
     found: dict[str, importlib.metadata.Distribution] = {}
     left = [name]
     while left:
@@ -171,7 +173,7 @@ def _distributions(name: str) -> list[importlib.metadata.Distribution]:
             continue
         try:
             found[wanted] = importlib.metadata.distribution(wanted)
-        except importlib.metadata.PackageNotFoundError:  # another system's, or IPython itself is not here
+        except importlib.metadata.PackageNotFoundError:  # for another system, or IPython itself is not installed
             continue
         for requirement in found[wanted].requires or ():
             if "extra ==" not in requirement:
@@ -180,7 +182,8 @@ def _distributions(name: str) -> list[importlib.metadata.Distribution]:
 
 
 def _libraries(binaries: list[Path]) -> tuple[Path, dict[str, Path], set[Path]]:
-    """The loader, every shared library by the name it is asked for, and the binaries that lack one even here."""
+    """Returns the loader, the shared libraries by the name under which they are loaded, and the binaries that lack one
+    even on the host."""
     said = _run(["ldd", *map(str, binaries)], may_fail=True)
     loader, libraries, broken, current = None, dict[str, Path](), set[Path](), binaries[0]
     for line in said.splitlines():
@@ -198,7 +201,7 @@ def _libraries(binaries: list[Path]) -> tuple[Path, dict[str, Path], set[Path]]:
         for name in _BESIDE_LIBC:
             if (libc.parent / name).is_file():
                 libraries.setdefault(name, (libc.parent / name).resolve())
-    libraries.setdefault(loader.name, loader.resolve())  # libc itself asks for it, and finds it loaded by that name
+    libraries.setdefault(loader.name, loader.resolve())  # libc needs it, and finds it loaded under that name
     return loader.resolve(), libraries, broken
 
 
@@ -206,9 +209,9 @@ def _libraries(binaries: list[Path]) -> tuple[Path, dict[str, Path], set[Path]]:
 
 
 def _build(parts: _Parts, folder: Path) -> None:
-    """With the lock held: whatever else is unfinished here was left by a builder that died."""
+    """Builds the folder. The lock is held, so any other unfinished folder was left by a process that died."""
     began = time.monotonic()
-    log.info("building our own Python", extra={"folder": str(folder), "files": len(parts.files)})
+    log.info("building the portable Python", extra={"folder": str(folder), "files": len(parts.files)})
     for left in folder.parent.glob(".building-*"):
         shutil.rmtree(left, ignore_errors=True)
     building = folder.parent / f".building-{os.urandom(6).hex()}"
@@ -218,13 +221,13 @@ def _build(parts: _Parts, folder: Path) -> None:
         for name, path in {**parts.files, "ld.so": parts.loader}.items():
             target = building / name
             if target.suffix == ".pyc" and not path.exists():
-                continue  # pip remembers it, and somebody has cleaned up: it is compiled below
+                continue  # listed in pip's records but deleted since: it is compiled below
             if target.parent not in made:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 made.add(target.parent)
             shutil.copyfile(path, target)
             found = path.stat()
-            os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))  # or the .pyc beside it is stale
+            os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))  # else the .pyc beside it is stale
             target.chmod(0o755 if name in ("bin/python3", "ld.so") or ".so" in target.suffixes else 0o644)
         packages = building / sys.platlibdir / _VERSION / "site-packages"
         packages.mkdir(exist_ok=True)
@@ -237,23 +240,23 @@ def _build(parts: _Parts, folder: Path) -> None:
         for above, _, names in os.walk(building):
             Path(above).chmod(0o755)
             for name in names:
-                if name.endswith(".pyc"):  # of those just compiled, our umask chose who may read them
+                if name.endswith(".pyc"):  # those just compiled have the umask's mode
                     Path(above, name).chmod(0o644)
         building.rename(folder)
     except OSError as error:
-        raise SandboxStartFailed(f"our own Python could not be built: {error}", step="python") from error
+        raise SandboxStartFailed(f"the portable Python could not be built: {error}", step="python") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     took_s = round(time.monotonic() - began, 2)
-    log.info("built our own Python", extra={"folder": str(folder), "took_s": took_s, "packages": parts.packages})
+    log.info("built the portable Python", extra={"folder": str(folder), "took_s": took_s, "packages": parts.packages})
 
 
 def _run(argv: list[str], *, may_fail: bool = False) -> str:
-    what = f"{Path(argv[0]).name}, which the building of our own Python runs,"
+    what = f"{Path(argv[0]).name}, run to build the portable Python,"
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=BUILD_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxStartFailed(f"{what} did not work: {error}"[:500], step="python") from error
+        raise SandboxStartFailed(f"{what} failed: {error}"[:500], step="python") from error
     if done.returncode != 0 and not may_fail:
         raise SandboxStartFailed(f"{what} ended with {done.returncode}: {done.stderr.strip()[-500:]}", step="python")
     return done.stdout

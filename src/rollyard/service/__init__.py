@@ -1,4 +1,4 @@
-"""The HTTP face: settings, auth, problems, routes, and the composition of a whole service."""
+"""The HTTP API: settings, authentication, problem responses, routes, and the composition of a whole service."""
 
 from rollyard.service.settings import EngineSettings, Loaded, Settings, SettingsError, load_settings
 

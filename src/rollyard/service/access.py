@@ -1,18 +1,18 @@
-"""What a caller may reach: the rules, in one place.
+"""Access rules: what each kind of token may read and change.
 
 |                                   | admin | trainer | submitter | reader |
 | --------------------------------- | ----- | ------- | --------- | ------ |
-| read what is in a run             | all   | its own | its own   | all, or those it is bound to |
+| read the contents of a run        | all   | its own | its own   | all, or those it is bound to |
 | rollouts, groups, evals, sessions | all   | its own | its own   | none   |
-| make, acknowledge, delete runs; draws | all | its own | none    | none   |
+| create, acknowledge, delete runs; draws | all | its own | none  | none   |
 | pause, resume, name versions      | all   | policies it owns | none | none  |
 | engines, pools, nodes, tokens     | yes   | no      | no        | no     |
 
-A run is a token's own if it was made with it, or if the token is bound to it by name. A token that is bound to runs can
-make no others; a name that another token is bound to is not free. A policy is owned by the first token that changes its
-weights, by a token that is bound to it, or by whom an admin names.
+A token owns the runs that were created with it and the runs that it is bound to by name. A token that is bound to runs
+cannot create others, and no other token can take a name that it is bound to. The owner of a policy is the first token
+that changes its weights, a token that is bound to it, or the token that an admin sets.
 
-Invariant: what a caller may not read is not found (404), so that no caller learns which ids others use.
+Invariant: resources that a caller may not read are not found (404), so that callers cannot learn the ids of others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollyard.core.failure import Forbidden
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated caller. `name` identifies it and grants nothing: the id of its token, or the fingerprint."""
+    """An authenticated caller. `name` identifies it and grants nothing: the id or the fingerprint of its token."""
 
     access: Access
     name: str
@@ -48,11 +48,13 @@ class Caller:
 
     @property
     def default_run(self) -> str:
-        """The run of what names none: everyone has one of their own."""
+        """The run of work that names no run. Each caller has its own."""
         if self.is_admin or self._reads_all or matches(DEFAULT_RUN, self.runs):
             return DEFAULT_RUN
         if self.runs:
-            raise Forbidden(f"this token is bound to the runs {', '.join(self.runs)}: say which one", runs=[*self.runs])
+            raise Forbidden(
+                f"this token is bound to the runs {', '.join(self.runs)}: name one of them", runs=[*self.runs]
+            )
         return f"{DEFAULT_RUN}.{self.name}"
 
     def reads(self, run: Run) -> bool:
@@ -73,11 +75,11 @@ class Caller:
 
 
 OPERATOR = Caller(Access.ADMIN, "operator")
-"""Whoever calls where no token is asked for: the gate puts it there."""
+"""The caller on paths that need no token. The gate sets it."""
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name is one of these, or fits one with `*` in it."""
+    """Whether the name matches one of the patterns, in which `*` matches any text."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -98,7 +100,7 @@ def require_node(request: Request) -> None:
 
 
 def require_operator(request: Request) -> None:
-    """For answers that include the work of every tenant."""
+    """For responses that include the work of every tenant."""
     caller = caller_of(request)
     if not caller.is_admin and (caller.access is not Access.READER or caller.runs):
         raise Forbidden(f"{request.method} {request.url.path} is for admins, and for readers of all runs")
@@ -116,7 +118,7 @@ def require_manage(caller: Caller, run: Run) -> None:
 
 
 def require_new_run(caller: Caller, run_id: str, policy: str, bound: Sequence[Caller]) -> None:
-    """For a run that is not there yet. `bound`: all callers there are."""
+    """For a run that does not exist yet. `bound`: all known callers."""
     if caller.is_admin:
         return
     if caller.runs and not matches(run_id, caller.runs):
@@ -126,14 +128,14 @@ def require_new_run(caller: Caller, run_id: str, policy: str, bound: Sequence[Ca
         or run_id.startswith(f"{DEFAULT_RUN}.")
         or any(matches(run_id, one.runs) for one in bound if one.name != caller.name)
     ):
-        raise Forbidden(f"the run name {run_id!r} is kept for another token")
+        raise Forbidden(f"the run name {run_id!r} is reserved for another token")
     require_policy_use(caller, policy)
 
 
 def require_priority(caller: Caller, priority: int) -> None:
     most = caller.quota.priority
     if most is not None and priority > most:
-        raise Forbidden(f"priority: this token may ask for {most} at most, not {priority}")
+        raise Forbidden(f"priority: this token allows {most} at most, not {priority}")
 
 
 def require_policy_use(caller: Caller, policy: str) -> None:
@@ -144,7 +146,7 @@ def require_policy_use(caller: Caller, policy: str) -> None:
 
 
 def owns_policy(caller: Caller, policy: str, owners: Mapping[str, str], bound: Sequence[Caller]) -> bool:
-    """Whether the caller may change its weights. One without an owner can be had by the first trainer that does so."""
+    """Whether the caller may change the policy's weights. Any trainer may do so if the policy has no owner yet."""
     if caller.is_admin:
         return True
     if caller.access is not Access.TRAINER:

@@ -1,7 +1,7 @@
-"""The app: routes, errors, and the order in which a call passes the gate.
+"""The ASGI application: routes, exception handlers and middleware.
 
-From outside in: Counted (metrics), CatchAll (nothing escapes), Gate (Host, Origin, token), BodyLimit, then the routes.
-The gateway's calls leave the row at the gate, through their own door.
+Middleware from the outside in: CallCounter (metrics), CatchAll (no exception escapes), Gate (Host, Origin, token),
+BodyLimit, then the routes. The gate passes calls to the gateway's paths to `SessionGateway` instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard import __version__
+from rollyard.core.version import __version__
 from rollyard.service import openapi, problems, prorl
 from rollyard.service.app_state import AppState
 from rollyard.service.auth import OPEN_PATHS, Gate
@@ -34,7 +34,7 @@ from rollyard.service.routes import (
 from rollyard.service.session_gateway import SessionGateway
 
 PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, tokens, fleet, status, events, health)
-"""The wings of the API, in the order of its description."""
+"""The modules of the API, in the order of its description."""
 
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."
 
@@ -44,12 +44,12 @@ def create_app(app_state: AppState) -> FastAPI:
         title="Rollyard",
         version=__version__,
         description=DESCRIPTION,
-        openapi_url=None,  # we serve our own: see openapi.py
+        openapi_url=None,  # served by routes/health.py: see openapi.py
         redirect_slashes=False,
     )
     app.state.app_state = app_state
     for part in PARTS:
-        app.router.routes += part.router.routes  # `include_router` would build each of them anew: 30 ms for every app
+        app.router.routes += part.router.routes  # `include_router` would build each route again: 30 ms for every app
     if app_state.settings.prorl:
         prorl.mount(app, app_state)
     problems.install(app)
@@ -71,4 +71,4 @@ def create_app(app_state: AppState) -> FastAPI:
 
 
 async def _nobody_listens(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # goes nowhere; the number is what nginx logs for it
+    return Response(status_code=499)  # no one receives it; the number is what nginx logs for it

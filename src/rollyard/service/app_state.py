@@ -1,4 +1,4 @@
-"""Everything a running service has, in one place for the routes: what `build.open_house` made."""
+"""The parts of a running service, for the routes. `build.open_app` creates them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {ItemKind.ROLLOUT: "rollout", ItemKind.GROUP: "group", ItemKind.DRAW: "
 
 @dataclass(slots=True)
 class AppState:
-    """See the module. `closing` is set when the drain is over: whoever still waits is answered then."""
+    """The parts of a running service. `closing` is set when the drain is over: calls that still wait then return."""
 
     settings: Settings
     tokens: Tokens
@@ -40,17 +40,17 @@ class AppState:
     pipeline: Pipeline
     sampler: Sampler
     keys: SessionKeys
-    sessions: SessionAgent  # knows those that are open
-    runtimes: Mapping[str, Mapping[str, str]]  # what each runtime's probe found at start
-    refused_engines: dict[str, str]  # configured or remembered ones that could not be taken in, and why
-    owners: dict[str, str]  # of policies: who may change their weights
-    ray: RayHost | None = None  # of a fleet on Ray
+    sessions: SessionAgent  # holds the open sessions
+    runtimes: Mapping[str, Mapping[str, str]]  # the result of each runtime's probe at start
+    refused_engines: dict[str, str]  # configured or stored engines that could not be added, and why
+    owners: dict[str, str]  # policy → the token that may change its weights
+    ray: RayHost | None = None  # only with fleet = ray
     tokenizers: TokenizerServer = field(default_factory=TokenizerServer)
     started_at: float = field(default_factory=time.monotonic)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, caller: Caller, run_id: str) -> Run:
-        """A run that the caller may read; "default" is the caller's own default run, which is made on first use."""
+        """A run that the caller may read. "default" is the caller's own default run, created on first use."""
         name = caller.default_run if run_id == DEFAULT_RUN else check_id(run_id, "run")
         found = self.pipeline.run_of(name)
         if found is None and run_id == DEFAULT_RUN and caller.can_write:
@@ -58,7 +58,7 @@ class AppState:
             found = await self.store.put_run(Run(name, created_at=time.time(), owner=owner), {})
             self.pipeline.know(found)
         if found is None or not caller.reads(found):
-            raise NotFound(f"there is no run {run_id!r}; make it with POST /v1/runs")
+            raise NotFound(f"there is no run {run_id!r}; create it with POST /v1/runs")
         return found
 
     def readable(self, caller: Caller) -> list[Run]:
@@ -66,7 +66,7 @@ class AppState:
         return [run for run in self.pipeline.runs if caller.reads(run)]
 
     async def find(self, caller: Caller, kind: ItemKind, id: str, run_id: str | None) -> str:
-        """The key of what has that id, in that run or in any that the caller may read."""
+        """The key of the object with that id, in that run or in any run that the caller may read."""
         name = _NAMES[kind]
         check_id(id, f"{name} id")
         if run_id is None:
@@ -74,7 +74,7 @@ class AppState:
             keys = [key for key, name in found.items() if (run := self.pipeline.run_of(name)) and caller.reads(run)]
         else:
             run = await self.run(caller, run_id)
-            found = await self.store.runs_of(kind, [key_of(run.id, id), id])  # id: of a store that is older than keys
+            found = await self.store.runs_of(kind, [key_of(run.id, id), id])  # id: in a store older than keys
             keys = [key for key, name in found.items() if name == run.id]
         if not keys:
             raise NotFound(f"there is no {name} {id!r}")
@@ -84,22 +84,22 @@ class AppState:
         return keys[0]
 
     async def own_policy(self, request: Request, policy: str) -> None:
-        """`Forbidden` unless the caller may change its weights. One that has no owner has this one from now on."""
+        """Raises `Forbidden` unless the caller may change the policy's weights. Sets the owner if there is none."""
         caller = caller_of(request)
         self.router.policies.status(policy)  # NotFound
         if not owns_policy(caller, policy, self.owners, self.tokens.callers):
-            raise Forbidden(f"the weights of policy {policy!r} are for its owner and for admins to change")
+            raise Forbidden(f"only its owner and admins may change the weights of policy {policy!r}")
         if not caller.is_admin and policy not in self.owners:
             self.owners[policy] = caller.name
             await self.store.put_owner(policy, caller.name)
 
     async def audit(self, request: Request, action: str, target: str, **detail: Json) -> None:
-        """Writes down what an administrator did."""
+        """Records an administrative action in the audit log."""
         await self.store.add_audit(AuditEntry(time.time(), caller_of(request).name, action, target, detail))
 
     @property
     def head(self) -> HeadPipeline:
-        """The yard, of a service that has a fleet; `NotFound` otherwise."""
+        """The pipeline of a service with a fleet. Raises `NotFound` if there is no fleet."""
         if not isinstance(self.pipeline, HeadPipeline):
             raise NotFound("this service has no fleet: start it with --fleet")
         return self.pipeline

@@ -1,10 +1,10 @@
 """Traces as an Arrow IPC stream: one row, in a batch of its own, per trace.
 
-A batch per trace lets its columns be the trace's own buffers: nothing is copied before the stream is written, and a
-reader gets numpy views. Measured: 8,000 tokens are 104 KB (JSON: about 250 KB).
+A batch per trace lets its columns be the trace's own buffers: no copy is made before the stream is written, and readers
+get numpy views. Measured: 8,000 tokens are 104 KB (JSON: about 250 KB).
 
-Invariants. The four token columns of a row have one length. `logprobs` is null where the engine gave none, never
-zeros. The schema's metadata has the record as JSON under "record" when the caller gives it.
+Invariants. The four token columns of a row have the same length. `logprobs` is null if the engine returned none, never
+zeros. With `with_record`, the schema's metadata contains the record as JSON under "record".
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SCHEMA = pa.schema(
 
 
 def traces_stream(trajectory: Trajectory, rollout: Rollout, *, with_record: bool = False) -> bytes:
-    """See the module."""
+    """The traces of a trajectory as an Arrow IPC stream."""
     schema = SCHEMA.with_metadata({b"record": encode(record(rollout))}) if with_record else SCHEMA
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
@@ -71,7 +71,7 @@ def traces_stream(trajectory: Trajectory, rollout: Rollout, *, with_record: bool
 
 
 def row(schema: pa.Schema, trajectory: Trajectory, rollout: Rollout, index: int, trace: Trace) -> pa.RecordBatch:
-    """One trace. A schema may have the columns `group` and `rollout_index` besides."""
+    """The batch of one trace. The schema may have the additional columns `group` and `rollout_index`."""
     columns: dict[str, pa.Array] = {
         "token_ids": _list(trace.token_ids, pa.int32()),
         "mask": _list(trace.mask, pa.uint8()),
@@ -104,7 +104,7 @@ def row(schema: pa.Schema, trajectory: Trajectory, rollout: Rollout, index: int,
 
 
 def _list(values: array[int] | array[float] | bytearray | None, kind: pa.DataType) -> pa.Array:
-    """A list column of one row whose values are that very buffer."""
+    """A list column of one row that shares the buffer of `values`."""
     if values is None:
         return pa.nulls(1, pa.list_(kind))
     column = pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])

@@ -1,10 +1,10 @@
-"""The gate: bearer tokens always, and no browsers.
+"""The gate: every call needs a bearer token, and browsers are refused.
 
-The gateway's paths have keys of their own, one per session, and know none of these tokens (`session_gateway.py`, `keys.py`). What
-a caller may reach behind the gate is decided in `access.py`.
+The gateway's paths take session keys, one per session, and do not accept these tokens (`session_gateway.py`,
+`keys.py`). `access.py` decides what a caller may do behind the gate.
 
-Invariant: a Host that is not ours (DNS rebinding) and any Origin (a browser's page) are refused before the token is
-looked at.
+Invariant: a foreign Host (DNS rebinding) and any Origin header (a page in a browser) are refused before the token is
+checked.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rollyard.service.rate_limits import RateLimits
 from rollyard.service.tokens import Tokens
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
-"""Answered without a token: they tell what every reader of our documentation knows."""
+"""Served without a token: they return only public information."""
 
 
 class KeyedApp(Protocol):
-    """A way in with keys of its own, beside the tokens; see `session_gateway.py`."""
+    """An app with keys of its own instead of tokens; see `session_gateway.py`."""
 
     def has(self, path: str) -> bool: ...
 
@@ -41,8 +41,8 @@ class KeyedApp(Protocol):
 
 
 class Gate:
-    """ASGI: lets a call in if its Host is ours, it comes from no browser, and its token is known. Calls that have a
-    door of their own are handed to that instead of having their token looked at."""
+    """ASGI middleware: admits a call if its Host is this service's, it has no Origin header, and its token is known.
+    Calls to paths of `door` are passed to it without a check of their token."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Gate:
         open_paths: frozenset[str] = OPEN_PATHS,
         url_paths: frozenset[str] = frozenset(),
     ) -> None:
-        """`url_paths` take a token in the URL too: `http://anyone:TOKEN@host`, which clients send as Basic."""
+        """`url_paths` also accept a token in the URL, `http://anyone:TOKEN@host`, which clients send as Basic auth."""
         self._app = app
         self._open_paths = open_paths
         self._url_paths = url_paths
@@ -84,20 +84,20 @@ class Gate:
         given = headers.get(b"authorization")
         caller = self._tokens.caller(_from_url(given) if path in self._url_paths else given)
         if caller.access is Access.NODE and not path.startswith(NODE_PATHS):
-            raise Forbidden(f"a node's token is for {NODE_PATHS} alone")
+            raise Forbidden(f"a node's token is valid only for {NODE_PATHS}")
         self._rates.check(caller)
         return caller
 
     def _check_origin(self, scope: Scope, headers: dict[bytes, str]) -> None:
         host = headers.get(b"host", "").lower()
         if not (host in self._hosts or split_host(host)[0] in self._hosts or _is_here(host, scope)):
-            raise ForeignHost(f"the Host header says {host[:100]!r}, which is not this service")
+            raise ForeignHost(f"the Host header is {host[:100]!r}, which is not this service")
         if b"origin" in headers:
-            raise ForeignHost("a call with an Origin header comes from a browser's page")
+            raise ForeignHost("a call with an Origin header comes from a page in a browser")
 
 
 def _from_url(authorization: str | None) -> str | None:
-    """The password of a Basic header as a bearer's token; any other header as it is."""
+    """The password of a Basic header as a bearer token. Other headers are returned unchanged."""
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         return authorization
@@ -109,7 +109,7 @@ def _from_url(authorization: str | None) -> str | None:
 
 
 def split_host(host: str, default: int = 80) -> tuple[str, int]:
-    """ "[::1]:80" → ("::1", 80); without a port it is the scheme's own."""
+    """ "[::1]:80" → ("::1", 80). Without a port, `default` is returned."""
     match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::(\d{1,5}))?", host)
     if match is None:
         return "", 0
@@ -117,8 +117,9 @@ def split_host(host: str, default: int = 80) -> tuple[str, int]:
 
 
 def _is_here(host: str, scope: Scope) -> bool:
-    """A literal address is ours if the connection came to it; a loopback name if it came to loopback. Either
-    needs the right port. A page on another site can make its own name point here, but not one of these."""
+    """Whether the Host is this service's: the literal address that the connection came to, or a loopback name if it
+    came to loopback, each with the right port. A page on another site can point its own name here, but not one of these
+    addresses."""
     name, port = split_host(host, 443 if scope.get("scheme") == "https" else 80)
     server: tuple[str, int | None] | None = scope.get("server")
     if server is None or port != server[1]:

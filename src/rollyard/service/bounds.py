@@ -1,7 +1,7 @@
-"""What bounds a call: the size of its body, and the time that it may wait.
+"""Bounds on a call: the size of its body, and the time that it may wait.
 
-Invariants. A body is counted as it streams in: what a client says of its length is believed only when it is too
-much. A wait ends at once when its client is gone, or when the service closes; either way nothing of it is left.
+Invariants. A body is counted as it streams in; a Content-Length header is trusted only if it exceeds the limit. A wait
+ends at once when its client disconnects or the service closes; in both cases no task of it is left.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rollyard.service.problems import problem
 T = TypeVar("T")
 
 NODE_PATHS = "/v1/fleet/"
-"""All that a node's token opens."""
+"""The paths for which a node's token is valid."""
 
 NODE_BYTES = 1 << 30
 
 
 class ClientGone(Exception):
-    """Nobody waits for this reply any more."""
+    """The client has disconnected; no one receives the response."""
 
 
 class BodyLimit:
-    """ASGI: refuses bodies beyond a size with 413. What nodes hand over has a bound of its own: a refused result
-    would be made again, and refused again."""
+    """ASGI middleware: refuses bodies above a size with 413. Bodies from nodes have a larger limit: a refused result
+    would be produced again, and refused again."""
 
     def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
         self._app = app
@@ -64,8 +64,8 @@ def _too_large(limit_bytes: int) -> BodyTooLarge:
 
 
 async def while_wanted(request: Request, work: Coroutine[object, object, T], closing: asyncio.Event) -> T | None:
-    """The result of `work`; None if the service closes first; `ClientGone` if the client does. `work` is cancelled,
-    and has ended, in both cases. The request's body must have been read."""
+    """The result of `work`, or None if the service closes first. Raises `ClientGone` if the client disconnects first.
+    In both cases `work` has been cancelled and has ended. The request's body must have been read before."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(disconnected(request.receive))
     closed = asyncio.create_task(closing.wait())
@@ -81,7 +81,7 @@ async def while_wanted(request: Request, work: Coroutine[object, object, T], clo
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client is gone."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,10 +1,11 @@
-"""The composition root: opens everything a service needs, in order, and closes it in reverse.
+"""The composition root: opens everything that a service needs, in order, and closes it in reverse.
 
-Store first (it has the lock: a second service on the same data stops here), then engines, the workshop (whose runtimes
-end what an earlier process left), and last the yard, which takes up the work or leases it to nodes.
+The store is first (it holds the lock: a second service on the same data stops here). Then come the engines and the
+stage resources, whose runtimes end what an earlier process left. The pipeline is last; it resumes the stored work, or
+leases it to nodes.
 
-Invariants. An engine that is not there at start is taken in as down and watched; nothing in the list of engines can
-keep the service from starting. If any part fails to open, those before it are closed again.
+Invariants. An engine that is unreachable at start is added as down and watched; no entry in the list of engines can
+prevent the service from starting. If a part fails to open, the parts before it are closed again.
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ from rollyard.tools.mcp import OutsideServer
 log = logging.getLogger("rollyard.service")
 
 IMAGES = "images"  # below data_dir: the store that `rollyard images` fills
-AGENTS = "agents"  # below data_dir: the operator's presets, and what `rollyard agents install` made
+AGENTS = "agents"  # below data_dir: the operator's presets, and the programs that `rollyard agents install` installed
 
 MOST_DESCRIPTORS = 1 << 20  # some hosts allow a billion, and some programs close them one by one
 
-ENGINES_S = 3.0  # engines get so long to answer before the service is ready; the rest come when they come
+ENGINES_S = 3.0  # engines get this long to respond before the service is ready; slower ones are added later
 
-STORED_EVERY_S = 5.0  # between two looks at what tokens with a quota of stored bytes have stored
+STORED_EVERY_S = 5.0  # interval at which the stored bytes of tokens with such a quota are measured
 
-PROBE_S = 30.0  # for a runtime to try itself at start; a slow host is reported, not waited for
+PROBE_S = 30.0  # for a runtime's probe at start; a slower host is reported, and the start continues
 
 
 @asynccontextmanager
 async def open_app(
     settings: Settings, *, environments: Environments | None = None, agents: Agents | None = None
 ) -> AsyncGenerator[AppState, None]:
-    """A whole service but for its socket. The registries may be given, for environments that are not installed."""
+    """A whole service except its socket. The registries can be passed, for environments that are not installed."""
     raise_descriptor_limit()
     open_data_dir(settings.data_dir)
     tokens = load_tokens(settings)
@@ -139,7 +140,7 @@ async def open_app(
 
 @asynccontextmanager
 async def _stored_quotas(store: Store, pipeline: Pipeline, tokens: Tokens) -> AsyncGenerator[None, None]:
-    """Keeps the yard's list of owners that have stored more than they may."""
+    """Maintains the pipeline's set of owners that have reached their quota of stored bytes."""
 
     async def look() -> None:
         limits = {one.id: most for one in tokens.created if (most := one.quota.stored_bytes) is not None}
@@ -168,7 +169,7 @@ async def _stored_quotas(store: Store, pipeline: Pipeline, tokens: Tokens) -> As
 async def open_stage_resources(
     settings: Settings, router: Router, environments: Environments, agents: Agents, renderers: Renderers
 ) -> AsyncGenerator[tuple[StageResources, dict[str, Mapping[str, str]]], None]:
-    """What stages work with on this machine, a head's or a node's, and what each runtime's probe found."""
+    """The resources of the stages on this machine, a head's or a node's, and the result of each runtime's probe."""
     async with AsyncExitStack() as stack:
         runtimes: dict[str, Runtime] = {}
         for name in settings.runtimes:
@@ -205,7 +206,7 @@ async def open_stage_resources(
 def make_pipeline(
     store: Store, resources: StageResources, settings: Settings, *, metrics: Metrics, tracer: Tracer
 ) -> Pipeline:
-    """One that runs rollouts here, or leases them to nodes."""
+    """A pipeline that runs rollouts here, or leases them to nodes."""
     sizes = pipeline_settings(settings)
     if settings.fleet is None:
         return Pipeline(store, resources, sizes, metrics=metrics, tracer=tracer)
@@ -214,7 +215,7 @@ def make_pipeline(
 
 
 def raise_descriptor_limit() -> None:
-    """A sandbox needs about five descriptors; the usual soft limit of 1024 would hold 200 of them."""
+    """Raises the soft limit: a sandbox needs about five descriptors, so the usual 1024 suffice for 200 of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -222,7 +223,7 @@ def raise_descriptor_limit() -> None:
 
 
 def open_data_dir(path: Path) -> None:
-    """Ours alone: it holds prompts, tokens and keys."""
+    """Creates the folder, accessible to this user only: it holds prompts, tokens and keys."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.chmod(0o700)
@@ -250,7 +251,7 @@ def pipeline_settings(settings: Settings) -> PipelineSettings:
 def _sessions(agents: Agents) -> SessionAgent:
     agent = agents.get(SessionAgent.name)
     if not isinstance(agent, SessionAgent):
-        raise SettingsError(f"an installed package takes the agent name {SessionAgent.name!r}, which is Rollyard's own")
+        raise SettingsError(f"an installed package uses the agent name {SessionAgent.name!r}, which is reserved")
     return agent
 
 
@@ -259,32 +260,32 @@ async def _probe(name: str, runtime: Runtime) -> Mapping[str, str]:
         async with asyncio.timeout(PROBE_S):
             found = await runtime.probe()
     except TimeoutError:
-        found = {"probe": f"it was not done within {PROBE_S:g} s"}
+        found = {"probe": f"not finished within {PROBE_S:g} s"}
     for feature, state in found.items():
         if state != "ok":
-            log.warning("a runtime lacks something", extra={"runtime": name, "feature": feature, "state": state})
+            log.warning("a runtime lacks a feature", extra={"runtime": name, "feature": feature, "state": state})
     return found
 
 
 async def vet(engine: Engine, renderers: Renderers) -> bool:
-    """No session gets an engine whose tokens we cannot write exactly. False: nothing shows that we can."""
+    """Raises `TokenizerMismatch` if the tokens cannot be reproduced exactly. Returns False if that is unverified."""
     if engine.spec.role is not Role.POLICY or engine.spec.kind is Kind.OPENAI:
         return True
     try:
         is_verified = await renderers.check(engine)
     except EngineFailure:
         raise
-    except Exception as error:  # whatever a tokenizer's files can do to their reader
+    except Exception as error:  # a tokenizer's files can make their reader raise anything
         why = error.detail if isinstance(error, RollyardError) else f"{type(error).__name__}: {error}"
         raise TokenizerMismatch(f"engine {engine.spec.id}: its tokenizer cannot be used: {why}") from error
     if not is_verified:
         is_trusted = engine.spec.trust_tokenizer
-        log.warning("a tokenizer was not verified", extra={"engine": engine.spec.id, "is_trusted": is_trusted})
+        log.warning("an engine's tokenizer is not verified", extra={"engine": engine.spec.id, "is_trusted": is_trusted})
     return is_verified
 
 
 def all_environments(settings: Settings) -> Environments:
-    """Those that are installed; what an operator decides for one of them is in the settings."""
+    """The installed environments, with the operator's settings applied."""
     if not settings.gym_servers:
         return Environments()
     from rollyard.envs.gym import GymEnvironment
@@ -310,9 +311,9 @@ def engine_spec(engine: EngineSettings) -> EngineSpec:
 async def _engines(
     router: Router, specs: Iterable[EngineSpec], settings: Settings
 ) -> AsyncGenerator[dict[str, str], None]:
-    """Adds all of them at once, and waits a little: an engine that does not answer must not keep us from starting.
+    """Adds all engines concurrently and waits up to `ENGINES_S`: one that does not respond must not delay the start.
 
-    Yields those that were refused, and why.
+    Yields the engines that were refused, and why.
     """
     refused: dict[str, str] = {}
     adding = [
@@ -339,7 +340,7 @@ async def _add_engine(router: Router, spec: EngineSpec, settings: Settings, refu
 
 
 def all_engines(settings: Settings, remembered: Iterable[EngineSpec]) -> list[EngineSpec]:
-    """Those of an earlier life and those configured; of two with one id, what is configured now."""
+    """The stored and the configured engines. For an id that is in both, the configured one."""
     specs = {spec.id: spec for spec in remembered}
     specs |= {spec.id: spec for spec in map(engine_spec, settings.engines)}
     return list(specs.values())

@@ -1,4 +1,4 @@
-"""Bodies of groups and draws, and what they mean inside."""
+"""Request bodies of groups and draws, and their conversion to core types."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Spares = Annotated[int, Field(ge=0, le=4096)]
 Few = Annotated[int, Field(ge=0, le=1_000_000)]
 Options = dict[str, str]
 
-DRAW_ID_LENGTH = 80  # its groups and rollouts have ids of their own, made of it
+DRAW_ID_LENGTH = 80  # the ids of its groups and rollouts are derived from it
 
 
 class GroupBody(Body):
-    """n rollouts of one task. Without an id one is made; only with an id is sending it again harmless."""
+    """n rollouts of one task. Without an id, one is generated; a group with an id can be sent again safely."""
 
     id: str | None = None
     task: Object
     size: GroupSize
-    spares: Spares = Field(default=1, description="Rollouts that may replace members which infrastructure failed.")
-    min_members: GroupSize | None = Field(default=None, description="Complete with so many at least; unset: all.")
+    spares: Spares = Field(default=1, description="Rollouts that may replace members lost to infrastructure failures.")
+    min_members: GroupSize | None = Field(default=None, description="Fewest members of a complete group; unset: all.")
     priority: Priority | None = None
 
     def identity(self) -> dict[str, Json]:
@@ -35,7 +35,7 @@ class GroupBody(Body):
     @model_validator(mode="after")
     def _fits(self) -> GroupBody:
         if self.min_members is not None and self.min_members > self.size:
-            raise ValueError("min_members: a group has no more members than its size")
+            raise ValueError("min_members: must not be larger than size")
         return self
 
 
@@ -44,21 +44,23 @@ class SingleGroupBody(GroupBody):
 
 
 class GroupsBody(Body):
-    """One or many groups of a run, all stored or none."""
+    """One or many groups of a run, stored atomically."""
 
     run: str = "default"
     groups: Annotated[list[GroupBody], Field(min_length=1)]
 
 
 class SourceBody(Body):
-    """Where tasks come from: exactly one of tasks, file, environment alone, or push."""
+    """The source of tasks: exactly one of tasks, file, environment alone, or push."""
 
     tasks: list[Object] | None = Field(default=None, description="The tasks themselves.")
     file: Text | None = Field(default=None, description="JSON lines or Parquet, below a folder of `task_folders`.")
-    environment: Name | None = Field(default=None, description="Reads the file's rows; alone: makes the tasks.")
-    options: Options = Field(default_factory=dict, description="For that environment's reading or making.")
+    environment: Name | None = Field(default=None, description="Imports the file's rows; alone: generates the tasks.")
+    options: Options = Field(
+        default_factory=dict, description="Options of that environment for importing or generating."
+    )
     split: Name | None = None
-    push: bool = Field(default=False, description="Tasks come by POST /draws/{id}/tasks.")
+    push: bool = Field(default=False, description="Tasks are sent with POST /draws/{id}/tasks.")
 
     @model_validator(mode="after")
     def _is_one(self) -> SourceBody:
@@ -78,7 +80,7 @@ class SourceBody(Body):
 
 
 class KeepBody(Body):
-    """Which groups are handed out: exactly one of all, spread, pass_rate or filter. As a text: "spread" or "all"."""
+    """Which groups are delivered: exactly one of all, spread, pass_rate or filter; or the text "spread" or "all"."""
 
     all: Literal[True] | None = None
     spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -110,12 +112,14 @@ def _keep(raw: object) -> object:
         return raw
     known = {"spread": {"spread": 0.0}, "all": {"all": True}}
     if raw not in known:
-        raise ValueError(f"{raw[:40]!r} is no filter: spread, all, or an object with one of spread, pass_rate, filter")
+        raise ValueError(
+            f"{raw[:40]!r} is not a filter: use spread, all, or an object with one of spread, pass_rate, filter"
+        )
     return known[raw]
 
 
 class BudgetBody(Body):
-    """When a draw has done enough; each optional."""
+    """Limits at which a draw ends; each optional."""
 
     groups: Count | None = None
     rollouts: Count | None = None
@@ -133,22 +137,24 @@ class DrawBody(Body):
     group_size: GroupSize = 8
     spares: Spares = 1
     min_members: GroupSize | None = None
-    epochs: Count | None = Field(default=None, description="Passes over the source; unset: for ever.")
+    epochs: Count | None = Field(default=None, description="Passes over the source; unset: unlimited.")
     shuffle: bool = True
-    seed: Whole | None = Field(default=None, description="Of the order of tasks; unset: the run's.")
+    seed: Whole | None = Field(default=None, description="Seed of the order of tasks; unset: the run's.")
     keep: Annotated[KeepBody, BeforeValidator(_keep)] = Field(default_factory=lambda: KeepBody(spread=0.0))
     max_groups_in_flight: Count | None = None
-    max_staleness: Few = Field(default=1, description="Versions that a group may be older than its batch.")
+    max_staleness: Few = Field(default=1, description="Versions by which a group may be older than its batch.")
     on_stale: Literal["deliver", "wait", "drop"] = "deliver"
     surplus: Literal["carry", "cancel"] = "carry"
     budget: BudgetBody = Field(default_factory=BudgetBody)
-    patience: Count | None = Field(default=None, description="Groups rejected in a row that end it.")
+    patience: Count | None = Field(
+        default=None, description="Number of consecutive rejected groups that ends the draw."
+    )
     priority: Priority | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> DrawBody:
         if self.min_members is not None and self.min_members > self.group_size:
-            raise ValueError("min_members: a group has no more members than group_size")
+            raise ValueError("min_members: must not be larger than group_size")
         return self
 
     def identity(self) -> dict[str, Json]:
@@ -175,18 +181,18 @@ class DrawBody(Body):
 
 
 class BatchBody(Body):
-    """Asks for the next batch; `number` makes asking again harmless."""
+    """Requests the next batch. With `number`, the request can be sent again safely."""
 
     want: Annotated[int, Field(ge=1, le=100_000)]
     number: Count | None = None
 
 
 class TasksBody(Body):
-    """More tasks for a source that is pushed. `ids`, one each, make pushing them again harmless."""
+    """More tasks for a source of kind push. With `ids`, one per task, they can be sent again safely."""
 
     tasks: list[Object] = Field(default_factory=list)
     ids: list[str] | None = None
-    close: bool = Field(default=False, description="Nothing more will come.")
+    close: bool = Field(default=False, description="No more tasks follow.")
 
     @model_validator(mode="after")
     def _fits(self) -> TasksBody:
@@ -202,8 +208,8 @@ class DrawAckBody(Body):
 
 
 class RewindBody(Body):
-    """Back to the end of that batch, with the weights of that version. `policy_version`: the number that these weights
-    have in the policy now, if it is a new one."""
+    """Returns to the end of that batch, with the weights of that version. `policy_version`: the number that these
+    weights have in the policy now, if it is a new one."""
 
     batch: Few
     version: Few
@@ -211,7 +217,7 @@ class RewindBody(Body):
 
 
 def parse_place(cursor: str | None) -> int:
-    """The number in "d:12"."""
+    """The number in a cursor such as "d:12"."""
     if cursor is None:
         return 0
     prefix, _, number = cursor.partition(":")

@@ -1,4 +1,4 @@
-"""The settings on what tasks may reach: how they are written, and the ceiling that they make."""
+"""Types of the egress settings, and the ceiling on egress that they define."""
 
 from __future__ import annotations
 

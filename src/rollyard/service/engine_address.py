@@ -1,4 +1,4 @@
-"""Which addresses of engines a service takes in: in a fleet, one that leads each node to itself is of no use."""
+"""Checks of engine addresses: in a fleet, a loopback address would refer to each node itself."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ log = logging.getLogger("rollyard.service")
 
 
 def check_reachable(spec: EngineSpec, settings: Settings) -> None:
-    """`InvalidRequest` for an engine that the nodes of a fleet would look for on their own machines, or whose key would
-    reach them in the clear."""
+    """Raises `InvalidRequest` for an engine that the nodes of a fleet would look for on their own machines, or whose
+    key would be sent to them unencrypted."""
     if settings.is_in_clear and spec.api_key:
-        raise InvalidRequest(f"engine {spec.id}: its key would cross to the nodes in the clear; serve TLS (tls = own)")
+        raise InvalidRequest(
+            f"engine {spec.id}: its key would be sent to the nodes in the clear; serve TLS (tls = own)"
+        )
     if settings.fleet is None or not spec.is_loopback:
         return
     is_allowed = settings.is_loopback if settings.loopback_engines is None else settings.loopback_engines
     if not is_allowed:
         raise InvalidRequest(
-            f"engine {spec.id}: its URL is a loopback address, which leads each node of the fleet to itself; give an"
+            f"engine {spec.id}: its URL is a loopback address, which refers to each node of the fleet itself; use an"
             " address that every node reaches, or set loopback_engines if all nodes run on this machine"
         )
-    log.warning("an engine has a loopback address: only nodes on this machine reach it", extra={"engine": spec.id})
+    log.warning("an engine has a loopback address: only nodes on this machine can reach it", extra={"engine": spec.id})

@@ -1,4 +1,4 @@
-"""The body of an evaluation, and an evaluation as clients get it."""
+"""The request body of an evaluation, and an evaluation as a JSON object."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 PRIORITY = 10
-"""Ahead of training, whose batches are larger."""
+"""Above training, whose batches are larger."""
 
 
 class EvalBody(Body):
-    """So many samples of each task, by one version of a policy."""
+    """k or more samples of each task, by one weight version of a policy."""
 
     id: Annotated[str, Field(max_length=DRAW_ID_LENGTH)] | None = None
-    run: str | None = Field(default=None, description="The name of the run that is made for it; unset: made of its id.")
+    run: str | None = Field(default=None, description="Name of the run created for it; unset: derived from its id.")
     policy: Name = "default"
     source: SourceBody
-    k: GroupSize = Field(default=1, description="pass@1 to pass@k are told.")
-    samples: GroupSize | None = Field(default=None, description="Of each task, k or more; unset: k.")
-    threshold: Number = Field(default=1.0, description="The reward from which a sample counts as correct.")
-    priority: Priority = Field(default=PRIORITY, description="Higher goes first.")
+    k: GroupSize = Field(default=1, description="pass@1 to pass@k are reported.")
+    samples: GroupSize | None = Field(default=None, description="Samples of each task, k or more; unset: k.")
+    threshold: Number = Field(default=1.0, description="Lowest reward of a sample that counts as correct.")
+    priority: Priority = Field(default=PRIORITY, description="Higher runs first.")
     pool_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
-        default=0.25, description="Of the RUN slots: it never has more rollouts at work than that."
+        default=0.25, description="Largest share of the RUN slots that it uses at once."
     )
-    max_missing: Share = Field(default=0.05, description="It fails if a larger share of the samples has no score.")
+    max_missing: Share = Field(default=0.05, description="It fails if a larger share of samples has no score.")
     on_update: Literal["hold", "fail"] = Field(
-        default="hold", description="A change of its policy's weights waits for its end, or makes it fail."
+        default="hold", description="Whether a change of the policy's weights waits for its end or fails it."
     )
-    seed: Whole = Field(default=0, description="Of sampling and of the intervals.")
-    by: Name | None = Field(default=None, description="A key of the tasks' data: numbers for each of its values, too.")
-    defaults: Object = Field(default_factory=dict, description="A partial task, laid under each task.")
+    seed: Whole = Field(default=0, description="Seed of sampling and of the confidence intervals.")
+    by: Name | None = Field(default=None, description="A key of the tasks' data; results are also reported per value.")
+    defaults: Object = Field(default_factory=dict, description="A partial task with defaults for each task.")
 
     @model_validator(mode="after")
     def _fits(self) -> EvalBody:
         if self.samples is not None and self.samples < self.k:
-            raise ValueError(f"samples: pass@{self.k} cannot be told from {self.samples} samples of a task")
+            raise ValueError(f"samples: pass@{self.k} cannot be computed from {self.samples} samples of a task")
         if self.source.push:
             raise ValueError("source: tasks cannot be pushed to an evaluation")
         return self
@@ -55,7 +55,7 @@ class EvalBody(Body):
         return self.model_dump(exclude_unset=True, exclude={"id"})
 
     def to_plan(self, caller: Caller) -> EvalPlan:
-        """Checks the defaults as far as a part of a task can be."""
+        """Converts the body. The defaults are checked as far as a partial task can be."""
         to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
         name = new_id("ev") if self.id is None else check_id(self.id, "evaluation id")
         if self.run is not None:

@@ -1,7 +1,7 @@
-"""Groups as clients get them: with their members' records, with or without their traces, as JSON or as Arrow.
+"""Groups as clients get them: with their members' records, with or without traces, as JSON or as Arrow.
 
-Invariant: a page says the same whenever it is asked for again. As Arrow it is one row per trace, in a batch of its own
-(see `arrow.py`), and all the rest is JSON in the schema's metadata under "page".
+Invariant: a page that is requested again has the same content. In Arrow, each trace is one row in a batch of its own
+(see `arrow.py`); everything else is JSON in the schema's metadata under "page".
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rollyard.service import arrow
 from rollyard.service.records import JsonObject, encode, record, traces
 from rollyard.store.base import Store
 
-AT_ONCE = 16  # trajectories that are read at the same time
+AT_ONCE = 16  # trajectories that are read concurrently
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedGroup:
-    """A group with its rollouts; `trajectories` are its members', where they were asked for and are still there."""
+    """A group with its rollouts. `trajectories`: those of its members, if requested and not deleted."""
 
     group: Group
     rollouts: tuple[Rollout, ...]
@@ -94,7 +94,7 @@ def _member(group: Group, rollout: Rollout) -> JsonObject:
 
 
 def _with_rollouts(loaded: LoadedGroup, *, with_traces: bool) -> JsonObject:
-    """Its members' records come once more, whole; a task stands once, in the group."""
+    """A group with the complete records of its members. The task is in the group only, not in each record."""
     body = group_object(loaded.group, loaded.rollouts)
     members: list[JsonObject] = []
     for rollout in loaded.rollouts:
@@ -129,7 +129,7 @@ PAGE_SCHEMA = pa.schema(
 
 
 def groups_stream(groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None) -> bytes:
-    """See the module."""
+    """The page as an Arrow IPC stream."""
     page = groups_page(groups, next_cursor, batch, with_traces=False)
     schema = PAGE_SCHEMA.with_metadata({b"page": encode(page)})
     sink = pa.BufferOutputStream()

@@ -1,8 +1,8 @@
-"""The keys of sessions: `rys-SESSION-NONCE-MAC`, made with one secret of this service, and kept nowhere.
+"""Session keys: `rys-SESSION-NONCE-MAC`, derived from one secret of this service and not stored.
 
-A key opens the gateway for its one session and nothing else. The nonce is the number of the session's row in the store,
-which is never given twice: a later session of the same run and id has another key. A session has the same key before
-and after a restart; who has the file `session-secret` below data_dir can make all of them, so it is ours alone (mode
+A key is valid at the gateway for its one session and for nothing else. The nonce is the number of the session's row in
+the store, which is never reused: a later session of the same run and id has another key. A session keeps its key across
+restarts. The file `session-secret` below data_dir suffices to derive all keys, so only this user can read it (mode
 0600).
 """
 
@@ -21,7 +21,7 @@ _MAC_HEX = 48  # 192 bits
 
 
 class SessionKeys:
-    """See the module."""
+    """Creates and checks session keys."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
@@ -30,7 +30,7 @@ class SessionKeys:
         return f"{_PREFIX}{session}-{nonce}-{self._mac(f'{session}-{nonce}')}"
 
     def session_of(self, key: str) -> tuple[str, int] | None:
-        """The session that the key belongs to, and its nonce; None if it is unknown. Compares in constant time."""
+        """The session of the key and its nonce, or None if the key is not valid. Compares in constant time."""
         text, _, mac = key.removeprefix(_PREFIX).rpartition("-")
         is_ours = hmac.compare_digest(self._mac(text).encode(), mac.encode("utf-8", "surrogateescape"))
         session, _, nonce = text.rpartition("-")
@@ -42,5 +42,5 @@ class SessionKeys:
 
 
 def load_keys(data_dir: Path) -> SessionKeys:
-    """Made, with its secret, at the first start."""
+    """Loads the secret, and creates it at the first start."""
     return SessionKeys(own_token(data_dir / SECRET))

@@ -1,9 +1,9 @@
-"""Request bodies: pydantic at the edge, core's dataclasses inside.
+"""Request bodies: pydantic models at the edge, core's dataclasses inside.
 
-A body is read as strict JSON (no NaN, no lone surrogates, whole numbers of any size), checked here, and turned into
-core types; nothing behind this file sees a field that it does not know or a number that is not sane.
+A body is read as strict JSON (no NaN, no lone surrogates, integers of any size), validated here, and converted to core
+types. Code behind this module gets no unknown fields and no numbers out of range.
 
-A task is checked after the run's defaults have been laid under it, so its errors carry the path in the client's body.
+A task is validated after it has been merged over the run's defaults; its errors carry the path in the client's body.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ M = TypeVar("M", bound=BaseModel)
 _INT64 = 2**63 - 1
 _DAY_S = 86_400.0
 
-SESSION = "session"  # the environment and the agent of an agent that runs elsewhere
+SESSION = "session"  # environment and agent name of sessions
 
 Seconds = Annotated[float, Field(gt=0, le=30 * _DAY_S, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=_INT64)]
@@ -43,19 +43,19 @@ WaitS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Object = dict[str, JsonValue]
-InRun = Annotated[str | None, Query(description="The run that it is in; only needed if two have that id.")]
+InRun = Annotated[str | None, Query(description="The run of the object; only needed if two runs use its id.")]
 
 
 class RunQuery(BaseModel):
-    """The query of a call about something with an id."""
+    """The query of a call about an object with an id."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
-    run: str | None = Field(default=None, description="The run that it is in; only needed if two have that id.")
+    run: str | None = Field(default=None, description="The run of the object; only needed if two runs use its id.")
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 
 # --- tasks --------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class SandboxBody(Body):
 
 class TaskBody(Body):
     environment: Name
-    # By factories: pydantic deep-copies a default that is a model, at five times the cost of making it.
+    # Factories, because pydantic deep-copies a default that is a model, at five times the cost of creating it.
     data: Object = Field(default_factory=dict)
     agent: AgentBody = Field(default_factory=AgentBody)
     sampling: SamplingBody = Field(default_factory=SamplingBody)
@@ -126,7 +126,7 @@ class TaskBody(Body):
 
 
 def to_task(raw: Mapping[str, Json], defaults: Mapping[str, Json], path: Sequence[str | int] = ("task",)) -> Task:
-    """A task as a client sent it, over its run's defaults. InvalidRequest names the field."""
+    """Converts a task from a client, merged over its run's defaults. `InvalidRequest` contains the field's path."""
     try:
         body = TaskBody.model_validate(merge(defaults, raw) if defaults else raw)
     except ValidationError as error:
@@ -148,11 +148,11 @@ def _sandbox(body: SandboxBody) -> SandboxOptions:
 
 
 def _fields(body: Body) -> Mapping[str, Any]:
-    return vars(body)  # model_dump would copy what may be large
+    return vars(body)  # model_dump would copy values that may be large
 
 
 def merge(under: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
-    """`over` laid on `under`: objects are merged key by key, anything else is replaced whole."""
+    """Merges `over` into `under`: objects are merged key by key, any other value is replaced."""
     merged = dict(under)
     for key, value in over.items():
         below = merged.get(key)
@@ -164,7 +164,7 @@ def merge(under: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json
 
 
 class RolloutBody(Body):
-    """One rollout of a submit. Without an id one is made; only with an id is sending it again harmless."""
+    """One rollout of a submit. Without an id, one is generated; a rollout with an id can be sent again safely."""
 
     id: str | None = None
     task: Object
@@ -173,7 +173,7 @@ class RolloutBody(Body):
     index: Annotated[int, Field(ge=0, le=_INT64)] = 0
 
     def identity(self) -> dict[str, Json]:
-        """What must be equal for the same id to mean the same rollout: all that was sent, as it was sent."""
+        """The value that must be equal for an id to mean the same rollout: all fields that were sent, unchanged."""
         return {name: getattr(self, name) for name in sorted(self.model_fields_set - {"id", "run"})}
 
 
@@ -182,7 +182,7 @@ class SingleBody(RolloutBody):
 
 
 class SubmitBody(Body):
-    """One or many rollouts of a run, all stored or none. The run "default" is made on first use."""
+    """One or many rollouts of a run, stored atomically. The run "default" is created on first use."""
 
     run: str = "default"
     rollouts: Annotated[list[RolloutBody], Field(min_length=1)]
@@ -196,8 +196,8 @@ Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MOST_REWARD, le=MOST_RE
 
 
 class SessionBody(Body):
-    """A session for an agent that runs elsewhere. It is a rollout: what a run's defaults say of sampling and limits
-    holds for it. `metadata` is yours, and stands in its record."""
+    """A session for an agent that runs elsewhere. A session is a rollout: the run's defaults for sampling and limits
+    apply to it. `metadata` is returned in its record."""
 
     id: str | None = None
     run: str = "default"
@@ -212,7 +212,7 @@ class SessionBody(Body):
     index: Annotated[int, Field(ge=0, le=_INT64)] = 0
 
     def identity(self) -> dict[str, Json]:
-        """As a rollout's; under a name of its own, so that no rollout is taken for a session."""
+        """As a rollout's identity, under a key of its own, so that a rollout and a session never match."""
         return {"session": {name: getattr(self, name) for name in sorted(self.model_fields_set - {"id", "run"})}}
 
     def _options(self) -> dict[str, Json]:
@@ -231,7 +231,7 @@ class SessionBody(Body):
 
 
 class RewardBody(Body):
-    """What a session was worth. `answer` is what the agent answered, for those who read the trajectory."""
+    """The reward of a session. `answer` is the agent's answer, for readers of the trajectory."""
 
     reward: Reward
     components: dict[str, Number] = Field(default_factory=dict)
@@ -241,7 +241,7 @@ class RewardBody(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if COMPONENT in self.components:
-            raise ValueError(f"components: the name {COMPONENT!r} is Rollyard's")
+            raise ValueError(f"components: the name {COMPONENT!r} is reserved")
         return self
 
 
@@ -249,7 +249,7 @@ class RewardBody(Body):
 
 
 class OverlongPenaltyBody(Body):
-    """The reward falls in a line from `from_tokens` to `to_tokens` sampled tokens, by `most`, and no further."""
+    """Reduces the reward linearly from `from_tokens` to `to_tokens` sampled tokens, by at most `most`."""
 
     from_tokens: Whole
     to_tokens: Count
@@ -279,11 +279,15 @@ class RunBody(Body):
     overlong_penalty: OverlongPenaltyBody | None = None
 
     def to_run(self, owner: str, at: float) -> Run:
-        """Checks the defaults as far as a part of a task can be."""
+        """Converts the body. The defaults are checked as far as a partial task can be."""
         if self.mask_truncated and self.trainable_on_deadline:
-            raise InvalidRequest("mask_truncated leaves out what trainable_on_deadline would train on: set one of them")
+            raise InvalidRequest(
+                "mask_truncated excludes what trainable_on_deadline would train on: set only one of them"
+            )
         if self.overlong_penalty is not None and self.mode != "train":
-            raise InvalidRequest("overlong_penalty changes rewards for training: a run of mode eval has none")
+            raise InvalidRequest(
+                "overlong_penalty changes rewards for training: it cannot be set for a run of mode eval"
+            )
         to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
         return Run(
             id=new_id("run") if self.id is None else check_id(self.id, "run id"),
@@ -307,7 +311,7 @@ class AckBody(Body):
 
 
 class PoolsBody(Body):
-    """New sizes, each optional. 0 stops a stage: what is in it goes on, nothing new enters."""
+    """New pool sizes, each optional. 0 stops a stage: rollouts in it continue, no others enter."""
 
     init: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     run: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
@@ -340,7 +344,7 @@ class EngineBody(Body):
     @classmethod
     def _fits_into_a_header(cls, key: str) -> str:
         if not key.isascii() or not (key.isprintable() or not key):
-            raise ValueError("it goes into a header: printable ASCII characters only")
+            raise ValueError("it is sent in a header: only printable ASCII characters are allowed")
         return key
 
     def to_spec(self) -> EngineSpec:
@@ -361,16 +365,16 @@ class EngineBody(Body):
 
 
 def check_url(url: str) -> None:
-    """ValueError for an address that could never be connected to."""
+    """Raises ValueError for an address that can never be connected to."""
     if any(character.isspace() or not character.isprintable() for character in url):
-        raise ValueError("it has blanks or control characters in it")
-    parts = urlsplit(url)  # ValueError: brackets that do not match
+        raise ValueError("it contains blanks or control characters")
+    parts = urlsplit(url)  # ValueError for unmatched brackets
     if "[" in parts.netloc and not re.fullmatch(r"(?:[^@]*@)?\[[0-9A-Fa-f:.]+\](?::\d+)?", parts.netloc):
-        raise ValueError("its address in brackets is none")
+        raise ValueError("the text in brackets is not an address")
     if not parts.hostname:
-        raise ValueError("it names no host")
-    if parts.port == 0:  # ValueError: no number up to 65535
-        raise ValueError("port 0 is no port to connect to")
+        raise ValueError("it has no host")
+    if parts.port == 0:  # ValueError unless it is a number up to 65535
+        raise ValueError("port 0 cannot be connected to")
     try:
         host = parts.hostname.encode("idna")
     except UnicodeError:
@@ -380,7 +384,7 @@ def check_url(url: str) -> None:
 
 
 def engine_id(url: str) -> str:
-    """An engine that nobody named is called by its address: the same engine is not added twice by accident."""
+    """An id from the address, for engines without one: adding the same engine twice by accident is refused."""
     name = re.sub(r"[^A-Za-z0-9._:-]+", "-", re.sub(r"^https?://(?:[^@/]*@)?", "", url)).strip("-.:_")
     return check_id(name[:128], "engine id")
 
@@ -389,7 +393,7 @@ def engine_id(url: str) -> str:
 
 
 async def read_json(request: Request) -> object:
-    """The body as JSON. InvalidRequest says what is wrong with it."""
+    """The body as JSON. Raises `InvalidRequest` if it is not valid JSON."""
     data = await request.body()
     try:
         return msgspec.json.decode(data)
@@ -409,7 +413,7 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 async def read_submit(request: Request) -> tuple[str, list[RolloutBody]]:
-    """The run and the rollouts of a submit, in either of its two forms."""
+    """The run and the rollouts of a submit, in either of its two formats."""
     raw = await read_json(request)
     if isinstance(raw, dict) and "rollouts" in raw:
         many = check_body(raw, SubmitBody)

@@ -1,7 +1,7 @@
-"""A node of the fleet, put together: the workshop of this machine, a yard over a ledger, and the link to the head.
+"""Composition of a fleet's node: stage resources of this machine, a pipeline over a ledger, and the head connection.
 
-It needs to know only where the head is: how rollouts run is the head's to say (`node_settings.py`). The data folder is
-its own, and is swept when it starts, as a service's is.
+A node is configured only with the address of its head; the head's settings decide how rollouts run
+(`node_settings.py`). The data folder is the node's own, and is cleaned up at start, as a service's is.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ log = logging.getLogger("rollyard.fleet")
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What a node knows by itself. Sizes that are None are the head's. `head` is asked for URL and token before every
-    call: a head that was started again may be elsewhere."""
+    """The local options of a node. Sizes that are None are taken from the head. `head` returns URL and token and is
+    called before every request: a head that was restarted may be elsewhere."""
 
     name: str
     head_url: str
@@ -56,7 +56,7 @@ class NodeOptions:
     eval_slots: int | None = None
     ready_slots: int | None = None
     head: Head | None = None
-    plain_http: bool = False  # will do beyond loopback, too
+    plain_http: bool = False  # is accepted beyond loopback too
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -73,8 +73,8 @@ async def run_node(
     on_joined: Callable[[], None] = lambda: None,
     hurry: asyncio.Event | None = None,
 ) -> None:
-    """Runs until `stop` is set, and drains then, unless `hurry` is. `NotWanted` if the head will not have it,
-    `SettingsError` for what cannot be here."""
+    """Runs until `stop` is set, then drains; `hurry` ends the drain. Raises `NodeRefused` if the head refuses the node,
+    and `SettingsError` if the head's settings cannot be used on this machine."""
     raise_descriptor_limit()
     head = options.head or (lambda: (options.head_url, options.token))
     may_be_clear = options.plain_http
@@ -104,7 +104,7 @@ async def run_node(
             open_stage_resources(settings, router, environments, agents, renderers)
         )
         artifacts = ArtifactFolder(settings.data_dir / "artifacts")
-        await artifacts.clear()  # of a life that was killed: what it had, the head has given to others
+        await artifacts.clear()  # of a killed process: the head has leased its rollouts to other nodes
         ledger = NodeLedger(artifacts, on_news=lambda: node.news())
         sizes = replace(pipeline_settings(settings), node=options.name)
         pipeline = NodePipeline(
@@ -117,13 +117,13 @@ async def run_node(
 
 
 async def _ask_settings(link: HeadConnection, stop: asyncio.Event) -> dict[str, Any] | None:
-    """Until the head answers; None if we are stopped first."""
+    """Retries until the head responds. Returns None if `stop` is set first."""
     retry_s = FIRST_RETRY_S
     while not stop.is_set():
         try:
             return await link.settings()
         except HeadUnreachable as error:
-            log.info("the head is away", extra={"why": str(error)})
+            log.info("the head is unreachable", extra={"why": str(error)})
         try:
             await asyncio.wait_for(stop.wait(), retry_s)
         except TimeoutError:
@@ -132,6 +132,6 @@ async def _ask_settings(link: HeadConnection, stop: asyncio.Event) -> dict[str, 
 
 
 def _scrub() -> None:
-    """What a batch system tells its jobs must not reach sandboxes: a leaked variable can tear down the job."""
+    """Removes a batch system's variables, which must not reach sandboxes: a leaked one can tear down the job."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_"))]:
         del os.environ[name]

@@ -1,7 +1,7 @@
-"""What a node takes over from its head: everything that decides how a rollout runs, nothing of who may call.
+"""Settings that a node takes over from its head: all that affect how a rollout runs, no tokens.
 
-A node has its own data folder, name and sizes; the rest is the head's, so that a rollout is the same wherever it runs.
-What the head keeps below its own data folder (images, agent programs) a node looks for below its own.
+A node has its own data folder, name and sizes; everything else is the head's, so that a rollout runs the same on every
+node. Images and agent programs, which the head keeps below its data folder, are looked up below the node's own.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ TAKEN_OVER = (
 
 
 def for_nodes(settings: Settings) -> dict[str, Json]:
-    """As JSON, secrets and all."""
+    """The settings for nodes as JSON, including secrets."""
     return {name: _plain(getattr(settings, name)) for name in TAKEN_OVER}
 
 
 def node_settings(taken_over: Mapping[str, Any], data_dir: Path, own: Mapping[str, Any]) -> Settings:
-    """A node's settings: the head's, with its own sizes over them. `SettingsError`."""
+    """A node's settings: the head's, overridden by its own sizes. Raises `SettingsError`."""
     known = {name: value for name, value in taken_over.items() if name in TAKEN_OVER}
     try:
         return Settings.model_validate({**known, **own, "data_dir": data_dir})
     except ValidationError as error:
-        raise SettingsError(f"what the head sends cannot be used here: {error.error_count()} errors") from error
+        raise SettingsError(f"the head's settings cannot be used here: {error.error_count()} errors") from error
 
 
 def _plain(value: Any) -> Json:

@@ -1,6 +1,6 @@
-"""The API's description. Bodies are read by our own hand (`models.read_body`), so their schemas are added here.
+"""The OpenAPI description. Routes read their bodies with `models.read_body`, so the schemas are added here.
 
-`/docs` is a plain page made from it: no script, nothing from elsewhere, readable on a machine without a network.
+`/docs` is a plain page generated from it: no scripts and no external resources, so it works without a network.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ PROBLEM: dict[str, Any] = {
         "type": {"type": "string"},
         "title": {"type": "string"},
         "status": {"type": "integer"},
-        "code": {"type": "string", "description": "Stable for ever: switch on this."},
-        "detail": {"type": "string", "description": "What was wrong."},
+        "code": {"type": "string", "description": "Stable: switch on this."},
+        "detail": {"type": "string", "description": "What is wrong."},
         "remedy": {"type": "string", "description": "What to do about it."},
     },
 }
 
 
-_FASTAPIS = ("HTTPValidationError", "ValidationError")  # the shape of FastAPI's own 422, which we do not send
+_FASTAPIS = ("HTTPValidationError", "ValidationError")  # schemas of FastAPI's own 422, which is not used
 
 
 def json_body(*bodies: type[BaseModel]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def json_body(*bodies: type[BaseModel]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The whole schema, made once per app."""
+    """The whole schema, generated once per app."""
     if app.openapi_schema:
         return app.openapi_schema
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
@@ -79,21 +79,26 @@ def describe(app: FastAPI) -> dict[str, Any]:
     components["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer"},
         "session_key": {"type": "http", "scheme": "bearer", "description": "The key of a session."},
-        "session_x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same."},
+        "session_x_api_key": {
+            "type": "apiKey",
+            "in": "header",
+            "name": "x-api-key",
+            "description": "The key of a session.",
+        },
     }
     schema["security"] = [{"token": []}]
     problem = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
     for calls in schema["paths"].values():
         for call in calls.values():
             call["responses"].pop("422", None)
-            call["responses"]["default"] = {"description": "What went wrong", "content": problem}
+            call["responses"]["default"] = {"description": "An error", "content": problem}
     session_gateway.describe(schema["paths"])
     app.openapi_schema = schema
     return schema
 
 
 def page(schema: dict[str, Any]) -> str:
-    """The description as a page."""
+    """The description as an HTML page."""
     rows = [
         f"<tr><td><code>{method.upper()}</code><td><code>{escape(path)}</code>"
         f"<td>{escape(call.get('description') or call.get('summary') or '')}"

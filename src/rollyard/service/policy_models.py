@@ -1,4 +1,4 @@
-"""The bodies of /v1/policies, and a policy as it is shown."""
+"""The request bodies of /v1/policies, and a policy as a JSON object."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rollyard.engines.weights.state import LEASE_S, PolicyStatus
 from rollyard.service.models import Body, Name, Seconds
 from rollyard.service.records import without_password
 
-Version = Annotated[int, Field(ge=0, le=2**31 - 1)]  # as many bits as a trace has for it
+Version = Annotated[int, Field(ge=0, le=2**31 - 1)]  # the width of a trace's version column
 Holder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 EngineIds = Annotated[list[Name], Field(min_length=1, max_length=10_000)]
 
 
 class PauseBody(Body):
-    """`engines`: only these, the others go on. `wait_s`: how long the call waits; then the state is still pausing, and
-    sending it again waits on. `holder`: which of those that share a token it is; the pause is renewed and ended under
-    the same name. `after`: the version that the caller knows the policy at; refused if another has named one since."""
+    """`engines`: pause only these; the others continue. `wait_s`: how long the call waits; if the state is still
+    pausing then, send the call again to wait further. `holder`: distinguishes callers that share a token; the pause is
+    renewed and ended under the same name. `after`: the version that the caller expects; refused if it has changed."""
 
     mode: Literal["drain", "abort", "keep"] = "abort"
     lease_s: Seconds = LEASE_S
@@ -30,7 +30,7 @@ class PauseBody(Body):
 
 
 class ResumeBody(Body):
-    """`holder` and `after` as in a pause. `take_over`: whoever holds it."""
+    """`holder` and `after` as in a pause. `take_over`: resume even if another holder has paused the policy."""
 
     version: Version
     engines: EngineIds | None = None

@@ -1,9 +1,9 @@
-"""Whatever goes wrong, as application/problem+json with a stable code.
+"""Errors as application/problem+json with a stable code.
 
-The error tree of `core.failure` says code, status and remedy; this file only writes them down. Validation errors of
-the edges become `invalid_request` with the path of each field and what was expected there.
+The exceptions of `core.failure` define code, status and remedy; this module only serializes them. Validation errors of
+request bodies become `invalid_request`, with the path of each field and what was expected there.
 
-Invariant: an exception that nobody expected is `internal_error`; its text and traceback go to the log, never to the
+Invariant: an unexpected exception becomes `internal_error`; its text and traceback are logged and never sent to the
 client.
 """
 
@@ -31,13 +31,14 @@ log = logging.getLogger("rollyard.service")
 MEDIA_TYPE = "application/problem+json"
 
 RETRY_AFTER_S = {429: 2, 503: 5}
-"""429: a full queue of short rollouts has room again after a moment. 503: about a restart (10,000 queued: 3 s)."""
+"""429: a full queue of short rollouts has room again after a moment. 503: about the time of a restart (10,000 queued
+rollouts: 3 s)."""
 
-MOST_FIELDS = 20  # of a body with many mistakes, the first ones are told
+MOST_FIELDS = 20  # only the first invalid fields of a body are reported
 
 
 def problem(error: RollyardError, *, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
-    """The reply for an error. What a record would call the policy's failure (status 200 there) is a 422 here."""
+    """The response for an error. A failure of the policy, which has status 200 in a record, is a 422 here."""
     status = status or (error.status if error.status >= 400 else 422)
     extra = dict(headers or {})
     if status in RETRY_AFTER_S:
@@ -50,11 +51,11 @@ def problem(error: RollyardError, *, status: int | None = None, headers: Mapping
 
 
 def invalid(errors: Iterable[Mapping[str, Any]], prefix: Sequence[str | int] = ()) -> InvalidRequest:
-    """pydantic's errors as one of ours. `prefix` is where in the body the checked value was."""
+    """Converts pydantic's errors to `InvalidRequest`. `prefix`: the path of the validated value in the body."""
     fields: list[dict[str, Json]] = [
         {"path": field_path((*prefix, *item["loc"])), "problem": _sentence(item)} for item in errors
     ]
-    first = fields[0] if fields else {"path": "", "problem": "it is not valid"}
+    first = fields[0] if fields else {"path": "", "problem": "not valid"}
     more = f" (and {len(fields) - 1} more)" if len(fields) > 1 else ""
     where = f"{first['path']}: " if first["path"] else ""
     return InvalidRequest(f"{where}{first['problem']}{more}", fields=fields[:MOST_FIELDS])
@@ -71,9 +72,9 @@ def field_path(parts: Iterable[str | int]) -> str:
 def _sentence(item: Mapping[str, Any]) -> str:
     match item["type"]:
         case "extra_forbidden":
-            return "there is no such field"
+            return "unknown field"
         case "missing":
-            return "this field is needed"
+            return "this field is required"
         case "recursion_loop" | "recursion_depth_exceeded":
             return "this is nested too deeply"
         case _:
@@ -82,7 +83,7 @@ def _sentence(item: Mapping[str, Any]) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """The handlers for everything that a route may raise on purpose."""
+    """Installs handlers for the exceptions that routes raise on purpose."""
 
     async def ours(_: Request, error: Exception) -> Response:
         assert isinstance(error, RollyardError)
@@ -99,7 +100,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             return problem(NotFound(f"there is no {request.url.path}"))
         if error.status_code == 405:
-            wrong = RequestError(f"{request.url.path} does not know {request.method}")
+            wrong = RequestError(f"{request.url.path} does not support {request.method}")
             return problem(wrong, status=405, headers=error.headers)
         return problem(RequestError(str(error.detail)), status=error.status_code, headers=error.headers)
 
@@ -113,7 +114,7 @@ def install(app: FastAPI) -> None:
 
 
 class CatchAll:
-    """ASGI: what nobody expected is logged here and answered as `internal_error`, telling nothing of our insides."""
+    """ASGI middleware: logs unexpected exceptions and responds with `internal_error`, without internal details."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -132,10 +133,10 @@ class CatchAll:
         try:
             await self._app(scope, receive, watched)
         except ClientDisconnect:
-            log.debug("a client left in the midst of its request", extra={"path": scope["path"]})
+            log.debug("a client disconnected during its request", extra={"path": scope["path"]})
         except Exception as error:
-            log.exception("a call broke", extra={"method": scope["method"], "path": scope["path"]})
+            log.exception("a call failed unexpectedly", extra={"method": scope["method"], "path": scope["path"]})
             if is_begun:
-                raise  # half a reply is out: only closing the connection can tell the client
+                raise  # part of the response is sent: only closing the connection signals the error
             wrapped = InternalError(f"{type(error).__name__} in {scope['method']} {scope['path']}; see the log")
             await problem(wrapped)(scope, receive, send)

@@ -1,4 +1,4 @@
-"""What Prometheus gets of this wing: each call by its route, and the house's state when it scrapes."""
+"""Prometheus metrics of the service: each call by its route, and a snapshot of the service's state at each scrape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard.core import State
-from rollyard.engines.routing.pool import Health
+from rollyard.engines.pool.pool import Health
 from rollyard.engines.routing.router import Router
 from rollyard.engines.weights.state import PolicyState
 from rollyard.fleet.head import HeadPipeline
@@ -16,11 +16,11 @@ from rollyard.observe.metrics import EngineState, Metrics, NodeState, PolicyWeig
 from rollyard.pipeline import Pipeline
 
 NO_ROUTE = "none"
-"""For paths that we do not have: what strangers ask for must not become labels."""
+"""The label of unknown paths: paths that strangers request must not become labels."""
 
 
 class CallCounter:
-    """ASGI: counts every call, refused ones too, with its status and time."""
+    """ASGI middleware: counts every call, including refused ones, with its status and duration."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app
@@ -31,7 +31,7 @@ class CallCounter:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        status = 499  # nothing was sent: the client had gone
+        status = 499  # if nothing is sent: the client has disconnected
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -48,7 +48,7 @@ class CallCounter:
 
 
 def snapshot(pipeline: Pipeline, router: Router) -> Snapshot:
-    """How it stands now, from what is in memory."""
+    """The current state, from memory only."""
     states = Counter(attempt.state.value for attempt in pipeline.live.values())
     states[State.QUEUED.value] += len(pipeline.scheduler)
     pools = pipeline.pools()

@@ -1,4 +1,4 @@
-"""How many calls a token may make in a second: a bucket for each, filled at its rate."""
+"""Rate limits: the calls that a token may make per second, as one token bucket per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollyard.core.failure import RateLimited
 from rollyard.service.access import Caller
 
 BURST_S = 2.0
-"""What a caller that was quiet may send at once, in seconds of its rate."""
+"""Size of the bucket in seconds of the rate: the burst that an idle caller may send."""
 
 
 @dataclass(slots=True)
@@ -19,13 +19,13 @@ class _Bucket:
 
 
 class RateLimits:
-    """See the module. Only tokens with a quota of calls have a bucket."""
+    """The buckets of all callers. Only tokens with a quota of calls have one."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, _Bucket] = {}
 
     def check(self, caller: Caller, now: float | None = None) -> None:
-        """Counts a call. `RateLimited` if it is one too many."""
+        """Counts a call. Raises `RateLimited` if it exceeds the rate."""
         rate = caller.quota.requests_per_s
         if rate is None:
             return

@@ -1,4 +1,4 @@
-"""Core's types as the JSON that clients get. Numbers of token columns are written from their buffers."""
+"""Core types as the JSON that clients get. Token columns are encoded directly from their buffers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import orjson
 from starlette.responses import Response
 
 from rollyard.core import Json, Rollout, Run, Trace, Trajectory, id_of
-from rollyard.engines.routing.pool import EngineStatus
+from rollyard.engines.pool.pool import EngineStatus
 from rollyard.sandbox.layers import LayerCache
 
-JsonObject = dict[str, Any]  # on its way to the encoder: dataclasses and token columns may be in it
+JsonObject = dict[str, Any]  # input of the encoder: may contain dataclasses and token columns
 
 
 def reply(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -25,7 +25,7 @@ def reply(body: object, status: int = 200, headers: Mapping[str, str] | None = N
 
 
 def encode(body: object) -> bytes:
-    """JSON of dataclasses, mappings and token columns. Whole numbers of any size; a float32 in its shortest form."""
+    """JSON of dataclasses, mappings and token columns. Integers of any size; float32 in its shortest form."""
     return msgspec.json.encode(body, enc_hook=_column)
 
 
@@ -33,12 +33,12 @@ def _column(value: object) -> msgspec.Raw:
     if isinstance(value, array):
         column: Any = np.frombuffer(value, dtype=np.dtype(value.typecode))
     else:
-        raise NotImplementedError(f"{type(value).__name__} has no JSON form here")
+        raise NotImplementedError(f"{type(value).__name__} cannot be encoded as JSON")
     return msgspec.Raw(orjson.dumps(column, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def record(rollout: Rollout) -> JsonObject:
-    """The record object of the API."""
+    """A rollout's record, as the API returns it."""
     ending = rollout.ending
     score = ending.score if ending else None
     return {
@@ -111,7 +111,7 @@ def traces(trajectory: Trajectory, rollout: Rollout) -> list[JsonObject]:
 
 
 def _numbers(mask: bytearray) -> array[int]:
-    """msgspec would write a bytearray as base64; an array of bytes comes to our own hook."""
+    """The mask as an array, which `_column` encodes; msgspec would write a bytearray as base64."""
     return array("B", mask)
 
 
@@ -121,12 +121,12 @@ def reward(rollout: Rollout) -> float | None:
 
 
 def is_trainable(trace: Trace, rollout: Rollout) -> bool:
-    """A trace is to be trained on if it may be, and its rollout too."""
+    """Whether both the trace and its rollout are trainable."""
     return trace.is_trainable and rollout.ending is not None and rollout.ending.is_trainable
 
 
 def untrainable_reason(trace: Trace, rollout: Rollout) -> str | None:
-    """Why not, where it is not."""
+    """Why the trace is not trainable, or None if it is."""
     if is_trainable(trace, rollout):
         return None
     if not trace.is_trainable:
@@ -136,7 +136,7 @@ def untrainable_reason(trace: Trace, rollout: Rollout) -> str | None:
     if rollout.ending.untrainable:
         return rollout.ending.untrainable
     failure = rollout.ending.failure
-    return f"its rollout ended with {failure.code}" if failure else "its run does not train"
+    return f"its rollout ended with {failure.code}" if failure else "its run is not for training"
 
 
 def run_object(run: Run) -> JsonObject:
@@ -158,7 +158,7 @@ def run_object(run: Run) -> JsonObject:
 
 
 def layers_object(layers: LayerCache | None) -> dict[str, Json] | None:
-    """Set-ups that are kept, and how often one was made, found, or failed, since the start."""
+    """Size of the layer cache, and how many layers were made, found, failed and pruned since the start."""
     if layers is None:
         return None
     return {
@@ -173,7 +173,7 @@ def layers_object(layers: LayerCache | None) -> dict[str, Json] | None:
 
 
 def engine_object(status: EngineStatus) -> dict[str, Json]:
-    """Never the engine's key, nor a password in its address."""
+    """An engine's status, without its key and without a password in its address."""
     spec, stats, info = status.spec, status.stats, status.info
     return {
         "id": spec.id,

@@ -1,4 +1,4 @@
-"""A runtime by its name, as the operator's settings want it."""
+"""Creates a runtime by its name, configured by the operator's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("bubblewrap", "apptainer", "oci", "local")
 
 
 def make_runtime(name: str, settings: Settings, root: Path | None = None) -> AnyRuntime:
-    """Not open yet. `root` is where its sandboxes' files go, if not in data_dir."""
+    """A runtime that is not open yet. `root`: the folder of its sandboxes' files, if not below data_dir."""
     root = root or settings.data_dir / "sandboxes" / name
     limits = settings.sandbox_limits
     match name:
@@ -33,12 +33,12 @@ def make_runtime(name: str, settings: Settings, root: Path | None = None) -> Any
 
 
 def uids_of(name: str, settings: Settings) -> range | None:
-    """Its share of `sandbox_uids`: each runtime gives one to each sandbox, and no two may give the same."""
+    """The runtime's share of `sandbox_uids`: each runtime assigns a uid per sandbox, and no two may assign the same."""
     sharing = [each for each in dict.fromkeys(settings.runtimes) if each in ("bubblewrap", "apptainer")]
     uids = settings.uid_range
     if uids is None or name not in sharing:
         return uids
     share = uids[sharing.index(name) :: len(sharing)]
-    if not share:  # an empty one would mean root
+    if not share:  # an empty range would mean root
         raise SettingsError(f"sandbox_uids: there are fewer uids than runtimes ({', '.join(sharing)})")
     return share

@@ -1,13 +1,13 @@
-"""The server: one process, uvloop, our own HTTP server; signals end it in an orderly way.
+"""The server: one process, uvloop, Rollyard's own HTTP server; signals stop it in an orderly way.
 
-First SIGTERM or SIGINT: /readyz says 503, submits are refused, what has not begun RUN goes back to the queue, RUN and
-EVAL get `drain_s`. Second one: they go back too, at once; their sandboxes are still proven gone. Where a batch system
-sends SIGTERM to every process of a job, sandboxes included, it counts as both (`on_term`): what an agent's commands do
-after that is not the agent's doing. Then waiting calls are answered with what there is, and everything closes in
-reverse. A kill -9 loses nothing either; it only makes the next start clean up.
+On the first SIGTERM or SIGINT, /readyz returns 503, submits are refused, rollouts that have not started RUN are queued
+again, and RUN and EVAL get `drain_s`. On the second signal, those are queued again too, at once; their sandboxes are
+still verified to be gone. Where a batch system sends SIGTERM to every process of a job, sandboxes included, one SIGTERM
+counts as both (`on_term`): what an agent's commands do after it is not the agent's doing. Then waiting calls return the
+current state, and everything closes in reverse order. A kill -9 loses nothing either; the next start cleans up.
 
-Invariant: the port is bound before anything is opened (a taken port costs nothing), and answers only when what an
-earlier process left has been recovered.
+Invariant: the port is bound before anything is opened (a port in use costs nothing), and the server responds only after
+the work of an earlier process has been recovered.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 
 import uvloop
 
-from rollyard import __version__
 from rollyard.agents.registry import Agents
 from rollyard.core.address import with_pin
+from rollyard.core.version import __version__
 from rollyard.envs.registry import Environments
 from rollyard.fleet.ray_host import RayHost, RayUnavailable
 from rollyard.http import HttpServer, ListenerBounds, Refusals
@@ -46,18 +46,18 @@ from rollyard.store.base import StoreLocked, StoreUnusable
 log = logging.getLogger("rollyard.service")
 
 GC_THRESHOLDS = (20_000, 20, 50)
-"""Of the garbage collector. Python's own (700, 10, 10) look at everything that is live again and again, and with a
-thousand rollouts in flight that is much."""
+"""Thresholds of the garbage collector. Python's defaults (700, 10, 10) traverse all live objects again and again, which
+is expensive with a thousand rollouts in flight."""
 
 BACKLOG = 2048  # a trainer may open a thousand connections at once
 LINGER_S = 5.0  # for replies in flight when the server closes
-TURNED_AWAY = 64  # connections beyond `max_connections` that are told so at a time
-BODY_BYTES_PER_S = 1024.0  # a body may be this slow once `http_body_s` is over
+TURNED_AWAY = 64  # connections beyond `max_connections` that get a 503 at a time
+BODY_BYTES_PER_S = 1024.0  # the lowest rate of a body after `http_body_s`
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A service that answers."""
+    """A running service."""
 
     url: str
     app_state: AppState
@@ -68,7 +68,8 @@ class Served:
 async def serve(
     settings: Settings, *, environments: Environments | None = None, agents: Agents | None = None
 ) -> AsyncGenerator[Served, None]:
-    """A service on a port of this loop. Leaving the block ends it at once, cleanly; `drain` first to be gentle."""
+    """Serves on a port in the running loop. Leaving the block stops the service at once, cleanly; `drain` it first to
+    let work finish."""
     with bind(settings) as listener:
         open_data_dir(settings.data_dir)
         tls = open_tls(settings)
@@ -90,7 +91,7 @@ async def serve(
 
 
 def bounds_of(settings: Settings) -> ListenerBounds:
-    """What strangers may take of the port. Half of the process's open files stay for sandboxes and engines."""
+    """Bounds on connections to the port. Half of the process's open files are kept for sandboxes and engines."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = settings.max_connections
     return ListenerBounds(
@@ -101,14 +102,14 @@ def bounds_of(settings: Settings) -> ListenerBounds:
         headers=settings.max_headers,
         header_s=settings.http_header_s,
         idle_s=settings.http_idle_s,
-        body_s=settings.http_body_s,  # its size is the app's to bound: nodes may send more than others
+        body_s=settings.http_body_s,  # the app bounds the size, because nodes may send larger bodies
         body_bytes_per_s=BODY_BYTES_PER_S,
         unread_s=settings.http_unread_s,
     )
 
 
 def _ray(settings: Settings, url: str) -> RayHost:
-    """Keeps a node on every machine of the Ray cluster. Sizes follow from the machine, unless the operator set them."""
+    """Runs a node on every machine of the Ray cluster. Sizes depend on the machine, unless the operator set them."""
     sizes = ("init_slots", "run_slots", "eval_slots", "ready_slots")
     node_settings = {name: getattr(settings, name) for name in sizes if name in settings.model_fields_set}
     token = node_token(settings)
@@ -117,8 +118,8 @@ def _ray(settings: Settings, url: str) -> RayHost:
 
 def bind(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # IPPROTO_TCP by name: asyncio turns Nagle's algorithm off only for sockets that say so, and with it on, a reply in
-    # two writes waits 40 ms for the client's delayed acknowledgement.
+    # IPPROTO_TCP explicitly: asyncio disables Nagle's algorithm only for such sockets, and with it a response in two
+    # writes waits 40 ms for the client's delayed acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,7 +132,7 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def url_of(listener: socket.socket, tls: Tls | None = None) -> str:
-    """With the digest of a certificate of our own: whoever has this URL can check whom it talks to."""
+    """The URL of the service. With `tls = own` it contains the certificate's digest, so that clients can verify it."""
     address, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, str(address))
     url = f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -140,7 +141,7 @@ def url_of(listener: socket.socket, tls: Tls | None = None) -> str:
 
 @contextlib.contextmanager
 def _announced(path: Path, url: str) -> Generator[None, None, None]:
-    """The URL in a file beside the data, for a CLI that was not told the port; gone when we are."""
+    """Writes the URL to a file below data_dir, where the CLI finds it, and removes the file at the end."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(url + "\n")
     draft.replace(path)
@@ -151,9 +152,9 @@ def _announced(path: Path, url: str) -> Generator[None, None, None]:
 
 
 def run_server(settings: Settings) -> int:
-    """Serves until a signal says otherwise. Returns the exit status; what went wrong is on stderr."""
+    """Serves until a signal arrives. Returns the exit status; errors are printed on stderr."""
     logs.configure(level=settings.log_level.upper(), style=settings.log_format)
-    for name in ("httpx2", "mcp"):  # what they tell at INFO, we tell ourselves, without URLs
+    for name in ("httpx2", "mcp"):  # Rollyard logs the same at INFO, without URLs
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -167,14 +168,14 @@ async def _main(settings: Settings) -> int:
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None
-    signals = _Signals(on_first=main.cancel)  # during start: what is open by then is closed again
+    signals = _Signals(on_first=main.cancel)  # during start: what is open already is closed again
     signals.is_term_final = settings.on_term == "stop"
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, signals.came, signum)
     try:
         async with serve(settings) as served:
             signals.on_first = lambda: None
-            signals.on_second = served.app_state.pipeline.stop_now  # it may come at once after the first
+            signals.on_second = served.app_state.pipeline.stop_now  # it may arrive right after the first
             settle_memory()
             token = "" if settings.admin_tokens else f", token in {settings.token_path}"
             _say(f"rollyard {__version__} at {served.url}{token}")
@@ -190,7 +191,7 @@ async def _main(settings: Settings) -> int:
 
 
 def settle_memory() -> None:
-    """What was loaded by now stays for good: the collector need not look at it again, nor look so often."""
+    """Excludes everything loaded so far from garbage collection, and makes collections less frequent."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -206,7 +207,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 class _Signals:
-    """Counts them."""
+    """Counts signals and runs the callback of the first and of the second."""
 
     def __init__(self, on_first: Callable[[], object]) -> None:
         self.first = asyncio.Event()

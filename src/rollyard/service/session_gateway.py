@@ -1,11 +1,11 @@
-"""The gateway for agents elsewhere: a call with a session's key goes to that session's own gateway.
+"""The gateway for agents that run elsewhere: passes a call with a session's key to the gateway of that session.
 
-It stands before the routes (it is the hot path of every step of every such agent) and speaks as the SDK that calls it
-expects, errors included. A key comes as OpenAI's SDK sends it (`Authorization: Bearer KEY`) or as Anthropic's does
-(`x-api-key: KEY`).
+It is in front of the routes, because it is the hot path of every step of every such agent. Responses and errors have
+the format that the calling SDK expects. A key is sent as OpenAI's SDK does (`Authorization: Bearer KEY`) or as
+Anthropic's does (`x-api-key: KEY`).
 
-Invariants. These paths know session keys and no other token; a session's key opens nothing but these paths. A body is
-counted as it streams in, as everywhere.
+Invariants. These paths accept session keys and no other token; a session's key is valid for these paths only. A body is
+counted as it streams in, as on all other paths.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rollyard.service.keys import SessionKeys
 log = logging.getLogger("rollyard.service")
 
 CALLS: Mapping[str, tuple[str, str]] = {
-    "/v1/chat/completions": ("post", "A completion, as OpenAI's Chat Completions."),
-    "/v1/responses": ("post", "A completion, as OpenAI's Responses."),
-    "/v1/messages": ("post", "A completion, as Anthropic's Messages."),
-    "/v1/messages/count_tokens": ("post", "How many tokens such a message has, as Anthropic's API counts them."),
-    "/v1/models": ("get", "The one model that there is."),
+    "/v1/chat/completions": ("post", "A completion, as in OpenAI's Chat Completions API."),
+    "/v1/responses": ("post", "A completion, as in OpenAI's Responses API."),
+    "/v1/messages": ("post", "A completion, as in Anthropic's Messages API."),
+    "/v1/messages/count_tokens": ("post", "The number of tokens of a message, as in Anthropic's API."),
+    "/v1/models": ("get", "The model of the session."),
 }
 
 _MODELS = "/v1/models"
 
 
 class AnsweredRoute:
-    """For the metrics: by which template a call was answered."""
+    """The route template of a call, for the metrics."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -47,7 +47,7 @@ ROUTES = {path: AnsweredRoute(path) for path in CALLS}
 
 
 class SessionGateway:
-    """ASGI: see the module."""
+    """ASGI app that passes each call to the gateway of its session."""
 
     def __init__(self, keys: SessionKeys, sessions: SessionAgent, *, limit_bytes: int) -> None:
         self._keys = keys
@@ -78,12 +78,12 @@ class SessionGateway:
             await refuse(send, dialect, problem)
         except Exception as error:
             if is_begun:
-                raise  # half a reply is out: only closing the connection can tell the client
-            log.exception("a gateway call broke", extra={"path": path})
+                raise  # part of the response is sent: only closing the connection signals the error
+            log.exception("a gateway call failed unexpectedly", extra={"path": path})
             await refuse(send, dialect, Problem("internal", f"{type(error).__name__}; see the service's log"))
 
     def refusal(self, scope: Scope, error: RollyardError) -> Response:
-        """What the gate has against a call, in the words of these paths."""
+        """The gate's refusal of a call, in the error format of these paths."""
         dialect = dialect_of(short_path(scope["path"]), dict(scope["headers"]))
         body = dialect.error(Problem("unauthorized", error.detail, code=error.code))
         return Response(body, error.status, {"x-should-retry": "false"}, "application/json")
@@ -94,14 +94,14 @@ class SessionGateway:
             raise Problem("unauthorized", "this call needs a session's key (POST /v1/sessions)")
         found = next(filter(None, map(self._keys.session_of, given)), None)
         if found is None:
-            raise Problem("unauthorized", "this is no session's key")
+            raise Problem("unauthorized", "this is not the key of a session")
         session, nonce = found
         live = self._sessions.live(session)
         if live is None:
-            detail = f"session {id_of(session)} is not open: it has not begun yet, or it has ended"
+            detail = f"session {id_of(session)} is not open: it has not started yet, or it has ended"
             raise Problem("unavailable", detail, code="not_open")
         if live.nonce != nonce:
-            raise Problem("unauthorized", "this key is of an earlier session with this id")
+            raise Problem("unauthorized", "this key belongs to an earlier session with this id")
         return GatewayApp(live.gateway, watches=True)
 
     def _check_length(self, headers: Mapping[bytes, bytes]) -> None:
@@ -127,22 +127,22 @@ class SessionGateway:
 
 
 def _given(headers: Mapping[bytes, bytes]) -> list[str]:
-    """What was sent as a key. Both headers count: an SDK may find another token of its own for one of them."""
+    """The keys of both headers: an SDK may put an unrelated token of its own into one of them."""
     scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     return [key for key in (bearer, headers.get(b"x-api-key", b"").decode("latin-1").strip()) if key]
 
 
 def describe(paths: dict[str, Any]) -> None:
-    """Adds these calls to the API's description."""
+    """Adds these calls to the OpenAPI description."""
     for path, (method, meaning) in CALLS.items():
         paths[path] = {
             method: {
                 "tags": ["gateway"],
                 "summary": meaning,
-                "description": f"{meaning} With a session's key, as `Authorization: Bearer` or `x-api-key`; errors are "
-                "in the dialect's own shape.",
+                "description": f"{meaning} Needs a session key, as `Authorization: Bearer` or `x-api-key`; errors have "
+                "the dialect's own format.",
                 "security": [{"session_key": []}, {"session_x_api_key": []}],
-                "responses": {"200": {"description": "As that API documents it"}},
+                "responses": {"200": {"description": "As documented for that API"}},
             }
         }

@@ -1,10 +1,10 @@
-"""What an operator can set, in one frozen model, and where each value came from.
+"""The settings of a service, in one frozen model, and the source of each value.
 
-Four places, in this order: flags, ROLLYARD_* environment variables, one TOML file, the defaults here.
+Sources, in order of precedence: flags, ROLLYARD_* environment variables, one TOML file, the defaults here.
 
-Invariants. A key that nobody knows is an error that names it and the nearest one that exists; for environment
-variables only where it looks like a slip of the pen, since that prefix is shared with other programs. Secrets are
-`SecretStr`: they show in no repr, log or listing. It is longer than other files because it is the list of all settings.
+Invariants. An unknown key is an error that contains the nearest existing one; an unknown environment variable is one
+only if it looks like a typing error, because other programs may use the prefix too. Secrets are `SecretStr`: they are
+in no repr, log or listing. This file is longer than others because it lists all settings.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from rollyard.sandbox.base import SandboxLimits
 from rollyard.service.egress import Host, Method, Mirrors, PrivateHost, ceiling_of
 
 PREFIX = "ROLLYARD_"
-_NOT_SETTINGS = ("CONFIG", "URL", "TOKEN")  # ROLLYARD_… that the client and the loader read themselves
+_NOT_SETTINGS = ("CONFIG", "URL", "TOKEN")  # ROLLYARD_… variables that the client and the loader read
 
 FIRST_UID, LAST_UID = 1000, (1 << 32) - 3
-"""Of sandboxes: below are the system's own, above it are `nobody` of 32 bits and −1, which is no user."""
+"""Bounds of the uids of sandboxes: below are the system's own, above are 32-bit `nobody` and −1, which is no user."""
 
 
 class SettingsError(Exception):
-    """A setting that cannot be. The message says which, from where, and what would be right."""
+    """An invalid setting. The message contains the setting, its source, and what was expected."""
 
 
 def _split(value: object) -> object:
-    """A list as text: JSON if it begins like it, else comma-separated."""
+    """Parses a list in text form: JSON if it starts with a bracket, else comma-separated."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
         try:
             return msgspec.json.decode(value)
         except msgspec.DecodeError as error:
-            raise ValueError(f"this begins like a JSON list, but is none: {error}") from error
+            raise ValueError(f"this starts with [ but is not a JSON list: {error}") from error
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def _table(value: object) -> object:
-    """A table as text is JSON."""
+    """Parses a table in text form, which is JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -76,43 +76,47 @@ SomePath = Annotated[Path, BeforeValidator(_expand)]
 
 
 def data_home(environ: Mapping[str, str]) -> Path:
-    """Where data lies when nobody says: $XDG_DATA_HOME/rollyard, else ~/.local/share/rollyard."""
+    """The default data folder: $XDG_DATA_HOME/rollyard, else ~/.local/share/rollyard."""
     base = environ.get("XDG_DATA_HOME")
     home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
     return (Path(base).expanduser() if base else home / ".local" / "share") / "rollyard"
 
 
 class EngineSettings(BaseModel):
-    """One `[[engines]]` table. Only the URL is needed."""
+    """One `[[engines]]` table. Only the URL is required."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(pattern=r"^https?://", description="Where the engine is.")
-    id: str = Field(default="", description="A name for it; empty: made from the URL.")
-    kind: Literal["vllm", "sglang", "openai", "prorl"] = Field(default="vllm", description="Which API it speaks.")
-    policy: str = Field(default="default", description="Whose weights it serves.")
-    model: str = Field(default="", description="The model's name there; empty: the first that it lists.")
-    role: Literal["policy", "judge"] = Field(default="policy", description="What it is for.")
-    tokenizer: str = Field(default="", description="A folder or hub name; empty: as the engine says.")
-    renderer: str = Field(default="", description="The chat renderer; empty: by the model's name.")
-    capacity: Count = Field(default=256, description="Sessions it should hold at once.")
+    url: str = Field(pattern=r"^https?://", description="URL of the engine.")
+    id: str = Field(default="", description="Name of the engine; empty: derived from the URL.")
+    kind: Literal["vllm", "sglang", "openai", "prorl"] = Field(default="vllm", description="The engine's API.")
+    policy: str = Field(default="default", description="The policy whose weights it serves.")
+    model: str = Field(default="", description="Name of the model; empty: the first that it lists.")
+    role: Literal["policy", "judge"] = Field(
+        default="policy", description="Whether it samples rollouts or scores answers."
+    )
+    tokenizer: str = Field(default="", description="A folder or hub name; empty: as the engine reports.")
+    renderer: str = Field(default="", description="The chat renderer; empty: chosen by the model's name.")
+    capacity: Count = Field(default=256, description="Most sessions at once.")
     admission: Literal["adaptive", "fixed"] = Field(
-        default="adaptive", description="Sessions it gets: as its KV cache allows, up to its capacity, or just that."
+        default="adaptive", description="Limit on sessions: what its KV cache allows up to capacity, or capacity."
     )
     api_key: SecretStr = Field(default=SecretStr(""), description="Sent to the engine as a bearer token.")
-    trust_tokenizer: bool = Field(default=False, description="Train on it even if it cannot show its tokenizer.")
+    trust_tokenizer: bool = Field(
+        default=False, description="Train on its tokens even if its tokenizer cannot be verified."
+    )
 
 
 Engines = Annotated[tuple[Annotated[EngineSettings, BeforeValidator(_url_only)], ...], BeforeValidator(_split)]
 
 
 class McpServerSettings(BaseModel):
-    """One `[mcp_servers.NAME]` table: an MCP server that tasks may name. It speaks streamable HTTP."""
+    """One `[mcp_servers.NAME]` table: an MCP server that tasks may name. It uses streamable HTTP."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(pattern=r"^https?://", description="Where the server is.")
-    headers: dict[str, SecretStr] = Field(default={}, description="Sent with every request to it; never shown inside.")
+    url: str = Field(pattern=r"^https?://", description="URL of the server.")
+    headers: dict[str, SecretStr] = Field(default={}, description="Sent with every request; not visible in sandboxes.")
 
 
 McpServers = Annotated[dict[str, Annotated[McpServerSettings, BeforeValidator(_url_only)]], BeforeValidator(_table)]
@@ -122,89 +126,95 @@ GymServers = Annotated[dict[str, Annotated[str, Field(pattern=r"^https?://")]], 
 
 
 class Settings(BaseModel):
-    """See the module. Each field's description is what `rollyard config` prints."""
+    """All settings. `rollyard config` prints the description of each field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on; beyond loopback, set tokens too.")
-    port: int = Field(default=8127, ge=0, le=65535, description="Port to listen on; 0: any free one, told at start.")
-    hosts: Words = Field(default=(), description="Further names (or name:port) that a Host header may have.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; beyond loopback it needs tokens.")
+    port: int = Field(default=8127, ge=0, le=65535, description="Port to listen on; 0: any free one, printed at start.")
+    hosts: Words = Field(default=(), description="Additional names (or name:port) accepted in a Host header.")
     data_dir: SomePath = Field(
-        default_factory=lambda: data_home(os.environ), description="Where everything that must last is kept."
+        default_factory=lambda: data_home(os.environ), description="Folder of all persistent data."
     )
     store: str = Field(
         default="", description="The SQLite file, or postgresql://…; empty: rollyard.db in data_dir.", repr=False
     )
     tls: Literal["off", "own"] = Field(
-        default="off", description="own: serve HTTPS with a certificate that is made here, and that the URL names."
+        default="off", description="own: serve HTTPS with a self-signed certificate, which the URL pins."
     )
     tls_cert: SomePath | None = Field(default=None, description="Serve HTTPS with this certificate chain (PEM).")
     tls_key: SomePath | None = Field(default=None, description="The key of tls_cert (PEM).")
     token_file: SomePath | None = Field(
-        default=None, description="Where the first start puts the admin token it makes."
+        default=None, description="File for the admin token that the first start creates."
     )
-    admin_tokens: Secrets = Field(default=(), description="Tokens that may do everything; @FILE: those in a file.")
-    node_tokens: Secrets = Field(default=(), description="Tokens that nodes join with; @FILE: those in a file.")
+    admin_tokens: Secrets = Field(default=(), description="Tokens with full access; @FILE: those in a file.")
+    node_tokens: Secrets = Field(default=(), description="Tokens with which nodes join; @FILE: those in a file.")
     trainer_tokens: Secrets = Field(default=(), description="Tokens for runs and rollouts; @FILE: those in a file.")
 
     runtimes: Words = Field(default=("bubblewrap",), min_length=1, description="Sandbox runtimes that tasks may use.")
     runtime: str = Field(default="bubblewrap", description="The runtime of a task that names none.")
     images: Words = Field(
-        default=(), description="Folders that tasks' images may lie in, beside what `rollyard images` keeps."
+        default=(), description="Folders of images that tasks may use, besides those of `rollyard images`."
     )
-    sandbox_memory_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Memory of a sandbox that names none.")
-    sandbox_processes: Count = Field(default=2048, description="Processes of a sandbox that names none.")
-    sandbox_disk_bytes: int = Field(default=20 << 30, ge=1 << 20, description="Disk of a sandbox that names none.")
-    sandbox_files: int = Field(default=1_000_000, ge=1000, description="Files of a sandbox that names no number.")
-    sandbox_open_files: Count = Field(default=4096, description="Open files of each process in a sandbox.")
-    sandbox_cpus: float | None = Field(default=None, gt=0, description="CPUs of a sandbox that names none; unset: all.")
-    max_task_memory_bytes: int = Field(
-        default=1 << 40, ge=1 << 20, description="Memory that a task may ask for, at most."
+    sandbox_memory_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Default memory limit of a sandbox.")
+    sandbox_processes: Count = Field(default=2048, description="Default limit on processes of a sandbox.")
+    sandbox_disk_bytes: int = Field(default=20 << 30, ge=1 << 20, description="Default disk limit of a sandbox.")
+    sandbox_files: int = Field(default=1_000_000, ge=1000, description="Default limit on files of a sandbox.")
+    sandbox_open_files: Count = Field(
+        default=4096, description="Default limit on open files of each process in a sandbox."
     )
-    max_task_disk_bytes: int = Field(default=4 << 40, ge=1 << 20, description="Disk that a task may ask for, at most.")
-    max_task_files: int = Field(default=10_000_000, ge=1, description="Files that a task may ask for, at most.")
-    max_task_cpus: float = Field(default=1024, gt=0, description="CPUs that a task may ask for, at most.")
-    max_task_processes: Count = Field(default=65_536, description="Processes that a task may ask for, at most.")
+    sandbox_cpus: float | None = Field(
+        default=None, gt=0, description="Default CPU limit of a sandbox; unset: all CPUs."
+    )
+    max_task_memory_bytes: int = Field(default=1 << 40, ge=1 << 20, description="Most memory that a task may request.")
+    max_task_disk_bytes: int = Field(
+        default=4 << 40, ge=1 << 20, description="Most disk space that a task may request."
+    )
+    max_task_files: int = Field(default=10_000_000, ge=1, description="Most files that a task may request.")
+    max_task_cpus: float = Field(default=1024, gt=0, description="Most CPUs that a task may request.")
+    max_task_processes: Count = Field(default=65_536, description="Most processes that a task may request.")
     max_task_s: Seconds = Field(
-        default=7 * 86_400.0, description="Seconds that a task may ask for in a stage, at most."
+        default=7 * 86_400.0, description="Longest deadline of a stage that a task may request."
     )
     sandbox_uids: str = Field(
         default="200000-265535",
         pattern=r"^(\d+-\d+)?$",
-        description="Run by root: the host's uids for sandboxes, one each; empty: root itself, which is less safe.",
+        description="If run as root: host uids for sandboxes, one each; empty: root itself, which is less safe.",
     )
-    oci_command: str = Field(default="", description='The container engine ("podman --runtime runc"); empty: as found.')
+    oci_command: str = Field(
+        default="", description='The container engine ("podman --runtime runc"); empty: podman or docker.'
+    )
     oci_image: str = Field(default="", description="The image of containers for tasks that name none.")
     egress_hosts: Annotated[tuple[Host, ...], BeforeValidator(_split)] = Field(
         default=(),
-        description="Hosts that tasks may ask to reach: NAME, *.NAME or *, with :PORT if not 80 and 443; none: none.",
+        description="Hosts that tasks may request: NAME, *.NAME or *, with :PORT if not 80 and 443; empty: no hosts.",
     )
     egress_methods: Annotated[tuple[Method, ...], BeforeValidator(_split)] = Field(
-        default=("GET", "HEAD"), min_length=1, description="Methods of plain HTTP that tasks may ask for."
+        default=("GET", "HEAD"), min_length=1, description="Methods of plain HTTP that tasks may request."
     )
     egress_private: Annotated[tuple[PrivateHost, ...], BeforeValidator(_split)] = Field(
-        default=(), description="HOST:PORT of yours that may have private addresses; others never may."
+        default=(), description="HOST:PORT that may resolve to private addresses; other hosts never may."
     )
     egress_mirrors: Annotated[Mirrors, BeforeValidator(_table)] = Field(
-        default={}, description="Package mirrors (pip, npm, apt): URLs that tasks with a network are set up for."
+        default={}, description="Package mirrors (pip, npm, apt): URLs configured in sandboxes with egress."
     )
     egress_bytes: int = Field(
-        default=1 << 30, ge=1, description="Bytes that one attempt may send and receive outside, together."
+        default=1 << 30, ge=1, description="Bytes that one attempt may send and receive through egress, in total."
     )
     egress_connections: Count = Field(
-        default=32, le=1024, description="Connections outside that a sandbox may have open."
+        default=32, le=1024, description="Egress connections that a sandbox may have open."
     )
     layer_bytes: int = Field(
         default=20 << 30,
         ge=0,
-        description="Disk that kept set-ups may take, per runtime, and a file for each 16 KiB of it.",
+        description="Disk space for layers, per runtime; they may have one file for each 16 KiB of it.",
     )
 
-    task_folders: Words = Field(default=(), description="Folders that draws and evaluations may read task files from.")
+    task_folders: Words = Field(default=(), description="Folders from which draws and evaluations may read task files.")
 
-    engines: Engines = Field(default=(), description="Engines to begin with: URLs or tables.")
+    engines: Engines = Field(default=(), description="Engines to add at start: URLs or tables.")
     engine_wait_s: Seconds = Field(default=120.0, description="How long a rollout waits for an engine to be up.")
-    health_s: Seconds = Field(default=2.0, description="Between two looks at the health of an engine.")
+    health_s: Seconds = Field(default=2.0, description="Seconds between two health checks of an engine.")
 
     mcp_servers: McpServers = Field(default={}, description="MCP servers that tasks may name: URLs or tables, by name.")
 
@@ -212,73 +222,76 @@ class Settings(BaseModel):
         default={}, description="NeMo Gym resources servers that tasks may name: URLs, by name."
     )
 
-    prorl: bool = Field(
-        default=False, description="Answer the reference system's own API too: /start, /process and so on."
-    )
-    prorl_tokenizer: str = Field(default="", description="Tokenizer of engines added by /add_llm_server.")
+    prorl: bool = Field(default=False, description="Also serve the API of ProRL Agent: /start, /process and so on.")
+    prorl_tokenizer: str = Field(default="", description="Tokenizer of engines added with /add_llm_server.")
     prorl_images: str = Field(
         default="",
-        description="Images of its SWE tasks: a folder of .sif files or a template, as `tasks import` takes.",
+        description="Images of its SWE tasks: a folder of .sif files or a template, as for `tasks import`.",
     )
-    prorl_timeout_s: Seconds = Field(default=900.0, description="How long a /process waits before it answers 504.")
+    prorl_timeout_s: Seconds = Field(default=900.0, description="How long a /process call waits before it returns 504.")
 
-    init_slots: Count = Field(default=16, description="Rollouts being set up at once.")
-    run_slots: Count = Field(default=256, description="Agents at work at once.")
-    eval_slots: Count = Field(default=32, description="Rollouts being scored at once.")
-    ready_slots: int = Field(default=16, ge=0, le=1_000_000, description="Set-up rollouts that may wait for RUN.")
-    max_live: Count | None = Field(default=None, description="Budget of live sandboxes; unset: the sum of all slots.")
-    max_queued: Count = Field(default=100_000, le=10_000_000, description="Queued rollouts; beyond it submits get 429.")
-    max_attempts: Count = Field(default=3, description="Attempts at a rollout when infrastructure fails.")
-    eval_attempts: Count = Field(default=3, description="Attempts at scoring one of them.")
-    drain_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="What RUN and EVAL get at shutdown.")
+    init_slots: Count = Field(default=16, description="Rollouts in INIT at once.")
+    run_slots: Count = Field(default=256, description="Rollouts in RUN at once.")
+    eval_slots: Count = Field(default=32, description="Rollouts in EVAL at once.")
+    ready_slots: int = Field(default=16, ge=0, le=1_000_000, description="Size of the READY buffer.")
+    max_live: Count | None = Field(default=None, description="Most live sandboxes; unset: the sum of all slots.")
+    max_queued: Count = Field(
+        default=100_000, le=10_000_000, description="Most queued rollouts; further submits get 429."
+    )
+    max_attempts: Count = Field(default=3, description="Most attempts at a rollout if infrastructure fails.")
+    eval_attempts: Count = Field(default=3, description="Most attempts at scoring a rollout.")
+    drain_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="Seconds for RUN and EVAL at shutdown.")
     on_term: Literal["drain", "stop"] = Field(
         default="drain",
-        description="At SIGTERM: drain, or give all back at once, where a batch system signals sandboxes as well.",
+        description="At SIGTERM: drain, or requeue all work at once, for batch systems that also signal sandboxes.",
     )
-    retain_s: Seconds = Field(default=7 * 86_400.0, description="How long what has ended is kept; see Operate.")
+    retain_s: Seconds = Field(default=7 * 86_400.0, description="How long ended work is kept; see Operate.")
 
     fleet: Literal["nodes", "ray"] | None = Field(
-        default=None, description="Who runs rollouts: unset: this process; nodes: those that join; ray: one a Ray node."
+        default=None,
+        description="What runs rollouts: unset: this process; nodes: nodes that join; ray: a node per Ray node.",
     )
-    ray_address: str = Field(default="", description="The Ray cluster of a fleet; empty: one is started here.")
-    head_url: str = Field(default="", description="Where nodes find this service; empty: where it listens.")
+    ray_address: str = Field(default="", description="Address of the fleet's Ray cluster; empty: start one here.")
+    head_url: str = Field(default="", description="URL of this service for nodes; empty: where it listens.")
     plain_http_nodes: bool = Field(
-        default=False, description="In a fleet beyond loopback: talk to nodes without TLS, over a network you trust."
+        default=False, description="In a fleet beyond loopback: allow nodes without TLS, on a network you trust."
     )
     loopback_engines: bool | None = Field(
         default=None,
         description="In a fleet: accept engines at loopback addresses; unset: only if the head itself listens on one.",
     )
-    node_lease_s: Seconds = Field(default=30.0, description="A node that is not heard of for so long is lost.")
-    node_hold_s: Seconds = Field(default=600.0, description="So long a node keeps what it has without a head.")
+    node_lease_s: Seconds = Field(default=30.0, description="A node that makes no call for this long is lost.")
+    node_hold_s: Seconds = Field(default=600.0, description="How long a node keeps its rollouts without a head.")
 
     max_body_bytes: int = Field(default=64 << 20, ge=1024, description="Largest request body.")
     max_header_bytes: int = Field(
-        default=32 << 10, ge=1024, le=1 << 20, description="Largest headers of a request, its URL included."
+        default=32 << 10, ge=1024, le=1 << 20, description="Largest headers of a request, including its URL."
     )
-    max_headers: Count = Field(default=128, description="Headers of a request, at most.")
+    max_headers: Count = Field(default=128, description="Most headers of a request.")
     max_connections: Count = Field(
-        default=4096, description="Open connections to the port; never more than half of the process's open files."
+        default=4096, description="Most open connections; never more than half of the process's open files."
     )
     max_connections_per_address: Count = Field(
-        default=2048, description="Of them, those from one IPv4 address or one /64 of IPv6."
+        default=2048, description="Most open connections from one IPv4 address or one IPv6 /64."
     )
-    http_header_s: Seconds = Field(default=10.0, description="Seconds for the headers of a request to come.")
-    http_body_s: Seconds = Field(
-        default=60.0, description="Seconds for a body to come, and one more for each KiB that came."
-    )
+    http_header_s: Seconds = Field(default=10.0, description="Seconds to receive the headers of a request.")
+    http_body_s: Seconds = Field(default=60.0, description="Seconds to receive a body, plus one for each KiB received.")
     http_idle_s: Seconds = Field(default=75.0, description="Seconds that a connection may be open without a request.")
-    http_unread_s: Seconds = Field(default=120.0, description="Seconds that a client may read nothing of its answer.")
-    max_wait_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="Longest long-poll; others are cut.")
+    http_unread_s: Seconds = Field(default=120.0, description="Seconds that a client may leave a response unread.")
+    max_wait_s: float = Field(
+        default=60.0, ge=0, allow_inf_nan=False, description="Longest long poll; longer ones are cut."
+    )
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What is logged.")
-    log_format: Literal["console", "json"] = Field(default="console", description="How it is logged, on stderr.")
-    otlp_endpoint: str = Field(default="", description="Where OpenTelemetry spans go; empty: nowhere.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
+    log_format: Literal["console", "json"] = Field(default="console", description="Format of the log on stderr.")
+    otlp_endpoint: str = Field(default="", description="Endpoint for OpenTelemetry spans; empty: none are sent.")
 
     @model_validator(mode="before")
     @classmethod
     def _default_runtime_is_allowed(cls, data: Any) -> Any:
-        """Who allows only another runtime means that one: the first named becomes the default."""
+        """If bubblewrap is not allowed and no default is set, the first allowed runtime becomes the default."""
         if isinstance(data, dict) and "runtime" not in data and "runtimes" in data:
             names = _split(data["runtimes"])
             if isinstance(names, (list, tuple)) and names and "bubblewrap" not in names:
@@ -299,11 +312,11 @@ class Settings(BaseModel):
             raise ValueError("tls_cert and tls_key go together")
         if self.is_in_clear and not self.plain_http_nodes:
             raise ValueError(
-                "a fleet beyond loopback needs TLS, because nodes are sent keys and prompts: set tls = own, or tls_cert"
-                " and tls_key; or set plain_http_nodes if you trust the network"
+                "a fleet beyond loopback needs TLS, because keys and prompts are sent to nodes: set tls = own, or"
+                " tls_cert and tls_key; or set plain_http_nodes if you trust the network"
             )
         if self.is_in_clear and any(server.headers for server in self.mcp_servers.values()):
-            raise ValueError("mcp_servers: their headers would cross to the nodes in the clear: set tls = own")
+            raise ValueError("mcp_servers: their headers would be sent to the nodes in the clear: set tls = own")
         return self
 
     @property
@@ -312,7 +325,7 @@ class Settings(BaseModel):
 
     @property
     def is_in_clear(self) -> bool:
-        """What a fleet's nodes are sent crosses a network unencrypted."""
+        """Whether data for a fleet's nodes crosses a network unencrypted."""
         return self.fleet is not None and not self.is_loopback and not self.has_tls
 
     @property
@@ -339,7 +352,7 @@ class Settings(BaseModel):
 
     @property
     def sandbox_limits(self) -> SandboxLimits:
-        """Of a task that names none. They are never above what a task may ask for."""
+        """Defaults for tasks that set no limits, never above the ceilings for tasks."""
         cpus = self.sandbox_cpus
         if self.max_task_cpus < (cpus or os.cpu_count() or 1):
             cpus = self.max_task_cpus
@@ -376,7 +389,7 @@ class Settings(BaseModel):
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
-        """Names beside those that the gate knows by itself (the address that a call came to, and loopback's names)."""
+        """Names in addition to those that the gate always accepts (the address of the connection, loopback names)."""
         is_name = not re.fullmatch(r"[0-9.]+|.*:.*|localhost", self.host)
         return (*self.hosts, self.host) if is_name else self.hosts
 
@@ -387,7 +400,7 @@ class Settings(BaseModel):
 
     @property
     def store_place(self) -> str | Path:
-        """A URL of PostgreSQL, or the file."""
+        """A PostgreSQL URL, or the path of the SQLite file."""
         return self.store if self.store.startswith(("postgresql://", "postgres://")) else self.store_path
 
     @property
@@ -401,14 +414,14 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings, and for each field where its value came from."""
+    """Settings, and the source of each field's value."""
 
     settings: Settings
     sources: dict[str, str]
 
 
 def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], toml_path: Path | None = None) -> Loaded:
-    """See the module. A flag that is None was not given. Raises `SettingsError`."""
+    """Loads the settings from all sources. A flag that is None was not given. Raises `SettingsError`."""
     values: dict[str, object] = {"data_dir": data_home(environ)}
     sources: dict[str, str] = dict.fromkeys(Settings.model_fields, "default")
     file = _find_file(environ, toml_path)
@@ -419,7 +432,7 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], toml_
     for variable, value in environ.items():
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or variable.removeprefix(PREFIX) in _NOT_SETTINGS or not value:
-            continue  # an empty variable is as good as none
+            continue  # an empty variable counts as unset
         if name in Settings.model_fields:
             values[name], sources[name] = value, f"env {variable}"
         elif difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=0.85):
@@ -470,7 +483,7 @@ def _shown(name: str, prefix: str) -> str:
 
 
 def _explain(item: Any, sources: Mapping[str, str]) -> str:
-    """One validation error as a sentence. Never the value: it may be a secret."""
+    """One validation error as a sentence, without the value, which may be a secret."""
     path = ".".join(str(part) for part in item["loc"])
     field = str(item["loc"][0]) if item["loc"] else ""
     source = f" (from {sources[field]})" if sources.get(field, "default") != "default" else ""
@@ -478,5 +491,5 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     if item["type"] == "extra_forbidden":
         known = _TABLES.get(field, EngineSettings).model_fields
         near = difflib.get_close_matches(str(item["loc"][-1]), known, 1, cutoff=0.5)
-        message = "there is no such setting" + (f"; did you mean {near[0]}?" if near else "")
+        message = "unknown setting" + (f"; did you mean {near[0]}?" if near else "")
     return f"{path}{source}: {message}" if path else message

@@ -1,4 +1,4 @@
-"""A response of server-sent events: frames as they come, a comment now and then, until one of both sides ends it."""
+"""A response of server-sent events: frames as they are produced and keep-alive comments, until either side ends it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollyard.service.records import encode
 MEDIA_TYPE = "text/event-stream"
 
 KEEP_ALIVE_S = 15.0
-"""Shorter than what proxies and NAT boxes forget an idle connection after (30 s and more)."""
+"""Shorter than the time after which proxies and NAT devices drop an idle connection (30 s and more)."""
 
 
 def frame(kind: str, data: object, id: str | None = None) -> bytes:
@@ -24,7 +24,7 @@ def frame(kind: str, data: object, id: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """See the module. `frames` may end; then the response does."""
+    """A streaming response of `frames`. It ends when they do, when the client disconnects, or when `closing` is set."""
 
     def __init__(self, frames: AsyncGenerator[bytes, None], closing: asyncio.Event) -> None:
         super().__init__(media_type=MEDIA_TYPE, headers={"cache-control": "no-store"})
@@ -44,7 +44,7 @@ class EventStream(Response):
         finally:
             await end_all(pump, alive, gone, closed)
         if not pump.cancelled():
-            pump.result()  # raises what broke it, if anything did
+            pump.result()  # raises the error that ended it, if any
         if not gone.cancelled():
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})

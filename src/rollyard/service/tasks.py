@@ -1,4 +1,4 @@
-"""A task as a client says it, over its run's defaults, checked as far as that needs no work."""
+"""Converts a client's task, merged over its run's defaults, and runs the checks that need no I/O."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rollyard.service.problems import field_path
 def checked_task(
     resources: StageResources, raw: Mapping[str, Json], run: Run, path: Sequence[str | int] = ("task",)
 ) -> Task:
-    """The error of one that can never run here carries its path."""
+    """The task. The error for a task that can never run here contains its path."""
     task = to_task(raw, run.defaults, path)
     try:
         resources.check(task, run)
     except RollyardError as error:
-        error.data["path"] = field_path(path)  # of a thousand tasks, which one
+        error.data["path"] = field_path(path)  # identifies the task among a thousand
         raise
     return task

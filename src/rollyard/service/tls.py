@@ -1,7 +1,7 @@
-"""TLS of the service's port: with certificates that the operator gives, or with one of its own, made once.
+"""TLS of the service's port: with certificates of the operator, or with a self-signed one that is created once.
 
-One of its own is signed by nobody: its digest is part of the URL that the service announces, and whoever is given that
-URL (nodes, clients) accepts this certificate and no other (`core/address.py`).
+The digest of a self-signed certificate is part of the URL that the service announces. Clients and nodes that use this
+URL accept this certificate and no other (`core/address.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MAKE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What the server needs, and the digest of a certificate that only a pin makes trustworthy."""
+    """The server's TLS context, and the digest of a self-signed certificate, which is trusted only by its pin."""
 
     context: ssl.SSLContext
     pin: bytes | None
 
 
 def open_tls(settings: Settings) -> Tls | None:
-    """None: plain HTTP. `SettingsError` if the files cannot be used."""
+    """The TLS configuration, or None for plain HTTP. Raises `SettingsError` if the files cannot be used."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         return Tls(_context(settings.tls_cert, settings.tls_key), None)
     if settings.tls != "own":
@@ -43,7 +43,7 @@ def open_tls(settings: Settings) -> Tls | None:
 
 
 def digest_of(cert: Path) -> bytes:
-    """SHA-256 of the first certificate in the file, in DER: what a URL's pin says."""
+    """SHA-256 of the first certificate in the file, in DER: the value of a URL's pin."""
     text = cert.read_text()
     end = "-----END CERTIFICATE-----"
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text[: text.index(end) + len(end)])).digest()
@@ -60,7 +60,7 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
 
 
 def _make(folder: Path, cert: Path, key: Path) -> None:
-    """The key first, readable by us alone; the certificate appears when both are complete."""
+    """Creates the key, readable by this user only, then the certificate, which appears when both are complete."""
     if shutil.which("openssl") is None:
         raise SettingsError("tls = own needs the program openssl; install it, or give tls_cert and tls_key")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,5 +79,5 @@ def _make(folder: Path, cert: Path, key: Path) -> None:
     finally:
         os.umask(mask)
     if made.returncode != 0:
-        raise SettingsError(f"openssl could not make a certificate: {made.stderr.strip()[-300:]}")
+        raise SettingsError(f"openssl could not create a certificate: {made.stderr.strip()[-300:]}")
     draft.replace(cert)

@@ -1,4 +1,4 @@
-"""The bodies of /v1/tokens, and a token as it is shown."""
+"""The request bodies of /v1/tokens, and a token as a JSON object."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Patterns = Annotated[
 
 
 class QuotaBody(Body):
-    """What its owner may use at once; each optional."""
+    """What the owner of a token may use at once; each optional."""
 
-    queued: Count | None = Field(default=None, description="Rollouts that wait.")
-    live: Count | None = Field(default=None, description="Rollouts that run.")
-    sessions: Count | None = Field(default=None, description="Open at once.")
-    stored_bytes: Count | None = Field(default=None, description="Of trajectories.")
+    queued: Count | None = Field(default=None, description="Queued rollouts.")
+    live: Count | None = Field(default=None, description="Running rollouts.")
+    sessions: Count | None = Field(default=None, description="Open sessions.")
+    stored_bytes: Count | None = Field(default=None, description="Stored bytes of trajectories.")
     requests_per_s: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
-    priority: Priority | None = Field(default=None, description="The highest that it may ask for.")
+    priority: Priority | None = Field(default=None, description="The highest allowed priority.")
 
     def to_quota(self) -> Quota:
         return Quota(**vars(self))
 
 
 class TokenBody(Body):
-    """A new token. `runs` and `policies` bind it to names; `*` stands for any text."""
+    """A new token. `runs` and `policies` bind it to names, in which `*` matches any text."""
 
     access: Access = Field(strict=False)
     name: Annotated[str, Field(max_length=256)] = ""

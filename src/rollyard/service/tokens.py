@@ -1,10 +1,10 @@
-"""The tokens in force: those of the settings, and those that administrators create while the service runs.
+"""The valid tokens: those of the settings, and those that administrators create while the service runs.
 
-On loopback an admin token is made at first start and written, mode 0600, where the client and the CLI look for it; with
-a fleet, a node's token too.
+On loopback, the first start creates an admin token and writes it, mode 0600, where the client and the CLI read it; with
+a fleet, it also creates a node token.
 
-Invariants. A token is compared by its digest, in constant time, against all tokens. A token file is complete or not
-there, and is refused if others can read it. A created token is shown once, when it is created; the store has its
+Invariants. A token is compared by its digest, in constant time, with all tokens. A token file is complete or absent,
+and is refused if other users can read it. A created token is returned once, when it is created; the store holds its
 digest. A revoked or expired token is refused from the next call on.
 """
 
@@ -28,7 +28,7 @@ from rollyard.core.failure import NotFound, Unauthorized
 from rollyard.service.access import Caller
 from rollyard.service.settings import Settings, SettingsError
 
-PREFIX = "ryt_"  # of those created here: so that scanners for leaked secrets find them
+PREFIX = "ryt_"  # of created tokens, so that scanners for leaked secrets find them
 
 _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 
@@ -41,7 +41,7 @@ class _KnownToken:
 
 
 class Tokens:
-    """See the module."""
+    """All valid tokens, and the caller of each."""
 
     def __init__(self, admin: Iterable[str], trainer: Iterable[str] = (), node: Iterable[str] = ()) -> None:
         self._given = [
@@ -66,12 +66,12 @@ class Tokens:
         return self._created[token_id]
 
     def quota_of(self, owner: str) -> Quota:
-        """What the owner of a run may use at once."""
+        """The quota of a run's owner."""
         record = self._created.get(owner)
         return record.quota if record is not None else Quota()
 
     def put(self, record: TokenRecord) -> None:
-        """From now on it is in force, instead of an earlier one of that id."""
+        """Makes a token valid, and replaces an earlier one of that id."""
         self._created[record.id] = record
         self._renew()
 
@@ -83,7 +83,7 @@ class Tokens:
         self._known = [*self._given, *map(_known, self._created.values())]
 
     def caller(self, authorization: str | None) -> Caller:
-        """The caller with this Authorization header. Raises `Unauthorized` for an unknown token."""
+        """The caller of this Authorization header. Raises `Unauthorized` for an unknown or expired token."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthorized("this call needs a bearer token")
@@ -93,7 +93,7 @@ class Tokens:
             if hmac.compare_digest(one.digest, given):
                 found = one
         if found is None:
-            raise Unauthorized("this token is not known here")
+            raise Unauthorized("this token is unknown")
         if found.expires_at is not None and found.expires_at <= time.time():
             raise Unauthorized("this token has expired: ask an admin for a new one")
         return found.caller
@@ -105,7 +105,7 @@ def _known(record: TokenRecord) -> _KnownToken:
 
 
 def new_token(record: TokenRecord) -> tuple[TokenRecord, str]:
-    """That record with a new token, and the token itself."""
+    """The record with a new token's digest, and the token itself."""
     token = PREFIX + secrets.token_urlsafe(32)
     return replace(record, digest=_digest(token).hex()), token
 
@@ -118,14 +118,14 @@ def _digest(token: str) -> bytes:
 
 
 def load_tokens(settings: Settings) -> Tokens:
-    """The configured tokens; on loopback without an admin token, the one of the token file, made if need be."""
+    """The configured tokens. On loopback without an admin token, the one in the token file, created if needed."""
     admin = _given("admin_tokens", settings.admin_tokens)
     trainer = _given("trainer_tokens", settings.trainer_tokens)
     if not admin and settings.is_loopback:
         admin = [own_token(settings.token_path)]
     if not admin and not trainer:
         raise SettingsError(
-            f"host {settings.host} can be reached by others: set admin_tokens or trainer_tokens first, "
+            f"host {settings.host} is reachable from other machines: set admin_tokens or trainer_tokens first, "
             "or listen on 127.0.0.1"
         )
     node = _given("node_tokens", settings.node_tokens)
@@ -135,13 +135,13 @@ def load_tokens(settings: Settings) -> Tokens:
 
 
 def node_token(settings: Settings) -> str:
-    """The one that nodes are given which the service itself starts."""
+    """The token for nodes that the service itself starts."""
     given = _given("node_tokens", settings.node_tokens)
     return given[0] if given else own_token(settings.node_token_path)
 
 
 def own_token(path: Path) -> str:
-    """The token of that file. Makes it, whole and mode 0600, if there is none."""
+    """The token in that file. Creates the file atomically, mode 0600, if it does not exist."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -151,7 +151,7 @@ def own_token(path: Path) -> str:
                 file.write(secrets.token_urlsafe(32) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(draft, path)  # unlike rename, never replaces a token that another process has just made
+            os.link(draft, path)  # unlike rename, never replaces a token that another process has just created
         except FileExistsError:
             pass
         finally:
@@ -170,15 +170,15 @@ def _given(name: str, values: Sequence[SecretStr]) -> list[str]:
 
 
 def _read(path: Path) -> list[str]:
-    """One token per line; empty lines and # lines do not count."""
+    """One token per line; empty lines and lines that start with # are ignored."""
     try:
         with path.open() as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                raise SettingsError(f"the token file {path} can be read by others: chmod 600 {path}")
+                raise SettingsError(f"the token file {path} can be read by other users: chmod 600 {path}")
             lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"the token file {path} cannot be read: {error}") from error
     tokens = [line for line in lines if line and not line.startswith("#")]
     if not tokens or not all(_TOKEN.fullmatch(token) for token in tokens):
-        raise SettingsError(f"the token file {path} holds no token; delete it and a new one is made")
+        raise SettingsError(f"the token file {path} contains no valid token; delete it to have a new one created")
     return tokens

@@ -1,5 +1,5 @@
-"""The durable record of everything: the door is `base.Store`, the embedded one is `SqliteStore`, the shared one
-`PostgresStore` (which is imported when it is asked for: it needs the packages of the extra `postgres`)."""
+"""The durable record of everything. The interface is `base.Store`; `SqliteStore` is the embedded store, `PostgresStore`
+the shared one (imported on first use, since it needs the packages of the extra `postgres`)."""
 
 from typing import TYPE_CHECKING
 

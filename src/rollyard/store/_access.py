@@ -9,7 +9,7 @@ from rollyard.store._dialect import Connection
 from rollyard.store.codec import from_json
 
 AUDIT_ENTRIES = 100_000
-"""What the audit log keeps: some 20 MB."""
+"""The number of entries that the audit log keeps: about 20 MB."""
 
 
 def put_token(connection: Connection, token_id: str, record: str) -> None:

@@ -1,10 +1,10 @@
-"""The clock that retention counts by: for how long the store has been open, over all its openings.
+"""The clock of retention: it counts for how long the store has been open, over all its openings.
 
-No wall clock enters: a machine whose date jumps a week ahead, or was wrong at boot, deletes nothing early. While no
-service has the store open the clock stands still, so what is in it is kept longer than `retain_s`, and never shorter.
+It does not use the wall clock: a machine whose date jumps a week ahead, or was wrong at boot, deletes nothing early.
+While no service has the store open, the clock stops, so records are kept longer than `retain_s`, never shorter.
 
-Two readings are at most a sweep apart (a minute). One step counts for an hour at most: the rest is a process that was
-stopped, a machine that slept, or a clock that is broken, and is logged.
+Two readings are at most one sweep apart (a minute). One step counts for an hour at most: the rest is due to a stopped
+process, a suspended machine or a broken clock, and is logged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("rollyard.store")
 
 
 class StoreClock:
-    """See the module. `read` is any clock in seconds that does not go back."""
+    """Counts seconds, starting at `counted_s`. `read` is a clock in seconds that does not go back."""
 
     def __init__(self, counted_s: float = 0.0, read: Callable[[], float] = time.monotonic) -> None:
         self._counted_s = counted_s
@@ -27,7 +27,7 @@ class StoreClock:
         self._last = read()
 
     def now(self) -> float:
-        """Seconds that were counted; never less than before."""
+        """Returns the counted seconds; never less than before."""
         reading = self._read()
         step_s = reading - self._last
         if step_s > MOST_STEP_S:

@@ -1,12 +1,12 @@
-"""What the SQL of this wing is written for: one body of statements, two databases that run them.
+"""One set of SQL statements for two databases, and the differences between them.
 
-An operation or a question is a plain function over a `Connection`. Its SQL is what SQLite (3.35 and later) and
-PostgreSQL both understand: `?` for parameters, ON CONFLICT, RETURNING, 0 and 1 for booleans. What they do not share is
-in a `Dialect`, and in how a connection reads many rows.
+An operation or a query is a plain function over a `Connection`. Its SQL runs on both SQLite (3.35 and later) and
+PostgreSQL: `?` for parameters, ON CONFLICT, RETURNING, 0 and 1 for booleans. The differences are in a `Dialect`, and in
+how a connection reads many rows.
 
-Many rows at once. Each row that Python steps to in SQLite costs a reader's thread the interpreter lock, and under a
-busy loop a wait to get it back (see `_writer`); so SQLite puts them into one JSON array, unless that would be longer
-than it allows (10⁹ bytes). PostgreSQL sends them in one answer.
+Many rows at once. For each row that Python fetches from SQLite, a reader's thread releases the interpreter lock and,
+under a busy loop, waits to get it back (see `_writer`). So SQLite returns many rows as one JSON array, unless that
+would exceed its maximum length (10⁹ bytes). PostgreSQL sends them in one response.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Row = Sequence[Any]
 @dataclass(frozen=True, slots=True)
 class Dialect:
     json_object: str
-    """The function that makes a JSON object of names and values."""
+    """The function that creates a JSON object from names and values."""
 
     exact: str
-    """An expression for a float that arrives as it is stored; `{}` is the column."""
+    """An expression that returns a float exactly as stored; `{}` is the column."""
 
     among: str
-    """Whether a text column is one of the strings that `listed` makes a parameter of; `{}` is the column."""
+    """Whether a text column is one of several strings, which `listed` converts to a parameter; `{}` is the column."""
 
     listed: Callable[[Sequence[str]], object]
 
     skip_locked: str
-    """At the end of a SELECT: its rows are locked, and those that another transaction has locked are left out."""
+    """At the end of a SELECT: locks its rows, and leaves out those that another transaction has locked."""
 
     for_share: str
-    """At the end of a SELECT: its rows stay as they are until the end of the transaction."""
+    """At the end of a SELECT: its rows cannot change until the end of the transaction."""
 
 
 SQLITE = Dialect(
@@ -78,30 +78,30 @@ class Connection(Protocol):
 
     @property
     def clock(self) -> StoreClock:
-        """Only the connection that writes has it."""
+        """Only the connection that writes has one."""
         ...
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor: ...
 
     def execute_each(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> list[Row]:
-        """One statement for each of the parameters; the rows that they returned, in that order."""
+        """Executes the statement for each of the parameters; returns the returned rows, in that order."""
         ...
 
     def read_rows(self, columns: str, rest: str, parameters: Sequence[Any] = (), /) -> list[Row]:
-        """All rows of `SELECT columns rest`. Of floats, only those that are `exact` are."""
+        """Returns all rows of `SELECT columns rest`. Floats are exact only if selected by `Dialect.exact`."""
         ...
 
     def read_records(self, record: str, rest: str, parameters: Sequence[Any], kind: type[T], /) -> T:
-        """All rows of `SELECT record rest`, each a JSON text, decoded as one tuple."""
+        """Returns all rows of `SELECT record rest`, each a JSON text, decoded as one tuple."""
         ...
 
     def aside(self, call: Callable[[], T], rows: int, /) -> T:
-        """What a computation on so many rows returns, which must not hold the loop for long. Not for writes."""
+        """Runs a computation on that many rows without blocking the event loop for long. Not for writes."""
         ...
 
 
 class SqliteConnection(sqlite3.Connection):
-    """`sqlite3.connect(…, factory=SqliteConnection)`."""
+    """For `sqlite3.connect(…, factory=SqliteConnection)`."""
 
     dialect = SQLITE
     clock: StoreClock
@@ -112,7 +112,7 @@ class SqliteConnection(sqlite3.Connection):
     def read_rows(self, columns: str, rest: str, parameters: Sequence[Any] = (), /) -> list[Row]:
         try:
             return from_json(self._as_array(f"json_array({columns})", rest, parameters), list[list[Any]])  # type: ignore[return-value]
-        except sqlite3.DataError:  # more than one text holds
+        except sqlite3.DataError:  # longer than one text may be
             return [list(row) for row in self.execute(f"SELECT {columns} {rest}", parameters).fetchall()]
 
     def read_records(self, record: str, rest: str, parameters: Sequence[Any], kind: type[T], /) -> T:
@@ -123,10 +123,10 @@ class SqliteConnection(sqlite3.Connection):
             return from_json(f"[{','.join(row[0] for row in rows)}]", kind)
 
     def aside(self, call: Callable[[], T], rows: int, /) -> T:
-        return call()  # readers are threads
+        return call()  # readers run in threads
 
     def _as_array(self, record: str, rest: str, parameters: Sequence[Any]) -> str:
-        # The order of the inner query is only kept if it has a limit.
+        # SQLite keeps the order of the inner query only if it has a limit.
         limit = "" if " LIMIT " in rest else " LIMIT -1"
         query = f"SELECT json_group_array(json(record)) FROM (SELECT {record} AS record {rest}{limit})"
         (array,) = self.execute(query, parameters).fetchone()

@@ -1,7 +1,7 @@
-"""Groups, draws, batches and evaluations in the store: one function per operation or question.
+"""Groups, draws, batches and evaluations in the store: one function per operation or query.
 
-A change to a draw is one `Step`: rollouts that are begun, groups that changed, the draw's progress, a batch that was
-opened or closed, all in one transaction. So a service that is killed finds either all of a decision or nothing of it.
+A change of a draw is one `Decision`: new rollouts, changed groups, the draw's progress, an opened or closed batch, all
+in one transaction. So after a kill, the service finds either the whole decision or no part of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def step(
     batches: Sequence[tuple[Batch, str]],
     undone_after: int | None,
 ) -> Steps[list[Any]]:
-    """All of it or nothing. Returns the rollouts as stored."""
+    """Applied atomically. Returns the rollouts as stored."""
     stored: list[Any] = []
     if rows:
         stored = yield from _writes.submit(connection, rows)
@@ -68,20 +68,20 @@ def _put_group(connection: Connection, group: Group, record: str, digest: str = 
         ),
     ).fetchone()  # fmt: skip
     if put is None:
-        raise IdConflict(f"group {group.id!r} exists already, and is not of this draw")
+        raise IdConflict(f"group {group.id!r} already exists, and does not belong to this draw")
 
 
 def put_groups(
     connection: Connection, groups: Sequence[tuple[Group, str, str]], rows: Sequence[_writes.NewRow]
 ) -> Steps[tuple[list[str], list[Any]]]:
-    """New groups with their rollouts; one that is there already with the same body is left as it is. The records."""
+    """Stores new groups with their rollouts; an existing group with the same body is unchanged. Returns the records."""
     records: list[str] = []
     for group, record, digest in groups:
         found = connection.execute("SELECT digest, record FROM groups WHERE id = ?", (group.id,)).fetchone()
         if found is None:
             _put_group(connection, group, record, digest)
         elif found[0] != digest:
-            raise IdConflict(f"group {group.id!r} exists already, with another body")
+            raise IdConflict(f"group {group.id!r} already exists, with another body")
         records.append(record if found is None else found[1])
         yield
     dialect = connection.dialect
@@ -92,7 +92,7 @@ def put_groups(
 
 
 def put_draw(connection: Connection, draw: Draw, record: str, digest: str) -> str:
-    """Idempotent like a submit. The record as stored."""
+    """Idempotent like a submit. Returns the record as stored."""
     found = connection.execute("SELECT digest, record FROM draws WHERE id = ?", (draw.id,)).fetchone()
     if found is None:
         _require_run(connection, draw.run)
@@ -102,7 +102,7 @@ def put_draw(connection: Connection, draw: Draw, record: str, digest: str) -> st
         )
         return record
     if found[0] != digest:
-        raise IdConflict(f"draw {draw.id!r} exists already, with another body")
+        raise IdConflict(f"draw {draw.id!r} already exists, with another body")
     return found[1]
 
 
@@ -118,7 +118,7 @@ def put_items(connection: Connection, draw_id: str, first: int, tasks: Sequence[
 def push_items(
     connection: Connection, draw_id: str, items: Sequence[tuple[str | None, str]], closed: str | None
 ) -> Steps[int]:
-    """Appends tasks; one whose name is there already is not added again. How many there are then."""
+    """Appends tasks; one whose name exists is not added again. Returns the new number of tasks."""
     (count,) = connection.execute("SELECT COUNT(*) FROM draw_items WHERE draw = ?", (draw_id,)).fetchone()
     for name, task in items:
         if name is not None:
@@ -138,7 +138,7 @@ def push_items(
 
 
 def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: str) -> str:
-    """Idempotent like a submit; with an empty digest it is a change of one that is there."""
+    """Idempotent like a submit; with an empty digest it changes an existing evaluation."""
     found = connection.execute("SELECT digest, record FROM evals WHERE id = ?", (record.id,)).fetchone()
     stands = (int(record.state == "running"), connection.clock.now(), encoded)
     if found is None:
@@ -154,12 +154,12 @@ def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: s
         )
         return encoded
     if found[0] != digest:
-        raise IdConflict(f"evaluation {record.id!r} exists already, with another body")
+        raise IdConflict(f"evaluation {record.id!r} already exists, with another body")
     return found[1]
 
 
 def _require_run(connection: Connection, run_id: str) -> None:
-    """One that a sweep has deleted since the caller looked gets nothing any more."""
+    """Raises `NotFound` if the run does not exist: a sweep may have deleted it since the caller's check."""
     if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone() is None:
         raise NotFound(f"there is no run {run_id!r}")
 

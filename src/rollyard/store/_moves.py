@@ -1,7 +1,7 @@
-"""What the pipeline writes: leases, moves, what RUN left, ends. One function or `BatchedWrite` per operation.
+"""The writes of the pipeline: leases, moves, results of RUN, endings. One function or `BatchedWrite` per operation.
 
-Every operation that moves a rollout is a compare-and-set on the position that the caller believes in (`Stale`
-otherwise); the writer is alone in its transaction, so what was found stays so until the commit.
+Every operation that moves a rollout is a compare-and-set on the position that the caller expects (`Stale` otherwise).
+The writer is alone in its transaction, so what it has read does not change until the commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollyard.store.codec import to_json
 
 
 def lease(connection: Connection, wanted: Sequence[tuple[str, int, str]]) -> Steps[list[str]]:
-    """(id, attempt, node) each; the ids that could be had."""
+    """Leases (id, attempt, node) each; returns the ids that could be leased."""
     now, got = time.time(), list[str]()
     statement = (
         "UPDATE rollouts SET state = 'init', node = ?, updated_at = ? WHERE seq = (SELECT seq FROM rollouts "
@@ -80,7 +80,7 @@ class RequeueWrite(BatchedWrite[None]):
             "WHERE id = ? AND state = ? AND attempt = ? RETURNING id, seq",
             rows,
         )
-        # The next attempt has tokens of its own.
+        # The next attempt samples its own tokens.
         connection.execute_each("DELETE FROM trajectories WHERE seq = ?", [(seq,) for _, seq in moved])
         done = {row[0] for row in moved}
         return [None if one.rollout_id in done else _why_not(connection, one.rollout_id, one.at) for one in joint]
@@ -126,16 +126,16 @@ def excuse_eval(connection: Connection, rollout_id: str, at: Position) -> None:
 
 
 def _why_not(connection: Connection, rollout_id: str, at: Position) -> Stale:
-    """Of one that was not moved from there."""
+    """Returns why a rollout was not moved from that position."""
     try:
         locate(connection, rollout_id, at)
     except Stale as error:
         return error
-    raise AssertionError("it is where it should be, and was not moved")
+    raise AssertionError("the rollout is at the expected position, and was not moved")
 
 
 def _put_trajectories(connection: Connection, rows: Sequence[tuple[int, EncodedTrajectory, str | None]]) -> None:
-    """Keeps the info of an earlier save where none is given: the final trajectory replaces only the tokens."""
+    """Keeps the info of an earlier save if it is None here: the final trajectory replaces only the tokens."""
     connection.execute_each(
         "INSERT INTO trajectories (seq, sampled_tokens, info, trajectory) VALUES (?, ?, ?, ?) "
         "ON CONFLICT (seq) DO UPDATE SET sampled_tokens = excluded.sampled_tokens, "

@@ -1,7 +1,7 @@
-"""Where a PostgreSQL store is: its URL, and what of it may be shown.
+"""The URL of a PostgreSQL store, and the form of it that may be shown.
 
-Invariant: a password is never part of a message or a log entry. What is shown is made of the other parts of the URL,
-and a URL that could hide a part of its password in them is refused.
+Invariant: a password is never part of a message or a log entry. The shown form consists of the other parts of the URL,
+and a URL whose other parts could contain a part of its password is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """`StoreUnusable` for what cannot be one."""
+        """Raises `StoreUnusable` for an invalid URL."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname or "", parts.port
         except ValueError:
             refuse_url()
-        # Where a password has one of / # ? or @ in it as it is, part of it would pass for something else.
+        # With an unescaped / # ? or @ in a password, a part of it would be taken for another part of the URL.
         is_torn = parts.fragment or "@" in parts.path or "@" in parts.query or parts.netloc.count("@") > 1
         if parts.scheme not in ("postgres", "postgresql") or is_torn:
             refuse_url()
@@ -39,6 +39,6 @@ class Address:
 
 def refuse_url() -> NoReturn:
     raise StoreUnusable(
-        "the store's URL cannot be understood. It is postgresql://USER:PASSWORD@HOST:PORT/DATABASE; in the password, "
+        "the store's URL is invalid. Its form is postgresql://USER:PASSWORD@HOST:PORT/DATABASE; in the password, "
         "write / # ? @ and % as %2F %23 %3F %40 and %25"
     ) from None

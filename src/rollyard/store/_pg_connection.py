@@ -1,11 +1,11 @@
-"""PostgreSQL as the SQL of this wing wants it: statements that look as if they blocked, and do not.
+"""PostgreSQL for the SQL of this package: statements in synchronous style that do not block the event loop.
 
-An operation is a plain function (see `_dialect`). For PostgreSQL it runs in a greenlet: where it asks the server, the
-greenlet is left, the loop awaits the answer, and the greenlet goes on with it. So one body of SQL serves both stores,
-and the loop is never held while the server works.
+An operation is a plain function (see `_dialect`). For PostgreSQL it runs in a greenlet: when it sends a statement, the
+greenlet is suspended, the loop awaits the response, and the greenlet continues with it. So one set of SQL serves both
+stores, and the loop is never blocked while the server works.
 
 Every statement is prepared once per connection. `execute_each` sends all of its parameters before it waits for the
-answers: a hundred moves are two or three round trips, not a hundred.
+responses: a hundred moves are two or three round trips, not a hundred.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rollyard.store.codec import from_json
 T = TypeVar("T")
 
 SERVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
-"""What asking a server can raise; a TimeoutError is an OSError."""
+"""What a call to a server can raise; a TimeoutError is an OSError."""
 
 FEW = 16
-"""Rows whose decoding is not worth a thread: at up to 20 µs each, less than the way there and back."""
+"""Rows whose decoding is not worth a thread: at up to 20 µs each, it costs less than the switch there and back."""
 
 
 async def in_greenlet(call: Callable[[], T]) -> T:
-    """Runs a function; what it hands to `wait` is awaited here."""
+    """Runs a function in a greenlet; what it passes to `wait` is awaited here."""
     child = greenlet.greenlet(call)
     child.gr_context = contextvars.copy_context()
     switched = child.switch()
@@ -51,12 +51,12 @@ async def in_greenlet(call: Callable[[], T]) -> T:
 def wait(awaitable: Awaitable[T]) -> T:
     """Awaits something from inside `in_greenlet`."""
     parent = greenlet.getcurrent().parent
-    assert parent is not None, "this is not in a greenlet"
+    assert parent is not None, "not inside a greenlet"
     return parent.switch(awaitable)
 
 
 class PgCursor:
-    """The answer to one statement, all of it."""
+    """The complete result of one statement."""
 
     def __init__(self, rows: list[Any], status: str) -> None:
         self._rows = rows
@@ -64,7 +64,7 @@ class PgCursor:
 
     @property
     def rowcount(self) -> int:
-        """From "UPDATE 3", "INSERT 0 1", "SELECT 7"."""
+        """Parsed from "UPDATE 3", "INSERT 0 1", "SELECT 7"."""
         count = self._status.rpartition(" ")[2]
         return int(count) if count.isdigit() else -1
 
@@ -76,14 +76,14 @@ class PgCursor:
 
 
 class PgConnection:
-    """Only for use inside `in_greenlet`, one function at a time."""
+    """A connection for functions inside `in_greenlet`, one at a time."""
 
     dialect = POSTGRES
     clock: StoreClock
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self.raw = connection
-        self.writes = 0  # statements that changed something: what a failed operation may have left
+        self.writes = 0  # statements that changed something, which a failed operation may have left behind
         self._prepared: dict[str, PreparedStatement] = {}
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> PgCursor:
@@ -91,7 +91,7 @@ class PgConnection:
 
     def execute_each(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> list[Row]:
         rows = list(parameters)
-        if len(rows) < 2:  # the way of many costs more statements
+        if len(rows) < 2:  # a batch needs more statements
             return [row for values in rows for row in self.execute(sql, values).fetchall()]
         return wait(self._execute_each(sql, rows))
 
@@ -106,12 +106,12 @@ class PgConnection:
         return call() if rows <= FEW else wait(asyncio.to_thread(call))
 
     def control(self, sql: str) -> None:
-        """BEGIN and its like: without parameters, and not prepared."""
+        """Executes BEGIN and similar statements: without parameters, and not prepared."""
         wait(self.raw.execute(sql))
 
     def commit(self) -> None:
         status = wait(self.raw.execute("COMMIT"))
-        if status != "COMMIT":  # the server rolls a transaction back in which something failed, and says so only here
+        if status != "COMMIT":  # the server rolls back a failed transaction here, and reports it only here
             raise RuntimeError(f"the server answered a COMMIT with {status}")
 
     async def _execute(self, sql: str, parameters: Sequence[Any]) -> PgCursor:
@@ -146,4 +146,4 @@ def _refuse_nul(parameters: Sequence[Any]) -> None:
         if isinstance(value, list):
             _refuse_nul(value)
         elif isinstance(value, str) and "\0" in value:
-            raise InvalidRequest("PostgreSQL keeps no text with a NUL character in it")
+            raise InvalidRequest("PostgreSQL cannot store text that contains a NUL character")

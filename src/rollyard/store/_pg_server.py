@@ -1,10 +1,10 @@
-"""The way to a PostgreSQL server: connections to it, the lock of a store, and the tables in it.
+"""Connections to a PostgreSQL server, the lock of a store, and its tables.
 
-A store has a schema of a database to itself: the first of the connection's search_path (`public` unless the URL says
-`?search_path=…`). The lock is an advisory lock, held by a connection of its own for as long as the store is open; the
-server drops it with that connection. A head whose machine is gone without a word is noticed by TCP keepalives, which
-are set so that the server lets go of its lock within half a minute; one that is only frozen keeps it until somebody
-ends it.
+A store has its own schema in a database: the first of the connection's search_path (`public` unless the URL has
+`?search_path=…`). The lock is an advisory lock, held by a separate connection for as long as the store is open; the
+server releases it with that connection. TCP keepalives detect a head whose machine has disappeared: they are set so
+that the server releases its lock within half a minute. A head that is only frozen keeps the lock until its process is
+ended.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from rollyard.store.base import StoreLocked, StoreUnusable
 from rollyard.store.schema import APPLICATION_ID, MIGRATIONS, check_version, for_postgres
 
 OLDEST = 12
-"""The oldest major version of PostgreSQL that this is written for."""
+"""The oldest supported major version of PostgreSQL."""
 
 CONNECT_S = 10
 ANSWER_S = 60.0
-"""How long the server may take for one statement, a lock that it waits for included, before the store gives up."""
+"""How long the server may take for one statement, including waits for locks, before the store gives up."""
 
 BUSY_S = 30.0
-"""How long a person's psql may hold a lock that the store needs before the store gives up."""
+"""How long another session (such as a person's psql) may hold a lock that the store needs before the store gives up."""
 
 PATIENCE_S = 1.0
-"""How long an opening waits for the lock: the server needs a moment to see that a killed process is gone."""
+"""How long an opening waits for the lock: the server needs a moment to detect that a process was killed."""
 
 ASK_EVERY_S = 10.0
-"""How often the lock's connection is asked for a sign of life, which the server must give within as long. Nothing else
-is said on it, so that a way to the server that is cut would not be noticed."""
+"""How often the lock's connection is checked; the server must answer within the same time. The connection has no other
+traffic, so a broken network path would not be noticed otherwise."""
 
 SETTINGS = {
-    "default_transaction_isolation": "read committed",  # the guard must see what was committed while it waited
+    "default_transaction_isolation": "read committed",  # the guard must read what was committed while it waited
     "lock_timeout": f"{BUSY_S:g}s",
     "statement_timeout": "0",
-    "idle_in_transaction_session_timeout": "60000",  # ms: a head that is frozen lets go of the rows that it holds
+    "idle_in_transaction_session_timeout": "60000",  # ms: a frozen head releases its row locks
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
-    "tcp_user_timeout": "25000",  # ms: as long as the keepalives, where an answer of the server is on its way
+    "tcp_user_timeout": "25000",  # ms: as long as the keepalives, for an unacknowledged response of the server
 }
 
 
 async def connect(address: Address) -> asyncpg.Connection:
-    """`StoreUnusable` says what is wrong, and what to do about it."""
+    """Raises `StoreUnusable` with the cause and what to do about it."""
     name = f"rollyard pid {os.getpid()} on {socket.gethostname()}"
     try:
         return await asyncpg.connect(
@@ -68,33 +68,33 @@ async def connect(address: Address) -> asyncpg.Connection:
     except asyncpg.InvalidCatalogNameError:
         what = f"there is no such database; create it: createdb --encoding UTF8 {address.database or 'NAME'}"
     except asyncpg.InvalidPasswordError:
-        what = "the password is wrong, or none was given; it belongs into the URL, or into ~/.pgpass"
+        what = "the password is wrong or missing; put it into the URL or into ~/.pgpass"
     except asyncpg.InvalidAuthorizationSpecificationError as error:
-        what = f"the server does not let this user in ({error}); see its pg_hba.conf"
+        what = f"the server rejects this user ({error}); see its pg_hba.conf"
     except asyncpg.TooManyConnectionsError as error:
         what = f"the server has no connection left ({error}); raise its max_connections, or free some"
     except asyncpg.PostgresError as error:
         what = f"{error}"
-    except ssl.SSLError as error:  # before ValueError: a certificate that is refused is one, too
+    except ssl.SSLError as error:  # before ValueError: a rejected certificate is a ValueError, too
         what = (
             f"no TLS connection could be made ({error}); with ?sslmode=verify-ca or verify-full, the server's "
             "certificate must be signed by that in ?sslrootcert=FILE, or in ~/.postgresql/root.crt"
         )
     except asyncpg.ClientConfigurationError as error:
-        what = f"an option of its URL, or of the environment, cannot be used: {error.args[0]}"
-    except (asyncpg.InterfaceError, ValueError):  # it may quote parts of the URL
+        what = f"an option of its URL, or of the environment, is invalid: {error.args[0]}"
+    except (asyncpg.InterfaceError, ValueError):  # it may contain parts of the URL
         refuse_url()
     except TimeoutError:
-        what = f"no answer within {CONNECT_S} s; is this where the server is, and does a firewall let us through?"
+        what = f"no response within {CONNECT_S} s; check the address and the firewalls on the way"
     except FileNotFoundError as error:
-        what = f"{error}: the server's socket, or a file that sslrootcert, sslcert or sslkey names, is not there"
+        what = f"{error}: the server's socket, or a file that sslrootcert, sslcert or sslkey names, does not exist"
     except OSError as error:
-        what = f"no PostgreSQL server answers there ({error}); is it running, and does it listen at that address?"
+        what = f"no PostgreSQL server answers there ({error}); check that it runs and listens at that address"
     raise StoreUnusable(f"{address.shown} cannot be opened: {what}") from None
 
 
 async def check_server(connection: asyncpg.Connection, address: Address) -> list[str]:
-    """`StoreUnusable` if this server or database is not for us. Doubts that are worth a warning."""
+    """Raises `StoreUnusable` if this server or database cannot be used. Returns warnings."""
     check_server_version(connection.get_server_version().major, address)
     row = await connection.fetchrow(
         "SELECT current_setting('server_encoding'), current_schema(), pg_is_in_recovery(), "
@@ -108,14 +108,14 @@ async def check_server(connection: asyncpg.Connection, address: Address) -> list
             "createdb --encoding UTF8 --template template0 NAME"
         )
     if schema is None:
-        raise StoreUnusable(f"{address.shown}: the schema that its search_path names is not there; CREATE SCHEMA it")
+        raise StoreUnusable(f"{address.shown}: the schema in its search_path does not exist; create it: CREATE SCHEMA")
     if is_standby:
-        raise StoreUnusable(f"{address.shown} is a standby, which cannot be written; name the primary")
+        raise StoreUnusable(f"{address.shown} is a standby, which cannot be written; use the primary")
     doubts = list[str]()
     if commits == "off":
         doubts.append("synchronous_commit was off on this server: it is on for this store")
     if fsync == "off":
-        doubts.append("fsync is off on this server: what is acknowledged may be lost when its machine fails")
+        doubts.append("fsync is off on this server: acknowledged writes may be lost when its machine fails")
     return doubts
 
 
@@ -125,7 +125,7 @@ def check_server_version(major: int, address: Address) -> None:
 
 
 class PgLock:
-    """An exclusive hold on a store, by a connection of its own."""
+    """An exclusive lock on a store, held by its own connection."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self.connection = connection
@@ -133,7 +133,7 @@ class PgLock:
 
     @classmethod
     async def take(cls, connection: asyncpg.Connection, address: Address) -> Self:
-        """`StoreLocked` names who has it. The connection is the caller's to close then."""
+        """Raises `StoreLocked` with the holder; the caller must then close the connection."""
         schema = str(await connection.fetchval("SELECT current_schema()"))
         key = (APPLICATION_ID, zlib.crc32(schema.encode()) - 2**31)  # two signed numbers of 32 bits
         if not await connection.fetchval("SELECT pg_try_advisory_lock($1::int, $2::int)", *key):
@@ -143,14 +143,15 @@ class PgLock:
             except asyncpg.LockNotAvailableError:
                 holder = await _holder(connection, key)
                 raise StoreLocked(
-                    f"{address.shown} is open already, in {holder}; stop that one first. If its machine is gone, the "
-                    "server notices within half a minute; if it hangs, it must be killed, or its server process ended "
+                    f"{address.shown} is already open, in {holder}; stop that process first. If its machine is gone, "
+                    "the server detects it within half a minute; if it hangs, kill it, or end its server process "
                     "(pg_terminate_backend)"
                 ) from None
         return cls(connection)
 
     def watch(self, on_silence: Callable[[str], None]) -> None:
-        """From now until `release`. Called once, with what was wrong, if the server does not answer any more."""
+        """Checks the connection until `release`. Calls `on_silence` once, with the cause, if the server stops
+        answering."""
         self._watch = asyncio.create_task(self._ask(on_silence), name="rollyard-store-lock")
 
     async def release(self) -> None:
@@ -170,18 +171,18 @@ class PgLock:
 
 
 async def blocked(connection: asyncpg.Connection, address: Address) -> str:
-    """What to say of an opening that waited BUSY_S for a lock: who may have it, and what to do."""
+    """Returns the message for an opening that waited BUSY_S for a lock: possible holders, and what to do."""
     rows = await connection.fetch(
         "SELECT a.application_name, a.client_addr, a.pid FROM pg_stat_activity a JOIN pg_locks l USING (pid) "
         "JOIN pg_class c ON c.oid = l.relation "
         "WHERE l.granted AND a.pid <> pg_backend_pid() AND a.datname = current_database() "
         "AND c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema()) "
-        # Who only reads stops nothing but a change of the tables.
+        # A session that only reads blocks nothing but a change of the tables.
         "GROUP BY 1, 2, 3 ORDER BY bool_and(l.mode = 'AccessShareLock'), min(a.xact_start) LIMIT 3"
     )
-    who = ", ".join(_named(*row) for row in rows) or "somebody who is gone by now"
+    who = ", ".join(_named(*row) for row in rows) or "a session that has ended"
     return (
-        f"{address.shown} cannot be opened: its tables were held for {BUSY_S:g} s, by {who}. Try again when that "
+        f"{address.shown} cannot be opened: its tables were locked for {BUSY_S:g} s, by {who}. Try again when that "
         "transaction has ended, or end it: SELECT pg_terminate_backend(SERVER PROCESS)"
     )
 
@@ -205,7 +206,7 @@ def _named(name: str | None, client: object, pid: int) -> str:
 
 
 def migrate(connection: PgConnection, address: Address, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> int:
-    """Brings the tables up to date; how many migrations were applied. Inside `in_greenlet`, with the lock held."""
+    """Applies missing migrations; returns their number. For use inside `in_greenlet`, with the lock held."""
     tables = {
         row[0]
         for row in connection.execute(
@@ -223,7 +224,7 @@ def migrate(connection: PgConnection, address: Address, migrations: Sequence[Seq
                 pass  # another program's table of that name
         if found.get("application_id") != APPLICATION_ID:
             raise StoreUnusable(
-                f"{address.shown} has tables of another program in it; give Rollyard a database of its own, or a "
+                f"{address.shown} contains tables of another program; give Rollyard its own database, or its own "
                 "schema: CREATE SCHEMA rollyard, and ?search_path=rollyard at the end of the URL"
             )
         version = found["schema"]

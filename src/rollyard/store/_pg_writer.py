@@ -1,13 +1,13 @@
-"""PostgreSQL's writer: a batch is one transaction, and a statement a round trip, so it makes few of them.
+"""The PostgreSQL writer: one transaction per batch, with few statements, because each is a round trip.
 
 A batch is first tried without savepoints: an operation that fails before it has written anything (a stale move, an
-unknown id: nearly all that fail) leaves nothing to undo. Only if one fails that had written, or that the server itself
-refused, the transaction is rolled back and the batch is done again, each operation in a savepoint of its own. Nothing
-was acknowledged by then, so nobody can tell. Neighbours of one kind are done together (`BatchedWrite`).
+unknown id: nearly all failures) leaves nothing to undo. If an operation fails after it has written, or the server
+itself refuses it, the transaction is rolled back and the batch runs again with a savepoint for each operation. Nothing
+was acknowledged by then, so callers do not notice. Neighbours of one kind run together (`BatchedWrite`).
 
-Invariants, beside those of `_queue`. A connection that is lost, a server that shuts down, a lock that is waited for
-longer than the connection's lock_timeout, an answer that does not come: each breaks the store. A lost connection may
-have taken a commit along that the server had done: it was not acknowledged, and the next opening finds it.
+Invariants, beside those of `_queue`. Each of these breaks the store: a lost connection, a server that shuts down, a
+wait for a lock beyond the connection's lock_timeout, a missing response. A connection may be lost after the server has
+committed: that commit was not acknowledged, and the next opening finds it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rollyard.store._pg_connection import SERVER_ERRORS, PgConnection, in_greenl
 from rollyard.store._queue import BatchedWrite, Operation, Queued, Steps, Told, WriteQueue
 
 CLOSE_S = 5.0
-"""How long a server may take to say goodbye."""
+"""How long a server may take to close a connection."""
 
 DEADLOCKS = 5
-"""How often a batch is tried again that met somebody's psql in a deadlock: whose turn it is then is luck."""
+"""How often a batch is retried after a deadlock with another session: the server chooses which of the two fails."""
 
 JOINT = 1024
-"""Rollouts after which no more operations are added to those that are done together."""
+"""The number of rollouts after which no more operations are added to those that run together."""
 
 _log = logging.getLogger("rollyard.store")
 
@@ -40,17 +40,17 @@ _FAILS_ALONE = (
     asyncpg.IntegrityConstraintViolationError,
     asyncpg.SyntaxOrAccessError,
     asyncpg.FeatureNotSupportedError,
-    asyncpg.ProgramLimitExceededError,  # an id that is too long for an index, for one
+    asyncpg.ProgramLimitExceededError,  # for example, an id that is too long for an index
 )
-"""Errors of the server that are the operation's own doing. The others (shutdown, disk, lock) are the server's."""
+"""Errors of the server that the operation itself caused. The others (shutdown, disk, lock) concern the server."""
 
 
 class _Again(Exception):
-    """Something must be undone, and there was no savepoint."""
+    """An operation must be undone, and there was no savepoint."""
 
 
 class PgWriter(WriteQueue):
-    """See the module. It owns the connection and closes it when it ends."""
+    """Commits batches on one connection, which it owns and closes when it ends."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PgWriter(WriteQueue):
             if self._connection.raw.is_in_transaction():
                 await self._connection.raw.execute("ROLLBACK", timeout=CLOSE_S)
         except SERVER_ERRORS as error:
-            # The server rolls back by itself when the connection is gone.
+            # The server rolls back by itself when the connection is closed.
             _log.warning("the failed transaction was not rolled back", extra={"reason": str(error)})
 
     async def end(self) -> None:
@@ -100,7 +100,7 @@ class PgWriter(WriteQueue):
         return told
 
     def _together(self, joint: list[BatchedWrite[Any]]) -> list[Any]:
-        """Their results and errors."""
+        """Returns their results and errors."""
         try:
             return type(joint[0]).together(self._connection, joint)
         except Exception as error:
@@ -109,7 +109,7 @@ class PgWriter(WriteQueue):
             raise _Again from error
 
     def _try(self, operation: Operation[Any]) -> Any:
-        """The operation's result or its error; `_Again` if it may have left something."""
+        """Returns the operation's result or its error; raises `_Again` if it may have written something."""
         before = self._connection.writes
         try:
             return _run(operation, self._connection)
@@ -153,7 +153,7 @@ async def hang_up(connection: asyncpg.Connection) -> None:
 
 
 def _neighbours(batch: list[Queued], at: int) -> list[BatchedWrite[Any]]:
-    """From there on, operations of one kind that are about different rollouts."""
+    """Returns the operations from `at` on that have one kind and concern different rollouts."""
     joint, ids = list[BatchedWrite[Any]](), set[str]()
     for operation, _ in batch[at:]:
         if not isinstance(operation, BatchedWrite) or (joint and type(operation) is not type(joint[0])):
@@ -171,7 +171,7 @@ def _run(operation: Operation[Any], connection: PgConnection) -> Any:
     if not isinstance(result, Generator):
         return result
     steps = cast("Steps[Any]", result)
-    while True:  # it need not breathe: every statement is awaited
+    while True:  # it need not yield to the loop: every statement is awaited
         try:
             next(steps)
         except StopIteration as stop:
@@ -179,9 +179,9 @@ def _run(operation: Operation[Any], connection: PgConnection) -> Any:
 
 
 def is_servers(error: Exception) -> bool:
-    """Whether it concerns more than the operation: the server, the way to it, or this connection."""
+    """Whether the error concerns more than the operation: the server, the network, or this connection."""
     if isinstance(error, asyncpg.PostgresError):
         return not isinstance(error, _FAILS_ALONE)
     if isinstance(error, asyncpg.InterfaceError):
-        return not isinstance(error, ValueError)  # a ValueError is a parameter that does not fit
+        return not isinstance(error, ValueError)  # a ValueError is an invalid parameter
     return isinstance(error, SERVER_ERRORS)

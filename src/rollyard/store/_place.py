@@ -1,8 +1,8 @@
-"""Where a store may lie, and that only one process has it.
+"""Where a SQLite store may be, and the lock that allows only one process to open it.
 
-SQLite's locks and its shared memory do not hold on network file systems (sqlite.org/wal.html), so those are
-refused. The lock is a `flock` on a file beside the store: the kernel drops it with the process, however that
-ends. The lock file is never deleted: who unlinked it would let two processes hold "the" lock.
+SQLite's locks and its shared memory do not work on network file systems (sqlite.org/wal.html), so those are refused.
+The lock is a `flock` on a file beside the store: the kernel releases it with the process, however that ends. The lock
+file is never deleted: after an unlink, two processes could hold "the" lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NETWORK = frozenset(
         *("fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.mountpoint-s3", "fuse.cvmfs", "fuse.wekafs"),
     }
 )
-"""File system types, as mountinfo names them, that other machines may write to."""
+"""File system types, as named in mountinfo, that other machines may write to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Mount:
 
 
 def mount_of(path: str, mountinfo: str) -> Mount | None:
-    """The mount that an absolute, resolved path lies on, read from the text of /proc/self/mountinfo.
+    """Returns the mount of an absolute, resolved path, from the text of /proc/self/mountinfo.
 
     A line is `36 35 98:0 /folder /mount/point options [tags…] - type source options`; blanks are octal escapes.
     Of several mounts on one point, the last hides the others.
@@ -58,23 +58,23 @@ def mount_of(path: str, mountinfo: str) -> Mount | None:
 
 
 def refuse_network(folder: Path, mountinfo: str | None = None) -> None:
-    """`StoreUnusable` if the folder lies on a network file system."""
+    """Raises `StoreUnusable` if the folder is on a network file system."""
     if mountinfo is None:
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
         except OSError as error:
-            _log.warning("cannot tell whether the store lies on a network file system", extra={"reason": str(error)})
+            _log.warning("unknown whether the store is on a network file system", extra={"reason": str(error)})
             return
     mount = mount_of(str(folder.resolve()), mountinfo)
     if mount is not None and mount.kind in NETWORK:
         raise StoreUnusable(
-            f"{folder} lies on a network file system ({mount.kind}, mounted at {mount.point}), where SQLite loses "
+            f"{folder} is on a network file system ({mount.kind}, mounted at {mount.point}), where SQLite loses "
             "data; put the store on a local disk"
         )
 
 
 class Lock:
-    """An exclusive hold on a store. `StoreLocked` names who has it."""
+    """An exclusive lock on a store. Raises `StoreLocked` with the holder."""
 
     def __init__(self, store: Path) -> None:
         self.path = store.with_name(store.name + ".lock")
@@ -86,7 +86,7 @@ class Lock:
             os.close(self._fd)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise StoreUnusable(f"{self.path} cannot be locked: {error.strerror}") from error
-            raise StoreLocked(f"{store} is open already, in {holder}; stop that one first") from None
+            raise StoreLocked(f"{store} is already open, in {holder}; stop that process first") from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

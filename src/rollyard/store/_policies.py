@@ -1,4 +1,4 @@
-"""Policies in the store: one row each, the newest record of it."""
+"""Policies in the store: one row each, with the newest record."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def put_policy(connection: Connection, name: str, record: str) -> None:
 
 
 def policies(connection: Connection) -> tuple[PolicyRecord, ...]:
-    """By name."""
-    rows = connection.execute("SELECT name, record FROM policies").fetchall()  # each database sorts text in its own way
+    """Ordered by name."""
+    rows = connection.execute("SELECT name, record FROM policies").fetchall()  # databases differ in how they sort text
     return tuple(from_json(record, PolicyRecord) for _, record in sorted(map(tuple, rows)))

@@ -1,20 +1,20 @@
-"""What is to be written, in the order in which it was put: the half of a writer that no database knows of.
+"""The queue of operations to write: the part of a writer that does not depend on the database.
 
-A writer takes whatever has queued up and commits it in one transaction. There is no time window: a lone operation is
-committed at once, and while one commit waits for the disk the next batch gathers by itself. So durability costs one
-wait for the disk per batch, and the batch grows with the load.
+A writer takes all queued operations and commits them in one transaction. There is no time window: a single operation is
+committed at once, and while one commit waits for the disk, the next batch accumulates. So durability costs one wait for
+the disk per batch, and the batch grows with the load.
 
 Invariants.
-- Operations run in the order in which they were put.
-- An operation that raises fails alone: nothing of it is kept, the others of the batch go on.
-- A future is resolved after the commit that holds its operation, never before.
+- Operations run in the order in which they were queued.
+- An operation that raises fails alone: its writes are undone, and the others of the batch continue.
+- A future is resolved after the commit of its operation, never before.
 - A commit that fails, or an error of the database itself (disk, file, connection), fails every operation of the batch
-  and breaks the writer: from then on `put` raises `StoreUnusable` with the reason. What such a batch wrote was not
+  and breaks the writer: from then on `put` raises `StoreUnusable` with the reason. The writes of such a batch were not
   acknowledged.
-- A caller that is cancelled does not take its operation back.
+- Cancelling a caller does not cancel its operation.
 
-The queue is not bounded here: the store bounds what clients can put (they wait for room), and what the pipeline
-puts is bounded by the rollouts that are live.
+The queue itself is not bounded: the store limits the operations of clients (they wait for room), and the number of live
+rollouts limits those of the pipeline.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from rollyard.store.base import StoreUnusable
 
 T = TypeVar("T")
 Operation = Callable[[Connection], T]
-"""What is done in the transaction. A long one is a generator that yields where the loop may breathe."""
+"""Runs in the transaction. A long operation is a generator that yields where the event loop may run."""
 
 Steps = Generator[None, None, T]
 
 BATCH = 512
-"""Operations in one transaction at most, so that the first of them does not wait long for the last."""
+"""The most operations in one transaction, so that the first does not wait long for the last."""
 
 SWITCH_S = 0.0005
-"""The interpreter's switch interval while a store is open; see `_writer`. It is the whole process's."""
+"""The interpreter's switch interval while a store is open; see `_writer`. It applies to the whole process."""
 
 _log = logging.getLogger("rollyard.store")
 
 Queued = tuple[Operation[Any], asyncio.Future[Any]]
 Told = tuple[asyncio.Future[Any], Any, Exception | None]
-"""A future, and what it is to get: a result, or an error."""
+"""A future, and its result or its error."""
 
 
 class BatchedWrite(ABC, Generic[T]):
-    """An operation that can be done together with its neighbours of the same kind: where a statement is a way to a
-    server and back, a hundred of them then cost as much as one. It is an `Operation` by itself, too."""
+    """An operation that can run together with its neighbours of the same kind: if a statement is a round trip to a
+    server, a hundred of them then cost as much as one. It is also an `Operation`, which runs alone."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def ids(self) -> Sequence[str]:
-        """The rollouts that it is about; operations that are done together have none in common."""
+        """The rollouts that it concerns; operations that run together have none in common."""
 
     @classmethod
     @abstractmethod
     def together(cls, connection: Connection, joint: Sequence[Any]) -> list[T | Exception]:
-        """Each one's result, or the error with which it failed alone, having written nothing. What it raises concerns
-        all of them: then each has to be done by itself."""
+        """Returns each operation's result, or the error with which it failed alone, without having written anything. An
+        exception concerns all of them: each must then run alone."""
 
     def __call__(self, connection: Connection) -> Any:
         (result,) = self.together(connection, [self])
@@ -74,7 +74,7 @@ class BatchedWrite(ABC, Generic[T]):
 
 
 class Fenced(Exception):
-    """Raised by a guard: this store is no longer ours to write. `as_error` makes what each operation gets."""
+    """Raised by a guard: this process may no longer write to the store. `as_error` creates the operations' error."""
 
     def __init__(self, reason: str, as_error: Callable[[str], Exception]) -> None:
         super().__init__(reason)
@@ -82,10 +82,10 @@ class Fenced(Exception):
 
 
 class WriteQueue(ABC):
-    """See the module. A subclass says how a batch is committed, how a failed one is undone, and how it all ends."""
+    """Queues operations and commits them in batches. A subclass commits a batch, undoes a failed one, and closes."""
 
     def __init__(self, on_commit: Callable[[float, int], None]) -> None:
-        """`on_commit` gets each commit's seconds and operations. To be made on the loop that it lives on."""
+        """`on_commit` is called with each commit's seconds and operations. Must be created on the loop that it uses."""
         self._on_commit = on_commit
         self._queue: list[Queued] = []
         self._wake = asyncio.Event()
@@ -96,11 +96,11 @@ class WriteQueue(ABC):
 
     @abstractmethod
     async def transact(self, batch: list[Queued]) -> list[Told]:
-        """Commits a batch; what its futures are to get. Raises what concerns all of it."""
+        """Commits a batch; returns the result or error of each future. Raises errors that concern the whole batch."""
 
     @abstractmethod
     async def undo(self) -> None:
-        """Rolls a failed transaction back, if the database can still be told so."""
+        """Rolls a failed transaction back, if the database can still be reached."""
 
     @abstractmethod
     async def end(self) -> None:
@@ -129,13 +129,13 @@ class WriteQueue(ABC):
         return future
 
     def break_down(self, reason: str) -> None:
-        """Nothing is begun any more; what is queued fails. The first reason stays."""
+        """Stops the writer: queued and later operations fail. The first reason is kept."""
         if self._broken is None:
             self._broken = reason
             _log.error("the store can no longer be written", extra={"reason": reason})
 
     async def close(self) -> None:
-        """Commits what is queued, then ends. Idempotent."""
+        """Commits the queued operations, then ends. Idempotent."""
         self._is_closing = True
         self._wake.set()
         await asyncio.shield(self._task)
@@ -149,12 +149,12 @@ class WriteQueue(ABC):
                 while self._queue:
                     batch, self._queue = self._queue[:BATCH], self._queue[BATCH:]
                     await self._commit(batch)
-        finally:  # also when the loop is torn down with the store still open
+        finally:  # also when the event loop ends while the store is open
             self._is_closing = True
             try:
                 await self.end()
             finally:
-                doubt = "the store was closed while this was written: it may be in the store, or not"
+                doubt = "the store was closed while this was written: it is unknown whether it was stored"
                 _fail(batch, StoreUnusable, doubt)
                 _fail(self._queue, StoreUnusable, "the store was closed before this was written")
 
@@ -169,7 +169,7 @@ class WriteQueue(ABC):
             self.break_down(str(error))
             await self.undo()
             _fail(batch, error.as_error, str(error))
-        except Exception as error:  # the disk, the file, the server, or a bug: nothing of this may be acknowledged
+        except Exception as error:  # the disk, the file, the server, or a bug: no operation may be acknowledged
             reason = f"the store failed and was stopped: {type(error).__name__}: {error}"
             self.break_down(reason)
             await self.undo()
@@ -179,7 +179,7 @@ class WriteQueue(ABC):
                 _resolve(future, result, failure)
             try:
                 self._on_commit(time.perf_counter() - started, len(batch))
-            except Exception:  # who only watches must not stop what is written
+            except Exception:  # an observer must not stop the writer
                 _log.exception("a commit could not be reported")
 
 
@@ -189,7 +189,7 @@ def _fail(batch: list[Queued], as_error: Callable[[str], Exception], reason: str
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():  # its caller was cancelled, or it has been told
+    if future.done():  # its caller was cancelled, or it is already resolved
         return
     if error is None:
         future.set_result(result)

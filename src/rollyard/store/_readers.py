@@ -1,7 +1,7 @@
 """Readers: a few read-only connections, each used by one thread of a small pool at a time.
 
-In WAL mode a reader sees the last commit before its query began; it never waits for the writer, nor the writer
-for it. More than a few would only contend for the interpreter.
+In WAL mode a reader reads the last commit before its query started; it never waits for the writer, nor the writer for
+it. More than a few readers would only contend for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Readers:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="rollyard-store-reader")
 
     async def run(self, query: Callable[[SqliteConnection], T]) -> T:
-        """Runs a query in the pool. What the pool cannot take waits in its queue: one entry per waiting caller."""
+        """Runs a query in the pool. Further queries wait in the pool's queue: one entry per waiting caller."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._with_connection, query)
 
     def _with_connection(self, query: Callable[[SqliteConnection], T]) -> T:
-        connection = self._idle.get()  # never waits: there are as many as threads
+        connection = self._idle.get()  # never waits: there is one per thread
         try:
             return query(connection)
         finally:
             self._idle.put(connection)
 
     def close(self) -> None:
-        """Waits for the queries that run. Blocking: call it in a thread."""
+        """Waits for running queries. Blocks: call it in a thread."""
         self._pool.shutdown(cancel_futures=True)
         for connection in self._all:
             connection.close()

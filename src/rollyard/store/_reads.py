@@ -1,6 +1,6 @@
-"""What is read, one function per question. Each runs on a reader's connection and sees the last commit.
+"""Queries, one function each. Each runs on a reader's connection and reads the last commit.
 
-A question is one statement, so that it is answered from one snapshot, and many rows come at once (see `_dialect`).
+A query is one statement, so that its result is one snapshot, and many rows are read at once (see `_dialect`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollyard.store.base import ItemKind, Page, QueuedRow
 from rollyard.store.codec import decode_trajectory, from_json
 
 PAGE = 1000
-"""Rollouts on one page at most."""
+"""The most rollouts on one page."""
 
 PAGE_BYTES = 16 << 20
-"""Of what is read at once; one rollout may be larger. A task may have megabytes, and a thousand of them would be more
-than SQLite puts into one text, and more than a service should hold for one answer."""
+"""The limit of one read; a single rollout may be larger. A task may have megabytes: a thousand of them would be more
+than SQLite returns as one text, and more than a service should hold for one response."""
 
 
 def get_run(connection: Connection, run_id: str) -> Run:
@@ -31,7 +31,7 @@ def get_run(connection: Connection, run_id: str) -> Run:
 
 
 def list_runs(connection: Connection) -> tuple[Run, ...]:
-    """In the order in which they were made."""
+    """In order of creation."""
     return connection.read_records("record", "FROM runs ORDER BY seq", (), tuple[Run, ...])
 
 
@@ -45,7 +45,7 @@ def get(connection: Connection, rollout_id: str) -> Rollout:
 
 
 def get_many(connection: Connection, ids: Sequence[str]) -> list[Rollout]:
-    """In the order given; what is not there is left out."""
+    """In the order given; unknown ids are left out."""
     dialect = connection.dialect
     rest = f"{FROM} WHERE {dialect.among.format('r.id')}"
     sizes = connection.read_rows(f"r.id, {BYTES}", rest, (dialect.listed(ids),))
@@ -60,7 +60,7 @@ def get_many(connection: Connection, ids: Sequence[str]) -> list[Rollout]:
 
 
 def named(connection: Connection, kind: ItemKind, id: str) -> dict[str, str]:
-    """One look into the index for each run there is."""
+    """Needs one index lookup per run."""
     rows = connection.execute(
         f"SELECT id, run FROM {kind} WHERE id = ? UNION ALL "
         f"SELECT x.id, x.run FROM runs q JOIN {kind} x ON x.id = q.id || '{SEPARATOR}' || ?",
@@ -76,7 +76,7 @@ def runs_of(connection: Connection, kind: ItemKind, keys: Sequence[str]) -> dict
 
 
 def _fitting(sizes: Sequence[int]) -> int:
-    """How many of these, from the first on, are read at once."""
+    """Returns how many rollouts, from the first on, are read at once."""
     total = 0
     for count, size in enumerate(sizes):
         total += size
@@ -86,7 +86,7 @@ def _fitting(sizes: Sequence[int]) -> int:
 
 
 def trajectory(connection: Connection, rollout_id: str) -> bytes | None:
-    """Encoded: a service may pass the bytes on."""
+    """Returns the encoded bytes, which a service may forward."""
     row = connection.execute(
         "SELECT j.trajectory FROM rollouts r LEFT JOIN trajectories j USING (seq) WHERE r.id = ?", (rollout_id,)
     ).fetchone()
@@ -115,7 +115,7 @@ def page(
     limit: int,
 ) -> Page:
     if not 1 <= limit <= PAGE:
-        raise InvalidRequest(f"limit is {limit}; it is from 1 to {PAGE}")
+        raise InvalidRequest(f"limit is {limit}; it must be from 1 to {PAGE}")
     dialect = connection.dialect
     order = "e" if state is State.ENDED else "s"
     key = "r.ended_seq" if order == "e" else "r.seq"
@@ -151,7 +151,7 @@ def queued(connection: Connection) -> tuple[QueuedRow, ...]:
 
 
 def queued_of(connection: Connection, run_id: str, limit: int) -> list[str]:
-    """Ids of rollouts of a run that wait."""
+    """Returns ids of a run's queued rollouts."""
     rows = connection.execute(
         "SELECT id FROM rollouts WHERE run = ? AND ended_seq IS NULL AND state = 'queued' LIMIT ?", (run_id, limit)
     ).fetchall()
@@ -178,6 +178,6 @@ def count_of_run(connection: Connection, run_id: str) -> int:
 
 
 def counts(connection: Connection) -> dict[str, int]:
-    """Every state is named, also with 0."""
+    """Includes every state, even with 0 rollouts."""
     found = connection.read_rows("state, COUNT(*)", "FROM rollouts GROUP BY state")
     return {state.value: 0 for state in State} | {row[0]: row[1] for row in found}

@@ -1,12 +1,12 @@
-"""What an opening does to the rows that the last process left: all of it in one transaction.
+"""Recovery: what an opening does, in one transaction, to the rows that the last process left.
 
-cancel asked for                    → ended, cancelled
+cancel requested                    → ended, cancelled
 INIT, READY, RUN                    → queued, attempt + 1; or ended, lost_to_restarts, when attempts are used up
-EVAL, can be judged from what RUN left → stays, out at no node, and is named in `Recovery.evals`; lost_to_restarts when
-                                      that has happened max_attempts times: a check that kills the service must end
+EVAL, can be scored from what RUN left → stays, leased to no node, and is listed in `Recovery.evals`; lost_to_restarts
+                                      after max_attempts times: a check that kills the service must end
 EVAL otherwise                      → as INIT, READY, RUN
-out at a node, and leases are kept  → stays as it is, and is named in `Recovery.leased`; a cancel still ends it
-queued                              → untouched: only counted, so that ten thousand of them cost nothing
+leased to a node, and leases are kept → unchanged, and listed in `Recovery.leased`; a cancel still ends it
+queued                              → unchanged: only counted, so that ten thousand of them cost nothing
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def recover(
     *,
     keeps_leases: bool = False,
 ) -> tuple[int, Recovery]:
-    """Raises the epoch and moves the rows; the new epoch and what was found. In the caller's transaction."""
+    """Increments the epoch and moves the rows, in the caller's transaction. Returns the epoch and what was found."""
     (epoch,) = connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch' RETURNING value").fetchone()
     asked = connection.execute(
         "SELECT seq, state, cancel_detail FROM rollouts WHERE cancel_detail IS NOT NULL AND ended_seq IS NULL "
@@ -52,7 +52,7 @@ def recover(
             continue
         is_evaluable = state == State.EVAL and _is_reevaluable(info, task, can_reevaluate)
         if is_evaluable and evals_lost < max_attempts:
-            # It is judged here now: kept as out at its node, a later opening would wait for a node that forgot it.
+            # It is scored here now: if its lease stayed, a later opening would wait for a node that no longer has it.
             connection.execute("UPDATE rollouts SET evals_lost = evals_lost + 1, node = NULL WHERE seq = ?", (seq,))
             evals.append(rollout_id)
         elif not is_evaluable and attempt - excused < max_attempts:
@@ -60,7 +60,7 @@ def recover(
             lost.append(RequeueWrite(rollout_id, Position(State(state), attempt), how))
         else:
             times = evals_lost + 1 if is_evaluable else attempt - excused
-            error = LostToRestarts(f"the service ended {times} times while this rollout was at work, last in {state}")
+            error = LostToRestarts(f"the service ended {times} times while this rollout was running, last in {state}")
             finish(connection, seq, to_json(Ending(Outcome.FAILED, failure=error.failure(state))))
             failed += 1
     RequeueWrite.together(connection, lost)

@@ -1,13 +1,13 @@
-"""What is deleted: of a run, on an acknowledgement, and what is older than it has to be kept.
+"""Deletion: of a run, of acknowledged traces, and of what is older than the retention period.
 
-Age is counted by the store's own clock (`_clock`), from the end of a rollout, group, draw or evaluation.
+Age is measured by the store's own clock (`_clock`), from the end of a rollout, group, draw or evaluation.
 
-Invariants. A sweep deletes nothing of a group that is open, or of an evaluation that is running. A group that waits for
-a batch of its draw, or whose batch was not acknowledged, is kept while the draw is active, and as long after its end as
-anything else. Rollouts go before their group, groups before their draw, all of them before their run.
+Invariants. A sweep deletes nothing of an open group or of a running evaluation. A group that waits for a batch of its
+draw, or whose batch was not acknowledged, is kept while the draw is active, and then as long as anything else. Rollouts
+are deleted before their group, groups before their draw, all of them before their run.
 
-Each deletion takes `CHUNK` rows, and the caller goes on until there are none: other writes come in between. A reader
-finds what is due; the transaction that deletes it checks it again.
+Each deletion takes `CHUNK` rows, and the caller repeats it until no row is left: other writes run in between. A reader
+finds the rows that are due; the transaction that deletes them checks them again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rollyard.store._queue import Steps
 from rollyard.store.base import Stale, eval_items
 
 CHUNK = 50
-"""Rollouts deleted in one operation: at up to 0.5 ms each, other writes wait some 25 ms for it."""
+"""Rollouts deleted in one operation: at up to 0.5 ms each, other writes wait about 25 ms for it."""
 
 ITEMS = 1000
-"""Tasks of a draw that are deleted in one statement: some 2 ms."""
+"""Tasks of a draw that are deleted in one statement: about 2 ms."""
 
 Place = tuple[float, int]
-"""kept_from and seq: how far a sweep has looked."""
+"""kept_from and seq: the position of a sweep."""
 
 START: Place = (-1.0, 0)
 
@@ -47,13 +47,13 @@ _IS_DUE = {
         AND NOT EXISTS (SELECT 1 FROM draws d WHERE d.run = x.id)
         AND NOT EXISTS (SELECT 1 FROM evals e WHERE e.run = x.id)""",
 }
-"""In the order in which a sweep takes them. Every `?` is the moment before which something must have ended."""
+"""In the order of a sweep. Every `?` is the time before which something must have ended."""
 
 TABLES = tuple(_IS_DUE)
 
 
 def due(connection: Connection, table: str, before: float, after: Place) -> list[Place]:
-    """The next rows of a table that may be deleted."""
+    """Returns the next rows of a table that may be deleted."""
     is_due = _IS_DUE[table]
     rows = connection.execute(
         f"SELECT x.kept_from, x.seq FROM {table} x WHERE {is_due} AND (x.kept_from, x.seq) > (?, ?) "
@@ -64,7 +64,7 @@ def due(connection: Connection, table: str, before: float, after: Place) -> list
 
 
 def forget(connection: Connection, table: str, before: float, places: Sequence[Place]) -> Steps[list[str]]:
-    """Deletes those of them that are still due; their ids."""
+    """Deletes those of the rows that are still due; returns their ids."""
     is_due, gone = _IS_DUE[table], list[str]()
     for _, seq in places:
         row = connection.execute(
@@ -87,8 +87,7 @@ def forget(connection: Connection, table: str, before: float, places: Sequence[P
 
 
 def forget_batches(connection: Connection, before: float) -> int:
-    """Batches of draws that go on, once they and a later one were acknowledged: the last of those is where a rewind
-    may go."""
+    """Deletes old batches before the last acknowledged one of their draw, to which a rewind may still go back."""
     return connection.execute(
         "DELETE FROM batches WHERE (draw, number) IN (SELECT b.draw, b.number FROM batches b "
         "JOIN draws d ON d.id = b.draw WHERE b.kept_from < ? AND b.number < d.acked LIMIT ?)",
@@ -101,7 +100,7 @@ def save_clock(connection: Connection) -> None:
 
 
 def counted_s(connection: Connection) -> float:
-    """What the clock had counted when it was saved last."""
+    """Returns the value of the clock when it was last saved."""
     (counted_ms,) = connection.execute("SELECT value FROM meta WHERE key = 'clock_ms'").fetchone()
     return counted_ms / 1000
 
@@ -110,7 +109,8 @@ def counted_s(connection: Connection) -> float:
 
 
 def forget_of_run(connection: Connection, run_id: str) -> Steps[int]:
-    """Ended rollouts of a run, then the run with its draws and groups. `Stale` while one has not ended."""
+    """Deletes a run's ended rollouts, then the run with its draws and groups. `Stale` while a rollout has not ended.
+    Returns the number of deleted rollouts; 0 when the run is deleted."""
     if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone() is None:
         raise NotFound(f"there is no run {run_id!r}")
     (live,) = connection.execute(
@@ -130,7 +130,7 @@ def forget_of_run(connection: Connection, run_id: str) -> Steps[int]:
 
 
 def _forget_draws(connection: Connection, run_id: str) -> Steps[None]:
-    """All that a run's draws, groups and evaluations left, once its rollouts are gone."""
+    """Deletes a run's draws, groups and evaluations, after its rollouts."""
     for (draw_id,) in connection.execute("SELECT id FROM draws WHERE run = ?", (run_id,)).fetchall():
         yield from _forget_items(connection, draw_id)
         connection.execute("DELETE FROM batches WHERE draw = ?", (draw_id,))
@@ -154,11 +154,11 @@ def _forget_items(connection: Connection, draw_id: str) -> Steps[None]:
 
 
 def acknowledge(connection: Connection, run_id: str, up_to: int) -> Steps[int]:
-    """Trajectories of a run's rollouts that ended up to there; how many it took. Not of groups that are open, that wait
-    for a batch of their draw, or whose batch was not acknowledged.
+    """Deletes trajectories of a run's rollouts that ended up to there; returns how many. Keeps those of groups that are
+    open, that wait for a batch of their draw, or whose batch was not acknowledged.
 
-    It begins where the last acknowledgement ended, or before the first rollout of a group that was open then. A
-    draw's groups are not looked at again: their batch is acknowledged."""
+    It starts where the last acknowledgement ended, or before the first rollout of a group that was open then. It does
+    not visit a draw's groups again: the acknowledgement of their batch deletes theirs."""
     run = connection.execute("SELECT acked FROM runs WHERE id = ?", (run_id,)).fetchone()
     if run is None:
         raise NotFound(f"there is no run {run_id!r}")
@@ -186,7 +186,7 @@ def acknowledge(connection: Connection, run_id: str, up_to: int) -> Steps[int]:
 
 
 def acknowledge_draw(connection: Connection, draw_id: str, batch: int) -> Steps[int]:
-    """Lets go of the groups of batches up to that one, and deletes their traces. How many groups it took."""
+    """Releases the groups of batches up to that one and deletes their traces. Returns the number of groups."""
     groups = connection.execute(
         "SELECT seq, id FROM groups WHERE draw = ? AND batch <= ? AND is_held = 1 LIMIT ?", (draw_id, batch, CHUNK)
     ).fetchall()
@@ -220,6 +220,6 @@ def _forget_rollout(connection: Connection, row: Row) -> None:
 
 
 def name_leavings(connection: Connection, done: Sequence[str]) -> list[str]:
-    """Forgets those whose artifacts are gone; returns the others."""
+    """Removes the ids whose artifacts were deleted; returns the others."""
     connection.execute_each("DELETE FROM leavings WHERE id = ?", [(rollout_id,) for rollout_id in done])
     return [row[0] for row in connection.execute("SELECT id FROM leavings").fetchall()]

@@ -1,7 +1,7 @@
-"""Rows and rollouts: reading a row as a `Rollout`, and the terminal write that all endings share.
+"""Rows and rollouts: the conversion of a row to a `Rollout`, and the terminal write that all endings share.
 
-Invariant: `finish_many` has the only statement that writes `ended`, so every terminal record gets its number of the
-terminal order in the same transaction, whoever ends it: the pipeline, a cancel, a tombstone or a restart.
+Invariant: `finish_many` has the only statement that writes `ended`, so every terminal record gets its number in the
+terminal order in the same transaction, whatever ends it: the pipeline, a cancel, a tombstone or a restart.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ COLUMNS = {
 FROM = "FROM rollouts r LEFT JOIN bodies b ON b.id = r.body LEFT JOIN tasks t ON t.seq = r.seq"
 
 BYTES = "COALESCE(b.bytes, length(t.task)) + length(r.lost) + length(r.scores) + COALESCE(length(r.ending), 0)"
-"""About what a row of COLUMNS takes."""
+"""The approximate size of a row of COLUMNS."""
 
 APPENDED = "CASE {0} WHEN '[]' THEN '[' || ? || ']' ELSE substr({0}, 1, length({0}) - 1) || ',' || ? || ']' END"
-"""A column that holds a JSON array, with one more: give the parameter twice."""
+"""A column with a JSON array and one more element: pass the parameter twice."""
 
 
 def to_rollouts(rows: Iterable[Row]) -> list[Rollout]:
-    """Rows of COLUMNS. Those that have the same task share it."""
+    """Converts rows of COLUMNS. Rollouts with the same task share it."""
     tasks: dict[str, Task] = {}
     return [to_rollout(row, tasks) for row in rows]
 
 
 def to_rollout(row: Row, tasks: dict[str, Task] | None = None) -> Rollout:
-    """A row of COLUMNS; `tasks` are those that were decoded before."""
+    """Converts a row of COLUMNS; `tasks` are those already decoded."""
     (
         rollout_id, run, task, state, attempt, group, index, priority, seq, ended_seq,
         cancel_detail, excused, lost, ending, scores, created_at, updated_at,
@@ -80,7 +80,7 @@ def fetch(connection: Connection, rollout_id: str) -> Row:
 
 
 def locate(connection: Connection, rollout_id: str, at: Position) -> int:
-    """The row's seq if it is at that position, else `Stale` with where it is."""
+    """Returns the row's seq if it is at that position; raises `Stale`, with its position, otherwise."""
     row = connection.execute("SELECT seq, state, attempt FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
     if (error := misplaced(rollout_id, row, at)) is not None:
         raise error
@@ -88,7 +88,7 @@ def locate(connection: Connection, rollout_id: str, at: Position) -> int:
 
 
 def misplaced(rollout_id: str, row: Row | None, at: Position) -> Stale | None:
-    """What is wrong with where a rollout is; the row has seq, state and attempt."""
+    """Returns the error if a rollout is not at that position; the row has seq, state and attempt."""
     if row is None:
         return Stale(f"rollout {rollout_id} is not in the store")
     _, state, attempt = row
@@ -104,7 +104,7 @@ def finish(connection: Connection, seq: int, ending: str) -> None:
 
 
 def finish_many(connection: Connection, ends: Sequence[tuple[int, str]]) -> None:
-    """(seq, ending) each: numbered in that order."""
+    """Writes (seq, ending) each, numbered in that order."""
     if not ends:
         return
     (last,) = connection.execute(
@@ -119,12 +119,12 @@ def finish_many(connection: Connection, ends: Sequence[tuple[int, str]]) -> None
 
 
 def cancelled(detail: str, stage: str | None) -> str:
-    """The ending of a rollout that a client cancelled before anything could be scored."""
+    """Returns the ending of a rollout that was cancelled before anything could be scored."""
     return to_json(Ending(Outcome.CANCELLED, failure=Cancelled(detail).failure(stage)))
 
 
 def parse_cursor(cursor: str, order: str) -> int:
-    """The number in "e:123" (terminal order) or "s:123" (order of submission)."""
+    """Returns the number in "e:123" (terminal order) or "s:123" (order of submission)."""
     prefix, _, number = cursor.partition(":")
     if prefix != order or not (number.isascii() and number.isdigit()) or len(number) > 18:
         meant = {"e": "the ended rollouts", "s": "rollouts in order of submission"}[order]

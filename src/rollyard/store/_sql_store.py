@@ -1,18 +1,18 @@
-"""The whole door, for any database that runs the SQL of this wing: a short method per operation.
+"""The whole interface, for any database that runs the SQL of this package: a short method per operation.
 
-Where things are: `schema` the tables; `_writes`, `_moves`, `_reads` and `_rows` the SQL; `_groups` and `_policies` that
-of draws and weights; `_dialect` what the databases do not share; `_queue` what commits; `_recovery` what an opening
-does; `codec` the bytes. `sqlite` and `postgres` open a store, and say how it is written and read. This file is long
-because it is the whole door.
+Modules: `schema` has the tables; `_writes`, `_moves`, `_reads` and `_rows` the SQL; `_groups` and `_policies` that of
+draws and weights; `_dialect` the differences of the databases; `_queue` the commits; `_recovery` the opening; `codec`
+the encoding. `sqlite` and `postgres` open a store and implement reads and writes. This file is long because it is the
+whole interface.
 
-Invariants, beside those of the door (`base.py`):
-- Every transaction first checks that the epoch in the store is ours. If another server has opened it, each
-  operation of that batch is `Stale`, and all later calls are `StoreUnusable`.
-- Reads see what was committed before they began: all that an awaited write has returned, never a batch in flight.
-- What clients cause (submit, cancel, runs, acknowledgements) waits for room once ROOM of them are queued. What the
-  pipeline writes never waits: it is bounded by the rollouts that are live.
-- A database that fails stops the store: later calls raise `StoreUnusable` with the reason. Opening it again is the
-  way back.
+Invariants, beside those of the interface (`base.py`):
+- Every transaction first checks that the epoch in the store is that of this opening. If another server has opened the
+  store, each operation of that batch is `Stale`, and all later calls are `StoreUnusable`.
+- Reads return what was committed before they started: all that an awaited write has returned, never a batch in flight.
+- Writes of clients (submit, cancel, runs, acknowledgements) wait for room once ROOM of them are queued. Writes of the
+  pipeline never wait: the number of live rollouts limits them.
+- A database that fails stops the store: later calls raise `StoreUnusable` with the reason. The store must be opened
+  again.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ from rollyard.store.codec import check_trajectory, decode_trajectory, encode_tra
 T = TypeVar("T")
 
 ROOM = 4096
-"""Client operations that may be queued at once; the next ones wait in order. One commit takes about 1 ms."""
+"""Client operations that may be queued at once; further ones wait in order. One commit takes about 1 ms."""
 
 _log = logging.getLogger("rollyard.store")
 
 
 class SqlStore(ABC):
-    """See the module. A subclass opens it, reads, and closes what it opened; `async with` closes it."""
+    """A store in a SQL database. A subclass opens it, reads, and closes what it opened; `async with` closes it."""
 
     def __init__(self, writer: WriteQueue, clock: StoreClock, epoch: int, recovered: Recovery) -> None:
         self._writer = writer
@@ -104,7 +104,7 @@ class SqlStore(ABC):
         await self.close()
 
     async def close(self) -> None:
-        """Commits what is queued, then lets go of the store. Idempotent; it goes on if its caller is cancelled."""
+        """Commits what is queued, then releases the store. Idempotent; it continues if its caller is cancelled."""
         if self._closing is None:
             if not self._is_closed and self._writer.broken is None:
                 self._writer.put(_retention.save_clock).add_done_callback(_forget_failure)
@@ -180,7 +180,7 @@ class SqlStore(ABC):
     async def policies(self) -> Sequence[PolicyRecord]:
         return await self._read(_policies.policies)
 
-    # --- who may do what ------------------------------------------------------------------------------
+    # --- access ---------------------------------------------------------------------------------------
 
     async def put_token(self, record: TokenRecord) -> None:
         await self._from_client(partial(_access.put_token, token_id=record.id, record=_encode(record)))
@@ -296,15 +296,15 @@ class SqlStore(ABC):
     async def list_evals(self) -> Sequence[EvalRecord]:
         return await self._read(_groups.list_evals)
 
-    # --- what the pipeline does -----------------------------------------------------------------------
+    # --- the pipeline's writes ------------------------------------------------------------------------
 
     async def lease(self, wanted: Sequence[tuple[str, int, str]]) -> Sequence[str]:
         return await self._put(partial(_moves.lease, wanted=wanted))
 
     def move(self, rollout_id: str, at: Position, to: Position) -> asyncio.Future[None]:
-        """A future that nobody awaits logs its failure; the next write of that rollout is `Stale` then."""
+        """The failure of a future that is not awaited is logged; the next write of that rollout is then `Stale`."""
         if to != at.to(to.state) or to.state in (State.QUEUED, State.EVAL, State.ENDED):
-            raise IllegalMove(f"{at.state} → {to.state} is not for move(): requeue, save_run and end have their own")
+            raise IllegalMove(f"{at.state} → {to.state} is not a move of move(); use requeue, save_run or end")
         return self._put_unawaited(rollout_id, _moves.MoveWrite(rollout_id, at, to))
 
     def requeue(
@@ -388,7 +388,7 @@ class SqlStore(ABC):
         return total
 
     async def sweep(self, retention: Retention) -> SweepResult:
-        """Call it again when the artifacts of the ids that it named are deleted; until then they are named again
+        """Call it again when the artifacts of the returned ids are deleted; until then, the ids are returned again
         after a restart."""
         await self._from_client(_retention.save_clock)
         before = self._clock.now() - retention.max_age_s
@@ -405,7 +405,7 @@ class SqlStore(ABC):
             gone += await self._from_client(partial(_retention.forget, table=table, before=before, places=places))
         return gone
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- internal -------------------------------------------------------------------------------------
 
     @overload
     def _put(self, operation: Operation[Steps[T]]) -> asyncio.Future[T]: ...
@@ -423,7 +423,7 @@ class SqlStore(ABC):
     async def _from_client(self, operation: Operation[T]) -> T: ...
 
     async def _from_client(self, operation: Operation[Any]) -> Any:
-        """Waits for room, and for the commit. The room is held until the commit, even if the caller is gone."""
+        """Waits for room, and for the commit. The room is held until the commit, even if the caller is cancelled."""
         await self._room.acquire()
         try:
             future = self._writer.put(operation)
@@ -440,13 +440,13 @@ class SqlStore(ABC):
 
     @abstractmethod
     async def _read(self, query: Callable[[Connection], T]) -> T:
-        """On a connection of its own. Where the database cannot answer, the store is broken (callers end on
-        `StoreUnusable`), and `StoreUnusable` is raised; what is the query's own doing is raised as it is."""
+        """Runs a query on its own connection. If the database cannot answer, breaks the store (callers end on
+        `StoreUnusable`) and raises `StoreUnusable`; an error that the query itself caused is raised unchanged."""
 
     def _unreadable(self, error: Exception) -> StoreUnusable:
-        """Breaks the store, and says why."""
+        """Breaks the store, and returns the error to raise."""
         reason = f"the store cannot be read: {str(error) or type(error).__name__}"
-        if not self._is_closed:  # what is queued is still to be committed then
+        if not self._is_closed:  # queued operations must still be committed then
             self._writer.break_down(reason)
         return StoreUnusable(reason)
 
@@ -458,12 +458,12 @@ class SqlStore(ABC):
 
 
 def guard(epoch: int, connection: Connection) -> None:
-    """Runs first in every transaction. The row stays as it is until the commit: who opens the store waits for it."""
+    """Runs first in every transaction. The row cannot change until the commit: another opening waits for it."""
     (found,) = connection.execute(
         f"SELECT value FROM meta WHERE key = 'epoch' {connection.dialect.for_share}"
     ).fetchone()
     if found != epoch:
-        raise Fenced(f"another server has opened this store (epoch {found}; ours was {epoch})", Stale)
+        raise Fenced(f"another server has opened this store (epoch {found}; this one has {epoch})", Stale)
 
 
 def _new_rows(submissions: Sequence[Submission]) -> list[_writes.NewRow]:
@@ -496,20 +496,19 @@ def _encoded(trajectory: Trajectory | EncodedTrajectory) -> EncodedTrajectory:
 def _encode(record: Any) -> str:
     try:
         return to_json(record)
-    except (ValueError, TypeError, RecursionError) as error:  # a lone surrogate, for one
+    except (ValueError, TypeError, RecursionError) as error:  # for example, a lone surrogate
         raise InvalidRequest(f"this cannot be stored as JSON: {error}") from error
 
 
 def _forget_failure(future: asyncio.Future[None]) -> None:
     if not future.cancelled():
-        future.exception()  # the store broke at its end: its clock loses a minute
+        future.exception()  # the store failed at its close: its clock loses a minute
 
 
 def _log_failure(rollout_id: str, future: asyncio.Future[None]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
-        if (
-            isinstance(error, Stale) and error.state is State.ENDED
-        ):  # a cancel ended it just before, and whoever moves it finds that out by itself
+        # A cancel ended the rollout just before; its caller detects that by itself.
+        if isinstance(error, Stale) and error.state is State.ENDED:
             _log.debug("a move came too late", extra={"rollout": rollout_id, "reason": str(error)})
             return
         _log.warning("a move was not written", extra={"rollout": rollout_id, "reason": str(error)})

@@ -1,14 +1,14 @@
-"""SQLite's writer: statements run on the event loop, in slices; only COMMIT, which waits for the disk, in a thread.
+"""The SQLite writer: statements run on the event loop, in slices; only COMMIT, which waits for the disk, in a thread.
 
-It looks the wrong way round and is not. Python's sqlite3 gives up the interpreter lock at every step of every
-statement, and has to get it back from the loop. A loop that is busy but passes through `select` more often than
-the switch interval (5 ms by default) starves such a thread: the wait for the lock is interrupted before it may ask
-for it. With a saturated loop, a writer thread was measured at 0.2 to 300 operations a second and seconds for a
-lone one. With one hand-over per batch and a switch interval of 0.5 ms: 3,400 to 6,600 a second, 9 ms for a lone one.
-A statement is 5 to 20 µs of work on cached pages: less than the switch to a thread and back.
+This is deliberate. Python's sqlite3 releases the interpreter lock at every step of every statement, and must get it
+back from the loop. A loop that is busy but calls `select` more often than the switch interval (5 ms by default) starves
+such a thread: its wait for the lock is interrupted before it may request the lock. With a saturated loop, a writer
+thread was measured at 0.2 to 300 operations a second, and seconds for a single one. With one switch per batch and a
+switch interval of 0.5 ms: 3,400 to 6,600 a second, 9 ms for a single one. A statement is 5 to 20 µs of work on cached
+pages: less than the switch to a thread and back.
 
-Invariants, beside those of `_queue`. Each operation has a savepoint of its own. The loop is held for SLICE_S at a
-time, or for one step of an operation, whichever is longer.
+Invariants, beside those of `_queue`. Each operation has its own savepoint. The loop is blocked for SLICE_S at a time,
+or for one step of an operation, whichever is longer.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rollyard.store._queue import Queued, Steps, Told, WriteQueue
 SLICE_S = 0.001
 
 BUSY_S = 30.0
-"""How long a person's sqlite3 shell may hold the write lock before the store gives up."""
+"""How long another process (such as a person's sqlite3 shell) may hold the write lock before the store gives up."""
 
 _log = logging.getLogger("rollyard.store")
 
 FAILS_ALONE = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.NotSupportedError)
-"""Database errors that are the operation's own doing. The others (full, I/O, corrupt) are the file's."""
+"""Database errors that the operation itself caused. The others (full, I/O, corrupt) concern the file."""
 
 
 class Writer(WriteQueue):
-    """See the module. It owns the connection and closes it when it ends."""
+    """Commits batches on one connection, which it owns and closes when it ends."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Writer(WriteQueue):
             _log.warning("the failed transaction was not rolled back", extra={"reason": str(error)})
 
     async def end(self) -> None:
-        self._disk.shutdown()  # a commit that is under way ends first
+        self._disk.shutdown()  # waits for a commit in progress
         self._connection.close()
 
     async def _begin(self) -> None:
@@ -84,7 +84,7 @@ class Writer(WriteQueue):
         self._connection.execute("PRAGMA busy_timeout = 0")
 
     async def _run(self, batch: list[Queued]) -> list[Told]:
-        """Runs every operation; says what each of the futures is to get."""
+        """Runs every operation; returns the result or error of each future."""
         told: list[Told] = []
         until = time.perf_counter() + SLICE_S
         for operation, future in batch:

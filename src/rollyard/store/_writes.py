@@ -1,7 +1,7 @@
-"""What is written for clients: runs, engines, submits, cancels. One function per operation.
+"""The writes of clients: runs, engines, submits, cancels. One function per operation.
 
-Each happens as a whole or not at all; those that return `Steps` yield between their rows, so that the loop is not
-held for all of them (see `_writer`).
+Each operation is atomic; those that return `Steps` yield between their rows, so that they do not block the loop for all
+of them (see `_writer`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollyard.store._rows import cancelled, fetch, find, finish, finish_many
 T = TypeVar("T")
 
 TOMBSTONES = 100_000
-"""Cancels of unknown ids that are remembered at most; the oldest goes first. About 10 MB."""
+"""The most cancels of unknown ids that are kept; the oldest is deleted first. About 10 MB."""
 
 SLICE = 64
-"""Rows that are written between two breaths of the loop: at 5 to 20 µs each in SQLite, about 1 ms."""
+"""Rows that are written before the event loop may run again: at 5 to 20 µs each in SQLite, about 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ def put_run(connection: Connection, run_id: str, digest: str, record: str) -> st
         )
         return record
     if row[2]:
-        raise IdConflict(f"run {run_id!r} is being deleted: make it again when it is gone")
+        raise IdConflict(f"run {run_id!r} is being deleted: create it again afterwards")
     if row[0] != digest:
-        raise IdConflict(f"run {run_id!r} exists already, with another body")
+        raise IdConflict(f"run {run_id!r} already exists, with another body")
     connection.execute("UPDATE runs SET kept_from = ? WHERE id = ?", (connection.clock.now(), run_id))
     return row[1]
 
@@ -106,7 +106,7 @@ class Submit(BatchedWrite[list[Row | Rollout]]):
 
 
 def submit(connection: Connection, rows: Sequence[NewRow]) -> Steps[list[Row | Rollout]]:
-    """Each as stored: a new one as a Rollout, without reading it back, an earlier or cancelled one as its row."""
+    """Returns each as stored: a new one as a Rollout, without reading it back, an old or cancelled one as its row."""
     refusal = _refusal(rows, _known_runs(connection, {new.rollout.run for new in rows}))
     if refusal is not None:
         raise refusal
@@ -124,9 +124,9 @@ def _known_runs(connection: Connection, runs: set[str]) -> set[str]:
 
 
 def _refusal(rows: Sequence[NewRow], known_runs: set[str]) -> Exception | None:
-    """What is wrong with a call before anything is written."""
+    """Returns what is wrong with a call, before anything is written."""
     if len({new.rollout.id for new in rows}) < len(rows):
-        return IdConflict("a rollout id is given twice in one call")
+        return IdConflict("a rollout id occurs twice in one call")
     for new in rows:
         if new.rollout.run not in known_runs:
             return NotFound(f"there is no run {new.rollout.run!r}, or it is being deleted")
@@ -153,7 +153,7 @@ def _submit_few(connection: Connection, rows: Sequence[NewRow]) -> list[Row | Ro
         )
     }
     ids = dialect.listed(list(inserted))
-    connection.execute(f"DELETE FROM leavings WHERE {dialect.among.format('id')}", (ids,))  # ids that are used again
+    connection.execute(f"DELETE FROM leavings WHERE {dialect.among.format('id')}", (ids,))  # reused ids
     cancels: dict[str, str] = {
         row[0]: row[1]
         for row in connection.execute(
@@ -166,7 +166,7 @@ def _submit_few(connection: Connection, rows: Sequence[NewRow]) -> list[Row | Ro
         if rollout.id not in inserted:
             row = connection.execute("SELECT digest, run FROM rollouts WHERE id = ?", (rollout.id,)).fetchone()
             if tuple(row) != (new.digest, rollout.run):
-                raise IdConflict(f"rollout {rollout.id!r} exists already, with another body or in another run")
+                raise IdConflict(f"rollout {rollout.id!r} already exists, with another body or in another run")
             stored.append(fetch(connection, rollout.id))
             continue
         seq = inserted[rollout.id]
@@ -193,7 +193,7 @@ def _submit_few(connection: Connection, rows: Sequence[NewRow]) -> list[Row | Ro
 
 
 def _put_bodies(connection: Connection, rows: Sequence[NewRow]) -> dict[str, int]:
-    """The tasks of these rollouts, each stored once: the ids of their bodies, by digest."""
+    """Stores the tasks of these rollouts, each once; returns the ids of their bodies, by digest."""
     dialect = connection.dialect
     wanted = {new.task.digest: new.task for new in rows}
     among, listed = dialect.among.format("digest"), dialect.listed(list(wanted))
@@ -211,8 +211,8 @@ def _put_bodies(connection: Connection, rows: Sequence[NewRow]) -> dict[str, int
 def request_cancel(connection: Connection, rollout_id: str, detail: str) -> Row | None:
     row = connection.execute("SELECT seq, state FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
     if row is None:
-        # Looked for first: in PostgreSQL an insert that finds a conflict uses up a number all the same, and enough
-        # repeated cancels would push out the others' tombstones.
+        # Selected first: in PostgreSQL, an insert with a conflict uses up a number too, and enough repeated cancels
+        # would delete the tombstones of others.
         if connection.execute("SELECT 1 FROM tombstones WHERE id = ?", (rollout_id,)).fetchone() is None:
             (number,) = connection.execute(
                 "INSERT INTO tombstones (id, detail, created_at, kept_from) VALUES (?, ?, ?, ?) RETURNING seq",
@@ -232,7 +232,7 @@ def request_cancel(connection: Connection, rollout_id: str, detail: str) -> Row 
 
 
 def cancel_many(connection: Connection, ids: Sequence[str], detail: str) -> Steps[list[str]]:
-    """Those of them that were queued end, and are returned; the others are marked. Unknown ids are ignored."""
+    """Ends and returns the queued ones; marks the others. Unknown ids are ignored."""
     among, ending = connection.dialect.among.format("id"), cancelled(detail, State.QUEUED)
     ended: list[str] = []
     for few in sliced(ids):

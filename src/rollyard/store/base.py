@@ -1,18 +1,18 @@
-"""The door of this wing: the durable record of everything.
+"""The interface of this package: the durable record of everything.
 
-Invariants, proven for every store by `rollyard.testing.store_conformance`:
-- When `submit` returns, its rows are committed. The same id with the same body is the same rollout; with
-  another body it is `IdConflict`, and then nothing of that call was stored.
-- A rollout ends once: `end` is a compare-and-set on position and epoch; who comes second gets `Stale`.
-- An ended record is visible only after its commit, and gets the next number of the terminal order then.
-- A cancel that comes before its submit wins: the submit finds the tombstone and ends as cancelled.
-- Moves are written in the order they were made; a caller that need not wait for the disk does not await.
-- Only one process has a store open. Each opening raises the epoch; rows of an older epoch are re-queued, but for
-  those that are out at a node, if the opener keeps leases.
-- A leased rollout is out at one node. (id, attempt) is its fencing token: giving it back raises the attempt, and what
-  the node still says of the old one is `Stale`.
+Invariants, tested for every store by `rollyard.testing.store_conformance`:
+- When `submit` returns, its rows are committed. The same id with the same body is the same rollout; with another body
+  it is `IdConflict`, and nothing of that call is stored.
+- A rollout ends once: `end` is a compare-and-set on position and epoch; a second caller gets `Stale`.
+- An ended record is visible only after its commit, which gives it the next number in the terminal order.
+- A cancel that arrives before its submit wins: the submit finds the tombstone and ends as cancelled.
+- Moves are written in the order of the calls; a caller that need not wait for the disk does not await.
+- Only one process has a store open. Each opening increments the epoch; rows of an older epoch are requeued, except
+  those that are leased to a node, if the opener keeps leases.
+- A rollout is leased to at most one node. (id, attempt) is its fencing token: a requeue increments the attempt, and
+  what the node still writes for the old one is `Stale`.
 
-The file is long because it is the whole door, and the small records that go through it.
+The file is long because it contains the whole interface and its small records.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from rollyard.core.policy import PolicyRecord
 
 
 class Stale(Exception):
-    """The row is not where the caller thought: somebody else moved it, or another server owns it."""
+    """The row is not at the expected position: another caller moved it, or another server owns it."""
 
     def __init__(self, detail: str = "", state: State | None = None) -> None:
-        """`state` is where the rollout is instead; None: it is not there, or this is about something else."""
+        """`state` is the rollout's actual state; None: it does not exist, or the error concerns something else."""
         super().__init__(detail)
         self.state = state
 
@@ -55,12 +55,12 @@ class StoreLocked(Exception):
 
 
 class StoreUnusable(Exception):
-    """The store cannot be used at all; the message says why and what to do."""
+    """The store cannot be used at all; the message contains the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One rollout as a client wants it. `body` is what idempotency compares."""
+    """One rollout as a client submits it. `body` is what idempotency compares."""
 
     rollout: Rollout
     body: Mapping[str, Json]
@@ -68,19 +68,19 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class QueuedRow:
-    """As little of a queued rollout as the scheduler needs to hold."""
+    """The part of a queued rollout that the scheduler needs."""
 
     id: str
     run: str
     priority: int
     seq: int
     attempt: int
-    since: float | None = field(default=None, compare=False)  # by the monotonic clock; None: an earlier process's
+    since: float | None = field(default=None, compare=False)  # by the monotonic clock; None: of an earlier process
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedRow:
-    """A rollout that is out at a node."""
+    """A rollout that is leased to a node."""
 
     id: str
     attempt: int
@@ -90,7 +90,7 @@ class LeasedRow:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTrajectory:
-    """A trajectory as `codec.encode_trajectory` made it, here or elsewhere."""
+    """A trajectory as `codec.encode_trajectory` returned it, in this process or another."""
 
     data: bytes
     sampled_tokens: int
@@ -98,43 +98,43 @@ class EncodedTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What an opening found, moved already."""
+    """What an opening found and has already moved."""
 
     queued: int = 0  # were queued, still are
     requeued: int = 0  # were in INIT, READY or RUN (or in EVAL without artifacts): attempt + 1
-    evals: tuple[str, ...] = ()  # had ended RUN and can be evaluated from what was saved
+    evals: tuple[str, ...] = ()  # had ended RUN and can be scored from what was saved
     failed: int = 0  # attempts used up: ended as lost_to_restarts
-    cancelled: int = 0  # a cancel had been asked for
-    leased: tuple[LeasedRow, ...] = ()  # are out at nodes, and stay so: only for an opener that keeps leases
+    cancelled: int = 0  # a cancel had been requested
+    leased: tuple[LeasedRow, ...] = ()  # are and stay leased to nodes: only for an opener that keeps leases
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
     rollouts: tuple[Rollout, ...]
-    next_cursor: str | None  # pass as `after`. None: nothing more; for ended, only on an empty page (ask again later)
+    next_cursor: str | None  # pass as `after`. None: no more; for ended, only on an empty page (repeat the call later)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a sweep deletes: whatever ended so long ago, by the store's own clock, which counts only while it is open.
+    """A sweep deletes what ended longer ago than this, by the store's own clock, which counts only while it is open.
 
-    Not the work of an open group, of a live draw that was not acknowledged, or of an evaluation that is running."""
+    It keeps open groups, unacknowledged work of live draws, and running evaluations."""
 
     max_age_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a sweep deleted, for those who remember it or keep files of it."""
+    """What a sweep deleted, for components that cache it or store files of it."""
 
-    rollouts: tuple[str, ...] = ()  # their artifacts may be deleted: named until the next sweep
+    rollouts: tuple[str, ...] = ()  # their artifacts may be deleted: listed until the next sweep
     draws: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision of a draw, or of a group: all of it is committed, or nothing."""
+    """One decision of a draw, or of a group, which is committed atomically."""
 
     submissions: tuple[Submission, ...] = ()
     groups: tuple[Group, ...] = ()  # new or changed
@@ -145,7 +145,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """An evaluation: its groups are `ID.0`, `ID.1` …, in the run that was made for it."""
+    """An evaluation: its groups are `ID.0`, `ID.1` …, in the run that was created for it."""
 
     id: str
     run: str
@@ -167,12 +167,12 @@ class EvalRecord:
 
 
 def eval_items(eval_id: str) -> str:
-    """Under what name an evaluation's tasks are kept, beside those of draws: no draw can have it as its id."""
+    """Returns the name under which an evaluation's tasks are stored, beside those of draws: it is no valid draw id."""
     return f"eval/{eval_id}"
 
 
 class ItemKind(StrEnum):
-    """What has a key: the table that it is in."""
+    """The kinds of items that have a key; the value is their table."""
 
     ROLLOUT = "rollouts"
     GROUP = "groups"
@@ -189,13 +189,13 @@ class Store(Protocol):
 
     @property
     def broken(self) -> str | None:
-        """Why it cannot be used any more; None while it can. Everything else raises StoreUnusable then, and only then
-        or once it is closed."""
+        """Why the store cannot be used any more; None while it can. All other methods raise StoreUnusable if it is
+        broken or closed, and only then."""
         ...
 
     # runs
     async def put_run(self, run: Run, body: Mapping[str, Json]) -> Run:
-        """Idempotent by id like submit. Returns what is stored."""
+        """Idempotent by id, like submit. Returns the stored run."""
         ...
 
     async def get_run(self, run_id: str) -> Run: ...
@@ -203,72 +203,71 @@ class Store(Protocol):
     async def list_runs(self) -> Sequence[Run]: ...
 
     async def begin_deletion(self, run_id: str) -> None:
-        """From now on nothing is submitted to it, and `queued` leaves its rollouts out; `delete_run` is to follow."""
+        """Refuses further submissions to the run, and leaves its rollouts out of `queued`; `delete_run` must follow."""
         ...
 
     async def deleting_runs(self) -> Sequence[str]:
-        """Runs whose deletion was begun and is not complete."""
+        """Returns the runs whose deletion has started and is not complete."""
         ...
 
     async def queued_of(self, run_id: str, limit: int) -> Sequence[str]:
-        """Ids of rollouts of a run that wait, as many at most."""
+        """Returns ids of a run's queued rollouts, at most `limit`."""
         ...
 
     async def stored_bytes(self, runs: Sequence[str]) -> Mapping[str, int]:
-        """Of the trajectories of each of these runs that has any."""
+        """Returns the size of the trajectories of each of these runs that has any."""
         ...
 
     async def count_of_run(self, run_id: str) -> int:
-        """Rollouts that it has."""
+        """Returns the number of its rollouts."""
         ...
 
     async def delete_run(self, run_id: str) -> None:
-        """Forgets a run and all its ended rollouts. `Stale` while one has not ended: cancel first, and wait."""
+        """Deletes a run and all its ended rollouts. `Stale` while one has not ended: cancel first, and wait."""
         ...
 
     # submit and cancel
     async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
-        """All or nothing. Returns each as stored: new, the earlier one, or ended by its tombstone.
+        """Applied atomically. Returns each rollout as stored: new, existing, or ended by its tombstone.
 
-        `NotFound` for an unknown run; `IdConflict` also for an id that is twice in the call."""
+        `NotFound` for an unknown run; `IdConflict` also for an id that occurs twice in the call."""
         ...
 
     async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
-        """Durable before it returns. A queued one ends here; a live one is marked; None: a tombstone was left."""
+        """Ends a queued rollout, marks a live one, or stores a tombstone (None). Durable before it returns."""
         ...
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> Sequence[str]:
-        """In one transaction, durable before it returns. Queued ones end here, and are returned; live ones are marked;
-        ids that are not there leave no tombstone."""
+        """Ends and returns the queued ones, marks live ones, and stores no tombstone for unknown ids. One transaction,
+        durable before it returns."""
         ...
 
-    # what the pipeline does
+    # the pipeline's writes
     async def lease(self, wanted: Sequence[tuple[str, int, str]]) -> Sequence[str]:
-        """(id, attempt, node): queued → init, out at that node. Durable before it returns. The ids that it got, in the
-        order given: what is not queued with that attempt (any more), or is held by another transaction just now, is
-        left out."""
+        """(id, attempt, node): queued → init, leased to that node. Durable before it returns. Returns the leased ids in
+        the order given: rollouts that are not queued with that attempt, or are locked by another transaction, are left
+        out."""
         ...
 
     def move(self, rollout_id: str, at: Position, to: Position) -> asyncio.Future[None]:
-        """queued → init → ready → run. The other moves have calls of their own, below: `IllegalMove` at once. Raises
+        """queued → init → ready → run. Raises `IllegalMove` at once for other moves, which have their own methods, and
         `Stale` through the future."""
         ...
 
     def requeue(
         self, rollout_id: str, at: Position, lost: LostAttempt, *, is_excused: bool = False
     ) -> asyncio.Future[None]:
-        """Back to queued with attempt + 1, out at no node."""
+        """Back to queued with attempt + 1, leased to no node."""
         ...
 
     async def save_run(
         self, rollout_id: str, at: Position, trajectory: Trajectory | EncodedTrajectory, info: Mapping[str, Json]
     ) -> None:
-        """run → eval, with what RUN left, here or at the node where it is. Durable before it returns. `info` comes back
-        from `saved_run`."""
+        """run → eval, with the results of RUN; a lease stays. Durable before it returns. `saved_run` returns `info`."""
         ...
 
     def excuse_eval(self, rollout_id: str, at: Position) -> asyncio.Future[None]:
-        """Its evaluation was stopped, not lost: the next opening takes it up without counting that."""
+        """Records that its EVAL was stopped, not lost: the next opening repeats it without counting that."""
         ...
 
     async def saved_run(self, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None: ...
@@ -280,7 +279,7 @@ class Store(Protocol):
         ending: Ending,
         trajectory: Trajectory | EncodedTrajectory | None = None,
     ) -> Rollout:
-        """The one terminal record, out at no node. Durable before it returns."""
+        """Writes the one terminal record and ends the lease. Durable before it returns."""
         ...
 
     async def add_score(self, rollout_id: str, score: Mapping[str, Json]) -> Rollout:
@@ -291,19 +290,19 @@ class Store(Protocol):
     async def get(self, rollout_id: str) -> Rollout: ...
 
     async def get_many(self, ids: Sequence[str]) -> Sequence[Rollout]:
-        """In the order given; what is not there is left out."""
+        """In the order given; unknown ids are left out."""
         ...
 
     async def named(self, kind: ItemKind, id: str) -> Mapping[str, str]:
-        """The keys of all that have this id, in whatever run, and the run of each."""
+        """Returns the keys of all items with this id, in any run, and the run of each."""
         ...
 
     async def runs_of(self, kind: ItemKind, keys: Sequence[str]) -> Mapping[str, str]:
-        """Which of these keys there are, and the run of each."""
+        """Returns which of these keys exist, and the run of each."""
         ...
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """None: it left none, or it was acknowledged away."""
+        """None: the rollout has none, or it was acknowledged and deleted."""
         ...
 
     async def list(
@@ -316,12 +315,12 @@ class Store(Protocol):
         after: str | None = None,
         limit: int = 100,
     ) -> Page:
-        """Of these runs, or of all: ended ones in terminal order, others in order of submission. `group` is a key;
-        `group_named` an id, in whatever run."""
+        """Returns rollouts of these runs, or of all: ended ones in terminal order, others in order of submission.
+        `group` is a key; `group_named` is an id, in any run."""
         ...
 
     async def queued(self) -> Sequence[QueuedRow]:
-        """All that wait, in order of submission."""
+        """Returns all queued rollouts, in order of submission."""
         ...
 
     async def counts(self) -> Mapping[str, int]:
@@ -332,22 +331,22 @@ class Store(Protocol):
     async def put_groups(
         self, groups: Sequence[tuple[Group, Mapping[str, Json]]], submissions: Sequence[Submission]
     ) -> tuple[Sequence[Group], Sequence[Rollout]]:
-        """New groups, each with what idempotency compares, and their rollouts. All or nothing; a group that is there
-        already, with the same body, is returned as it stands."""
+        """Stores new groups, each with the body that idempotency compares, and their rollouts. Applied atomically; an
+        existing group with the same body is returned unchanged."""
         ...
 
     async def step(self, step: Decision) -> Sequence[Rollout]:
-        """See `Decision`. Durable before it returns; the rollouts as stored."""
+        """Commits a `Decision`. Durable before it returns; returns the rollouts as stored."""
         ...
 
     async def get_group(self, group_id: str) -> Group: ...
 
     async def unfinished_groups(self) -> Sequence[Group]:
-        """Those that are open or complete, in the order in which they began."""
+        """Returns open and complete groups, in the order in which they started."""
         ...
 
     async def orphans(self) -> Sequence[str]:
-        """Rollouts that have not ended although their group has: nobody wants them any more."""
+        """Returns rollouts that have not ended although their group has: they are no longer needed."""
         ...
 
     async def delivered_groups(self, draw_id: str, after: int, limit: int) -> Sequence[Group]:
@@ -363,14 +362,14 @@ class Store(Protocol):
     async def list_draws(self) -> Sequence[Draw]: ...
 
     async def put_items(self, draw_id: str, first: int, tasks: Sequence[Mapping[str, Json]]) -> None:
-        """Tasks number `first` and on, instead of what may be there from it on. Before the draw itself is stored."""
+        """Stores tasks from number `first` on, and replaces existing ones. Called before the draw itself is stored."""
         ...
 
     async def push_items(
         self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]], *, closed: str | None = None
     ) -> int:
-        """Appends tasks, each once by its name where it has one. How many there are then. `closed` says why none may
-        be added any more: `SourceClosed` then, unless all are there."""
+        """Appends tasks, each once by its name if it has one. Returns the new number of tasks. `closed` is the reason
+        why no task may be added: `SourceClosed` then, unless all of them exist."""
         ...
 
     async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]: ...
@@ -380,7 +379,7 @@ class Store(Protocol):
     async def get_batch(self, draw_id: str, number: int) -> Batch: ...
 
     async def acknowledge_draw(self, draw_id: str, batch: int) -> int:
-        """Batches up to there are safe with the trainer: their traces may go. Returns how many groups did."""
+        """Deletes the traces of batches up to this one, which the trainer has saved. Returns the number of groups."""
         ...
 
     async def put_eval(self, record: EvalRecord, body: Mapping[str, Json] | None = None) -> EvalRecord:
@@ -393,39 +392,39 @@ class Store(Protocol):
 
     # engines that clients added
     async def put_engine(self, spec: EngineSpec) -> None:
-        """Remembers an engine, over an earlier one of that id."""
+        """Stores an engine, and replaces one with the same id."""
         ...
 
     async def engines(self) -> Sequence[EngineSpec]: ...
 
     async def delete_engine(self, engine_id: str) -> None:
-        """Forgets it; nothing happens if it is not there."""
+        """Does nothing if the engine does not exist."""
         ...
 
-    # policies, and the changes of their weights
+    # policies and their weights
     async def put_policy(self, record: PolicyRecord) -> None:
-        """Over an earlier one of that name. Durable before it returns."""
+        """Replaces one with the same name. Durable before it returns."""
         ...
 
     async def policies(self) -> Sequence[PolicyRecord]: ...
 
-    # who may do what
+    # access
     async def put_token(self, record: TokenRecord) -> None:
-        """Over an earlier one of that id. Durable before it returns."""
+        """Replaces one with the same id. Durable before it returns."""
         ...
 
     async def tokens(self) -> Sequence[TokenRecord]:
-        """In the order in which they were created."""
+        """In order of creation."""
         ...
 
     async def delete_token(self, token_id: str) -> None: ...
 
     async def put_owner(self, policy: str, owner: str | None) -> None:
-        """Names the owner of a policy; None: it has none."""
+        """Sets the owner of a policy; None: it has no owner."""
         ...
 
     async def owners(self) -> Mapping[str, str]:
-        """The owner of each policy that has one."""
+        """Returns the owner of each policy that has one."""
         ...
 
     async def add_audit(self, entry: AuditEntry) -> None:
@@ -433,20 +432,21 @@ class Store(Protocol):
         ...
 
     async def audit(self, *, before: int | None = None, limit: int = 100) -> Sequence[AuditEntry]:
-        """Newest first, those before that place."""
+        """Newest first; only entries before position `before`."""
         ...
 
     # retention
     async def acknowledge(self, run_id: str, cursor: str) -> int:
-        """What the run's trainer has safely got: traces up to there may go. Returns how many did.
+        """Deletes the traces up to the cursor, which the run's trainer has saved. Returns how many.
 
-        Not those of groups that are open, wait for a batch of their draw, or whose batch was not acknowledged."""
+        Keeps those of groups that are open, wait for a batch of their draw, or whose batch was not acknowledged."""
         ...
 
     async def sweep(self, retention: Retention) -> SweepResult:
-        """Deletes what is due, and runs of which nothing is left.
+        """Deletes what is due, and empty runs.
 
-        A rollout is named until the sweep after the one that named it, so a crash in between leaves no file behind."""
+        The next sweep drops the rollouts that this one returned. After a crash in between they are returned again, so
+        that no file is left behind."""
         ...
 
     async def close(self) -> None: ...

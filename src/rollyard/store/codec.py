@@ -1,14 +1,14 @@
-"""Records as bytes, and back.
+"""Encodes records as bytes and decodes them.
 
-Short records (Task, Run, Ending, LostAttempt…) are JSON: a person can read them with any SQLite shell, and a
-field that a later version adds is simply its default here. A trajectory is msgpack whose token columns are raw
-little-endian buffers: no number is boxed on the way.
+Short records (Task, Run, Ending, LostAttempt…) are JSON: a person can read them with any SQLite shell, and a field that
+a later version adds gets its default in older records. A trajectory is msgpack whose token columns are raw
+little-endian buffers: no number is boxed.
 
 Measured (2-core aarch64, one trace of 8,000 tokens): 104 KB, 15 µs to encode, 20 µs to decode.
 
-Invariants. `decode_trajectory(encode_trajectory(t)) == t`. The first four bytes name the format and its version;
-bytes of a version that we do not know are refused, never guessed at. The messages, tools and info of a trajectory
-are kept as JSON: integers of any size come back as they were.
+Invariants. `decode_trajectory(encode_trajectory(t)) == t`. The first four bytes are the format and its version; bytes
+of an unknown version are refused. The messages, tools and info of a trajectory are stored as JSON: integers of any size
+are preserved.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _SWAP = sys.byteorder == "big"
 
 
 class CorruptRecord(ValueError):
-    """Bytes from the store that are not what they should be."""
+    """Bytes from the store that are not a valid record."""
 
 
 class _TraceRecord(msgspec.Struct, array_like=True):
-    """A trace on disk. The order of the fields is the format: append only, with defaults."""
+    """A trace on disk. The order of the fields is the format: only append fields, with defaults."""
 
     token_ids: bytes  # int32
     mask: bytearray
@@ -92,12 +92,12 @@ class _TrajectoryRecord(msgspec.Struct, array_like=True):
 
 
 def to_json(record: object) -> str:
-    """Any dataclass of core, or any JSON value."""
+    """Encodes any dataclass of core, or any JSON value."""
     return msgspec.json.encode(record).decode()
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """What `to_json` made; `CorruptRecord` if it is not one."""
+    """Decodes what `to_json` returned; raises `CorruptRecord` if it is invalid."""
     try:
         return _DECODERS[kind].decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is a DecodeError
@@ -131,18 +131,18 @@ _DECODERS: dict[Any, Any] = {
         _Text,
     )
 }
-"""All that the store reads, built when this module is imported, by one thread. msgspec builds what it knows of a
-dataclass on its first use, and a second thread that uses it meanwhile sees it half built: the process dies of a
-segmentation fault. Readers are threads, so nothing here may be built by them. (It also costs 100 times its use.)"""
+"""Everything that the store reads, built by one thread when this module is imported. msgspec builds its description of
+a dataclass on first use, and a second thread that uses it meanwhile gets it half built: the process ends with a
+segmentation fault. Readers are threads, so they must not build any. (Building one costs 100 times its use, too.)"""
 
 _TRAJECTORY_DECODER = msgspec.msgpack.Decoder(_TrajectoryRecord)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytearray:
-    """See the module. Raises ValueError for text that is not Unicode (a lone surrogate)."""
+    """Encodes a trajectory. Raises ValueError for text that is not Unicode (a lone surrogate)."""
     columns_bytes = sum(16 * len(trace) for trace in trajectory.traces)
-    buffer = bytearray(columns_bytes + 4096)  # about right at once: growing it would copy the columns again
+    buffer = bytearray(columns_bytes + 4096)  # about the final size: growing it would copy the columns
     buffer[:4] = _HEADER
     record = _TrajectoryRecord(
         rollout_id=trajectory.rollout_id,
@@ -158,9 +158,9 @@ def encode_trajectory(trajectory: Trajectory) -> bytearray:
 
 
 def check_trajectory(data: bytes | bytearray) -> None:
-    """`CorruptRecord` if these bytes, by their beginning, are not a trajectory of a format that we read."""
+    """Raises `CorruptRecord` if the first bytes are not those of a trajectory in a supported format."""
     if data[:3] != MAGIC:
-        raise CorruptRecord("a stored trajectory does not begin as one")
+        raise CorruptRecord("a stored trajectory does not begin with its format's first bytes")
     if data[3:4] != bytes([VERSION]):
         found = data[3] if len(data) > 3 else "none"
         raise CorruptRecord(f"a stored trajectory has format {found}; this version of Rollyard reads {VERSION}")
@@ -235,7 +235,7 @@ def _raw(column: array[Any], typecode: str) -> bytes:
 
 def _column(raw: bytes, typecode: str) -> array[Any]:
     if len(raw) % 4:
-        raise CorruptRecord(f"a stored token column has {len(raw)} bytes, which is no multiple of 4")
+        raise CorruptRecord(f"a stored token column has {len(raw)} bytes, which is not a multiple of 4")
     column: array[Any] = array(typecode, raw)
     if _SWAP:
         column.byteswap()

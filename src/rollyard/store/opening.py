@@ -1,4 +1,4 @@
-"""Which store a name means: a `postgresql://` URL, or a path of a SQLite file."""
+"""Opens a store by its name: a `postgresql://` URL, or the path of a SQLite file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SCHEMES = ("postgresql://", "postgres://")
 
 
 def is_url(name: Path | str) -> bool:
-    """Whether it is a server's. `StoreUnusable` for a URL of anything else, which would make a strange path."""
+    """Whether the name is a server's URL. Raises `StoreUnusable` for any other URL, which would be a strange path."""
     if isinstance(name, Path):
         return False
     if name.startswith(SCHEMES):
         return True
-    if "://" in name:  # not repeated: it may have a password in it
+    if "://" in name:  # not shown: it may contain a password
         raise StoreUnusable("a store is a postgresql:// URL or the path of a SQLite file; this URL is neither")
     return False
 
@@ -53,7 +53,7 @@ async def open_store(
 
 
 def shown(name: Path | str) -> str:
-    """The name as it may be shown and logged: a URL without its password."""
+    """Returns the name as it may be shown and logged: a URL without its password."""
     if not is_url(name):
         return str(name)
     return Address.parse(str(name)).shown

@@ -1,22 +1,22 @@
 """The shared store: a PostgreSQL database, for a head that must be able to start on another machine.
 
-It passes the same conformance suite as the embedded one, with the same SQL: `_door` is what it does, `_pg_connection`
-runs it, `_pg_writer` commits it, `_pg_server` is the way to the server, the lock and the tables. This file opens and
-closes it. It needs the packages of the extra `postgres`.
+It passes the same conformance suite as the embedded store, with the same SQL: `_sql_store` implements the interface,
+`_pg_connection` runs the SQL, `_pg_writer` commits, `_pg_server` has the connections, the lock and the tables. This
+file opens and closes the store. It needs the packages of the extra `postgres`.
 
-Invariants, beside those of the door:
-- One head has it, by an advisory lock on a connection of its own. A head that loses this connection stops: another
-  one may have the lock by then. What it had under way is refused by the epoch, which every transaction checks and
-  holds until its commit.
-- A lost connection to the server stops the store, but for one that only reads: what it was asked is asked again on a
-  new one, and the store stops if that fails too. Opening it again is the way back, here or on another machine.
-- The lock's connection is asked for a sign of life: a server that is out of reach has dropped the lock by then.
+Invariants, beside those of the interface:
+- One head has the store, by an advisory lock on its own connection. A head that loses this connection stops: another
+  one may have the lock by then. Its transactions in progress are refused by the epoch, which every transaction checks
+  and holds until its commit.
+- A lost connection to the server stops the store, unless it only reads: its query is repeated on a new one, and the
+  store stops if that fails too. The store must then be opened again, here or on another machine.
+- The lock's connection is checked regularly: a server that cannot be reached may have released the lock.
 
-Five connections: the lock's, the writer's, and three to read. They must not go through a pooler that shares
-connections between transactions (such as pgbouncer in transaction mode): the lock would not be ours.
+It uses five connections: one for the lock, one for the writer, and three for readers. They must not go through a pooler
+that shares connections between transactions (such as pgbouncer in transaction mode): the lock would not be exclusive.
 
-Measured (PostgreSQL 15 and this process on the same 2 cores, x86-64, fsync on, other work beside it): a lone move
-0.7 to 1.3 ms, a lone submit 1.4 to 2.3 ms (p50). Batched: 12,000 to 16,000 leases a second in batches of 256, 14,000 to
+Measured (PostgreSQL 15 and this process on the same 2 cores, x86-64, fsync on, with other load): a single move 0.7 to
+1.3 ms, a single submit 1.4 to 2.3 ms (p50). Batched: 12,000 to 16,000 leases a second in batches of 256, 14,000 to
 20,000 moves, 7,000 to 8,600 submits one by one, 3,800 to 6,900 ends with small trajectories. Opening with 53,000 live
 rollouts: 4 s.
 """
@@ -52,7 +52,7 @@ _log = logging.getLogger("rollyard.store")
 
 
 class PostgresStore(SqlStore):
-    """See the module. Made by `open`; `async with` closes it."""
+    """A store in PostgreSQL. Created by `open`; `async with` closes it."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PostgresStore(SqlStore):
         on_commit: Callable[[float, int], None] = lambda _seconds, _operations: None,
         read_clock: Callable[[], float] = time.monotonic,
     ) -> Self:
-        """Opens, migrates and recovers a store; the arguments are those of `SqliteStore.open`. `StoreLocked`, or
+        """Opens, migrates and recovers a store; the arguments are those of `SqliteStore.open`. Raises `StoreLocked`, or
         `StoreUnusable` with what to do."""
         address = Address.parse(url)
         open_: list[asyncpg.Connection] = []
@@ -108,14 +108,14 @@ class PostgresStore(SqlStore):
         store = cls(address, lock, writer, readers, connection.clock, epoch, recovered)
         for one in open_:
             one.add_termination_listener(store._on_lost)
-        if any(one.is_closed() for one in open_):  # before there was a listener
+        if any(one.is_closed() for one in open_):  # lost before the listener was added
             await store.close()
             raise StoreUnusable(f"{address.shown} cannot be opened: the connection to it was lost; try again")
         lock.watch(store._on_silence)
         return store
 
     async def _close(self) -> None:
-        """Commits what is queued, then gives the lock back."""
+        """Commits what is queued, then releases the lock."""
         try:
             await self._readers.close()
             await self._writer.close()
@@ -128,17 +128,17 @@ class PostgresStore(SqlStore):
             return await self._readers.run(query)
         except (StoreUnusable, *SERVER_ERRORS) as error:
             if isinstance(error, StoreUnusable) or is_servers(error):
-                raise self._unreadable(error) from None  # what is below it may quote the URL
+                raise self._unreadable(error) from None  # the cause may contain the URL
             raise
 
     def _on_lost(self, connection: asyncpg.Connection) -> None:
         which = "that held the lock" if connection is self._lock.connection else "that wrote"
-        self._break_down(f"the connection to {self._shown} {which} was lost; start again when the server is there")
+        self._break_down(f"the connection to {self._shown} {which} was lost; restart when the server is available")
 
     def _on_silence(self, reason: str) -> None:
         self._break_down(
-            f"{self._shown} does not answer on the connection that holds the lock ({reason}), and may have given it to "
-            "another head; start again when the server is there"
+            f"{self._shown} does not answer on the connection that holds the lock ({reason}), and may have given the "
+            "lock to another head; restart when the server is available"
         )
 
     def _break_down(self, reason: str) -> None:
@@ -147,8 +147,8 @@ class PostgresStore(SqlStore):
 
 
 class PgReaders:
-    """A few connections that only read. One that was lost, or that the server failed on, is made anew when it is
-    wanted: what goes wrong with one of them is no reason to stop, as long as the server answers another."""
+    """A few read-only connections. One that was lost, or on which the server failed, is replaced when it is needed: its
+    failure does not stop the store as long as the server answers on a new one."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -166,8 +166,8 @@ class PgReaders:
             raise
 
     async def run(self, query: Callable[[Connection], T]) -> T:
-        """Waits, in order, until a connection is free. A query that the server fails on is asked once more, on a new
-        connection: it changes nothing. Raises what is the query's own doing, or what the second try met."""
+        """Waits, in order, until a connection is free. If the server fails, the query is repeated once on a new
+        connection, since it changes nothing. Raises errors of the query itself, or those of the second try."""
         connection = await self._idle.get()
         try:
             if self._is_closed:
@@ -187,7 +187,7 @@ class PgReaders:
             self._idle.put_nowait(connection)
 
     async def close(self) -> None:
-        """What is being read comes to its end; who still waits for a connection is told that there is none."""
+        """Waits for running queries; callers that still wait for a connection get `StoreUnusable`."""
         self._is_closed = True
         for _ in range(self._count):
             await hang_up((await self._idle.get()).raw)
@@ -208,7 +208,7 @@ def _prepare(
     recovering: Callable[[], tuple[int, Recovery]],
     read_clock: Callable[[], float],
 ) -> tuple[int, Recovery]:
-    connection.control(  # another setting may ask for more than our own disk: it stays
+    connection.control(  # other values than off stay: they may require more than the server's own disk
         "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
     )
     migrate(connection, address)
@@ -220,7 +220,7 @@ def _prepare(
 
 
 async def _why_not(connections: list[asyncpg.Connection], address: Address, error: Exception) -> str:
-    """What to say of an error that an opening met; the first connection, if there is one, is the lock's."""
+    """Returns the message for an error of an opening; the first connection, if there is one, is the lock's."""
     if isinstance(error, asyncpg.LockNotAvailableError) and connections:
         with suppress(*SERVER_ERRORS):
             return await blocked(connections[0], address)

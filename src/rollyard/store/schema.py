@@ -1,13 +1,13 @@
 """The tables, as numbered migrations that are applied when a store is opened.
 
-A store says which migrations it has had (in SQLite `PRAGMA user_version`, in PostgreSQL a row of `meta`) and that it is
-ours (`application_id`, likewise). The statements are SQLite's; `for_postgres` says them as PostgreSQL wants them.
-Each migration is one transaction. A store that has had more of them than we know was written by a newer
-Rollyard: it is refused, because an older one would break its invariants without noticing.
+A store records which migrations it has had (in SQLite `PRAGMA user_version`, in PostgreSQL a row of `meta`) and that it
+belongs to Rollyard (`application_id`, likewise). The statements are for SQLite; `for_postgres` translates them. Each
+migration is one transaction. A store with more migrations than this version has was written by a newer Rollyard: it is
+refused, because an older one would silently break its invariants.
 
-Invariants. A migration that was released is never edited; a change is a new one at the end. The hot row of a
-rollout is small, since every move rewrites it: its task (immutable, and shared with others) and its trajectory (large)
-have their own tables.
+Invariants. A released migration is never edited; a change is a new migration at the end. The row of a rollout is small,
+since every move rewrites it: its task (immutable, and shared with others) and its trajectory (large) have their own
+tables.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rollyard.store.base import StoreUnusable
 APPLICATION_ID = 0x526C5964  # "RlYd"
 
 V1 = (
-    # epoch: raised by each opening. ended_seq: the last number given in the terminal order; it is kept apart from
-    # the rows because retention deletes rows, and a number must never be given twice.
+    # epoch: incremented by each opening. ended_seq: the last number used in the terminal order; it is stored apart from
+    # the rows because retention deletes rows, and a number must never be used twice.
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     "INSERT INTO meta VALUES ('epoch', 0), ('ended_seq', 0)",
     """CREATE TABLE runs (
@@ -60,7 +60,7 @@ V1 = (
     """CREATE TABLE tasks (
         seq INTEGER PRIMARY KEY REFERENCES rollouts (seq) ON DELETE CASCADE,
         task TEXT NOT NULL)""",
-    # info is NULL where the trajectory came with the ending, not from save_run.
+    # info is NULL if the trajectory came with the ending, not from save_run.
     """CREATE TABLE trajectories (
         seq INTEGER PRIMARY KEY REFERENCES rollouts (seq) ON DELETE CASCADE,
         sampled_tokens INTEGER NOT NULL,
@@ -72,13 +72,13 @@ V1 = (
         detail TEXT NOT NULL,
         created_at REAL NOT NULL)""",
     "CREATE TABLE engines (id TEXT PRIMARY KEY, record TEXT NOT NULL)",
-    # Rollouts whose artifacts are to be deleted. A sweep names them, the next one forgets them: a crash between
-    # the two names them again, and no file is left behind.
+    # Rollouts whose artifacts must be deleted. A sweep returns them, and the next one removes them from this table:
+    # after a crash between the two they are returned again, and no file is left behind.
     "CREATE TABLE leavings (id TEXT PRIMARY KEY) WITHOUT ROWID",
 )
 
 V2 = (
-    # is_held: its rollouts are kept whatever their age: it is open, waits for a batch, or was not acknowledged.
+    # is_held: its rollouts are kept at any age, because it is open, waits for a batch, or was not acknowledged.
     """CREATE TABLE groups (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL UNIQUE,
@@ -103,7 +103,7 @@ V2 = (
         is_active INTEGER NOT NULL,
         record TEXT NOT NULL)""",
     "CREATE INDEX draws_run ON draws (run)",
-    # The tasks of a list, or those that a client pushed; `name` is the client's, for pushing them once.
+    # The tasks of a list, or those that a client pushed; `name` is set by the client, so that each is pushed once.
     """CREATE TABLE draw_items (
         draw TEXT NOT NULL,
         item INTEGER NOT NULL,
@@ -122,21 +122,21 @@ V2 = (
         run TEXT NOT NULL,
         digest TEXT NOT NULL,
         record TEXT NOT NULL)""",
-    # What is known of a policy's weights, and the pause that it is in.
+    # The state of a policy's weights, and its pause.
     "CREATE TABLE policies (name TEXT PRIMARY KEY, record TEXT NOT NULL)",
 )
 
 V3 = (
-    # The node that it is out at; NULL: at none. Only a live one is.
+    # The node that it is leased to, or NULL. Only a live rollout is leased.
     "ALTER TABLE rollouts ADD COLUMN node TEXT CHECK (node IS NULL OR state IN ('init', 'ready', 'run', 'eval'))",
-    # The order in which they were added: a rowid is SQLite's alone.
+    # The order in which they were added: only SQLite has a rowid.
     "ALTER TABLE engines ADD COLUMN seq INTEGER NOT NULL DEFAULT 0",
     "UPDATE engines SET seq = rowid",
 )
 
 V4 = (
-    # A task is stored once, however many rollouts have it. `bytes` is before it, so that reading the size of a large
-    # one reads no more. Rollouts of before have theirs in `tasks`.
+    # A task is stored once, however many rollouts have it. `bytes` precedes it, so that reading the size of a large
+    # task reads no more. Older rollouts have theirs in `tasks`.
     """CREATE TABLE bodies (
         id INTEGER PRIMARY KEY AUTOINCREMENT,
         digest TEXT NOT NULL UNIQUE,
@@ -144,21 +144,21 @@ V4 = (
         task TEXT NOT NULL)""",
     "ALTER TABLE rollouts ADD COLUMN body INTEGER REFERENCES bodies (id)",
     "CREATE INDEX rollouts_body ON rollouts (body) WHERE body IS NOT NULL",
-    # It is being deleted: nothing of it is begun any more.
+    # It is being deleted: no rollout of it is started any more.
     "ALTER TABLE runs ADD COLUMN is_deleting INTEGER NOT NULL DEFAULT 0",
 )
 
 V5 = (
     # Tokens that administrators created, by their digests.
     "CREATE TABLE tokens (id TEXT PRIMARY KEY, record TEXT NOT NULL)",
-    # Who may change the weights of a policy.
+    # The owner of each policy, who may change its weights.
     "CREATE TABLE policy_owners (policy TEXT PRIMARY KEY, owner TEXT NOT NULL)",
     "CREATE TABLE audit (seq INTEGER PRIMARY KEY AUTOINCREMENT, record TEXT NOT NULL)",
 )
 
 V6 = (
-    # kept_from: when its retention began, by the store's own clock (`_clock`), which is in meta in milliseconds. What
-    # an older store has is kept as if it had ended when it was migrated.
+    # kept_from: when its retention started, by the store's own clock (`_clock`), which is in meta in milliseconds. Rows
+    # of an older store are kept as if they had ended when it was migrated.
     "INSERT INTO meta VALUES ('clock_ms', 0)",
     "ALTER TABLE rollouts ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
     "DROP INDEX rollouts_age",
@@ -185,12 +185,12 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6)
 
 POSTGRES_ALSO: dict[int, tuple[str, ...]] = {
     1: (
-        # Tokens do not shrink: trying to compress 100 KB of them costs the server more than writing them.
+        # Tokens do not compress: trying to compress 100 KB of them costs the server more than writing them.
         "ALTER TABLE trajectories ALTER COLUMN trajectory SET STORAGE EXTERNAL",
-        "ALTER TABLE rollouts SET (fillfactor = 80)",  # a move writes the row anew: room for it on the same page
+        "ALTER TABLE rollouts SET (fillfactor = 80)",  # a move rewrites the row: this leaves room on the same page
     ),
 }
-"""What only PostgreSQL has to be told after a migration of that number."""
+"""Additional statements of PostgreSQL, by the number of the migration that they follow."""
 
 _POSTGRES_SAYS = (
     ("INTEGER PRIMARY KEY AUTOINCREMENT", "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"),
@@ -203,7 +203,7 @@ _POSTGRES_SAYS = (
 
 
 def for_postgres(number: int, statements: Sequence[str]) -> list[str]:
-    """A migration in PostgreSQL's words."""
+    """Translates a migration to PostgreSQL."""
     said: list[str] = []
     for statement in statements:
         for ours, theirs in _POSTGRES_SAYS:
@@ -213,22 +213,22 @@ def for_postgres(number: int, statements: Sequence[str]) -> list[str]:
 
 
 def check_version(version: int, known: int) -> None:
-    """`StoreUnusable` if a store has had more migrations than we know."""
+    """Raises `StoreUnusable` if a store has more migrations than this version."""
     if version > known:
         raise StoreUnusable(
-            f"this store has schema {version} and this Rollyard knows up to {known}: "
-            "it was written by a newer version; install that one, or begin with an empty store"
+            f"this store has schema {version} and this Rollyard supports up to {known}: "
+            "it was written by a newer version; install that version, or start with an empty store"
         )
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> int:
-    """Brings the store up to date; returns how many migrations were applied. `StoreUnusable` if it is not for us."""
+    """Applies missing migrations; returns their number. Raises `StoreUnusable` if the file is not a store."""
     application = _pragma(connection, "application_id")
     version = _pragma(connection, "user_version")
     if application != APPLICATION_ID:
         has_tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
         if application or version or has_tables:
-            raise StoreUnusable("this SQLite file belongs to another program; give Rollyard a file of its own")
+            raise StoreUnusable("this SQLite file belongs to another program; give Rollyard its own file")
     check_version(version, len(migrations))
     for number, statements in enumerate(migrations[version:], version + 1):
         connection.execute("BEGIN IMMEDIATE")

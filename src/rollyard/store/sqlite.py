@@ -1,13 +1,13 @@
 """The embedded store: one SQLite file in WAL mode with synchronous FULL, one writer, a few readers.
 
-`_door` is what it does, `_place` where it may lie and its lock, `_writer` and `_readers` the connections. This file
-opens and closes it.
+`_sql_store` implements the interface, `_place` checks the location and has the lock, `_writer` and `_readers` have the
+connections. This file opens and closes the store.
 
-Invariant, beside those of the door: a disk that is full or broken stops the store.
+Invariant, beside those of the interface: a disk that is full or broken stops the store.
 
-Measured (2 cores, aarch64, virtual disk, Python 3.11): a lone move 0.25 ms, a lone submit 0.42 ms (p50, to the
-caller and back). Batched: 40,000 moves a second, 9,000 submits one by one, 15,000 to 19,000 in bulk, 1,400 ends a
-second with trajectories of 106 KB. Opening with 39,000 queued rollouts: 6 ms; with 19,000 live ones: 0.7 s.
+Measured (2 cores, aarch64, virtual disk, Python 3.11): a single move 0.25 ms, a single submit 0.42 ms (p50, as measured
+by the caller). Batched: 40,000 moves a second, 9,000 submits one by one, 15,000 to 19,000 in bulk, 1,400 ends a second
+with trajectories of 106 KB. Opening with 39,000 queued rollouts: 6 ms; with 19,000 live ones: 0.7 s.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ READERS = 3
 
 
 class SqliteStore(SqlStore):
-    """See the module. Made by `open`; `async with` closes it."""
+    """A store in a SQLite file. Created by `open`; `async with` closes it."""
 
     def __init__(
         self, lock: Lock, writer: Writer, readers: Readers, clock: StoreClock, epoch: int, recovered: Recovery
@@ -57,12 +57,12 @@ class SqliteStore(SqlStore):
         on_commit: Callable[[float, int], None] = lambda _seconds, _operations: None,
         read_clock: Callable[[], float] = time.monotonic,
     ) -> Self:
-        """Opens, migrates and recovers a store. `StoreLocked`, or `StoreUnusable` with what to do.
+        """Opens, migrates and recovers a store. Raises `StoreLocked`, or `StoreUnusable` with what to do.
 
-        A rollout is re-queued while fewer than `max_attempts` attempts count. One in EVAL is kept there if what
-        was saved says `is_reevaluable` and `can_reevaluate` accepts its environment's name. With
-        `keeps_leases`, those that are out at a node stay so. `on_commit` gets each commit's seconds and number of
-        operations. Retention counts by `read_clock`.
+        A rollout is requeued while fewer than `max_attempts` attempts count. One in EVAL stays there if its saved info
+        has `is_reevaluable` and `can_reevaluate` accepts its environment's name. With `keeps_leases`, leased rollouts
+        stay leased. `on_commit` is called with each commit's seconds and number of operations. Retention uses
+        `read_clock`.
         """
         path = Path(path)
         lock, connection, readers, epoch, recovered = await asyncio.to_thread(
@@ -72,7 +72,7 @@ class SqliteStore(SqlStore):
         return cls(lock, writer, readers, connection.clock, epoch, recovered)
 
     async def _close(self) -> None:
-        """Commits what is queued, folds the WAL into the file, gives the lock back."""
+        """Commits what is queued, merges the WAL into the file, and releases the lock."""
         try:
             await asyncio.to_thread(self._readers.close)
             await self._writer.close()
@@ -96,12 +96,12 @@ def _open_files(
     keeps_leases: bool,
     read_clock: Callable[[], float],
 ) -> tuple[Lock, SqliteConnection, Readers, int, Recovery]:
-    """All that blocks. On any error nothing stays open."""
+    """Does everything that blocks. After an error, nothing stays open."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         refuse_network(path.parent)
         lock = Lock(path)
-        path.touch(mode=0o600)  # engines' keys are in it; SQLite gives its WAL the same mode
+        path.touch(mode=0o600)  # it contains engines' keys; SQLite gives its WAL the same mode
     except OSError as error:
         raise StoreUnusable(f"{path} cannot be opened: {error}") from error
     connection: SqliteConnection | None = None
@@ -109,7 +109,7 @@ def _open_files(
         connection = _connect(path)
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
-            raise StoreUnusable(f"{path.parent} does not allow WAL mode (SQLite says {mode!r}); use a local disk")
+            raise StoreUnusable(f"{path.parent} does not allow WAL mode (SQLite reports {mode!r}); use a local disk")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA journal_size_limit = 67108864")  # bytes of WAL that are kept between bursts
@@ -130,7 +130,7 @@ def _open_files(
 
 
 def _connect(path: Path, *, is_read_only: bool = False) -> SqliteConnection:
-    # Threads hand connections over, one at a time. No timeout: the writer, on the loop, must not wait (see Writer).
+    # One thread at a time uses a connection. No timeout: the writer, on the event loop, must not wait (see Writer).
     connection = sqlite3.connect(
         path,
         timeout=0,

@@ -1,4 +1,4 @@
-"""Rendering, exact splicing, trace building: what was sampled is kept, and never rendered again."""
+"""Rendering, exact splicing and trace building. Sampled tokens are kept, and never rendered again."""
 
 from rollyard.tokens.base import Markers, Parsed, Renderer, ToolCall, ToolSchema
 from rollyard.tokens.chatml import ChatML

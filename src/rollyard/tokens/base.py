@@ -1,4 +1,4 @@
-"""The door of this wing: a `Renderer` is a chat template as code, and never re-renders what was sampled."""
+"""The interface of this package: a `Renderer` is a chat template as code. It never re-renders sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ToolSchema = Mapping[str, Json]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it. `arguments` is None, and `error` says why, if it was not proper JSON."""
+    """A call as the model wrote it. If it is not valid JSON, `arguments` is None and `error` is the reason."""
 
     id: str
     name: str
@@ -25,31 +25,33 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A sampled turn, read back from its ids. Tool calls are found by special-token ids, not by text."""
+    """A sampled turn, parsed from its ids. Tool calls are found by special-token ids, not by text."""
 
     content: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
-    message: Message  # the same in the OpenAI shape, as it enters the history
+    message: Message  # the same in the OpenAI format, as it enters the history
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The ids by which a turn can be read while it is sampled. Thinking comes first, if at all; then text, then calls.
+    """The ids by which a turn can be parsed while it is sampled. Thinking, if any, comes first; then text, then calls.
 
-    A renderer that has them promises (tests/tokens/test_reader.py): content is the stripped text before the first call
-    and outside the thinking, reasoning is the stripped text inside it, and a call that was closed stays what it is.
+    A renderer with markers guarantees (tests/tokens/test_reader.py): content is the stripped text before the first call
+    and outside the thinking, reasoning is the stripped text inside it, and a closed call does not change any more.
     """
 
     think_open: int | None = None
     think_close: int | None = None
     call_open: frozenset[int] = frozenset()
     call_close: frozenset[int] = frozenset()
-    is_text: bool = False  # there are no such ids: the turn is read by the text of the markers (text_cut.py)
+    is_text: bool = False  # there are no such ids: the turn is parsed by the text of the markers (text_cut.py)
 
 
 class Renderer(Protocol):
-    """Invariant: `extend(p, s, …)[:len(p)+len(s)] == p + s`, always; None where it cannot be shown."""
+    """Converts messages to ids and sampled ids to messages, for one chat template.
+
+    Invariant: `extend(p, s, …)[:len(p)+len(s)] == p + s`; it returns None where that cannot be verified."""
 
     @property
     def name(self) -> str: ...
@@ -59,16 +61,16 @@ class Renderer(Protocol):
 
     @property
     def longest_token_chars(self) -> int:
-        """No token stands for more characters of a text than this."""
+        """The maximum number of characters of a text that one token encodes."""
         ...
 
     @property
     def markers(self) -> Markers | None:
-        """None: a turn of this format can only be read whole."""
+        """None: a turn of this format can only be parsed when it is complete."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """A whole conversation, with the prompt for the next assistant turn."""
+        """The ids of a whole conversation, with the prompt for the next assistant turn."""
         ...
 
     def extend(
@@ -78,22 +80,22 @@ class Renderer(Protocol):
         new_messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
     ) -> list[int] | None:
-        """The next prompt: what was sent, what was sampled, then the tokens of what is new."""
+        """The next prompt: the previous prompt, the sampled tokens, then the tokens of the new messages."""
         ...
 
     def parse(
         self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
     ) -> Parsed:
-        """Reads a turn back. `tools` are those it was rendered with: some formats need them to tell 1 from "1"."""
+        """Parses a turn. `tools` are those it was rendered with: some formats need them to distinguish 1 from "1"."""
         ...
 
     def call_grammar(self, names: Sequence[str], *, is_one: bool) -> str | None:
-        """The grammar (EBNF) of a turn that calls one of these tools, once or, unless `is_one`, several times; None: it
-        is not known for this format."""
+        """The grammar (EBNF) of a turn that calls one of these tools, once or, unless `is_one`, several times. None if
+        there is no grammar for this format."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def encode(self, text: str) -> list[int]:
-        """The tokenizer's own ids of a text, markers recognised: for comparing tokenizers, not for prompts."""
+        """The tokenizer's ids of a text, with markers recognised: for comparing tokenizers, not for prompts."""
         ...

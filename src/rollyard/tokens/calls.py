@@ -1,6 +1,6 @@
-"""A tool call as the model wrote it, read without ever failing: what is wrong with it is for the model to hear.
+"""Parses tool calls that a model wrote. Parsing never raises: errors are returned to the model.
 
-Half of a surrogate pair, which JSON can write and UTF-8 cannot hold, becomes U+FFFD: the calls go into records.
+A lone surrogate, which JSON can encode and UTF-8 cannot, becomes U+FFFD, because calls are stored in records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_call(raw: str, call_id: str, *, is_closed: bool = True) -> ToolCall:
-    """Reads `{"name": …, "arguments": {…}}`."""
+    """Parses `{"name": …, "arguments": {…}}`."""
     if not is_closed:
         return ToolCall(call_id, "", None, raw, "the tool call was not closed with </tool_call>")
     try:
@@ -33,7 +33,7 @@ def read_call(raw: str, call_id: str, *, is_closed: bool = True) -> ToolCall:
 
 
 def read_arguments(name: str, arguments: Json, raw: str, call_id: str) -> ToolCall:
-    """The arguments of a named call: an object, or the JSON text of one; none at all is an empty object."""
+    """Parses the arguments of a named call: an object, or its JSON text. Missing arguments are an empty object."""
     name = _SURROGATE.sub("�", name)
     if isinstance(arguments, str):
         try:
@@ -51,7 +51,7 @@ def read_arguments(name: str, arguments: Json, raw: str, call_id: str) -> ToolCa
 
 
 def named_arguments(call: Json) -> tuple[str, Json]:
-    """Name and arguments of a call in a message, whether or not it is wrapped in "function"."""
+    """The name and arguments of a call in a message, whether or not it is wrapped in "function"."""
     if isinstance(call, Mapping):
         function = call.get("function", call)
         if isinstance(function, Mapping):
@@ -61,7 +61,7 @@ def named_arguments(call: Json) -> tuple[str, Json]:
 
 
 def read_json(text: str) -> Json:
-    """Strict JSON; any trouble, nesting and numbers beyond reason included, is a ValueError."""
+    """Parses strict JSON. Every error, including excessive nesting and oversized numbers, is a ValueError."""
     try:
         return cast("Json", json.loads(text, parse_constant=_no_constant))
     except RecursionError:
@@ -83,7 +83,7 @@ def _no_constant(name: str) -> Json:
 
 
 def assistant_message(content: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
-    """The turn in the OpenAI shape. A call that could not be read keeps its raw text as its arguments."""
+    """The turn in the OpenAI format. A call that could not be parsed has its raw text as its arguments."""
     message: dict[str, Json] = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning

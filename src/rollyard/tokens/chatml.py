@@ -1,12 +1,12 @@
-"""ChatML as code: `<|im_start|>role\\n … <|im_end|>\\n`, with tools in the Hermes form that Qwen made common.
+"""ChatML as code: `<|im_start|>role\\n … <|im_end|>\\n`, with tools in the Hermes format that Qwen made common.
 
-For the many models that speak plain ChatML and have no hand-written renderer (SmolLM2, Qwen2.5, most small
+For the many models that use plain ChatML and have no hand-written renderer (SmolLM2, Qwen2.5, most small
 fine-tunes).
 
-Invariants. A turn that was sampled is never rendered again: `extend` copies it and writes only what comes after,
-closing it first if the model did not (a length stop). What users and tools said is escaped, so it cannot forge a
-turn or a tool call. Tool calls and thinking are found by the ids of their markers where the vocabulary has all of
-them, else by text, and only in what the model sampled. A call drafted inside the model's reasoning is not a call.
+Invariants. A sampled turn is never rendered again: `extend` copies it and renders only what comes after it, closing it
+first if the model did not (a length stop). Text of users and tools is escaped, so it cannot forge a turn or a tool
+call. Tool calls and thinking are found by the ids of their markers if the vocabulary has all of them, otherwise by
+text, and only in sampled tokens. A call inside the model's reasoning is not a call.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _TOOLS_FOOTER = (
 )
 
 MAX_KEPT, MAX_KEPT_CHARS = 256, 1 << 16
-"""First turns, and what follows them in first prompts, that are remembered. The rollouts of one task share both, those
-of one agent its system turn with the tools: encoding these is the dearest step of a short rollout."""
+"""The size of the cache of encoded first turns, and of what follows them in first prompts. Rollouts of one task share
+both, those of one agent share its system turn with the tools. Encoding them is the most expensive step of a short
+rollout."""
 
 _OPEN = "<|im_start|>"
 _ASKING = "<|im_start|>assistant\n"
 
 
 class ChatML:
-    """See the module. `default_system` is what the model's template says where a conversation has no system turn."""
+    """The ChatML renderer. `default_system` is the template's system turn for a conversation that has none."""
 
     name = "chatml"
 
@@ -59,12 +60,12 @@ class ChatML:
         self.stop_token_ids: tuple[int, ...] = tuple(token for token in stops if token is not None)
         self._kept = lru_cache(MAX_KEPT)(self._encoded)
         is_cut = tokenizer.stands_alone(_OPEN) and tokenizer.stands_alone("<|im_end|>")
-        self._asking = tokenizer.encode(_ASKING) if is_cut else None  # None: text is encoded only as a whole
+        self._asking = tokenizer.encode(_ASKING) if is_cut else None  # None: text must be encoded as a whole
         self.markers = qwen_markers(tokenizer) or Markers(is_text=True)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         text = self.render_text(messages, tools) + _ASKING
-        second = text.find(_OPEN, len(_OPEN))  # what users and tools say is escaped: it is not found there
+        second = text.find(_OPEN, len(_OPEN))  # text of users and tools is escaped, so it never matches
         parts = (text,) if self._asking is None else (text[:second], text[second:])
         ids: list[int] = []
         for part in parts:
@@ -95,7 +96,7 @@ class ChatML:
         tools: Sequence[ToolSchema] = (),
     ) -> list[int] | None:
         if any(message.get("role") == "assistant" for message in new_messages):
-            return None  # an assistant turn that was not sampled here: the history was rewritten
+            return None  # an assistant turn that was not sampled here means that the history was rewritten
         newline = self._newline
         if sampled_ids and list(sampled_ids[-1 - len(newline) :]) == [self._close, *newline]:
             lead, lead_ids = "", []

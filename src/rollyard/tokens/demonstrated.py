@@ -1,12 +1,12 @@
-"""A turn that nobody sampled, in the ids that a policy would have sampled it in: what demonstrations are made of.
+"""A given turn in the ids that a policy would have sampled it in: for demonstrations, whose turns are not sampled.
 
-A renderer writes conversations and not turns. So the conversation is rendered with the turn in it and something behind
-it, because templates write their last turn in another way than earlier ones. It has to begin with the ids of the
-prompt; what follows these, up to and including the first stop token, is the turn.
+A renderer renders conversations, not turns. So the conversation is rendered with the turn and something after it,
+because templates render their last turn differently from earlier ones. The result must start with the ids of the
+prompt; the turn is what follows these, up to and including the first stop token.
 
-Invariants. The prompt's ids are compared, never replaced. What is given reads back (`Renderer.parse`) as the content,
-reasoning and calls that were asked for, so nothing is taught that would not be understood when it is sampled. Where one
-of the two cannot be had (templates that rewrite history, or open the thinking in the prompt), it is TaskInvalid.
+Invariants. The prompt's ids are compared, never replaced. The turn parses (`Renderer.parse`) as the requested content,
+reasoning and calls, so a policy learns nothing that would not be parsed when it is sampled. If either is impossible
+(templates that rewrite history, or open the thinking in the prompt), TaskInvalid is raised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CANNOT = "this renderer cannot write a turn that was not sampled"
 
 @dataclass(frozen=True, slots=True)
 class DemonstratedTurn:
-    """A turn's ids, its stop token included, and how they read."""
+    """A turn's ids, including its stop token, and the parsed turn."""
 
     token_ids: list[int]
     parsed: Parsed
@@ -39,9 +39,9 @@ def given_turn(
     turn: Message,
     tools: Sequence[ToolSchema] = (),
 ) -> DemonstratedTurn:
-    """The assistant's `turn` behind `prompt_ids`, which are those of `messages`. TaskInvalid where there is none.
+    """The ids of the assistant's `turn` after `prompt_ids`, the ids of `messages`. Raises TaskInvalid if impossible.
 
-    White space around its text, and in the JSON of its calls, is not kept: it would not be found again in the history.
+    White space around its text, and in the JSON of its calls, is not kept: the history would not contain it either.
     """
     wanted = _read(turn, renderer.name)
     prompt = list(prompt_ids)
@@ -49,11 +49,11 @@ def given_turn(
     for following in _followings(wanted.tool_calls):
         try:
             whole = renderer.render([*messages, wanted.message, *following], tools)
-        except (InvalidRequest, TaskInvalid) as error:  # an order of turns that its template refuses
+        except (InvalidRequest, TaskInvalid) as error:  # the template refuses this order of turns
             reasons.append(error.detail)
             continue
         if whole[: len(prompt)] != prompt:
-            reasons.append("with the turn in it, the conversation does not begin with the prompt")
+            reasons.append("with the turn in it, the conversation does not start with the prompt")
             continue
         at = next((at for at in range(len(prompt), len(whole)) if whole[at] in renderer.stop_token_ids), None)
         if at is None:
@@ -63,13 +63,13 @@ def given_turn(
         parsed = renderer.parse(ids, prompt, tools)
         if _said(parsed) == _said(wanted):
             return DemonstratedTurn(ids, parsed)
-        reasons.append(f"the turn reads back as something else: {renderer.decode(ids)!r:.200}")
+        reasons.append(f"the rendered turn parses as a different one: {renderer.decode(ids)!r:.200}")
     raise TaskInvalid(f"{CANNOT} ({renderer.name}): {reasons[0]}", renderer=renderer.name)
 
 
 def _followings(calls: Sequence[ToolCall]) -> Iterator[list[Message]]:
-    """What may come behind the turn, the likeliest first. Some templates take no question while a call is open, some
-    strip the thinking of whatever a question follows."""
+    """Messages that may follow the turn, the most likely first. Some templates accept no user message while a call is
+    open; some strip the thinking of turns before a user message."""
     if calls:
         yield [{"role": "tool", "tool_call_id": call.id, "name": call.name, "content": "2"} for call in calls]
     yield [{"role": "user", "content": "Go on."}]
@@ -77,7 +77,7 @@ def _followings(calls: Sequence[ToolCall]) -> Iterator[list[Message]]:
 
 
 def _read(turn: Message, renderer: str) -> Parsed:
-    """The turn as it would be parsed, had it been sampled."""
+    """The turn as it would be parsed if it were sampled."""
     if turn.get("role") != "assistant":
         raise TaskInvalid(f"only an assistant's turn can be given, not one of {turn.get('role')!r:.40}")
     found = turn.get("tool_calls")
@@ -96,6 +96,6 @@ def _read(turn: Message, renderer: str) -> Parsed:
 
 
 def _said(turn: Parsed) -> tuple[str, str, list[tuple[str, str]]]:
-    """All that a turn says. Arguments as JSON: to Python, true and 1 are equal."""
+    """The contents of a turn, for comparison. Arguments are JSON text, because in Python True == 1."""
     calls = [(call.name, json.dumps(call.arguments, sort_keys=True)) for call in turn.tool_calls]
     return turn.content.strip(), turn.reasoning.strip(), calls

@@ -1,22 +1,22 @@
-"""Any model with a chat template: rendered by the template itself, extended only where that can be shown.
+"""A renderer for any model with a chat template: it renders by the template, and extends only where it can verify it.
 
-For models that have no renderer of their own. What follows a closed assistant turn is learnt by filling the template
-in for a small stand-in conversation (somebody asks, the assistant answers, then the new messages) and cutting behind
-the close token of the answer. The stand-in is compared with what a model would have been sent and have sampled:
+For models that have no renderer of their own. The tokens after a closed assistant turn are found by rendering a small
+stand-in conversation (a user message, an assistant turn, then the new messages) and cutting after the close token of
+the assistant turn. The stand-in is compared with what a model would have been sent and have sampled:
 
-- the prompt for the answer, as it was sent, is still there unchanged, and the answer follows it directly;
-- thinking, if there is any in the real tokens, is still there too (templates that strip it: None);
-- the answer ends as it does where nothing follows, and the cut is one between tokens.
+- the prompt for the assistant turn is unchanged, and the turn follows it directly;
+- thinking, if the real tokens have any, is still there too (for templates that strip it, `extend` returns None);
+- the turn ends as it does if nothing follows, and the cut is between two tokens.
 
-At construction the same is tried behind several histories. A role whose tokens depend on what came before (a counter,
-say), that the template refuses, or whose words it drops, is one that `extend` answers with None.
+At construction the same is tried after several histories. `extend` returns None for a role whose tokens depend on what
+came before (for example a counter), that the template refuses, or whose text it drops.
 
-Invariants. `extend(p, s, …)[:len(p)+len(s)] == p + s`, or None. What users and tools said is escaped. Thinking and
-tool calls are found by the ids of <think> and <tool_call> (JSON in it, as Hermes and Qwen write) where those are added
-tokens of the vocabulary; in any other format they stay plain content.
+Invariants. `extend(p, s, …)[:len(p)+len(s)] == p + s`, or None. Text of users and tools is escaped. Thinking and tool
+calls are found by the ids of <think> and <tool_call> (containing JSON, as Hermes and Qwen do) if those are added tokens
+of the vocabulary; in any other format they remain plain content.
 
-Not shown: that the tokens do not depend on more than the histories tried, or on the day. A date that a template puts
-in front stays what it was when the prompt was first rendered.
+Not verified: that the tokens depend on nothing but the histories tried, for example not on the date. A date that a
+template writes at the start keeps the value of the first rendering.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
     ({"role": "system", "content": "Be brief."}, _ASKED),
     (_ASKED, _CALLED, _RESULT),
 )
-_NEEDED = 2  # of the histories: a template may know neither system turns nor tools
+_NEEDED = 2  # the first histories must succeed: a template may support neither system turns nor tools
 
 
 class TemplateRenderer:
-    """See the module. A template that does not close the assistant's turn with a token of its own is a ValueError."""
+    """Renders by the model's template. Raises ValueError if it does not end assistant turns with a special token."""
 
     name = "template"
 
@@ -94,18 +94,18 @@ class TemplateRenderer:
             return None
         said = json.dumps([[self._message(message) for message in new_messages], list(tools)], default=str)
         word = _WORD
-        while word in said:  # the stand-in's words are found again by searching: nobody else may say them
+        while word in said:  # the stand-in's words are searched for, so they must not occur anywhere else
             word += "q"
         has_thinking = self._has_thinking(prompt_ids, sampled_ids)
         suffix = self._suffix(_HISTORIES[0], new_messages, tools, word, has_thinking)
         if suffix is None:
             return None
         ids = [*prompt_ids, *sampled_ids]
-        if self._close not in sampled_ids:  # it was cut off
+        if self._close not in sampled_ids:  # the turn was cut off
             return [*ids, self._close, *suffix]
         after = list(sampled_ids[list(sampled_ids).index(self._close) + 1 :])
         if suffix[: len(after)] != after or self.decode(after).strip():
-            return None  # it went on behind its own end
+            return None  # the model continued after its close token
         return ids + suffix[len(after) :]
 
     def parse(
@@ -135,10 +135,10 @@ class TemplateRenderer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
 
-    # --- what follows a turn ---
+    # --- the tokens after a turn ---
 
     def _find_close(self) -> tuple[str, int, str]:
-        """(the close token, its id, what is written behind a question)."""
+        """(the close token, its id, the text after a user message)."""
         name = self._tokenizer.name_or_path
         if not self._tokenizer.has_chat_template:
             raise ValueError(f"{name}: it has no chat template")
@@ -155,7 +155,7 @@ class TemplateRenderer:
         return close, first[0], opening
 
     def _probe(self, tools: Sequence[ToolSchema]) -> frozenset[str]:
-        """The roles that may follow an assistant's turn, with tokens that do not depend on what was before it."""
+        """The roles that may follow an assistant's turn with tokens that do not depend on what was before it."""
         follows: set[str] = set()
         for role in ("user", "tool", "system", "developer"):
             new: Message = {**_RESULT, "content": "Heron"} if role == "tool" else {"role": role, "content": "Heron"}
@@ -175,17 +175,17 @@ class TemplateRenderer:
         word: str,
         has_thinking: bool,
     ) -> list[int] | None:
-        """The tokens behind the close token of a stand-in turn that is followed by `new`; None if not shown."""
+        """The tokens after the close token of a stand-in turn that is followed by `new`; None if not verified."""
         said, called, thought = f"{word}said", f"{word}called", f"{word}thought"
         turn = self._stand_in(new, said, called, thought if has_thinking else "")
         try:
             sent = self._fill(before, tools, True)
             alone = self._fill([*before, turn], tools, False)
             whole = self._fill([*before, turn, *new], tools, True)
-        except Exception:  # a template may raise anything; whatever it is, nothing is shown
+        except Exception:  # a template may raise anything
             return None
         if any(alone.count(mark) != whole.count(mark) for mark in (said, called)):
-            return None  # put together by the template, or left out by it
+            return None  # the template moves or drops the turn's text
         start = whole.find(said)
         if not whole.startswith(sent) or (has_thinking and thought not in whole):
             return None
@@ -202,13 +202,13 @@ class TemplateRenderer:
         return ids[len(head) :] if ids[: len(head)] == head and head[-1] == self._close else None
 
     def _end_of_turn(self, text: str, said: str, called: str) -> tuple[int, int]:
-        """(behind the last of the stand-in's words, behind its close token); -1 for what is not there."""
+        """(the end of the last of the stand-in's words, the end of its close token); -1 for a missing one."""
         at = max(text.rfind(word) + len(word) if word in text else -1 for word in (said, called))
         cut = text.find(self._close_text, at) if at >= 0 else -1
         return at, cut + len(self._close_text) if cut >= 0 else -1
 
     def _stand_in(self, new: Sequence[Message], said: str, called: str, thought: str) -> Message:
-        """A turn that `new` may answer: with a call for each tool result, and thinking in the form `parse` gives."""
+        """A turn that `new` may follow: with a call for each tool result, and thinking in the format of `parse`."""
         turn: dict[str, Json] = {"role": "assistant", "content": said}
         if thought and None in self._think:
             turn["content"] = f"<think>\n{thought}\n</think>\n\n{said}"
@@ -227,7 +227,7 @@ class TemplateRenderer:
         return turn
 
     def _has_thinking(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> bool:
-        """Anywhere: a new question makes some templates strip all earlier thinking, not only the last turn's."""
+        """Whether any turn has thinking: after a user message some templates strip all of it, not only the last."""
         if None not in self._think:
             return any(token in ids for token in self._think for ids in (sampled_ids, prompt_ids))
         return self._opens_thinking or "</think>" in self.decode([*prompt_ids, *sampled_ids])
@@ -244,7 +244,7 @@ class TemplateRenderer:
         )
 
     def _message(self, message: Message) -> Message:
-        """As templates want it: content is text, arguments are objects where they can be read as such."""
+        """A message as templates expect it: content is text, arguments are objects if they can be parsed as such."""
         out = {name: self._escaped(value) for name, value in message.items() if name != "content"}
         out["content"] = message_text(message, self.name, self._tokenizer.escape)
         if not self._knows_developer:

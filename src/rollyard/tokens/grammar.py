@@ -1,7 +1,7 @@
-"""The grammar of a turn that calls a tool, for engines that sample by one (vLLM, SGLang: EBNF as xgrammar reads it).
+"""The grammar of a turn that calls a tool, for engines with constrained sampling (vLLM, SGLang: xgrammar's EBNF).
 
-The arguments are any JSON object: whether they suit the tool's schema is for the tool to say, as without a grammar.
-Spaces are optional and single, so that a model cannot go on with spaces for ever.
+The arguments are any JSON object: the tool checks them against its schema, as it does without a grammar. Spaces are
+optional and single, so that a model cannot sample spaces for ever.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ws ::= [ \n]?
 
 
 def hermes_calls(names: Sequence[str], *, is_one: bool) -> str | None:
-    """A turn of calls in the Hermes form, to tools of these names: one call, or one and more. None if a name has
-    characters that a grammar cannot have in safety."""
+    """The grammar of a turn of calls in the Hermes format, to tools of these names: one call, or one and more. None if
+    a name has characters that are not safe in a grammar."""
     if not names or not all(_NAME.fullmatch(name) for name in names):
         return None
     before = json.dumps('<tool_call>\n{"name": "')

@@ -1,15 +1,15 @@
-"""The digest of a history: equal for two requests that say the same, however their clients write it down.
+"""The digest of a history: equal for two requests with the same content, however their clients encode it.
 
-What encodings differ in is left out: ids of calls, null fields, the formatting of arguments, text in parts, and a line
-of the system prompt that is different in every request. So is an argument that has the very value which the schema of
-its tool, in the same request, declares as its default: programs fill those in (Claude Code adds `replace_all: false`).
-Nothing that was said is left out: two histories that differ in a word, a call, an image or (unless asked for otherwise)
-a thought have different digests. And nothing is made up by leaving out: whoever extends a history is sent the ids that
-were sampled, not what the client wrote.
+The digest ignores differences of encoding: ids of calls, null fields, the formatting of arguments, text in parts, and a
+line of the system prompt that is different in every request. It also ignores an argument whose value is the default
+that the schema of its tool, in the same request, declares: agent programs fill those in (Claude Code adds
+`replace_all: false`). It ignores no content: two histories that differ in a word, a call, an image or (unless
+configured otherwise) reasoning have different digests. Ignoring a difference never changes a prompt: a request that
+extends a history is sent the sampled ids, not what the client wrote.
 
-Each link is the digest of the one before and of its message, so a history is digested in one pass, and the next
-message in a step. Arguments are parsed once, however often they are sent back: 60 messages with 58 calls, 66 kB in all,
-cost 0.4 ms, and 1.2 ms the first time.
+Each link is the digest of the previous link and of its message, so a history is digested in one pass, and the next
+message in one step. Arguments are parsed once, however often they are sent back: 60 messages with 58 calls, 66 kB in
+all, cost 0.4 ms, and 1.2 ms the first time.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from rollyard.tokens.calls import named_arguments
 _T = TypeVar("_T")
 
 _CHANGING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
-"""Claude Code's: a line of its system prompt that differs from request to request and tells the model nothing."""
+"""A line of Claude Code's system prompt that differs from request to request and has no meaning for the model."""
 
-_EXACT = 2**53  # below this, a float that is whole is the same number as the integer, in every JSON library
+_EXACT = 2**53  # below this, a whole float equals the integer in every JSON library
 
 LONG_CHARS = 16 << 10
-"""A longer text counts by its digest. To write 4 MiB of line breaks as JSON holds the interpreter for 60 ms."""
+"""A longer text is replaced by its digest. Encoding 4 MiB of line breaks as JSON holds the interpreter for 60 ms."""
 
 MAX_CALLS, MAX_TOOLSETS = 4096, 64
-"""How many are remembered: calls by their digest (0.2 kB each), tool sets by their defaults. Beyond that all are
-forgotten and read again, which costs time and nothing else."""
+"""Cache sizes: calls by their digest (0.2 kB each), tool sets by their defaults. A full cache is cleared, which only
+costs time."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """`chain[n]` is the digest of the first n messages; `bare[n]` the same without what the model thought."""
+    """`chain[n]` is the digest of the first n messages; `bare[n]` is the same without reasoning."""
 
     chain: tuple[bytes, ...] = (b"",)
     bare: tuple[bytes, ...] = (b"",)
@@ -53,7 +53,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """What one tool takes an argument for where a call leaves it out, in canonical JSON; and a digest of all that."""
+    """The default values of one tool's arguments, in canonical JSON, and a digest of them."""
 
     values: Mapping[str, bytes]
     digest: bytes
@@ -64,19 +64,19 @@ _NO_DEFAULTS = _Defaults({}, b"")
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """The tools that a request offers. `defaults` has those that declare any; most declare none."""
+    """The tools of a request. `defaults` contains the tools that declare default values; most do not."""
 
     digest: bytes
     defaults: Mapping[str, _Defaults]
 
 
 class Histories:
-    """Digests the histories of one rollout. `has_reasoning`: what the model thought is part of what it said."""
+    """Digests the histories of one rollout. `has_reasoning`: reasoning is part of a history."""
 
     def __init__(self, *, has_reasoning: bool) -> None:
         self._has_reasoning = has_reasoning
         self._toolsets: dict[bytes, Toolset] = {}
-        self._read: dict[bytes, str] = {}  # arguments as they were written → what they say
+        self._read: dict[bytes, str] = {}  # the key of arguments as written → the digest of their value
 
     def toolset(self, tools: Sequence[ToolSchema]) -> Toolset:
         key = digest(list(tools))
@@ -107,7 +107,7 @@ class Histories:
         return _hash(chain + said + thought), bare
 
     def _essence(self, message: Message, toolset: Toolset) -> Json:
-        """What a message says, in the one way that all encodings of it share."""
+        """The content of a message in a canonical form, which is the same for all encodings."""
         role, content, name = _brief(message.get("role")), message.get("content"), _brief(message.get("name"))
         if role in ("system", "developer"):
             return ["system", _text(content, _without_changing), name]
@@ -131,7 +131,7 @@ class Histories:
 
 
 def digest(value: object) -> bytes:
-    """Of any JSON, whatever the order of its keys."""
+    """The digest of any JSON value, independent of the order of its keys."""
     return _hash(_canonical(value))
 
 
@@ -150,7 +150,7 @@ def _same(text: str) -> str:
 
 
 def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
-    """Text parts are their text, put together; what is not text (an image) stays a part, so that no text equals it."""
+    """Text parts are joined; a part that is not text (an image) stays a part, so that no text equals it."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -169,7 +169,7 @@ def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
 
 
 def _brief(value: Json) -> Json:
-    """A long text's digest, made step by step: an object, so that no text equals it. Anything else as it is."""
+    """A long text's digest, computed step by step, in an object, so that no text equals it. Other values unchanged."""
     if not isinstance(value, str) or len(value) <= LONG_CHARS:
         return value
     hashed = blake2b(digest_size=16)
@@ -179,7 +179,7 @@ def _brief(value: Json) -> Json:
 
 
 def _arguments(text: str, defaults: Mapping[str, bytes]) -> str:
-    """The digest of what they say; of their text, where that is no JSON."""
+    """The digest of the arguments' value, or of their text if it is not JSON."""
     try:
         value = _read(text or "{}")
         if defaults and isinstance(value, Mapping):
@@ -192,8 +192,8 @@ def _arguments(text: str, defaults: Mapping[str, bytes]) -> str:
 
 
 def _defaults(tools: Sequence[ToolSchema]) -> dict[str, _Defaults]:
-    """Of the properties of each tool's parameters, not of what is inside them. A name offered twice has none, nor has a
-    tool whose defaults are no JSON."""
+    """The defaults of each tool's parameters, without nested ones. A name that occurs twice has none, nor has a tool
+    whose defaults are not JSON."""
     found: dict[str, _Defaults] = {}
     seen: set[str] = set()
     for tool in tools:
@@ -225,7 +225,7 @@ def _read(text: str) -> Json:
 
 
 def _number(text: str) -> int | float | str:
-    """2.0 is 2: JavaScript writes it so. What no float holds stays the text that it was."""
+    """2.0 becomes 2, as JavaScript writes it. A number beyond the range of a float stays text."""
     value = float(text)
     if value.is_integer() and abs(value) < _EXACT:
         return int(value)
@@ -239,7 +239,7 @@ def _refuse(name: str) -> Json:
 def _canonical(value: object) -> bytes:
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # a whole number beyond 64 bits, half a surrogate pair, nesting beyond its bounds
+    except TypeError:  # an integer beyond 64 bits, a lone surrogate, or nesting beyond orjson's limit
         return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=_plain).encode()
 
 

@@ -1,11 +1,11 @@
-"""The hand-written renderers of the `renderers` package (Qwen, GLM, DeepSeek, Kimi, gpt-oss…) behind our door.
+"""An adapter of the hand-written renderers of the `renderers` package (Qwen, GLM, DeepSeek, Kimi, gpt-oss…).
 
-The package costs about 1.1 s and 50 MB to import (it brings an HTTP client that we do not use), so nothing here
-imports it before such a renderer is asked for.
+Importing the package takes about 1.1 s and 50 MB (it includes an unused HTTP client), so it is imported only when such
+a renderer is requested.
 
-Invariants. What it bridges is checked token by token against what was sent and sampled; where that fails, it did
-not happen (None). What users and tools said is escaped (see tokenizer.py), which the package alone does not do.
-Thinking of earlier turns stays in the prompt, where it was sampled: dropping it would break every trace in two.
+Invariants. An extended prompt is compared token by token with what was sent and sampled; if it differs, `extend`
+returns None. Text of users and tools is escaped (tokenizer.py), which the package does not do. Thinking of earlier
+turns stays in the prompt where it was sampled: dropping it would break every trace in two.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ READ_BY_PIECES = frozenset(
         "nemotron-3.5",
     }
 )
-"""Formats shown to be read alike in pieces and whole (tests/tokens/test_reader.py), all with Qwen3's real tokenizer,
-which has their markers. Any other is told at the end of the turn."""
+"""Formats that are tested to parse equally in pieces and whole (tests/tokens/test_reader.py), all with Qwen3's real
+tokenizer, which has their markers. A turn of any other format is sent when it is complete."""
 
-_KNOW_DEVELOPER = frozenset({"gpt-oss", "gemma4", "deepseek-v4"})  # the others drop such a message, or refuse it
+_KNOW_DEVELOPER = frozenset({"gpt-oss", "gemma4", "deepseek-v4"})  # the others drop or refuse a developer message
 
 
 def library_names() -> tuple[str, ...]:
-    """The renderers that the package has, but for its generic one, which cannot extend a prompt exactly."""
+    """The renderers of the package, except its generic one, which cannot extend a prompt exactly."""
     base = _package()
     base._populate_registry()
     return tuple(sorted(name for name in base.RENDERER_REGISTRY if name != "default"))
@@ -75,9 +75,9 @@ class LibraryRenderer:
         written = self._messages(messages)
         try:
             return list(self._inner.render_ids(written, tools=_tools(tools), add_generation_prompt=True))
-        except Exception as error:  # each format has conversations that it cannot write, and raises what it likes
+        except Exception as error:  # each format has conversations that it cannot render, and raises its own errors
             raise TaskInvalid(
-                f"renderer {self.name!r} cannot write these messages: {type(error).__name__}: {error}"
+                f"renderer {self.name!r} cannot render these messages: {type(error).__name__}: {error}"
             ) from error
 
     def extend(
@@ -90,7 +90,7 @@ class LibraryRenderer:
         written = self._messages(new_messages)
         try:
             bridged = self._inner.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), written, tools=_tools(tools))
-        except Exception:  # then it is rendered anew, or that says what is wrong
+        except Exception:  # the caller then renders the whole conversation, which reports what is wrong
             return None
         if bridged is None:
             return None
@@ -107,7 +107,7 @@ class LibraryRenderer:
         )
         content, reasoning = str(found.content or ""), str(found.reasoning_content or "")
         if self.markers is not None:
-            content, reasoning = content.strip(), reasoning.strip()  # it strips thinking only if that was closed
+            content, reasoning = content.strip(), reasoning.strip()  # the package strips thinking only if it was closed
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
     def call_grammar(self, names: Sequence[str], *, is_one: bool) -> str | None:
@@ -127,7 +127,7 @@ class LibraryRenderer:
         return [self._message(message) for message in messages]
 
     def _message(self, message: Message) -> dict[str, Any]:
-        """As the package wants it: text, escaped; arguments as objects where they are objects."""
+        """A message as the package expects it: escaped text, and arguments as objects if they are objects."""
         out: dict[str, Any] = dict(message)
         out["content"] = message_text(message, self.name, self._tokenizer.escape)
         if self.name not in _KNOW_DEVELOPER:
@@ -182,7 +182,7 @@ def _create(tokenizer: Tokenizer, name: str) -> Any:
     try:
         return base.create_renderer(tokenizer, retained)
     except (ValueError, NotImplementedError):
-        pass  # a format with only one way to keep its thinking
+        pass  # the format has no setting for keeping its thinking
     except AssertionError as error:
         raise InvalidRequest(f"renderer {name!r} does not fit tokenizer {tokenizer.name_or_path!r}: {error}") from error
     return base.create_renderer(tokenizer, config)

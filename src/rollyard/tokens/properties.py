@@ -1,7 +1,7 @@
-"""Which properties a tokenizer with its chat template and renderer has, each found out by trying it.
+"""Tests the properties of a tokenizer with its chat template and renderer.
 
-For people who bring a model of their own and want to know, before they train, where its traces will fork. A verdict
-is what happened for the few conversations tried here; "ok" is no proof for all others, "no" is a counterexample.
+For users who bring a model of their own and want to know, before they train, where its traces will fork. A verdict is
+the result for the few conversations tried here: "ok" is no proof for all others, "no" is a counterexample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NA: Verdict = "does not apply"
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    """One property: its name, whether it holds, and a sentence on what was seen."""
+    """One property: its name, whether it holds, and a sentence that describes the result."""
 
     name: str
     verdict: Verdict
@@ -41,7 +41,7 @@ _TOOLS: tuple[ToolSchema, ...] = (
     },
 )
 _ARGUMENTS: dict[str, Json] = {"command": "echo 'ä' \"$HOME\" \\n", "n": 3}
-_CALL_ID = "abcdefgh1"  # nine letters and digits: Mistral's templates insist
+_CALL_ID = "abcdefgh1"  # nine letters and digits, as Mistral's templates require
 _THOUGHT, _SAID = "Ptarmigan", "Four."
 _ASK: Message = {"role": "user", "content": "Two plus two?"}
 _MORE: Message = {"role": "user", "content": "And three?"}
@@ -72,7 +72,7 @@ _TEXTS = (
 
 
 def properties_of(tokenizer: Tokenizer, renderer: Renderer | None) -> tuple[Property, ...]:
-    """All properties, in the order in which they are told. Without a renderer, those of the template alone."""
+    """All properties, in the order in which they are shown. Without a renderer, only those of the template."""
     found = [_prefix_stable(tokenizer), _close_token(tokenizer)]
     if renderer is None:
         names = ("bridging", "tool calls", "literal markers", "reasoning", "streaming")
@@ -154,10 +154,10 @@ def _bridging(tokenizer: Tokenizer, renderer: Renderer) -> list[Property]:
             continue
         if longer is None:
             found.append(
-                Property(name, "no", "it cannot be shown that the prompt stays: such a turn begins a new trace")
+                Property(name, "no", "the renderer cannot verify that the old tokens are kept: this starts a new trace")
             )
         elif not _begins(longer, [*prompt, *sampled]):
-            found.append(Property(name, "no", "the extended prompt does not begin with the old tokens: do not use it"))
+            found.append(Property(name, "no", "the extended prompt does not start with the old tokens: do not use it"))
         else:
             added = len(longer) - len(prompt) - len(sampled)
             found.append(Property(name, "ok", f"the old tokens are kept, {added} are added"))
@@ -172,7 +172,7 @@ def _tool_calls(renderer: Renderer) -> Property:
     except Exception as error:  # a template may raise anything
         return Property(name, NA, f"the template refuses them: {error}")
     if not _begins(whole, prompt) or "echo" not in renderer.decode(whole[len(prompt) :]):
-        return Property(name, NA, "the template does not write an assistant's calls behind its prompt")
+        return Property(name, NA, "the template does not write an assistant's calls after its prompt")
     calls = renderer.parse(whole[len(prompt) :], prompt, _TOOLS).tool_calls
     if not calls:
         return Property(name, "no", "a call in the template's format is read as plain content")
@@ -201,18 +201,18 @@ def _literal_markers(tokenizer: Tokenizer, renderer: Renderer) -> Property:
 
 
 def _streaming(renderer: Renderer) -> Property:
-    """A sampled turn, read token by token as a client of the gateway hears it."""
+    """Parses a sampled turn token by token, as for a streaming client of the gateway."""
     name = "streaming"
     ids = [*renderer.encode(f"{_SAID} Indeed, it is four."), *renderer.stop_token_ids[:1]]
     reader = Reader(renderer, (), ())
     heard = [item for token in ids for item in reader.feed([token])]
     if not heard:
-        return Property(name, "no", "the format cannot be read piece by piece: a reply is told when it is complete")
+        return Property(name, "no", "the format cannot be parsed incrementally: a reply is sent when it is complete")
     rest, told = reader.finish()
     said = "".join(item.text for item in (*heard, *rest) if isinstance(item, Delta))
     if said != told.content or told.content != renderer.parse(ids).content:
         return Property(name, "no", f"the pieces are {said!r}, the whole is {told.content!r}")
-    return Property(name, "ok", f"told in {len(heard)} pieces while it is sampled, the same as the whole")
+    return Property(name, "ok", f"sent in {len(heard)} pieces while it is sampled, together equal to the whole")
 
 
 def _reasoning(tokenizer: Tokenizer, renderer: Renderer) -> Property:
@@ -227,7 +227,7 @@ def _reasoning(tokenizer: Tokenizer, renderer: Renderer) -> Property:
     if in_history:
         return Property(name, "ok", "kept: thinking of earlier turns stays in the prompt")
     if with_tools:
-        return Property(name, "no", "stripped in history: kept while tools answer, removed once the user speaks")
+        return Property(name, "no", "stripped in history: kept during tool calls, removed after the next user message")
     if is_written:
         return Property(name, "no", "stripped in history: only the last turn shows its thinking")
     return Property(name, NA, "none: the template does not write reasoning_content")
@@ -244,7 +244,7 @@ def _unicode(tokenizer: Tokenizer) -> Property:
     return Property("unicode", "ok", f"{len(_TEXTS)} texts in many scripts come back as they were")
 
 
-# --- what they share ---
+# --- helpers ---
 
 
 def _text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
@@ -261,7 +261,7 @@ def _begins(longer: Sequence[int], shorter: Sequence[int]) -> bool:
 
 
 def _stop(tokenizer: Tokenizer, renderer: Renderer) -> list[int]:
-    """The token that ends a turn: the template's, else the renderer's first."""
+    """The token that ends a turn: the template's, otherwise the renderer's first."""
     try:
         return [TemplateRenderer(tokenizer).close[1]]
     except ValueError:
@@ -271,7 +271,7 @@ def _stop(tokenizer: Tokenizer, renderer: Renderer) -> list[int]:
 def _turn(
     renderer: Renderer, prompt: list[int], messages: Sequence[Message], stop: list[int], tools: Sequence[ToolSchema]
 ) -> list[int]:
-    """The tokens of the turn behind the prompt, as the renderer writes it; empty if it writes another front."""
+    """The tokens of the turn after the prompt, as the renderer writes it; empty if it writes another prompt."""
     whole = renderer.render(messages, tools)
     rest = whole[len(prompt) :]
     if not _begins(whole, prompt) or not stop or stop[0] not in rest:

@@ -1,17 +1,17 @@
-"""Reads a turn while it is sampled, for a listener who is told of it piece by piece.
+"""Parses a turn incrementally while it is sampled, for a client that receives it as a stream.
 
-The renderer's own reading of the whole turn is the truth. What comes before is told early only where the markers show
-that it will stay so: text, thinking, and calls that were closed. Where that is not certain (a call inside thinking
-that may yet be closed, a `<think>` in the middle of an answer), nothing is told until it is, or until the end.
+`Renderer.parse` of the whole turn is authoritative. A piece is emitted early only if the markers show that it will not
+change: text, thinking, and closed calls. Where that is not certain (a call inside thinking that may still be closed, a
+`<think>` in the middle of the text), nothing is emitted until it is certain, or until the end.
 
-Invariants. Nothing is told twice or taken back: the deltas put together are exactly the content and the reasoning that
-`finish` returns, and the calls told are its calls. For a format whose markers are known, by their ids or (text_cut.py)
-by their text, that is `renderer.parse` of all ids. If a turn turns out otherwise than it was told (a stray `</think>`),
-what was told stands, the rest is appended as the model wrote it, and `finish` returns that: it is what the listener
-will send back.
+Invariants. Nothing is emitted twice or withdrawn: the joined deltas are exactly the content and the reasoning that
+`finish` returns, and the emitted calls are its calls. For a format whose markers are known, by their ids or
+(text_cut.py) by their text, these equal `renderer.parse` of all ids. If the complete turn parses differently from what
+was emitted (a stray `</think>`), the emitted part stands, the rest is appended as the model wrote it, and `finish`
+returns that: the client will send back what it received.
 
-Work per piece does not grow with the turn, but for one reading at the end of the thinking and of each of the first
-calls. Later ones are told in batches: a model that repeats itself writes 800 calls in 15,000 tokens, and one reading
+Work per piece does not grow with the turn, except for one parse at the end of the thinking and of each of the first
+calls. Later calls are emitted in batches: a model that repeats itself writes 800 calls in 15,000 tokens, and one parse
 for each of them took 8 s.
 """
 
@@ -28,12 +28,12 @@ from rollyard.tokens.text_stream import CharacterStream, TextStream
 from rollyard.tokens.turns import ends_thinking
 
 PROMPT_CALLS = 8
-"""So many are told as soon as they are closed; the others when the turn has grown by a quarter, or has ended."""
+"""This many calls are emitted as soon as they are closed; the others when the turn has grown by a quarter, or ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of what the model says, or thinks."""
+    """A new piece of text or of reasoning."""
 
     kind: Kind
     text: str
@@ -42,15 +42,15 @@ class Delta:
 class _State(Enum):
     THINK = auto()
     DRAFT = auto()  # a call inside thinking: part of it, if the thinking is closed
-    SAY = auto()  # so it begins, too, unless the prompt has opened the thinking
-    CALL = auto()  # the first call was opened: only calls are told now
-    TEXT = auto()  # the markers are text: what is told is for the text's own cut to say
-    WAIT = auto()  # what follows can be told only once all of it is there
-    ENDED = auto()  # the stop token has come
+    SAY = auto()  # also the initial state, unless the prompt has opened the thinking
+    CALL = auto()  # the first call was opened: only calls are emitted now
+    TEXT = auto()  # the markers are text, and `TextCut` decides what is emitted
+    WAIT = auto()  # the rest can be emitted only when the turn is complete
+    ENDED = auto()  # after the stop token
 
 
 class Reader:
-    """See the module."""
+    """The incremental parser of one turn."""
 
     def __init__(self, renderer: Renderer, prompt_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> None:
         self._renderer, self._prompt, self._tools = renderer, prompt_ids, tools
@@ -60,8 +60,8 @@ class Reader:
         self._calls: list[ToolCall] = []
         self._stops = frozenset(renderer.stop_token_ids)
         self._has_thought = False
-        self._last: tuple[int, Parsed] | None = None  # what the renderer made of so many ids
-        self._calls_due = 0  # the length of the turn at which calls are looked for again
+        self._last: tuple[int, Parsed] | None = None  # the last parse, with the number of ids parsed
+        self._calls_due = 0  # the length of the turn at which calls are parsed again
         self._waits_from: int | None = None
         markers = renderer.markers
         self._markers = markers or Markers()
@@ -76,7 +76,7 @@ class Reader:
         self._channel = (CharacterStream if self._state is _State.TEXT else TextStream)(renderer.decode)
 
     def feed(self, ids: Sequence[int]) -> list[Delta | ToolCall]:
-        """What can be told now that these ids were sampled."""
+        """Adds sampled ids and returns what can be emitted now."""
         for token in ids:
             self._ids.append(token)
             if self._state is not _State.ENDED:
@@ -90,7 +90,7 @@ class Reader:
         return self._taken()
 
     def finish(self) -> tuple[list[Delta | ToolCall], Parsed]:
-        """What is left to tell, and the turn as it was told."""
+        """Returns what is left to emit, and the turn as it was emitted."""
         truth = self._parsed()
         said, thought = self._so_far("text"), self._so_far("reasoning")
         is_as_told = truth.content.startswith(said) and truth.reasoning.startswith(thought)
@@ -120,7 +120,7 @@ class Reader:
         elif state in (_State.THINK, _State.DRAFT):
             if token == markers.think_close:
                 self._end_thinking()
-            elif token != markers.think_open:  # a second opening says nothing
+            elif token != markers.think_open:  # a second opening is ignored
                 if token in markers.call_open and state is _State.THINK:
                     self._tell("reasoning", self._channel.take())
                     self._state = _State.DRAFT
@@ -147,7 +147,7 @@ class Reader:
             self._read_calls(settled)
 
     def _read_calls(self, settled: int | None = None) -> None:
-        """Tells those that were closed, unless it is too soon for that."""
+        """Emits the closed calls, unless the next batch is not due yet."""
         length = len(self._ids)
         if length < self._calls_due:
             return
@@ -160,7 +160,7 @@ class Reader:
         if token == self._markers.think_open and not self._so_far("text") and not self._channel.has_more:
             self._channel = TextStream(self._renderer.decode)
             self._state = _State.THINK
-        else:  # not where a turn begins to think: only the renderer can say what this is
+        else:  # not at the start of a turn: only the renderer can interpret it
             self._wait(len(self._ids) - 1)
 
     def _end_thinking(self) -> None:
@@ -183,7 +183,7 @@ class Reader:
     def _wait(self, at: int) -> None:
         self._state, self._waits_from = _State.WAIT, at
 
-    # --- telling ---
+    # --- emitting ---
 
     def _tell(self, kind: Kind, text: str) -> None:
         if not text:
@@ -205,7 +205,7 @@ class Reader:
         return self._told[kind][0]
 
     def _parsed(self) -> Parsed:
-        """The turn so far, as the renderer reads it. A stop token behind what was read before changes nothing."""
+        """The turn so far, as the renderer parses it. Stop tokens after the last parse do not change it."""
         if self._last is not None:
             length, parsed = self._last
             if all(token in self._stops for token in self._ids[length:]):
@@ -215,7 +215,7 @@ class Reader:
         return parsed
 
     def _untold(self, at: int) -> list[int]:
-        """The ids from there to the first call or the end."""
+        """The ids from `at` to the first call or the end."""
         ends = self._stops | self._markers.call_open
         rest = self._ids[at:]
         return rest[: next((n for n, token in enumerate(rest) if token in ends), len(rest))]

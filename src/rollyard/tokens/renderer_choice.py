@@ -1,4 +1,4 @@
-"""Which renderer speaks a model's language: by name, by the model, or by trying its own template."""
+"""Selects the renderer of a model: by the renderer's name, by the model's name, or by trying its template."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PROBE: tuple[Message, ...] = (
 
 
 def load_renderer(tokenizer: Tokenizer, model_name: str, renderer_name: str = "") -> Renderer:
-    """The renderer for a model, or `InvalidRequest` with the choices. May import much: call it off the loop.
+    """The renderer for a model. Raises `InvalidRequest` with the choices. Imports are slow: call it off the event loop.
 
-    An unnamed model gets our ChatML only if its template, filled in for a small conversation, gives exactly the
-    same tokens: shown, not guessed. Any other is rendered by its template, if that closes its turns (general.py).
+    An unknown model gets Rollyard's ChatML only if its template renders a small conversation to exactly the same
+    tokens. Any other is rendered by its template, if that closes its turns (general.py).
     """
     if renderer_name == "chatml":
         try:
@@ -39,7 +39,7 @@ def load_renderer(tokenizer: Tokenizer, model_name: str, renderer_name: str = ""
 
         return LibraryRenderer(tokenizer, renderer_name)
     for name in dict.fromkeys((model_name, tokenizer.name_or_path)):
-        if name.count("/") == 1 and not Path(name).exists():  # only hub names are looked up; the look-up is dear
+        if name.count("/") == 1 and not Path(name).exists():  # only hub names: a look-up is expensive
             from rollyard.tokens.library import LibraryRenderer, library_name_of
 
             found = library_name_of(name)
@@ -70,17 +70,17 @@ def _speaks_chatml(tokenizer: Tokenizer) -> bool:
     try:
         theirs = tokenizer.apply_chat_template(_PROBE, add_generation_prompt=True)
         return theirs == ChatML(tokenizer).render(_PROBE)
-    except Exception:  # a template may raise anything; whatever it is, this is not plain ChatML
+    except Exception:  # a template may raise anything; then it is not plain ChatML
         return False
 
 
 def _default_system(tokenizer: Tokenizer) -> str | None:
-    """What the template puts in a system turn of its own where a conversation has none (Qwen2.5, SmolLM2)."""
+    """The system turn that the template adds to a conversation without one (Qwen2.5, SmolLM2)."""
     if not tokenizer.has_chat_template:
         return None
     try:
         text = tokenizer.apply_chat_template(_PROBE[1:2], tokenize=False)
-    except Exception:  # it cannot do without a system turn
+    except Exception:  # the template requires a system turn
         return None
     head, _, _ = str(text).partition("<|im_start|>user")
     opening, closing = "<|im_start|>system\n", "<|im_end|>\n"

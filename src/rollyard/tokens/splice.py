@@ -1,19 +1,19 @@
-"""Which recorded conversation a request extends, and the exact tokens that it is sent with.
+"""Finds the recorded conversation that a request extends, and the exact tokens to send.
 
 A client that keeps its own history (an agent program behind the gateway) sends all of it with every request. Rendering
-that anew would give the model other tokens than it had sampled. So a `ConversationBook` remembers every completion of a rollout
-under the messages that led to it, as the client will send them back. A request whose messages begin with such a history
-gets those very ids (prompt, then what was sampled) and, behind them, the tokens of what is new.
+it again would give the model other tokens than it had sampled. So a `ConversationBook` records every completion of a
+rollout under the messages that led to it, as the client will send them back. A request whose messages start with such a
+history gets the recorded ids (prompt and sampled tokens), followed by the tokens of its new messages.
 
-Histories are compared without what encodings differ in: ids of calls, null fields, the formatting of arguments, text
-in parts, arguments at their declared default, a line of the system prompt that is different in every request
-(histories.py). Nothing that was said is ever ignored. With `reasoning: keep` the model goes on seeing what it thought,
-whether or not the client sends it back; with `as_sent` what the client removed is gone, and that is another history.
+Histories are compared without differences of encoding: ids of calls, null fields, the formatting of arguments, text in
+parts, arguments at their declared default, a line of the system prompt that is different in every request
+(histories.py). Content is never ignored. With `reasoning: keep` the model keeps its reasoning in the prompt, whether or
+not the client sends it back; with `as_sent` reasoning that the client removed makes it another history.
 
-Invariants. Nothing that was sampled is dropped, and each sampled span has one owner: the trace that it was sampled for.
-Whoever cannot extend a trace exactly (it went on without them, its history was rewritten, the renderer cannot show the
-prefix) begins a new one, with the reason; stretches that both have are marked as copies. A `PreparedTurn` changes nothing
-until its completion is kept: a request that fails leaves no mark.
+Invariants. No sampled token is dropped, and each sampled span has one owner: the trace that it was sampled for. A
+request that cannot extend a trace exactly (another request has extended it, its history was rewritten, the renderer
+cannot verify the prefix) starts a new trace, with the reason; spans that both contain are marked as copies. A
+`PreparedTurn` changes nothing until its completion is kept: a request that fails is not recorded.
 
 Cost. A request's history is digested once, in one pass; each known history is found by its digest. For 60 messages of
 2 kB (24,000 tokens) that is about 0.4 ms, and the one copy of the ids, the prompt that is sent, about 0.5 ms.
@@ -34,18 +34,18 @@ from rollyard.tokens.trace import TraceBuilder
 
 Reasoning = Literal["keep", "as_sent"]
 
-NEW = "new conversation"  # it shares no message with any that is recorded
-REWRITTEN = "history rewritten"  # it shares the beginning of one, and then says something else
-STRIPPED = "reasoning removed"  # it is a recorded one, but for thinking that the client left out
-BRANCHED = "branched"  # it goes on from where another request has gone on already, or asks the same again
-OTHER_TOOLS = "other tools"  # the same history, but the model is offered other tools
-NOT_EXTENDED = "not extended"  # the renderer cannot show that the new prompt begins with the old tokens
-ABANDONED = "abandoned"  # nobody received it, so nothing can follow from it
+NEW = "new conversation"  # it shares no message with a recorded one
+REWRITTEN = "history rewritten"  # it shares the beginning of a recorded one, and then differs
+STRIPPED = "reasoning removed"  # it equals a recorded one, except for reasoning that the client left out
+BRANCHED = "branched"  # it extends a history that another request has extended, or repeats a request
+OTHER_TOOLS = "other tools"  # the same history with other tools
+NOT_EXTENDED = "not extended"  # the renderer cannot verify that the new prompt starts with the old tokens
+ABANDONED = "abandoned"  # no client received the completion, so nothing can extend it
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A completion that a request may go on from: `ids[:sampled_at]` was sent, `ids[sampled_at:end]` sampled."""
+    """A completion that a request may extend: `ids[:sampled_at]` was sent, `ids[sampled_at:end]` was sampled."""
 
     builder: TraceBuilder
     sampled_at: int
@@ -54,14 +54,14 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
-    """One request on its way: what is sent, and what it hangs on. See `ConversationBook.begin`."""
+    """A request ready to be sent: its prompt, and the completion that it extends. Made by `ConversationBook.begin`."""
 
     prompt: list[int]
-    packed: array[int] = field(repr=False)  # the same, as it is recorded; 30 ms for 200,000 tokens
+    packed: array[int] = field(repr=False)  # the same, as it is recorded; packing 200,000 tokens takes 30 ms
     messages: Sequence[Message]
     tools: Sequence[ToolSchema]
-    base: _Leaf | None = field(repr=False)  # what it extends exactly
-    reason: str | None  # why it extends nothing; None for the first of all, and where it extends
+    base: _Leaf | None = field(repr=False)  # the completion that it extends exactly
+    reason: str | None  # why it extends nothing; None for the first request, and if it extends one
     history: History = field(repr=False)
     toolset: Toolset = field(repr=False)
 
@@ -72,18 +72,18 @@ class PreparedTurn:
 
 @dataclass(frozen=True, slots=True)
 class SplicePoint:
-    """Where a request belongs among the conversations: see `ConversationBook.find`."""
+    """The position of a request among the conversations, found by `ConversationBook.find`."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSchema]
-    leaf: _Leaf | None = field(repr=False)  # what it goes on from
-    answered: int  # messages up to the last answer
+    leaf: _Leaf | None = field(repr=False)  # the completion that it extends
+    answered: int  # the number of messages up to the last assistant turn
     history: History = field(repr=False)
     toolset: Toolset = field(repr=False)
 
     @property
     def new(self) -> Sequence[Message]:
-        """What has to be rendered, if the rest can be taken as it was sent."""
+        """The messages to render, if the recorded tokens can be used for the others."""
         return self.messages[self.answered :] if self.leaf is not None else self.messages
 
 
@@ -97,13 +97,13 @@ class ConversationBook:
         self._sampling, self._policy, self._model = sampling, policy, model
         self._known = Histories(has_reasoning=reasoning == "as_sent")
         self._builders: list[TraceBuilder] = []
-        self._has_begun = False  # with anything that was not abandoned
-        self._leaves: dict[tuple[bytes, bytes], _Leaf] = {}  # (tools, history with its completion) → the last such
+        self._has_begun = False  # a completion that was not abandoned is recorded
+        self._leaves: dict[tuple[bytes, bytes], _Leaf] = {}  # (tools, history with its completion) → the last leaf
         self._asked: set[tuple[bytes, bytes]] = set()  # (tools, history) that a completion was sampled from
-        self._prompts: set[bytes] = set()  # the same, whatever the tools
-        self._answers: set[bytes] = set()  # histories with their completion, whatever the tools
-        self._bare_answers: set[bytes] = set()  # and whatever was thought
-        self._histories: set[bytes] = set()  # every beginning of any of these
+        self._prompts: set[bytes] = set()  # the same, without the tools
+        self._answers: set[bytes] = set()  # histories with their completion, without the tools
+        self._bare_answers: set[bytes] = set()  # the same, without reasoning
+        self._histories: set[bytes] = set()  # every prefix of these histories
         self._turns = 0
         self.forks: dict[str, int] = {}
 
@@ -121,12 +121,12 @@ class ConversationBook:
     # --- a request ---
 
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PreparedTurn:
-        """What this request is to be sent with. Nothing is recorded yet."""
+        """Prepares a request. Nothing is recorded yet."""
         place = self.find(messages, tools)
         return self.extended(place) or self.rendered(place)
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> SplicePoint:
-        """Where it belongs. Costs little; what follows costs what there is to tokenize, and may run in a thread."""
+        """The position of a request. Cheap; `extended` and `rendered` tokenize, and may run in a thread."""
         toolset = self._known.toolset(tools)
         history = self._known.of(messages, toolset)
         answered = _answered(messages)
@@ -134,7 +134,7 @@ class ConversationBook:
         return SplicePoint(messages, tools, leaf, answered, history, toolset)
 
     def extended(self, place: SplicePoint) -> PreparedTurn | None:
-        """What it goes on from and the tokens of what is new; None if that cannot be shown to be exact."""
+        """The recorded tokens followed by those of the new messages; None if that cannot be verified to be exact."""
         leaf = place.leaf
         if leaf is None:
             return None
@@ -145,13 +145,13 @@ class ConversationBook:
         return _turn(prompt, place, leaf, None)
 
     def rendered(self, place: SplicePoint) -> PreparedTurn:
-        """All of it, anew: the beginning of a trace of its own."""
+        """The whole conversation, rendered: the start of a new trace."""
         reason = NOT_EXTENDED if place.leaf is not None else self._reason(place.history, place.toolset, place.answered)
         prompt = self._renderer.render(place.messages, place.tools)
         return _turn(prompt, place, None, reason)
 
     def _reason(self, history: History, toolset: Toolset, answered: int) -> str | None:
-        """Why it extends nothing."""
+        """Why the request extends nothing."""
         chain, bare = history.chain, history.bare
         if not self._has_begun:
             return None
@@ -184,10 +184,10 @@ class ConversationBook:
         is_abandoned: bool = False,
         parsed: Parsed | None = None,
     ) -> Parsed:
-        """Records what was sampled from `turn.prompt`, in the trace that it belongs to, and reads it back.
+        """Records what was sampled from `turn.prompt`, in the trace that it belongs to, and parses it.
 
-        `is_abandoned`: nobody received it. It keeps a trace of its own, which is not trained on. `parsed`: these ids,
-        if the caller has read them already, as the client was told them and will send them back. Where nothing was
+        `is_abandoned`: no client received it. It gets a trace of its own, which is not trained on. `parsed`: these ids,
+        if the caller has already parsed them, as the client received them and will send them back. If nothing was
         sampled, nothing is recorded.
         """
         if parsed is None:
@@ -232,7 +232,7 @@ class ConversationBook:
             base.builder.context(turn.packed[base.end :])
             return base.builder
         reason = ABANDONED if is_abandoned else BRANCHED if base is not None else turn.reason
-        if reason is None:  # it was the first when it began; it may not be now
+        if reason is None:  # it was the first request when it was prepared, and may no longer be
             reason = self._reason(turn.history, turn.toolset, _answered(turn.messages))
         builder = TraceBuilder(sampling=self._sampling, policy=self._policy, model=self._model, fork_reason=reason)
         builder.context(turn.packed)
@@ -245,7 +245,7 @@ class ConversationBook:
         return builder
 
     def _mark_copies(self, builder: TraceBuilder, turn: PreparedTurn) -> None:
-        """Of the recorded trace that begins most like this one: the spans that are here too, token for token."""
+        """Marks the spans that this trace shares with the recorded trace that has the longest common prefix."""
         best, shared = None, 0
         for other in self._builders:
             common = other.common_prefix(turn.packed, beyond=shared)
@@ -261,5 +261,5 @@ def _turn(prompt: list[int], place: SplicePoint, leaf: _Leaf | None, reason: str
 
 
 def _answered(messages: Sequence[Message]) -> int:
-    """How many messages there are up to the model's last turn, that one included: what is behind them is new."""
+    """The number of messages up to and including the last assistant turn; those after it are new."""
     return next((at + 1 for at in range(len(messages) - 1, -1, -1) if messages[at].get("role") == "assistant"), 0)

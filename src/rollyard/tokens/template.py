@@ -1,7 +1,7 @@
-"""A model's own chat template (Jinja), filled in the way its authors' library does it.
+"""A model's own chat template (Jinja), rendered as its authors' library does.
 
-Used by renderers that have no code of their own, and to check those that do. The template comes with the model,
-so it runs in Jinja's immutable sandbox.
+Used to render models that have no hand-written renderer, and to check those that have one. The template comes with the
+model, so it runs in Jinja's immutable sandbox.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rollyard.core.failure import InvalidRequest
 
 
 class TemplateRefused(Exception):
-    """The template itself said that it cannot render these messages."""
+    """The template itself raised an error for these messages."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks assistant text for other tools; here it is only its content."""
+    """`{% generation %}` marks assistant text for other tools; here it is replaced by its content."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class says so)
 

@@ -1,11 +1,11 @@
-"""A turn cut at markers that are mere text, where a vocabulary has no ids for them (SmolLM2): whole, or as it comes.
+"""Splits a turn at markers that are plain text, for vocabularies without ids for them (SmolLM2): complete or streamed.
 
-Thinking, if it comes first, ends at the first `</think>`; what follows is said, up to the first `<tool_call>`; from
-there on there are only calls, each closed by the first `</tool_call>` behind it or by the next one. Read so, from left
-to right, nothing has to be taken back, and a marker is known as soon as its last character is there.
+Thinking, if it comes first, ends at the first `</think>`. The text after it is content, up to the first `<tool_call>`.
+From there on there are only calls, each ended by the first `</tool_call>` after it or by the next `<tool_call>`. Read
+from left to right, nothing has to be withdrawn, and a marker is recognised at its last character.
 
-Invariant (tests/tokens/test_reader.py): what `TextCut` gives is what `cut_text` gives of all the text, stripped. Work
-per piece does not grow with the turn: what is held is never longer than a marker.
+Invariant (tests/tokens/test_reader.py): `TextCut` returns what `cut_text` returns for the whole text, stripped. Work
+per piece does not grow with the turn: the text held back is never longer than a marker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALLS = re.compile(f"{CALL}|{CALL_END}")
 
 
 def cut_text(text: str) -> tuple[str, str, list[tuple[str, bool]]]:
-    """(content, reasoning, each call with whether it was closed)."""
+    """(content, reasoning, calls, each with whether it was closed)."""
     reasoning = ""
     if text.lstrip().startswith(THINK):
         reasoning, _, text = text.lstrip().removeprefix(THINK).partition(THINK_END)
@@ -35,17 +35,17 @@ def cut_text(text: str) -> tuple[str, str, list[tuple[str, bool]]]:
 
 
 class TextCut:
-    """Is fed text as it comes. Calls are only counted: how they are read is the renderer's."""
+    """Splits text as it arrives. Calls are only counted; the renderer parses them."""
 
     def __init__(self) -> None:
         self._part: Literal["start", "reasoning", "text", "calls"] = "start"
         self._trim = Trim()
-        self._held = ""  # it may be the beginning of a marker
+        self._held = ""  # it may be the start of a marker
         self._opened = 0
-        self.settled_calls = 0  # up to the last that was closed
+        self.settled_calls = 0  # the number of calls up to the last closed one
 
     def feed(self, text: str) -> list[tuple[Kind, str]]:
-        """What is certain now; of the white space at the ends, none."""
+        """Returns what is certain now, without white space at the ends."""
         self._held += text
         out: list[tuple[Kind, str]] = []
         if self._part == "start":
@@ -59,7 +59,7 @@ class TextCut:
         return out
 
     def rest(self) -> list[tuple[Kind, str]]:
-        """What is held, where nothing more comes."""
+        """Returns the text held back, at the end of the turn."""
         kind: Kind = "reasoning" if self._part == "reasoning" else "text"
         held, self._held = self._held, ""
         return [] if self._part == "calls" else [(kind, self._trim.take(held))]
@@ -72,7 +72,7 @@ class TextCut:
             self._part = "text"
 
     def _up_to(self, marker: str, kind: Kind, out: list[tuple[Kind, str]]) -> bool:
-        """Gives what is before the marker, or before what may become it; whether it was there."""
+        """Emits the text before the marker, or before a possible start of it; returns whether the marker was found."""
         before, found, after = self._held.partition(marker)
         if not found:
             at = before.rfind("<", max(0, len(before) - len(marker) + 1))  # no marker has a second "<"

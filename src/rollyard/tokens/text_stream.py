@@ -1,7 +1,7 @@
-"""Text from ids as they come: whole characters only, and no white space at the ends.
+"""Decodes ids as they arrive: whole characters only, and no white space at the ends.
 
-Ids are decoded together with the piece before them (some tokenizers write a token otherwise at the beginning), so each
-id is decoded a few times, however long the text becomes.
+Ids are decoded together with the piece before them (some tokenizers decode a token differently at the start of a text),
+so each id is decoded a few times, however long the text becomes.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _WINDOW = 32
-"""Ids that end in no whole character before a cut between them is looked for. A character has at most 4 bytes."""
+"""The number of ids without a complete character at which a cut between them is searched. A character has at most 4
+bytes."""
 
 
 class CharacterStream:
-    """Whole characters."""
+    """Decodes whole characters."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -22,14 +23,14 @@ class CharacterStream:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is half a character that could not be taken yet."""
+        """Whether an incomplete character is pending."""
         return bool(self._pending)
 
     def add(self, token: int) -> None:
         self._pending.append(token)
 
     def take(self) -> str:
-        """What can be told now."""
+        """Returns the characters that are complete."""
         if not self._pending:
             return ""
         text = self._behind(self._pending)
@@ -38,7 +39,7 @@ class CharacterStream:
             return text
         if len(self._pending) <= _WINDOW:
             return ""
-        for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):  # no text at all: invalid bytes
+        for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):  # invalid bytes
             head, tail = self._behind(self._pending[:cut]), self._decode(self._pending[cut:])
             if tail and head + tail == text:
                 self._before, self._pending = self._pending[:cut], self._pending[cut:]
@@ -46,7 +47,7 @@ class CharacterStream:
         return ""
 
     def rest(self) -> str:
-        """What is left to tell where the text ends."""
+        """Returns what is pending, at the end of the text."""
         pending, self._pending = self._pending, []
         return self._behind(pending) if pending else ""
 
@@ -57,10 +58,10 @@ class CharacterStream:
 
 
 class Trim:
-    """`str.strip` of a text that comes in pieces."""
+    """`str.strip` for a text that arrives in pieces."""
 
     def __init__(self) -> None:
-        self._held = ""  # white space that is told if more comes
+        self._held = ""  # white space that is returned if more text follows
         self._has_begun = False
 
     def take(self, text: str) -> str:
@@ -74,7 +75,7 @@ class Trim:
 
 
 class TextStream(CharacterStream):
-    """Both."""
+    """Decodes whole characters and strips the text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         super().__init__(decode)

@@ -1,13 +1,14 @@
-"""A model's tokenizer from its folder, with neither torch nor transformers.
+"""A model's tokenizer, loaded from its folder without torch or transformers.
 
-`Tokenizers` loads and keeps them, one per source; `Tokenizer` has the surface that chat templates and the
-`renderers` package need.
+`Tokenizers` loads and caches them, one per source; `Tokenizer` has the methods that chat templates and the `renderers`
+package need.
 
-Invariants. `encode` adds no tokens of its own (no BOS) unless asked to. Text that went through `escape` can never
-become a special token: a file that says "<|im_end|>" is read as that text, and does not end the turn. Escaping does
-not change the text, only where it may be cut into tokens. A lone surrogate, which no tokenizer takes, becomes U+FFFD.
+Invariants. `encode` adds no tokens of its own (no BOS) unless `add_special_tokens` is set. Escaped text can never
+become a special token: a file that contains "<|im_end|>" is encoded as that text, and does not end the turn. Escaping
+does not change the text, only where it may be cut into tokens. A lone surrogate, which no tokenizer accepts, becomes
+U+FFFD.
 
-It never downloads: a hub name must be in the local cache already.
+Nothing is downloaded: a hub name must be in the local cache already.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
     from rollyard.tokens.template import ChatTemplate
 
 BREAK = "\udfff"
-"""Marks a cut inside escaped text. A lone surrogate: no UTF-8 text holds one, so it cannot be confused."""
+"""Marks a cut inside escaped text. It is a lone surrogate, which no UTF-8 text contains, so it is unambiguous."""
 
 SHORT_CHARS = 2048
-"""Up to that, a text is encoded by the call that takes less time. It holds the interpreter; the one for batches gives
-it up while it works, and leaves out the offsets."""
+"""Up to this length, a text is encoded by the faster call, which holds the GIL. The call for batches releases the GIL
+while it runs, and leaves out the offsets."""
 
 STEP_CHARS = 64 << 10
-"""Per step of a search: about 1 ms, and between two steps another thread may have the interpreter."""
+"""Characters per step of a search: about 1 ms. Between two steps another thread may get the GIL."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -47,9 +48,9 @@ class Tokenizer:
     """One model's vocabulary and chat template. Safe to share between threads."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
-        # a batch of one has nothing to share out, and threads of the library's own do not survive a fork
+        # a batch of one cannot be parallelised, and the library's threads do not survive a fork
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        import tokenizers  # 7 MB: only where tokens are wanted
+        import tokenizers  # 7 MB: imported only if needed
 
         self.name_or_path = name or str(folder)
         self._backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -87,9 +88,9 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """No token stands for more characters of a text. A vocabulary is written by bytes or by characters, so a token
-        has at least as many letters as the text that it is for; what normalizes a text makes at most three of it one
-        (two letters of Hangul and the first)."""
+        """The maximum number of characters of a text that one token encodes. A vocabulary consists of bytes or
+        characters, so a token has at least as many letters as the text that it encodes; a normalizer combines at most
+        three characters into one (the letters of a Hangul syllable)."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
         return longest if self._backend.normalizer is None else 3 * longest
 
@@ -98,7 +99,7 @@ class Tokenizer:
         return bool(self._template_source)
 
     def template_says(self, word: str) -> bool:
-        """Whether the chat template's own source has this word: a role that it knows of, say."""
+        """Whether the source of the chat template contains this word, for example the name of a role."""
         return word in json.dumps(self._template_source)
 
     def token_id(self, token: str) -> int | None:
@@ -106,12 +107,12 @@ class Tokenizer:
         return self._backend.token_to_id(token) if token else None
 
     def special_id(self, token: str) -> int | None:
-        """The same, but only for a token that text is searched for before anything else."""
+        """The same, but only for an added token, which is matched in a text before anything else."""
         return self.token_id(token) if token in self._added else None
 
     def stands_alone(self, token: str) -> bool:
-        """Whether text may be cut before and behind this token and encoded piece by piece: it is found before anything
-        else, takes nothing of what is around it, and is part of no other such token."""
+        """Whether text may be cut before and after this token and encoded in pieces: the token is matched before
+        anything else, absorbs no text around it, and is part of no other such token."""
         flags = self._flags.get(token)
         if flags is None or flags.lstrip or flags.rstrip or flags.single_word or flags.normalized:
             return False
@@ -124,7 +125,7 @@ class Tokenizer:
         return [cast("int | None", self.convert_tokens_to_ids(token)) for token in tokens]
 
     def escape(self, text: str) -> str:
-        """The same text as nobody's markup: no part of it becomes a special token."""
+        """The same text, of which no part becomes a special token."""
         if len(text) <= STEP_CHARS:
             return self._escaped(text)
         return "".join(map(self._escaped, self._steps(text)))
@@ -136,8 +137,7 @@ class Tokenizer:
         return self._literal.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
 
     def _steps(self, text: str) -> Iterator[str]:
-        """The text in pieces, none of which ends within a special token: a search over megabytes would hold up every
-        thread."""
+        """The text in pieces, cut outside of special tokens: a search over megabytes would block every thread."""
         at, longest = 0, max((len(token) for token in self._added), default=0)
         while at < len(text):
             end = at + STEP_CHARS
@@ -151,8 +151,8 @@ class Tokenizer:
             at = end
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text. `add_special_tokens`: with what the model's own tokenizer puts around a bare text, which
-        no template wants."""
+        """The ids of a text. `add_special_tokens`: with the tokens that the model's tokenizer adds around a bare text,
+        which templates do not need."""
         if add_special_tokens:
             return self._backend.encode(_SURROGATE.sub("�", text), add_special_tokens=True).ids
         if BREAK not in text:
@@ -173,9 +173,9 @@ class Tokenizer:
             (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
             return encoded.ids
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust: no Exception, and its class cannot be imported
+            if type(error).__name__ != "PanicException":  # from Rust: not an Exception, and not importable
                 raise
-            raise InvalidRequest(f"the tokenizer cannot take this text: {str(error)[:200]}") from None
+            raise InvalidRequest(f"the tokenizer cannot encode this text: {str(error)[:200]}") from None
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False, **_: object) -> str:
         return self._backend.decode(
@@ -192,9 +192,9 @@ class Tokenizer:
         return_dict: bool = False,
         **variables: Json,
     ) -> list[int] | str:
-        """The model's own Jinja template, as its authors' library would fill it in."""
+        """Renders the model's Jinja template, as its authors' library would."""
         if return_dict:
-            raise ValueError("only plain ids are given")
+            raise ValueError("return_dict is not supported: only plain ids are returned")
         if self._template is None:
             from rollyard.tokens.template import ChatTemplate
 
@@ -211,8 +211,8 @@ class Tokenizers:
         self._lock = threading.Lock()
 
     def load(self, source: str | Path, name: str = "") -> Tokenizer:
-        """From a folder or a cached hub name. Reads megabytes: call it off the event loop. `name`: what it is called,
-        where the folder is a copy."""
+        """Loads a tokenizer from a folder or a cached hub name. It reads megabytes: call it off the event loop. `name`
+        is the tokenizer's name, if the folder is a copy."""
         key = str(source)
         with self._lock:
             if key not in self._loaded:
@@ -221,7 +221,7 @@ class Tokenizers:
 
 
 def find_folder(source: str) -> Path:
-    """Where the files of a folder or of a cached hub name are. `InvalidRequest` if they are not here."""
+    """The folder with the files of a source: a folder or a cached hub name. Raises `InvalidRequest` if missing."""
     path = Path(source).expanduser()
     if path.is_dir():
         missing = [name for name in TOKENIZER_FILES[:2] if not (path / name).is_file()]
@@ -233,7 +233,7 @@ def find_folder(source: str) -> Path:
     snapshot_download: Callable[..., str] = import_module("huggingface_hub").snapshot_download
     try:
         found = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES), local_files_only=True)
-    except Exception as error:  # its errors differ between versions; all mean the same here
+    except Exception as error:  # its exceptions differ between versions; all mean that the files are missing
         raise InvalidRequest(
             f"tokenizer {source!r} is not in the local hub cache, and nothing is downloaded here: "
             f"run `hf download {source} {' '.join(TOKENIZER_FILES[:2])}` where there is a network, or {_REMEDY}"
@@ -246,7 +246,7 @@ def _json_file(path: Path) -> dict[str, Json]:
 
 
 def _token_text(value: Json) -> str:
-    """Configs write a token as a string or as {"content": …}."""
+    """The text of a token, which configs contain as a string or as {"content": …}."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else ""

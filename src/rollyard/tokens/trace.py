@@ -1,9 +1,9 @@
-"""Builds one trace by appending: context that was sent, tokens that were sampled, in the order it happened.
+"""Builds one trace by appending context that was sent and tokens that were sampled, in their order.
 
-Invariants. Nothing that was appended changes. `prompt()` is what is sent, so the digest kept with a sampled span
-is of exactly those ids. Work per turn grows with what is new, but for the one copy that is sent: the digest is
-carried along as a hash state. A built trace ends with what was sampled last; context behind it that nothing was
-sampled from is left out.
+Invariants. Appended tokens do not change. `prompt()` is what is sent, so the digest stored with a sampled span is the
+digest of exactly those ids. Work per turn grows with what is new, except for the one copy that is sent: the digest is
+kept as a hash state. A built trace ends with the last sampled token; context after it, from which nothing was sampled,
+is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def int32_bytes(ids: Sequence[int]) -> bytes:
 
 
 class TraceBuilder:
-    """See the module."""
+    """The builder of one trace."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class TraceBuilder:
 
     @property
     def sampled_tokens(self) -> int:
-        """Those that it owns, given ones too."""
+        """The number of sampled tokens that the trace owns, including given ones."""
         return self._sampled_tokens
 
     @property
@@ -81,15 +81,15 @@ class TraceBuilder:
         return self._spans
 
     def prompt(self) -> list[int]:
-        """A copy of all ids so far: what the next model call is sent."""
+        """A copy of all ids so far: the prompt of the next model call."""
         return self._ids.tolist()
 
     def ids(self, start: int, end: int) -> array[int]:
-        """A stretch of them."""
+        """The ids [start, end)."""
         return self._ids[start:end]
 
     def context(self, ids: Sequence[int]) -> None:
-        """Ids that the policy is told: never trained on."""
+        """Appends ids that the policy did not sample: never trained on."""
         added = ids_array(array("i", ids))
         self._ids += added
         self._mask += bytes(len(added))
@@ -113,7 +113,7 @@ class TraceBuilder:
         untrainable: str = "",
         is_tokenizer_verified: bool = True,
     ) -> None:
-        """What one model call sampled from `prompt()`. `versions` are (version, start, end) over `ids`;
+        """Appends what one model call sampled from `prompt()`. `versions` are (version, start, end) over `ids`;
         `untrainable` is a reason not to train on them."""
         if logprobs is not None and len(logprobs) != len(ids):
             raise TraceInvalid(f"turn {turn}: {len(ids)} tokens were sampled, with {len(logprobs)} logprobs")
@@ -155,25 +155,25 @@ class TraceBuilder:
         self._sampled_tokens += len(added)
 
     def given(self, ids: Sequence[int], *, turn: int) -> None:
-        """A turn that nobody sampled, in the place of one: with it, the whole trace is a demonstration."""
+        """Appends a given turn in place of a sampled one: it makes the whole trace a demonstration."""
         self.sampled(ids, None, turn=turn, finish_reason="stop")
         self._untrainable = DEMONSTRATION
 
     def untrainable(self, reason: str) -> None:
-        """Whatever else it has or lacks, this trace is not to be learned from."""
+        """Marks the trace as untrainable. The first reason is kept."""
         self._untrainable = self._untrainable or reason
 
     def copies(self, spans: Sequence[Span]) -> None:
-        """Marks stretches of this trace as copies of spans that an earlier trace owns."""
+        """Marks spans of this trace as copies of spans that an earlier trace owns."""
         self._spans += [replace(span, is_owned=False) for span in spans]
 
     def common_prefix(self, ids: Sequence[int], beyond: int = 0) -> int:
-        """How many ids at the beginning are the same; 0 if those are not more than `beyond`, which costs little."""
+        """The length of the common prefix; 0 if it is not longer than `beyond`, which is checked cheaply."""
         other = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
         low, high = beyond, min(len(self._ids), len(other))
         if high <= low or self._ids[low] != other[low] or self._ids[:low] != other[:low]:
             return 0
-        while low < high:  # bisect on slices: compared in C, about twice the length in all
+        while low < high:  # bisect on slices: compared in C, about twice the length in total
             middle = (low + high + 1) // 2
             if self._ids[low:middle] == other[low:middle]:
                 low = middle
@@ -182,7 +182,7 @@ class TraceBuilder:
         return low
 
     def build(self) -> Trace:
-        """The trace so far. The builder goes on; the trace does not change with it."""
+        """The trace so far. Later appends do not change it."""
         end = self._spans[-1].end if self._spans else 0
         return Trace(
             token_ids=self._ids[:end],

@@ -1,11 +1,11 @@
-"""A sampled turn cut at its markers, and the text of a message: what ChatML and the template renderer share.
+"""Splits a sampled turn at its markers, and extracts a message's text: shared by the ChatML and template renderers.
 
-The cut reads from left to right and never has to take anything back, so that a turn can be told while it is sampled
-(reader.py), but for one case: a `</think>` that nothing opened makes what was before it thinking, because some models
-were taught with the opening in their prompt.
+A turn is split from left to right and nothing is withdrawn, so that it can be streamed while it is sampled (reader.py),
+with one exception: a `</think>` without an opening makes everything before it thinking, because some models were
+trained with the opening in their prompt.
 
-Invariants. A call drafted inside thinking is not a call. Behind the first call, `<think>` and `</think>` are text: a
-model that writes them into a file has not begun to think. Nothing before the first call is dropped but the markers.
+Invariants. A call inside thinking is not a call. After the first call, `<think>` and `</think>` are text: a model that
+writes them into a file is not thinking. Nothing before the first call is dropped except the markers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A turn without its markers. What it said may be in two pieces: before it thought, and after."""
+    """A turn without its markers. Its text may be in two pieces: before and after the thinking."""
 
     said: tuple[list[int], ...]
     thought: list[int]
@@ -31,7 +31,7 @@ class Cut:
 
 
 def qwen_markers(tokenizer: Tokenizer) -> Markers | None:
-    """Those that Qwen made common, if the vocabulary has all of them."""
+    """The markers that Qwen made common, if the vocabulary has all of them."""
     ids = [tokenizer.special_id(token) for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
     think_open, think_close, call_open, call_close = ids
     if think_open is None or think_close is None or call_open is None or call_close is None:
@@ -40,7 +40,7 @@ def qwen_markers(tokenizer: Tokenizer) -> Markers | None:
 
 
 def cut_turn(ids: Sequence[int], markers: Markers, *, is_thinking: bool) -> Cut:
-    """`ids` without the stop token and what follows it; `is_thinking`: the prompt has opened the thinking."""
+    """Splits `ids`, which end before the stop token. `is_thinking`: the prompt has opened the thinking."""
     ids = list(ids)
     before: list[int] = []
     thought: list[int] = []
@@ -50,7 +50,7 @@ def cut_turn(ids: Sequence[int], markers: Markers, *, is_thinking: bool) -> Cut:
         if at < len(ids) and ids[at] == markers.think_open:
             before, ids, is_thinking = ids[:at], ids[at + 1 :], True
         elif at < len(ids) and ids[at] == markers.think_close:
-            is_thinking = True  # it closes what nobody opened
+            is_thinking = True  # a close without an opening
     if is_thinking:
         at = ids.index(markers.think_close) if markers.think_close in ids else len(ids)
         thought, ids = [token for token in ids[:at] if token != markers.think_open], ids[at + 1 :]
@@ -75,19 +75,19 @@ def ends_thinking(prompt_ids: Sequence[int], markers: Markers, stop_token_ids: S
 
 
 def until_stop(ids: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
-    """What was sampled before the turn ended."""
+    """The ids before the first stop token."""
     return list(ids[: next((at for at, token in enumerate(ids) if token in stop_token_ids), len(ids))])
 
 
 def message_text(message: Message, renderer: str, escape: Callable[[str], str]) -> str:
-    """A message's text, its parts put together and escaped. What is not text is refused, never dropped."""
+    """A message's text, its parts joined and escaped. A part that is not text is refused, never dropped."""
     content = message.get("content")
     if content is None:
         return ""
     if isinstance(content, str):
         return escape(content)
     if not isinstance(content, Sequence):
-        raise InvalidRequest(f"renderer {renderer!r} takes text or parts as a message's content, not {content!r:.40}")
+        raise InvalidRequest(f"renderer {renderer!r} accepts text or parts as a message's content, not {content!r:.40}")
     return escape("".join(_part_text(part, renderer) for part in content))  # a marker may span two parts
 
 
@@ -100,10 +100,10 @@ def _part_text(part: Json, renderer: str) -> str:
         if isinstance(text, str):
             return text
     what = "images" if "image" in str(kind) else f"parts of type {kind!r:.40}"
-    raise InvalidRequest(f"renderer {renderer!r} has no {what}: send text only")
+    raise InvalidRequest(f"renderer {renderer!r} does not support {what}: send text only")
 
 
 def rendered_role(message: Message) -> Json:
-    """`developer` is OpenAI's newer word for `system`; models were taught the older one."""
+    """`developer`, OpenAI's newer name for `system`, becomes `system`, which models were trained on."""
     role = message.get("role")
     return "system" if role == "developer" else role

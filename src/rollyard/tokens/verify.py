@@ -1,12 +1,12 @@
-"""Proves a trajectory: that every invariant of `rollyard.core.trace` holds, or says which one does not.
+"""Verifies a trajectory: checks every invariant of `rollyard.core.trace`, and reports which one does not hold.
 
-It trusts nothing that was computed on the way. Each sampled span has two digests, taken when the engine was asked and
-when it answered: of the prompt, and of prompt and answer. Both are compared with those computed here from the trace's
-own ids, so "sampled from exactly this prefix" is shown, not assumed, and so are the sampled ids. A turn is one model
-call of the rollout, so its number says which span is meant, in whatever trace; its request id must agree.
+Nothing computed earlier is trusted. Each sampled span has two digests, taken when the request was sent and when the
+reply arrived: of the prompt, and of prompt and reply. Both are compared with digests computed here from the trace's
+ids, which proves that the sampled ids were sampled from exactly this prefix. A turn is one model call of the rollout,
+so its number identifies the span in every trace; its request id must agree.
 
-Tokens that nobody sampled (a close token put behind a turn that was cut off, say) are outside every span: a mask, a
-logprob or a version on one of them is refused.
+Tokens that were not sampled (for example a close token added after a turn that was cut off) are outside of every span:
+a mask, a logprob or a version on one of them is an error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rollyard.core.failure import TraceInvalid
 from rollyard.tokens.trace import int32_bytes, new_digest
 
 EPSILON = 1e-3
-"""A logprob may be this much above 0: engines compute a softmax in bfloat16 or float32, and it rounds."""
+"""A logprob may be this much above 0: engines compute a softmax in bfloat16 or float32, with rounding errors."""
 
 _FINISH_REASONS = frozenset({"stop", "length", "abort"})
 
 
 def verify(trajectory: Trajectory) -> None:
-    """Raises TraceInvalid if any trace, or how they share their spans, is wrong."""
+    """Raises TraceInvalid if a trace is invalid, or if the traces share spans incorrectly."""
     owners: dict[int, tuple[Trace, Span]] = {}
     for index, trace in enumerate(trajectory.traces):
         try:
@@ -44,7 +44,7 @@ def verify(trajectory: Trajectory) -> None:
 
 
 def verify_trace(trace: Trace) -> None:
-    """Raises TraceInvalid if this trace alone is wrong."""
+    """Raises TraceInvalid if this trace is invalid in itself."""
     length = len(trace.token_ids)
     for name, column in (("mask", trace.mask), ("logprobs", trace.logprobs), ("versions", trace.versions)):
         if column is not None and len(column) != length:
@@ -52,7 +52,7 @@ def verify_trace(trace: Trace) -> None:
     if length and min(trace.token_ids) < 0:
         raise TraceInvalid("a token id is negative")
     if trace.is_trainable == bool(trace.untrainable_reason):
-        raise TraceInvalid("a trace is untrainable exactly if it has a reason to be")
+        raise TraceInvalid("a trace must have an untrainable_reason exactly if it is untrainable")
     if trace.logprobs is None and trace.is_trainable:
         raise TraceInvalid("a trace without logprobs is marked trainable")
     _verify_spans(trace)
@@ -85,7 +85,7 @@ def _verify_spans(trace: Trace) -> None:
         if span.turn <= turn:
             raise TraceInvalid(f"turn {span.turn} comes after turn {turn}")
         if span.finish_reason not in _FINISH_REASONS:
-            raise TraceInvalid(f"turn {span.turn}: finish_reason {span.finish_reason!r} is none of stop, length, abort")
+            raise TraceInvalid(f"turn {span.turn}: finish_reason {span.finish_reason!r} is not stop, length or abort")
         running.update(int32_bytes(trace.token_ids[read : span.start]))
         read = span.start
         if running.copy().hexdigest() != span.prompt_digest:
@@ -93,7 +93,7 @@ def _verify_spans(trace: Trace) -> None:
         running.update(int32_bytes(trace.token_ids[read : span.end]))
         read = span.end
         if running.copy().hexdigest() != span.sampled_digest:
-            raise TraceInvalid(f"turn {span.turn} sampled other tokens than those at {span.start} to {span.end}")
+            raise TraceInvalid(f"turn {span.turn} did not sample the tokens at {span.start} to {span.end}")
         edge, turn = span.end, span.turn
     if edge != length:
         raise TraceInvalid(f"{length - edge} tokens follow the last sampled one")

@@ -1,4 +1,4 @@
-"""What the native agent may call."""
+"""The tools that the native agent offers to the model."""
 
 from rollyard.tools.base import Tool, ToolContext, ToolKind, ToolResult, ToolSpec
 from rollyard.tools.function import tool

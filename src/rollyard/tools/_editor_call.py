@@ -1,7 +1,7 @@
-"""What the model may ask of the editor, and what it asked: the schema, and arguments read with care.
+"""The editor's schema, and the validation of its arguments.
 
-Names and words are those of the `str_replace_editor` that models were trained on. A relative path is taken below the
-working directory, and the answer says so.
+Names and texts are those of the `str_replace_editor` that models were trained on. A relative path is resolved against
+the working directory, and the output mentions it.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ SPEC = ToolSpec(
 
 
 class Refused(Exception):
-    """What the model is told instead of a result."""
+    """The error that the model receives instead of a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditorCall:
     command: str
     path: str
-    note: str  # what the model should know about how it was understood
+    note: str  # a note to the model about how the call was interpreted
     file_text: str | None = None
     old_str: str | None = None
     new_str: str | None = None
@@ -139,7 +139,7 @@ def _text(given: Mapping[str, Json], name: str) -> str | None:
         raise Refused(f"Parameter `{name}` must be a string without NUL.")
     try:
         value.encode()
-    except UnicodeEncodeError:  # models sometimes write half a surrogate pair, which no file can hold
+    except UnicodeEncodeError:  # models sometimes write half a surrogate pair, which cannot be encoded
         raise Refused(f"Parameter `{name}` holds half a surrogate pair, which is no character.") from None
     return value
 

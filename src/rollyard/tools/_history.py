@@ -1,4 +1,4 @@
-"""What `undo_edit` goes back to: whole files as they were, bounded over all files of a rollout."""
+"""The history of `undo_edit`: whole files before each edit, bounded over all files of a rollout."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 UNDO_EDITS, UNDO_BYTES = 100, 4 << 20
-"""What undo_edit can go back to, over all files of a rollout; the oldest goes first."""
+"""The bounds over all files of a rollout; the oldest edits are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One step back: the file as it was, and a mark of what the edit made of it."""
+    """One edit: the file before it, and a hash of the file after it."""
 
     path: str
     before: bytes

@@ -1,9 +1,9 @@
-"""One Python process in a sandbox, from the host's side: what is asked of it, what it says, what it answers.
+"""The host's side of one Python process in a sandbox: sends requests to it, and reads its output and replies.
 
-Three pipes: requests to it, its output (descriptors 1 and 2), its replies. An answer is there when the reply of the
-awaited number has come *and* the output has been drained. All that comes from it is untrusted: code in it can write
-any reply. So replies are numbered, short and counted; one that nobody awaits is dropped, and a flood of them, as the
-end of the pipe or of the process, means that it is lost.
+There are three pipes: requests, output (descriptors 1 and 2) and replies. An answer is complete when the reply of the
+awaited number has arrived *and* the output has been drained. Everything from the process is untrusted: code in it can
+write any reply. So replies are numbered, short and counted; one that is not awaited is dropped. A flood of replies, the
+end of the pipe or the end of the process means that the process is lost.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rollyard.tools._output import Output
 from rollyard.tools._shell_process import DRAIN_BYTES, DRAIN_READS, FLOOD_BYTES, FLOOD_PAUSE_S
 
 REQUESTS, REPLIES = 60, 61
-"""The descriptors that it begins with; it moves them out of reach."""
+"""The descriptors that it starts with; it moves them to high numbers."""
 
 REPLY_BYTES = 64 << 10
-"""What may come on the pipe of replies between two cells. An honest reply has some twenty bytes."""
+"""The most that is accepted on the reply pipe between two cells. A regular reply has some twenty bytes."""
 
 WORD_BYTES = 100
 READ_BYTES = 64 << 10
@@ -51,14 +51,14 @@ class PythonProcess:
         self._process: Process | None = None
         self._waiting: asyncio.Task[None] | None = None
         self._pause: asyncio.TimerHandle | None = None
-        self.status: int | None = None  # once it has ended
+        self.status: int | None = None  # set when it has ended
         self.is_lost = False
         self._loop.add_reader(self._mine["replies"], self._read_replies)
         self._loop.add_reader(self._mine["output"], self._read_output)
 
     @property
     def fds(self) -> Mapping[int, int]:
-        """For `spawn`."""
+        """The process's descriptors, for `Sandbox.spawn`."""
         return {**self._theirs, 2: self._theirs[1]}
 
     def started(self, process: Process) -> None:
@@ -67,7 +67,7 @@ class PythonProcess:
         self._waiting = self._loop.create_task(self._wait(process))
 
     def expect(self, number: int) -> asyncio.Future[str | None]:
-        """The reply of that number, or None if the process is lost."""
+        """Returns a future of the reply of that number, or of None if the process is lost."""
         self._awaited, self._reply_bytes = number, 0
         self._answer = self._loop.create_future()
         if self.is_lost:
@@ -87,7 +87,7 @@ class PythonProcess:
         if self._process is not None:
             self._process.kill(signal.SIGINT)
 
-    # --- what it says ---
+    # --- its output ---
 
     def _read_replies(self) -> None:
         try:
@@ -102,11 +102,11 @@ class PythonProcess:
         *lines, self._replied = self._replied.split(b"\n")
         for line in lines:
             number, _, word = bytes(line).partition(b" ")
-            if number == b"%d" % self._awaited:  # any other is stale, or made up
+            if number == b"%d" % self._awaited:  # any other is stale or forged
                 self._settle(word[:WORD_BYTES].decode("utf-8", "replace"))
 
     async def _wait(self, process: Process) -> None:
-        """Not only by the pipe's end: a child of it may hold that open."""
+        """Waits for the process itself: a child of it may keep the pipe open."""
         self.status = await process.wait()
         self._lose()
 
@@ -120,7 +120,7 @@ class PythonProcess:
     def _settle(self, answer: str | None) -> None:
         if self._answer is not None and not self._answer.done():
             enough = self._output.seen_bytes + DRAIN_BYTES
-            for _ in range(DRAIN_READS):  # what was said before the reply is in the pipe by now
+            for _ in range(DRAIN_READS):  # what was written before the reply is in the pipe by now
                 if not self._read_some() or self._output.seen_bytes >= enough:
                     break
             self._answer.set_result(answer)
@@ -152,13 +152,13 @@ class PythonProcess:
     # --- its end ---
 
     async def ended(self, within_s: float) -> int | None:
-        """Its exit status, if it ends within that time."""
+        """Returns its exit status, or None if it does not end within that time."""
         if self._waiting is not None:
             await asyncio.wait([self._waiting], timeout=within_s)
         return self.status
 
     async def close(self) -> None:
-        """Ends it, if it lives. What it said so far is in the output."""
+        """Kills it, if it still runs. Its output so far is kept."""
         self.is_lost = True
         if self._pause is not None:
             self._pause.cancel()

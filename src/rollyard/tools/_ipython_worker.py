@@ -1,13 +1,14 @@
-"""The inside of the `ipython` tool: one process of the sandbox that runs cells, one after the other.
+"""The part of the `ipython` tool in the sandbox: a process that runs cells, one after the other.
 
 Run as `python3 _ipython_worker.py REQUESTS REPLIES PATH`: two descriptors and a file. A request is a line
-`NUMBER BYTES`; the code is that many bytes of the file. When the cell is done and all that it said is written, the
-reply is the line `NUMBER WORD`. The first reply, `0 KIND VERSION`, says what runs here: IPython, where it can be
+`NUMBER BYTES`; the code is that many bytes of the file. When the cell has ended and all its output is written, the
+reply is the line `NUMBER WORD`. The first reply, `0 KIND VERSION`, names the interpreter: IPython, if it can be
 imported, or plain Python.
 
-A program of its own, for Python 3.8 and newer, with nothing but the standard library. What a cell prints goes to
-descriptors 1 and 2, which are one pipe, at once: so output of Python, of child processes and of C code is in order.
-Whatever a cell did to these descriptors, the streams or the handling of SIGINT is undone before the next one.
+This is a self-contained program for Python 3.8 and newer that uses only the standard library. A cell's output is
+written unbuffered to descriptors 1 and 2, which are one pipe, so output of Python, child processes and C code is in
+order. Changes that a cell made to these descriptors, the streams or the handling of SIGINT are undone before the next
+cell.
 """
 
 # ruff: noqa: PTH111, T201  (little to load, and printing is its work)
@@ -28,18 +29,19 @@ import types
 import warnings
 
 OUT_OF_REACH = 900
-"""Where our descriptors go: above what a cell gets by opening files, or closes by counting from 3."""
+"""The number to which descriptors are moved: above those that a cell gets by opening files, or closes in a loop from
+3."""
 
-AWAITABLE = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # new in Python 3.8: an older one ends here, and is not taken
+AWAITABLE = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # new in Python 3.8: an older one fails here and is not used
 AWAITS = 0x80
-"""Set in the flags of code that has an `await` of its own: evaluated, it gives a coroutine."""
+"""Set in the flags of code with a top-level `await`: evaluating it returns a coroutine."""
 
 SIGHT = {"image/png": "_repr_png_", "image/jpeg": "_repr_jpeg_", "image/svg+xml": "_repr_svg_"}
 TEXTS = ("text/plain", "text/markdown", "text/latex", "text/html", "application/json")
 
 
 def as_text(data):
-    """What is displayed, as far as it can be read."""
+    """Returns the displayed data as text."""
     lines = [str(data[kind]) for kind in TEXTS if data.get(kind) is not None][:1]
     for kind, value in data.items():
         if kind.startswith(("image/", "audio/", "video/", "application/pdf")) and value is not None:
@@ -49,7 +51,7 @@ def as_text(data):
 
 
 class Stream(io.TextIOWrapper):
-    """Writes through at once: what a child process says next comes next."""
+    """Flushes after each write, so that the output of child processes stays in order."""
 
     def write(self, text):
         count = super().write(text)
@@ -58,7 +60,7 @@ class Stream(io.TextIOWrapper):
 
 
 def without_ours(frames):
-    """A traceback without the frames of this file, which nobody wants to read."""
+    """Returns a traceback without the frames of this file."""
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     at = frames
@@ -77,7 +79,7 @@ class Plain:
 
     def __init__(self):
         module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module  # what is defined in cells can be pickled
+        sys.modules["__main__"] = module  # so that definitions in cells can be pickled
         self.names = module.__dict__
         self.names.update(__builtins__=builtins, display=self.display)
         self.count = 0
@@ -101,7 +103,7 @@ class Plain:
             print(as_text(data))
 
     def run(self, code):
-        """True: it raised nothing."""
+        """Runs a cell. Returns True if it raised nothing."""
         self.count += 1
         name = f"<cell {self.count}>"
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)
@@ -113,7 +115,7 @@ class Plain:
                 sys.displayhook(self.do(ast.Expression(last), name, "eval"))
             return True
         except SystemExit as error:
-            print(f"SystemExit: {error.code}")  # names are kept: only our caller ends this process
+            print(f"SystemExit: {error.code}")  # names are kept: only the service ends this process
         except SyntaxError as error:
             traceback.print_exception(type(error), error, None)
             if code.lstrip().startswith(("!", "%")):
@@ -162,7 +164,7 @@ class Interactive:
         class Shell(InteractiveShell):
             displayhook_class = Shown
             display_pub_class = Published
-            system = InteractiveShell.system_raw  # straight to our descriptors, not through a terminal of its own
+            system = InteractiveShell.system_raw  # directly to the descriptors, not through a terminal
 
             def _get_exc_info(self, exc_tuple=None):
                 kind, error, frames = super()._get_exc_info(exc_tuple)
@@ -178,9 +180,9 @@ class Interactive:
         config.InteractiveShell.display_page = True
         config.InteractiveShell.enable_tip = False
         config.InteractiveShell.colors = "NoColor" if int(__version__.partition(".")[0]) < 9 else "nocolor"
-        for advice in ("To exit: use", "Output cache limit"):  # after sys.exit(), and after a thousand values
+        for advice in ("To exit: use", "Output cache limit"):  # shown after sys.exit() and after a thousand values
             warnings.filterwarnings("ignore", message=advice)
-        folder = None  # IPython's own choice, in the home
+        folder = None  # IPython's default, in the home folder
         if not os.access(os.path.expanduser("~"), os.W_OK):
             folder = tempfile.mkdtemp(prefix="ipython-")
         self.shell = Shell.instance(config=config, ipython_dir=folder)
@@ -201,11 +203,11 @@ def nobody_types(prompt="", *_, **__):
 
 
 def out_of_reach(fd):
-    """The same pipe under a number that no cell finds by chance, and that no child process gets."""
+    """Moves a pipe to a number that cells do not use by chance, and that child processes do not inherit."""
     for floor in (OUT_OF_REACH, 100, 3):
         try:
             moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
-        except OSError:  # beyond the limit of open files
+        except OSError:  # above the limit of open files
             continue
         return moved
     raise OSError("no descriptor is left")
@@ -225,7 +227,7 @@ class Worker:
             import ctypes
 
             self.flush_c = ctypes.CDLL(None).fflush
-        except Exception:  # a Python without it, or without shared libraries
+        except Exception:  # a Python without ctypes, or without shared libraries
             self.flush_c = lambda _: None
 
     def stream(self, fd):
@@ -241,14 +243,14 @@ class Worker:
         signal.signal(signal.SIGINT, self.on_interrupt)
 
     def on_interrupt(self, *_):
-        if self.is_at_work:  # else it came late: the cell had ended by itself
+        if self.is_at_work:  # else it came late: the cell had already ended
             raise KeyboardInterrupt
 
     def next_code(self):
         while b"\n" not in self.left:
             data = os.read(self.requests, 4096)
             if not data:
-                os._exit(0)  # nobody asks any more
+                os._exit(0)  # the service has closed the pipe
             self.left += data
         line, _, self.left = self.left.partition(b"\n")
         number, size = map(int, line.split())
@@ -272,7 +274,7 @@ class Worker:
         for stream in {sys.stdout, sys.stderr, self.stdout, self.stderr}:
             try:
                 stream.flush()
-            except Exception:  # closed, or something of the cell's own
+            except Exception:  # closed, or replaced by the cell
                 pass
         self.flush_c(None)
 
@@ -284,26 +286,26 @@ class Worker:
             self.restore()
             word = self.cell(runner, code)
             self.flush()
-            if os.getpid() != self.pid:  # the cell forked, and this is the child
+            if os.getpid() != self.pid:  # the cell forked, and this process is the child
                 os._exit(0)
             self.reply(number, word)
 
     def reply(self, number, text):
         try:
             os.write(self.replies, f"{number} {text}\n".encode())
-        except OSError:  # nobody listens any more
+        except OSError:  # the service has closed the pipe
             os._exit(0)
 
 
 def main():
-    sys.path.pop(0)  # where this file lies
+    sys.path.pop(0)  # the folder of this file
     worker = Worker(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     sys.argv[:] = [""]
     try:
         runner = Interactive()
-    except Exception:  # not there, or broken there
+    except Exception:  # missing or broken
         runner = Plain()
-    sys.path.insert(0, "")  # as in any interactive Python; after the import, which no file of the agent's may shadow
+    sys.path.insert(0, "")  # as in any interactive Python; after the import, so that the agent's files cannot shadow it
     worker.serve(runner)
 
 

@@ -1,10 +1,10 @@
-"""One MCP server and the session with it: started, asked, and started again when it has died.
+"""One MCP server and its session: starts the server, sends requests, and restarts it when it has died.
 
-A session's task group must end in the task that began it, and a rollout's stages are different tasks; so the session
-lives in a task of its own, which `close` ends and waits for.
+A session's task group must end in the task that started it, and a rollout's stages are different tasks; so the session
+has a task of its own, which `close` ends and waits for.
 
-Invariants. One request at a time. A request ends at its timeout, and the server is told that it is cancelled. A
-server that is dead, or does not read what is said to it, is ended; the next request finds a new one.
+Invariants. One request at a time. A request ends at its timeout, and the server is notified that it is cancelled. A
+server that is dead, or does not read its input, is ended; the next request starts a new one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("rollyard.tools")
 T = TypeVar("T")
 
 CONNECT_S = 10.0
-END_S = 5.0  # for a session to end; beyond it, it is left to its cancellation
+END_S = 5.0  # for a session to end; after that its task is cancelled
 
 
 class McpServer(Protocol):
@@ -46,14 +46,14 @@ class McpServer(Protocol):
 
 
 class RemoteMcpServer:
-    """A server outside. What the client library makes of an HTTP status loses it, so it is noted here."""
+    """A server outside the sandbox. The client library does not expose the HTTP status, so it is recorded here."""
 
     is_writing = False
     is_dead = False
 
     async def note(self, response: httpx2.Response) -> None:
         if response.status_code == 404 and "mcp-session-id" in response.request.headers:
-            self.is_dead = True  # it has forgotten the session
+            self.is_dead = True  # the server no longer has the session
 
     async def epitaph(self) -> str:
         return "the connection to it ended"
@@ -64,9 +64,9 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[McpServer, Any]]]
 
 @asynccontextmanager
 async def reached(server: OutsideServer) -> AsyncGenerator[tuple[McpServer, Any], None]:
-    """The streams to a server outside, over streamable HTTP."""
+    """Yields the streams to a server outside, over streamable HTTP."""
     far = RemoteMcpServer()
-    timeout = httpx2.Timeout(CONNECT_S, read=None)  # how long an answer may take is the call's to say
+    timeout = httpx2.Timeout(CONNECT_S, read=None)  # each call has its own timeout
     hooks = {"response": [far.note]}
     async with (
         httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout, event_hooks=hooks) as client,
@@ -76,19 +76,19 @@ async def reached(server: OutsideServer) -> AsyncGenerator[tuple[McpServer, Any]
 
 
 class ServerNotStarted(Exception):
-    """The server does not start, or does not answer as one. The message says how."""
+    """The server does not start, or does not respond as an MCP server. The message describes the error."""
 
 
 class ServerDied(Exception):
-    """The server ended while it was asked. The message says how."""
+    """The server ended during a request. The message describes how."""
 
 
 class TimedOut(Exception):
-    """No answer came in time. The message says what became of the server."""
+    """There was no response in time. The message describes the state of the server."""
 
 
 class McpConnection:
-    """See the module."""
+    """The connection to one MCP server. It restarts the server when needed."""
 
     def __init__(self, connect: Connect, *, start_s: float = START_S) -> None:
         self._connect = connect
@@ -101,7 +101,8 @@ class McpConnection:
         self._is_closed = False
 
     async def request(self, ask: Callable[[ClientSession], Awaitable[T]], *, timeout_s: float) -> tuple[T, bool]:
-        """What the server answered, and whether it had to be started anew for that. MCPError is its own refusal."""
+        """Returns the server's response, and whether the server was restarted for it. MCPError is the server's
+        refusal."""
         async with self._turn:
             if self._is_closed:
                 raise ServerNotStarted("its rollout is over")
@@ -169,7 +170,7 @@ class McpConnection:
                 known = isinstance(found, RollyardError | ServerNotStarted)
                 ready.set_exception(found if known else ServerNotStarted(f"{type(found).__name__}: {found}"))
             elif not stop.is_set():
-                log.warning("an MCP session broke", extra={"error": type(found).__name__})
+                log.warning("an MCP session failed", extra={"error": type(found).__name__})
 
     async def _end(self) -> None:
         task, self._task = self._task, None
@@ -178,7 +179,7 @@ class McpConnection:
             return
         self._stop.set()
         if not is_up:
-            task.cancel()  # it waits for an answer, not for us
+            task.cancel()  # it waits for the server, not for `stop`
         done, _ = await asyncio.wait((task,), timeout=END_S)
         if not done:
             task.cancel()
@@ -189,7 +190,7 @@ class McpConnection:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What is at the bottom of a task group's groups."""
+    """Returns the first leaf of nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,10 +1,11 @@
-"""An MCP server as a program inside a sandbox: its pipes as the streams that a client session reads and writes.
+"""An MCP server that runs in a sandbox: connects its pipes to the streams of a client session.
 
-The program is the task's, and a model may have changed it: nothing that it says may hurt us.
+The program belongs to the task, and a model may have changed it: its output is untrusted.
 
-Invariants. Its standard output is read only while somebody waits for an answer, and then at most FLOOD_BYTES of it:
-else its pipe is simply full. A line that is not a message is dropped; one longer than MESSAGE_BYTES is skipped, and
-whoever waited is told. Standard error is kept, its beginning and its end, for the day that the program dies.
+Invariants. Its standard output is read only while a request waits for its response, and then at most FLOOD_BYTES of it;
+otherwise its pipe fills up. A line that is not a message is dropped. A line longer than MESSAGE_BYTES is skipped, and
+the waiting request gets an error. The beginning and the end of standard error are kept, to report when the program
+dies.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from rollyard.sandbox.base import Process, Sandbox
 from rollyard.tools._output import Output
 
 MESSAGE_BYTES = 4 << 20
-"""Of one message. What a model is shown is far less; a picture may be this large."""
+"""The maximum of one message. The model sees far less; a picture may be this large."""
 
 FLOOD_BYTES = 32 << 20
-"""Of all that comes during one call, notifications included."""
+"""The maximum of all messages during one call, including notifications."""
 
 FLOOD_LINES = 50_000
-"""The same in lines: a million tiny ones are as many bytes as one picture, and a minute of our time."""
+"""The same in lines: a million tiny lines have as many bytes as one picture and take a minute to process."""
 
 STDERR_BYTES = 4096
 STDERR_PAUSE_S = 0.05
-"""After each full read: whoever floods it costs us a megabyte a second, not the event loop."""
+"""The pause after each full read: it limits a flood to a megabyte a second, so that it cannot occupy the event loop."""
 
 CHUNK_BYTES = 64 << 10
-EXIT_S = 0.5  # for a program whose output has ended to be gone, so that its status can be told
+EXIT_S = 0.5  # how long to wait for the exit status after the output has ended
 
 
 class LineSplitter:
-    """Cuts a stream into lines. One that is longer than the limit comes out as None, once, and is not kept."""
+    """Splits a stream into lines. A line that is longer than the limit yields None once and is not stored."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -76,7 +77,7 @@ class LineSplitter:
 
 
 class McpProgram:
-    """The server's process and our ends of its pipes. Made by `running`."""
+    """The server's process and the host's ends of its pipes. Created by `running`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -89,11 +90,11 @@ class McpProgram:
             os.set_blocking(fd, False)
         self._process: Process | None = None
         self._errors = Output(STDERR_BYTES)
-        self._awaited: object = None  # the id of the request that has no answer yet
+        self._awaited: object = None  # the id of the request that waits for a response
         self._is_asked = asyncio.Event()
         self._heard_bytes = self._heard_lines = 0
         self.is_writing = False
-        self.trouble = ""  # why we gave up on it
+        self.trouble = ""  # why the server was abandoned
 
     def _pipe(self) -> tuple[int, int]:
         try:
@@ -118,7 +119,7 @@ class McpProgram:
 
     @property
     def is_dead(self) -> bool:
-        """Nobody has the other end of its output any more."""
+        """Whether no process has the other end of its output open."""
         if not self._fds:
             return True
         poll = select.poll()
@@ -126,7 +127,7 @@ class McpProgram:
         return bool(poll.poll(0))
 
     async def epitaph(self) -> str:
-        """How it ended, and what it said on standard error."""
+        """Returns how it ended, and its standard error."""
         how = self.trouble or "its output ended"
         if self._process is not None and not self.trouble:
             with contextlib.suppress(TimeoutError):
@@ -171,7 +172,7 @@ class McpProgram:
         return len(data)
 
     async def errors(self) -> None:
-        """Keeps standard error empty, so that nobody blocks on it."""
+        """Reads standard error continuously, so that the server does not block on it."""
         while True:
             await self._ready(self._stderr, self._loop.add_reader, self._loop.remove_reader)
             read_bytes = self._hear_errors()
@@ -183,7 +184,7 @@ class McpProgram:
     # --- messages
 
     async def listen(self, deliver: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
-        """Its output to the session, until either ends."""
+        """Passes its output to the session, until either ends."""
         lines = LineSplitter(MESSAGE_BYTES)
         with deliver, contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             while True:
@@ -203,7 +204,8 @@ class McpProgram:
                         await deliver.send(SessionMessage(message))
 
     async def speak(self, messages: MemoryObjectReceiveStream[SessionMessage]) -> None:
-        """The session's messages to its input. A program that has closed it is noticed by its silence or its end."""
+        """Writes the session's messages to its input. If the program has closed its input, it is detected by a timeout
+        or its end."""
         with messages:
             async for item in messages:
                 message = item.message
@@ -221,7 +223,8 @@ class McpProgram:
         self._is_asked.clear()
 
     def _too_long(self) -> JSONRPCError | None:
-        """Most likely the answer that somebody waits for: said to be too long, it costs one call and no timeout."""
+        """Returns an error for the waiting request: the message is most likely its response, and an error avoids
+        waiting for the timeout."""
         if not isinstance(self._awaited, int | str):
             return None
         what = f"the server sent a message of more than {MESSAGE_BYTES} bytes; it was dropped"
@@ -230,11 +233,11 @@ class McpProgram:
 
 
 def _message(line: bytes) -> JSONRPCRequest | JSONRPCNotification | JSONRPCResponse | JSONRPCError | None:
-    if b'"jsonrpc"' not in line:  # forty times as quick as to let the library say so
+    if b'"jsonrpc"' not in line:  # forty times faster than the library's check
         return None
     try:
         return jsonrpc_message_adapter.validate_json(line, by_name=False)
-    except ValueError:  # what somebody printed, or worse
+    except ValueError:  # other output of the program
         return None
 
 
@@ -245,7 +248,7 @@ Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObj
 async def running(
     sandbox: Sandbox, command: Sequence[str], env: Mapping[str, str]
 ) -> AsyncGenerator[tuple[McpProgram, Streams], None]:
-    """A started server and a session's streams to it. Leaving the block kills it."""
+    """Starts a server and yields it with a session's streams. Leaving the block kills it."""
     program = McpProgram()
     try:
         await program.start(sandbox, command, env)

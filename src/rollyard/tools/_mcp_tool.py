@@ -1,8 +1,8 @@
-"""The tools of one MCP server, opened for one rollout: their names, their calls, and their answers as text.
+"""The tools of one MCP server, opened for one rollout: their names, their calls, and their results as text.
 
 Imported when the first server is opened: the client library takes over a second to load.
 
-What a server says about its tools' output is not checked: a hostile schema could hold the event loop.
+Results are not validated against the server's output schemas: a hostile schema could block the event loop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rollyard.tools.mcp import McpSource
 
 TOOL_NAME_CHARS = 64
-"""What engines and models take; longer ones are cut, and told apart by a few letters of their hash."""
+"""The maximum for engines and models; longer names are cut and made unique by a part of their hash."""
 
 MOST_TOOLS = 256
 MOST_PAGES = 32
@@ -50,7 +50,7 @@ DESCRIPTION_BYTES = 8192
 
 
 async def open_tools(source: McpSource, context: ToolContext) -> list[McpTool]:
-    """Each under the name that the model sees. Nothing is left if it fails."""
+    """Returns the tools under the names that the model sees. The server is ended if this fails."""
     link = McpConnection(_connect(source, context.sandbox), start_s=source.start_s)
     try:
         listed, _ = await link.request(_all_tools, timeout_s=source.start_s)
@@ -119,13 +119,13 @@ class McpTool:
 
     async def _raise_if_sandbox_is_gone(self) -> None:
         if self._sandbox is not None and self._sandbox.end is not None:
-            await self._sandbox.exec(["true"], timeout_s=1.0)  # raises what its end means
+            await self._sandbox.exec(["true"], timeout_s=1.0)  # raises what ended the sandbox
 
     def _error(self, what: str) -> ToolResult:
         return ToolResult(_cut(f"Error: the MCP server {self._server}: {what}", self._output_bytes), is_error=True)
 
 
-# --- what a server says ---------------------------------------------------------------------------------
+# --- the server's tools and results ---------------------------------------------------------------------
 
 
 async def _all_tools(session: ClientSession) -> list[ListedTool]:
@@ -143,7 +143,7 @@ async def _all_tools(session: ClientSession) -> list[ListedTool]:
 
 
 def _names(server: str, tools: Sequence[str]) -> list[str]:
-    """Valid, short and each once; the same for the same list."""
+    """Returns names that are valid, short and unique; the same names for the same list."""
     taken: set[str] = set()
     names: list[str] = []
     for number, tool in enumerate(tools):
@@ -162,7 +162,7 @@ def _spec(name: str, tool: ListedTool) -> ToolSpec:
 
 
 def text_of(result: CallToolResult) -> str:
-    """What a model can read of it; what is no text is named, with its size."""
+    """Returns the result as text; other content is replaced by its type and size."""
     parts = [_part(block) for block in result.content]
     has_text = any(isinstance(block, TextContent) for block in result.content)
     if not has_text and result.structured_content is not None:

@@ -1,7 +1,7 @@
-"""What a terminal, or a tool, said: bounded, as text for a model.
+"""The output of a terminal or a tool: bounded, as text for a model.
 
-Invariants. At most `limit_bytes` are held: the first half and the last half; what lay between is counted. A
-character that a cut or a chunk's border split never breaks anything.
+Invariants. At most `limit_bytes` are kept: the first half and the last half; the bytes between are counted. A
+character that is split by a cut or between two chunks is handled correctly.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Output:
             data = data[room:]
         if data:
             self._tail += data
-            if len(self._tail) > 4 * self._half:  # a ring, kept by cutting seldom
+            if len(self._tail) > 4 * self._half:  # a ring buffer that is trimmed rarely
                 del self._tail[: -self._half]
 
     def text(self) -> tuple[str, int]:
-        """(the text, how many bytes were left out of its middle)."""
+        """Returns the text, and the number of bytes that were left out of its middle."""
         tail = self._tail[-self._half :]
         omitted = self.seen_bytes - len(self._head) - len(tail)
         if omitted == 0:
@@ -51,8 +51,8 @@ class Output:
 
 
 def cut(text: str, limit_bytes: int) -> str:
-    """Text that is whole already: its first and last half where it is longer, otherwise as it is."""
-    data = text.encode("utf-8", "replace")  # half a surrogate pair is no character, and could not be sent
+    """Returns the first and last half of a text that is longer than the limit; a shorter text is unchanged."""
+    data = text.encode("utf-8", "replace")  # half a surrogate pair cannot be encoded
     if len(data) <= limit_bytes:
         return data.decode()
     half = max(limit_bytes // 2, 1)
@@ -66,7 +66,7 @@ def _marker(omitted: int) -> str:
 
 
 def _whole_end(data: bytes) -> int:
-    """Where the last whole UTF-8 character ends."""
+    """Returns the end of the last complete UTF-8 character."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte >= 0xC0:  # the start of a character of 2 to 4 bytes
@@ -78,13 +78,13 @@ def _whole_end(data: bytes) -> int:
 
 
 def _whole_start(data: bytes) -> int:
-    """Where the first whole UTF-8 character starts."""
+    """Returns the start of the first complete UTF-8 character."""
     most = min(3, len(data))  # no character has more than three bytes after its first
     return next((start for start in range(most) if data[start] & 0xC0 != 0x80), most)
 
 
 def plain(data: bytes) -> str:
-    """Without colours and control characters; of a line that was overwritten by `\\r`, what stood there last."""
+    """Removes colours and control characters; of a line that was overwritten by `\\r`, keeps the last text."""
     text = _ESCAPES.sub("", data.decode("utf-8", "replace"))
     if "\r" in text:
         text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))

@@ -1,8 +1,8 @@
-"""One shell process on a terminal of ours: what is typed to it, and what it answers.
+"""One shell process on a pseudo-terminal: writes command lines to it and reads its status.
 
-An answer is a record on a pipe of its own: number, status, directory. It is done when the record of the awaited number
-has come *and* the terminal has been drained; the kernel hands over what was written before. From bash, a record of
-the number alone says that it has read its line: on a starved machine that may take a while.
+An answer is a record on a separate pipe: number, status, directory. It is complete when the record of the awaited
+number has arrived *and* the terminal has been drained: the kernel delivers what was written before. bash also sends a
+record of the number alone when it has read its line: on a starved machine that may take a while.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from rollyard.tools._terminal import Terminal
 
 FLOOD_BYTES = 8 << 20
 FLOOD_PAUSE_S = 0.005
-"""A command that has said so much is read with pauses, so that it costs the others nothing."""
+"""A command that has written more than FLOOD_BYTES is read with pauses, so that it does not slow down others."""
 
 DRAIN_READS, DRAIN_BYTES = 64, 128 << 10
-"""A terminal holds 64 kB, given at least 4 kB at a time: what comes after twice that was not said before the status.
-Without a bound, whoever writes as fast as we read holds the event loop (measured: 43 MB, 0.18 s)."""
+"""A terminal holds 64 kB, read at least 4 kB at a time: what comes after twice that was not written before the status.
+Without a bound, a program that writes as fast as the host reads occupies the event loop (measured: 43 MB, 0.18 s)."""
 
 STATUS_BYTES = 64 << 10
-"""What may come on the status pipe between two commands. An honest record is a path and two numbers."""
+"""The most that is accepted on the status pipe between two commands. A regular record is a path and two numbers."""
 
 MAX_CWD = 4096  # PATH_MAX; $PWD can be set to anything
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one kind of shell is started, and made to report."""
+    """How one kind of shell is started, and how it reports its status."""
 
     argv: tuple[str, ...]
     status_fd: int
     line: str
-    go_fd: int | None = None  # where it waits, after its record, until we have put the terminal in order
+    go_fd: int | None = None  # where it waits, after its record, until the terminal has been restored
 
     def typed(self, number: int, path: str) -> bytes:
         return self.line.format(n=number, path=path).encode() + b"\n"
@@ -52,8 +52,8 @@ BASH = Dialect(
 
 # dash and busybox have no PROMPT_COMMAND, but expand their prompt; their descriptors end at 9. The prompt is set twice:
 # before, for a command that is interrupted or cannot be parsed, since the rest of its line is then not run; and after,
-# with the status written into it, for one that changed the prompt (a virtual environment's `deactivate` does). It waits
-# for our word, since busybox edits, and echoes, the line that it reads if a command left the terminal raw.
+# with the status in it, for one that changed the prompt (a virtual environment's `deactivate` does). The shell waits
+# for a line from the host, since busybox edits, and echoes, the line that it reads if a command left the terminal raw.
 _PROMPT = """PS1='$(command printf "%s %s %s\\0" {{n}} {status} "$PWD" >&9; command read -r go <&8)' PS2="""
 SH = Dialect(
     ("sh", "-i"),
@@ -87,7 +87,7 @@ class ShellProcess:
         self._records = bytearray()
         self._status_bytes = 0
         self._awaited = -1
-        self.has_begun = False  # the shell has read the line that was typed last
+        self.has_begun = False  # the shell has read the last line
         self._answer: asyncio.Future[tuple[int, str] | None] | None = None
         self.process: Process | None = None
         self.is_dead = False
@@ -97,7 +97,7 @@ class ShellProcess:
 
     @property
     def fds(self) -> dict[int, int]:
-        """What the shell is to have, for `Sandbox.spawn`."""
+        """The shell's descriptors, for `Sandbox.spawn`."""
         slave, go_fd = self.terminal.slave, self._dialect.go_fd
         fds = {0: slave, 1: slave, 2: slave, self._dialect.status_fd: self.status_writer}
         return fds if go_fd is None else {**fds, go_fd: self._go_reader}
@@ -112,7 +112,7 @@ class ShellProcess:
             self._go_reader = -1
 
     def ask(self, number: int, line: bytes) -> asyncio.Future[tuple[int, str] | None]:
-        """Types the line; the future is the numbered answer (status, cwd), or None if the shell dies."""
+        """Writes the line. The future is the numbered answer (status, cwd), or None if the shell dies."""
         self._awaited = number
         self.has_begun = False
         self._status_bytes = 0
@@ -120,7 +120,7 @@ class ShellProcess:
         if self.is_dead:
             self._answer.set_result(None)
             return self._answer
-        with contextlib.suppress(OSError):  # it just died: the status pipe says so
+        with contextlib.suppress(OSError):  # it just died: the status pipe reports it
             self.terminal.restore()
             os.write(self.terminal.master, line)
         return self._answer
@@ -131,7 +131,7 @@ class ShellProcess:
         except BlockingIOError:
             return
         self._status_bytes += len(data)
-        if not data or self._status_bytes > STATUS_BYTES:  # its end, or somebody floods it: the shell is lost
+        if not data or self._status_bytes > STATUS_BYTES:  # its end, or a flood: the shell is lost
             self._loop.remove_reader(self._status)
             self.is_dead = True
             self._settle(None)
@@ -142,14 +142,14 @@ class ShellProcess:
         *records, self._records = self._records.split(b"\0")
         answers = [record for record in records if b" " in record]
         if answers and self._go >= 0:
-            with contextlib.suppress(OSError):  # full: somebody made up many records, and has many words to take
+            with contextlib.suppress(OSError):  # full: a program forged many records
                 self.terminal.restore()
                 os.write(self._go, b"\n" * len(answers))
         awaited = str(self._awaited).encode()
         self.has_begun = self.has_begun or awaited in records
         for record in answers:
             number, _, rest = bytes(record).partition(b" ")
-            if number == awaited:  # any other is stale, or made up
+            if number == awaited:  # any other is stale or forged
                 status, _, cwd = rest.partition(b" ")
                 if status.isdigit() and len(status) <= 3:
                     self._settle((int(status), cwd[:MAX_CWD].decode("utf-8", "replace")))
@@ -157,7 +157,7 @@ class ShellProcess:
     def _settle(self, answer: tuple[int, str] | None) -> None:
         if self._answer is not None and not self._answer.done():
             enough = self._output.seen_bytes + DRAIN_BYTES
-            for _ in range(DRAIN_READS):  # what was said before the status is in the terminal by now
+            for _ in range(DRAIN_READS):  # what was written before the status is in the terminal by now
                 if not self._read_some() or self._output.seen_bytes >= enough:
                     break
             self._answer.set_result(answer)
@@ -167,7 +167,7 @@ class ShellProcess:
             data = os.read(self.terminal.master, 65536)
         except BlockingIOError:
             return False
-        except OSError:  # EIO: nobody has the other side open any more
+        except OSError:  # EIO: no process has the other side open
             data = b""
         if not data:
             self._loop.remove_reader(self.terminal.master)
@@ -176,7 +176,7 @@ class ShellProcess:
         return True
 
     def _read_output(self) -> None:
-        for _ in range(16):  # a terminal gives at most 4 kB at a time
+        for _ in range(16):  # a terminal returns at most 4 kB at a time
             if not self._read_some():
                 return
         if self._output.seen_bytes > FLOOD_BYTES:

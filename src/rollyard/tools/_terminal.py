@@ -1,6 +1,6 @@
-"""The host's end of a pseudo-terminal: its settings, signals to whoever is in front, and what they wait for.
+"""The host's end of a pseudo-terminal: its settings, signals to the foreground group, and whether it waits for input.
 
-No pid is ever signalled by number: TIOCSIG addresses the terminal's foreground group itself, KILL goes by pidfd.
+No signal is sent to a pid number: TIOCSIG addresses the terminal's foreground group, and KILL uses a pidfd.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _READ, _SELECT, _POLL = {
 
 
 class Terminal:
-    """`slave` is for the child and closed by `started()`; `master` is ours until `close()`."""
+    """A pseudo-terminal. `slave` is for the child and closed by `started()`; `master` stays open until `close()`."""
 
     def __init__(self) -> None:
         self.master, self.slave = os.openpty()
@@ -49,30 +49,30 @@ class Terminal:
             self.master = -1
 
     def restore(self) -> None:
-        """As it was, whatever a program did to it, with nothing left to read."""
+        """Restores the original settings, and discards input that was not read."""
         termios.tcsetattr(self.master, termios.TCSANOW, self._settings)
-        termios.tcflush(self.master, termios.TCOFLUSH)  # our output is their input
+        termios.tcflush(self.master, termios.TCOFLUSH)  # the master's output is the programs' input
 
     def interrupt(self, signum: signal.Signals) -> None:
-        """SIGINT or SIGQUIT to the foreground group; works in raw mode and across namespaces."""
+        """Sends SIGINT or SIGQUIT to the foreground group; works in raw mode and across namespaces."""
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.master, TIOCSIG, int(signum))
 
     def foreground(self) -> int:
-        """The foreground group's number, as we see it; 0 if there is none."""
+        """Returns the foreground group's number in the host's pid namespace; 0 if there is none."""
         with contextlib.suppress(OSError):
             return struct.unpack("i", fcntl.ioctl(self.master, termios.TIOCGPGRP, bytes(4)))[0]
         return 0
 
     def kill_foreground(self, spare: int) -> None:
-        """KILL to the foreground group, unless that is `spare` (the shell, whose end is decided elsewhere)."""
+        """Sends SIGKILL to the foreground group, unless that is `spare` (the shell, which is killed elsewhere)."""
         group = self.foreground()
         if group in (0, spare):
             return
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(group)
             try:
-                if self.foreground() != group:  # then the number may be another's by now
+                if self.foreground() != group:  # the number may be in use again
                     return
                 try:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL, None, PIDFD_SIGNAL_PROCESS_GROUP)
@@ -82,7 +82,7 @@ class Terminal:
                 os.close(pidfd)
 
     def reader(self, shell: int) -> int | None:
-        """The pid of a foreground process that is blocked reading the terminal, if there is one."""
+        """Returns the pid of a foreground process that is blocked reading the terminal, if there is one."""
         group = self.foreground()
         for pid in _tree(shell):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -104,29 +104,29 @@ def _reads_tty(pid: int) -> bool:
     with open(f"/proc/{pid}/syscall") as file:
         words = file.read().split()
     number, first = int(words[0]), int(words[1], 16)
-    if number in _SELECT and first == 1:  # select on descriptor 0 alone: how readline waits
+    if number in _SELECT and first == 1:  # select on descriptor 0 alone, as readline does
         first = 0
     elif number in _POLL and int(words[2], 16) == 1 and _waits_for_ever(number, words[3]):
-        first = _polled(pid, first)  # one descriptor alone: how busybox's `read` and `vi` wait
+        first = _polled(pid, first)  # one descriptor alone, as busybox's `read` and `vi` do
     elif number not in _READ:
         return False
     return str(Path(f"/proc/{pid}/fd/{first}").readlink()).startswith(("/dev/pts/", "/dev/tty"))
 
 
 def _waits_for_ever(number: int, timeout: str) -> bool:
-    """poll has −1 there, ppoll a null pointer."""
+    """Whether the call has no timeout: −1 for poll, a null pointer for ppoll."""
     return int(timeout, 16) & 0xFFFFFFFF == 0xFFFFFFFF if number == 7 else int(timeout, 16) == 0
 
 
 def _polled(pid: int, address: int) -> int:
-    """The descriptor of the first `struct pollfd` there."""
+    """Returns the descriptor of the first `struct pollfd` at that address."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         memory.seek(address)
         return struct.unpack("i", memory.read(4))[0]
 
 
 def _tree(root: int, limit: int = 256) -> list[int]:
-    """The process and its descendants, breadth first."""
+    """Returns the process and its descendants, breadth first."""
     found = [root]
     for pid in found:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:

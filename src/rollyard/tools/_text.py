@@ -1,8 +1,8 @@
-"""A text file as the editor sees it: lines that end with `\\n`, whatever they end with on the disk.
+"""A text file as the editor handles it: lines that end with `\\n`, whatever they end with on disk.
 
-Invariants. `TextFile.of(data).data == data` for every file that is taken: line endings, a missing final newline and a
-byte order mark survive. Where all lines end with CRLF the model neither sees nor has to send it; where endings are
-mixed the text is left exactly as it is. What is not UTF-8, or holds NUL, is refused.
+Invariants. `TextFile.of(data).data == data` for every accepted file: line endings, a missing final newline and a byte
+order mark are preserved. If all lines end with CRLF, the model neither sees nor has to send it; if endings are mixed,
+the text is unchanged. Files that are not UTF-8 or contain NUL are refused.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 CONTEXT_LINES = 4
-"""Shown before and after an edit, as models know it."""
+"""Lines shown before and after an edit, as models expect."""
 
 MOST_MATCHES = 50
-"""So many places are looked for when a text is not unique; a model needs no more of them."""
+"""The most occurrences that are searched for if a text is not unique; a model needs no more."""
 
 
 class NotText(ValueError):
-    """Says what it is instead."""
+    """The file is not text. The message describes what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ class TextFile:
         return not self.is_crlf and "\r\n" in self.text
 
     def given(self, text: str) -> str:
-        """A text that the model sent, in this file's terms."""
+        """Converts a text that the model sent to this file's line endings."""
         return text.replace("\r\n", "\n") if self.is_crlf else text
 
     def lines(self) -> list[str]:
-        """Without their ends; a newline at the end of the file begins no further line."""
+        """Returns the lines without their endings; a newline at the end of the file does not start another line."""
         lines = self.text.split("\n")
         return lines if lines[-1] else lines[:-1]
 
     def places(self, text: str) -> list[int]:
-        """Where it begins, overlaps counted: a text that fits in two ways is not unique."""
+        """Returns the positions of a text, including overlapping ones: a text that matches twice is not unique."""
         found: list[int] = []
         at = self.text.find(text)
         while at >= 0 and len(found) < MOST_MATCHES:
@@ -71,15 +71,15 @@ class TextFile:
         return replace(self, text=self.text[:at] + new + self.text[at + len(old) :])
 
     def inserted(self, after_line: int, text: str) -> TextFile:
-        """As lines of its own; 0 is before the first."""
+        """Inserts a text as separate lines; 0 is before the first line."""
         lines = self.text.split("\n")
         return replace(self, text="\n".join([*lines[:after_line], *text.split("\n"), *lines[after_line:]]))
 
     def numbered(self, first: int = 1, last: int | None = None) -> str:
-        """Those lines as `cat -n` prints them."""
+        """Returns those lines in the format of `cat -n`."""
         shown = self.lines()[first - 1 : last]
         return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(shown, first))
 
     def around(self, line: int, new: str) -> tuple[int, int]:
-        """The first and the last of the lines about a text that now begins in that line."""
+        """Returns the first and the last line of the context of a text that begins in that line."""
         return max(1, line - CONTEXT_LINES), line + CONTEXT_LINES + new.count("\n")

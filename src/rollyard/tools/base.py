@@ -1,7 +1,7 @@
-"""The door of this wing: a `Tool` is declared once with a JSON schema and opened once per rollout.
+"""The interface of tools: a `Tool` is declared once with a JSON schema and opened once per rollout.
 
-Invariant: a tool's trouble is an observation for the model (`is_error`), never an exception, unless the
-sandbox itself is gone; that is a failure with its own blame.
+Invariant: an error of a tool is an observation for the model (`is_error`), never an exception, unless the sandbox
+itself has ended; that is a failure with its own blame.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rollyard.sandbox.python import PortablePython
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """What the model is told. `parameters` is a JSON schema of an object."""
+    """The tool's definition as the model sees it. `parameters` is the JSON schema of an object."""
 
     name: str
     description: str
     parameters: Mapping[str, Json]
 
     def schema(self) -> dict[str, Json]:
-        """In the OpenAI shape."""
+        """Returns the definition in OpenAI's format."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -41,11 +41,11 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """What a tool may use. `sandbox` is None only for tools that need none."""
+    """The resources of a tool. `sandbox` is None only for tools that need none."""
 
     sandbox: Sandbox | None
     output_bytes: int = 16_384
-    python: PortablePython | None = None  # ours, already bound into the sandbox, where a kind `needs_python`
+    python: PortablePython | None = None  # Rollyard's portable Python, bound into the sandbox if a kind `needs_python`
 
 
 class Tool(Protocol):
@@ -61,8 +61,8 @@ class Tool(Protocol):
 
 @runtime_checkable
 class ToolKind(Protocol):
-    """Makes tools. `needs_sandbox` decides whether a rollout has to start one; `needs_python`, whether our own Python
-    is bound into it for images that have none."""
+    """Creates tools. `needs_sandbox`: whether a rollout has to start a sandbox. `needs_python`: whether Rollyard's
+    portable Python is bound into it, for images that have none."""
 
     @property
     def spec(self) -> ToolSpec: ...
@@ -77,7 +77,7 @@ class ToolKind(Protocol):
 
 
 class ToolSource(Protocol):
-    """Makes tools that are known only once it is open: those of an MCP server. Closing each closes all."""
+    """Creates tools that are known only after it is opened: those of an MCP server. Closing one of them closes all."""
 
     @property
     def name(self) -> str: ...

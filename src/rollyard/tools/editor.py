@@ -1,11 +1,12 @@
-"""`editor`: look at files and change them by exact text, as models were trained to (`str_replace_editor`).
+"""`editor`: views files and changes them by exact text, as models were trained to (`str_replace_editor`).
 
-Commands: view, create, str_replace, insert, undo_edit. A change is written into the file that is there, by `cat` inside
-the sandbox: its mode, its owner and the links to it survive, and no path leads out. History is held here, bounded.
+Commands: view, create, str_replace, insert, undo_edit. A change is written to the existing file by `cat` in the
+sandbox, so its mode, owner and links are preserved, and no path leads out of the sandbox. The history is held in the
+service, bounded.
 
-Invariants. Trouble is an observation, and the file is as it was or the observation says so; only the end of the
-sandbox raises. A text is replaced only where it stands exactly once. Files beyond FILE_BYTES, binary ones and those
-not in UTF-8 are refused.
+Invariants. An error is an observation; the file is then unchanged, or the observation reports that it is not. Only the
+end of the sandbox raises. A text is replaced only if it occurs exactly once. Files larger than FILE_BYTES, binary files
+and files that are not UTF-8 are refused.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from rollyard.tools._text import MOST_MATCHES, NotText, TextFile
 from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
 
 FILE_BYTES = 1 << 20
-"""The largest file that is shown or changed. Text that people write is smaller; the shell has tools for the rest."""
+"""The largest file that is shown or changed. Text that people write is smaller; use the shell for larger files."""
 
 QUICK_CHARS = 64 << 10
-"""Text longer than this is numbered in a thread: a megabyte of empty lines would hold the event loop for 0.6 s."""
+"""Longer text is numbered in a thread: a megabyte of empty lines would block the event loop for 0.6 s."""
 
 SHOWN_CHARS = 1000
-"""Of a text that did not match, in the message that says so."""
+"""The length of a text that did not match, in the error message."""
 
 _LIST = """
 [ -r . ] || { echo 'Permission denied' >&2; exit 1; }
@@ -47,7 +48,7 @@ for a in *; do
   done
 done
 """
-"""Two levels without hidden files, by the shell's own patterns: an image may have no `find`."""
+"""Lists two levels without hidden files, by shell patterns: an image may have no `find`."""
 
 _INTO = 'cat > "./$1"'
 
@@ -59,7 +60,7 @@ class EditorTool:
         self._sandbox = sandbox
         self._output_bytes = output_bytes
         self._history = History()
-        self._turn = asyncio.Lock()  # an edit reads, then writes
+        self._turn = asyncio.Lock()  # an edit reads and then writes
 
     @property
     def spec(self) -> ToolSpec:
@@ -114,7 +115,7 @@ class EditorTool:
             pass
         except IsADirectoryError:
             raise _folder(call.path) from None
-        except (OSError, ValueError) as error:  # too large, a socket, or below something that is no folder
+        except (OSError, ValueError) as error:  # too large, a socket, or below something that is not a folder
             raise Refused(f"{call.path} cannot be created: {_said(error)}") from None
         else:
             raise Refused(
@@ -181,7 +182,7 @@ class EditorTool:
     # --- files ---
 
     async def _read(self, path: str) -> TextFile:
-        """IsADirectoryError is the caller's; whatever else is wrong with it, the model is told."""
+        """Reads a file. Raises IsADirectoryError for the caller to handle, and Refused for any other error."""
         try:
             return TextFile.of(await self._sandbox.read(path, limit_bytes=FILE_BYTES))
         except FileNotFoundError:
@@ -212,12 +213,13 @@ class EditorTool:
         )
 
     async def _write(self, path: str, data: bytes, before: bytes, timeout_s: float) -> str:
-        """Into the file that is there: `write` would put a new one in its place, with another mode, and cut a link."""
+        """Writes to the existing file: `Sandbox.write` would replace it by a new one, with another mode, and break
+        links."""
         folder, name = posixpath.split(path)
         result = await self._sandbox.exec(["sh", "-c", _INTO, "sh", name], cwd=folder, stdin=data, timeout_s=timeout_s)
         if result.status == 0:
             return ""
-        if result.status == 127:  # neither sh nor cat: whatever it was, it has the usual mode now
+        if result.status == 127:  # neither sh nor cat: the file gets the default mode
             try:
                 await self._sandbox.write(path, data)
             except (OSError, ValueError) as error:
@@ -227,7 +229,8 @@ class EditorTool:
         raise Refused(f"{path} cannot be written: {_complaint(result.stderr)}. {state}")
 
     async def _put_back(self, path: str, before: bytes, timeout_s: float) -> str:
-        """A disk that is full takes the new text in part, after the old one is gone."""
+        """Restores the file after a failed write: a full disk may have truncated the old text and taken part of the new
+        one."""
         folder, name = posixpath.split(path)
         try:
             if await self._sandbox.read(path, limit_bytes=FILE_BYTES) != before:
@@ -282,7 +285,7 @@ def _complaint(stderr: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EditorKind:
-    """Makes editors; see `rollyard.tools.base.ToolKind`."""
+    """Opens editors; see `rollyard.tools.base.ToolKind`."""
 
     spec: ToolSpec = SPEC
     needs_sandbox: bool = True

@@ -1,4 +1,4 @@
-"""`finish`: the model says that it is done, and what its answer is."""
+"""`finish`: ends RUN, with the model's answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEC = ToolSpec(
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Opened for one rollout; there is nothing to open."""
+    """The tool. It has no state."""
 
     spec: ToolSpec = SPEC
 

@@ -1,16 +1,16 @@
-"""A Python function as a tool: `@tool` makes a `ToolKind` of it, its schema read from signature and docstring.
+"""A Python function as a tool: `@tool` makes it a `ToolKind` whose schema comes from its signature and docstring.
 
     @tool
     async def lines(path: Annotated[str, Field(description="A file.")], sandbox: Sandbox) -> int:
         \"\"\"How many lines a file has.\"\"\"
         return (await sandbox.read(path, limit_bytes=1 << 20)).count(b"\\n")
 
-The function runs here, in the service, not in the sandbox: what it does with a model's arguments is its author's care.
+The function runs in the service, not in the sandbox: its author has to handle a model's arguments safely.
 
-Invariants. What cannot be a tool is a TypeError where it is declared. Bad arguments, exceptions and a passed deadline
-are observations; only a failure that has its own blame (`RollyardError`: the sandbox is gone) is raised. A sync
-function runs in a thread of its own, which nothing can end: at its deadline it is left behind, and MAX_LEFT of those
-close the tool. Not here: state of a rollout, which needs a `ToolKind` of its own.
+Invariants. A function that cannot be a tool raises TypeError where it is declared. Invalid arguments, exceptions and a
+missed deadline are observations; only a failure with its own blame (`RollyardError`: the sandbox has ended) is raised.
+A sync function runs in a thread of its own, which cannot be stopped: at its deadline it is left running, and MAX_LEFT
+such threads disable the tool. A tool that needs state per rollout must be a `ToolKind` instead.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ log = logging.getLogger("rollyard.tools")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # what every engine's dialect takes
+_NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # what all engines accept
 
 MAX_LEFT = 32
-"""Threads of one function that may outlive their deadlines; each costs memory and holds whatever it waits for."""
+"""The most threads of one function that may outlive their deadlines; each uses memory and other resources."""
 
 
 class _Untitled(GenerateJsonSchema):
-    """Titles made from names tell a model nothing that the names do not."""
+    """Generates schemas without titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -61,7 +61,8 @@ class _Untitled(GenerateJsonSchema):
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What the model gives (a pydantic model: field → parameter) and what is given by us (parameter → type)."""
+    """The model's arguments (a pydantic model: field → parameter) and those that the service adds (parameter →
+    type)."""
 
     model: type[BaseModel]
     fields: Mapping[str, str]
@@ -85,7 +86,7 @@ class _Signature:
             if hint in (ToolContext, Sandbox):
                 given[parameter.name] = hint
                 continue
-            # Fields have names of their own: a parameter may be called `json`, `copy` or `_x`, which a model's may not.
+            # Fields have generated names: a parameter may be called `json`, `copy` or `_x`, a pydantic field may not.
             default = ... if parameter.default is parameter.empty else parameter.default
             parameters[f"p{number}"] = (Annotated[hint, Field(alias=parameter.name)], default)
             fields[f"p{number}"] = parameter.name
@@ -97,13 +98,13 @@ class _Signature:
         return cls(model, fields, given)
 
     def read(self, arguments: Mapping[str, Json]) -> dict[str, object]:
-        """By parameter; ValidationError."""
+        """Returns the arguments by parameter. Raises ValidationError."""
         found = self.model.model_validate(dict(arguments))
         return {name: getattr(found, field) for field, name in self.fields.items()}
 
 
 class FunctionKind(Generic[P, R]):
-    """See the module. Called directly, it is still the function."""
+    """The `ToolKind` of a function. Calling it calls the function."""
 
     def __init__(self, function: Callable[P, R], name: str, description: str) -> None:
         self._function = function
@@ -127,7 +128,7 @@ class FunctionKind(Generic[P, R]):
         return FunctionTool(self, context)
 
     async def run(self, arguments: Mapping[str, Json], context: ToolContext) -> object:
-        """What the function returns; whatever it raises, and ValidationError."""
+        """Returns the function's result. Raises what it raises, and ValidationError."""
         given = self._signature.read(arguments)
         for name, kind in self._signature.given.items():
             given[name] = context if kind is ToolContext else context.sandbox
@@ -138,7 +139,8 @@ class FunctionKind(Generic[P, R]):
         return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, given: Mapping[str, object]) -> object:
-        """Not the loop's own threads: they are few, and the process waits for them when it ends."""
+        """Runs the function in a new thread, not in the loop's executor, which has few threads and is joined at
+        exit."""
         self._left = {thread for thread in self._left if thread.is_alive()}
         if len(self._left) >= MAX_LEFT:
             raise RuntimeError(f"{len(self._left)} earlier calls never ended")
@@ -153,9 +155,9 @@ class FunctionKind(Generic[P, R]):
             outcome: tuple[object, BaseException | None]
             try:
                 outcome = run(self._function, **given), None
-            except BaseException as error:  # a thread has nobody else to tell
+            except BaseException as error:  # re-raised in the event loop
                 outcome = None, error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no call waits
                 loop.call_soon_threadsafe(settle, outcome)
 
         run = cast("Callable[..., object]", contextvars.copy_context().run)
@@ -169,7 +171,7 @@ class FunctionKind(Generic[P, R]):
         if error is None:
             return value
         if isinstance(error, StopIteration) or not isinstance(error, Exception):
-            raise RuntimeError(repr(error)) from error  # in here, these would end more than a call
+            raise RuntimeError(repr(error)) from error  # in a coroutine, these would end more than the call
         raise error
 
 
@@ -195,7 +197,7 @@ class FunctionTool:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # it is we who are cancelled, not something that the function waited for
+                raise  # this task is cancelled, not something that the function waited for
             if isinstance(error, TimeoutError) and guard.expired():
                 result = ToolResult(f"Error: it was not done within {timeout_s:g} s", is_error=True)
             else:
@@ -235,15 +237,15 @@ def tool(
 def tool(
     function: Callable[P, R] | None = None, /, *, name: str | None = None, description: str | None = None
 ) -> FunctionKind[P, R] | Callable[[Callable[P, R]], FunctionKind[P, R]]:
-    """`@tool`, or `@tool(name=…, description=…)` where the model is to be told other words than the code's."""
+    """Use as `@tool`, or as `@tool(name=…, description=…)` to override the function's name and docstring."""
 
     def made(function: Callable[P, R]) -> FunctionKind[P, R]:
         called = name or getattr(function, "__name__", "")
         if not _NAME.fullmatch(called):
-            raise TypeError(f"{called or function!r} is no name for a tool; give one: @tool(name=…)")
+            raise TypeError(f"{called or function!r} is not a valid tool name; give one: @tool(name=…)")
         told = description or inspect.getdoc(function)
         if not told:
-            raise TypeError(f"the tool {called} has no docstring: it is what the model is told")
+            raise TypeError(f"the tool {called} has no docstring, which is the description that the model sees")
         return FunctionKind(function, called, told)
 
     return made if function is None else made(function)

@@ -1,13 +1,14 @@
 """Python that lasts for a rollout: a process in the sandbox that runs cells; names and imports persist.
 
-It is the image's own `python3`, because its packages are what the agent wants: with IPython where the image has it,
-plain otherwise. Where the image has no Python, it is ours (`rollyard.sandbox.python`), with IPython. A cell is handed
-over in a file that the sandbox sees read-only; what it prints and its end come back on pipes. No port, no polling.
+It is the image's own `python3`, because the agent needs its packages: with IPython if the image has it, plain
+otherwise. If the image has no Python, Rollyard's portable Python is used (`rollyard.sandbox.python`), with IPython. A
+cell is passed in a file that is read-only in the sandbox; its output and its end are returned on pipes. There is no
+port and no polling.
 
-Invariants. What comes back only informs the model: code in the same process can forge it. A call ends within its
-timeout plus bounded steps: an interrupt, then a new process (`INTERRUPT_S`, `START_S`). When the process is lost the
-model is told that its state is, and what it asked for is not run in an empty one. Only the end of the sandbox itself
-raises. Opening waits for nothing: the process starts while the rest of INIT goes on.
+Invariants. The output only informs the model: code in the same process can forge it. A call ends within its timeout
+plus bounded steps: an interrupt, then a new process (`INTERRUPT_S`, `START_S`). When the process is lost, the model is
+informed that its state is lost, and its code is not run in the new process. Only the end of the sandbox raises. Opening
+does not wait: the process starts while INIT continues.
 """
 
 from __future__ import annotations
@@ -31,43 +32,44 @@ from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
 
 INTERRUPTS, INTERRUPT_S = 2, 1.0
 """How often a cell is interrupted, and how long it may take to end each time; then its process is killed. The first
-may come too early, before the cell has begun."""
+interrupt may arrive before the cell has started."""
 
 START_S = 30.0
-"""How long one Python may take to say that it is there. IPython needs 0.6 s, more on a busy machine."""
+"""How long one Python may take to start. IPython needs 0.6 s, more on a busy machine."""
 
 EXIT_S = 0.3
 
 _ENV = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "NO_COLOR": "1", "COLUMNS": "120", "MPLBACKEND": "Agg"}
 
 Command = tuple[Sequence[str], Mapping[str, str]]
-"""How a Python is started: its arguments, and the variables that it needs."""
+"""How a Python is started: its arguments and environment variables."""
 
 IMAGES_OWN: Command = (("python3",), {})
 
 
 class CellOutcome(StrEnum):
-    COMPLETED = "completed"  # it ended by itself; `is_raised` says how
+    COMPLETED = "completed"  # it ended by itself; see `is_raised`
     TIMEOUT = "timeout"  # it was interrupted at its deadline
-    DIED = "died"  # its process ended, or no longer answers
+    DIED = "died"  # its process ended, or no longer responds
 
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
     outcome: CellOutcome
     output: str
-    is_raised: bool = False  # it ended by an exception, which the output tells
-    status: int | None = None  # of the process, if that ended
+    is_raised: bool = False  # it ended by an exception, which is in the output
+    status: int | None = None  # the exit status of the process, if it ended
     omitted_bytes: int = 0
-    is_restarted: bool = False  # a new process stands there now; the old one's state is lost
+    is_restarted: bool = False  # a new process was started; the old one's state is lost
 
 
 class NoPython(Exception):
-    """The sandbox lives, but no Python starts in it."""
+    """The sandbox is alive, but no Python starts in it."""
 
 
 class PythonSession:
-    """`PythonSession(sandbox, …)` begins to start it, then `run`; one cell at a time. Ended by `close()`."""
+    """A persistent Python: the constructor starts it in the background; then `run`, one cell at a time; end with
+    `close()`."""
 
     def __init__(self, sandbox: Sandbox, pythons: Sequence[Command], *, output_bytes: int, cwd: str = WORKDIR) -> None:
         self._sandbox, self._pythons, self._cwd = sandbox, pythons, cwd
@@ -98,11 +100,11 @@ class PythonSession:
             await self._live.close()
         self._file.close()
 
-    # --- its life ---
+    # --- start ---
 
     async def _start(self) -> PythonProcess:
-        """A process that has said hello. NoPython if there is none to be had."""
-        # The agent may have shut its own working directory; then the root has to do.
+        """Starts a process and waits for its first reply. Raises NoPython if none starts."""
+        # The agent may have made its working directory inaccessible; use the root then.
         for cwd, (argv, env) in itertools.product((self._cwd, "/"), self._pythons):
             live = self._live = PythonProcess(self._output)
             hello = live.expect(0)
@@ -120,7 +122,7 @@ class PythonSession:
                 raise
             if hello.done() and (about := hello.result()) is not None:
                 self.about = about
-                self._output.clear()  # what an import warned of
+                self._output.clear()  # warnings of imports
                 return live
             await live.close()
         said, _ = self._output.text()
@@ -130,7 +132,7 @@ class PythonSession:
     async def _ready(self) -> PythonProcess:
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
-        await asyncio.wait([self._starting])  # not cancelled with us: the next call finds it
+        await asyncio.wait([self._starting])  # not cancelled with this call: the next call uses it
         if self._starting.cancelled() or self._starting.exception() is not None:
             failed, self._starting = self._starting, None  # the next call tries again
             return failed.result()
@@ -147,7 +149,7 @@ class PythonSession:
     # --- cells ---
 
     async def run(self, code: str, timeout_s: float, *, restart: bool = False) -> CellResult:
-        """Runs it, in a new process if asked. Raises NoPython, or that the sandbox is gone (SandboxLost, …)."""
+        """Runs a cell, in a new process if `restart`. Raises NoPython, or SandboxLost etc. if the sandbox has ended."""
         async with self._turn:
             if restart and self._starting is not None and self._starting.done():
                 self._output.clear()
@@ -155,7 +157,7 @@ class PythonSession:
             live = await self._ready()
             if live.is_lost:
                 return await self._lost(live, CellOutcome.DIED)
-            data = code.encode("utf-8", "replace")  # half a surrogate pair is what models sometimes write
+            data = code.encode("utf-8", "replace")  # models sometimes write half a surrogate pair
             self._file.write(data)
             answer = live.ask(next(self._numbers), len(data))
             outcome = CellOutcome.COMPLETED
@@ -169,7 +171,7 @@ class PythonSession:
                         if done:
                             break
             except asyncio.CancelledError:
-                await live.close()  # whatever it was doing; a later call is told
+                await live.close()  # its state is unknown; a later call reports the loss
                 raise
             word = answer.result() if done else None
             if word is None:
@@ -179,7 +181,7 @@ class PythonSession:
             return CellResult(outcome, text, word != "ok", None, omitted)
 
     async def _lost(self, live: PythonProcess, outcome: CellOutcome) -> CellResult:
-        """Ends what is left of the process and starts another; the output so far is kept."""
+        """Kills the process and starts another. The output so far is kept."""
         status = await live.ended(EXIT_S) if live.is_lost else None
         text, omitted = self._output.text()
         self._output.clear()
@@ -188,13 +190,13 @@ class PythonSession:
 
 
 def _forget(done: asyncio.Task[PythonProcess]) -> None:
-    """Nobody asks for its failure any more: nobody is told."""
+    """Marks a task's exception as retrieved, so that asyncio does not log it."""
     if not done.cancelled():
         done.exception()
 
 
 class _Shown:
-    """A file of the control folder that whoever the sandbox runs as can read; rewritten in place."""
+    """A file in the control folder that any user of the sandbox can read; rewritten in place."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -293,7 +295,7 @@ def _told(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IPythonKind:
-    """Opens it; see `rollyard.tools.base.ToolKind`."""
+    """Opens Python sessions; see `rollyard.tools.base.ToolKind`."""
 
     spec: ToolSpec = SPEC
     needs_sandbox: bool = True

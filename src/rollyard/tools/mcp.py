@@ -1,13 +1,13 @@
 """`mcp`: the tools of any MCP server, run inside the sandbox or reached by the service itself.
 
 A task names its servers in `agent.options.mcp`: `{"NAME": {"command": ["python3", "server.py"], "env": {…}}}` is a
-program that runs in the sandbox and speaks over its pipes; `{"NAME": {"server": "CONFIGURED"}}` is one that the
-operator has named in the settings, and with `"inside": true` programs in the sandbox may use it too, through the
+program that runs in the sandbox and communicates over its pipes; `{"NAME": {"server": "CONFIGURED"}}` is one that the
+operator has configured in the settings, and with `"inside": true` programs in the sandbox may also use it, through the
 doorway. The model sees each tool as `NAME__tool`.
 
-Invariants. A server's trouble is an observation, once its tools are known; before that, a program that does not start
-is the task's fault and a server outside that does not answer is infrastructure's. A server that died is started again
-at the next call, and the model is told that its state is lost.
+Invariants. An error of a server is an observation once its tools are known. Before that, a program that does not start
+is the task's fault, and a server outside that does not respond is an infrastructure failure. A server that died is
+started again at the next call, and the model is informed that its state is lost.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from rollyard.core.failure import TaskInvalid, UnknownTool
 from rollyard.tools.base import Tool, ToolContext
 
 NAME = re.compile(r"(?!.*__)[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
-"""Of a server. Two underscores part it from the tool's name."""
+"""A server's name. Two underscores separate it from the tool's name."""
 
 START_S = 60.0
-"""For a server to start and answer; an interpreter with many imports on a busy machine takes seconds."""
+"""The time in which a server has to start and respond; an interpreter with many imports takes seconds on a busy
+machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutsideServer:
-    """An MCP server that the operator names. The headers may hold secrets: they are in no repr."""
+    """An MCP server that the operator has configured. The headers may contain secrets, so the repr omits them."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -39,7 +40,7 @@ class OutsideServer:
 
 @dataclass(frozen=True, slots=True)
 class McpSource:
-    """A `ToolSource`: one server of a task. Either `command` or `server` is given."""
+    """A `ToolSource`: one server of a task. Either `command` or `server` is set."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -57,16 +58,17 @@ class McpSource:
         return False
 
     async def open(self, context: ToolContext) -> Sequence[Tool]:
-        """Its tools. SetupFailed or ToolUnreachable if it gives none; then nothing is left of it."""
-        module = await asyncio.to_thread(import_module, "rollyard.tools._mcp_tool")  # the first time, a second
+        """Returns its tools. Raises SetupFailed or ToolUnreachable if it returns none, and ends it then."""
+        module = await asyncio.to_thread(import_module, "rollyard.tools._mcp_tool")  # the first import takes a second
         return await module.open_tools(self, context)
 
 
-# --- what a task says -----------------------------------------------------------------------------------
+# --- task options ---------------------------------------------------------------------------------------
 
 
 def mcp_sources(option: Json, servers: Mapping[str, OutsideServer]) -> list[McpSource]:
-    """The servers of `agent.options.mcp`, or TaskInvalid, or UnknownTool for one that the operator has not named."""
+    """Reads the servers of `agent.options.mcp`. Raises TaskInvalid, or UnknownTool for one that the operator has not
+    configured."""
     if option is None:
         return []
     if not isinstance(option, Mapping):

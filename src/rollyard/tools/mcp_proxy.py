@@ -1,8 +1,8 @@
 """`McpProxy`: the operator's MCP servers for programs inside a sandbox, at `/mcp/NAME` of its doorway.
 
-Invariants. Only the servers that the task names are there. The operator's headers are added on the way out and never
-shown inside; of the client's headers only those that MCP needs go out, of the server's only those come back. Bodies
-are bounded, answers stream as they come, and a client that goes away ends its request.
+Invariants. Only the servers that the task names are reachable. The operator's headers are added to outgoing requests
+and never visible in the sandbox; only the headers that MCP needs are forwarded, in both directions. Bodies are bounded,
+responses are streamed, and a request ends when its client disconnects.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ log = logging.getLogger("rollyard.tools")
 
 PREFIX = "/mcp/"
 BODY_BYTES = 4 << 20
-"""Of a request: a JSON-RPC message. The doorway's own bound is for all that is served there."""
+"""The maximum of a request, which is a JSON-RPC message. The doorway's own bound applies to everything it serves."""
 
 CONNECT_S = 10.0
 
-METHODS = ("GET", "POST", "DELETE")  # listen, ask, end the session
+METHODS = ("GET", "POST", "DELETE")  # listen, send a message, end the session
 TO_SERVER = frozenset({b"accept", b"content-type", b"mcp-session-id", b"mcp-protocol-version", b"last-event-id"})
 TO_CLIENT = ("content-type", "mcp-session-id", "cache-control", "allow", "retry-after")
 PARAM_PREFIXES = (b"mcp-param-", b"mcp-method", b"mcp-name")  # newer revisions repeat parts of the message
 
 
 class McpProxy:
-    """An ASGI app. `close` it when its doorway is closed. It opens nothing before the first request."""
+    """An ASGI app. Call `close` when its doorway is closed. It connects at the first request."""
 
     def __init__(self, servers: Mapping[str, OutsideServer], *, owner: str = "") -> None:
         self._servers = dict(servers)
@@ -65,7 +65,7 @@ class McpProxy:
             for name, value in scope["headers"]
             if name in TO_SERVER or name.startswith(PARAM_PREFIXES)
         }
-        headers |= {name.lower(): value for name, value in server.headers.items()}  # the operator's win
+        headers |= {name.lower(): value for name, value in server.headers.items()}  # these take precedence
         is_started = False
         try:
             async with self._session().request(
@@ -76,7 +76,7 @@ class McpProxy:
                 allow_redirects=False,
             ) as answer:
                 kept = [(name, answer.headers[name]) for name in TO_CLIENT if name in answer.headers]
-                status = answer.status if not 300 <= answer.status < 400 else 502  # its address is none of theirs
+                status = answer.status if not 300 <= answer.status < 400 else 502  # hides the server's address
                 await _start(send, status, kept)
                 is_started = True
                 async for chunk in answer.content.iter_any():
@@ -90,7 +90,7 @@ class McpProxy:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)  # a stream may be quiet for long
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)  # a stream may be silent for long
             self._client = aiohttp.ClientSession(
                 timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("User-Agent",)
             )
@@ -98,7 +98,7 @@ class McpProxy:
 
 
 async def _body(receive: Any) -> bytes | None:
-    """All of it, or None if it is too much."""
+    """Returns the whole body, or None if it is too long."""
     body = bytearray()
     while True:
         message = await receive()

@@ -1,11 +1,12 @@
 """`ToolServer`: an environment's own tools for an agent program, as an MCP server at `/mcp/environment` of its doorway.
 
-The native loop offers these tools to the model itself. A program brings its own, and takes others only by MCP: it is
-told the address (`{{root_url}}/mcp/environment`) in its configuration.
+The native loop offers these tools to the model itself. A program has tools of its own and uses others only by MCP; its
+configuration contains the address (`{{root_url}}/mcp/environment`).
 
-Invariants. The tools are the very objects that the native loop would call, opened once for the rollout. A call is
-bounded by the task's `tool_s`, and ended `GRACE_S` after that. Trouble that is no observation (the sandbox is gone, the
-environment's server is down, a tool has a bug) is not the program's to see: it ends the rollout, by `on_failure`.
+Invariants. The tools are the same objects that the native loop would call, opened once for the rollout. A call is
+bounded by the task's `tool_s`, and cancelled `GRACE_S` after that. An error that is not an observation (the sandbox has
+ended, the environment's server is down, a tool has a bug) is not shown to the program: it ends the rollout, by
+`on_failure`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 NAME = "environment"
 
 GRACE_S = 15.0
-"""Beyond `tool_s`, which a tool keeps by itself: as in the native loop, only one that hangs is ended."""
+"""Added to `tool_s`, which a tool enforces itself: as in the native loop, only a tool that hangs is cancelled."""
 
 
 class ToolServer:
@@ -47,7 +48,7 @@ class ToolServer:
         is_ready = asyncio.Event()
 
         async def serve() -> None:
-            async with manager.run():  # has to be left by the task that entered it
+            async with manager.run():  # must be exited by the task that entered it
                 is_ready.set()
                 await self._ended.wait()
 
@@ -91,7 +92,7 @@ class ToolServer:
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
 
     async def _called(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, bool]:
-        """What it says, and whether that is an error."""
+        """Returns the tool's output, and whether it is an error."""
         name, guard = tool.spec.name, asyncio.timeout(self._tool_s + GRACE_S)
         try:
             async with guard:
@@ -102,7 +103,7 @@ class ToolServer:
         except Exception as error:
             if isinstance(error, TimeoutError) and guard.expired():
                 return f"Error: {name} did not answer within {self._tool_s:g} s", True
-            log.exception("escaped", extra={"tool": name})
+            log.exception("a tool raised an unexpected exception", extra={"tool": name})
             failure = InternalError(f"the tool {name} raised {type(error).__name__}: {error}")
         self.on_failure(failure)
         return "this rollout has ended", True

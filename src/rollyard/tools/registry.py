@@ -1,7 +1,7 @@
-"""Tools by name: the built-in ones, then those that packages bring by entry point (`rollyard.tools`).
+"""Tools by name: the built-in ones, then those that packages provide by entry point (`rollyard.tools`).
 
-A name has one owner: a package that claims another's, or a built-in one's, makes that name an error and shadows
-nothing. An environment's own tools are not here; they come with its `Start`.
+A name has one owner: if a package uses the name of another tool, built-in or not, that name is an error and nothing is
+shadowed. An environment's own tools are not in the registry; they are part of its `Start`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUILT_IN = {
     "ipython": ("rollyard.tools.ipython", "IPYTHON"),
     "shell": ("rollyard.tools.shell", "SHELL"),
 }
-"""Name → where its kind is. Imported when asked for: a tool may bring much along."""
+"""Name → the location of its kind. Imported on first use: a tool may have large dependencies."""
 
 
 _PARTS = ("spec", "needs_sandbox", "needs_python", "open")
@@ -30,7 +30,7 @@ GROUP = "rollyard.tools"
 
 
 def tool_kind(name: str) -> ToolKind:
-    """The kind of that name, or `UnknownTool`."""
+    """Returns the kind of that name. Raises `UnknownTool`."""
     found = _installed().get(name, ())
     owners = [*(["Rollyard itself"] if name in BUILT_IN else []), *[_owner(point) for point in found]]
     if len(owners) > 1:
@@ -47,12 +47,12 @@ def tool_kind(name: str) -> ToolKind:
             f"the tool {name!r} of {owners[0]} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     if isinstance(kind, type) or not all(hasattr(kind, part) for part in _PARTS):
-        raise UnknownTool(f"the tool {name!r} of {owners[0]} is no ToolKind: {found[0].value} is {kind!r}")
+        raise UnknownTool(f"the tool {name!r} of {owners[0]} is not a ToolKind: {found[0].value} is {kind!r}")
     return cast("ToolKind", kind)
 
 
 def tool_names() -> tuple[str, ...]:
-    """All that a task may name."""
+    """Returns the names of all tools that a task may use."""
     return tuple(sorted({*BUILT_IN, *_installed()}))
 
 

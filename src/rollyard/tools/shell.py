@@ -1,13 +1,13 @@
 """A shell that lasts for a rollout: directory, variables and functions persist from command to command.
 
-A PTY is held here, on the host. A command is never typed: it is written to a file that the sandbox sees
-read-only, and one short line is typed that evaluates it. Its status comes back on a pipe, numbered. So there is no
-prompt to parse, no sentinel to forge by chance, nothing to poll: measured 0.2 ms an `echo`.
+The PTY is on the host. A command is never typed: it is written to a file that is read-only in the sandbox, and one
+short line is typed that evaluates it. Its status is returned on a pipe, with a number. So there is no prompt to parse,
+no sentinel that could occur by chance, and no polling: an `echo` takes 0.2 ms (measured).
 
-Invariants. The status only informs the model: code in the same shell can forge it. Whatever a command did to the
-terminal is undone before the next one. A call ends within its timeout plus the ladder's bounds (READ_S, INT, QUIT,
-KILL, a new shell: under 8 s). When the shell is lost the model is told that its state is. Only the end of the
-sandbox itself raises.
+Invariants. The status only informs the model: code in the same shell can forge it. Changes that a command made to the
+terminal are undone before the next one. A call ends within its timeout plus the bounds of the escalation (READ_S, INT,
+QUIT, KILL, a new shell: under 8 s). When the shell is lost, the model is informed that its state is lost. Only the end
+of the sandbox raises.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from rollyard.tools._terminal import COLUMNS, stdin_of
 from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
 
 QUIET_S = 0.5
-"""Silence before the first look at whether somebody waits for input; then twice as long each time."""
+"""Silence before the first check whether a process waits for input; doubled each time."""
 
 UNREAD_S = 8.0
 """Silence after which a shell at its prompt is replaced although it has not reported that it read its line. Only bash
-reports that: a POSIX shell that lost our status pipe is always waited for so long."""
+reports that: a POSIX shell that lost the status pipe is always waited for this long."""
 
 LADDER = ((signal.SIGINT, 0.5), (signal.SIGQUIT, 0.5), (signal.SIGKILL, 1.0))
-"""Each signal to the foreground group, and how long it may take to bring the shell back."""
+"""The signals to the foreground group, and how long the shell may take to return after each."""
 
 READ_S, READ_POLL_S = 4.0, 0.02
-"""How long the ladder waits for a shell that has not read its line yet. A signal that arrives before is lost: the shell
-discards it at its prompt and then runs the command."""
+"""How long to wait, before the signals, for a shell that has not read its line yet. An earlier signal is lost: the
+shell discards it at its prompt and then runs the command."""
 
 OPEN_S = 30.0
 EXIT_S = 0.3
@@ -59,28 +59,29 @@ _ENV = {
 
 
 class ShellOutcome(StrEnum):
-    COMPLETED = "completed"  # it ended by itself; see the status
+    COMPLETED = "completed"  # it ended by itself, with the status
     TIMEOUT = "timeout"  # it was interrupted at its deadline
-    AWAITING_INPUT = "awaiting_input"  # it read the terminal, where nobody types, and was interrupted
-    SHELL_DIED = "shell_died"  # the shell itself ended, or no longer answers
+    AWAITING_INPUT = "awaiting_input"  # it read the terminal, where there is no input, and was interrupted
+    SHELL_DIED = "shell_died"  # the shell itself ended, or no longer responds
 
 
 @dataclass(frozen=True, slots=True)
 class ShellResult:
     outcome: ShellOutcome
     output: str
-    status: int | None  # of the command; of the shell if that died; None if unknown
+    status: int | None  # the command's, or the shell's if it died; None if unknown
     cwd: str
     omitted_bytes: int = 0
-    is_restarted: bool = False  # a new shell stands there now; the old one's state is lost
+    is_restarted: bool = False  # a new shell was started; the old one's state is lost
 
 
 class NoShell(Exception):
-    """The sandbox lives, but no shell starts in it."""
+    """The sandbox is alive, but no shell starts in it."""
 
 
 class Shell:
-    """`await Shell.open(sandbox)`, then `run`; one command at a time. Closed with the sandbox, or by `close()`."""
+    """A persistent shell: `await Shell.open(sandbox)`, then `run`, one command at a time. Ends with the sandbox, or by
+    `close()`."""
 
     def __init__(self, sandbox: Sandbox, *, output_bytes: int, cwd: str, env: Mapping[str, str]) -> None:
         self._sandbox = sandbox
@@ -92,9 +93,9 @@ class Shell:
         name = new_id("shell")
         self._path = f"{sandbox.control_path}/{name}"
         self._file = os.open(sandbox.control_dir / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.fchmod(self._file, 0o644)  # the sandbox may run under another uid; on the host the folder above is shut
+        os.fchmod(self._file, 0o644)  # the sandbox may run under another uid; on the host the parent folder is private
         self._live: ShellProcess | None = None
-        self.opened_at = ""  # where it began, as the sandbox names it
+        self.opened_at = ""  # its first working directory, as a path in the sandbox
 
     @classmethod
     async def open(
@@ -105,11 +106,11 @@ class Shell:
         cwd: str = WORKDIR,
         env: Mapping[str, str] | None = None,
     ) -> Self:
-        """A shell that has answered once. bash, or sh where the image has no bash."""
+        """Starts a shell and waits for its first answer: bash, or sh if the image has no bash."""
         shell = cls(sandbox, output_bytes=output_bytes, cwd=cwd, env=env or {})
         try:
             shell.opened_at = await shell._start()
-            shell._output.clear()  # a banner, or that there is no bash, is no command's output
+            shell._output.clear()  # a banner, or an error about a missing bash, is not a command's output
         except BaseException:
             await shell.close()
             raise
@@ -117,12 +118,12 @@ class Shell:
 
     @property
     def program(self) -> str:
-        """`bash`, or `sh` where the image has no bash."""
+        """`bash`, or `sh` if the image has no bash."""
         return self._dialect.argv[0]
 
     @property
     def pid(self) -> int:
-        """The shell's, as the host sees it; for /proc only."""
+        """The shell's pid on the host; for /proc only."""
         return self._live.process.pid if self._live and self._live.process else 0
 
     async def close(self) -> None:
@@ -132,12 +133,12 @@ class Shell:
             os.close(self._file)
             self._file = -1
 
-    # --- its life ---
+    # --- start ---
 
     async def _start(self) -> str:
-        """A fresh shell; returns where it is. NoShell if there is none to be had."""
+        """Starts a new shell and returns its working directory. Raises NoShell if none starts."""
         wanted = self._dialect
-        # The agent may have shut its own working directory; then the root has to do.
+        # The agent may have made its working directory inaccessible; use the root then.
         for dialect, cwd in ((wanted, self._cwd), (SH, self._cwd), (wanted, "/")):
             self._dialect = dialect
             if self._live is not None:
@@ -161,9 +162,9 @@ class Shell:
 
     def _ask(self, command: str) -> asyncio.Future[tuple[int, str] | None]:
         assert self._live is not None
-        number = secrets.randbits(53)  # not to be guessed by a command that was told to end early
-        data = command.encode("utf-8", "replace")  # half a surrogate pair is what models sometimes write
-        if not os.fstat(self._file).st_nlink:  # the shell would find no command, run nothing, and report success
+        number = secrets.randbits(53)  # a command that could guess it could forge its end
+        data = command.encode("utf-8", "replace")  # models sometimes write half a surrogate pair
+        if not os.fstat(self._file).st_nlink:  # the shell would read an empty command and report success
             raise SandboxLost("the file that hands commands to the sandbox was deleted")
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
@@ -172,7 +173,7 @@ class Shell:
     # --- commands ---
 
     async def run(self, command: str, timeout_s: float) -> ShellResult:
-        """Runs it. Raises only if the sandbox is gone (SandboxLost, SandboxEndedByPolicy), or has no shell any more."""
+        """Runs a command. Raises only if the sandbox has ended (SandboxLost, SandboxEndedByPolicy), or NoShell."""
         if "\0" in command:
             raise ValueError("a command must not contain NUL")
         async with self._turn:
@@ -186,7 +187,7 @@ class Shell:
                     return await self._lost(outcome)
                 found = answer.result()
             except asyncio.CancelledError:
-                self._live.close()  # whatever it was doing; a later call finds a new shell
+                self._live.close()  # its state is unknown; a later call starts a new shell
                 raise
             if found is None:
                 return await self._lost(ShellOutcome.SHELL_DIED if outcome is ShellOutcome.COMPLETED else outcome)
@@ -200,11 +201,11 @@ class Shell:
         return ShellResult(outcome, text, status, cwd, omitted, is_restarted)
 
     async def _lost(self, outcome: ShellOutcome) -> ShellResult:
-        """Ends what is left of the shell and starts another; the output so far is kept."""
+        """Kills the shell and starts another. The output so far is kept."""
         live, status = self._live, None
         if live is not None and live.process is not None:
             if live.is_dead:
-                with contextlib.suppress(TimeoutError):  # it may live on without our pipe: `exec something`
+                with contextlib.suppress(TimeoutError):  # it may still run without the pipe: `exec something`
                     async with asyncio.timeout(EXIT_S):
                         status = await live.process.wait()
             live.close()
@@ -215,7 +216,7 @@ class Shell:
         return ShellResult(outcome, text, status, cwd, omitted, is_restarted=True)
 
     async def _watch(self, answer: asyncio.Future[tuple[int, str] | None], timeout_s: float) -> ShellOutcome:
-        """Waits for the answer, the deadline, or the discovery that somebody waits for input."""
+        """Waits until the command ends, the deadline passes, or a process is found to wait for input."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         quiet_s, seen = QUIET_S, self._output.seen_bytes
@@ -233,8 +234,8 @@ class Shell:
             seen = self._output.seen_bytes
 
     def _blocked(self, quiet_s: float) -> ShellOutcome | None:
-        """Whether the foreground waits for input; the shell at its own prompt has lost our status line, unless the
-        machine is so slow that it has not had the line yet."""
+        """Checks whether the foreground waits for input. A shell at its own prompt has lost the status pipe, unless the
+        machine is so slow that it has not received its line yet."""
         assert self._live is not None and self._live.process is not None
         shell = self._live.process.pid
         reader = self._live.terminal.reader(shell)
@@ -246,12 +247,12 @@ class Shell:
         return ShellOutcome.AWAITING_INPUT
 
     def _is_in_command(self) -> bool:
-        """During a command the shell's stdin is the /dev/tty that our line opened; at its prompt it is the PTY it began
-        with."""
+        """During a command the shell's stdin is /dev/tty, which the typed line opens; at its prompt it is the PTY that
+        it started with."""
         return stdin_of(self.pid) == "/dev/tty"
 
     async def _interrupt(self, answer: asyncio.Future[tuple[int, str] | None]) -> bool:
-        """The ladder. True: the shell answers again (or has died, which the answer says)."""
+        """Sends the signals of LADDER. Returns True if the shell has answered, or has died, which the answer shows."""
         assert self._live is not None
         for _ in range(int(READ_S / READ_POLL_S)):
             if answer.done() or self._live.has_begun or self._is_in_command():
@@ -289,7 +290,7 @@ SPEC = ToolSpec(
 
 
 SH_SPEC = replace(SPEC, description=SPEC.description.replace("bash shell", "POSIX shell (sh; there is no bash here)"))
-"""What the model is told where the image has no bash: its arrays and [[ ]] would all fail."""
+"""The description for images without bash, in which arrays and [[ ]] would fail."""
 
 
 class ShellTool:
@@ -318,7 +319,7 @@ class ShellTool:
             timeout_s = min(timeout_s, wanted_s)
         try:
             result = await self._shell.run(command, timeout_s)
-        except NoShell as error:  # it did that to itself; the next call tries again
+        except NoShell as error:  # a command caused it; the next call tries again
             return ToolResult(f"[the shell ended, and {error}]", is_error=True)
         return self._told(result, timeout_s)
 
@@ -361,7 +362,7 @@ class ShellTool:
 
 
 class ShellKind:
-    """Makes shells; see `rollyard.tools.base.ToolKind`."""
+    """Opens shells; see `rollyard.tools.base.ToolKind`."""
 
     @property
     def spec(self) -> ToolSpec:

@@ -96,5 +96,5 @@ async def test_nothing_listens_in_a_sandbox_that_did_not_ask(runtime: LaunchedRu
 @pytest.mark.parametrize("runtime", ["local"], indirect=True)
 async def test_the_local_runtime_refuses_it(runtime: LaunchedRuntime):
     egress = Egress(rules=(HostRule(ALLOWED),), resolve=Names(), bounds=ProxyBounds())
-    with pytest.raises(SandboxStartFailed, match="cannot hold a command to a list of hosts"):
+    with pytest.raises(SandboxStartFailed, match="cannot restrict a command to a list of hosts"):
         await runtime.start(SandboxSpec(egress=egress), lease_s=60)

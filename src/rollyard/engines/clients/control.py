@@ -1,12 +1,12 @@
-"""What vLLM and SGLang are told when their weights change, in their own words. See `base.Control`.
+"""The steps of a weight change at vLLM and SGLang: implementations of `base.Control`.
 
-vLLM has these routes with VLLM_SERVER_DEV_MODE=1 (checked against 0.32.0). `/reset_prefix_cache` answers 200 and says
-in its body whether it worked: not while blocks are held, by a call that is just ending, say. With
-`reset_running_requests` the calls that were kept are computed anew, so that no KV of old weights is left.
+vLLM has these routes with VLLM_SERVER_DEV_MODE=1 (checked against 0.32.0). `/reset_prefix_cache` answers 200 and
+reports in its body whether it succeeded. It fails while blocks are held, for example by a call that is just ending.
+With `reset_running_requests` the kept calls are computed again, so that no KV of old weights is left.
 
-SGLang's `/update_weight_version` aborts everything unless it is told not to, and its `/flush_cache` answers 400 while
-something runs. It cannot say which token of a call had which weights, so nothing is ever kept running there: what
-others have in flight is put back into its queue ("retract"), which allows the cache to be cleared.
+SGLang's `/update_weight_version` aborts everything unless `abort_all_requests` is false, and its `/flush_cache` answers
+400 while a call runs. SGLang does not report which token of a call had which weights, so no call is kept running there:
+other clients' calls in flight are put back into its queue ("retract"), which allows the cache to be cleared.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CLEAR_TRIES = 8
 CLEAR_PAUSE_S = (0.05, 1.0)  # first and longest pause between two tries: together about 4 s
 
 UNCONTROLLED_NOTE = (
-    "it cannot be told to pause ({how}): a change of weights holds its calls here, and leaves its prefix cache to the "
-    "cache salt"
+    "it has no routes to pause it ({how}): a weight change holds its calls in Rollyard, and relies on the cache salt "
+    "instead of clearing its prefix cache"
 )
 
 
@@ -44,7 +44,7 @@ class _Weights(msgspec.Struct):
 
 
 class NoControl:
-    """For engines whose weights are not ours to change."""
+    """For engines whose weights Rollyard does not change."""
 
     async def pause(self, mode: PauseMode) -> bool:
         return False
@@ -63,7 +63,7 @@ class NoControl:
 
 
 class _ControlledEngine(ABC):
-    """An engine's wire, and what its answers mean here."""
+    """Sends control requests to an engine and interprets its replies."""
 
     def __init__(self, wire: EngineTransport) -> None:
         self._wire = wire
@@ -100,12 +100,12 @@ class _ControlledEngine(ABC):
 
     @abstractmethod
     async def _clear(self) -> bool | None:
-        """None: not yet."""
+        """One attempt; returns None if it has to be repeated."""
         ...
 
 
 class VllmControl(_ControlledEngine):
-    """See the module."""
+    """The control routes of vLLM."""
 
     async def pause(self, mode: PauseMode) -> bool:
         return await self._tell(f"/pause?mode={_VLLM_MODES[mode]}")
@@ -120,7 +120,7 @@ class VllmControl(_ControlledEngine):
         return await self._says("/weight_info")
 
     async def exists(self) -> bool:
-        """Whether it has the routes: asked when it is probed."""
+        """Whether the engine has the control routes. Called by the probe."""
         try:
             await self._wire.get("/is_paused")
         except EngineFailure:
@@ -135,12 +135,12 @@ class VllmControl(_ControlledEngine):
             if error.data.get("status") in NO_ROUTE:
                 return False
             raise
-        # older versions answer nothing, and have always succeeded
+        # older versions return an empty body, and always succeed
         return True if not raw.strip() or self._wire.read(raw, _Cleared, path).success else None
 
 
 class SglangControl(_ControlledEngine):
-    """See the module."""
+    """The control routes of SGLang."""
 
     async def pause(self, mode: PauseMode) -> bool:
         return await self._tell("/pause_generation", {"mode": "abort" if mode is PauseMode.ABORT else "retract"})

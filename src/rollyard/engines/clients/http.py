@@ -1,12 +1,12 @@
-"""HTTP/1.1 to engines: kept connections, whole replies or streams that are read as their bytes come.
+"""An HTTP/1.1 client for engines: keep-alive connections, complete replies, and streams that are read as bytes arrive.
 
-Not aiohttp's client, which every other wing uses: it was the largest part of what a completion costs the gateway, and
-a task has to wake up for each chunk of a stream. Here a chunk is handed to its reader within the read that brought it.
-The parser is httptools; nothing is negotiated that we do not need (no compression, redirects, cookies, proxies).
+The other packages use aiohttp's client. For engine calls it was the largest part of the gateway's cost per completion,
+and it wakes a task for each chunk of a stream. This client passes a chunk to its reader within the read that received
+it. The parser is httptools. Compression, redirects, cookies and proxies are not supported, because engines need none.
 
-Invariants. A connection carries one exchange at a time and is used again only after a complete reply that allows it. An
-exchange that is cancelled closes its connection. Nothing is sent twice: a kept connection that the engine closes is
-noticed at once and not used again, and if it closes just then, that is a failure for the session to deal with.
+Invariants. A connection carries one exchange at a time and is reused only after a complete reply that allows it. A
+cancelled exchange closes its connection. Nothing is sent twice: an idle connection that the engine closes is noticed at
+once and not reused; if the engine closes it just as a request is sent, the exchange fails and the session handles it.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from rollyard.core.deadline import ResettableTimeout
+from rollyard.engines.base import Contact
 
 CONNECT_S = 10.0
-KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that we, and not the engine, close an idle connection
-DRAIN_S = 1.0  # for the end of a reply after its reader has all of it: only then can its connection be used again
+KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that this side, not the engine, closes an idle connection
+DRAIN_S = 1.0  # to wait for the end of a reply whose reader is done; only then can its connection be reused
 
 OnBody = Callable[[bytes], bool]
-"""Reads a stream's bytes as they come; True: it has all that it wants. What it raises ends the exchange."""
+"""Receives a stream's bytes as they arrive; returns True when it needs no more. An exception ends the exchange."""
 
 
 class HttpFailure(Exception):
-    """The engine could not be reached, or what it answered is no HTTP."""
+    """The engine could not be reached, or its reply is not HTTP."""
 
 
 class TooLarge(Exception):
-    """A reply has more bytes than were allowed."""
+    """A reply has more bytes than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an engine is."""
+    """The address of an engine."""
 
     host: str
     port: int
@@ -63,27 +64,19 @@ class Target:
 class HttpReply:
     status: int
     content_type: str
-    body: bytes  # empty of a stream that was read as it came
-
-
-class Contact(NamedTuple):
-    """While both numbers stay as they are, the process that answers at a target is the same one, unless a proxy is in
-    between."""
-
-    losses: int = 0  # connections that the other side closed, or did not accept
-    gaps: int = 0  # times that a connection was opened while there was no other
+    body: bytes  # empty for a stream, which goes to its reader
 
 
 @dataclass(slots=True)
 class _TargetState:
-    """What is known of a target."""
+    """A target's contact counters and its number of open connections."""
 
     contact: Contact = field(default_factory=Contact)
-    open: int = 0  # connections
+    open: int = 0
 
 
 class HttpPool:
-    """The connections of one router. `async with` closes them in the end."""
+    """The connections of one router. `async with` closes them on exit."""
 
     def __init__(self) -> None:
         self._idle: dict[Target, list[_Connection]] = {}
@@ -99,7 +92,7 @@ class HttpPool:
     async def close(self) -> None:
         for connection in list(self._all):
             connection.abort()
-        await asyncio.sleep(0)  # the transports close in the next turn of the loop
+        await asyncio.sleep(0)  # the transports close in the next iteration of the loop
 
     @property
     def idle(self) -> int:
@@ -109,8 +102,8 @@ class HttpPool:
         return self._known[target].contact if target in self._known else Contact()
 
     async def request(self, target: Target, head: bytes, body: bytes, most: int, on_body: OnBody | None) -> HttpReply:
-        """`head` is the request's, whole. With `on_body`, an event stream goes there as it comes. HttpFailure,
-        TooLarge beyond `most` bytes, or whatever `on_body` raises."""
+        """`head` is the complete head of the request. With `on_body`, an event stream is passed there as it arrives.
+        Raises HttpFailure, TooLarge beyond `most` bytes, or what `on_body` raises."""
         connection = self._kept(target) or await self._connect(target)
         return await connection.exchange(head, body, most, on_body)
 
@@ -133,13 +126,13 @@ class HttpPool:
         except TimeoutError:
             self._lost(target)
             raise HttpFailure(f"it did not accept a connection within {CONNECT_S:g} s") from None
-        except (OSError, ssl.SSLError, ValueError, OverflowError) as error:  # or what is no address at all
+        except (OSError, ssl.SSLError, ValueError, OverflowError) as error:  # the last two: not an address
             self._lost(target)
             raise HttpFailure(f"{type(error).__name__}: {error}") from error
         self._all.add(connection)
         return connection
 
-    # --- for the connections
+    # --- called by the connections
 
     def opened(self, target: Target) -> None:
         known = self._known.setdefault(target, _TargetState())
@@ -164,7 +157,7 @@ class HttpPool:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one exchange after another. The parser calls the `on_…` methods."""
+    """One connection, which carries one exchange after another. The parser calls the `on_…` methods."""
 
     def __init__(self, owner: HttpPool, target: Target, loop: asyncio.AbstractEventLoop) -> None:
         self.target = target
@@ -174,8 +167,8 @@ class _Connection(asyncio.Protocol):
         self._parser: Any = None
         self._waiter: asyncio.Future[HttpReply] | None = None
         self._patience = ResettableTimeout(loop, self.abort)
-        self._is_in_use = False  # an exchange's reply has not come to its end
-        self._is_aborted = False  # by us
+        self._is_in_use = False  # an exchange's reply is not complete
+        self._is_aborted = False  # by this side
         self._begin(0, None)
 
     def _begin(self, most: int, on_body: OnBody | None) -> None:
@@ -209,14 +202,14 @@ class _Connection(asyncio.Protocol):
             self._is_aborted = self._is_aborted or not self._transport.is_closing()
             self._transport.abort()
 
-    # --- the transport's side
+    # --- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's own is no subclass
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
         self._owner.opened(self.target)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_in_use:  # nobody asked: a connection that speaks unasked is not to be trusted
+        if not self._is_in_use:  # data without a request: the connection's state is unknown
             self.abort()
             return
         self._has_bytes = True
@@ -225,7 +218,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserCallbackError as error:
             self._fail(error.__context__ or error)
         except httptools.HttpParserError as error:
-            self._fail(HttpFailure(f"its answer is no HTTP: {error}"))
+            self._fail(HttpFailure(f"its reply is not HTTP: {error}"))
 
     def eof_received(self) -> bool:
         return False  # the transport closes itself
@@ -233,14 +226,14 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.end()
         self._owner.forget(self, is_closed_by_us=self._is_aborted)
-        self._transport = self._parser = None  # the parser and this hold each other
-        if self._has_head and not self._is_framed and exc is None:  # a reply that ends with its connection
+        self._transport = self._parser = None  # breaks the reference cycle with the parser
+        if self._has_head and not self._is_framed and exc is None:  # the end of the connection ends such a reply
             self._end()
         else:
             why = f"{type(exc).__name__}: {exc}" if exc is not None else "it closed the connection"
-            self._fail(HttpFailure(f"{why} in the midst of its answer" if self._has_bytes else why))
+            self._fail(HttpFailure(f"{why} in the middle of its reply" if self._has_bytes else why))
 
-    # --- the parser's side
+    # --- called by the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key = name.lower()
@@ -251,14 +244,14 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
-        self._has_head = self._status >= 200  # else it is only news of what is to come
+        self._has_head = self._status >= 200  # 1xx replies precede the actual one
         self._is_framed = self._is_framed or self._status in (204, 304)
         is_stream = self._status < 300 and self._content_type == "text/event-stream"
         self._is_stream = is_stream and self._on_body is not None
 
     def on_body(self, body: bytes) -> None:
         if self._waiter is None:
-            return  # its reader has all that it wants; the rest only has to come to its end
+            return  # the reader needs no more; the rest is only drained
         if self._is_stream and self._on_body is not None:
             if self._on_body(body):
                 self._tell()
@@ -279,7 +272,7 @@ class _Connection(asyncio.Protocol):
         else:
             self.abort()
 
-    # --- the exchange's side
+    # --- ending an exchange
 
     def _end(self) -> None:
         self._is_in_use = False

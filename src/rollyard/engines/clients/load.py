@@ -1,11 +1,11 @@
-"""How loaded an engine says it is: a few numbers out of its `/metrics`, in one cheap question.
+"""The load that an engine reports: a few numbers from its `/metrics`, read with one cheap request.
 
-vLLM and SGLang tell the same things by different names. Several label sets are several ranks behind one URL: the
-fullest cache counts, since a session lands on one rank and that one preempts; requests and preemptions add up.
+vLLM and SGLang report the same numbers under different names. Several label sets are several ranks behind one URL: the
+fullest cache counts, since a session lands on one rank and that rank preempts; requests and preemptions are summed.
 
-Invariants. `read_load` never raises and is bounded in bytes and time: whatever an engine answers, it is a `EngineLoad` or
-None. There is no `EngineLoad` without a KV use; what else is missing counts as 0. A cache that only *could* be reused
-(prefixes of sessions that sit in a tool) is counted as free by both engines.
+Invariants. `read_load` never raises and is bounded in bytes and time: it returns an `EngineLoad` or None whatever the
+engine answers. An `EngineLoad` always has a KV use; other missing numbers count as 0. Both engines count cache blocks
+that are only kept for reuse (prefixes of sessions that are in a tool call) as free.
 """
 
 from __future__ import annotations
@@ -13,27 +13,24 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rollyard.core.failure import EngineFailure
-
-if TYPE_CHECKING:
-    from rollyard.engines.clients.transport import EngineTransport
+from rollyard.engines.base import EngineLoad
+from rollyard.engines.clients.transport import EngineTransport
 
 LOAD_S = 5.0
-"""As long as a health check may take: an engine that prefills a long batch answers late."""
+"""The same as a health check: an engine that prefills a long batch answers late."""
 
 MAX_METRICS_BYTES = 8 << 20
-"""A rank of vLLM 0.32 tells about 60 kB, mostly histograms; this is room for a hundred."""
+"""A rank of vLLM 0.32 reports about 60 kB, mostly histograms; this allows for a hundred ranks."""
 
-MOST_COUNT = 1e15  # beyond it a float is no count any more
+MOST_COUNT = 1e15  # a float beyond this is not an exact count
 
 _KV_USE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
 _RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
 _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
 _PREEMPTIONS = frozenset({"vllm:num_preemptions_total", "sglang:num_retracted_requests_total"})
-"""Counters only. SGLang's older gauge of retracted requests is the last batch's, and says nothing between two looks."""
+"""Counters only. SGLang's older gauge of retracted requests covers only the last batch, so it misses the others."""
 
 _SAMPLE = re.compile(
     rb"^((?:vllm|sglang):(?:kv_cache_usage_perc|gpu_cache_usage_perc|token_usage|num_requests_running|"
@@ -43,18 +40,8 @@ _SAMPLE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """One look at an engine."""
-
-    kv_use: float  # of its fullest rank, 0 to 1
-    running: int = 0  # requests that it samples for
-    waiting: int = 0  # requests in its own queue
-    preemptions: int = 0  # since it started
-
-
 def parse_load(body: bytes) -> EngineLoad | None:
-    """What a scrape says; None where it does not tell its KV use, or tells nonsense."""
+    """The load in a scrape; None if it has no KV use or an invalid number."""
     kv_use: float | None = None
     counts = {"running": 0.0, "waiting": 0.0, "preemptions": 0.0}
     for sample in _SAMPLE.finditer(body):
@@ -82,13 +69,13 @@ _STARTED = re.compile(rb"^process_start_time_seconds(?:\{[^\n]*\})?[ \t]+([0-9.e
 
 
 def parse_started(body: bytes) -> str | None:
-    """When the engine's process started, as it says; None where it does not, or where several processes answer."""
+    """The start time of the engine's process; None if the scrape has none, or those of several processes."""
     found = {one.decode() for one in _STARTED.findall(body)}
     return found.pop() if len(found) == 1 else None
 
 
 async def read_load(wire: EngineTransport) -> EngineLoad | None:
-    """Asks once. None: it did not answer, or does not tell."""
+    """One request; None if the engine did not answer or reports no load."""
     return parse_load(await _metrics(wire))
 
 
@@ -97,7 +84,7 @@ async def read_started(wire: EngineTransport) -> str | None:
 
 
 async def _metrics(wire: EngineTransport) -> bytes:
-    """Empty if it did not answer."""
+    """The body of `/metrics`; empty if the engine did not answer."""
     try:
         async with asyncio.timeout(LOAD_S):
             return await wire.get("/metrics", MAX_METRICS_BYTES)

@@ -1,4 +1,4 @@
-"""Any OpenAI-style text endpoint: chat only. It gives no token ids, so what it says is never trainable."""
+"""Any OpenAI-style text endpoint: chat only. It returns no token ids, so its completions are never trainable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollyard.engines.clients.streaming import TokenStream
 
 
 class OpenAIEngine(RemoteEngine):
-    """For judges, and for evaluating models whose weights are elsewhere."""
+    """For judges, and for evaluating models that are served elsewhere."""
 
     health_path = "/v1/models"
 
@@ -42,4 +42,4 @@ class OpenAIEngine(RemoteEngine):
         )
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Nothing to do: closing the connection is all that this API has."""
+        """Does nothing: closing the connection is this API's only way to end a call."""

@@ -1,17 +1,16 @@
 """The reference system's own engine protocol: `POST {url}/generate {prompt_ids, …}` → `{response_ids, logprobs}`.
 
-It is what that system's trainer serves from its vLLM, and it says very little. What follows from that:
+That system's trainer serves it from its vLLM. Replies contain very little, with these consequences:
 
-- Nothing is streamed and nothing can be aborted: a call that nobody wants any more is left to the engine, which goes
-  on with it, and what it had sampled by then is lost. A pause or a removal waits for the calls of such an engine as
-  long as for one that does not obey.
-- No weight version comes with a generation; its tokens have the version that the policy had when the call began.
-- No finish_reason: a reply that ends with a stop token stopped, one of full length was cut, any other is believed to
-  have stopped; an empty one was aborted.
-- Nothing says which model it is, how long its context is, or what its logprobs mean ("unknown"). Tokenizer and, if need
-  be, renderer must be named when it is added; a task's `limits.max_context` bounds its prompts.
+- Nothing is streamed and nothing can be aborted: an abandoned call continues on the engine, and its sampled tokens are
+  lost. A pause or a removal waits for the calls of such an engine as long as for an engine that ignores an abort.
+- A generation has no weight version; its tokens get the version that the policy had when the call started.
+- A generation has no finish_reason: a reply that ends with a stop token stopped, one of full length was cut, an empty
+  one was aborted, and any other is assumed to have stopped.
+- The model, the context length and the meaning of the logprobs ("unknown") are not reported. The tokenizer, and the
+  renderer if needed, must be named when the engine is added; a task's `limits.max_context` bounds its prompts.
 
-`kind_at` tells such an engine from a vLLM or an SGLang at the same address.
+`kind_at` distinguishes such an engine from a vLLM or an SGLang at the same address.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from rollyard.engines.clients.transport import EngineTransport
 
 NOTES = (
     UNSTREAMED_NOTE,
-    "it cannot abort a call, nor say which weights sampled a token",
-    "what its logprobs mean cannot be found out: its vLLM should run with processed_logprobs",
+    "it cannot abort a call or report which weights sampled a token",
+    "the meaning of its logprobs cannot be determined: its vLLM should run with processed_logprobs",
 )
 
 
@@ -46,14 +45,14 @@ class _Reply(msgspec.Struct):
 
 
 class ProrlEngine(RemoteEngine):
-    """See the module."""
+    """The client of one such engine."""
 
     def __init__(self, spec: EngineSpec, http: HttpPool) -> None:
         super().__init__(spec, http)
         self._is_streaming = False
 
     async def probe(self) -> EngineInfo:
-        """One token, which is all there is to ask for."""
+        """Samples one token: the protocol offers no other request."""
         found = await self._generate(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, seed=1))
         untrainable = () if found.logprobs is not None else ("it gives no logprobs: it is not trainable",)
         self._info = EngineInfo(
@@ -66,7 +65,7 @@ class ProrlEngine(RemoteEngine):
         return self._info
 
     async def healthy(self) -> bool:
-        """It has no path for it: any answer, a 404 most likely, is a sign of life."""
+        """The protocol has no health path: any reply, most likely a 404, counts as healthy."""
         try:
             async with asyncio.timeout(HEALTH_S):
                 await self._wire.get(self.health_path)
@@ -108,7 +107,7 @@ class ProrlEngine(RemoteEngine):
         raise RuntimeError("this protocol has no streams")
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Nothing to do: see the module."""
+        """Does nothing: the protocol has no abort."""
 
 
 def _finish(ids: Sequence[int], request: GenerateRequest) -> replies.FinishReason:
@@ -120,10 +119,10 @@ def _finish(ids: Sequence[int], request: GenerateRequest) -> replies.FinishReaso
 
 
 async def kind_at(url: str, http: HttpPool) -> Kind:
-    """What answers there. A vLLM and an SGLang list their models; this protocol's servers have nothing but /generate.
+    """The kind of engine at an address. vLLM and SGLang list their models; this protocol's servers have only /generate.
 
-    EngineUnavailable if nothing answers at all."""
-    wire = EngineTransport(EngineSpec("the one at this address", url, Kind.PRORL), http)
+    Raises EngineUnavailable if nothing answers."""
+    wire = EngineTransport(EngineSpec("at this address", url, Kind.PRORL), http)
     try:
         await wire.get("/v1/models")
     except EngineRefused:

@@ -1,10 +1,10 @@
-"""What every engine behind a URL shares: its wire, its model list, chat, health, and freeing cancelled calls.
+"""The base class of engines behind a URL: transport, model list, chat, health, and freeing cancelled calls.
 
 Invariant: a `generate` that is cancelled, or leaves a stream before its end, frees the engine. The request's id is
-handed to one task that the engine owns, which aborts whatever ids have gathered in one call, bounded in time; `close`
-waits for it. Nothing is left to the closing of the connection alone, which some engines do not notice.
+passed to one task that the engine owns, which aborts all collected ids in one call, bounded in time; `close` waits for
+it. Closing the connection is not enough, because some engines do not notice it.
 
-A stream is read to its end by `_stream`, in `streaming.Stream`; a subclass only knows what one event of it means.
+`_stream` reads a stream to its end into a `streaming.TokenStream`; a subclass only interprets one event.
 """
 
 from __future__ import annotations
@@ -20,17 +20,27 @@ import msgspec
 
 from rollyard.core import Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
-from rollyard.engines.base import ChatReply, Control, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
+from rollyard.engines.base import (
+    ChatReply,
+    Contact,
+    Control,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    GenerateRequest,
+    Generation,
+    OnTokens,
+)
 from rollyard.engines.clients.control import NoControl
-from rollyard.engines.clients.http import DRAIN_S, Contact, HttpPool
-from rollyard.engines.clients.load import EngineLoad, read_load, read_started
+from rollyard.engines.clients.http import DRAIN_S, HttpPool
+from rollyard.engines.clients.load import read_load, read_started
 from rollyard.engines.clients.sampling_extra import allowed_extra
 from rollyard.engines.clients.streaming import TokenStream
 from rollyard.engines.clients.transport import MAX_DETAIL, EngineTransport, session_headers
 
 log = logging.getLogger("rollyard.engines")
 
-FREE_S = 5.0  # for telling an engine that cancelled calls are no longer wanted
+FREE_S = 5.0  # to abort cancelled calls at an engine
 HEALTH_S = 5.0
 
 
@@ -38,14 +48,14 @@ UNSTREAMED_NOTE = "it does not stream: tokens come all at once, at the end"
 
 
 class EngineRequest(NamedTuple):
-    """A request in an engine's own words."""
+    """A request in the format of an engine."""
 
     path: str
     body: Mapping[str, Any]
 
 
 class StreamError(msgspec.Struct):
-    """What vLLM and SGLang put into a stream that fails."""
+    """The error event of vLLM and SGLang in a stream that fails."""
 
     message: str = ""
     code: int | str | None = None
@@ -77,7 +87,7 @@ class _ChatAnswer(msgspec.Struct):
 
 
 class RemoteEngine(ABC):
-    """See the module. The three kinds of engines are its subclasses."""
+    """An engine behind a URL. Each kind of engine is a subclass."""
 
     health_path = "/health"
 
@@ -87,8 +97,8 @@ class RemoteEngine(ABC):
         self.control: Control = NoControl()
         self._info: EngineInfo | None = None
         self._model = spec.model
-        self._is_streaming = True  # it can; the probe finds out
-        self._live: dict[str, asyncio.Timeout] = {}  # streams being read: what ends the reading of each
+        self._is_streaming = True  # whether the engine can stream; set by the probe
+        self._live: dict[str, asyncio.Timeout] = {}  # streams being read, each with the timeout that ends its reading
         self._to_free: list[str] = []
         self._freeing: asyncio.Task[None] | None = None
 
@@ -120,7 +130,7 @@ class RemoteEngine(ABC):
         return await read_load(self._wire)
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generation:
-        """One completion; see the door. Cancelling it frees the engine."""
+        """One completion, as in `base.Engine`. Cancelling it frees the engine."""
         try:
             if on_tokens is not None and self._is_streaming:
                 return await self._stream(request, on_tokens)
@@ -161,7 +171,7 @@ class RemoteEngine(ABC):
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
         }
-        if "max_completion_tokens" in body:  # some models take only this one
+        if "max_completion_tokens" in body:  # some models accept only this one
             del body["max_tokens"]
         if tools:  # vLLM refuses an empty list
             body["tools"] = list(tools)
@@ -178,7 +188,7 @@ class RemoteEngine(ABC):
         return ChatReply(message, choice.finish_reason or "stop", usage.prompt_tokens, usage.completion_tokens)
 
     async def close(self) -> None:
-        """Ends what it owns. The shared session stays open: it is the router's."""
+        """Waits for the freeing of cancelled calls. The shared connections stay open: the router owns them."""
         if self._freeing is not None:
             await asyncio.wait({self._freeing})
 
@@ -192,7 +202,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _take(self, stream: TokenStream, raw: bytes) -> Sequence[int]:
-        """Takes one event into the stream and returns its new tokens; ValueError says what is wrong with it."""
+        """Adds one event to the stream and returns its new tokens. Raises ValueError if the event is invalid."""
         ...
 
     @abstractmethod
@@ -203,7 +213,7 @@ class RemoteEngine(ABC):
         return await self._wire.post(path, body, session_headers(request.session_id, request.request_id))
 
     async def _can_stream(self) -> bool:
-        """Whether it streams, found out with one token. An older version, or a proxy before it, may not."""
+        """Whether the engine streams, tried with one token. An older version, or a proxy in front of it, may not."""
         self._is_streaming = True
         try:
             await self._stream(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1), lambda _: None)
@@ -212,12 +222,12 @@ class RemoteEngine(ABC):
         return self._is_streaming
 
     def _stream_failure(self, error: StreamError) -> EngineFailure:
-        """An error told in a stream. SGLang gives no status with it; its plain calls answer 400 then."""
+        """The failure for an error event. SGLang sends no status with it; its plain calls answer 400 in this case."""
         status = error.code if isinstance(error.code, int) else 400
         return self._wire.refusal(status, f"a stream failed: {error.message[:MAX_DETAIL]}")
 
     async def _find_model(self) -> ModelCard:
-        """The model in use: the one that the spec names, else the first that the engine lists."""
+        """The model in use: the one that the spec names, otherwise the first that the engine lists."""
         cards = self._wire.read(await self._wire.get("/v1/models"), ModelList, "/v1/models").data
         names = [card.id for card in cards]
         if not cards:
@@ -229,7 +239,7 @@ class RemoteEngine(ABC):
         return cards[names.index(wanted)]
 
     async def _readable(self, folder: str | None) -> str:
-        """The folder, if it is one on this machine; an engine elsewhere names paths that mean nothing here."""
+        """The folder if it exists on this machine, otherwise "": a remote engine names paths of its own machine."""
         path = Path(folder or "", "tokenizer.json")
         return str(path.parent) if folder and await asyncio.to_thread(path.is_file) else ""
 
@@ -248,13 +258,13 @@ class RemoteEngine(ABC):
                 raise self._wire.broken(str(error)) from None
             if fresh:
                 on_tokens(fresh)
-            if stream.finish is not None:  # it is whole: an engine that does not close is not waited for
+            if stream.finish is not None:  # complete: do not wait for an engine that leaves the stream open
                 reading.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
 
         path, body = self._question(request, top=request.top_logprobs, stream=True)
         headers = session_headers(request.session_id, request.request_id)
         try:
-            async with asyncio.timeout(None) as reading:  # which `hang_up` makes end now
+            async with asyncio.timeout(None) as reading:  # `hang_up` makes it expire
                 self._live[request.request_id] = reading
                 try:
                     await self._wire.stream(path, body, headers, take)
@@ -264,7 +274,7 @@ class RemoteEngine(ABC):
                 raise self._wire.broken("a stream ended without a finish_reason")
         except (EngineFailure, TimeoutError) as error:
             if stream.finish is not None:
-                return stream.generation()  # all of it had come
+                return stream.generation()  # it was already complete
             is_hung_up = isinstance(error, TimeoutError)
             if is_begun or is_hung_up:
                 self._free(request.request_id)
@@ -272,7 +282,7 @@ class RemoteEngine(ABC):
                 raise EngineTimeout(f"engine {self.spec.id} streamed nothing") if is_hung_up else error from None
             log.log(
                 logging.INFO if is_hung_up else logging.WARNING,
-                "a stream broke off; what it had given is kept",
+                "a stream broke off; its tokens so far are kept",
                 extra={"engine": self.spec.id, "tokens": len(stream.token_ids), "error": str(error)},
             )
         return stream.generation()

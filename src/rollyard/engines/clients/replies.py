@@ -1,8 +1,8 @@
-"""What engines answer about tokens, checked: ids and logprobs one to one, version spans that cover them all.
+"""Checks of an engine's reply: one logprob per token id, and version spans that cover all tokens.
 
-Nothing is repaired here. A reply that breaks a rule is a `ValueError` that says precisely what was wrong; the
-engine's file makes an EngineBroken of it. A logprob that the engine says it does not have (null, or vLLM's
-−9999.0) makes all of them None: a generation with a hole in its logprobs cannot be trained on.
+Nothing is repaired. An invalid reply raises a `ValueError` that states what is wrong; the engine's client turns it into
+EngineBroken. A logprob that the engine reports as missing (null, or vLLM's −9999.0) makes all of them None: a
+generation with a gap in its logprobs cannot be trained on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollyard.engines.base import Generation, Top, VersionSpan
 FinishReason = Literal["stop", "length", "abort"]
 
 MISSING = -9999.0
-"""vLLM's floor: what it reports for a logprob that it does not have, that is −inf, or that is NaN."""
+"""vLLM reports this for a logprob that is missing, −inf or NaN."""
 
 UNSET_VERSIONS = frozenset({"", "default"})
-"""What vLLM and SGLang report until they are given a version."""
+"""The version that vLLM and SGLang report until they are given one."""
 
-_ROUNDING = 1e-3  # log-softmax in float32 or bf16 may land a little above zero
+_ROUNDING = 1e-3  # log-softmax in float32 or bf16 may be slightly above zero
 
 
 def ids_of(values: Sequence[int]) -> array[int]:
@@ -36,20 +36,20 @@ def ids_of(values: Sequence[int]) -> array[int]:
 
 
 def top_of(pairs: Iterable[tuple[int, float | None]], most: int) -> Top:
-    """So many of the likeliest, in order. Engines add the sampled token to them, and a masked one has no logprob."""
+    """The `most` likeliest, in order. Engines add the sampled token to the list, and a masked one has no logprob."""
     found = [(token, value) for token, value in pairs if value is not None and value > MISSING and math.isfinite(value)]
     return tuple(sorted(found, key=lambda pair: -pair[1])[:most])
 
 
 def logprobs_of(values: Sequence[float | None] | None, token_count: int) -> array[float] | None:
-    """One finite logprob per token; None if the engine has none, or not all."""
+    """One finite logprob per token; None if any is missing."""
     if values is None:
         return None
     if len(values) != token_count:
         raise ValueError(f"{len(values)} logprobs for {token_count} tokens")
     if None in values or MISSING in values:
         return None
-    logprobs = array("f", values)  # type: ignore[arg-type]  # no None in it: see above
+    logprobs = array("f", values)  # type: ignore[arg-type]  # None was excluded above
     if logprobs and not (math.isfinite(min(logprobs)) and math.isfinite(sum(logprobs))):
         raise ValueError("a logprob is not finite")
     if logprobs and max(logprobs) > _ROUNDING:
@@ -58,7 +58,7 @@ def logprobs_of(values: Sequence[float | None] | None, token_count: int) -> arra
 
 
 def check_logprob_ids(ids: Sequence[int], found: Sequence[int]) -> None:
-    """The ids beside the logprobs are the sampled ones."""
+    """Checks that the ids listed with the logprobs are the sampled ones."""
     if list(found) != list(ids):
         at = next((i for i, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), min(len(ids), len(found)))
         raise ValueError(f"the logprob at {at} is not that of the sampled token")
@@ -73,7 +73,7 @@ def placeholder_id(token: str) -> int:
 
 
 def version_of(text: str) -> int | None:
-    """A weight version as a number; None where nobody has set one."""
+    """A weight version as a number; None if the engine has not been given one."""
     if text in UNSET_VERSIONS:
         return None
     if not text.isascii() or not text.isdigit():
@@ -82,7 +82,7 @@ def version_of(text: str) -> int | None:
 
 
 def spans_of(spans: Iterable[tuple[str, int, int]], token_count: int) -> tuple[VersionSpan, ...]:
-    """Spans that cover [0, token_count) in order without gaps; () where the engine does not say.
+    """Spans that cover [0, token_count) in order without gaps; () if the engine does not report them.
 
     Tokens that were sampled before the engine was given a version have version −1.
     """

@@ -1,8 +1,8 @@
-"""Which keys of `sampling.extra` an engine may be given: those that change how a token is sampled, and nothing else.
+"""The keys of `sampling.extra` that an engine accepts: those that change how a token is sampled, and no others.
 
-An allow-list per dialect. Everything that Rollyard itself says (the prompt, the model, the number of choices, what is
-returned, how a call is named, cached and scheduled) is not in it, nor is anything that changes the prompt or returns
-something other than the sampled tokens: a trace would then prove a call that was never made.
+There is an allow-list per kind of engine. It excludes what Rollyard itself sets (the prompt, the model, the number of
+choices, what is returned, how a call is named, cached and scheduled) and everything that changes the prompt or returns
+something other than the sampled tokens: a trace would then record a call that was never made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONSTRAINTS = frozenset(
         *("ebnf", "json_schema", "regex", "structural_tag"),
     )
 )
-"""What binds a completion to a form, from its first token on."""
+"""Keys that constrain a completion's form from its first token on."""
 
 ALLOWED: Mapping[Kind, frozenset[str]] = {
     Kind.VLLM: _VLLM,
@@ -45,11 +45,11 @@ ALLOWED: Mapping[Kind, frozenset[str]] = {
 }
 
 CHAT: Mapping[Kind, frozenset[str]] = {kind: allowed | _OPENAI for kind, allowed in ALLOWED.items()}
-"""The same in chat, which vLLM and SGLang answer in OpenAI's words."""
+"""The same for chat, for which vLLM and SGLang use OpenAI's API."""
 
 
 def check_extra(sampling: Sampling, kinds: Collection[Kind]) -> None:
-    """SamplingInvalid if an engine of one of these kinds would refuse it; without any, if every kind would."""
+    """Raises SamplingInvalid for a key that one of these kinds refuses; without `kinds`, for one that all refuse."""
     for kind in kinds:
         if unknown := sorted(sampling.extra.keys() - ALLOWED[kind]):
             raise SamplingInvalid(f"{_not_taken(unknown, kind)}; it takes {', '.join(sorted(ALLOWED[kind]))}")
@@ -58,7 +58,7 @@ def check_extra(sampling: Sampling, kinds: Collection[Kind]) -> None:
 
 
 def allowed_extra(sampling: Sampling, spec: EngineSpec, *, is_chat: bool = False) -> dict[str, Any]:
-    """What goes into a call. EngineRefused: a key that this engine does not take, which is not left out in silence."""
+    """The extra keys of a call. Raises EngineRefused for an unsupported key; none is left out silently."""
     allowed = (CHAT if is_chat else ALLOWED)[spec.kind]
     if unknown := sorted(sampling.extra.keys() - allowed):
         raise EngineRefused(f"engine {spec.id}: {_not_taken(unknown, spec.kind)}")

@@ -1,15 +1,16 @@
 """SGLang: token ids in, token ids out, by `/generate`.
 
-It tells one weight version per generation, the one at its end. When weights change in between, that is not true of
-the tokens before, so `reports_versions` is False and the router cuts a running call before a change.
+SGLang reports one weight version per generation, the one at its end. If the weights change during the generation, that
+version is wrong for the earlier tokens. So `reports_versions` is False, and the router cuts a running call before a
+change.
 
-What older versions lack is found by asking when the engine is probed: `sampling_seed`. Some versions leave out
-`output_ids`; the ids then come from the logprobs, which carry them.
+The probe finds out whether `sampling_seed`, which older versions lack, is supported. Some versions omit `output_ids`;
+the ids are then read from the logprobs.
 
-Streamed, each event holds all tokens so far, or (with `--incremental-streaming-output`) only the new ones, and older
-versions mix the two. `completion_tokens` counts all of them in either case, so the length of a list tells which it
-is: as many as are new, or as many as there are. A list that is neither is not believed. Some versions end an aborted
-stream with an event whose lists are neither; then what came before it is all there is.
+In a stream, each event contains all tokens so far, or (with `--incremental-streaming-output`) only the new ones, and
+older versions mix the two. `completion_tokens` counts all tokens in either case, so the length of a list shows which it
+is: the number of new tokens, or of all tokens. Any other length is an error. Some versions end an aborted stream with
+an event of such another length; the event's tokens are then ignored.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 class SglangEngine(RemoteEngine):
-    """See the module."""
+    """The client of one SGLang server."""
 
     _takes_seed = True
 
@@ -152,7 +153,7 @@ class SglangEngine(RemoteEngine):
         if request.cache_salt:
             body["extra_key"] = request.cache_salt
         if request.priority:
-            body["priority"] = request.priority  # SGLang: the higher the earlier, as with us
+            body["priority"] = request.priority  # SGLang: higher is earlier, as in Rollyard
         return EngineRequest("/generate", body)
 
     def _read(self, reply: _Reply, top: int) -> Generation:
@@ -201,7 +202,7 @@ class SglangEngine(RemoteEngine):
                 raise
             ids, entries = [], []
         tops = meta.output_top_logprobs
-        if tops is not None and meta.completion_tokens is not None:  # more: see `_rest`
+        if tops is not None and meta.completion_tokens is not None:  # there may be more; `_rest` explains it
             tops = tops[: meta.completion_tokens]
         return stream.take(
             ids,
@@ -213,14 +214,14 @@ class SglangEngine(RemoteEngine):
         )
 
     def _check_finish(self, finish: _Finish, token_count: int) -> None:
-        """SGLang also says "abort" for what it refuses or fails, with a status beside it."""
+        """Raises for a refused or failed call: SGLang reports it as "abort" with a status."""
         if finish.type != "abort" or finish.status_code is None or token_count:
             return
         raise self._wire.refusal(finish.status_code, (finish.message or "aborted")[:MAX_DETAIL])
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         failure: EngineFailure | None = None
-        for request_id in request_ids:  # its API takes one id a call; one that fails does not keep the others
+        for request_id in request_ids:  # the API takes one id per call; a failure does not stop the others
             try:
                 await self._wire.post("/abort_request", {"rid": request_id})
             except EngineFailure as error:
@@ -238,11 +239,11 @@ class SglangEngine(RemoteEngine):
         try:
             return self._wire.read(await self._wire.get("/get_server_info"), _ServerInfo, "/get_server_info").version
         except (EngineRefused, EngineUnavailable, EngineBroken):
-            return ""  # only for people to read
+            return ""  # the version is informational
 
 
 def _tops(columns: Sequence[Sequence[_Logprob] | None] | None, most: int) -> tuple[Top, ...] | None:
-    """The likeliest tokens at each place, if they were asked for and all places have them."""
+    """The most likely tokens at each position, if they were requested and all positions have them."""
     if not most or columns is None or None in columns:
         return None
     return tuple(replies.top_of(((token, value) for value, token, _ in found or ()), most) for found in columns)
@@ -251,9 +252,9 @@ def _tops(columns: Sequence[Sequence[_Logprob] | None] | None, most: int) -> tup
 def _new(
     output_ids: Sequence[int] | None, meta: _Meta, known: array[int]
 ) -> tuple[Sequence[int], Sequence[_Logprob] | None]:
-    """What of an event's ids and logprobs is not known yet; see the module."""
+    """The new ids and logprobs of an event, which may list all or only the new ones."""
     if meta.completion_tokens is None:
-        raise ValueError("an event of a stream does not say completion_tokens")
+        raise ValueError("an event of a stream has no completion_tokens")
     at, total = len(known), meta.completion_tokens
     entries = meta.output_token_logprobs
     new_entries = None if entries is None else _rest(entries, at, total, "output_token_logprobs")
@@ -263,13 +264,13 @@ def _new(
         return [entry[1] for entry in new_entries], new_entries
     new_ids = _rest(output_ids, at, total, "output_ids")
     if new_ids is not output_ids and replies.ids_of(output_ids[:at]) != known:
-        raise ValueError("a stream took tokens back")
+        raise ValueError("a stream changed tokens that it had already sent")
     return new_ids, new_entries
 
 
 def _rest(column: Sequence[T], at: int, total: int, name: str) -> Sequence[T]:
     if len(column) == total - at:
         return column
-    if len(column) >= total >= at:  # more: it went on sampling while it wrote this; they come again
+    if len(column) >= total >= at:  # more: sampled while the event was written; the next event repeats them
         return column[at:total]
     raise ValueError(f"{name} has {len(column)} entries where {total - at} of {total} are new")

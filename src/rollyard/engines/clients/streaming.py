@@ -1,8 +1,7 @@
-"""What a streamed generation has given so far: checked piece by piece, as strictly as a whole reply.
+"""The state of a streamed generation. Each piece is checked as strictly as a complete reply.
 
-Invariant: a piece is taken wholly or not at all. Everything that can be wrong with it (ids, logprobs, its version, the
-end that it tells) is looked at before any of its tokens counts, so what has been taken can be handed on at once and
-is never taken back.
+Invariant: a piece is added completely or not at all. Its ids, logprobs, version and finish_reason are checked before
+any of its tokens is added, so added tokens can be passed on at once and are never withdrawn.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from rollyard.engines.clients.replies import FinishReason
 
 
 class TokenStream:
-    """See the module. ValueErrors of `take` say what was wrong with a piece; then nothing of it was taken."""
+    """Collects the pieces of one streamed generation."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.token_ids: array[int] = array("i")
-        self.finish: FinishReason | None = None  # set: it is complete, whatever becomes of its connection
+        self.finish: FinishReason | None = None  # set: the generation is complete, even if its connection fails
         self.prompt_tokens = len(request.prompt_ids)
         self.cached_tokens: int | None = None
         self.top = request.top_logprobs
@@ -42,10 +41,11 @@ class TokenStream:
         columns: Mapping[str, bytes] | None = None,
         tops: Sequence[Top] | None = None,
     ) -> array[int]:
-        """The new tokens, now taken. `listed` are the ids beside the logprobs; `version` is that of these tokens,
-        `spans` are those of all of them, told at the end."""
+        """Adds one piece and returns its tokens. `listed` are the ids listed with the logprobs; `version` is the
+        version of these tokens; `spans` are the spans of all tokens, sent at the end. Raises ValueError if the piece is
+        invalid; it is then not added."""
         if self.finish is not None:
-            raise ValueError("a stream went on after its finish_reason")
+            raise ValueError("a stream continued after its finish_reason")
         fresh = replies.ids_of(ids)
         values = replies.logprobs_of(logprobs, len(fresh))
         if listed is not None:
@@ -63,7 +63,7 @@ class TokenStream:
 
         self.token_ids += fresh
         if fresh and values is None:
-            self._logprobs = None  # a hole in them: better none than a guess
+            self._logprobs = None  # a gap makes all of them unusable
         elif self._logprobs is not None and values is not None:
             self._logprobs += values
         if tops is None or len(tops) != len(fresh):
@@ -76,7 +76,7 @@ class TokenStream:
         return fresh
 
     def generation(self) -> Generation:
-        """What there is. Broken off, it is an abort, with the versions told so far if they cover it."""
+        """The generation so far. If it is incomplete, it is an abort, with the versions received if they cover it."""
         spans = self._spans if self.finish is not None or self._spans_cover() else []
         return Generation(
             token_ids=self.token_ids,

@@ -1,15 +1,15 @@
-"""HTTP to an engine: the one place where what goes wrong on the wire becomes an EngineFailure.
+"""HTTP to an engine, and the only place where transport errors become EngineFailures.
 
     connection refused, reset, cut short       EngineUnavailable
-    408, 425, 429, 5xx                         EngineUnavailable   (it may well work again, or elsewhere)
-    any other 4xx                              EngineRefused       with the engine's own words, `status` in its data,
-                                                                   and `context: true` where the prompt is too long
-    not JSON, or not the fields it should be   EngineBroken        saying which field
+    408, 425, 429, 5xx                         EngineUnavailable   (a retry, or another engine, may succeed)
+    any other 4xx                              EngineRefused       with the engine's message, `status` in its data,
+                                                                   and `context: true` if the prompt is too long
+    not JSON, or invalid fields                EngineBroken        naming the field
 
-There is no time-out here but for connecting: how long a generation may take, or a stream be silent, is the caller's
-business, who cancels. A stream (server-sent events) is handed over event by event as its bytes arrive, and one event
-may be as large as a whole reply. One `HttpPool` serves a whole router (`open_http`); nothing throttles it, since the
-pools of the pipeline bound how many calls there are.
+Only connecting has a timeout here: the caller decides how long a generation may take, or a stream be silent, and
+cancels the call. A stream (server-sent events) is passed on event by event as its bytes arrive, and one event may be as
+large as a complete reply. One `HttpPool` serves a whole router (`open_http`); it has no limit of its own, since the
+pools of the pipeline bound the number of calls.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import msgspec
 import orjson
 
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
-from rollyard.engines.base import EngineSpec
-from rollyard.engines.clients.http import Contact, HttpFailure, HttpPool, HttpReply, OnBody, Target, TooLarge
+from rollyard.engines.base import Contact, EngineSpec
+from rollyard.engines.clients.http import HttpFailure, HttpPool, HttpReply, OnBody, Target, TooLarge
 
 MAX_REPLY_BYTES = 256 << 20  # 1M tokens with logprobs are about 100 MB of JSON
-MAX_DETAIL = 400  # characters of an engine's message that we repeat; some echo the whole prompt
+MAX_DETAIL = 400  # characters of an engine's message that are repeated; some engines echo the whole prompt
 
 _RETRYABLE_4XX = frozenset({408, 425, 429})
 _CONTEXT = re.compile(
@@ -44,7 +44,7 @@ def open_http() -> HttpPool:
 
 
 class EngineTransport:
-    """One engine's URL, key and errors over a shared session."""
+    """Requests to one engine over shared connections: its URL, its key, its errors."""
 
     def __init__(self, spec: EngineSpec, http: HttpPool) -> None:
         self._id = spec.id
@@ -57,19 +57,18 @@ class EngineTransport:
 
     @property
     def contact(self) -> Contact:
-        """See `HttpPool.contact`."""
         return self._http.contact(self._target)
 
     async def get(self, path: str, most_bytes: int | None = None) -> bytes:
         return self._check(path, await self._asked("GET", path, None, {}, most_bytes=most_bytes))
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
-        # OPT_SERIALIZE_NUMPY costs nothing and lets a caller hold its prompt as it likes
+        # OPT_SERIALIZE_NUMPY costs nothing and allows a prompt to be a NumPy array
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         return await self._send("POST", path, data, headers or {})
 
     def read(self, raw: bytes, shape: type[T], what: str) -> T:
-        """The reply as `shape`, or EngineBroken naming the field that is not as it should be."""
+        """The reply as `shape`. Raises EngineBroken, naming the invalid field."""
         try:
             return msgspec.json.decode(raw, type=shape)
         except msgspec.ValidationError as error:
@@ -83,7 +82,7 @@ class EngineTransport:
     async def stream(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], take: Callable[[bytes], None]
     ) -> None:
-        """Posts, and hands the data of each event to `take` as it comes; returns after [DONE] or at the end."""
+        """Posts, and passes the data of each event to `take` as it arrives; returns after [DONE] or at the end."""
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         reply = await self._asked("POST", path, data, headers, _Events(take))
         if reply.status >= 300 or reply.content_type != "text/event-stream":
@@ -122,7 +121,7 @@ class EngineTransport:
         return reply.body
 
     def refusal(self, status: int, what: str) -> EngineFailure:
-        """The failure that a status and the engine's own words mean."""
+        """The failure for a status and the engine's message."""
         detail = f"engine {self._id}: {what}"
         if status >= 500 or status in _RETRYABLE_4XX:
             return EngineUnavailable(detail, status=status)
@@ -132,11 +131,11 @@ class EngineTransport:
 
 
 class _Events:
-    """Finds the events of a stream, wherever its bytes are split, and hands their data to `take`."""
+    """Splits a stream's bytes into events, wherever the chunks end, and passes their data to `take`."""
 
     def __init__(self, take: Callable[[bytes], None]) -> None:
         self._take = take
-        self._pieces: list[bytes] = []  # of a line whose end has not come: joined once, however many they are
+        self._pieces: list[bytes] = []  # of an incomplete line; joined only once, however many they are
         self._size = 0
 
     def __call__(self, chunk: bytes) -> bool:
@@ -150,7 +149,7 @@ class _Events:
             if self._size > MAX_REPLY_BYTES:
                 raise TooLarge
         for line in lines:
-            if not line.startswith(b"data:"):  # blank lines between events, and comments
+            if not line.startswith(b"data:"):  # a blank line between events, or a comment
                 continue
             event = line[5:].strip()
             if event == b"[DONE]":
@@ -167,7 +166,7 @@ def _headers(headers: Mapping[str, str]) -> str:
 
 
 def engine_message(raw: bytes) -> str:
-    """What an engine says in an error body, in any of the shapes that are about, bounded."""
+    """The message in an engine's error body, in any of the usual formats, cut to MAX_DETAIL characters."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -176,7 +175,7 @@ def engine_message(raw: bytes) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and key in found:
             found = found[key]
-    if isinstance(found, list):  # FastAPI's validation errors: where and what, never the input they echo
+    if isinstance(found, list):  # FastAPI's validation errors: location and message, not the input they echo
         found = "; ".join(
             f"{'.'.join(str(part) for part in item.get('loc', ()))}: {item.get('msg', '')}"
             for item in found
@@ -186,8 +185,8 @@ def engine_message(raw: bytes) -> str:
 
 
 def session_headers(session_id: str, request_id: str = "") -> dict[str, str]:
-    """Lets a router behind the URL stick too: vLLM's reads the first name, SGLang's gateway the second."""
+    """Headers for sticky routing behind the URL: vLLM's router reads the first name, SGLang's gateway the second."""
     headers = {"X-Session-ID": session_id, "X-SMG-Routing-Key": session_id} if session_id else {}
     if request_id:
-        headers["X-Request-Id"] = request_id  # vLLM takes this before the body's; a proxy might set its own
+        headers["X-Request-Id"] = request_id  # vLLM prefers it to the body's id, and a proxy might set its own
     return headers

@@ -1,16 +1,16 @@
-"""vLLM: token ids in, token ids out, by `/inference/v1/generate`, or by `/v1/completions` where that is shut.
+"""vLLM: token ids in, token ids out, by `/inference/v1/generate`, or by `/v1/completions` where that is disabled.
 
-Which one works is found when the engine is probed: without `--enable-scale-out` the first answers 403 (404 in older
-versions), and the second takes token ids and gives them back with `return_token_ids`, but tells no weight versions.
+The probe finds out which one works: without `--enable-scale-out` the first answers 403 (404 in older versions). The
+second accepts token ids and returns them with `return_token_ids`, but reports no weight versions.
 
-Checked against vLLM 0.32.0: a generation aborted by id answers at once, finish_reason "abort", with the tokens and
-logprobs sampled so far. The id that it is known by is `generate-tokens-ID` on the first API and `cmpl-ID-0` on the
-second. An id that is not (yet) known is ignored, so an abort that overtakes its request is lost: whoever needs it
-sends it again. Up to 0.28 the logprobs name their tokens "token_id:N"; both shapes are read.
+Checked against vLLM 0.32.0: a generation aborted by id returns at once, with finish_reason "abort" and the tokens and
+logprobs sampled so far. Its id is `generate-tokens-ID` on the first API and `cmpl-ID-0` on the second. vLLM ignores
+unknown ids, so an abort that overtakes its request is lost and the caller has to repeat it. Up to 0.28 the logprobs
+name their tokens "token_id:N"; both formats are read.
 
-Streamed, both APIs send what is new in each event. The finish_reason comes with the last tokens (alone when aborted),
-the weight versions of all tokens come with it and not before, and usage in an event of its own. So a stream that
-breaks off cannot say which weights sampled it, and the router counts a streamed call as one that cannot number itself.
+In a stream, each event of either API contains only new tokens. The finish_reason comes with the last tokens (alone when
+aborted), the weight versions of all tokens come with it and not before, and usage comes in a separate event. So a
+stream that breaks off has no weight versions, and the router treats a streamed call as one without them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COMPLETIONS = "v1/completions"
 
 
 class VllmEngine(RemoteEngine):
-    """See the module."""
+    """The client of one vLLM server."""
 
     _api = GENERATE
     _takes_priority = True
@@ -70,7 +70,7 @@ class VllmEngine(RemoteEngine):
         except EngineRefused as error:
             if error.data.get("status") not in (403, 404):
                 raise
-            notes.append(f"{GENERATE} is shut (start vLLM with --enable-scale-out); {COMPLETIONS} is used")
+            notes.append(f"{GENERATE} is disabled (start vLLM with --enable-scale-out); {COMPLETIONS} is used")
             self._api = COMPLETIONS
             found = await self._generate(first)
         if found.logprobs is None:
@@ -134,7 +134,7 @@ class VllmEngine(RemoteEngine):
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
         if request.priority and self._takes_priority:
-            body["priority"] = -request.priority  # vLLM: the lower the earlier
+            body["priority"] = -request.priority  # vLLM: lower is earlier
         if self._api == GENERATE:
             body |= {"token_ids": ids, "sampling_params": params}
         else:
@@ -171,7 +171,7 @@ class VllmEngine(RemoteEngine):
         reply = self._wire.read(raw, CompletionReply, "a completion")
         choice = only(reply.choices)
         if choice.token_ids is None:
-            raise ValueError(f"{COMPLETIONS} gave no token_ids: this vLLM does not know return_token_ids")
+            raise ValueError(f"{COMPLETIONS} returned no token_ids: this vLLM does not support return_token_ids")
         ids = replies.ids_of(choice.token_ids)
         values = choice.logprobs.token_logprobs if choice.logprobs else None
         return Generation(
@@ -184,7 +184,7 @@ class VllmEngine(RemoteEngine):
         )
 
     def _take(self, stream: TokenStream, raw: bytes) -> Sequence[int]:
-        with_tops = ToppedEvent if stream.top else Event  # else they are not even read
+        with_tops = ToppedEvent if stream.top else Event  # an Event skips decoding the top logprobs
         shape = with_tops if self._api == GENERATE else CompletionEvent
         event = self._wire.read(raw, shape, "an event of a stream")
         if event.error is not None:
@@ -221,7 +221,7 @@ class VllmEngine(RemoteEngine):
             )
         else:
             paths, ids = ("/abort_requests", "/inference/v1/abort_requests"), [f"cmpl-{i}-0" for i in request_ids]
-        for path in paths:  # the second needs VLLM_SERVER_DEV_MODE=1; one of them is there, or none
+        for path in paths:  # /abort_requests needs VLLM_SERVER_DEV_MODE=1; an engine may have neither
             try:
                 await self._wire.post(path, {"request_ids": ids})
                 return
@@ -229,7 +229,7 @@ class VllmEngine(RemoteEngine):
                 if error.data.get("status") not in (403, 404, 405) or path == paths[-1]:
                     raise
 
-    # --- what the probe asks
+    # --- used by the probe
 
     async def _top_logprobs(self, prompt: tuple[int, ...], sampling: Sampling) -> Mapping[int, float]:
         raw = await self._ask(GenerateRequest("probe", prompt, sampling, max_tokens=1), top=TOP)

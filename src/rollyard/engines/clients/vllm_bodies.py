@@ -1,5 +1,5 @@
-"""The bodies of vLLM's answers, whole and streamed, as far as they are read: of `/inference/v1/generate` and of
-`/v1/completions`."""
+"""The bodies of vLLM's complete and streamed replies to `/inference/v1/generate` and `/v1/completions`, as far as they
+are read."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CompletionReply(msgspec.Struct):
 
 
 class Named(msgspec.Struct, gc=False):
-    """A logprob without its neighbours, which a stream repeats for every token and nobody reads."""
+    """A logprob without its neighbours, which a stream repeats for every token and which are not needed."""
 
     logprob: float | None = None
     token_id: int | None = None
@@ -130,7 +130,7 @@ def token_of(entry: Neighbour | Named) -> int:
 
 
 def tops_of(content: Sequence[Entry] | None, most: int) -> tuple[Top, ...] | None:
-    """The likeliest tokens at each place, if they were asked for and all places have them."""
+    """The most likely tokens at each position, if they were requested and all positions have them."""
     if not most or content is None or any(entry.top_logprobs is None for entry in content):
         return None
     return tuple(
@@ -139,7 +139,7 @@ def tops_of(content: Sequence[Entry] | None, most: int) -> tuple[Top, ...] | Non
 
 
 def column_tops_of(columns: Columns | None, most: int) -> tuple[Top, ...] | None:
-    """The same of `/v1/completions`."""
+    """The same for `/v1/completions`."""
     if not most or columns is None or columns.top_logprobs is None or None in columns.top_logprobs:
         return None
     return tuple(
@@ -149,7 +149,8 @@ def column_tops_of(columns: Columns | None, most: int) -> tuple[Top, ...] | None
 
 
 def only(choices: Sequence[Any]) -> Any:
-    """EngineRefused for several: what one request asked for is no sign that the engine is broken for others."""
+    """The one choice of a reply. Several raise EngineRefused: the cause is this request's parameters, so the engine
+    still works for others."""
     if not choices:
         raise ValueError("0 choices where one was asked for")
     if len(choices) > 1:

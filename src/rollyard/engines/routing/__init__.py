@@ -1,1 +1,1 @@
-"""Routing: which engine a session uses, admission, health, and completions that survive an engine."""
+"""Routing: which engine a session uses, engine health, and completions that survive the loss of an engine."""

@@ -1,4 +1,4 @@
-"""What tracer and metrics are told of a rollout's model calls, whoever makes them."""
+"""Spans and metrics of a rollout's model calls, for the native agent and the gateway."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rollyard.observe.spans import Span, chat_span, set_usage
 
 
 def max_context_of(limits: Limits, session: Session) -> int | None:
-    """How many tokens prompt and reply may have: the task's bound and the engine's. None: nobody says."""
+    """The maximum number of prompt and reply tokens: the smaller of the task's and the engine's, None without both."""
     bounds = [bound for bound in (limits.max_context, session.engine.info.max_context) if bound is not None]
     return min(bounds, default=None)
 
 
 class CallMetrics:
-    """Tells tracer and metrics of model calls."""
+    """Records the model calls of one session."""
 
     def __init__(self, session: Session, span: Span, metrics: Metrics | None) -> None:
         self._session = session
@@ -35,7 +35,7 @@ class CallMetrics:
 
 
 class _Call:
-    """One model call, as it is seen from outside."""
+    """Records one model call."""
 
     def __init__(self, session: Session, span: Span, metrics: Metrics | None, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens

@@ -1,7 +1,7 @@
-"""One call of a completion: how it ends, and what it sampled, whoever ended it.
+"""One engine call of a completion: why it ended, and what it sampled.
 
-A call that we end (its time is up, the weights are to change, nobody wants it any more) is aborted, and is given some
-time to hand over what it had sampled. A streamed one that does not obey is hung up on: what it told is kept.
+A call that the session ends (it timed out, the weights are to change, the reader disconnected) is aborted, and has some
+time to return what it sampled. The stream of a call that does not obey is closed; the tokens received are kept.
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from typing import Literal
 from rollyard.core import Deadline
 from rollyard.core.deadline import Alarm
 from rollyard.core.failure import EngineFailure, EngineRefused
-from rollyard.engines.base import Engine, GenerateRequest, Generation, OnTokens
-from rollyard.engines.clients.http import Contact
-from rollyard.engines.routing.pool import EngineCall, EnginePool, PoolMember
+from rollyard.engines.base import Contact, Engine, GenerateRequest, Generation, OnTokens
+from rollyard.engines.pool.pool import EngineCall, EnginePool, PoolMember
 from rollyard.engines.weights.provenance import with_versions
 
 log = logging.getLogger("rollyard.engines")
 
 UNVERIFIED = (
-    "the tokenizer of engine {engine} could not be verified, as it does not tokenize for us; if it is the model's own, "
-    "say so with trust_tokenizer"
+    "the tokenizer of engine {engine} could not be verified, because the engine has no route to tokenize a text; if it "
+    "is the model's own tokenizer, set trust_tokenizer"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """How patient a session is."""
+    """The time limits and retries of a session."""
 
     engine_wait_s: float = 120.0
-    """How long it waits for any engine of its policy to be up."""
+    """How long a session waits for any engine of its policy to be up."""
     pause_wait_s: float | None = None
-    """How long it waits for a paused policy. None: as long as the trainer takes; clocks stand still."""
+    """How long a session waits for a paused policy. None: without limit; clocks are stopped meanwhile."""
     max_tries: int = 4
-    """Tries that sampled nothing, per completion. Above the breaker's threshold, so that a lone engine that went
-    away is found down, waited for, and tried once more. Nonsense and time-outs cost two."""
+    """Tries that sampled nothing, per completion. It is above the breaker's threshold, so that a policy's only engine,
+    if lost, is found down, waited for, and tried once more. An invalid reply or a timeout counts as two."""
     backoff_s: float = 0.1
-    """Before the second try; doubled for each later one, with jitter."""
+    """The pause before the second try; doubled for each later one, with jitter."""
     abort_grace_s: float = 10.0
-    """How long an aborted call may take to hand over what it had sampled."""
+    """How long an aborted call may take to return what it sampled."""
     trip_after: int = 3
     """Consecutive failures that take an engine down."""
 
@@ -54,15 +53,15 @@ class RouterStats:
     sessions: int = 0
     moves: int = 0  # sessions that changed engine
     retries: int = 0  # tries after one that sampled nothing
-    continuations: int = 0  # calls that went on from kept tokens
-    tokens_lost: int = 0  # calls of which nothing was got back in time: how much they had sampled is unknown
+    continuations: int = 0  # calls that continued from kept tokens
+    tokens_lost: int = 0  # calls that returned nothing in time: how much they had sampled is unknown
 
 
 Ended = Literal["done", "clock", "model", "cut", "stop"]
 
 
 class CompletionCaller:
-    """See the module. One per session."""
+    """Makes the engine calls of one session."""
 
     def __init__(self, pool: EnginePool, settings: SessionSettings, stats: RouterStats) -> None:
         self._pool = pool
@@ -78,7 +77,7 @@ class CompletionCaller:
         on_tokens: OnTokens | None,
         stop: asyncio.Future[None] | None,
     ) -> tuple[Ended, Generation | None]:
-        """How the call ended, and what it sampled: None if that could not be got."""
+        """Why the call ended, and what it sampled; None if the engine did not return it."""
         if clock.is_expired:
             return "clock", None
         limit = clock.alike(model_s)
@@ -104,7 +103,7 @@ class CompletionCaller:
             member.sampled(part)
             return ending.why, _vetted(member, await with_versions(member, call, part, first_contact))
         except EngineFailure as error:
-            if ending.why != "done":  # we ended it: that it then failed is not held against it
+            if ending.why != "done":  # it was ended from here, so the engine is not blamed
                 self._stats.tokens_lost += ending.is_hung_up
                 return ending.why, None
             if isinstance(error, EngineRefused):
@@ -118,7 +117,7 @@ class CompletionCaller:
 
 
 def _vetted(member: PoolMember, part: Generation) -> Generation:
-    """The part, marked if nothing shows that its ids mean to the engine what they mean to us."""
+    """The part, marked if the engine's tokenizer is not verified to be the renderer's."""
     if member.is_tokenizer_verified:
         return part
     reason = "" if member.engine.spec.trust_tokenizer else UNVERIFIED.format(engine=member.id)
@@ -126,10 +125,10 @@ def _vetted(member: PoolMember, part: Generation) -> Generation:
 
 
 class _Ending:
-    """What ends a call before it is done, and how: the first of its clocks, of a cut and of `stop` has it aborted,
-    again if need be (an abort may overtake its request). After the grace it is hung up on, and in the end given up.
+    """Ends a call early. The first of its clocks, a cut or `stop` aborts it, repeatedly if necessary (an abort may
+    overtake its request). After the grace period its stream is closed, and finally the call is given up.
 
-    The call itself is awaited in its own task, not in one more: nearly all calls just end."""
+    The call is awaited in its caller's task, not in an extra one: nearly all calls end by themselves."""
 
     def __init__(self, grace_s: float, engine: Engine, request_id: str, call: EngineCall) -> None:
         self.why: Ended = "done"
@@ -180,7 +179,7 @@ class _Ending:
         if self.why == "done":
             self.why = why
             for alarm in self._alarms:
-                alarm.stop()  # waiting for the rest of an aborted call is free
+                alarm.stop()  # waiting for an aborted call does not count
             self._aborting = asyncio.create_task(self._abort(), name=f"abort {self._request_id}")
 
     async def _abort(self) -> None:

@@ -1,4 +1,4 @@
-"""Joins what several calls sampled of one completion into one `Generation`."""
+"""Joins the parts of a completion that several calls sampled into one `Generation`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOTHING = Generation(array("i"), array("f"), "abort")
 
 
 class PartialCompletion:
-    """What the calls of one completion have sampled, joined."""
+    """The joined parts of one completion."""
 
     def __init__(self) -> None:
         self.token_ids: array[int] = array("i")
@@ -31,7 +31,7 @@ class PartialCompletion:
         if self._logprobs is not None and part.logprobs is not None:
             self._logprobs += part.logprobs
         elif part.token_ids:
-            self._logprobs = None  # a hole in them: better none than a guess
+            self._logprobs = None  # a gap makes all of them unusable
         if self._tops is not None and part.tops is not None:
             self._tops += part.tops
         elif part.token_ids:
@@ -52,7 +52,7 @@ class PartialCompletion:
             versions=tuple(self._versions),
             prompt_tokens=first.prompt_tokens,
             cached_tokens=first.cached_tokens,
-            # an engine's columns run over its own prompt; of several calls they cannot be joined blindly
+            # an engine's columns also cover the prompt of its call, so those of several calls cannot simply be joined
             columns=first.columns if len(self._parts) == 1 else {},
             untrainable=self._untrainable,
             is_tokenizer_verified=self._is_tokenizer_verified,

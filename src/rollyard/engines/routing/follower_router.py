@@ -1,13 +1,13 @@
-"""A router that follows another: the engines, gates and versions are the head's, the calls and the health are its own.
+"""A node's router. It follows the head's: engines, gates and versions are the head's, calls and health are its own.
 
-It is told gates (`engines/weights/weight_gates.py`) and does to its calls what the head does to its own: `follow` returns when those that the
-modes cut have ended and those that drain have drained. What it is told while an earlier telling still drains counts at
-once: an abort cuts what drains, and both return.
+It receives gates (`engines/weights/weight_gates.py`) and treats its calls as the head treats its own: `follow` returns
+when the calls that the modes cut have ended and those that drain have drained. Gates that arrive while earlier ones
+still drain are applied at once: an abort cuts the draining calls, and both `follow` calls return.
 
-Invariants. An engine is never told anything from here. No call begins where the head's gate is shut, and each that
-begins has the version that the head named, told in one piece with the opening of the gate. An engine is taken in as
-down, and must sample a token for this router, by its own way through the network, before it gets a session. Sessions
-are not bounded here: who is admitted is the head's to say, by its own seats.
+Invariants. This router sends engines no control requests. No call starts while the head's gate is closed, and each call
+has the version that the head set atomically with opening the gate. An engine is added as down, and must sample a token
+for this router, over this node's network, before it gets a session. The number of sessions is not limited here: the
+head admits rollouts by its own seats.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from rollyard.core.failure import EngineUnavailable
 from rollyard.core.policy import PauseMode
 from rollyard.engines.base import EngineSpec, Role
+from rollyard.engines.pool.pool import Health, PoolMember
 from rollyard.engines.routing.health import HealthWatch, Vet
-from rollyard.engines.routing.pool import Health, PoolMember
 from rollyard.engines.routing.router import Router, RouterSettings, make_engine
 from rollyard.engines.weights.policies import Policies
 from rollyard.engines.weights.state import LEASE_S, PolicySettings, PolicyStatus
@@ -29,7 +29,7 @@ from rollyard.engines.weights.weight_gates import EngineGate, WeightGates
 
 
 class FollowerRouter(Router):
-    """See the module."""
+    """The router of a node, which applies the gates of the head's router."""
 
     def __init__(self, settings: RouterSettings | None = None, *, vet: Vet | None = None) -> None:
         super().__init__(settings, vet=vet)
@@ -47,7 +47,7 @@ class FollowerRouter(Router):
         return FollowerPolicies(self._policies, self.pool, self._health.revive, bounds, self._settled)
 
     async def follow(self, gates: WeightGates) -> None:
-        """Applies them at once; returns when no call is left that they, or those told since, want to have ended."""
+        """Applies the gates at once; returns when every call that these or later gates end has ended."""
         self._apply(gates)
         for pool in list(self._policies.values()):
             for member in list(pool.members.values()):
@@ -57,10 +57,10 @@ class FollowerRouter(Router):
         if leaving := [task for task, one in self._leaving.items() if one.engine.spec.role is Role.POLICY]:
             await asyncio.wait(leaving)
 
-    # --- what the head says
+    # --- applying the head's gates
 
     def _apply(self, gates: WeightGates) -> None:
-        """In one go: nobody finds a part of it."""
+        """Applied atomically: nothing is awaited."""
         specs = {spec.id: spec for spec in gates.specs}
         for member in list(self._members.values()):
             if specs.get(member.id) != member.engine.spec:
@@ -68,7 +68,7 @@ class FollowerRouter(Router):
                 self._leaving[leaving] = member
                 leaving.add_done_callback(self._leaving.pop)
         new = [spec for spec in gates.specs if spec.id not in self._members]
-        random.shuffle(new)  # equally loaded engines are taken in this order: not the same one first at all nodes
+        random.shuffle(new)  # it breaks ties between equally loaded engines; nodes must not all start with the same one
         for spec in new:
             self._take_in(spec)
         for policy in gates.policies:
@@ -90,7 +90,7 @@ class FollowerRouter(Router):
         self._watch_anew(member)
 
     def _obey(self, member: PoolMember, gate: EngineGate) -> None:
-        """Where the gate is shut, the version does not matter: no call begins."""
+        """Applies one gate. While it is closed its version does not matter, because no call starts."""
         if gate.next_version is not None and gate.next_version != member.next_version:
             member.expect(gate.next_version)
         if (gate.is_given, gate.started) != (member.is_given, member.started):
@@ -98,7 +98,7 @@ class FollowerRouter(Router):
         if gate.is_quarantined and member.health is not Health.QUARANTINED:
             member.quarantine(gate.error)
             if not gate.is_paused:
-                member.cut(is_sparing=False)  # nobody knows what they are sampled from
+                member.cut(is_sparing=False)  # the weights of these calls are unknown
         if gate.is_paused:
             mode = gate.mode or PauseMode.KEEP
             member.pause(mode, is_leaving=gate.is_leaving)
@@ -106,7 +106,7 @@ class FollowerRouter(Router):
                 member.cut(is_sparing=mode is PauseMode.KEEP)
         elif gate.is_joined:
             if gate.version != member.version:
-                member.cut(is_sparing=True)  # none is left, unless we were told of the change only now
+                member.cut(is_sparing=True)  # there are such calls only if this router missed the closed gate
                 member.has(gate.version)
             if member.is_paused:
                 member.unpause()
@@ -118,14 +118,14 @@ class FollowerRouter(Router):
         member.is_joined = gate.is_joined
 
     def _watch_anew(self, member: PoolMember) -> None:
-        """Looks at it at once, and from then on."""
+        """Starts the health watch again, with a check at once."""
         if (watch := self._watches.get(member.id)) is not None:
             watch.cancel()
         self._watches[member.id] = asyncio.create_task(self._health.watch(member), name=f"watch {member.id}")
 
 
 class FollowerHealth(HealthWatch):
-    """An engine must sample a token for us before it gets a session, also at first."""
+    """A node's health checks: an engine must always sample a token for this router before it gets a session."""
 
     async def watch(self, member: PoolMember) -> None:
         await self.watch_once(member)
@@ -133,15 +133,16 @@ class FollowerHealth(HealthWatch):
 
     async def watch_once(self, member: PoolMember) -> None:
         await super().watch_once(member)
-        member.pool.moved()  # why it does not answer may be known now
+        member.pool.moved()  # its last error may have changed
 
     async def look(self, member: PoolMember, *, is_anew: bool = False) -> None:
-        """There is no cap to follow it, and an engine that all nodes asked for its load would do little else."""
+        """Does nothing: a node has no caps, and requests from all nodes would put load on the engine."""
 
     async def revive(self, member: PoolMember) -> None:
-        """Its token also shows whether it still has the weights that it had. One that was started again may be found by
-        us before the head finds it: it stays down here until the head has seen to it. What it says counts only where it
-        spoke of versions before, and in the head's words: some cannot be told any, or are told others by a trainer."""
+        """The sampled token also shows whether the engine still has its weights. A node may find a restarted engine
+        before the head does; it then stays down here until the head has handled it. The reported version counts only if
+        the engine reported versions before that agree with the head's: some engines cannot be given a version, or are
+        given another one by a trainer."""
         if not member.is_probed:
             await self.probe(member)
         generation = await self.try_it(member)
@@ -150,13 +151,13 @@ class FollowerHealth(HealthWatch):
         is_other = said != named and (before == named or said < 0 <= before)
         if is_other and member.pool.is_named and not member.is_paused:
             raise EngineUnavailable(
-                f"engine {member.id} does not say any more that its weights are version {named}: was it started again?"
+                f"engine {member.id} no longer reports that its weights are version {named}: was it restarted?"
             )
         member.said_version = said
 
 
 class FollowerPolicies(Policies):
-    """Weights change at the head alone. Here an engine that answers has what its gate says already."""
+    """A node's policies. Only the head updates weights; at a node, an engine that answers has its gate's version."""
 
     async def welcome(self, member: PoolMember) -> None:
         if member.is_joined and member.health is Health.DOWN:

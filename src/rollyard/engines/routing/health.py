@@ -1,8 +1,8 @@
-"""Whether engines are up: one watch per engine, which the router starts.
+"""Health checks of engines: one watch task per engine, started by the router.
 
-A watch asks an engine that is up whether it is healthy, and how loaded it is, which its session cap follows
-(`admission.py`). One that is down must sample a token, a real one, before sessions may have it again, so no rollout is
-spent on finding out. One that is quarantined is left alone: it may well sample, but from which weights?
+A watch checks the health of an engine that is up, and reads its load for its session cap (`engines/pool/admission.py`).
+An engine that is down must sample a real token before sessions may use it again, so that no rollout is lost to find
+out. A quarantined engine is left alone: it may be able to sample, but its weights are unknown.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from collections.abc import Awaitable, Callable
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineFailure, EngineTimeout
 from rollyard.engines.base import Engine, GenerateRequest, Generation, Kind, Role
-from rollyard.engines.routing.pool import Health, PoolMember
+from rollyard.engines.pool.pool import Health, PoolMember
 from rollyard.engines.routing.settings import RouterSettings
 from rollyard.engines.weights.provenance import verify
 
 log = logging.getLogger("rollyard.engines")
 
 Vet = Callable[[Engine], Awaitable[bool]]
-"""Whether the engine's tokenizer was compared with ours; an EngineFailure if the engine cannot be used."""
+"""Returns whether the engine's tokenizer was verified against the renderer's. Raises EngineFailure if the engine cannot
+be used."""
 
 
 class HealthWatch:
-    """See the module."""
+    """Probes engines, watches their health, and brings them up again."""
 
     def __init__(
         self, settings: RouterSettings, vet: Vet | None, welcome: Callable[[PoolMember], Awaitable[None]]
     ) -> None:
-        """`welcome` is told of an engine that answers, at first or again."""
+        """`welcome` is called for an engine that answers, for the first time or again."""
         self._settings = settings
         self._vet = vet
         self._welcome = welcome
 
     async def probe(self, member: PoolMember) -> None:
-        """Has it say what it is."""
+        """Determines an engine's properties."""
         seconds = self._settings.probe_s
         try:
             async with asyncio.timeout(seconds):
@@ -44,12 +45,12 @@ class HealthWatch:
                 if self._vet is not None:
                     member.is_tokenizer_verified = await self._vet(member.engine)
         except TimeoutError:
-            raise EngineTimeout(f"engine {member.id} did not say within {seconds} s what it is") from None
+            raise EngineTimeout(f"engine {member.id} did not answer its probe within {seconds} s") from None
         member.is_probed = True
         await self.look(member, is_anew=True)
 
     async def revive(self, member: PoolMember) -> None:
-        """Shows that it can sample: one that is not up may be taken in again then."""
+        """Checks that an engine that is not up can sample, so that it may be taken in again."""
         await (self.try_it(member) if member.is_probed else self.probe(member))
 
     async def watch(self, member: PoolMember) -> None:
@@ -73,7 +74,7 @@ class HealthWatch:
             await self._welcome(member)
         except EngineFailure as error:
             member.stats.last_error = error.detail
-        except Exception as error:  # the vetting loads files and templates that may be anything; we look again
+        except Exception as error:  # vetting loads arbitrary files and templates; the next check tries again
             member.stats.last_error = f"{type(error).__name__}: {error}"
             log.warning("an engine could not be vetted", extra={"engine": member.id, "error": str(error)})
         else:
@@ -86,15 +87,15 @@ class HealthWatch:
         return is_policy and is_named and member.health is Health.UP and member.engine.contact != member.verified
 
     async def look(self, member: PoolMember, *, is_anew: bool = False) -> None:
-        """How loaded it is, for its cap: before it gets its first session, and from then on. The other kinds do not
-        tell, and judges hold no sessions."""
+        """Reads the engine's load for its cap, from before its first session on. The other kinds report no load, and
+        judges have no sessions."""
         spec = member.engine.spec
         if spec.role is Role.POLICY and spec.kind in (Kind.VLLM, Kind.SGLANG):
             load = await member.engine.load()
             member.heard(load, asyncio.get_running_loop().time(), is_anew=is_anew)
 
     async def try_it(self, member: PoolMember) -> Generation | None:
-        """One real token, or one health check of an engine that gives no tokens."""
+        """Samples one real token, or makes only a health check if the engine returns no tokens."""
         engine, generation = member.engine, None
         try:
             async with asyncio.timeout(self._settings.probe_s):

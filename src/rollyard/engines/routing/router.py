@@ -1,20 +1,20 @@
-"""The router: which engines there are, which are up, and which one a session gets.
+"""The router: holds the engines, watches their health, and assigns one to each session.
 
-A session sticks to its engine for the prefix cache; a new one goes to the least loaded (`pool.py`); how a completion
-survives the loss of its engine is told in `session.py`. Engines come and go while it runs. Policy engines are pooled
-by policy, judges in a pool of their own.
+A session stays on its engine for the prefix cache; a new one goes to the least loaded engine (`engines/pool/pool.py`).
+`session.py` describes how a completion survives the loss of its engine. Engines can be added and removed at any time.
+Policy engines are pooled by policy; judges have a pool of their own.
 
-It is opened with `async with` and owns everything that it starts: the HTTP session that all engines share, and one
-watch per engine (`health.py`).
+The router is opened with `async with` and owns everything that it starts: the HTTP connections that all engines share,
+and one watch per engine (`health.py`).
 
-`policies` is the door for changing weights, with all that the engines are told. `pause` and `resume` are only its gate,
-for those who tell the engines themselves. A pause returns when no call is left that would sample from weights it cannot
-name; calls on engines that do name them go on, or stand still, as the engine was told, and their clocks are held. A
-streamed call is never of the second sort: its tokens are handed on as they come, and if it broke before its end, nobody
-could say which of them the new weights had sampled.
+`policies` updates weights, including the control requests to the engines. `pause` and `resume` only close and open the
+gates, for callers that control the engines themselves. A pause returns when no call is left that cannot report its
+versions. Calls on engines that do report them continue or freeze, as the engine was instructed, with their clocks
+stopped. A streamed call always counts as one that cannot: its tokens are passed on as they arrive, and if it broke
+before its end, it would be unknown which of them the new weights had sampled.
 
-Other routers may follow this one (`engines/weights/weight_gates.py`, `follower_router.py`): their sessions count as this one's, and wherever the
-ends of calls are waited for, those of their calls are, too.
+Other routers may follow this one (`engines/weights/weight_gates.py`, `follower_router.py`): their sessions count as
+this router's, and wherever this router waits for calls to end, it also waits for theirs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rollyard.engines.clients.remote import RemoteEngine
 from rollyard.engines.clients.sglang import SglangEngine
 from rollyard.engines.clients.transport import open_http
 from rollyard.engines.clients.vllm import VllmEngine
-from rollyard.engines.routing.admission import SessionCap
+from rollyard.engines.pool.admission import SessionCap
+from rollyard.engines.pool.pool import EngineCall, EnginePool, EngineStatus, Health, PoolMember
+from rollyard.engines.pool.seats import Seats
 from rollyard.engines.routing.calls import RouterStats
 from rollyard.engines.routing.health import HealthWatch, Vet
-from rollyard.engines.routing.pool import EngineCall, EnginePool, EngineStatus, Health, PoolMember
-from rollyard.engines.routing.seats import Seats
 from rollyard.engines.routing.session import RoutedSession
 from rollyard.engines.routing.settings import RouterSettings
 from rollyard.engines.weights.policies import Policies
@@ -61,18 +61,18 @@ def make_engine(spec: EngineSpec, http: HttpPool) -> Engine:
 
 
 class Router:
-    """See the module."""
+    """The engines of all policies, and the sessions on them."""
 
     def __init__(self, settings: RouterSettings | None = None, *, vet: Vet | None = None) -> None:
-        """`vet` may refuse an engine that answered its probe, with an EngineFailure, before any session has it."""
+        """`vet` may refuse an engine that answered its probe, with an EngineFailure, before any session uses it."""
         self.settings = settings or RouterSettings()
         self.stats = RouterStats()
         self._http: HttpPool | None = None
         self._members: dict[str, PoolMember] = {}
-        self._reserved: set[str] = set()  # being probed: an id is taken from the first moment
+        self._reserved: set[str] = set()  # ids of engines being probed
         self._policies: dict[str, EnginePool] = {}
         self._book = GatePublisher(self._members, self._policies)
-        self.on_moved: list[Callable[[], None]] = []  # told after each change of a gate or of an engine's health
+        self.on_moved: list[Callable[[], None]] = []  # called after each change of a gate or of an engine's health
         self._judges = EnginePool("the judges", self._moved)
         self._watches: dict[str, asyncio.Task[None]] = {}
         self.followers: Followers | None = None
@@ -90,7 +90,7 @@ class Router:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.followers = None  # nobody is waited for any more
+        self.followers = None  # do not wait for nodes
         await self.policies.close()
         await self.clear()
         if self._http is not None:
@@ -99,10 +99,11 @@ class Router:
     # --- the engines
 
     async def add(self, spec: EngineSpec, *, must_answer: bool = True) -> EngineStatus:
-        """Probes an engine and takes it in. Its failure to answer is raised, and it is not taken in.
+        """Probes an engine and adds it. If the probe fails, the failure is raised and the engine is not added.
 
-        With `must_answer` off, an engine that does not answer yet is taken in as down, and watched until it does. One
-        that was paused in an earlier life cannot answer: it is taken in as it was, and probed when it is resumed.
+        With `must_answer` off, an engine that does not answer yet is added as down, and watched until it does. An
+        engine that was paused before a restart of the service cannot answer: it is added as paused, and probed when it
+        is resumed.
         """
         if self._http is None:
             raise RuntimeError("the router is not open")
@@ -140,13 +141,13 @@ class Router:
         return member.status()
 
     async def remove(self, engine_id: str) -> None:
-        """No new call goes there; running ones are cut, and go on elsewhere from what they had sampled."""
+        """Removes an engine. Its running calls are cut, and continue on other engines from the sampled tokens."""
         if engine_id not in self._members:
             raise NotFound(f"there is no engine {engine_id!r}")
         await self._see_off(*self._take_out(engine_id))
 
     def _take_out(self, engine_id: str) -> tuple[PoolMember, asyncio.Task[None] | None]:
-        """From now on it is none of ours, and nobody's choice."""
+        """Detaches the engine; it is no longer selectable."""
         member = self._members.pop(engine_id)
         member.pool.drop(member)
         self.policies.forget(member)
@@ -170,7 +171,7 @@ class Router:
         log.info("engine removed", extra={"engine": member.id})
 
     async def clear(self) -> None:
-        """Removes all of them."""
+        """Removes all engines."""
         async with asyncio.TaskGroup() as group:
             for engine_id in list(self._members):
                 group.create_task(self.remove(engine_id))
@@ -179,7 +180,7 @@ class Router:
         return [member.status() for member in self._members.values()]
 
     def engine(self, engine_id: str) -> Engine:
-        """An engine by its id, for checks beside rollouts (its tokenizer, say)."""
+        """An engine by its id, for checks outside of rollouts (for example of its tokenizer)."""
         if engine_id not in self._members:
             raise NotFound(f"there is no engine {engine_id!r}")
         return self._members[engine_id].engine
@@ -200,7 +201,7 @@ class Router:
         return frozenset(id for id, it in pool.members.items() if it.health is Health.UP) if pool else frozenset()
 
     def unreachable(self, policy: str) -> str:
-        """Why no session of the policy can be served from here; empty: it can, or some engine has not been tried."""
+        """Why this router cannot serve the policy; empty if it can, or if some engine has not been tried."""
         pool = self._policies.get(policy)
         members = pool.members.values() if pool else ()
         if any(member.health.is_reachable or not member.stats.last_error for member in members):
@@ -208,25 +209,25 @@ class Router:
         return "; ".join(f"{member.id}: {member.stats.last_error}" for member in members)
 
     def kinds(self, policy: str) -> frozenset[Kind]:
-        """Of the engines that the policy has now."""
+        """The kinds of the policy's current engines."""
         pool = self._policies.get(policy)
         return frozenset(member.engine.spec.kind for member in pool.members.values()) if pool else frozenset()
 
     # --- sessions
 
     def seats(self, policy: str) -> Seats:
-        """Who wants a session takes one of these first, and keeps it as long as the session."""
+        """The seats of a policy. The caller acquires one before it opens a session, and keeps it as long as that."""
         return self.pool(policy).seats
 
     def waiting(self) -> dict[str, int]:
-        """How many wait for a seat, by policy, of those that have engines."""
+        """The number of rollouts that wait for a seat, by policy, for policies with engines."""
         return {name: pool.seats.waiting for name, pool in self._policies.items() if pool.members}
 
     async def open_session(
         self, policy: str, session_id: str, *, priority: int = 0, avoid: Collection[str] = ()
     ) -> RoutedSession:
-        """A seat at the least loaded engine, of those not to be avoided if there is one; waits up to `engine_wait_s`
-        for one. The caller closes it."""
+        """Opens a session on the least loaded engine, preferably none in `avoid`; waits up to `engine_wait_s` for an
+        engine. The caller closes it."""
         pool = self.pool(policy)
         shunned = [member for member in pool.members.values() if member.id in avoid]
         member = pool.pick(shunned) or pool.pick() or pool.pick_paused()
@@ -247,70 +248,71 @@ class Router:
     # --- weights
 
     def version(self, policy: str) -> int:
-        """The one that was resumed last."""
+        """The version that was resumed last."""
         return self.pool(policy).version
 
     @property
     def on_version(self) -> OnVersion:
-        """Told (policy, version) after each resume that names one."""
+        """Listeners, called with (policy, version) after each resume that names a version."""
         return self.policies.on_version
 
     def is_paused(self, policy: str) -> bool:
         return self.pool(policy).is_paused
 
     async def pause(self, policy: str) -> None:
-        """New calls wait, clocks stand still. Calls that cannot name their versions are cut; waits until they are."""
+        """Holds new calls and stops clocks. Cuts calls that cannot report their versions, and waits for their end."""
         pool = self.pool(policy)
         pool.shut()
         cut = [ended for member in pool.members.values() for ended in member.cut(is_sparing=True)]
         if cut:
-            await asyncio.wait(cut)  # bounded by abort_grace_s, in the sessions whose calls they are
+            await asyncio.wait(cut)  # their sessions bound it by abort_grace_s
         await self._settled()
 
     def resume(self, policy: str, version: int | None = None) -> None:
-        """Lets calls go on, from weights of this version if one is named. Also tells it to a policy not paused."""
+        """Lets calls continue, with weights of this version if given. It also sets the version of a running policy."""
         pool = self.pool(policy)
         if version is not None:
             pool.version = version
             for member in pool.members.values():
                 member.has(version)
-                member.is_given = False  # the caller may have given the engine another number, or none
+                member.is_given = False  # the caller may have given the engine another version, or none
         pool.open()
         if version is not None:
             self.policies.tell(policy, version)
 
-    # --- those who follow
+    # --- following routers
 
     def gates(self) -> WeightGates:
-        """As they stand, for those who follow: see `engines/weights/weight_gates.py`."""
+        """The current gates, for following routers (`engines/weights/weight_gates.py`)."""
         return self._book.gates()
 
     @property
     def on_gates(self) -> list[Callable[[], None]]:
-        """Told after each change of the gates."""
+        """Listeners, called after each change of the gates."""
         return self._book.listeners
 
     def used(self, engine_id: str, node: str, sessions: int, in_flight: int, tokens: int) -> None:
-        """What a node has of an engine now; its tokens are those that it has had in all."""
+        """Records a node's current use of an engine; `tokens` is the node's total."""
         member = self._members.get(engine_id)
         if member is not None and member.elsewhere.tell(node, sessions, in_flight, tokens):
             member.pool.touch(member)
 
     def left(self, node: str) -> None:
-        """It is gone: nothing of what it had is in use any more."""
+        """Removes the load of a node that is gone."""
         for member in self._members.values():
             if member.elsewhere.left(node):
                 member.pool.touch(member)
 
     async def _settled(self) -> None:
-        """All who follow have the gates as they stand. Bounded by those who take a silent node for gone."""
+        """Waits until all following routers have applied the current gates. Nodes that are silent count as gone after
+        their lease, which bounds the wait."""
         if self.followers is not None:
             await self.followers.settled()
 
     # --- judges
 
     async def ask(self, messages: Sequence[Message]) -> ChatReply:
-        """One answer of the least loaded judge, of another if that fails; JudgeUnreachable if none answers."""
+        """One reply of the least loaded judge, or of another if that fails. Raises JudgeUnreachable if none answers."""
         settings = self.settings
         tried: set[PoolMember] = set()
         why = "no engine of role judge is up"

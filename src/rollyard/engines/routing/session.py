@@ -1,17 +1,18 @@
-"""A session: one rollout's hold on a policy's engines, and the art of finishing a completion that was interrupted.
+"""A session: one rollout's use of a policy's engines. It also finishes completions that were interrupted.
 
-A completion may take several calls: an engine is lost, a call runs past `model_s`, the policy is paused to change its
-weights. What a call had sampled is kept, the next one is sent prompt + kept tokens with as many fewer to sample, and
-all of it is joined into one `Generation`, logprobs and version spans included.
+A completion may take several calls: an engine is lost, a call runs past `model_s`, the policy is paused to update its
+weights. The tokens that a call sampled are kept. The next call gets the prompt plus the kept tokens, and samples that
+many fewer. All parts are joined into one `Generation`, including logprobs and version spans.
 
-Invariants. No token is sampled twice. `clock` counts only while an engine generates for us; waiting for a paused
-policy, for an engine to come up, between two tries, or for the rest of an aborted call, is free. A try that sampled
-nothing costs from a bounded budget; one that sampled something costs nothing, since `max_tokens` bounds it.
-Every version span has a version: the engine's where it says, else that of its weights when the call began (a call
-that an engine cannot number is cut before the weights change, so it never spans two; a streamed call is such a one).
+Invariants. No token is sampled twice. `clock` runs only while an engine generates; it does not run while the session
+waits for a paused policy, for an engine to come up, between two tries, or for the rest of an aborted call. A try that
+sampled nothing is deducted from a bounded budget; one that sampled something is not, since `max_tokens` bounds it.
+Every version span has a version: the one that the engine reports, otherwise that of its weights when the call started.
+A call whose versions the engine cannot report (every streamed call is one) is cut before the weights change, so it
+never spans two versions.
 
-A streamed completion tells its caller every token once, and what was told is never lost: a call that does not obey
-its abort is hung up on, and its tokens are kept.
+A streamed completion passes every token to its caller once, and never loses one that was passed on: if a call does not
+obey its abort, its stream is closed and its tokens are kept.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from rollyard.core import Deadline, DeadlineExpired, Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout, EngineUnavailable
 from rollyard.engines.base import ChatReply, Engine, GenerateRequest, Generation, OnTokens
 from rollyard.engines.clients.sampling_extra import CONSTRAINTS
+from rollyard.engines.pool.pool import EngineCall, EnginePool, Health, PoolMember
 from rollyard.engines.routing.calls import CompletionCaller, RouterStats, SessionSettings
 from rollyard.engines.routing.completion import PartialCompletion
-from rollyard.engines.routing.pool import EngineCall, EnginePool, Health, PoolMember
 
-UNBOUND = "the rest of an interrupted completion is not constrained as its beginning was"
+UNBOUND = "the rest of an interrupted completion was sampled without the constraint that its beginning had"
 
 
 class RoutedSession:
-    """See the module. Made by `Router.open_session`."""
+    """One session. Created by `Router.open_session`."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class RoutedSession:
         self._settings = settings
         self._stats = stats
         self._caller = CompletionCaller(pool, settings, stats)
-        self._nonce = secrets.token_hex(4)  # an earlier attempt's calls, same session id, may still be ending
+        self._nonce = secrets.token_hex(4)  # calls of an earlier attempt, with the same session id, may still run
         self._calls = 0
         self._is_closed = False
         stats.sessions += 1
@@ -100,7 +101,7 @@ class RoutedSession:
         try:
             while True:
                 at = len(kept.token_ids)
-                # an abort may come just after the last token, and a stream break just before it says so
+                # an abort may arrive just after the last token, or a stream break just before its finish_reason
                 if at and kept.token_ids[-1] in stop_token_ids:
                     return kept.generation("stop")
                 if at >= max_tokens > 0:
@@ -110,12 +111,12 @@ class RoutedSession:
                 member = await self._unless(stop, tries.avoid, clock)
                 self._calls += 1
                 request = GenerateRequest(
-                    # no id begins another: SGLang aborts all that begin with the one it is told
+                    # no id is a prefix of another: SGLang aborts every call whose id starts with the given one
                     request_id=f"{self._id}-{self._calls}-{self._nonce}",
                     prompt_ids=[*prompt_ids, *kept.token_ids] if at else prompt_ids,
                     sampling=_rest_of(sampling, at) if at else sampling,
                     max_tokens=max_tokens - at,
-                    # the same seed again would draw the same numbers for other tokens
+                    # the same seed would draw the same random numbers again for the following tokens
                     seed=seed if seed is None or not at else (seed + 1_000_003 * at) % (1 << 31),
                     stop_token_ids=stop_token_ids,
                     stop=stop_texts,
@@ -129,7 +130,7 @@ class RoutedSession:
                     ended, part = await self._caller.call(member, request, clock, model_s, on_tokens, stop)
                 except EngineRefused as error:
                     if at and error.data.get("context"):
-                        return kept.generation("length")  # the kept tokens fill the context to the brim
+                        return kept.generation("length")  # the kept tokens fill the context
                     raise
                 except EngineFailure as error:
                     await tries.spend(member, error)
@@ -141,12 +142,12 @@ class RoutedSession:
                 if part is not None and part.finish_reason != "abort":
                     return kept.generation(part.finish_reason)
                 if ended == "done" and part is not None and part.token_ids:
-                    member.failed("a call broke off that nobody had aborted", self._settings.trip_after)
+                    member.failed("a call broke off without an abort", self._settings.trip_after)
                 elif ended not in ("cut", "stop") and not (part and part.token_ids):
                     error = (
                         EngineTimeout(f"engine {member.id} sampled nothing in {model_s} s")
                         if ended == "model"
-                        else EngineUnavailable(f"engine {member.id} aborted a call that nobody asked it to")
+                        else EngineUnavailable(f"engine {member.id} aborted a call without being asked to")
                     )
                     member.failed(error.detail, self._settings.trip_after)
                     await tries.spend(member, error)
@@ -176,7 +177,7 @@ class RoutedSession:
                 async with clock.counting(), limit.counting():
                     reply = await member.engine.chat(messages, sampling=sampling, tools=tools, session_id=self._id)
                 if reply.finish_reason == "abort" and call.was_paused:
-                    continue  # the weights are to change: it is asked again, whole, since text cannot be continued
+                    continue  # aborted by a weight update: repeated from the start, since text cannot be continued
                 member.failures_in_a_row = 0
                 member.stats.tokens += reply.completion_tokens
                 member.stats.prompt_tokens += reply.prompt_tokens
@@ -198,10 +199,10 @@ class RoutedSession:
     # --- which engine
 
     async def _unless(self, stop: asyncio.Future[None] | None, avoid: set[PoolMember], clock: Deadline) -> PoolMember:
-        """`_usable`, with the clock held while it waits; `_Stopped` if nobody wants it any more."""
+        """`_usable`, with the clock stopped while it waits. Raises `_Stopped` when `stop` is done."""
         member = self._member
         if member.is_usable and member not in avoid and not self._is_closed:
-            return member  # nearly always: nothing to wait for
+            return member  # the usual case
         with clock.held():
             if stop is None:
                 return await self._usable(avoid)
@@ -213,14 +214,14 @@ class RoutedSession:
                     if not finding.done():
                         finding.cancel()
                         await asyncio.wait({finding})
-                if finding.cancelled():  # by us: it is `stop` that came first
+                if finding.cancelled():  # above, because `stop` came first
                     raise _Stopped
                 member = finding.result()
-                if member.is_usable:  # it may be paused again: we hear of a member some steps after it was found
+                if member.is_usable:  # it may have been paused again since it was found, some loop iterations ago
                     return member
 
     async def _usable(self, avoid: set[PoolMember]) -> PoolMember:
-        """The engine it sticks to if that can be used, else another one; waits for the policy and for engines."""
+        """The current engine if it is usable, otherwise another one. Waits for the policy and for engines."""
         if self._is_closed:
             raise RuntimeError(f"session {self._id} is closed")
         while True:
@@ -238,11 +239,11 @@ class RoutedSession:
                 self._member.unseat()
                 self._member = member
                 member.seat()
-            if member.is_usable:  # it may not be, after a wait
+            if member.is_usable:  # after a wait it may no longer be
                 return member
 
     def _must_wait(self) -> bool:
-        """Its engine gets new weights, and it is to go on there."""
+        """Whether its engine is being updated and the session has to continue there."""
         member = self._member
         if not member.is_paused or member.health is not Health.UP:
             return False
@@ -259,12 +260,12 @@ class RoutedSession:
 
 
 class _Stopped(Exception):
-    """Nobody wants the rest of it."""
+    """The rest of the completion is no longer needed."""
 
 
 def _rest_of(sampling: Sampling, at: int) -> Sampling:
-    """The same when so many tokens are there already: an engine refuses a least number above the most. A form that the
-    completion is bound to would begin anew in the middle of it, so the rest is not bound."""
+    """The parameters for the rest of a completion that has `at` tokens. Minimum lengths are reduced, because an engine
+    refuses a minimum above the maximum. Constraints are removed, because they would start again in the middle."""
     least = {name: sampling.extra.get(name) for name in ("min_tokens", "min_new_tokens")}
     left = {name: max(0, count - at) for name, count in least.items() if isinstance(count, int)}
     bound = CONSTRAINTS & sampling.extra.keys()
@@ -279,11 +280,11 @@ def _unbound(part: Generation) -> Generation:
 
 def _check_versions(part: Generation) -> None:
     if not part.versions or part.versions[-1].end != len(part.token_ids):
-        raise ValueError("what is resumed does not say which weights sampled it")
+        raise ValueError("the completion to resume has no weight version for some of its tokens")
 
 
 class _Tries:
-    """The budget of tries that sampled nothing, of one completion."""
+    """The budget of one completion for tries that sample nothing."""
 
     def __init__(self, settings: SessionSettings, stats: RouterStats) -> None:
         self.avoid: set[PoolMember] = set()
@@ -292,7 +293,7 @@ class _Tries:
         self._stats = stats
 
     async def spend(self, member: PoolMember, error: EngineFailure) -> None:
-        """Returns when the next try may be made; raises the error if there is none left."""
+        """Returns when the next try may start; raises the error if the budget is used up."""
         self._left -= 2 if isinstance(error, EngineBroken | EngineTimeout) else 1
         if self._left <= 0:
             raise error

@@ -1,1 +1,1 @@
-"""Weight versions: updating a policy's engines under running rollouts, and the version of each token."""
+"""Weight versions: updating a policy's engines while rollouts run, and the version of each token."""

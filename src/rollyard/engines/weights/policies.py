@@ -1,24 +1,24 @@
-"""How the weights of a policy change under rollouts that are in flight.
+"""Updates the weights of a policy while rollouts are in flight.
 
     running → pausing → paused → resuming → running
-                           └─▶ abandoned ─┘           its lease ran out: whoever held it may be dead
+                           └─▶ abandoned ─┘           its lease expired: its holder may be dead
 
 The order of an update: every engine is paused → the trainer writes → `resume` names a version → for each engine: set
-the version, clear its caches, resume. What becomes of calls in flight is the mode's to say (`core.policy.PauseMode`).
+the version, clear its caches, resume. The mode decides what happens to calls in flight (`core.policy.PauseMode`).
 
 Invariants.
-- Between the pause and the resume no call begins, no clock runs, and nothing waits against a bound but `pause_wait_s`.
-- No token is stamped with a guess: a call that cannot name its versions has ended before the weights change, here and
-  at every node that follows our gates.
-- An engine that fails a step is quarantined. Nothing brings it up but a resume that names a version and succeeds: not
-  the watch, and not the end of a lease. If all of them fail, the policy stays paused.
-- A lease that runs out resumes nothing. Its engines are quarantined until its holder renews, or somebody resumes.
-- While its lease runs, a pause is ended by its holder alone, or by one who says to take over.
-- What others may rely on (a pause, a version) is saved before the engines are told, or calls go on.
-- An engine that comes back and says other weights than were resumed is quarantined: it was started again.
+- Between the pause and the resume no call starts, no clock runs, and the only limit on waiting is `pause_wait_s`.
+- No token gets a guessed version: a call that cannot report its versions has ended before the weights change, here and
+  at every node that follows these gates.
+- An engine that fails a step is quarantined. Only a resume that names a version and succeeds brings it up, not the
+  watch, and not the end of a lease. If all engines fail, the policy stays paused.
+- A lease that expires resumes nothing. Its engines are quarantined until its holder renews, or a caller resumes.
+- While its lease runs, only the holder can end a pause, or a resume with `take_over` (no `holder` here).
+- A pause or a version is saved before it takes effect: before the engines are paused, or calls continue.
+- An engine that comes back and reports another version than the one resumed is quarantined: it was restarted.
 
-With `engines`, an update is for those alone: their sessions wait, or (abort) go on elsewhere from the old weights.
-The file is long because pausing, leases and resuming share the state of one update.
+With `engines`, an update covers only those: their sessions wait, or (abort) continue on other engines with the old
+weights. The file is long because pausing, leases and resuming share the state of one update.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import replace
 from rollyard.core.failure import NotFound, PolicyConflict, PolicyStuck
 from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
 from rollyard.engines.base import Role
-from rollyard.engines.routing.pool import EnginePool, Health, PoolMember
+from rollyard.engines.pool.pool import EnginePool, Health, PoolMember
 from rollyard.engines.weights.state import (
     ABANDONED,
     LEASE_S,
@@ -55,7 +55,7 @@ log = logging.getLogger("rollyard.engines")
 
 
 class Policies:
-    """See the module. Made by the router, whose pools and engines it works on."""
+    """Pauses and resumes policies. Created by the router; it uses the router's pools and engines."""
 
     def __init__(
         self,
@@ -65,21 +65,21 @@ class Policies:
         settings: PolicySettings,
         followed: Callable[[], Awaitable[None]],
     ) -> None:
-        """`revive` has an engine that was not up show that it can sample; `followed` waits until those who follow our
-        gates have them as they stand."""
+        """`revive` checks that an engine that was not up can sample; `followed` waits until all following routers have
+        applied the current gates."""
         self._pools = pools
         self._pool_of = pool_of
         self._revive = revive
         self._settings = settings
         self._followed = followed
         self._updates: dict[str, Update] = {}
-        self._known: dict[tuple[str, str], PolicyEngine] = {}  # by policy and id: of an earlier life, not come back yet
+        self._known: dict[tuple[str, str], PolicyEngine] = {}  # by policy and id: saved before, and not back yet
         self.pins = VersionPins(pool_of)
         self.on_version: OnVersion = []
         self.save: Callable[[PolicyRecord], Awaitable[None]] | None = None
 
     def restore(self, records: Iterable[PolicyRecord]) -> None:
-        """What an earlier life left. A pause is still one, abandoned until its holder renews or somebody resumes."""
+        """Restores saved policies. A saved pause is abandoned until its holder renews or a caller resumes."""
         for record in records:
             pool = self._pool_of(record.name)
             pool.version, pool.is_named, pool.is_paused = record.version, record.is_named, record.is_paused
@@ -90,7 +90,7 @@ class Policies:
                 update = Update(record.holder, record.mode or PauseMode.ABORT, ids, record.lease_s or LEASE_S)
                 update.is_abandoned = True
                 self._updates[record.name] = update
-                log.warning("a policy is paused, and was when the service ended", extra={"policy": record.name})
+                log.warning("a policy is still paused from before the restart", extra={"policy": record.name})
 
     async def close(self) -> None:
         tasks: set[asyncio.Task[None]] = set()
@@ -103,7 +103,7 @@ class Policies:
         for update in self._updates.values():
             self._disarm(update)
 
-    # --- how it stands
+    # --- status
 
     def all(self) -> list[PolicyStatus]:
         return [self.status(name) for name in self._pools if self._has(name)]
@@ -112,7 +112,7 @@ class Policies:
         return status_of(self._known_pool(name), self._updates.get(name))
 
     def steady(self, name: str) -> int | None:
-        """The version of its weights; None while they are being changed, engine by engine included."""
+        """The version of its weights; None while they are being updated, even if only of some engines."""
         pool = self._pool_of(name)
         is_mixed = any(one.health is Health.UP and one.version != pool.version for one in pool.members.values())
         return None if name in self._updates or is_mixed else pool.version
@@ -139,10 +139,10 @@ class Policies:
         wait_s: float | None = None,
         after: int | None = None,
     ) -> PolicyStatus:
-        """Returns when the engines are paused, or after `wait_s`: then the state is still pausing, and the same call
-        again waits on. PolicyConflict while another holds it or if another resumed it meanwhile, or if it is not at the
-        version `after`; PolicyPinned while one needs the weights as they are and an engine may serve them. Its lease
-        does not run while this waits: whoever holds it is here."""
+        """Returns when the engines are paused, or after `wait_s`; the state is then still pausing, and repeating the
+        call continues to wait. Raises PolicyConflict while another holder has the pause, if another caller resumed the
+        policy meanwhile, or if its version is not `after`; PolicyPinned while an evaluation needs the current weights
+        and an engine may serve them. The lease does not run during this call, since its holder is waiting."""
         pool = self._known_pool(name)
         update = await self._settled(name)
         while update is None and self.pins.held(name):
@@ -162,7 +162,7 @@ class Policies:
             member.pause(mode, is_leaving=mode is PauseMode.ABORT and update.ids is not None)
             going = update.tasks.get(member)
             if going is not None and not going.done() and mode is not PauseMode.DRAIN:
-                member.cut(is_sparing=mode is PauseMode.KEEP)  # it was to drain, and took too long
+                member.cut(is_sparing=mode is PauseMode.KEEP)  # the earlier pause drains and takes too long
         self._arm(pool, update, lease_s)
         await self._save(self._record(pool, update))
         if self._holds(name, update):
@@ -180,7 +180,7 @@ class Policies:
                         self._arm(pool, update, lease_s)
         is_ours = await self._settled(name) is update and update.holder == holder
         if not is_ours or not all(member.is_paused for member in members):
-            raise PolicyConflict(f"policy {name!r} was resumed by another while it was being paused")
+            raise PolicyConflict(f"policy {name!r} was resumed by another caller while it was being paused")
         return self.status(name)
 
     def _holds(self, name: str, update: Update) -> bool:
@@ -189,7 +189,7 @@ class Policies:
     # --- lease
 
     async def renew(self, name: str, *, holder: str, lease_s: float) -> PolicyStatus:
-        """Also brings back what was abandoned, if it is the same holder. PolicyConflict otherwise."""
+        """Renews the lease, also of an abandoned pause. Raises PolicyConflict if `holder` does not hold it."""
         pool = self._known_pool(name)
         update = self._updates.get(name)
         if update is None:
@@ -226,9 +226,9 @@ class Policies:
                 update.turned.add(member)
                 member.quarantine(ABANDONED)
                 if update.ids is not None:
-                    member.cut(is_sparing=False)  # the others go on: so can what it had kept
+                    member.cut(is_sparing=False)  # the other engines run, so its kept calls can continue there
         log.error(
-            "a change of weights was abandoned: nothing resumes until somebody names a version",
+            "a weight update was abandoned: its engines stay paused until a resume names a version",
             extra={"policy": pool.name, "holder": update.holder, "lease_s": update.lease_s},
         )
 
@@ -243,11 +243,11 @@ class Policies:
         engines: Sequence[str] | None = None,
         after: int | None = None,
     ) -> PolicyStatus:
-        """Engines that are paused or quarantined, or those named, go on with weights of that version. PolicyStuck if
-        none of them can; PolicyConflict while the pause is that of another `holder` (None: whoever holds it), or if the
-        policy is neither at this version nor at `after`.
+        """Resumes the paused and quarantined engines, or those given, with weights of this version. Raises PolicyStuck
+        if no engine can be resumed; PolicyConflict while another than `holder` has the pause (None: any holder may), or
+        if the policy is neither at this version nor at `after`.
 
-        Of a policy that is not paused it tells the version: calls in flight are cut for the moment that this takes."""
+        If the policy is not paused, only sets the version: calls in flight are cut, and continue afterwards."""
         pool = self._known_pool(name)
         update = await self._settled(name)
         if holder is not None:
@@ -256,11 +256,11 @@ class Policies:
             check_version(pool, after)
         members = chosen(pool, engines)
         if engines is None and update is None:
-            # before any version was named, an engine is at 0 without having been told so
+            # before a version was named, an engine counts as version 0 without having been given it
             is_told = pool.is_named
             members = [one for one in members if not (is_told and one.is_usable and one.version == version)]
             if not members and pool.is_named and pool.version == version and pool.members:
-                return self.status(name)  # told already: a call that is sent again
+                return self.status(name)  # a repeated call
         elif engines is None and update is not None and update.ids is not None:
             members = [member for member in members if member.is_paused or member.health is Health.QUARANTINED]
         if update is None:
@@ -306,7 +306,7 @@ class Policies:
             if error is not None:
                 member.next_version = None
                 member.quarantine(error)
-                member.cut(is_sparing=False)  # what it had kept goes on elsewhere, or waits for it like all others
+                member.cut(is_sparing=False)  # its kept calls continue on other engines, or wait as all others do
         if members and not fresh:
             await self._save(self._record(pool, update))
             raise PolicyStuck(
@@ -314,7 +314,7 @@ class Policies:
                 + "; ".join(f"{member.id}: {error}" for member, error in zip(members, errors, strict=True)),
                 engines={member.id: error for member, error in zip(members, errors, strict=True)},
             )
-        is_new = bool(members) or not update.ids  # else those it was for are gone, and nobody has these weights
+        is_new = bool(members) or not update.ids  # otherwise its engines were removed, and no engine has these weights
         if is_new:
             pool.version, pool.is_named = version, True
         for member in fresh:
@@ -328,7 +328,7 @@ class Policies:
         if left:
             update.ids = left
         await self._save(self._record(pool, update if left else None, fresh))
-        # from here on nothing is awaited: whoever pauses next finds the gates as they are said to be
+        # no await from here on: the next pause must find the gates consistent
         pool.is_paused = False
         if not left:
             del self._updates[pool.name]
@@ -341,28 +341,29 @@ class Policies:
         pool.wake()
         extra = {"policy": pool.name, "version": pool.version, "engines": len(fresh)}
         log.info(
-            "a policy has new weights" if is_new else "a policy goes on without the engines to be changed", extra=extra
+            "a policy has new weights" if is_new else "a policy continues without the engines to update", extra=extra
         )
         self.tell(pool.name, pool.version)
 
     def tell(self, name: str, version: int) -> None:
-        """To whoever wants to know of new versions."""
+        """Calls the listeners for new versions."""
         for listener in self.on_version:
             try:
                 listener(name, version)
-            except Exception:  # the weights have changed, whatever a listener makes of it
+            except Exception:  # the weights have changed, whether or not a listener fails
                 log.exception("a listener for versions failed", extra={"policy": name})
 
-    # --- engines that come and go
+    # --- engines that are added or removed
 
     def is_waiting(self, member: PoolMember) -> bool:
-        """It was paused, or quarantined, in an earlier life: it may not be able to sample a token before a resume."""
+        """Whether the engine was paused or quarantined when saved: it may be unable to sample before a resume."""
         known = self._known.get((member.pool.name, member.id))
         update = self._updates.get(member.pool.name)
         return known is not None and (known.error is not None or (update is not None and update.covers(member.id)))
 
     async def welcome(self, member: PoolMember) -> None:
-        """An engine answers, at first or again: it takes calls, or waits for its policy, or is quarantined."""
+        """Admits an engine that answers, for the first time or again: it takes calls, waits for its policy, or is
+        quarantined."""
         pool = member.pool
         if member.engine.spec.role is Role.JUDGE:
             member.is_joined = True
@@ -382,8 +383,8 @@ class Policies:
                 member.started = known.started if known is not None else None
             error = known.error if known is not None else None
             if error is None:
-                is_to_pause = is_covered and update is not None  # else whoever shut our gate tells the engine
-                if is_to_pause and not is_new:  # from before it went away, or we did, there may be calls
+                is_to_pause = is_covered and update is not None  # otherwise the caller of Router.pause controls it
+                if is_to_pause and not is_new:  # calls from before it, or this service, was away may still run
                     await all_of(member.cut(is_sparing=False))
                     await self._followed()
                 if not is_covered or is_to_pause:
@@ -405,8 +406,8 @@ class Policies:
             member.set_health(Health.UP)
 
     def forget(self, member: PoolMember) -> None:
-        """It was removed. One that may have been told to pause still stands still: it could not be probed if it were
-        added again, and waits for a resume then."""
+        """Called when an engine is removed. If it may be paused, this is recorded: if it is added again, it cannot be
+        probed, and waits for a resume."""
         name, update = member.pool.name, self._updates.get(member.pool.name)
         self._known.pop((name, member.id), None)
         if member.is_told or (update is not None and update.covers(member.id)):
@@ -416,10 +417,10 @@ class Policies:
             if (pausing := update.tasks.pop(member, None)) is not None:
                 pausing.cancel()
 
-    # --- inside
+    # --- internal
 
     async def _settled(self, name: str) -> Update | None:
-        """What is under way, once it is not a resume any more."""
+        """The current update, after waiting for a resume to end."""
         while (update := self._updates.get(name)) is not None and update.resuming is not None:
             await asyncio.wait({update.resuming})
         return update

@@ -1,16 +1,16 @@
-"""Which weights sampled a token: each part of a completion gets a version per token, or a reason not to train on it.
+"""The weight version of each sampled token: a part of a completion gets a version per token, or is untrainable.
 
 An engine can be replaced unnoticed: its process is restarted between two health checks, or its URL leads to another
-process. So what a reply says of its weights is compared with the version that the engine was given, and a reply that
-says nothing is trusted only while the same process is known to answer.
+process. So the versions in a reply are compared with the version that the engine was given, and a reply without
+versions is trusted only while the same process is known to answer.
 
-    a reply names versions      Each must be one that the engine had since the call began (`EngineCall.versions`). Otherwise
-                                the engine is quarantined, and the part is untrainable.
-    the engine was given none   It may name any version, but never a lower one than before, nor none after one.
-    a reply names no version    Trusted while `http.Contact` shows the same process as when the engine was last
-                                verified. Then the engine is verified again: by its version, else by the time at which
-                                its process started. If it reports neither, a lost connection makes its tokens
-                                untrainable until a resume names a version.
+    a reply has versions        Each must be one that the engine had since the call started (`EngineCall.versions`).
+                                Otherwise the engine is quarantined, and the part is untrainable.
+    the engine was given none   It may report any version, but not a lower one than before, and not none after one.
+    a reply has no version      Trusted while `http.Contact` shows the same process as when the engine was last
+                                verified. After that, the engine is verified again: by its version, otherwise by the
+                                time at which its process started. If it reports neither, a lost connection makes its
+                                tokens untrainable until a resume names a version.
 
 A policy whose version was never set has version 0, whatever its engines serve. Only an engine that contradicts its own
 earlier replies is quarantined there.
@@ -22,12 +22,11 @@ import asyncio
 from dataclasses import replace
 
 from rollyard.core.failure import EngineFailure
-from rollyard.engines.base import Generation, VersionSpan
-from rollyard.engines.clients.http import Contact
-from rollyard.engines.routing.pool import EngineCall, Health, PoolMember
+from rollyard.engines.base import Contact, Generation, VersionSpan
+from rollyard.engines.pool.pool import EngineCall, Health, PoolMember
 
 ASK_S = 10.0
-"""For an engine to report its version and the start of its process."""
+"""How long an engine may take to report its version and the start of its process."""
 
 
 class OtherWeights(Exception):
@@ -63,7 +62,7 @@ async def with_versions(
 
 
 def stamped(part: Generation, version: int) -> Generation:
-    """The part with this version for each token that it names none for."""
+    """The part, with this version for each token that has none."""
     spans = part.versions or (VersionSpan(-1, 0, len(part.token_ids)),)
     known = tuple(VersionSpan(version if span.version < 0 else span.version, span.start, span.end) for span in spans)
     return replace(part, versions=known)
@@ -91,7 +90,7 @@ async def verify(member: PoolMember) -> str:
 
 
 async def compare(member: PoolMember) -> None:
-    """Returns if the engine still has its version. OtherWeights, UnknownWeights, EngineFailure."""
+    """Returns if the engine still has its version. Raises OtherWeights, UnknownWeights or EngineFailure."""
     losses = member.engine.contact.losses
     said, started = await member.engine.control.version(), await member.engine.started()
     if said is not None and member.is_given:
@@ -109,8 +108,8 @@ async def compare(member: PoolMember) -> None:
 
 
 def _is_same_process(member: PoolMember, *contacts: Contact) -> bool:
-    """Whether the process that was last verified answered in all these contacts. An engine that cannot be verified gets
-    the benefit of connections that only we closed."""
+    """Whether the process that was last verified answered in all these contacts. For an engine that cannot be verified
+    again, connections that this side closed do not count."""
     last = member.verified
     if last is None or member.started is not None or member.is_given:
         return all(contact == last for contact in contacts)
@@ -130,7 +129,7 @@ def _other(member: PoolMember, said: str) -> str:
 
 
 def _quarantine(member: PoolMember, why: str) -> None:
-    """No call begins there until a resume names a version; calls in flight are cut."""
+    """No call starts there until a resume names a version; calls in flight are cut."""
     member.verified = None
     if member.health is not Health.QUARANTINED:
         member.quarantine(why)

@@ -1,4 +1,4 @@
-"""What is known of a policy's weights: the update under way, and the policy as it is shown and as it is saved."""
+"""The state of a policy's weights: the current update, and the policy as it is shown and saved."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from enum import StrEnum
 
 from rollyard.core.failure import NotFound, PolicyConflict
 from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
-from rollyard.engines.routing.pool import EnginePool, Health, PoolMember
+from rollyard.engines.pool.pool import EnginePool, Health, PoolMember
 
 LEASE_S = 600.0
 
 OnVersion = list[Callable[[str, int], None]]
 
-ABANDONED = "the change of its weights was abandoned: a resume that names a version brings it up"
+ABANDONED = "its weight update was abandoned: a resume that names a version brings it up"
 
-LEFT_BEHIND = "it was paused, and away since: a resume that names a version brings it up"
+LEFT_BEHIND = "it left while it was paused: a resume that names a version brings it up"
 
 
 class PolicyState(StrEnum):
     RUNNING = "running"
-    PAUSING = "pausing"  # no new call begins; some in flight have not ended
+    PAUSING = "pausing"  # no new call starts; some in flight have not ended
     PAUSED = "paused"  # the trainer may write
-    ABANDONED = "abandoned"  # the lease ran out
+    ABANDONED = "abandoned"  # the lease expired
     RESUMING = "resuming"
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatus:
-    """A policy as it stands."""
+    """The current state of a policy."""
 
     name: str
     version: int
@@ -56,24 +56,24 @@ class PolicySettings:
     control_s: float = 60.0
     """How long an engine may take for the steps of a pause, and for those of a resume."""
     abort_grace_s: float = 10.0
-    """How long a paused engine may take to hand over what it aborted."""
+    """How long a paused engine may take to return the calls that it aborted."""
 
 
 @dataclass(eq=False, slots=True)
 class Update:
-    """A change of weights that is under way."""
+    """A weight update in progress."""
 
     holder: str
     mode: PauseMode
-    ids: set[str] | None  # None: all engines, those that come included
+    ids: set[str] | None  # None: all engines, including those added later
     lease_s: float = LEASE_S
-    ends_at: float = 0.0  # of the loop's time
+    ends_at: float = 0.0  # in the event loop's time
     timer: asyncio.TimerHandle | None = None
     tasks: dict[PoolMember, asyncio.Task[None]] = field(default_factory=dict["PoolMember", "asyncio.Task[None]"])
     resuming: asyncio.Task[None] | None = None
-    is_begun: bool = True  # off while a pause is being saved, before its engines are told
+    is_begun: bool = True  # False while a pause is being saved, before its engines are paused
     is_abandoned: bool = False
-    turned: set[PoolMember] = field(default_factory=set["PoolMember"])  # quarantined by the end of the lease alone
+    turned: set[PoolMember] = field(default_factory=set["PoolMember"])  # quarantined only because the lease expired
 
     @property
     def state(self) -> PolicyState:
@@ -89,7 +89,7 @@ class Update:
 
 
 def check_holder(pool: EnginePool, update: Update | None, holder: str) -> None:
-    """PolicyConflict while the pause is live and another's."""
+    """Raises PolicyConflict while another holder has the pause and its lease runs."""
     if update is not None and not update.is_abandoned and update.holder != holder:
         raise held_by_another(pool, update)
 
@@ -106,10 +106,10 @@ def held_by_another(pool: EnginePool, update: Update) -> PolicyConflict:
 
 
 def check_version(pool: EnginePool, after: int | None) -> None:
-    """PolicyConflict if another than the caller has named a version meanwhile."""
+    """Raises PolicyConflict if another caller has set a version meanwhile."""
     if after is not None and pool.version != after:
         raise PolicyConflict(
-            f"policy {pool.name!r} is at version {pool.version}, not at {after}: another has changed its weights",
+            f"policy {pool.name!r} is at version {pool.version}, not at {after}: another caller updated its weights",
             version=pool.version,
         )
 
@@ -145,7 +145,7 @@ def status_of(pool: EnginePool, update: Update | None) -> PolicyStatus:
 def record_of(
     pool: EnginePool, update: Update | None, absent: Iterable[PolicyEngine], fresh: Sequence[PoolMember] = ()
 ) -> PolicyRecord:
-    """`fresh` are paused no more, as soon as this is saved; `absent` are of an earlier life and have not come back."""
+    """`fresh` engines are no longer paused once this is saved; `absent` ones were saved before and are not back yet."""
     engines = [
         PolicyEngine(
             member.id,
@@ -170,12 +170,12 @@ def record_of(
 
 
 def _is_at_fault(member: PoolMember, update: Update | None) -> bool:
-    """Quarantined, and not only because a lease ran out."""
+    """Whether the engine is quarantined, and not only because a lease expired."""
     return member.health is Health.QUARANTINED and (update is None or member not in update.turned)
 
 
 def chosen(pool: EnginePool, engines: Sequence[str] | None) -> list[PoolMember]:
-    """The engines of those ids, or all; NotFound."""
+    """The engines with these ids, or all. Raises NotFound."""
     if engines is None:
         return list(pool.members.values())
     for engine_id in engines:
@@ -185,5 +185,5 @@ def chosen(pool: EnginePool, engines: Sequence[str] | None) -> list[PoolMember]:
 
 
 def still_paused(pool: EnginePool, update: Update, done: Sequence[PoolMember]) -> set[str]:
-    """Engines that stay paused for this update when some of them go on."""
+    """The ids of engines that stay paused for this update when those in `done` continue."""
     return {m.id for m in pool.members.values() if update.covers(m.id) and m not in done and m.is_paused}

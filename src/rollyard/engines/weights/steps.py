@@ -1,4 +1,4 @@
-"""The steps that one engine takes when its weights change, each bounded in time. The order is told in `policies.py`."""
+"""The steps of a weight update at one engine, each bounded in time. `policies.py` has their order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from rollyard.core.failure import EngineFailure
 from rollyard.core.policy import PauseMode
-from rollyard.engines.routing.pool import Health, PoolMember
+from rollyard.engines.pool.pool import Health, PoolMember
 from rollyard.engines.weights.provenance import OtherWeights, UnknownWeights, compare, remember
 from rollyard.engines.weights.state import PolicySettings
 
@@ -18,8 +18,8 @@ log = logging.getLogger("rollyard.engines")
 async def pause_engine(
     member: PoolMember, mode: PauseMode, bounds: PolicySettings, settled: Callable[[], Awaitable[None]]
 ) -> None:
-    """Its calls end, or are frozen, as the mode says, here and (`settled`) at nodes; then it is told to pause. One that
-    fails to is quarantined."""
+    """Ends or freezes its calls as the mode requires, here and (`settled`) at nodes; then pauses the engine. An engine
+    that fails to pause is quarantined."""
     if mode is PauseMode.DRAIN:
         await member.idle.wait()
     else:
@@ -31,12 +31,12 @@ async def pause_engine(
     except (EngineFailure, TimeoutError) as error:
         member.quarantine(f"it did not pause: {_detail(error, bounds)}")
     if not member.is_told:
-        await all_of(member.cut(is_sparing=False))  # nothing freezes what was to be kept
+        await all_of(member.cut(is_sparing=False))  # the engine does not freeze the calls to be kept
         await settled()
     elif mode is PauseMode.ABORT:
         try:
             async with asyncio.timeout(bounds.abort_grace_s):
-                await member.idle.wait()  # calls of text, which only the engine can end
+                await member.idle.wait()  # for chat calls, which only the engine can end
         except TimeoutError:
             log.warning("a paused engine has calls in flight", extra={"engine": member.id})
 
@@ -44,7 +44,7 @@ async def pause_engine(
 async def renew_engine(
     member: PoolMember, version: int, bounds: PolicySettings, revive: Callable[[PoolMember], Awaitable[None]]
 ) -> str | None:
-    """Its version, its caches, and on it goes; what went wrong, if anything did."""
+    """Sets the version, clears the caches and resumes the engine. Returns an error message, or None."""
     control = member.engine.control
     step = "take its version"
     try:
@@ -54,18 +54,19 @@ async def renew_engine(
             await control.clear_cache()
             step = "resume"
             if not await control.resume() and member.is_told:
-                return "it was told to pause and cannot be told to resume"
+                return "it was paused and has no route to resume"
         if member.health is not Health.UP or not member.is_probed:
             step = "sample a token"
             await revive(member)
         await remember(member)
-    except Exception as error:  # the vetting of an engine that was never up loads files that may be anything
+    except Exception as error:  # vetting an engine that was never up loads arbitrary files
         return f"it did not {step}: {_detail(error, bounds)}"
     return None
 
 
 async def take_in(member: PoolMember, bounds: PolicySettings, *, is_to_pause: bool, is_new: bool) -> str | None:
-    """An engine comes, or comes back: it waits, or has the version of its policy. Why it must not take calls, if so."""
+    """Pauses an engine that was added or came back, or checks that it has its policy's version. Returns why it must not
+    take calls, or None."""
     control = member.engine.control
     try:
         async with asyncio.timeout(bounds.control_s):
@@ -93,7 +94,7 @@ async def take_in(member: PoolMember, bounds: PolicySettings, *, is_to_pause: bo
 
 async def all_of(ended: Sequence[asyncio.Future[None]]) -> None:
     if ended:
-        await asyncio.wait(ended)  # bounded by abort_grace_s, in the sessions whose calls they are
+        await asyncio.wait(ended)  # the sessions of these calls bound it by abort_grace_s
 
 
 def _detail(error: BaseException, bounds: PolicySettings) -> str:

@@ -1,11 +1,12 @@
-"""Who needs a policy's weights to stay as they are for now: an evaluation, which samples from one version.
+"""Pins that keep a policy's weights unchanged, for evaluations, which sample from one version.
 
-A pin holds off the pause with which a change of weights begins, and only that: a resume that names a version always
-goes, for then the weights have changed already. Pins are in memory; who still needs one after a restart takes it again.
+A pin delays the pause that starts a weight update, and only that: a resume that names a version always succeeds, since
+the weights have changed by then. Pins are in memory; an evaluation that still needs one after a restart pins again.
 
-It holds while an engine has that version, or may still come up with it. Once all are quarantined or gone there is
-nothing left to keep, and the pause may be that of the one who writes these very weights again, for whom the evaluation
-waits: held off, neither would ever go on. The pin itself stays, and holds again when a resume has named its version.
+A pin takes effect while an engine has its version, or may still come up with it. Once all engines are quarantined or
+gone there is nothing to keep, and the pause may come from the trainer that writes these weights again, for which the
+evaluation waits: delaying it would be a deadlock. The pin remains, and takes effect again when a resume has named its
+version.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import asyncio
 from collections.abc import Callable
 
 from rollyard.core.failure import PolicyPinned
-from rollyard.engines.routing.pool import EnginePool, Health
+from rollyard.engines.pool.pool import EnginePool, Health
 
 
 class VersionPins:
-    """See the module. Who waits is woken by the pool, as its engines come and go."""
+    """The pins of all policies. The pool wakes waiters when its gates or health change."""
 
     def __init__(self, pool_of: Callable[[str], EnginePool]) -> None:
         self._pool_of = pool_of
-        self._pinned: dict[str, dict[str, int]] = {}  # by policy: who, and the version
+        self._pinned: dict[str, dict[str, int]] = {}  # by policy: its pins, each with its version
 
     def pin(self, policy: str, who: str, version: int) -> None:
         self._pinned.setdefault(policy, {})[who] = version
@@ -37,12 +38,12 @@ class VersionPins:
         self._pool_of(policy).wake()
 
     def held(self, policy: str) -> tuple[str, ...]:
-        """Who holds off a pause now."""
+        """The pins that currently delay a pause."""
         pool = self._pool_of(policy)
         return tuple(who for who, version in self._pinned.get(policy, {}).items() if _may_serve(pool, version))
 
     async def free(self, policy: str, within_s: float | None) -> float | None:
-        """When nobody holds it any more; what is left of the time. PolicyPinned when that is over."""
+        """Waits until no pin delays a pause, and returns the remaining time. Raises PolicyPinned after `within_s`."""
         loop = asyncio.get_running_loop()
         until = None if within_s is None else loop.time() + within_s
         pool = self._pool_of(policy)
@@ -59,7 +60,8 @@ class VersionPins:
 
 
 def _may_serve(pool: EnginePool, version: int) -> bool:
-    """One that is down may come back with its weights, and one that has never been up is given the policy's."""
+    """Whether an engine may serve the version. One that is down may come back with its weights, and one that has never
+    been up is given the policy's."""
     return any(
         member.health in (Health.UP, Health.DOWN) and (member.version == version or not member.is_joined)
         for member in pool.members.values()

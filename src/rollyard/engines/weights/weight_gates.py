@@ -1,16 +1,16 @@
-"""The gates of a router, told to those that follow it: which engines there are, and which of them take calls.
+"""The gates of a router, sent to the routers that follow it: which engines exist, and which of them take calls.
 
-One router, the head's, tells engines to pause and to go on. Others follow it, each at a node, with calls of their own
-to the same engines: they are told these gates, do to their calls what the head does to its own, and tell engines
-nothing. Before the head tells an engine to pause, or to take a version, it waits until all of them have (`Followers`).
+One router, the head's, pauses and resumes engines. The routers of nodes follow it, with calls of their own to the same
+engines: they receive these gates, treat their calls as the head treats its own, and send engines no control requests.
+Before the head pauses an engine, or sets its version, it waits until all nodes have applied the gates (`Followers`).
 
 Invariants.
-- Gates are whole: who missed some needs only the last. Their number rises with every change, through all lives of a
-  head, so who has applied a number has applied all before it, also those of a head that is dead.
-- An engine is down to nodes until the head itself has taken it in: nobody samples from weights that nobody has named.
-- `mode` says what becomes of calls in flight while a gate is shut, engine by engine: one may be cut while others drain.
-- Loads are no part of them. They are told the other way (`Router.used`); a node counts its own, since what it was told
-  of others' sessions would be old by the time it chose by it, and all nodes would choose the same engine.
+- Gates are complete: a node that missed some needs only the latest. Their number rises with every change, also across
+  restarts of the head. So a node that has applied a number has applied all lower ones, also those of an earlier head.
+- An engine is down at nodes until the head itself has admitted it: no node samples from weights without a version.
+- `mode` decides what happens to calls in flight while a gate is closed, per engine: one may be cut while others drain.
+- Gates contain no loads. Nodes report theirs to the head (`Router.used`), and choose engines by their own load only:
+  loads of other nodes would be outdated when used, and all nodes would choose the same engine.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing import Protocol
 
 from rollyard.core.engine import EngineSpec
 from rollyard.core.policy import PauseMode
-from rollyard.engines.routing.pool import EnginePool, Health, PoolMember
+from rollyard.engines.pool.pool import EnginePool, Health, PoolMember
 
 log = logging.getLogger("rollyard.engines")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGate:
-    """One engine of a policy. Its version counts where the gate is open."""
+    """The gate of one engine of a policy. Its version is valid while the gate is open."""
 
     id: str
     version: int
-    is_joined: bool = True  # the head has taken it in; before, nobody may have it
+    is_joined: bool = True  # the head has admitted it; before that, no node may use it
     is_paused: bool = False
-    is_leaving: bool = False  # while it is paused, its sessions go elsewhere if they can
-    mode: PauseMode | None = None  # while it is paused: what becomes of calls in flight
+    is_leaving: bool = False  # while it is paused, its sessions move to other engines if they can
+    mode: PauseMode | None = None  # while it is paused: what happens to calls in flight
     is_quarantined: bool = False
-    error: str = ""  # why
-    next_version: int | None = None  # that it is about to get
-    is_given: bool = False  # it has taken its version from the head
-    started: str | None = None  # when the process began that has these weights
+    error: str = ""  # why it is quarantined
+    next_version: int | None = None  # the version it is about to get
+    is_given: bool = False  # the engine itself accepted its version from the head
+    started: str | None = None  # when the process started that has these weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +63,28 @@ class WeightGates:
 
 
 class Followers(Protocol):
-    """All that follow a router, as it sees them."""
+    """The routers that follow a router."""
 
     async def settled(self) -> None:
-        """Returns when each of them has applied the gates as they stand now (its calls cut, drained or frozen as the
-        modes say), or is gone: then nothing that it sampled since will be believed."""
+        """Returns when each of them has applied the current gates (its calls cut, drained or frozen by their modes), or
+        is gone: results that a gone node sampled since then are rejected."""
         ...
 
 
 class GatePublisher:
-    """Writes down the gates of a router, under a new number when they have changed."""
+    """Composes the gates of a router, with a new number when they have changed."""
 
     def __init__(self, members: Mapping[str, PoolMember], pools: Mapping[str, EnginePool]) -> None:
         self._members = members
         self._pools = pools
-        # an earlier life began earlier, and has not changed its gates a million times a second
+        # larger than any number of an earlier process, which has not changed its gates a million times a second
         self._gates = WeightGates(time.time_ns() // 1000)
         self._told = self._gates.number
         self._is_due = False
         self.listeners: list[Callable[[], None]] = []
 
     def gates(self) -> WeightGates:
-        """As they stand. Whoever waits for them to be applied asks first, and is never a change behind."""
+        """The current gates. A caller that waits for them to be applied reads them first, so it misses no change."""
         specs = tuple(member.engine.spec for member in self._members.values())
         policies = tuple(_policy_gate(pool) for pool in self._pools.values() if _is_told_of(pool))
         if (specs, policies) != (self._gates.specs, self._gates.policies):
@@ -93,7 +93,7 @@ class GatePublisher:
         return self._gates
 
     def moved(self) -> None:
-        """Something changed, perhaps more is to come: listeners are told when that is done."""
+        """Schedules the listeners. Several changes in one loop iteration notify them once."""
         if self.listeners and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._tell)
@@ -106,7 +106,7 @@ class GatePublisher:
         for listener in tuple(self.listeners):
             try:
                 listener()
-            except Exception:  # the gates have moved, whatever a listener makes of it
+            except Exception:  # the gates have changed, whether or not a listener fails
                 log.exception("a listener for gates failed")
 
 

@@ -1,4 +1,4 @@
-"""The `code` environment: a question that is answered with a program, judged by hidden tests. See `environment`."""
+"""The `code` environment: a question that is answered with a program, scored by hidden tests."""
 
 from rollyard.envs.code.environment import CodeEnvironment
 

@@ -1,15 +1,15 @@
-"""Runs inside EVAL's sandbox: the task's asserts, with the solution in another process.
+"""Runs the task's asserts inside EVAL's sandbox, with the solution in another process.
 
-For each assert a fresh worker (`_worker`) loads the solution. The names that the assert takes from the solution are
-stand-ins here: they send the arguments over and get data back. So no code of the solution runs beside the asserts, and
-what is compared are plain values, whose `==` is Python's own.
+For each assert a new worker (`_worker`) loads the solution. Names of the solution that the assert uses are proxies
+here: they send the arguments to the worker and receive data. So no code of the solution runs in this process, and the
+asserts compare plain values, whose `==` is Python's own.
 
-Invariants. This process is the first that runs in its sandbox; it shuts its memory and descriptors (PR_SET_DUMPABLE)
-before it reads the asserts, and so before there is any process that could look. It reads them from standard input,
-never from a file, an argument or a variable. Each verdict is told with the nonce that came with them. After each assert
-all that it left running is killed. The solution can kill this process: then nothing more is told, and the rest failed.
+Invariants. This process is the first in its sandbox. It protects its memory and descriptors (PR_SET_DUMPABLE) before it
+reads the asserts, and so before any process exists that could read them. It reads them from standard input, never from
+a file, an argument or a variable. Each verdict is printed with the nonce that came with the asserts. After each assert,
+all processes that it left are killed. The solution can kill this process; the asserts without a verdict then fail.
 
-Run as `python3 -I -c`, by the image's own Python, 3.7 or newer. Never imported by the service.
+Runs as `python3 -I -c`, with the image's own Python, 3.7 or newer. Never imported by the service.
 """
 
 import ast
@@ -23,14 +23,14 @@ import sys
 from typing import IO, Dict, cast  # noqa: UP035
 
 MOST_BYTES = 64 << 20
-"""Of one answer."""
+"""The size limit of one answer."""
 
 ROUNDS = 100
-"""Of killing what was left; what forks faster than that is bounded by the sandbox's limits."""
+"""How often leftover processes are killed. A process that forks faster is bounded by the sandbox's limits."""
 
 NOT_AS_THEY_ARE = (StopIteration, StopAsyncIteration, UnicodeError)
-"""Raised here as SolutionRaised: the first two would end an `all(map(…))` of the asserts as if all had been well, and
-the last cannot be made of a text."""
+"""Raised here as SolutionRaised: the first two would end an `all(map(…))` in an assert as if it had passed, and the
+last cannot be created from a string."""
 
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
@@ -42,15 +42,15 @@ class TimeIsUp(BaseException):
 
 
 class SolutionGone(BaseException):
-    """It ended, or answered what is no answer. No assert can catch that by `except Exception`."""
+    """The solution exited or sent an invalid answer. `except Exception` in an assert does not catch it."""
 
 
 class SolutionRaised(Exception):
-    """An exception of a kind that Python itself does not have."""
+    """The solution raised an exception whose class is not a builtin."""
 
 
 class Clock:
-    """Raises TimeIsUp once for each `start`, however often it is signalled: the solution can do that as well."""
+    """Raises TimeIsUp once for each `start`, however often it is signalled: the solution can send signals, too."""
 
     is_running = False
 
@@ -67,7 +67,7 @@ class Clock:
 
 
 class Remote:
-    """Something of the solution's: a function, a class, an object. Only calls and attributes reach it."""
+    """A proxy for a function, class or object of the solution. Only calls and attributes are forwarded."""
 
     __slots__ = ("_name", "_on", "_session")
 
@@ -91,11 +91,11 @@ class Remote:
         self._session.ask({"op": "set", "on": self._on, "name": name, "value": self._session.sent(value)})
 
     def __bool__(self):
-        raise TypeError("whether an object of the solution's own kind is true is not for it to say")
+        raise TypeError("an object of the solution has no truth value here")
 
 
 class Session:
-    """A worker, for one assert."""
+    """The worker of one assert."""
 
     def __init__(self, job, codec):
         self._encode, self._decode = codec["encode"], codec["decode"]
@@ -132,8 +132,8 @@ class Session:
             return value._on
         name = getattr(value, "__name__", "")
         if isinstance(value, (type, type(len))) and getattr(builtins, name, None) is value:
-            return name  # Python's own, which the worker has as well; never the other way round
-        raise TypeError(type(value).__name__ + " cannot be given to the solution: only data can")
+            return name  # a builtin, which the worker also has; never in the other direction
+        raise TypeError(type(value).__name__ + " cannot be passed to the solution: only data can")
 
     def _remote(self, number):
         number = int(number)
@@ -163,7 +163,7 @@ class Session:
 
     @staticmethod
     def _change(given, now):
-        """Arguments that the solution changed in place are changed here, too."""
+        """Applies the solution's in-place changes of arguments to the objects here."""
         for index in range(min(len(given), len(now))):
             old, new = given[index], now[index]
             if type(old) is list and type(new) is list:
@@ -174,7 +174,7 @@ class Session:
 
 
 def kill_children():
-    """All of them: orphans come to this process, as their subreaper."""
+    """Kills all descendants: this process is their subreaper, so orphans become its children."""
     for _ in range(ROUNDS):
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -196,7 +196,7 @@ def kill_children():
 
 
 def names_of(tree):
-    """The names that code uses, and those that it gives a meaning itself."""
+    """The names that the code uses, and the names that it defines."""
     used, given = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -213,7 +213,7 @@ def names_of(tree):
 
 
 def run(job, codec, code):
-    """Returns if the code ran to its end."""
+    """Returns if the code ran to completion."""
     names: Dict[str, object] = {"__name__": "tests"}  # noqa: UP006 (3.7)
     exec(MODULES, names)
     Clock.start(job["wall_s"])
@@ -238,7 +238,7 @@ def verdict(job, codec, code):
             return "timed_out"
         except BaseException:
             return "failed"
-    except TimeIsUp:  # while the other handler began
+    except TimeIsUp:  # raised while the handler above started
         return "timed_out"
 
 
@@ -256,7 +256,7 @@ def main():
     told = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.dup2(null, 1)  # what the asserts print is no verdict
+    os.dup2(null, 1)  # output of the asserts must not look like a verdict
     os.write(told, f"{job['nonce']} tester ready\n".encode())
     late = 0
     for index, code in enumerate(job["asserts"]):

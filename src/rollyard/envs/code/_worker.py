@@ -1,26 +1,26 @@
 """Runs inside a sandbox: loads a solution and calls what it defines, one request per line of standard input.
 
-The first line is {"file", "prelude", "time_s", "memory_bytes", "processes"}; each line after it asks for one thing:
+The first line is {"file", "prelude", "time_s", "memory_bytes", "processes"}; each line after it is one request:
 
-    {"op": "call", "on": null | ID, "name": "f", "args": […], "kwargs": {…}}   the name's, or the object's itself
+    {"op": "call", "on": null | ID, "name": "f", "args": […], "kwargs": {…}}   calls the name, or the object ID itself
     {"op": "get" | "set", "on": ID, "name": "left", "value": …}
-    "wants_args": true of a call: the answer holds its arguments, too, as they are by then
+    "wants_args": true in a call: the answer includes the arguments as they are after the call
 
-and is answered with {"value": …, "args": …} or {"raised": [KIND, TEXT]}. Only data crosses: what is no plain value
-stays here, and has a number. The solution shares this process and may answer whatever it likes; no expected value ever
-comes here, so that it cannot know what to say.
+The answer is {"value": …, "args": …} or {"raised": [KIND, TEXT]}. Only data is sent: an object that is no plain value
+stays here and is sent as a number. The solution shares this process and may send any answer; no expected value is ever
+sent here, so the solution cannot read it.
 
-Run as `python3 -c`, by the image's own Python, 3.7 or newer. Never imported by the service, but for `decode`.
+Runs as `python3 -c`, with the image's own Python, 3.7 or newer. The service imports only `encode` and `decode`.
 """
 
 import builtins
 import json
 import sys
 
-BIG = 1 << 53  # beyond it a number in decimal is slow to read, and Python refuses 4301 digits
+BIG = 1 << 53  # larger integers are slow to parse as decimals, and Python refuses 4301 digits
 
 LISTED = ("deque", "range", "dict_keys", "dict_values", "dict_items")
-"""Kinds that cross as lists, as iterators do."""
+"""Types that are sent as lists, like iterators."""
 
 KNOWN = """
 from typing import *
@@ -34,7 +34,7 @@ import bisect, collections, functools, heapq, itertools, math, operator, random,
 
 
 def encode(value, keep):
-    """A value as JSON. `keep` gives a number to what is no data."""
+    """A value as JSON. `keep` returns a number for an object that is not data."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -58,13 +58,14 @@ def encode(value, keep):
         return {"bytes": bytes(value).hex()}
     if type(value).__name__ in LISTED or hasattr(value, "__next__"):
         return [encode(item, keep) for item in value]
-    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy's
+    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy
         return encode(value.tolist(), keep)
     return {"object": keep(value)}
 
 
 def decode(value, find):
-    """The opposite. `find` gives the object of a number. ValueError, TypeError or KeyError for what nobody encoded."""
+    """The inverse of `encode`. `find` returns the object of a number. Raises ValueError, TypeError or KeyError for
+    invalid input."""
     if isinstance(value, list):
         return [decode(item, find) for item in value]
     if not isinstance(value, dict):
@@ -88,7 +89,7 @@ def decode(value, find):
 
 
 class Worker:
-    """The solution's names, and the objects that were handed out."""
+    """Holds the solution's names and the objects that were sent as numbers."""
 
     def __init__(self, names):
         self.names = names
@@ -102,7 +103,7 @@ class Worker:
         return len(self.objects) - 1
 
     def find(self, number):
-        """Or what Python itself calls by that name: an assert may give `int` as an argument."""
+        """The object of a number, or the builtin of a name: an assert may pass `int` as an argument."""
         return getattr(builtins, number) if isinstance(number, str) else self.objects[number]
 
     def named(self, name):
@@ -127,18 +128,18 @@ class Worker:
         if request.get("wants_args"):
             try:
                 answer["args"] = encode(args, self.keep)
-            except RecursionError:  # it put a list into itself; its value may be right
+            except RecursionError:  # the solution put a list into itself; its value may still be right
                 pass
         return answer
 
 
 def limit(time_s, memory_bytes, processes):
-    """For good: a process cannot raise its own hard limits."""
+    """Irreversible: a process cannot raise its own hard limits."""
     import resource
 
     seconds = max(1, int(time_s) + (time_s > int(time_s)))
     for kind, soft, hard in (
-        (resource.RLIMIT_CPU, seconds, seconds + 1),  # SIGXCPU tells that it was time; SIGKILL for who ignores that
+        (resource.RLIMIT_CPU, seconds, seconds + 1),  # SIGXCPU at the limit; SIGKILL if that is ignored
         (resource.RLIMIT_NPROC, processes, processes),
         (resource.RLIMIT_AS, memory_bytes, memory_bytes),
         (resource.RLIMIT_CORE, 0, 0),
@@ -183,7 +184,7 @@ def main():
             answer = json.dumps({"raised": [type(error).__name__, str(error)[:1000]]})
         answered.write(answer + "\n")
         answered.flush()
-    os._exit(0)  # whatever threads the solution has left
+    os._exit(0)  # even if threads of the solution still run
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The code in an answer: its last block between fences."""
+"""Finds the code in an answer: its last fenced code block."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection
 
 _FENCE = re.compile(r"([ \t]*)(```+(?!.*`)|~~~+)\s*([^\s]*)")
-"""Its indentation, the fence, the tag. Behind backticks there are no more of them: that would be code within a line."""
+"""The indentation, the fence and the tag. No backtick may follow a fence of backticks: that is inline code."""
 
 
 def last_block(text: str, tags: Collection[str] = ()) -> str | None:
-    """The last block that is marked with one of the tags; where there is none, the last of all. One that is not closed
-    was cut off, and does not count. As in Markdown, a block in a list is indented as its fence is, and one that is as
-    long closes a fence."""
+    """The last block with one of the tags; if there is none, the last block. An unclosed block was cut off and does not
+    count. As in Markdown, a block in a list is indented like its fence, and a fence of at least the same length closes
+    it."""
     tagged: str | None = None
     last: str | None = None
     indent, fence, tag, lines = "", "", "", list[str]()

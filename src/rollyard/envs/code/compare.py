@@ -1,11 +1,11 @@
-"""Whether what a program gave is what was expected. Made in our process: no expected value enters a sandbox.
+"""Compares a program's output with the expected output. Runs in the service: no expected value enters a sandbox.
 
-Standard output is compared line by line and word by word: how many blanks stand between words does not matter, nor do
-blanks and empty lines at both ends. A word that is expected to be a decimal fraction (`0.5`, `1e-9`) may differ by the
-tolerance, absolute or relative; every other word must be the same, letter by letter.
+Standard output is compared line by line and word by word. The amount of white space between words does not matter, nor
+do white space and empty lines at both ends. If the expected word is a decimal fraction (`0.5`, `1e-9`), the given word
+may differ by the tolerance, absolute or relative; every other word must match exactly.
 
-Results of calls are compared as JSON has them: a tuple is a list, a key is a text, and numbers of which one is a
-fraction may differ by the tolerance. True equals 1, as in Python.
+Results of calls are compared as JSON: a tuple is a list, a key is a string, and if one of two numbers is a float, they
+may differ by the tolerance. True equals 1, as in Python.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def _is_near(given: str, expected: str, tolerance: float) -> bool:
         return False
     try:
         return _is_close(float(given), float(expected), tolerance)
-    except ValueError:  # a sign, or a point, alone
+    except ValueError:  # only a sign or a point
         return False
 
 
 def _is_close(given: float, expected: float, tolerance: float) -> bool:
     try:
         return math.isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
-    except OverflowError:  # a whole number that no fraction is near to
+    except OverflowError:  # an integer too large for a float
         return False

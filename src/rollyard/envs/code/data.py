@@ -1,4 +1,4 @@
-"""What a task of the `code` environment holds, read and checked.
+"""The data of a `code` task, parsed and checked.
 
 {"question": "…", "tests": [{"input": "1 2\\n", "output": "3\\n"}]}                       a program
 {"question": "…", "entry_point": "add", "tests": [{"input": [1, 2], "output": 3}]}        a function, by its results
@@ -18,22 +18,22 @@ from rollyard.sandbox.base import WORKDIR
 
 TIME_S = 10.0
 WAIT_S = 2.0
-"""On the clock, for a test that takes no CPU time: its start, and a machine that has much to do."""
+"""Added to the wall-clock limit of a test, for its start and for a busy machine."""
 
 GIB = 1 << 30
 LEAST_MEMORY_BYTES = 32 << 20
-"""Below it Python itself does not start."""
+"""With less, Python itself does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """How a program is named, made and run. `memory_bytes` bounds its address space where a task does not say."""
+    """How a program is named, compiled and run. `memory_bytes` limits its address space if the task does not."""
 
     file: str
     command: str
     compile: str | None = None
-    tags: tuple[str, ...] = ()  # of code blocks
-    needs: tuple[str, ...] = ()  # programs of the image
+    tags: tuple[str, ...] = ()  # tags of code blocks
+    needs: tuple[str, ...] = ()  # programs that the image must have
     memory_bytes: int | None = 4 * GIB
 
 
@@ -44,7 +44,7 @@ LANGUAGES = {
     "cpp": Language(
         "solution.cpp", "./solution", "g++ -O2 -std=c++17 -o solution solution.cpp", ("cpp", "c++", "cc"), ("g++",)
     ),
-    # V8 reserves far more addresses than it uses: only the sandbox's own limit bounds it.
+    # V8 reserves far more addresses than it uses, so only the sandbox's memory limit applies.
     "javascript": Language(
         "solution.js", "node solution.js", None, ("javascript", "js", "node"), ("node",), memory_bytes=None
     ),
@@ -53,7 +53,7 @@ LANGUAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An input (a text for standard input, or a call's arguments), and what is accepted for it."""
+    """An input (a string for standard input, or a call's arguments), and the accepted outputs."""
 
     input: Json
     accepted: tuple[Json, ...]
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CodeData:
-    """A task's data, read."""
+    """A task's data, parsed."""
 
     question: str
     language_name: str
@@ -85,18 +85,18 @@ class CodeData:
 
     @property
     def is_called(self) -> bool:
-        """Its functions are called; else it is a program that reads and writes."""
+        """Whether tests call the solution's functions; else it is a program that reads stdin and writes stdout."""
         return bool(self.asserts) or self.entry_point is not None
 
     @property
     def wall_s(self) -> float:
-        """Of one test. What is limited is CPU time, which other rollouts on the machine do not change; this is for who
-        waits for ever."""
+        """The wall-clock limit of one test, for programs that wait for ever. `time_s` limits CPU time, which does not
+        depend on other rollouts on the machine."""
         return 2 * self.time_s + WAIT_S
 
     @classmethod
     def read(cls, task: Task) -> CodeData:
-        """The data, or TaskInvalid with the field that is wrong."""
+        """Parses the data. Raises TaskInvalid with the field that is wrong."""
         fields = Fields(task)
         entry_point = fields.optional_text("entry_point")
         if entry_point is not None and not entry_point.isidentifier():
@@ -123,9 +123,9 @@ class CodeData:
         if bool(data.tests) == bool(data.asserts):
             raise fields.wrong("tests", "either at least one test here, or at least one of data.asserts,")
         if data.is_called and (name != "python" or language != LANGUAGES["python"]):
-            raise fields.wrong("language", "python, whose functions alone can be called by tests or asserts,")
+            raise fields.wrong("language", "python, the only language whose functions can be called,")
         if data.prelude and not data.is_called:
-            raise fields.wrong("prelude", "nothing, as this task's solution is a program of its own,")
+            raise fields.wrong("prelude", "nothing, as this task's solution is a program,")
         return data
 
 
@@ -143,7 +143,7 @@ def _language(fields: Fields) -> tuple[str, Language]:
             raise fields.wrong("file", "the name of the file that data.command runs")
         return name, Language(file, command, made_by, (known or Language("", "", tags=(name,))).tags, memory_bytes=None)
     if made_by is not None or file is not None:
-        raise fields.wrong("command", "what runs the solution, beside data.file and data.compile,")
+        raise fields.wrong("command", "the command that runs the solution, with data.file and data.compile,")
     return name, known
 
 
@@ -170,12 +170,12 @@ def _test(task: Task, fields: Fields, item: Json, where: str, entry_point: str |
     else:
         accepted = (own.get("output"),) if "output" in item else ()
     if not accepted:
-        raise own.wrong("output", "what is right, or in `outputs` a list of what is,")
+        raise own.wrong("output", "the right output, or in `outputs` a list of right outputs,")
     if entry_point is None:
         if not isinstance(given, str):
-            raise own.wrong("input", "a text for standard input (arguments of a call need data.entry_point)")
+            raise own.wrong("input", "a string for standard input (arguments of a call need data.entry_point)")
         if not all(isinstance(output, str) for output in accepted):
-            raise own.wrong("output", "a text")
+            raise own.wrong("output", "a string")
     else:
         given = own.items("input")
     own.done()

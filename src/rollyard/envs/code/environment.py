@@ -1,8 +1,8 @@
-"""The `code` environment: a question that is answered with a program, judged by hidden tests.
+"""The `code` environment: a question that is answered with a program, scored by hidden tests.
 
-The solution is the file that the agent leaves (`/workspace/solution.py`), else the last code block of its answer, so
-that a model without tools can do the task as well. It runs in a sandbox that holds nothing else of RUN's; the tests are
-never in RUN's. What a task holds is in `data`, how it is judged in `grading`, from which datasets it comes in `rows`.
+The solution is the file that the agent writes (`/workspace/solution.py`), else the last code block of its answer, so
+that a model without tools can solve the task as well. It runs in a sandbox that contains nothing else from RUN; the
+tests are never in RUN's sandbox. `data` defines a task's data, `grading` the scoring, `rows` the importer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollyard.sandbox.base import Sandbox
 from rollyard.tools.base import Tool
 
 SOLUTION = "solution"
-"""The one artifact."""
+"""The name of the only artifact."""
 
 SOLUTION_BYTES = 1 << 20
 PROBE_S = 60.0
@@ -37,7 +37,7 @@ print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 
 
 class CodeEnvironment(Environment):
-    """See the module."""
+    """Runs the solution on the task's hidden tests."""
 
     name: ClassVar[str] = "code"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
@@ -59,7 +59,7 @@ class CodeEnvironment(Environment):
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
         data = CodeData.read(context.task)
         if data.solution is None:
-            raise TaskInvalid("code: data.solution: this task holds no solution, so there is no oracle for it")
+            raise TaskInvalid("code: data.solution: this task has no solution, so there is no oracle for it")
         await context.box.write(data.path, data.solution.encode("utf-8", "surrogateescape"))
         return Solution()
 
@@ -85,7 +85,7 @@ class CodeEnvironment(Environment):
 
 
 async def _probe(sandbox: Sandbox, data: CodeData) -> None:
-    """The image must have what runs the solution; else every solution would fail, and look wrong."""
+    """Raises SetupFailed if the image cannot run solutions: every solution would fail and look wrong."""
     for program in data.language.needs:
         found = await sandbox.exec(f"command -v {program}", timeout_s=PROBE_S)
         if found.status != 0:
@@ -100,19 +100,19 @@ async def _probe(sandbox: Sandbox, data: CodeData) -> None:
         if missing := found.stdout.decode("utf-8", "replace").split():
             raise SetupFailed(
                 f"code: the image's python3 has no {', '.join(missing)}, which this task's tests import: choose "
-                "another image (what the solution defines needs no import)",
+                "another image (tests need not import what the solution defines)",
                 modules=", ".join(missing),
             )
 
 
 def _imported(data: CodeData) -> list[str]:
-    """The modules that the asserts and the prelude cannot do without. TaskInvalid if one of them is not Python."""
+    """The modules that the asserts and the prelude import. Raises TaskInvalid if one of them is not Python."""
     found: set[str] = set()
     texts = {"prelude": data.prelude, **{f"asserts[{index}]": code for index, code in enumerate(data.asserts)}}
     for where, text in texts.items():
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the dataset's own making
+                warnings.simplefilter("ignore")  # warnings about the dataset's code
                 body = ast.parse(text).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise TaskInvalid(f"code: data.{where}: this is not Python: {error}", field=where) from error

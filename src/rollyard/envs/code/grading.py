@@ -1,12 +1,12 @@
-"""Runs a solution on a task's tests, in EVAL's sandbox, and says of each how it went.
+"""Runs a solution on a task's tests, in EVAL's sandbox, and counts the verdicts.
 
-Programs run once for each test, in a command of their own, and only their input enters the sandbox. So do called
-functions (`_worker`). What they gave is compared here. Asserts hold what is expected, so they are kept apart from the
-solution inside (`_tester`).
+A program runs once for each test, in its own command, and only the test's input enters the sandbox. The same holds for
+called functions (`_worker`). The outputs are compared here. Asserts contain the expected values, so inside the sandbox
+they are separated from the solution (`_tester`).
 
-A test fails, and nothing worse happens, if the program ends early, ends with a status, floods its output, runs too
-long, takes too much memory, or ends the sandbox. After `MOST_LATE` tests that ran too long the rest are not run: a
-program that never ends would else hold EVAL for as long as there are tests.
+If the program exits early or with an error status, prints too much, runs too long, uses too much memory, or ends the
+sandbox, only that test fails. After `MOST_LATE` tests that ran too long the rest are skipped: a program that never ends
+would otherwise take EVAL's time for every test.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Verdict = Literal["passed", "failed", "timed_out", "skipped"]
 
 MOST_LATE = 3
 PROCESSES = 256
-"""At once, of all the tests: the sandbox's own limit is above that, so that there is always room for the next test."""
+"""The process limit of all tests together. The sandbox's own limit is higher, so the next test can always start."""
 OUTPUT_BYTES, OUTPUT_FACTOR = 1 << 20, 8
-"""Beyond what is expected, and how much longer the same may be: `0.5` with a dozen digits, a tuple as the worker writes
-it. What is longer is wrong, and never held."""
+"""The limit of an output is the expected size times the factor (`0.5` with a dozen digits, the worker's form of a
+tuple), plus the bytes. A longer output is wrong and is not kept in memory."""
 COMPILE_S = 120.0
 START_S = 30.0
-"""For the tester itself, on a loaded machine."""
+"""The time the tester itself may take to start on a loaded machine."""
 
 ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
-"""A BLAS reserves addresses for each thread, and a test's are limited."""
+"""A BLAS reserves address space for each thread, and a test's address space is limited."""
 
 _HERE = Path(__file__).parent
 _TOO_LONG = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
 
 
 async def graded(sandbox: Sandbox, data: CodeData) -> Counter[Verdict]:
-    """How many tests went which way. The solution is in its place."""
+    """Returns the number of tests for each verdict. The solution is already in the sandbox."""
     found: Counter[Verdict] = Counter()
     try:
         if data.asserts:
@@ -57,7 +57,7 @@ async def graded(sandbox: Sandbox, data: CodeData) -> Counter[Verdict]:
             await _run_tests(sandbox, data, found)
     except EvalDeadline:
         raise
-    except PolicyFailure:  # the solution ended the sandbox: its memory, its disk, all of its processes
+    except PolicyFailure:  # the solution ended the sandbox by its use of memory, disk or processes
         found["failed"] += 1
     return found
 
@@ -80,10 +80,10 @@ async def _run_tests(sandbox: Sandbox, data: CodeData, found: Counter[Verdict]) 
 async def _ran(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
     cpu_s = max(1, -int(-data.time_s // 1))
     memory = f"ulimit -v {data.memory_bytes >> 10}; " if data.memory_bytes is not None else ""
-    stack = "ulimit -S -s $(ulimit -H -s); "  # as contests have it: a search goes a million calls deep
+    stack = "ulimit -S -s $(ulimit -H -s); "  # as in programming contests: a search may recurse a million levels deep
     limits = f"exec 2>/dev/null; {stack}ulimit -S -t {cpu_s}; ulimit -H -t {cpu_s + 1}; {memory}"
     if (most := _processes(sandbox)) is not None:
-        limits += f"ulimit -u {most} || ulimit -p {most}; "  # as bash calls it, and as dash does
+        limits += f"ulimit -u {most} || ulimit -p {most}; "  # bash has -u, dash has -p
     command = f"{limits}sh -c {quote(data.language.command)}"
     longest = max(len(str(output).encode()) for output in test.accepted)
     result = await sandbox.exec(
@@ -130,7 +130,7 @@ async def _called(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
 
 
 def _is_accepted(answer: bytes, test: Case, tolerance: float) -> bool:
-    """The solution shares the worker's process, so its answer may be anything at all."""
+    """The solution shares the worker's process, so the answer may contain anything."""
     try:
         told = json.loads(answer)
         value = _worker.decode(told["value"], lambda _: object())
@@ -140,12 +140,12 @@ def _is_accepted(answer: bytes, test: Case, tolerance: float) -> bool:
 
 
 def _encoded(value: Json) -> Json:
-    """JSON values as the worker reads them."""
+    """JSON values in the worker's encoding."""
     return cast("Json", _worker.encode(_plain(value), None))
 
 
 def _plain(value: Json) -> Json:
-    """Task data may hold mappings and sequences that are no dict and no list."""
+    """Task data may contain mappings and sequences that are not dicts and lists."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value if value is None or isinstance(value, bool | int | float | str) else [_plain(item) for item in value]
@@ -174,7 +174,7 @@ async def _run_asserts(sandbox: Sandbox, data: CodeData, found: Counter[Verdict]
     )
     told = [line.split() for line in result.stdout.decode("utf-8", "replace").splitlines()]
     verdicts = {words[1]: words[2] for words in told if len(words) == 3 and words[0] == nonce}
-    if "tester" not in verdicts:  # before there was any solution; however it ended later, that was the solution's doing
+    if "tester" not in verdicts:  # it failed before the solution was loaded; any later failure is the solution's
         said = result.stderr[-500:].decode("utf-8", "replace").strip()
         raise VerifierCrashed(f"code: the tester did not start (status {result.status}): {said}")
     for index in range(len(data.asserts)):
@@ -192,7 +192,7 @@ def _settings(sandbox: Sandbox, data: CodeData) -> dict[str, Json]:
 
 
 def _processes(sandbox: Sandbox) -> int | None:
-    """None where a sandbox's processes are not counted apart: the user's own on this machine would count as well."""
+    """None if processes are not counted per sandbox: the limit would count all processes of the user."""
     return PROCESSES if sandbox.limits_in_force.get("processes", "none") != "none" else None
 
 

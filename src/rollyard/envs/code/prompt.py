@@ -1,4 +1,4 @@
-"""What the agent is told: the question, what is given, what is wanted, and where to put it."""
+"""The agent's prompt: the question, the given code and examples, what to write, and where to save it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _example(test: Case | str, data: CodeData) -> str:
 
 
 def _literal(value: Json) -> str:
-    """As Python writes it."""
+    """The value as a Python literal."""
     return repr(json.loads(json.dumps(value)))
 
 

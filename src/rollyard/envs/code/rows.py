@@ -1,11 +1,11 @@
-"""Rows of the datasets that people have, as tasks: which dataset it is, its fields say.
+"""Converts rows of public datasets to tasks. A row's fields identify its dataset.
 
 APPS, TACO       question, input_output {inputs, outputs, fn_name}, solutions, starter_code
 LiveCodeBench    question_content, public_test_cases, private_test_cases, starter_code, metadata {func_name}
 Codeforces       description, input_format, output_format, examples, official_tests, time_limit, memory_limit
 HumanEval        prompt, test, entry_point, canonical_solution
 MBPP             text or prompt, code, test_list, test_setup_code or test_imports
-ours             question, and tests or asserts: the data of a task as it is
+Rollyard         question, and tests or asserts: the data of a task, unchanged
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Data = dict[str, Json]
 OPTIONS = ("image", "language", "memory_bytes", "reward", "time_s")
 
 MOST_TESTS_BYTES = 512 << 20
-"""Of one row, unpacked: the largest of LiveCodeBench have a hundred megabytes."""
+"""The limit of one row's unpacked tests: the largest in LiveCodeBench have a hundred megabytes."""
 
 INTERPRETER_BYTES = 256 << 20
-"""On top of a contest's memory limit: that counts pages, ours counts addresses."""
+"""Added to a contest's memory limit: the contest limits resident memory, Rollyard limits address space."""
 
 EVAL_S, MOST_EVAL_S = 600.0, 7200.0
 
 
 def body_of(row: Row, options: Mapping[str, str]) -> Mapping[str, Json]:
-    """The task's body, or TaskInvalid."""
+    """Returns the task's body. Raises TaskInvalid."""
     check_options("code", options, OPTIONS)
     for fields, read in FORMATS:
         if all(row.get(field) is not None for field in fields):
@@ -49,7 +49,7 @@ def body_of(row: Row, options: Mapping[str, str]) -> Mapping[str, Json]:
             break
     else:
         known = "; ".join(", ".join(fields) for fields, _ in FORMATS)
-        raise TaskInvalid(f"code: a row of no known dataset. One has all of these fields: {known}")
+        raise TaskInvalid(f"code: a row of an unknown dataset; known rows have one of: {known}")
     for name in ("language", "reward"):
         if name in options:
             data[name] = options[name]
@@ -59,7 +59,7 @@ def body_of(row: Row, options: Mapping[str, str]) -> Mapping[str, Json]:
     body: dict[str, Json] = {"environment": "code", "data": {name: it for name, it in data.items() if it is not None}}
     if "image" in options:
         body["sandbox"] = {"image": options["image"]}
-    # Enough for a solution that takes all its time in every test.
+    # Enough for a solution that uses its whole time limit in every test.
     time_s = data.get("time_s") or TIME_S
     eval_s = 60 + _count(data) * (time_s if isinstance(time_s, int | float) else TIME_S)
     if eval_s > EVAL_S:
@@ -88,7 +88,7 @@ def _apps(row: Row) -> Data:
 
 
 def _program_test(given: Json, output: Json) -> Json:
-    """Some rows hold lists of lines."""
+    """Some rows contain lists of lines."""
     return {"input": _lines(given), "output": _lines(output)}
 
 
@@ -97,7 +97,7 @@ def _lines(value: Json) -> str:
 
 
 def _call_test(given: Json, output: Json) -> Json:
-    """A result is often in a list of its own; which rows do that, nothing says."""
+    """Many rows wrap a result in a list, and nothing marks them, so both forms are accepted."""
     is_alone = isinstance(output, list) and len(output) == 1
     return {"input": given, "outputs": [output, cast("list[Json]", output)[0]] if is_alone else [output]}
 
@@ -123,13 +123,13 @@ def _lcb_test(test: Json, entry_point: Json) -> Json:
     if entry_point is None:
         return {"input": given, "output": output}
     if not isinstance(given, str) or not isinstance(output, str):
-        _wrong("public_test_cases", "texts for input and output")
-    lines = [line for line in given.split("\n") if line.strip()]  # not splitlines: a text may hold U+2028
+        _wrong("public_test_cases", "strings for input and output")
+    lines = [line for line in given.split("\n") if line.strip()]  # not splitlines: a string may contain U+2028
     return {"input": [_json(line, "input") for line in lines], "output": _json(output, "output")}
 
 
 def _private(value: Json) -> Json:
-    """JSON; or that as a pickled text, compressed, in base64."""
+    """JSON, or a JSON string that is pickled, compressed and base64-encoded."""
     if not value or not isinstance(value, str):
         return value or []
     if value.lstrip().startswith("["):
@@ -146,16 +146,16 @@ def _private(value: Json) -> Json:
 
 
 class _OnlyData(pickle.Unpickler):
-    """Makes texts, numbers and lists. A pickle that names anything else could run anything else."""
+    """Loads only strings, numbers and lists. A pickle that names a class or function could run any code."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, and only data is read")
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, and only data is loaded")
 
 
 def _codeforces(row: Row) -> Data:
     for field, why in (
         ("interaction_format", "it is interactive"),
-        ("generated_checker", "several answers are right, which only its own checker can tell"),
+        ("generated_checker", "several answers are right, and only its own checker can verify them"),
     ):
         if row.get(field):
             raise TaskInvalid(f"code: {field}: this problem is not supported: {why}")
@@ -187,7 +187,7 @@ def _human_eval(row: Row) -> Data:
         "question": f"Complete this function:\n\n```python\n{prompt.rstrip()}\n```",
         "entry_point": entry_point,
         "asserts": [f"{_text(row, 'test')}\n\ncheck({entry_point})"],
-        "prelude": prompt,  # it may define what the tests use; and imports that a completion does not repeat
+        "prelude": prompt,  # it may define what the tests use, and imports that a completion omits
         "solution": prompt + canonical if isinstance(canonical, str) else None,
     }
 
@@ -203,16 +203,16 @@ def _mbpp(row: Row) -> Data:
         "question": question,
         "entry_point": _tested(code, tests),
         "asserts": [before + test for test in (*tests, *harder)],
-        "public_tests": tests[:1],  # else nobody could know the function's name
+        "public_tests": tests[:1],  # shows the function's name
         "solution": code,
     }
 
 
 def _tested(code: str, tests: Sequence[str]) -> str | None:
-    """The one function of the code that the tests call."""
+    """The function of the code that the tests call, if there is exactly one."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the dataset's own making
+            warnings.simplefilter("ignore")  # warnings about the dataset's code
             defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
             used = {node.id for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -251,14 +251,14 @@ def _json(text: str, field: str) -> Json:
 
 
 def _parsed(row: Row, field: str) -> Json:
-    """Most hold JSON as a text; some have read it already."""
+    """Most datasets have JSON as a string; in some it is already parsed."""
     value = row.get(field)
     return _json(value, field) if isinstance(value, str) else value
 
 
 def _text(row: Row, field: str) -> str:
     value = row.get(field)
-    return value if isinstance(value, str) else _wrong(field, "a text")
+    return value if isinstance(value, str) else _wrong(field, "a string")
 
 
 def _list(value: Json, field: str) -> Sequence[Json]:

@@ -1,4 +1,4 @@
-"""The `gym` environment: any resources server of NeMo Gym, played by any agent here."""
+"""The `gym` environment: runs any agent against a NeMo Gym resources server."""
 
 from rollyard.envs.gym.environment import GymEnvironment
 

@@ -1,19 +1,19 @@
-"""The `gym` environment: seed a session at a resources server, offer its tools, have it verify what came of it.
+"""The `gym` environment: seeds a session at a resources server, offers its tools, and scores with its verifier.
 
     {"server": "counter",
      "row": {"responses_create_params": {"input": […], "tools": […]}, "expected_count": 6, …},
      "oracle": [{"tool": "increment_counter", "arguments": {"count": 1}}, {"answer": "6"}]}
 
-Which servers may be called is the operator's to say (the setting `gym_servers`). A task names one of them, or gives the
-URL of one; any other URL is refused, for the service stands where its clients do not.
+The operator lists the servers that may be called (the setting `gym_servers`). A task names one of them, or contains
+the URL of one; any other URL is refused, because the service can reach hosts that its clients cannot.
 
-Whose fault what is. A row that the server refuses at the seed is the task's. A server that is not there, or does not
-answer, is infrastructure's, at every call; so is a verdict that is no number. Tools' errors are observations. The
-server bounds what it runs for `/verify` itself, so that one which takes all of EVAL's time is no verdict either.
+Blame. If the server refuses the row at the seed, the blame is `task`. If the server cannot be reached or does not
+answer, at any call, or if its verdict is not a number, the blame is `infra`. Errors of tools are observations. The
+server limits what it runs for `/verify` itself, so if that takes all of EVAL's time there is no verdict either.
 
-The verdict is made outside, from what this process tells the server: no tool can reach `/verify`, and of the row the
-model sees its `responses_create_params` only. EVAL may be done again, in another process too, as long as the server
-still has the session. What a server says that has forgotten it is the server's matter: an error is no reward, a 0 is.
+The server computes the verdict from what this process sends it: no tool can call `/verify`, and the model sees only
+`responses_create_params` of the row. EVAL may be repeated, also in another process, as long as the server still has the
+session. If it no longer has the session, its reply decides: an error gives no reward, a reward of 0 counts.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from rollyard.envs.gym.tool import GymTool
 from rollyard.tools.base import Tool
 
 INFO = "gym"
-"""In the trajectory's info: `{"cookies": {…}}`. Whoever has them can act as the session."""
+"""The key in the trajectory's info: `{"cookies": {…}}`. The cookies give full access to the session."""
 
 SHARE = 0.9
-"""Of a stage's time, for its one call: a server that hangs is then told from a stage that was too slow."""
+"""The share of a stage's time for its one call, so that a server that hangs is not reported as a slow stage."""
 
 REPLY_BYTES = 64 << 20
-"""Of a seed or a verdict, which repeats the row and the response."""
+"""The limit of a seed's or verdict's reply. A verdict repeats the row and the response."""
 
 MOST_METRICS = 64
 
@@ -49,7 +49,7 @@ _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens"
 
 
 class GymEnvironment(Environment):
-    """See the module. `servers` are the operator's: URLs by name."""
+    """Scores with a resources server's verifier. `servers` are the operator's URLs by name."""
 
     name: ClassVar[str] = "gym"
 
@@ -80,7 +80,7 @@ class GymEnvironment(Environment):
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
         data = GymData.read(context.task)
         if data.steps is None:
-            raise TaskInvalid("gym: data.oracle: this task holds no solution, so there is no oracle for it")
+            raise TaskInvalid("gym: data.oracle: this task has no solution, so there is no oracle for it")
         said: list[Message] = []
         for index, step in enumerate(data.steps):
             arguments = encoded(step.arguments).decode()
@@ -106,13 +106,13 @@ class GymEnvironment(Environment):
         return _score(reply, data)
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
-        """Options: `server`, as the operator names it; `oracle`, the row's field that holds the oracle's steps."""
+        """Options: `server`, the operator's name of it; `oracle`, the row's field that contains the oracle's steps."""
         check_options(self.name, options, ("server", "oracle"))
         if not options.get("server"):
-            raise TaskInvalid("gym: name the resources server of these rows: --set server=NAME")
+            raise TaskInvalid("gym: set the resources server of these rows: --set server=NAME")
         params = params_of(row)
         if params is None:
-            raise TaskInvalid(f"gym: this is no row of a Gym dataset: it has no object {PARAMS!r}")
+            raise TaskInvalid(f"gym: this is not a row of a Gym dataset: it has no object {PARAMS!r}")
         field = options.get("oracle", "")
         if field and field not in row:
             raise TaskInvalid(f"gym: the row has no field {field!r}, which the option `oracle` names")
@@ -136,7 +136,7 @@ class GymEnvironment(Environment):
         if data.server not in self._servers:
             known = ", ".join(sorted(self._servers)) or "none"
             raise TaskInvalid(
-                f"gym: data.server: there is no resources server {data.server!r} here; the operator has named: {known}",
+                f"gym: data.server: there is no resources server {data.server!r}; the operator has named: {known}",
                 field="data.server",
             )
         return self._servers[data.server]
@@ -149,14 +149,14 @@ class GymEnvironment(Environment):
 
 def _check_seed(reply: Reply, data: GymData) -> None:
     if reply.status in (400, 422):
-        raise SetupFailed(f"the resources server {data.server} refused this row, {reply.excerpt}")
+        raise SetupFailed(f"the resources server {data.server} refused this row: {reply.excerpt}")
     if not reply.is_good:
-        raise ToolUnreachable(f"the resources server {data.server} made no session, {reply.excerpt}")
+        raise ToolUnreachable(f"the resources server {data.server} created no session: {reply.excerpt}")
     if not data.tools and (_object(reply) or {}).get("mcp"):
-        # The same tools are served at plain paths as well: where the row names them, they are called there.
+        # The server also serves these tools at plain paths; if the row names them, they are called there.
         raise TaskInvalid(
-            f"gym: the resources server {data.server} offers its tools over MCP, and the row names none: write them"
-            f" into {PARAMS}.tools",
+            f"gym: the resources server {data.server} offers its tools over MCP, and the row names none: add them"
+            f" to {PARAMS}.tools",
             field=f"data.row.{PARAMS}.tools",
         )
 
@@ -165,25 +165,25 @@ def _kept_cookies(evidence: Evidence) -> dict[str, Json]:
     kept = evidence.trajectory.info.get(INFO)
     cookies = kept.get("cookies") if isinstance(kept, Mapping) else None
     if not isinstance(cookies, Mapping):
-        raise VerifierCrashed("the record holds no session of the resources server: there is nothing to verify")
+        raise VerifierCrashed("the record has no session of the resources server: there is nothing to verify")
     return dict(cookies)
 
 
 def _score(reply: Reply, data: GymData) -> Score:
-    """Of a verdict, or VerifierCrashed."""
+    """The score of a verdict. Raises VerifierCrashed."""
     who = f"the resources server {data.server}"
     if not reply.is_good:
-        raise VerifierCrashed(f"{who} did not verify, {reply.excerpt}")
+        raise VerifierCrashed(f"{who} did not verify: {reply.excerpt}")
     verdict = _object(reply)
     if verdict is None:
-        raise VerifierCrashed(f"{who} gave a verdict that is no object of JSON, {reply.excerpt}")
-    if failed := verdict.get("_ng_failure_class"):  # its judge did not answer, say: the reward beside it is made up
+        raise VerifierCrashed(f"{who} returned a verdict that is not a JSON object: {reply.excerpt}")
+    if failed := verdict.get("_ng_failure_class"):  # for example, its judge did not answer: the reward is meaningless
         said = verdict.get("_ng_failure_message") or verdict.get("_ng_failure_judge_error")
-        why = said or "it does not say why"
+        why = said or "no reason given"
         raise VerifierCrashed(f"{who} could not verify: {failed}: {why}")
     reward = _finite(verdict.get("reward"))
     if reward is None or isinstance(verdict.get("reward"), bool):
-        raise VerifierCrashed(f"{who} gave a verdict without a reward, {reply.excerpt}")
+        raise VerifierCrashed(f"{who} returned a verdict without a reward: {reply.excerpt}")
     parts = verdict.get("reward_components")
     ours = {*data.row, "response", "reward"}
     return Score(

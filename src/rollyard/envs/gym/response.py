@@ -1,11 +1,11 @@
-"""What an agent did, as the Responses object that a resources server verifies.
+"""Converts a trajectory to the Responses object that a resources server verifies.
 
-Its output is all that came after the task's input: reasoning, messages, calls and their outputs, in order. An answer
-that was given to the `finish` tool stands there as a message, too, which is where verifiers look for it. A call whose
-arguments are no object was never made: it stands there as what it is, text, for verifiers read the arguments of every
-call, and one that breaks on them gives no score. An agent that did nothing has one empty message: a model server never
-gives less, and verifiers look at the last item. An agent program has the tools by MCP and under a name of its own, such
-as `mcp__environment__NAME`; verifiers are told NAME.
+Its output contains everything after the task's input: reasoning, messages, calls and their outputs, in order. An answer
+passed to the `finish` tool is also added as a message, because verifiers look for it there. A call whose arguments are
+not an object was never executed; it is added as text, because verifiers parse the arguments of every call, and one that
+fails on them returns no score. If the agent did nothing, there is one empty message: a model server always returns at
+least one, and verifiers read the last item. An agent program has the tools through MCP, under a name such as
+`mcp__environment__NAME`; verifiers get NAME.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CUT_OFF = (TokenLimit.code, ContextLimit.code)
 
 
 def response_of(data: GymData, trajectory: Trajectory) -> dict[str, Json]:
-    """Of a task, and of what came of it."""
+    """The Responses object of a task's trajectory."""
     params = params_of(data.row) or {}
     is_program = "gateway" in trajectory.info
     names = [tool.name for tool in data.tools] if is_program else []
@@ -53,8 +53,8 @@ def response_of(data: GymData, trajectory: Trajectory) -> dict[str, Json]:
 
 
 def _after(given: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
-    """From the agent's first message on. An agent may put a system prompt of its own before the input, or join parts
-    of it; what it cannot do is to take back a turn of the assistant's."""
+    """The messages from the agent's first one on. An agent may add its own system prompt before the input, or join
+    parts of the input, but it cannot remove an assistant turn."""
     earlier = sum(message.get("role") == "assistant" for message in given)
     places = (index for index, message in enumerate(messages) if message.get("role") == "assistant")
     first = next(islice(places, earlier, None), len(messages))
@@ -103,7 +103,7 @@ def _parts(text: str) -> list[dict[str, Json]]:
 
 
 def _called(call: Json) -> tuple[str, str, str]:
-    """Its id, its tool and its arguments, in chat's shape."""
+    """The id, tool and arguments of a call in Chat Completions format."""
     assert isinstance(call, Mapping)
     function = call.get("function")
     assert isinstance(function, Mapping)
@@ -120,7 +120,7 @@ def _is_object(text: str) -> bool:
 
 
 def _text(content: Json) -> str:
-    """Of parts, the text."""
+    """The text of a message's content; of parts, their joined text."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else ()
@@ -128,7 +128,7 @@ def _text(content: Json) -> str:
 
 
 def _usage(trajectory: Trajectory) -> Json:
-    """None where nothing was sampled, or nobody counted."""
+    """None if nothing was sampled, or tokens were not counted."""
     if not trajectory.traces:
         return None
     total, sampled = sum(len(trace) for trace in trajectory.traces), trajectory.sampled_tokens

@@ -1,7 +1,7 @@
-"""A task's data, read: the row of a Gym dataset as messages and tools, and the steps of its oracle.
+"""A task's data, parsed: the row of a Gym dataset as messages and tools, and the steps of its oracle.
 
-Only `responses_create_params` is for the model. The row's other fields (the expected answer among them) go to the
-resources server and nowhere else.
+The model sees only `responses_create_params`. The row's other fields, including the expected answer, are sent only to
+the resources server.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PARAMS = "responses_create_params"
 
 _PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _SERVERS_OWN = frozenset({"seed_session", "verify", "aggregate_metrics", "mcp"})
-"""A model that could call these would score itself."""
+"""Paths of the server's own. A model that could call them could score itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class OracleCall:
-    """One call of the oracle."""
+    """A tool call of the oracle."""
 
     tool: str
     arguments: Mapping[str, Json]
@@ -38,12 +38,12 @@ class GymData:
     row: Mapping[str, Json]
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
-    steps: tuple[OracleCall, ...] | None = None  # None: there is no oracle
+    steps: tuple[OracleCall, ...] | None = None  # None if there is no oracle
     answer: str | None = None
 
     @classmethod
     def read(cls, task: Task) -> GymData:
-        """The data, or TaskInvalid with the field that is wrong."""
+        """Parses the data. Raises TaskInvalid with the field that is wrong."""
         fields = Fields(task)
         server, row, oracle = fields.text("server"), fields.get("row"), fields.get("oracle")
         if not isinstance(row, Mapping):
@@ -82,7 +82,7 @@ def _spec(fields: Fields, where: str, schema: Mapping[str, Json]) -> ToolSpec:
     assert isinstance(function, Mapping)
     name, about, parameters = str(function["name"]), function.get("description", ""), function["parameters"]
     if not _PATH.fullmatch(name) or name in _SERVERS_OWN:
-        raise fields.wrong(where, f"a name that can be a path of the server and is none of its own, not {name!r},")
+        raise fields.wrong(where, f"a name that is valid as a path and is not reserved by the server, not {name!r},")
     assert isinstance(parameters, Mapping)
     return ToolSpec(name, str(about), parameters)
 

@@ -1,13 +1,13 @@
-"""A rollout's session with a resources server: plain POSTs, and the cookies that say whose they are.
+"""A rollout's session with a resources server: POST requests with the cookies that identify the session.
 
-Every reply may change the cookies, and the next call carries them as they came, byte for byte (they are signed). They
-are kept in a dict that is not this object's own: INIT puts it into the rollout's info, so EVAL finds what RUN left
-there. Whoever has them can act as this session; they are in no message and no log. So that each call has the newest,
-they follow one another: a program that calls two tools at once waits for the first.
+Every reply may change the cookies, and the next call sends them unchanged, byte for byte (they are signed). They are
+stored in a dict that the caller owns: INIT puts it into the rollout's info, so EVAL has the cookies that RUN left. The
+cookies give full access to the session, so they are in no message and no log. Calls are serialized, so that each sends
+the newest cookies: if a program calls two tools at once, the second waits for the first.
 
-Nothing is followed (redirects), nothing is kept open (a kept connection that the server has just closed would fail a
-call that cannot be sent twice), and no reply is read beyond its bound. Cookies beyond 4 KiB each, or 50 in a reply, are
-not taken, here as in browsers.
+Redirects are not followed. Connections are not reused: the server may just have closed one, and a call that cannot be
+sent twice would fail. A reply is read only up to its size limit. As in browsers, cookies of more than 4 KiB, or more
+than 50 per reply, are ignored.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rollyard.core import Json
 CONNECT_S = 10.0
 
 TRIES = 3
-"""Of what may be sent twice: seeding makes another session, and verifying changes nothing."""
+"""For calls that may be sent twice: seeding creates another session, and verifying changes nothing."""
 
 PAUSE_S = 0.5
-"""Before the second try; twice as long before the third."""
+"""The pause before the second try; twice as long before the third."""
 
 BUSY = (502, 503, 504)
-"""What a proxy says while the server behind it starts."""
+"""What a proxy returns while the server behind it starts."""
 
 EXCERPT_CHARS = 500
-"""Of a reply, in a failure's detail."""
+"""How much of a reply is in a failure's detail."""
 
 
 class Unreachable(Exception):
-    """No answer came, or none that is HTTP. Says why."""
+    """There was no HTTP answer. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Reply:
 
     @property
     def excerpt(self) -> str:
-        """For people."""
+        """For error messages."""
         return f"status {self.status}: {self.text[:EXCERPT_CHARS]}"
 
 
 class GymSession:
-    """See the module. `cookies` is changed as replies come."""
+    """Calls a resources server with the session's cookies. Replies update `cookies` in place."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, cookies: dict[str, Json]) -> None:
         self._http = http
@@ -72,7 +72,7 @@ class GymSession:
         self._turn = asyncio.Lock()
 
     async def post(self, path: str, body: bytes, *, most_bytes: int) -> Reply:
-        """One call, sent once; of the reply, so many bytes at most. The caller bounds its time. Unreachable."""
+        """Sends a call once; reads `most_bytes` of the reply at most. The caller sets a timeout. Raises Unreachable."""
         async with self._turn:
             try:
                 async with self._http.post(
@@ -85,7 +85,7 @@ class GymSession:
                 raise Unreachable(f"{type(error).__name__}: {error}") from error
 
     async def ask(self, path: str, body: bytes, *, most_bytes: int, within_s: float) -> Reply:
-        """A call that may be sent again, until there is an answer or its time is over. Unreachable."""
+        """Sends a call that may be repeated, until it is answered or its time is over. Raises Unreachable."""
         guard = asyncio.timeout(within_s)
         try:
             async with guard:
@@ -120,7 +120,7 @@ class GymSession:
 
 
 def new_http() -> aiohttp.ClientSession:
-    """For all sessions of a process. The pipeline's slots bound how many calls there are at once."""
+    """The HTTP client of all sessions in a process. The pipeline's slots limit the number of concurrent calls."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -129,7 +129,8 @@ def new_http() -> aiohttp.ClientSession:
 
 
 def encoded(value: Json) -> bytes:
-    """As ASCII: half a surrogate pair, which a model may write, has no UTF-8. ValueError for NaN, RecursionError."""
+    """ASCII, because half a surrogate pair, which a model may write, has no UTF-8. Raises ValueError for NaN, and
+    RecursionError."""
     return json.dumps(value, allow_nan=False, default=_plain).encode()
 
 
@@ -141,7 +142,7 @@ async def _read(content: aiohttp.StreamReader, most_bytes: int) -> bytes:
 
 
 def _is_over(cookie: Morsel[str]) -> bool:
-    """The server takes it back."""
+    """Whether the cookie has expired: the server deletes it."""
     if cookie["max-age"]:
         return str(cookie["max-age"]).startswith(("0", "-"))
     try:
@@ -152,7 +153,7 @@ def _is_over(cookie: Morsel[str]) -> bool:
 
 
 def _plain(value: object) -> object:
-    """A task's data may hold mappings and sequences that are no dict and no list."""
+    """A task's data may contain mappings and sequences that are not dicts and lists."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):

@@ -1,7 +1,7 @@
-"""A tool of a resources server: a POST to the path of its name, whose reply is the observation, whatever its status.
+"""A tool of a resources server: a POST to the path of its name. The reply is the observation, whatever its status.
 
-A call is sent once, for it may have changed something. A server that is too slow is an observation, as with any tool;
-one that is not there at all is infrastructure's trouble, and nothing that the model should learn from.
+A call is sent once, because it may have side effects. A timeout is an observation, as with any tool. If the server
+cannot be reached, the blame is `infra`, and the model does not learn from it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollyard.tools._output import cut
 from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
 
 READ_BYTES = 4 << 20
-"""Of a reply; the model sees limits.output_bytes of that."""
+"""How much of a reply is read; the model sees limits.output_bytes of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GymTool:
-    """Both kind and tool: INIT makes it for one rollout, and there is nothing to open or close."""
+    """Both kind and tool: INIT creates it for one rollout, and it needs no opening or closing."""
 
     spec: ToolSpec
     session: GymSession
@@ -50,4 +50,4 @@ class GymTool:
         return ToolResult(cut(reply.text, self.output_bytes), is_error=not reply.is_good)
 
     async def close(self) -> None:
-        """The session is the environment's."""
+        """Does nothing: the environment owns the session."""

@@ -1,4 +1,4 @@
-"""Harbor and Terminal-Bench task folders, run as they are."""
+"""Runs task folders of Harbor and Terminal-Bench unchanged."""
 
 from rollyard.envs.harbor.environment import HarborEnvironment
 

@@ -1,4 +1,4 @@
-"""The data of a `harbor` task, read. The importer writes it (`folder.py`); whoever has tasks of their own may, too.
+"""The data of a `harbor` task, parsed. The importer (`folder.py`) writes it; it may also be written by hand.
 
 {"instruction": "…", "workdir": "/app", "env": {…},
  "setup": [{"files": {"app/main.py": "…"}}, {"run": "make", "cwd": "/app"}],
@@ -18,22 +18,22 @@ from rollyard.envs.fields import Fields
 from rollyard.envs.harbor.files import Files, check_files, text_of
 
 APP = "/app"
-"""Where the tasks of this format begin, by custom, where nothing says otherwise."""
+"""The working folder of Harbor tasks if they do not set one."""
 
 OURS = ("/tests", "/logs", "/solution")
-"""What the verifier and the oracle find there is never RUN's."""
+"""Folders of the verifier and the oracle. They never contain files of RUN."""
 
 ABOVE_TESTS = (
     *("/conftest.py", "/pytest.ini", "/.pytest.ini", "/pytest.toml", "/.pytest.toml"),
     *("/pyproject.toml", "/tox.ini", "/setup.cfg", "/setup.py", "/node_modules"),
 )
-"""What pytest and node read above /tests by themselves: a /conftest.py of the agent's would make every test pass. Where
-the task's own work is in /, they are part of it."""
+"""Files that pytest and node read above /tests by themselves: an agent's /conftest.py could make every test pass. If
+the task's working folder is /, they are part of the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetUpStep:
-    """Of the set-up: files from the root on, or a command."""
+    """A step of the set-up: files with paths from the root, or a command."""
 
     files: Files
     run: str = ""
@@ -55,7 +55,7 @@ class HarborData:
 
     @classmethod
     def read(cls, task: Task) -> HarborData:
-        """The data, or TaskInvalid with the field that is wrong."""
+        """Parses the data. Raises TaskInvalid with the field that is wrong."""
         fields = Fields(task)
         data = cls(
             instruction=fields.text("instruction"),
@@ -68,7 +68,7 @@ class HarborData:
             solution_env=fields.text_map("solution_env"),
             keep=tuple(_kept(fields, path) for path in fields.texts("keep")),
         )
-        for told in ("name", "metadata", "notes"):  # for people
+        for told in ("name", "metadata", "notes"):  # informational: not used
             fields.get(told)
         fields.done()
         if not text_of(data.tests, "test.sh").strip():

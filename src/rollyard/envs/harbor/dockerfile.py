@@ -1,7 +1,7 @@
-"""environment/Dockerfile without a build: a base image, a working folder, variables, local files, and commands.
+"""Converts environment/Dockerfile to a base image, a working folder, variables, local files, and commands.
 
-No image is built here; what a Dockerfile says is kept as the task's set-up, which `prepare` does once. Whatever that
-cannot do as a build would (stages, archives, downloads, heredocs, variables of the base image) is refused by its line.
+No image is built; the instructions become the task's set-up, which `prepare` runs once. An instruction that needs a
+build (stages, archives, downloads, heredocs, variables of the base image) is refused, and the error names its line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz", ".tbz2")
 
 @dataclass(slots=True)
 class Recipe:
-    """What a Dockerfile comes to. `workdir` empty: that of the base image, which nobody knows here."""
+    """The result of reading a Dockerfile. An empty `workdir` is that of the base image, which is not known here."""
 
     image: str = ""
     workdir: str = ""
@@ -44,7 +44,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction, joined over its continuations."""
+    """A Dockerfile instruction, with its continuation lines joined."""
 
     number: int
     word: str
@@ -63,15 +63,15 @@ class Instruction:
             raise self.refused(f"cannot be read: {error}") from error
 
     def texts(self) -> list[str]:
-        """Of the form ["a", "b"]."""
+        """The arguments in JSON form: ["a", "b"]."""
         try:
             return TypeAdapter(list[str]).validate_json(self.rest)
         except ValidationError as error:
-            raise self.refused("a list of texts was expected") from error
+            raise self.refused("a list of strings was expected") from error
 
 
 def last_workdir(path: Path, place: str) -> str:
-    """Where an image that was built from it begins; empty if it does not say. Nothing else of it is looked at."""
+    """The working folder of an image built from the Dockerfile; empty if it sets none. Nothing else is read."""
     workdir = ""
     for line in read_lines(path, place):
         if line.word == "FROM":
@@ -82,7 +82,7 @@ def last_workdir(path: Path, place: str) -> str:
 
 
 def read_dockerfile(path: Path, place: str, packer: Packer) -> Recipe:
-    """The recipe, or TaskInvalid with the line that needs a build."""
+    """Returns the recipe. Raises TaskInvalid with the line that needs a build."""
     return _Reader(path.parent, packer).read(read_lines(path, place))
 
 
@@ -111,7 +111,7 @@ class _Reader:
         self._context, self._packer = context, packer
         self._recipe = Recipe()
         self._args: dict[str, str] = {}
-        self._folders = {"/"}  # known to be folders: a file copied there keeps its name
+        self._folders = {"/"}  # known folders: a file that is copied there keeps its name
         self._does: dict[str, Callable[[Instruction], None]] = {
             "FROM": self._from,
             "ARG": self._arg,
@@ -125,7 +125,7 @@ class _Reader:
     def read(self, lines: Iterator[Instruction]) -> Recipe:
         for line in lines:
             if not self._recipe.image and line.word not in ("FROM", "ARG"):
-                raise line.refused("a Dockerfile begins with FROM")
+                raise line.refused("a Dockerfile must start with FROM")
             if line.word in _NOTED:
                 self._recipe.notes.append(f"Dockerfile: {line.word}: {_NOTED[line.word]}")
             elif line.word not in _IGNORED:
@@ -134,7 +134,7 @@ class _Reader:
                     raise line.refused("this needs a build")
                 does(line)
         if not self._recipe.image:
-            raise TaskInvalid("environment/Dockerfile: it has no FROM")
+            raise TaskInvalid("environment/Dockerfile: there is no FROM")
         return self._recipe
 
     def _from(self, line: Instruction) -> None:
@@ -153,7 +153,7 @@ class _Reader:
 
     def _env(self, line: Instruction) -> None:
         words = Instruction(line.number, line.word, self._expanded(line), line.place).words()
-        if words and "=" not in words[0]:  # the old form: ENV NAME the rest
+        if words and "=" not in words[0]:  # the old form: ENV NAME VALUE
             name, _, value = self._expanded(line).partition(" ")
             words = [f"{name}={value.strip()}"]
         for word in words:
@@ -166,7 +166,7 @@ class _Reader:
         words = Instruction(line.number, line.word, self._expanded(line), line.place).words()
         path = " ".join(words)
         if not path.startswith("/") and not self._recipe.workdir:
-            raise line.refused("it is relative to the working folder of the base image, which only a build knows")
+            raise line.refused("it is relative to the working folder of the base image, which is known only in a build")
         self._recipe.workdir = normpath(join(self._recipe.workdir or "/", path))
         self._folders.add(self._recipe.workdir)
 
@@ -201,9 +201,9 @@ class _Reader:
             raise line.refused("a source and a destination were expected")
         *sources, wanted = words
         if not wanted.startswith("/") and not self._recipe.workdir:
-            raise line.refused("the working folder of the base image is not known here: set WORKDIR before it")
+            raise line.refused("the working folder of the base image is not known here: set WORKDIR before this line")
         if any((self._context / name).exists() for name in _IGNORE_FILES):
-            raise line.refused("a .dockerignore says what of environment/ is left out, which needs a build")
+            raise line.refused("a .dockerignore excludes files of environment/, which needs a build")
         found = [path for source in sources for path in self._found(line, source)]
         target = normpath(join(self._recipe.workdir or "/", wanted))
         is_folder = wanted.endswith(("/", "/.")) or wanted == "." or len(found) > 1 or target in self._folders
@@ -220,13 +220,13 @@ class _Reader:
         self._recipe.setup.append({"files": files})
 
     def _found(self, line: Instruction, source: str) -> list[Path]:
-        """In the folder of the Dockerfile, which is all that a build would see."""
+        """The files in the Dockerfile's folder, which is the build context."""
         inside = normpath("/" + source).strip("/")
         root = self._context.resolve()
         try:
             named = sorted(root.glob(inside)) if inside else [root]
         except ValueError as error:  # "**" in the middle of a name
-            raise line.refused(f"{source!r} is a pattern that only a build knows: {error}") from error
+            raise line.refused(f"{source!r} is a pattern that needs a build: {error}") from error
         found = [path for path in named if path.resolve().is_relative_to(root)]
         if not found:
             raise line.refused(f"there is no {source!r} in environment/")
@@ -240,9 +240,9 @@ class _Reader:
             for known in (self._recipe.env, self._args):
                 if name in known:
                     return known[name]
-            raise line.refused(f"the value of ${name} is known only to a build")
+            raise line.refused(f"the value of ${name} is known only in a build")
 
         expanded = _VARIABLE.sub(value, line.rest)
         if "${" in expanded:
-            raise line.refused("this form of a variable is known only to a build")
+            raise line.refused("this form of a variable needs a build")
         return expanded

@@ -1,14 +1,14 @@
-"""The `harbor` environment: task folders of Harbor and Terminal-Bench, as `rollyard tasks import harbor` reads them.
+"""The `harbor` environment: task folders of Harbor and Terminal-Bench, imported by `rollyard tasks import harbor`.
 
-The agent works in the task's image; then `tests/` come to /tests, `test.sh` runs in the files that the agent left, and
-what it writes to /logs/verifier (reward.json, else reward.txt) is the reward, as it is.
+The agent works in the task's image. Then `tests/` is copied to /tests, `test.sh` runs in the files that the agent left,
+and what it writes to /logs/verifier (reward.json, else reward.txt) is the reward.
 
 EVAL is `same`: no process of RUN is left; programs, libraries and start-up files, /tests, /logs and /solution are as
-the image and the set-up had them. A task that is *done* there (it configures /etc, it installs a program) names those
-paths in `keep`: as RUN left them, they are put back before the tests run, and the verifier trusts them.
+the image and the set-up left them. A task whose result is *in* one of these paths (it configures /etc, or installs a
+program) lists them in `keep`: they are restored as RUN left them before the tests run, and the verifier trusts them.
 
-A verifier that wrote no reward that can be read gives 0, not a failure: else an agent that breaks it would be rid of
-its bad attempts. Whether the verifier itself is broken, the oracle tells, which then gets 0, too.
+If the verifier writes no readable reward, the score is 0, not a failure: otherwise an agent could discard its bad
+attempts by breaking the verifier. If the verifier itself is broken, the oracle scores 0 as well.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ log = logging.getLogger(__name__)
 
 TAIL_BYTES = 2000
 GRACE_S = 60.0
-"""A script that never ends is for the stage's deadline to end; its own bound lies behind that."""
+"""Added to the stage's deadline for a script's own timeout, so that the deadline ends a script that hangs."""
 
 OWN_S = 120.0
-"""For our own commands in EVAL: folders, and copies of what is kept."""
+"""The timeout of Rollyard's own commands in EVAL: creating folders and copying what `keep` names."""
 
 RUN_THERE = 'cd "$0" 2>/dev/null; exec "$@"'
-"""The agent may have deleted the working folder."""
+"""Also works if the agent has deleted the working folder."""
 
 KEPT = "/.harbor-kept"
-"""In RUN's files: what `keep` names, set aside where nothing protected is."""
+"""Where `collect` copies the paths of `keep`: a folder that is not protected."""
 
 
 class HarborEnvironment(Environment):
-    """See the module."""
+    """Scores with the task's own `test.sh`."""
 
     name: ClassVar[str] = "harbor"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
@@ -68,7 +68,7 @@ class HarborEnvironment(Environment):
         return Plan(workdir=data.workdir, env=data.env, eval_mode="same", protected=protected)
 
     def layer_key(self, task: Task) -> str | None:
-        """Not the tests: tasks that differ only in what is asked and judged share a set-up."""
+        """Does not include the tests: tasks that differ only in instruction and tests share a set-up."""
         data = HarborData.read(task)
         return self.key_of(data.workdir, data.env, task.data.get("setup"))
 
@@ -93,7 +93,7 @@ class HarborEnvironment(Environment):
         return Start((message,))
 
     async def collect(self, context: EnvContext) -> None:
-        """Sets aside what `keep` names. It may be the agent's `cp` that does it: the files are the agent's anyway."""
+        """Copies the paths of `keep`. The agent may have replaced `cp`, but the files are the agent's anyway."""
         data = HarborData.read(context.task)
         if not data.keep:
             return
@@ -116,7 +116,7 @@ class HarborEnvironment(Environment):
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         data, sandbox = HarborData.read(context.task), context.box
         if not await _laid_out(sandbox, data):
-            log.info("RUN's files kept the verifier from starting", extra={"rollout": context.rollout_id})
+            log.info("RUN's files prevented the verifier from starting", extra={"rollout": context.rollout_id})
             return Score(0.0, metrics={"verifier_ran": 0.0, "reward_written": 0.0})
         command = command_of(text_of(data.tests, "test.sh"), "/tests/test.sh")
         done = await sandbox.exec(
@@ -140,19 +140,19 @@ class HarborEnvironment(Environment):
 
 
 async def _laid_out(sandbox: Sandbox, data: HarborData) -> bool:
-    """The verifier's folders and what is kept, in EVAL's sandbox. False: RUN's files stand in the way; in the image
-    alone, `prepare` did the same."""
+    """Creates the verifier's folders and restores `keep` in EVAL's sandbox. Returns False if RUN's files prevent it;
+    the image does not, because `prepare` did the same."""
     lines: list[str] = []
     for number, path in enumerate(data.keep):
         to, kept = shlex.quote(path), f"{KEPT}/{number}"
         above = shlex.quote(dirname(path))
         lines.append(f"rm -rf {to} && mkdir -p {above} && {{ test ! -e {kept} || cp -a {kept} {to}; }} || exit 1")
-    # last: what is kept may have come here, over a link of the agent's
+    # last: through a link of the agent, a path of `keep` may have been copied here
     lines.append(f"rm -rf /tests {FOLDER} && mkdir -p /tests {FOLDER} || exit 1")
     done = await sandbox.exec("\n".join(lines), timeout_s=OWN_S, cwd="/")
     if done.status != 0:
         return False
-    async with _on_host(data.tests, "test.sh") as folder:  # a host whose disk is full is not the policy's doing
+    async with _on_host(data.tests, "test.sh") as folder:  # a full disk is not the policy's fault
         try:
             await sandbox.upload(folder, "/tests")
         except (OSError, ValueError):
@@ -176,14 +176,14 @@ async def _upload(sandbox: Sandbox, files: Files, path: str, script: str = "") -
 
 @asynccontextmanager
 async def _on_host(files: Files, script: str) -> AsyncGenerator[Path, None]:
-    """A folder to be uploaded as a whole: a link in it is never followed here."""
+    """A temporary folder with the files, for upload. Links in it are never followed on the host."""
     with tempfile.TemporaryDirectory() as folder:
         await asyncio.to_thread(write_files, files, Path(folder), script)
         yield Path(folder)
 
 
 def _python_path(sandbox: Sandbox) -> str:
-    """EVAL's Python does not look beside a script for what it imports; the tests' own modules are to be found."""
+    """EVAL's Python does not import from a script's folder, so /tests must be in the path."""
     return ":".join(filter(None, ("/tests", sandbox.spec.env.get("PYTHONPATH"))))
 
 

@@ -1,10 +1,10 @@
-"""Folders of a task as JSON, and back: a task carries its own tests, so no service reads a path that a client names.
+"""Converts a task's folders to JSON and back. A task contains its tests, so the service reads no path of a client.
 
     {"test.sh": "#!/bin/bash\\n…", "run": {"text": "…", "executable": true},
      "data.bin": {"base64": "…"}, "latest": {"link": "data.bin"}}
 
-Invariant: a checked map, written to a folder of the host, touches nothing outside of that folder. Names are plain and
-relative, and nothing lies below a file or a link.
+Invariant: writing a checked map to a folder of the host changes nothing outside that folder. Names are plain and
+relative, and no entry is below a file or a link.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollyard.core.failure import TaskInvalid
 from rollyard.envs.fields import Fields
 
 MOST_BYTES = 8 << 20
-"""Of all the files of a task. They are stored with each of its rollouts; what is larger belongs into the image."""
+"""The limit of all files of a task. They are stored with each rollout; larger files belong in the image."""
 
 Files = Mapping[str, Json]
 
@@ -33,7 +33,7 @@ class Packer:
         self._left = MOST_BYTES
 
     def folder(self, folder: Path, below: str = "") -> dict[str, Json]:
-        """All files in it, by their path from it, with `below` before that."""
+        """All files in the folder, by relative path, prefixed with `below`."""
         files: dict[str, Json] = {}
         for above, names, here in os.walk(folder):
             names.sort()
@@ -51,8 +51,8 @@ class Packer:
         self._left -= path.stat().st_size
         if self._left < 0:
             raise TaskInvalid(
-                f"{self._place}: its files have more than {MOST_BYTES >> 20} MiB in all; a task carries its tests and"
-                " its solution with it, so larger data belongs into the image"
+                f"{self._place}: its files have more than {MOST_BYTES >> 20} MiB in all; a task contains its tests and"
+                " its solution, so larger data belongs in the image"
             )
         content = path.read_bytes()
         is_executable = bool(path.stat().st_mode & 0o100)
@@ -70,12 +70,12 @@ class Packer:
         target = os.readlink(path)  # noqa: PTH115
         whole = os.path.normpath(os.path.join(path.parent, target))  # noqa: PTH118
         if os.path.isabs(target) or not Path(whole).is_relative_to(root):  # noqa: PTH117
-            raise TaskInvalid(f"{self._place}: the link {path.relative_to(root)} leads out of its folder")
+            raise TaskInvalid(f"{self._place}: the link {path.relative_to(root)} points outside its folder")
         return {"link": target}
 
 
 def check_files(fields: Fields, name: str, files: Json) -> Files:
-    """The map, or TaskInvalid with the entry that is wrong."""
+    """Returns the map. Raises TaskInvalid with the entry that is wrong."""
     if not isinstance(files, Mapping):
         raise fields.wrong(name, "an object of files")
     for path, entry in files.items():
@@ -83,14 +83,14 @@ def check_files(fields: Fields, name: str, files: Json) -> Files:
         if any(part in ("", ".", "..") for part in parts) or "\0" in path:
             raise fields.wrong(f"{name}[{path!r}]", "a relative path without . and ..")
         if any(str(above) in files for above in PurePosixPath(path).parents):
-            raise fields.wrong(f"{name}[{path!r}]", "a path that does not lie below another file")
+            raise fields.wrong(f"{name}[{path!r}]", "a path that is not below another file")
         if _content(entry) is None and not _is_link(entry):
-            raise fields.wrong(f"{name}[{path!r}]", "a text, or an object with text, base64 or link,")
+            raise fields.wrong(f"{name}[{path!r}]", "a string, or an object with text, base64 or link,")
     return files
 
 
 def write_files(files: Files, target: Path, script: str = "") -> None:
-    """The files, in the folder `target` of the host. `script` is made executable, as Harbor does."""
+    """Writes the files to the folder `target` of the host. `script` is made executable, as in Harbor."""
     target.chmod(0o755)
     for name, entry in files.items():
         path = target / name
@@ -104,7 +104,7 @@ def write_files(files: Files, target: Path, script: str = "") -> None:
 
 
 def text_of(files: Files, name: str) -> str:
-    """A script's text; empty if it is none."""
+    """The text of a file; empty if there is no such file."""
     return (_content(files.get(name)) or b"").decode("utf-8", "replace")
 
 

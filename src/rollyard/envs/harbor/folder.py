@@ -1,7 +1,8 @@
-"""From a Harbor task folder to a task's body: `rollyard tasks import harbor FOLDER`.
+"""Converts Harbor task folders to tasks' bodies: `rollyard tasks import harbor FOLDER`.
 
-What would not run here as its author meant it is refused with the reason: a build, further services, a GPU. What only
-might not is a note in the body's data. A network that it needs becomes `sandbox.egress`, for the operator to allow.
+A task that cannot run here as intended (it needs a build, further services or a GPU) is refused with the reason. If it
+only might not run, the body's data contains a note. A network that it needs becomes `sandbox.egress`, which the
+operator must allow.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ OPTIONS = ("images", "workdir", "run", "offline", "network", "keep", "safe_path"
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 EVAL_GRACE_S = 30.0
-"""Beside the verifier's own time: EVAL also brings the tests in."""
+"""Added to the verifier's own time limit: EVAL also copies the tests into the sandbox."""
 
 _HOSTS = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The importer's, read."""
+    """The importer's options, parsed."""
 
     images: str = ""
     workdir: str = ""
@@ -73,13 +74,13 @@ def _is(options: Mapping[str, str], name: str, value: str, default: str) -> bool
 
 
 def bodies(folder: Path, given: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:
-    """The tasks of a task folder, or of all those below a folder. One that is refused stops it, unless skipped; the
-    error names all of them."""
+    """The tasks of a task folder, or of all task folders below a folder. A refused task stops the import unless refused
+    tasks are skipped; the error names all refused tasks."""
     options = Options.read(given)
     named = {path.parent for path in folder.rglob("task.toml")}
     found = sorted(path for path in named if named.isdisjoint(path.parents))
     if not found:
-        raise TaskInvalid(f"harbor: {folder}: there is no task.toml in it, nor in a folder below it")
+        raise TaskInvalid(f"harbor: {folder}: there is no task.toml in it or below it")
     made: list[Mapping[str, Json]] = []
     refused: list[str] = []
     for task in found:
@@ -91,7 +92,7 @@ def bodies(folder: Path, given: Mapping[str, str]) -> Iterator[Mapping[str, Json
         hint = "; --set refused=skip imports the others" if made else ""
         raise TaskInvalid("harbor: " + "\n".join(refused) + hint)
     for reason in refused:
-        log.warning("a task is not imported: %s", reason)
+        log.warning("task not imported: %s", reason)
     yield from made
 
 
@@ -110,20 +111,20 @@ def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
     if (line := fetching_line(script)) and not eval_hosts and not options.is_offline:
         if not manifest.says_nothing_of_network:
             raise TaskInvalid(
-                f"tests/test.sh: {line!r} needs a network, and task.toml gives it none: every rollout would fail; put"
-                " into the image what it fetches, and import with --set offline=yes, or give hosts: --set network=HOSTS"
+                f"tests/test.sh: {line!r} needs a network, and task.toml allows none: every rollout would fail; add"
+                " what it fetches to the image and import with --set offline=yes, or allow hosts: --set network=HOSTS"
             )
         eval_hosts = ANYWHERE
     if manifest.says_nothing_of_network and not options.network:
-        notes.append(f"task.toml says nothing of a network; Harbor would give one, here {_shown(eval_hosts)}")
+        notes.append(f"task.toml does not mention a network; Harbor would allow one, here {_shown(eval_hosts)}")
     if line and eval_hosts and needs_root(line):
         notes.append(
-            f"tests/test.sh: {line!r} needs root, which a sandbox has not: put into the image what it installs"
+            f"tests/test.sh: {line!r} needs root, which a sandbox does not have: add what it installs to the image"
         )
     if (line := fetching_line(solve)) and not run_hosts:
         notes.append(f"solution/solve.sh: {line!r} needs a network: the oracle may fail")
     if not recipe.workdir:
-        notes.append(f"the image's own working folder is not known here: the task begins in {APP} (--set workdir=PATH)")
+        notes.append(f"the image's own working folder is not known: the task starts in {APP} (--set workdir=PATH)")
     safe: dict[str, str] = {} if options.is_safe_path else {"PYTHONSAFEPATH": ""}
     data: dict[str, Json] = {
         "name": folder.resolve().name,
@@ -165,7 +166,7 @@ def _refuse(folder: Path, manifest: Manifest, options: Options) -> None:
         raise TaskInvalid("task.toml: environment.gpus: sandboxes have no GPU")
     if environment.mcp_servers:
         raise TaskInvalid(
-            "task.toml: environment.mcp_servers: a task cannot bring servers; name them in the service's setting"
+            "task.toml: environment.mcp_servers: a task cannot define servers; name them in the service's setting"
             " mcp_servers and in the task's agent.options.mcp"
         )
     if verifier.environment is not None or verifier.environment_mode not in (None, "shared"):
@@ -176,7 +177,7 @@ def _refuse(folder: Path, manifest: Manifest, options: Options) -> None:
 
 
 def _hosts(manifest: Manifest, options: Options) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """For RUN and for EVAL: what the task asks for, or `--set network=…` in its place."""
+    """The hosts for RUN and for EVAL: those that the task requests, or `--set network=…` instead."""
     if options.is_offline:
         return (), ()
     run, judging = manifest.hosts()
@@ -189,11 +190,11 @@ def _hosts(manifest: Manifest, options: Options) -> tuple[tuple[str, ...], tuple
 
 
 def _shown(eval_hosts: tuple[str, ...]) -> str:
-    return "its tests ask for one (sandbox.egress)" if eval_hosts else "the sandbox is offline"
+    return "its tests need one (sandbox.egress)" if eval_hosts else "the sandbox is offline"
 
 
 def _recipe(folder: Path, manifest: Manifest, options: Options, packer: Packer, *, has_network: bool) -> Recipe:
-    """Of an image that is there already, only its name and where it begins; else what the Dockerfile says."""
+    """For an existing image, only its name and working folder; else the recipe of the Dockerfile."""
     path, place = folder / "environment" / "Dockerfile", "environment/Dockerfile"
     image = options.images.replace("{name}", folder.resolve().name)
     if not image and manifest.environment.docker_image:
@@ -219,7 +220,7 @@ def _without_build(folder: Path, recipe: Recipe, options: Options, *, has_networ
             )
         line = fetching_line(run.partition(": RUN ")[2])
         if line and not options.is_offline and (not has_network or needs_root(line)):
-            what = "root, which sandboxes have not" if has_network else "a network, and the task has none"
+            what = "root, which sandboxes do not have" if has_network else "a network, and the task has none"
             raise TaskInvalid(f"{run}: needs {what}; build the image instead")
     return recipe
 
@@ -235,13 +236,13 @@ def _instruction(folder: Path) -> str:
 
 
 def _env(env: Mapping[str, str], table: str, options: Options) -> dict[str, str]:
-    """${NAME} in a value means a variable of the host, which no task sees unless it is given."""
+    """Replaces ${NAME} in values. In Harbor it is a variable of the host; here only variables from --set are used."""
 
     def value(match: re.Match[str]) -> str:
         found = (options.env or {}).get(match[1], match[2])
         if found is None:
             raise TaskInvalid(
-                f"task.toml: {table}.env: ${{{match[1]}}} is a variable of the host; to give it a value:"
+                f"task.toml: {table}.env: ${{{match[1]}}} is a variable of the host; set its value with"
                 f" --set env.{match[1]}=VALUE"
             )
         return found

@@ -1,4 +1,4 @@
-"""task.toml, read: what counts here has a type, and a wrong one is told by file and key. Other keys are noted."""
+"""Parses task.toml. Keys that are used have a type; errors name the file and the key. Other keys become notes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Table(BaseModel):
     allowed_hosts: list[str] = Field(default_factory=list)
 
     def hosts(self) -> tuple[str, ...] | None:
-        """None: this table does not say."""
+        """The table's hosts, or None if it does not set any."""
         if self.network_mode == "public":
             return ANYWHERE
         if self.network_mode == "allowlist" or (self.network_mode is None and self.allowed_hosts):
@@ -54,7 +54,7 @@ class EnvironmentTable(Table):
     cpus: Annotated[float, Field(gt=0, le=4096)] = 1
     memory_mb: Count = 2048
     storage_mb: Count = 10240
-    memory: str | None = None  # as in tasks of older versions: "4G"
+    memory: str | None = None  # "4G", in older task formats
     storage: str | None = None
     gpus: Annotated[int, Field(ge=0)] = 0
     os: str = "linux"
@@ -92,8 +92,8 @@ class Manifest(BaseModel):
             yield from (f"{name}.{key}" for key in sorted(getattr(self, name).model_extra or ()))
 
     def hosts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those that RUN and EVAL ask for. What `agent` or `verifier` says wins over `environment`, and `network_mode`
-        over the older `allow_internet`."""
+        """The hosts that RUN and EVAL request. `agent` and `verifier` take precedence over `environment`, and
+        `network_mode` over the older `allow_internet`."""
         common = self.environment.hosts()
         if common is None:
             common = ANYWHERE if self.environment.allow_internet else ()

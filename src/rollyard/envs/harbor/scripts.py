@@ -1,4 +1,4 @@
-"""What can be told from a script's text: who runs it, and whether it wants to fetch something."""
+"""Inspects a script's text: its interpreter, and whether it downloads something."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SYSTEMS = re.compile(r"\b(apt-get|apt|apk|dnf|yum|microdnf)\s+(-\S+\s+)*(update
 
 
 def fetching_line(script: str) -> str | None:
-    """The first line that cannot work without a network. Comments do not count."""
+    """The first line that needs a network. Comments do not count."""
     for line in script.splitlines():
         plain = line.strip()
         if not plain.startswith("#") and _FETCHES.search(plain + " "):
@@ -24,17 +24,17 @@ def fetching_line(script: str) -> str | None:
 
 
 def needs_root(line: str) -> bool:
-    """Whether it installs packages of the system."""
+    """Whether the line installs system packages."""
     return _SYSTEMS.search(f"{line} ") is not None
 
 
 def command_of(script: str, path: str) -> list[str]:
-    """How the script at `path` is run: by its first line, and by bash where that names nobody."""
+    """The command that runs the script at `path`: by its shebang line, else with bash."""
     return [path] if script.startswith("#!") else ["bash", path]
 
 
 def interpreter_of(script: str) -> str:
-    """The program that must be there for that."""
+    """The program that the command needs."""
     if not script.startswith("#!"):
         return "bash"
     words = script.splitlines()[0][2:].split()

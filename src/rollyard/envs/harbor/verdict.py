@@ -1,13 +1,13 @@
-"""What the verifier's files say: a reward, and the other numbers beside it.
+"""Reads the verifier's files: the reward and the other numbers.
 
-The folder is empty when the verifier starts, so whatever is in it was written in EVAL. But tests that run the agent's
-program run it beside themselves, as the same user; so these are no verdicts:
-- a reward.json, where the tests speak of reward.txt only;
-- a file, or a folder, that was made unwritable: the verifier could not have written there;
-- a file that is there again after it was taken away: something keeps writing it.
+The folder is empty when the verifier starts, so its files were written in EVAL. But tests may run the agent's program,
+at the same time and as the same user. So these are not accepted:
+- a reward.json, if the tests mention only reward.txt;
+- a file or folder that is not writable: the verifier could not have written it;
+- a file that reappears after it was removed: a program keeps writing it.
 
-A program that waits for the verifier's write and replaces it once is not found out. Tests that are to withstand that
-must not run the agent's program with a reward within its reach; Harbor's own containers have the same limit.
+A program that waits for the verifier's write and replaces it once is not detected. To prevent that, tests must not run
+the agent's program where it can write the reward; Harbor's own containers have the same limitation.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FOLDER = "/logs/verifier"
 REWARD_BYTES = 1 << 20
 
 QUIET_S = 0.2
-"""How long a file that was taken away must stay away: a loop that writes it takes milliseconds."""
+"""How long a removed file must not reappear: a loop that writes it takes milliseconds."""
 
 _TAKE = 'test -w "$0" && rm -f "$0"'
 
 
 async def read_verdict(sandbox: Sandbox, tests: Files) -> Mapping[str, float] | None:
-    """The numbers, `reward` among them. None: the verifier wrote none that can be read."""
+    """Returns the numbers, including `reward`. None if the verifier wrote no readable reward."""
     names = ["reward.json", "reward.txt"]
     if mentions(tests, "reward.txt") and not mentions(tests, "reward.json"):
         names.remove("reward.json")

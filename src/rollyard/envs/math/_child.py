@@ -1,4 +1,4 @@
-"""The process that runs `math-verify`.
+"""The child process that runs `math-verify`.
 
 In:  ["the known answer", "the agent's answer", a relative tolerance or null]     Out: {"same": true}
 """
@@ -13,21 +13,21 @@ from rollyard.core import Json
 from rollyard.envs.children import answer_lines
 
 _WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")
-"""Letters only, four of them in a row somewhere: a product of variables is shorter."""
+"""Words: letters only, at least four in a row somewhere. A product of variables is shorter."""
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
 _DELIMITER = re.compile(r"(?<!\\)\$|\\boxed")
-"""Of formulas. \\$18 has none: that is money."""
+"""Marks a formula. \\$18 has none: it is an amount of money."""
 
 
 def same(known: str, answer: str, tolerance: float | None = None) -> bool:
-    """Whether both mean the same to math-verify, or are the same text; with a tolerance, whether they are numbers that
-    differ by at most that share of the known one."""
+    """Whether both are equal by math-verify or the same text; with a tolerance, whether they are numbers that differ by
+    at most that share of the known one."""
     from math_verify import parse, verify
 
     words, said = _words(known), _words(answer)
     if known.strip() == answer.strip() or (words and words == said):
         return True
-    if _WORDS.fullmatch(words):  # math-verify takes words for products of letters: Paris = Pairs
+    if _WORDS.fullmatch(words):  # math-verify reads words as products of letters: Paris = Pairs
         return words.casefold() == said.casefold()
     read = cast("Callable[[str], Sequence[Any]]", parse)
     gold, given = read(_as_latex(known)), read(_as_latex(answer))
@@ -40,7 +40,7 @@ def same(known: str, answer: str, tolerance: float | None = None) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """What an expression, or the right side of an equation, is as a number."""
+    """The numeric value of an expression, or of the right side of an equation."""
     from sympy import Eq, Expr
 
     value = value.rhs if isinstance(value, Eq) else value
@@ -65,7 +65,7 @@ def _answered(question: Json) -> Json:
 
 
 def main() -> None:
-    same("1", "2")  # imports, and builds the grammars, before it says that it is ready
+    same("1", "2")  # imports and builds the grammars before the child reports that it is ready
     answer_lines(_answered)
 
 

@@ -1,4 +1,4 @@
-"""The \\boxed{} that models put their final answer in: how it is asked for, and how it is read."""
+"""The \\boxed{} in which models give their final answer: the prompt for it, and its parser."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _BRACE = re.compile(r"\\boxed\{|(?<!\\)[{}]")
 
 
 def all_boxed(text: str) -> list[str]:
-    """The content of each \\boxed{…} whose braces match and that holds no other, in order.
+    """The content of each \\boxed{…} that is closed and contains no other box, in order.
 
-    The text is read once: a model in a loop writes thousands of boxes that never close, or in each other.
+    One pass over the text: a model in a loop writes thousands of unclosed or nested boxes.
     """
     last = -1
     found: list[str] = []
-    opened: list[tuple[int, bool]] = []  # where each open brace's inside begins, and whether it is a box
+    opened: list[tuple[int, bool]] = []  # for each open brace: where its content starts, and whether it is a box
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append((brace.end(), brace[0] != "{"))
@@ -29,6 +29,6 @@ def all_boxed(text: str) -> list[str]:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last of them; None if there is none, or nothing in it."""
+    """The content of the last box; None if there is none or it is empty."""
     found = all_boxed(text)
     return (found[-1] or None) if found else None

@@ -1,10 +1,10 @@
-"""The `math` environment: a question with a known answer, judged by `math-verify`.
+"""The `math` environment: a question with a known answer, scored by `math-verify`.
 
     {"question": "What is 6 × 7?", "answer": "42"}
 
-The reward is 1 if the agent's answer means the same as the known one, else 0. Its answer is what it gave to the
-`finish` tool, or the last \\boxed{} of the last thing it said. No answer, one that cannot be read, or one that takes
-the verifier for ever is 0; a verifier that crashes is not the policy's fault and is no score.
+The reward is 1 if the agent's answer is equivalent to the known one, else 0. The answer is what the agent passed to the
+`finish` tool, or the last \\boxed{} of its last message. A missing or unreadable answer, or one on which the verifier
+hangs, scores 0. If the verifier crashes, the policy is not at fault and there is no score.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollyard.tools.base import Tool
 
 
 class MathEnvironment(Environment):
-    """See the module. `system_prompt` in the data takes the place of the hint."""
+    """Scores an answer with math-verify. `system_prompt` in the data replaces the hint."""
 
     name: ClassVar[str] = "math"
     tools: ClassVar[tuple[str, ...]] = ()
@@ -44,7 +44,7 @@ class MathEnvironment(Environment):
         return Start((system, {"role": "user", "content": question}))
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
-        """Says it as a model without tools would: a known answer that no box can hold is nobody's answer."""
+        """Answers as a model without tools would, so that a known answer that does not fit into a box is found."""
         _, known, _ = _read(context.task)
         return Solution(messages=({"role": "assistant", "content": f"The answer is \\boxed{{{known}}}."},))
 
@@ -58,7 +58,7 @@ class MathEnvironment(Environment):
         answer = given_answer(evidence)
         if answer is None:
             return Score(0.0, components={"correct": 0.0}, metrics={"answered": 0.0})
-        # Half of EVAL's time for waiting, else others' hard answers would run out the clock of this one.
+        # Wait for half of EVAL's time at most; else other rollouts' slow answers could use up this one's time.
         wait_s = context.task.limits.eval_s / 2
         correct = float(await self._judge.is_same(known, answer, wait_s=wait_s))
         return Score(correct, components={"correct": correct}, metrics={"answered": 1.0})
@@ -68,7 +68,7 @@ class MathEnvironment(Environment):
 
 
 def given_answer(evidence: Evidence) -> str | None:
-    """What the agent answered, or None."""
+    """The agent's answer, or None."""
     finished = evidence.trajectory.info.get("answer")
     if isinstance(finished, str) and finished.strip():
         return last_boxed(finished) or finished

@@ -1,6 +1,6 @@
 """Runs `math-verify` in child processes, because it may hang.
 
-It bounds itself by SIGALRM, which works only in a main thread and not inside one long arithmetic operation of C code.
+It limits its own time by SIGALRM, which works only in a main thread and not during a long operation in C code.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from rollyard.envs.children import Children
 
 ANSWER_S = 30.0
-"""math-verify bounds each of its three steps to 5 s; beyond their sum it hangs."""
+"""math-verify limits each of its three steps to 5 s; beyond their sum it hangs."""
 MAX_ANSWER_CHARS = 10_000
-"""A longer one is no answer to anything, and would only keep the parser busy."""
+"""A longer answer is wrong without being parsed."""
 
 
 class MathJudge:
-    """See the module."""
+    """Compares answers with math-verify, in child processes."""
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
         self.children = Children("math-verify", "rollyard.envs.math._child", command=command or ())
@@ -25,10 +25,10 @@ class MathJudge:
     async def is_same(
         self, known: str, answer: str, *, tolerance: float | None = None, wait_s: float | None = None
     ) -> bool:
-        """Whether the two mean the same. VerifierCrashed if nobody can say, EvalDeadline if that takes for ever.
+        """Whether the two are equivalent. Raises VerifierCrashed if the verifier fails, EvalDeadline if it hangs.
 
-        With a `tolerance` both must be numbers, and differ by at most that share of the known one. `wait_s`
-        bounds the wait for a free process, which is no fault of the answer's.
+        With a `tolerance` both must be numbers and differ by at most that share of the known one. `wait_s` limits the
+        wait for a free process, which is not the answer's fault.
         """
         if len(answer) > MAX_ANSWER_CHARS:
             return False

@@ -1,11 +1,11 @@
-"""Rows of the datasets that people have, as tasks of `math`. Told apart by their columns, whose case does not matter.
+"""Converts rows of public datasets to `math` tasks. Their columns identify them; case does not matter.
 
     problem | question, answer                            DeepScaleR, MATH-500, AIME, AMC; GSM8K ("… #### 42")
     problem | question, solution                          MATH: the last \\boxed{} of the solution
-    prompt, reward_model: {ground_truth}                  DAPO and all that verl trains on; messages or a text
+    prompt, reward_model: {ground_truth}                  DAPO and verl's other datasets; messages or a string
 
-Other columns are not looked at. A prompt that asks for an answer in another form than \\boxed{} is freed of that, where
-it is one that is known here: the task would ask for two forms.
+Other columns are ignored. If a prompt asks for the answer in a form other than \\boxed{}, and the form is one of
+`_WRAPPED`, that request is removed: the task would ask for two forms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|\Z))")
 
 
 class Columns:
-    """Its columns by their names in lower case. `named` are the columns that the user chose for a part of the task."""
+    """A row's columns by lower-case name. `named` maps parts of the task to the columns that the user chose."""
 
     def __init__(self, environment: str, row: Mapping[str, Json], named: Mapping[str, str]) -> None:
         self._environment = environment
@@ -51,7 +51,7 @@ class Columns:
         return TaskInvalid(f"{self._environment}: {what}; its columns are {', '.join(sorted(self._cells)) or 'none'}")
 
     def get(self, part: str, columns: Sequence[str]) -> Json:
-        """Of the column that the user chose for this part, else of the first of these that holds something."""
+        """The value of the column that the user chose for this part, else of the first non-empty one of `columns`."""
         columns = (self._named[part],) if part in self._named else columns
         return next((it for name in columns if (it := self._cells.get(name.lower())) not in (None, "")), None)
 
@@ -59,12 +59,12 @@ class Columns:
         found = as_text(self.get(part, columns))
         if found is None:
             expected = self._named.get(part) or " or ".join(columns)
-            raise self.wrong(f"the row has no {part}: a column {expected} with a text or a number was expected")
+            raise self.wrong(f"the row has no {part}: a column {expected} with a string or a number was expected")
         return found
 
 
 def as_text(value: Json) -> str | None:
-    """A text or a number as text: 42.0 is "42", 1e-05 is "0.00001". None: neither, or blank."""
+    """A string or a number as text: 42.0 is "42", 1e-05 is "0.00001". None if it is neither, or blank."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     if isinstance(value, float):
@@ -75,7 +75,7 @@ def as_text(value: Json) -> str | None:
 
 
 def math_row(row: Mapping[str, Json], options: Mapping[str, str]) -> dict[str, Json]:
-    """The row as a task's data."""
+    """Returns the row as a task's data."""
     check_options("math", options, OPTIONS)
     cells = Columns("math", row, {part: options[part] for part in ("question", "answer") if part in options})
     question, system_prompt = _question(cells)
@@ -83,13 +83,13 @@ def math_row(row: Mapping[str, Json], options: Mapping[str, str]) -> dict[str, J
     data: dict[str, Json] = {"question": question, "answer": _answer(cells)}
     if system_prompt is not None:
         data["system_prompt"] = system_prompt
-        if "\\boxed" not in system_prompt + question:  # a system prompt takes the place of the hint
+        if "\\boxed" not in system_prompt + question:  # a system prompt replaces the hint
             data["question"] = f"{question}\n\n{HINT}"
     return data
 
 
 def _question(cells: Columns) -> tuple[str, str | None]:
-    """And the system prompt, if the row has one."""
+    """Returns the question, and the system prompt if the row has one."""
     asked = cells.get("question", (*QUESTIONS, "prompt"))
     if isinstance(asked, str) or not isinstance(asked, Sequence):
         return _unwrapped(cells.text("question", (*QUESTIONS, "prompt"))), None
@@ -97,7 +97,7 @@ def _question(cells: Columns) -> tuple[str, str | None]:
     for message in asked:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise cells.wrong("prompt: messages with a role and a text as content were expected")
+            raise cells.wrong("prompt: messages with a role and a string as content were expected")
         said.append((role, content))
     match said:
         case [("user", question)] if question.strip():
@@ -105,7 +105,7 @@ def _question(cells: Columns) -> tuple[str, str | None]:
         case [("system", system_prompt), ("user", question)] if question.strip():
             return _unwrapped(question), system_prompt
     roles = ", ".join(role for role, _ in said) or "none"
-    raise cells.wrong(f"prompt: one user message, after a system message or not, was expected; there are {roles}")
+    raise cells.wrong(f"prompt: one user message, or a system and a user message, was expected; there are {roles}")
 
 
 def _answer(cells: Columns) -> str:
@@ -122,7 +122,7 @@ def _answer(cells: Columns) -> str:
 
 
 def _final(text: str) -> str | None:
-    """The answer at the end of a solution: behind ####, or in the last box."""
+    """The answer at the end of a solution: after ####, or in the last box."""
     if "####" in text:
         return _THOUSANDS.sub("", text.rpartition("####")[2]).strip() or None
     return last_boxed(text)

@@ -1,4 +1,4 @@
-"""The `reasoning_gym` environment: reasoning-gym's families of puzzles, and their scorers. See `environment`."""
+"""The `reasoning_gym` environment: reasoning-gym's families of puzzles and their scorers."""
 
 from rollyard.envs.reasoning.environment import ReasoningEnvironment
 

@@ -1,13 +1,13 @@
-"""The process that makes and scores items of reasoning-gym: one JSON value in, one out (`envs.children`).
+"""The child process that generates and scores items of reasoning-gym: one JSON value in, one out (`envs.children`).
 
 In:  {"do": "make" | "solve" | "score", "family", "seed", "index", "size", "config", "answer" (to score, or null)}
 Out: {"question", "sha256"} · {"answer"} or null · {"score", "why" (it could not be scored, or null), "sha256"}
      {"invalid": "…"}: there is no such item; {"error": "…"}: the family's scorer is broken
 
-Invariants. The same data make the same item in any such process: it must run with PYTHONHASHSEED=0, as some families
-iterate over sets. An answer is scored in a fork of its own, bounded in memory and processor time, so that
-none can change what the next one meets. A scorer that raises, dies or runs out of time at an answer but not at the
-known one was broken by the answer: that is 0. If it fails at the known one, too, it is the family's fault and no score.
+Invariants. The same data produce the same item in every process: it must run with PYTHONHASHSEED=0, because some
+families iterate over sets. Each answer is scored in its own fork, with limited memory and processor time, so that it
+cannot affect the next one. If a scorer raises, dies or runs out of time on an answer but not on the known answer, the
+answer broke it and scores 0. If it fails on the known answer as well, the family is at fault and there is no score.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rollyard.envs.reasoning.environment import near
 from rollyard.envs.reasoning.oracle import known_answers
 
 SCORE_CPU_S = 10
-"""No known answer of any family needs half a second. Processor time, as a busy machine is not the answer's fault."""
+"""Processor time, so that a busy machine does not count. Every family's known answer needs less than half a second."""
 MEMORY_BYTES = 2 << 30
-"""With everything imported it is 0.4 GiB."""
+"""With everything imported, the process uses 0.4 GiB."""
 
 
 class NoSuchItem(Exception):
-    """The data are wrong, and always will be."""
+    """The data describe no item. Trying again does not help."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Item:
 def answer(question: Json) -> Json:
     asked = cast("dict[str, Any]", question)
     try:
-        # one key for equal data, whatever the order of their fields
+        # equal data give one cache key, in whatever order their fields are
         config = json.dumps(asked["config"], sort_keys=True)
         item = _item(asked["family"], asked["seed"], asked["size"], config, asked["index"])
     except NoSuchItem as error:
@@ -71,7 +71,7 @@ def _item(family: str, seed: int, size: int, config: str, index: int) -> Item:
         return Item(dataset, dataset[index])
     except NoSuchItem:
         raise
-    except Exception as error:  # the same data raise the same each time
+    except Exception as error:  # deterministic: the same data raise the same error
         raise NoSuchItem(f"{family} cannot make item {index}: {type(error).__name__}: {error}") from error
 
 
@@ -92,11 +92,11 @@ def _dataset(family: str, seed: int, size: int, config: str) -> Any:
             options["datasets"] = [DatasetSpec(**{"config": {}, **part}) for part in options["datasets"]]
         return create_dataset(family, seed=seed, size=size, **options)
     except Exception as error:
-        raise NoSuchItem(f"config: {family} refuses it: {type(error).__name__}: {error}") from error
+        raise NoSuchItem(f"config: {family} rejects it: {type(error).__name__}: {error}") from error
 
 
 def _known(item: Item) -> str | None:
-    """The best that is known."""
+    """The known answer with the highest score."""
     return max(known_answers(item.entry), key=lambda text: guard.score(item.dataset, item.entry, text), default=None)
 
 
@@ -106,12 +106,12 @@ def _judged(item: Item, given: str | None) -> dict[str, Json]:
         return {"score": score, "why": None}
     _, broken = _scored(item, next(known_answers(item.entry), None))
     if broken is not None:
-        raise RuntimeError(f"the scorer fails at the known answer, too: {broken}")
+        raise RuntimeError(f"the scorer also fails on the known answer: {broken}")
     return {"score": 0.0, "why": why}
 
 
 def _scored(item: Item, given: str | None) -> tuple[float, str | None]:
-    """The score, or why there is none."""
+    """Returns the score and why there is none, or None."""
     receiver, sender = os.pipe()
     process = os.fork()
     if process == 0:
@@ -129,11 +129,11 @@ def _scored(item: Item, given: str | None) -> tuple[float, str | None]:
 
 def _score_and_end(item: Item, given: str | None, sender: int) -> None:
     try:
-        os.close(0)  # what comes from our parent, and goes there, is not for scorers
+        os.close(0)  # scorers must not reach the socket to the parent
         resource.setrlimit(resource.RLIMIT_CPU, (SCORE_CPU_S, SCORE_CPU_S))
         guard.fence()
         score = float(guard.score(item.dataset, item.entry, given))
-        verdict = [min(max(score, 0.0), 1.0), None] if math.isfinite(score) else [0.0, f"the scorer says {score}"]
+        verdict = [min(max(score, 0.0), 1.0), None] if math.isfinite(score) else [0.0, f"the scorer returned {score}"]
     except BaseException as error:
         verdict = [0.0, f"{type(error).__name__}: {error}"[:500]]
     try:
@@ -143,9 +143,9 @@ def _score_and_end(item: Item, given: str | None, sender: int) -> None:
 
 
 def main() -> None:
-    import reasoning_gym  # noqa: F401  # all families register themselves
+    import reasoning_gym  # noqa: F401  # registers all families
 
-    sys.dont_write_bytecode = True  # for what is imported behind the fence
+    sys.dont_write_bytecode = True  # for imports after `fence`
     guard.close_evals()
     answer_lines(answer, memory_bytes=MEMORY_BYTES)
 

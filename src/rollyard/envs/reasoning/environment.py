@@ -1,11 +1,11 @@
-"""The `reasoning_gym` environment: an item of one of reasoning-gym's families, made from a few numbers.
+"""The `reasoning_gym` environment: an item of one of reasoning-gym's families, generated from a few numbers.
 
     {"family": "leg_counting", "seed": 42, "index": 3, "config": {"max_animals": 5}}
 
-The same data are the same question, in any process. The reward is the family's own score, from 0 to 1, often with
-credit for an answer that is partly right. The answer is what stands between the last <answer> and </answer>, or what
-was given to the `finish` tool; no answer gets what the family gives for none. The item is made, and the answer scored,
-in a child process: `child` says how, and whose fault what is.
+The same data give the same question in every process. The reward is the family's own score, from 0 to 1, often with
+credit for a partly correct answer. The answer is the text between the last <answer> and </answer>, or what was passed
+to the `finish` tool; a missing answer gets the family's score for None. A child process generates the item and scores
+the answer (`child`, which also decides whether a failure is the answer's fault).
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from rollyard.tools.base import Tool
 
 CHILD = "rollyard.envs.reasoning.child"
 COMMAND = ("env", "PYTHONHASHSEED=0", sys.executable, "-P", "-m", CHILD)
-"""Some families iterate over sets: without that, their questions differ from process to process."""
+"""Some families iterate over sets: without PYTHONHASHSEED=0 their questions differ from process to process."""
 
 HINT = "Reason step by step, and give your final answer, and nothing else, between <answer> and </answer>."
 SIZE = 500
-"""Of a family where the task does not say: reasoning-gym's own default. The items of `acre` depend on it."""
+"""The size of a family's dataset if the task has none: reasoning-gym's default. The items of `acre` depend on it."""
 MAX_SIZE = 1_000_000
 MAX_SEED = (1 << 32) - 1
 MAX_ANSWER_CHARS = 100_000
-"""A longer one is no answer to anything."""
+"""A longer answer scores 0."""
 CHILD_S = 120.0
-"""For a child's reply: the slowest items take 3 s to make, and scoring bounds itself (`child.SCORE_CPU_S`, twice)."""
+"""The time limit for a child's reply. The slowest items take 3 s to make; scoring is limited by `child.SCORE_CPU_S`,
+twice."""
 COUNT = 100
 ROW = ("family", "seed", "index", "size", "config", "system_prompt")
 
 
 class ReasoningEnvironment(Environment):
-    """See the module. `system_prompt` in the data takes the place of the hint."""
+    """Asks reasoning-gym's questions and returns its scores. `system_prompt` in the data replaces the hint."""
 
     name: ClassVar[str] = "reasoning_gym"
 
@@ -70,7 +71,7 @@ class ReasoningEnvironment(Environment):
         item, _ = _read(context.task)
         known = (await self._ask_first({"do": "solve", **item}, context.task))["answer"]
         if not isinstance(known, str):
-            raise TaskInvalid(f"{self.name}: nobody knows an answer to this item of {item['family']}")
+            raise TaskInvalid(f"{self.name}: this item of {item['family']} has no known answer")
         return Solution(messages=({"role": "assistant", "content": f"<answer>{known}</answer>"},))
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
@@ -83,34 +84,34 @@ class ReasoningEnvironment(Environment):
             judged = await self.children.ask(
                 {"do": "score", **item, "answer": answer}, answer_s=self.child_s, wait_s=context.task.limits.eval_s / 2
             )
-        except EvalDeadline as error:  # the answer's own time is bounded in the child: this is something else
+        except EvalDeadline as error:  # the child limits the answer's own time, so this is not its fault
             raise VerifierCrashed(error.detail) from error
         if "invalid" in judged:
             raise VerifierCrashed(f"{self.name}: the item cannot be made again: {judged['invalid']}")
         if evidence.trajectory.info.get("question_sha256", judged["sha256"]) != judged["sha256"]:
-            raise VerifierCrashed(f"{self.name}: these data were another question in INIT; by another reasoning-gym?")
+            raise VerifierCrashed(f"{self.name}: in INIT these data gave another question; has reasoning-gym changed?")
         reward = judged["score"]
         if not isinstance(reward, int | float):
-            raise VerifierCrashed(f"{self.name}: the child gave no score")
+            raise VerifierCrashed(f"{self.name}: the child returned no score")
         return _score(float(reward), is_answered=answer is not None, is_unscorable=judged["why"] is not None)
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
-        """A row is a task's data; `config` may be JSON in a text, as tables have it."""
+        """A row is a task's data. `config` may be a JSON string, as in tables."""
         check_options(self.name, options)
         for name in ("family", "seed", "index"):
             if row.get(name) is None:
-                raise TaskInvalid(f"{self.name}: this row has no {name!r}, without which no item can be made again")
+                raise TaskInvalid(f"{self.name}: this row has no {name!r}, without which the item cannot be generated")
         data = {name: row[name] for name in ROW if row.get(name) is not None}
         config = data.get("config")
         if isinstance(config, str):
             data["config"] = _config(config)
-        elif isinstance(config, Mapping):  # a table has every row's options in each, as nulls
+        elif isinstance(config, Mapping):  # in a table each row has the options of all rows, as nulls
             data["config"] = {name: value for name, value in config.items() if value is not None}
         self.check(Task(self.name, data))
         return {"environment": self.name, "data": data}
 
     def generate(self, options: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:
-        """The first `count` items of each family that `family` names: one, several with commas between, or all."""
+        """The first `count` items of each family in `family`: one, several separated by commas, or all."""
         _need_package()
         check_options(self.name, options, ("family", "count", "seed", "config"))
         families = _families(options.get("family", ""))
@@ -119,7 +120,7 @@ class ReasoningEnvironment(Environment):
         more: dict[str, Json] = {"size": count} if count > SIZE else {}
         if "config" in options:
             if len(families) > 1:
-                raise TaskInvalid(f"{self.name}: config is for one family, and these are {len(families)}")
+                raise TaskInvalid(f"{self.name}: config applies to one family, not to {len(families)}")
             more["config"] = _config(options["config"])
         for family in families:
             for index in range(count):
@@ -132,7 +133,7 @@ class ReasoningEnvironment(Environment):
         await self.children.close()
 
     async def _ask_first(self, question: Json, task: Task) -> Mapping[str, Json]:
-        """Before there is an answer: what goes wrong is the task's fault, or ours."""
+        """For requests before there is an answer: a failure is the fault of the task or of the service."""
         try:
             reply = await self.children.ask(question, answer_s=self.child_s, wait_s=task.limits.init_s / 2)
         except EvalDeadline as error:
@@ -143,7 +144,7 @@ class ReasoningEnvironment(Environment):
 
 
 def given_answer(evidence: Evidence) -> str | None:
-    """What the agent answered, or None."""
+    """The agent's answer, or None."""
     finished = evidence.trajectory.info.get("answer")
     if isinstance(finished, str) and finished.strip():
         tagged = last_tagged(finished)
@@ -152,16 +153,16 @@ def given_answer(evidence: Evidence) -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """What stands between the last </answer> and the <answer> before it; may be empty."""
+    """The text between the last </answer> and the <answer> before it; may be empty."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return None if start < 0 else text[start + len("<answer>") : end].strip()
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """What to say of a name that is none of these."""
+    """The end of an error message for an unknown name: similar names."""
     found = difflib.get_close_matches(name, list(names), n=5, cutoff=0.5)
-    return f"; near it are {', '.join(found)}" if found else ""
+    return f"; similar names: {', '.join(found)}" if found else ""
 
 
 def _score(reward: float, *, is_answered: bool, is_unscorable: bool) -> Score:
@@ -170,7 +171,7 @@ def _score(reward: float, *, is_answered: bool, is_unscorable: bool) -> Score:
 
 
 def _read(task: Task) -> tuple[dict[str, Json], str | None]:
-    """The item as the child wants it, and the system prompt."""
+    """Returns the item as the child expects it, and the system prompt."""
     fields = Fields(task)
     family = fields.text("family")
     size = _whole(fields, "size", SIZE, 1, MAX_SIZE)
@@ -179,7 +180,7 @@ def _read(task: Task) -> tuple[dict[str, Json], str | None]:
         raise fields.wrong("config", "an object")
     for name in ("seed", "size"):
         if config and name in config:
-            raise fields.wrong(f"config.{name}", f"nothing (data.{name} is the place for it)")
+            raise fields.wrong(f"config.{name}", f"nothing (use data.{name})")
     item: dict[str, Json] = {
         "family": family,
         "seed": _whole(fields, "seed", None, 0, MAX_SEED),
@@ -205,10 +206,10 @@ def _whole(fields: Fields, name: str, default: int | None, low: int, high: int) 
 def _families(given: str) -> list[str]:
     from reasoning_gym.factory import DATASETS
 
-    names = sorted(set(DATASETS) - {"composite"})  # that one needs a config
+    names = sorted(set(DATASETS) - {"composite"})  # composite needs a config
     wanted = [name.strip() for name in given.split(",") if name.strip()]
     if not wanted:
-        raise TaskInvalid("reasoning_gym: family: name one of reasoning-gym's, several with commas between, or all")
+        raise TaskInvalid("reasoning_gym: family: give one family, several separated by commas, or all")
     if wanted == ["all"]:
         return names
     for name in wanted:

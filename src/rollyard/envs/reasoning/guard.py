@@ -1,14 +1,14 @@
-"""What stands between the text that a model wrote and reasoning-gym's scorers. Only for the process that scores.
+"""Protects reasoning-gym's scorers from text that a model wrote. Used only by the process that scores.
 
-Four scorers hand an answer to `eval`, five to sympy's parser, which is `eval` by another name: an answer could run any
-code as the service's user, or call `integrate` and have itself computed. Here the first read literals only, and the
-second know numbers, one-letter variables and elementary functions; those of games only whole numbers and + - * /, as
-with x/x or 24e0 an answer would make numbers that it was not given. `fence` is for what was overlooked: a process
-behind it starts no other, opens no connection and writes no file.
+Four scorers pass an answer to `eval`, and five to sympy's parser, which calls `eval`: an answer could run any code as
+the service's user, or call `integrate` and have the scorer compute the result. Here the four accept literals only, and
+the five accept numbers, one-letter variables and elementary functions; scorers of games accept only integers and
++ - * /, because with x/x or 24e0 an answer could make numbers that it was not given. `fence` is a second line of
+defence: after it, a process cannot start another process, open a connection or write a file.
 
-Some scorers are wrong and have ours in their place, or beside them: `game_of_life_halting` takes any text for the right
-one, `coin_flip` the first digits of the right number, `puzzle24` any four numbers that make 24 and a fraction; to
-`complex_arithmetic` and `number_sorting` NaN is as near as can be.
+Some scorers are wrong and are replaced or supplemented here: `game_of_life_halting` accepts any text, `coin_flip`
+accepts the first digits of the right number, `puzzle24` accepts any four numbers that make 24 and a fraction, and
+`complex_arithmetic` and `number_sorting` treat NaN as a perfect match.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _EVALUATING = (
     "algorithmic.string_insertion",
     "games.n_queens",
 )
-_GAMES = ("games.countdown", "games.puzzle24")  # the other three take the parser from sympy itself
+_GAMES = ("games.countdown", "games.puzzle24")  # the other three get the parser from sympy itself
 _MEASURING = ("algebra.complex_arithmetic", "algorithmic.number_sorting")
 _FUNCTIONS = re.compile(r"a?(sin|cos|tan|sinh|cosh|tanh)|cot|sec|csc|exp|log|ln|sqrt|Abs|pi")
 _TOKEN = re.compile(r"\s+|(?P<name>[A-Za-z]\w*)|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w)|[-+*/^(),!]", flags=re.ASCII)
-"""A dot is only part of a number: there are no attributes. There are no texts, no lists and no assignments."""
+"""A dot is only part of a number, so there are no attributes. There are no strings, no lists and no assignments."""
 _SUM = re.compile(r"(?:[\d\s+()-]|\*(?!\*)|/(?!/))*", flags=re.ASCII)
 _COIN_TOLERANCE = 1e-4  # coin_flip's own
 
-_READING = ("os.listdir", "os.scandir")  # Python's own imports, late ones of sympy's among them
+_READING = ("os.listdir", "os.scandir")  # needed for imports, including sympy's lazy ones
 _FENCED = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "signal.", "resource.")
 
 
 class Fenced(BaseException):
-    """No `except Exception` of a scorer's catches it."""
+    """Raised after `fence` for a forbidden operation. A scorer's `except Exception` does not catch it."""
 
 
 def close_evals() -> None:
-    """Takes `eval` away from all scorers, and NaN from those that it fools. Once, before any answer is scored."""
+    """Replaces `eval` in all scorers and rejects NaN where it would win. Call once, before any answer is scored."""
     import sympy
 
     for name in _EVALUATING:
@@ -60,12 +60,12 @@ def close_evals() -> None:
 
 
 def fence() -> None:
-    """For the rest of this process's life."""
+    """Applies until this process ends."""
     sys.addaudithook(_refuse)
 
 
 def score(dataset: Any, entry: Mapping[str, Any], answer: str | None) -> float:
-    """The family's score of the answer, or ours where the family's is wrong."""
+    """The family's score of the answer, or a corrected one where the family's scorer is wrong."""
     from reasoning_gym.dataset import ProceduralDataset
 
     family = entry["metadata"].get("source_dataset")
@@ -91,7 +91,7 @@ def _finite(kind: type[float] | type[complex]) -> Callable[..., float | complex]
     def finite(*args: Any) -> float | complex:
         number = kind(*args)
         if not cmath.isfinite(number):
-            raise ValueError(f"{number} is no number to compare with")
+            raise ValueError(f"{number} cannot be compared")
         return number
 
     return finite
@@ -100,7 +100,7 @@ def _finite(kind: type[float] | type[complex]) -> Callable[..., float | complex]
 def _sums_only(parse: Callable[..., Any]) -> Callable[..., Any]:
     def parse_expr(text: str, *args: Any, **kwargs: Any) -> Any:
         if not _SUM.fullmatch(text):
-            raise ValueError("only whole numbers, + - * / and brackets have a place here")
+            raise ValueError("only integers, + - * / and brackets are allowed")
         return parse(text, *args, **kwargs)
 
     return parse_expr
@@ -112,10 +112,10 @@ def _plain_math_only(parse: Callable[..., Any]) -> Callable[..., Any]:
         while at < len(text):
             token = _TOKEN.match(text, at)
             if token is None:
-                raise ValueError(f"{text[at]!r} has no place in an expression")
+                raise ValueError(f"{text[at]!r} is not allowed in an expression")
             name = token["name"]
             if name is not None and len(name) > 1 and not _FUNCTIONS.fullmatch(name):
-                raise ValueError(f"{name!r} is no function of ours")
+                raise ValueError(f"{name!r} is not an allowed function")
             at = token.end()
         return parse(text, *args, **kwargs)
 
@@ -126,6 +126,6 @@ def _refuse(event: str, args: tuple[Any, ...]) -> None:
     if event == "open":
         flags = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
-            raise Fenced("a scorer would write a file")
+            raise Fenced("a scorer tried to write a file")
     elif event.startswith(_FENCED) and event not in _READING:
-        raise Fenced(f"a scorer would call {event}")
+        raise Fenced(f"a scorer tried to call {event}")

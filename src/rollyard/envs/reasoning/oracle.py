@@ -1,8 +1,8 @@
-"""An answer that gets an item's full score: what the oracle says.
+"""Answers that get an item's full score, for the oracle.
 
-Five families give none, as many answers are right. Three of them keep one elsewhere; `rush_hour` and `boxnet` are
-solved here. `intermediate_integration` sometimes gives its question for an answer, which is worked out here. What is
-still without one (a Rubik's cube larger than 3×3×3) has no oracle.
+Five families have no answer field, because many answers are right. Three of them store one in the metadata; `rush_hour`
+and `boxnet` are solved here. `intermediate_integration` sometimes returns its question as the answer; it is computed
+here. An item that still has no answer (a Rubik's cube larger than 3×3×3) has no oracle.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _SIDE = 6
-_EXIT = 2 * _SIDE + _SIDE - 2  # where rush_hour's red car stands when it is out
+_EXIT = 2 * _SIDE + _SIDE - 2  # the position at which rush_hour's red car is out
 
 
 def known_answers(entry: Mapping[str, Any]) -> Iterator[str]:
-    """Candidates, the best among them being right. The scorer says which."""
+    """Candidates; the one with the highest score is right."""
     about = entry["metadata"]
     if entry["answer"] is not None:
         yield str(entry["answer"])
@@ -40,7 +40,7 @@ def known_answers(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def rush_hour(board: str) -> str | None:
-    """The fewest slides that let the red car out, found breadth-first."""
+    """The fewest moves that free the red car, by breadth-first search."""
     labels = sorted(set(board) - {"o", "x"})
     cells = [[at for at, label in enumerate(board) if label == car] for car in labels]
     sizes, strides = [len(own) for own in cells], [own[1] - own[0] for own in cells]
@@ -83,7 +83,7 @@ def _way(came: Mapping[Any, Any], state: Any) -> str:
 
 
 def boxnet(squares: Mapping[str, Sequence[str]]) -> str:
-    """Every box carried to a target of its colour, one step after another."""
+    """A plan that moves every box to a target of its colour, one step after another."""
     targets: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for square, items in squares.items():
         for item in items:

@@ -1,7 +1,7 @@
-"""Reads what an agent answered to a `stem` question: the letter of a choice, or a free answer.
+"""Parses an agent's answer to a `stem` question: the letter of a choice, or a free answer.
 
-Strict on purpose: an answer that can be read in two ways is no answer, so that naming several choices is not
-worth it. Each text is read once, whatever its length.
+Strict on purpose: an ambiguous answer counts as none, so that naming several choices gains nothing. Each text is
+scanned once, whatever its length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollyard.envs.math.boxed import all_boxed, last_boxed
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 MAX_CLAIM_CHARS = 2000
-"""A longer one names no choice."""
+"""A longer claim names no choice."""
 
 _ANSWER_LINE = re.compile(r"^[ \t*_#>-]*(?:(?:the|final|correct)[ \t]+)*answer[ \t*_]*[:：](.*)$", re.I | re.M)
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -28,15 +28,15 @@ _NUMBER = (
     r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*[-+]?\d+\s*\}|[-+]?\d+))?"
 )
 _QUANTITY = re.compile(rf"({_NUMBER})\s*((?:(?<=\s)[^\W\d_]|[^\W\d_]{{2}}|°|[ACFHJKLNTVWgms](?!\w))[\w\s/^·{{}}°*-]*)")
-"""A number and its unit. A letter that is no unit and follows at once is a variable: 3x^2."""
+"""A number and its unit. A letter directly after the number that is not a unit is a variable: 3x^2."""
 _EXPONENT = re.compile(r"(?<=[\d.])[eE]([-+]?\d+)(?!\w)")
 _SIGNS = str.maketrans({"−": "-", "×": "\\times ", "·": "\\cdot "})
 _POWERS = str.maketrans({"²": "^2", "³": "^3", "{": "", "}": "", " ": ""})
 
 
 def choice_of(evidence: Evidence, choices: Sequence[str]) -> int | None:
-    """Which choice the agent took: what it gave to finish, else the boxes and the lines "Answer: …" of the last thing
-    that it said. None: none of them, or more than one."""
+    """The index of the agent's choice: from its argument to finish, else from the boxes and the lines "Answer: …" of
+    its last message. None if it chose nothing or more than one."""
     text = evidence.answer
     if isinstance(evidence.trajectory.info.get("answer"), str) and (whole := _choice(text, choices)) is not None:
         return whole
@@ -45,7 +45,7 @@ def choice_of(evidence: Evidence, choices: Sequence[str]) -> int | None:
 
 
 def free_answer_of(evidence: Evidence) -> str | None:
-    """What it gave to finish, else the last box, else the last line "Answer: …" of the last thing that it said."""
+    """The last box, else the last line "Answer: …", else the whole text if it was passed to finish."""
     text = evidence.answer
     boxed = last_boxed(text)
     if boxed is not None:
@@ -56,13 +56,13 @@ def free_answer_of(evidence: Evidence) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Without what only changes how it looks: $, \\text{…}, markdown, double spaces, a last full stop."""
+    """The text without formatting: $, \\text{…}, markdown, double spaces, a final full stop."""
     text = _WRAPPER.sub(r"\1", _SPACING.sub(" ", text.replace("$", "")))
     return " ".join(text.split()).strip("*_`").removesuffix(".").strip("*_` ")
 
 
 def is_same_text(known: str, answer: str) -> bool:
-    """The same words. Case counts where it may carry meaning (CO is not Co), not in plain words."""
+    """Whether the words are the same. Case matters where it may carry meaning (CO is not Co), not in plain words."""
     known, answer = plain(known), plain(answer)
     words = known.split()
     is_prose = any(len(word) > 3 and word.isalpha() for word in words) and all(
@@ -72,7 +72,7 @@ def is_same_text(known: str, answer: str) -> bool:
 
 
 def for_math_verify(text: str) -> str:
-    """As it reads it: in 3e8 it takes the e for Euler's number."""
+    """The text in a form that math-verify reads correctly: in 3e8 it reads the e as Euler's number."""
     return _EXPONENT.sub(r"\\times10^{\1}", plain(text).translate(_SIGNS))
 
 
@@ -81,8 +81,8 @@ def is_number(text: str) -> bool:
 
 
 def is_formula(known: str) -> bool:
-    """Whether math-verify can be asked about it. It takes letters for factors and drops units: to it DNA is AND, H2O is
-    O2H, and 5 km is 5 m."""
+    """Whether math-verify can compare it. It reads letters as factors and drops units: DNA equals AND, H2O equals O2H,
+    and 5 km equals 5 m."""
     text = for_math_verify(known)
     if _QUANTITY.fullmatch(text) or re.search(r"[A-Z]\d", text):
         return False
@@ -90,7 +90,7 @@ def is_formula(known: str) -> bool:
 
 
 def without_unit(answer: str, unit: str) -> str | None:
-    """The answer without that unit at its end, or as it is if it has none at all; None if it has another one."""
+    """The answer without that unit at its end, or unchanged if it has no unit; None if it has another unit."""
     text, unit = (for_math_verify(it.replace("\\%", "%")) for it in (answer, unit))
     if (quantity := _QUANTITY.fullmatch(text)) is not None:
         return quantity[1] if quantity[2].translate(_POWERS) == unit.translate(_POWERS) else None

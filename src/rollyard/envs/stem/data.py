@@ -1,4 +1,4 @@
-"""The data of a `stem` task, read and checked; and the one order in which its choices are shown."""
+"""The data of a `stem` task, parsed and checked, with the order in which its choices are shown."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rollyard.envs.stem.answers import LETTERS, is_number
 @dataclass(frozen=True, slots=True)
 class StemData:
     question: str
-    answer: str  # of a choice: its text
-    choices: tuple[str, ...] = ()  # as shown; none: a free answer
-    right: int = -1  # the choice that is right
+    answer: str  # with choices: the right choice's text
+    choices: tuple[str, ...] = ()  # in the order shown; empty for a free answer
+    right: int = -1  # the index of the right choice
     tolerance: float | None = None
     unit: str | None = None
     is_judged: bool = False
@@ -25,7 +25,7 @@ class StemData:
 
     @classmethod
     def read(cls, task: Task) -> StemData:
-        """The data, or TaskInvalid with the field that is wrong."""
+        """Parses the data. Raises TaskInvalid with the field that is wrong."""
         fields = Fields(task)
         question, system_prompt = fields.text("question"), fields.optional_text("system_prompt")
         named, answer, seed = _choices(fields), fields.get("answer"), _seed(fields)
@@ -47,7 +47,8 @@ def _with_choices(
     texts = list(named.values())
     order = list(range(len(texts)))
     if seed is not None:
-        # By the question too: with one order for all, a dataset whose right choice comes first would have one letter.
+        # The order depends on the question, too: else, in a dataset whose right choice comes first, one letter is
+        # always right.
         order.sort(key=lambda index: sha256(f"{seed}\0{index}\0{question}".encode("utf-8", "replace")).digest())
     return StemData(
         question, texts[right], tuple(texts[it] for it in order), order.index(right), system_prompt=system_prompt
@@ -57,7 +58,7 @@ def _with_choices(
 def _free(fields: Fields, question: str, answer: Json, system_prompt: str | None) -> StemData:
     known = as_text(answer)
     if known is None:
-        raise fields.wrong("answer", "a text or a number")
+        raise fields.wrong("answer", "a string or a number")
     if fields.get("seed") is not None:
         raise fields.wrong("seed", "nothing, since there are no choices,")
     tolerance = fields.positive("tolerance", 0.0) or None
@@ -65,7 +66,7 @@ def _free(fields: Fields, question: str, answer: Json, system_prompt: str | None
     if judge is not None and not isinstance(judge, bool):
         raise fields.wrong("judge", "true or false")
     if unit is not None and not unit.strip():
-        raise fields.wrong("unit", "a text")
+        raise fields.wrong("unit", "a string")
     if judge and (tolerance is not None or unit is not None):
         raise fields.wrong("judge", "either a judge or a tolerance and a unit")
     if (tolerance is not None or unit is not None) and not is_number(known):
@@ -74,7 +75,7 @@ def _free(fields: Fields, question: str, answer: Json, system_prompt: str | None
 
 
 def _choices(fields: Fields) -> dict[str, str]:
-    """By letter, or by the names that the data gives them: in the order of those, since stores keep no other."""
+    """The choices by letter, or by the names in the data, sorted by name: stores do not keep the order of keys."""
     value = fields.get("choices")
     if value is None:
         return {}
@@ -83,13 +84,13 @@ def _choices(fields: Fields) -> dict[str, str]:
     elif isinstance(value, Sequence) and not isinstance(value, str):
         found = dict(zip(LETTERS, value, strict=False)) if len(value) <= len(LETTERS) else {}
     else:
-        raise fields.wrong("choices", "a list or an object of texts")
+        raise fields.wrong("choices", "a list or an object of strings")
     if not 2 <= len(found) <= len(LETTERS):
         raise fields.wrong("choices", f"2 to {len(LETTERS)} choices")
     texts = {name: as_text(text) for name, text in found.items()}
     for name, text in texts.items():
         if text is None:
-            raise fields.wrong(f"choices[{name!r}]", "a text or a number")
+            raise fields.wrong(f"choices[{name!r}]", "a string or a number")
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -109,7 +110,7 @@ def _right(fields: Fields, named: dict[str, str], answer: Json) -> int:
         raise fields.wrong("answer", "an index, since this is the letter of one choice and the text of another,")
     right = found.pop()
     if texts.count(texts[right]) > 1:
-        raise fields.wrong("choices", "a right choice that stands there once")
+        raise fields.wrong("choices", "a right choice that occurs only once")
     return right
 
 

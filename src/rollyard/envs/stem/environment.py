@@ -1,15 +1,15 @@
-"""The `stem` environment: a question of science with choices, or with a known free answer.
+"""The `stem` environment: a science question with choices, or with a known free answer.
 
     {"question": "Which gas do plants take in?", "choices": ["oxygen", "carbon dioxide"], "answer": "B", "seed": 7}
     {"question": "How fast does a stone fall after 1 s?", "answer": 9.81, "unit": "m/s", "tolerance": 0.01}
     {"question": "Why is the sky blue?", "answer": "Rayleigh scattering", "judge": true}
 
-The reward is 1 if the answer is right, else 0; no answer, or one that can be read in two ways, is 0. With a `seed` the
-choices are shown in an order that depends on it and on the question. A free answer is right if it is the same text; or,
-of numbers and formulas, means the same to `math-verify`, within the `tolerance` if there is one; or, with `judge`,
-means the same to an engine of role judge, whose failure is no score.
+The reward is 1 if the answer is right, else 0; a missing or ambiguous answer scores 0. With a `seed` the choices are
+shown in an order that depends on it and on the question. A free answer is right if it is the same text; or if it is a
+number or formula that `math-verify` considers equal, within the `tolerance` if there is one; or, with `judge`, if an
+engine of role judge considers it equivalent. If the judge fails, there is no score.
 
-The agent has `ipython` and `finish`. Only the tools need a sandbox, and EVAL none: what is judged is what it said.
+The agent has `ipython` and `finish`. Only the tools need a sandbox; EVAL scores the text of the answer and needs none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FREE_HINT = "End with your final answer, and nothing else in it: call finish wit
 
 
 class StemEnvironment(Environment):
-    """See the module. `system_prompt` in the data takes the place of the hint."""
+    """Scores a choice or a free answer. `system_prompt` in the data replaces the hint."""
 
     name: ClassVar[str] = "stem"
     tools: ClassVar[tuple[str, ...]] = ("ipython", "finish")
@@ -96,7 +96,7 @@ class StemEnvironment(Environment):
         given = answer if data.unit is None else without_unit(answer, data.unit)
         if given is None or not is_formula(data.answer):
             return False
-        # Half of EVAL's time for waiting, else others' hard answers would run out the clock of this one.
+        # Wait for half of EVAL's time at most; else other rollouts' slow answers could use up this one's time.
         wait_s = context.task.limits.eval_s / 2
         known, given = for_math_verify(data.answer), for_math_verify(given)
         return await self._math.is_same(known, given, tolerance=data.tolerance, wait_s=wait_s)

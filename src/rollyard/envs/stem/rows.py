@@ -1,4 +1,4 @@
-"""Rows of the datasets that people have, as tasks of `stem`. Told apart by their columns, whose case does not matter.
+"""Converts rows of public datasets to `stem` tasks. Their columns identify them; case does not matter.
 
     Question, Correct Answer, Incorrect Answer 1…         GPQA
     question, correct_answer, distractor1…                SciQ
@@ -6,8 +6,8 @@
     question, choices: {text, label}, answerKey           ARC, OpenBookQA
     question, answer                                      a free answer: SciKnowEval
 
-Where the right choice has a column of its own the choices are shuffled; elsewhere only with the option `seed`, because
-"all of the above" has its place. Other columns are not looked at.
+If the right choice has its own column, the choices are shuffled; otherwise only with the option `seed`, because the
+position of "all of the above" matters. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WRONG = re.compile(r"incorrect[ _]answer[ _]?\d*|distractor[ _]?\d+", re.IGNORE
 
 
 def stem_row(row: Mapping[str, Json], options: Mapping[str, str]) -> dict[str, Json]:
-    """The row as a task's data."""
+    """Returns the row as a task's data."""
     check_options("stem", options, OPTIONS)
     cells = Columns("stem", row, {part: options[part] for part in ("question", "choices", "answer") if part in options})
     data: dict[str, Json] = {"question": cells.text("question", QUESTIONS)}
@@ -52,7 +52,7 @@ def stem_row(row: Mapping[str, Json], options: Mapping[str, str]) -> dict[str, J
 
 
 def _free(answer: str, options: Mapping[str, str]) -> dict[str, Json]:
-    """Numbers take the tolerance, all else the judge, where the options ask for them."""
+    """With these options, numbers get the tolerance and other answers the judge."""
     tolerance = _number("tolerance", options, float)
     judge = options.get("judge", "false").lower()
     if judge not in ("true", "false"):
@@ -63,13 +63,13 @@ def _free(answer: str, options: Mapping[str, str]) -> dict[str, Json]:
 
 
 def _has_choices(value: Json) -> bool:
-    """Tables with both kinds of questions hold empty lists at those without."""
+    """Tables with both kinds of questions have empty lists in the rows without choices."""
     return bool(value["text"] if isinstance(value, Mapping) and "text" in value else value)
 
 
 def _labelled(cells: Columns, choices: Json, key: Json) -> tuple[Json, Json]:
-    """The choices and the key as they are; but of columns of texts and labels, the texts and the index. A key is a
-    label there, even if it is the text of another choice."""
+    """Returns the choices and the key unchanged; for columns of texts and labels, the texts and the index. There a key
+    is a label, even if it is also the text of another choice."""
     if not isinstance(choices, Mapping) or "text" not in choices:
         return choices, key
     texts, labels = choices["text"], choices.get("label")
@@ -80,7 +80,7 @@ def _labelled(cells: Columns, choices: Json, key: Json) -> tuple[Json, Json]:
 
 
 def _key(value: Json) -> Json:
-    """Tables with a gap in a column of whole numbers hold them as 2.0."""
+    """A table stores integers as 2.0 if a value is missing in the column."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

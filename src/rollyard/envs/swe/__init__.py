@@ -1,4 +1,4 @@
-"""The `swe` environment: a repository with an issue, scored by its hidden tests. See `environment`."""
+"""The `swe` environment: a repository with an issue, scored by hidden tests."""
 
 from rollyard.envs.swe.environment import SweEnvironment
 

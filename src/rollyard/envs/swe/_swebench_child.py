@@ -1,4 +1,4 @@
-"""The process that runs swebench: its log parsers, its report and its rule of what is resolved.
+"""The child process that runs swebench: its log parsers, its report and its definition of "resolved".
 
 In:  {"log": "…", "status": 1, "log_parser": "…", "fail_to_pass": […], "pass_to_pass": […], "expected": null, …}
 Out: {"resolved": true, "shares": {"fail_to_pass": 1.0, "pass_to_pass": 1.0}, "tests": 12}
@@ -66,14 +66,14 @@ def answer(question: Any) -> Any:
 
 
 def _as_swebench_logs(log: str, status: int) -> str:
-    """The tests' output as swebench's own scripts would have left it, without marks that the tests printed."""
+    """The tests' output in the format of swebench's own scripts. Marks that the tests printed are removed."""
     log = log.replace(">>>>>", ">>>>")
     return f"{START_TEST_OUTPUT}\n{log}\n{END_TEST_OUTPUT}\n{TEST_EXIT_CODE}: {status}\n"
 
 
 def _as_expected(log: str, expected: dict[str, str], spec: TestSpec) -> Any:
-    """R2E-Gym's rule: the same tests with the same outcomes, no more and no fewer. Its names are without the file, and
-    it knows three outcomes: a test that is skipped, or expected to fail, is none."""
+    """R2E-Gym's rule: exactly the same tests with the same outcomes. Its test names do not include the file, and it has
+    three outcomes: a test that is skipped or expected to fail does not count."""
     _, _, summary = ansi_escape(log).partition(SUMMARY)
     outcomes = PARSER_REGISTRY[spec.log_parser](summary, spec)
     found = {
@@ -91,7 +91,7 @@ def _as_expected(log: str, expected: dict[str, str], spec: TestSpec) -> Any:
 
 
 def _name(test: str) -> str:
-    """The parser makes one space of several; the rows do not."""
+    """Collapses spaces, as the parser does but the rows do not."""
     return " ".join(ansi_escape(test).split(" - ")[0].replace("::", ".").split())
 
 

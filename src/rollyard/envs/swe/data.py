@@ -1,7 +1,6 @@
-"""A task's data, read: a row of SWE-bench, SWE-Gym or R2E-Gym as it is, and our options beside its fields.
+"""A task's data, parsed: an unchanged row of SWE-bench, SWE-Gym or R2E-Gym, with Rollyard's options beside its fields.
 
-Datasets have more fields than anybody reads, so unknown ones are kept and ignored. Of a row's own fields only those
-that the score depends on are looked at.
+Only the fields that the score depends on are read. Datasets have many more; unknown fields are stored and ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rollyard.envs.fields import Fields
 from rollyard.envs.swe.suites import Suite, suite_of
 
 WORKDIR = "/testbed"
-"""Where the images of all three datasets have the repository."""
+"""The repository's path in the images of all three datasets."""
 
 INSTRUCTION = """The repository in {workdir} has the following issue.
 
@@ -32,21 +31,22 @@ existing tests and new tests are not counted. Leave your changes in the files; y
 
 START = ">>>>> Start Test Output"
 END = ">>>>> End Test Output"
-"""What swebench's eval scripts print around the tests."""
+"""What swebench's eval scripts print before and after the tests."""
 
 RUNNER_FILES = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
     | {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 )
-"""Files that decide how tests are run, in any folder, whatever the code does. Packages are not installed again, so a
-change of these mends nothing; it is no part of a solution unless the row's own patch has a file of that name."""
+"""Files that decide how tests run, in any folder and independent of the code. Packages are not installed again, so
+changing these files fixes nothing; a change is not part of a solution unless the row's own patch has a file of that
+name."""
 
 RUNNER_PATTERNS = ("*.pth", "*.egg-info/*", "*.dist-info/*", ".venv/*", "pytest.py", "pytest/*", "_pytest/*")
-"""The same, by their place: start-up files, plug-ins of pytest by their metadata, another pytest in the folder where it
-is started, and R2E-Gym's Python. Unless the row's own patch has a file that fits."""
+"""The same, by path: start-up files, metadata of pytest plug-ins, another pytest in the folder in which pytest is
+started, and R2E-Gym's Python. Unless the row's own patch has a matching file."""
 
 R2E_TESTS = ("r2e_tests", "run_tests.sh")
-"""Of an R2E-Gym image: its hidden tests and what runs them, in the repository; the first also at the root."""
+"""In an R2E-Gym image's repository: the hidden tests and the script that runs them. The tests are also at the root."""
 
 R2E_ANSWERS = (
     "execution_result.json",
@@ -56,19 +56,19 @@ R2E_ANSWERS = (
     "parsed_commit.json",
     "syn_issue.json",
 )
-"""What some of these images have beside them: the commit with the fix, and what the tests print with it."""
+"""Files beside them in some of these images: the commit with the fix, and what the tests print with it."""
 
 R2E_COMMAND = "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests; bash run_tests.sh"
 
 _FILES = re.compile(r"^(?:diff --git a/(.+) b/(.+)|(?:rename|copy) (?:from|to) (.+))$", re.MULTILINE)
 _ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
 _NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
-"""Files of a test patch that hold data: what swebench does not give to the test command either."""
+"""Data files of a test patch. Like swebench, do not pass them to the test command."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweData:
-    """A row, read. `expected` is R2E-Gym's: where it is there, it is the whole verdict."""
+    """A row, parsed. `expected` is R2E-Gym's; if present, it alone decides the verdict."""
 
     instance_id: str
     repo: str
@@ -76,7 +76,7 @@ class SweData:
     problem_statement: str
     hints_text: str
     patch: str
-    fixed_files: tuple[str, ...]  # by the patch, or those that the row names
+    fixed_files: tuple[str, ...]  # by the patch, or as listed in the row
     test_patch: str
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
@@ -84,7 +84,7 @@ class SweData:
     eval_script: str
     test_command: str
     log_parser: str
-    runner_files: tuple[str, ...]  # of this repository alone
+    runner_files: tuple[str, ...]  # of this repository only
     eval_type: str
     workdir: str
     system_prompt: str | None
@@ -93,7 +93,7 @@ class SweData:
 
     @classmethod
     def read(cls, task: Task) -> SweData:
-        """The data, or TaskInvalid with the field that is wrong."""
+        """Parses the data. Raises TaskInvalid with the field that is wrong."""
         fields = Fields(task)
         is_r2e = fields.get("expected_output_json") is not None
         repo = fields.text("repo_name" if is_r2e else "repo")
@@ -127,11 +127,11 @@ class SweData:
             raise fields.wrong("FAIL_TO_PASS", "at least one test")
         if data.test_command or data.eval_script:
             if not data.log_parser:
-                raise fields.wrong("log_parser", "the name of a parser of swebench's, as parse_log_pytest,")
+                raise fields.wrong("log_parser", "the name of one of swebench's parsers, such as parse_log_pytest,")
             return data
         if not known.test_command:
             what = f"{repo} at version {version!r}" if version else repo
-            raise fields.wrong("test_command", f"how to run the tests of {what}, which nobody knows here,")
+            raise fields.wrong("test_command", f"how to run the tests of {what}, which is not a known suite,")
         return replace(data, test_command=known.test_command)
 
     @property
@@ -140,12 +140,12 @@ class SweData:
 
     @property
     def has_own_script(self) -> bool:
-        """The row's `eval_script` decides: it applies the test patch itself."""
+        """Whether the row's `eval_script` is used: it applies the test patch itself."""
         return bool(self.eval_script) and not self.test_command
 
     @property
     def test_files(self) -> tuple[str, ...]:
-        """What the test patch touches; without one, the files of the tests, which are the image's own."""
+        """The files that the test patch changes; without a patch, the files of the tests in the image."""
         if self.test_patch or self.has_own_script:
             return touched(self.test_patch)
         tests = (*self.fail_to_pass, *self.pass_to_pass)
@@ -154,7 +154,7 @@ class SweData:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Patterns of files that are no part of a solution: they belong to the tests, or decide how they run."""
+        """Patterns of files that are not part of a solution: they belong to the tests or decide how tests run."""
         fixed = {basename(path) for path in self.fixed_files}
         patterns = [re.sub(r"([\\*?\[])", r"\\\1", path) for path in self.test_files]
         patterns += [pattern for name in sorted(RUNNER_FILES - fixed) for pattern in (name, f"*/{name}")]
@@ -168,7 +168,7 @@ class SweData:
         return tuple(patterns)
 
     def told(self) -> str:
-        """The first message. Not by `format`: issues are full of braces."""
+        """The first message. It does not use `format`, because issues are full of braces."""
         places = {
             "problem_statement": self.problem_statement,
             "hints_text": self.hints_text,
@@ -178,9 +178,9 @@ class SweData:
         return re.sub(r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), self.instruction)
 
     def tests_to_run(self) -> str:
-        """The command, with the test patch's files in the place of {test_files}."""
+        """The command, with {test_files} replaced by the files of the test patch."""
         files = [path for path in _left_by(self.test_patch) if not path.endswith(_NO_TESTS)]
-        if self.repo == "django/django":  # its runner takes modules below tests/
+        if self.repo == "django/django":  # its runner expects modules below tests/
             files = [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in files]
         return self.test_command.replace("{test_files}", shlex.join(files))
 
@@ -192,7 +192,7 @@ def touched(patch: str) -> tuple[str, ...]:
 
 
 def _left_by(patch: str) -> list[str]:
-    """The files that are there after it: a runner that is given another one runs nothing."""
+    """The files that exist after the patch: a runner runs nothing if it gets a missing file."""
     parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
     names = [(_FILES.match(part), part) for part in parts]
     is_deleted = re.compile(r"^deleted file mode", re.MULTILINE)
@@ -200,13 +200,13 @@ def _left_by(patch: str) -> list[str]:
 
 
 def _patch(fields: Fields, name: str) -> str:
-    """Some datasets have stripped them, and git takes no patch whose last line does not end."""
+    """Adds the final line break that some datasets have removed: git rejects a patch without it."""
     text = fields.optional_text(name) or ""
     return text + "\n" if text.strip() and not text.endswith("\n") else text
 
 
 def _tests(fields: Fields, name: str) -> tuple[str, ...]:
-    """SWE-bench has JSON in a string here, SWE-Gym a list."""
+    """SWE-bench has a JSON string here, SWE-Gym a list."""
     value = _from_json(fields, name)
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise fields.wrong(name, "a list of tests, or one in JSON,")
@@ -214,7 +214,7 @@ def _tests(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def _modified(fields: Fields) -> tuple[str, ...]:
-    """R2E-Gym's list of what the fix touched; whoever has none need not say so."""
+    """R2E-Gym's list of the files that the fix changed. Optional."""
     value = _from_json(fields, "modified_files")
     return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list | tuple) else ()
 
@@ -240,7 +240,7 @@ def _eval_script(fields: Fields) -> str:
     script = fields.optional_text("eval_script") or ""
     marks = [mark for line in script.splitlines() for mark in (START, END) if mark in line]
     if script and marks != [START, END]:
-        raise fields.wrong("eval_script", f"a script of swebench's, with {START!r} and {END!r} in it,")
+        raise fields.wrong("eval_script", f"a swebench script that contains {START!r} and {END!r}")
     return script
 
 
@@ -261,5 +261,5 @@ def _workdir(fields: Fields) -> str:
 def _instruction(fields: Fields) -> str:
     text = fields.optional_text("instruction") or INSTRUCTION
     if "{problem_statement}" not in text:
-        raise fields.wrong("instruction", "a text with {problem_statement} in it")
+        raise fields.wrong("instruction", "a string that contains {problem_statement}")
     return text

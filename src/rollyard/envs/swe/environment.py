@@ -1,13 +1,12 @@
 """The `swe` environment: a repository in an image, an issue, and hidden tests.
 
-The data is a row of SWE-bench, SWE-Gym or R2E-Gym, with options of ours beside its fields (`data`). The agent works in
-the repository; what it changed is one artifact, a patch (`repository`). EVAL is fresh: it applies the patch to the
-image's files, then the test patch, runs the tests, and swebench reads their output (`grading`). The reward is 1 if all
+The data is a row of SWE-bench, SWE-Gym or R2E-Gym, with Rollyard's options beside its fields (`data`). The agent works
+in the repository; its changes are one artifact, a patch (`repository`). EVAL is `fresh`: it applies the patch to the
+image's files, then the test patch, runs the tests, and swebench parses their output (`grading`). The reward is 1 if all
 of FAIL_TO_PASS and PASS_TO_PASS pass (R2E-Gym: if all outcomes are the expected ones), else 0.
 
-Invariants. Neither the test patch nor the gold patch is ever in RUN's sandbox, nor R2E-Gym's hidden tests. Changes to
-files of the tests, or that decide how they are run, do not reach EVAL. A patch that is empty, or not there, or does not
-apply, is 0.
+Invariants. The test patch, the gold patch and R2E-Gym's hidden tests are never in RUN's sandbox. Changes to test files,
+or to files that decide how tests run, do not reach EVAL. A patch that is empty, is missing, or does not apply scores 0.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from rollyard.sandbox.base import Sandbox
 from rollyard.tools.base import Tool
 
 SOLUTION = "patch"
-"""The one artifact."""
+"""The name of the only artifact."""
 
 TEST_GRACE_S = 60.0
-"""Tests that never end are for the EVAL deadline to end; their own bound lies behind that."""
+"""Added to the EVAL deadline for the tests' own timeout, so that the deadline ends tests that hang."""
 
 
 class SweEnvironment(Environment):
-    """See the module."""
+    """Scores a patch to a repository by its hidden tests."""
 
     name: ClassVar[str] = "swe"
     tools: ClassVar[tuple[str, ...]] = ("shell", "editor", "finish")
@@ -59,7 +58,7 @@ class SweEnvironment(Environment):
         )
 
     def layer_key(self, task: Task) -> str | None:
-        """All tasks of one image and folder share a set-up."""
+        """All tasks of one image and repository folder share a set-up."""
         data = SweData.read(task)
         hidden = [*R2E_TESTS, *R2E_ANSWERS] if data.is_r2e else []
         return self.key_of(inspect.getsource(repository), data.workdir, hidden, dict(self.plan(task).env))
@@ -89,7 +88,7 @@ class SweEnvironment(Environment):
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
         data, limits = SweData.read(context.task), context.task.limits
         if not data.patch.strip():
-            raise TaskInvalid("swe: data.patch: this row brings no solution, so there is no oracle for it")
+            raise TaskInvalid("swe: data.patch: this row has no solution, so there is no oracle for it")
         gold = data.patch.encode("utf-8", "surrogateescape")
         refused = await repository.apply(context.box, data.workdir, gold, timeout_s=limits.run_s)
         if refused is not None:
@@ -115,13 +114,13 @@ class SweEnvironment(Environment):
         if ran is None:
             return Score(0.0, zero, metrics)
         output, status = ran
-        # Half of EVAL's time for waiting, else other tasks' logs would run out the clock of this one.
+        # Wait for half of EVAL's time at most; else other rollouts' logs could use up this one's time.
         verdict = await self._grader.verdict(data, output, status, wait_s=eval_s / 2)
         metrics["tests"] = float(verdict.tests)
         return Score(float(verdict.is_resolved), verdict.shares, metrics)
 
     async def _is_applied(self, sandbox: Sandbox, data: SweData, metrics: dict[str, float], limit_s: float) -> bool:
-        """Puts the solution into the image's files, then the test patch. It says how that went in `metrics`."""
+        """Applies the solution to the image's files, then the test patch. Adds the results to `metrics`."""
         workdir = data.workdir
         tests = b"" if data.has_own_script else data.test_patch.encode("utf-8", "surrogateescape")
         await repository.make(sandbox, workdir, timeout_s=limit_s)
@@ -139,7 +138,7 @@ class SweEnvironment(Environment):
         metrics["patch_applied"] = float(refused is None)
         if refused is not None:
             return False
-        # it did before: what the solution did to folders of the tests is in its way
+        # It applied before. If it does not now, the solution's changes to folders of the tests conflict with it.
         return not tests or await repository.apply(sandbox, workdir, tests, timeout_s=limit_s) is None
 
     async def close(self) -> None:

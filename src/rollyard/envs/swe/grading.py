@@ -1,8 +1,8 @@
-"""Runs the tests of a task in EVAL's sandbox and has swebench read what they printed.
+"""Runs the tests of a task in EVAL's sandbox and parses their output with swebench.
 
-The tests run in a process that we started: its status is the launcher's, its output is cut at two marks that are new
-each time and must each be there once. So a patch that prints marks, or swebench's own, gains nothing. The code under
-test still runs in the same process as its tests, as everywhere: one that is written to deceive its test runner can.
+The launcher reports the status of the tests' process. Their output is cut at two marks, which are random each time and
+must each occur exactly once. So a patch that prints marks, or swebench's own marks, gains nothing. As in every harness,
+the code under test runs in the same process as its tests: code that is written to deceive its test runner can do so.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from rollyard.envs.swe.repository import FOLDER
 from rollyard.sandbox.base import Sandbox
 
 OUTPUT_BYTES = 8 << 20
-"""Of the tests. More than any known suite prints; beyond it, the end of the output is missing, and so the verdict."""
+"""The limit of the tests' output. It exceeds every known suite; beyond it, the end is missing, and so the verdict."""
 
 ANSWER_S = 120.0
-"""For swebench to read 8 MiB: its parsers are regular expressions over lines, some of them slow."""
+"""The time swebench has to parse 8 MiB: its parsers are regular expressions over lines, some of them slow."""
 
 _SCRIPT = f"{FOLDER}/tests.sh"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`shares` are between 0 and 1, by what they are of."""
+    """`shares` are the passed shares of named sets of tests, from 0 to 1."""
 
     is_resolved: bool
     shares: dict[str, float]
-    tests: int  # whose outcome was found in the output
+    tests: int  # the number of outcomes found in the output
 
 
 class Grader:
-    """swebench, in processes of its own: it imports half of PyPI, and reads what a model's code printed."""
+    """Runs swebench in child processes: it has many imports, and it parses what a model's code printed."""
 
     def __init__(self) -> None:
         self.children = Children("swebench", "rollyard.envs.swe._swebench_child")
@@ -68,7 +68,7 @@ class Grader:
 
 
 async def tested(sandbox: Sandbox, data: SweData, *, timeout_s: float) -> tuple[str, int] | None:
-    """What the tests printed, and their status. None: they never came to their end."""
+    """Returns what the tests printed, and their status. None if they did not run to completion."""
     nonce = secrets.token_hex(16)
     await sandbox.write(_SCRIPT, script(data, nonce).encode())
     result = await sandbox.exec(["bash", _SCRIPT], timeout_s=timeout_s, cwd=data.workdir, output_bytes=OUTPUT_BYTES)
@@ -79,14 +79,14 @@ async def tested(sandbox: Sandbox, data: SweData, *, timeout_s: float) -> tuple[
 
 
 def script(data: SweData, nonce: str) -> str:
-    """The row's own script up to the end of its tests, or the test command, with our marks around the tests."""
+    """The row's own script up to the end of its tests, or the test command, with marks around the tests."""
     before: list[str] = []
     tests = [data.tests_to_run()]
     if data.has_own_script:
         lines = data.eval_script.splitlines()
         start, end = (next(at for at, line in enumerate(lines) if mark in line) for mark in (START, END))
         before, tests = lines[:start], lines[start + 1 : end]
-    # in two parts, so that a trace of the shell's commands (`set -x`) does not show the mark
+    # in two parts, so that a trace of the shell's commands (`set -x`) does not contain the mark
     mark = f"printf '\\n%s-%s\\n' {nonce}"
     return "\n".join(
         [
@@ -94,7 +94,7 @@ def script(data: SweData, nonce: str) -> str:
             *before,
             f"{mark} begins",
             *tests,
-            "rollyard_status=${SWEBENCH_TEST_EXIT_CODE:-$?}",  # some scripts keep it there, in their last line
+            "rollyard_status=${SWEBENCH_TEST_EXIT_CODE:-$?}",  # some scripts store it there in their last line
             f"{mark} ends",
             "exit $rollyard_status",
             "",
@@ -103,7 +103,7 @@ def script(data: SweData, nonce: str) -> str:
 
 
 def cut(output: str, nonce: str) -> str | None:
-    """What lies between the marks. None unless each is there once, and nothing after the second."""
+    """The output between the marks. None unless each occurs exactly once and nothing follows the second."""
     _, *rest = output.split(f"\n{nonce}-begins\n")
     if len(rest) != 1:
         return None

@@ -1,11 +1,11 @@
-"""What changed in a repository, as a patch, whatever was done to the repository itself.
+"""Computes the changes in a repository as a patch, whatever the agent did to the repository itself.
 
-Git does it, but not with the repository's own `.git`: the agent may commit, stage, rebase, configure filters, or remove
-it. `base` makes a second git directory, outside the work tree, that holds the tracked files as the image has them;
-`diff` compares the files with that, and `apply` puts the patch into another sandbox of the image. Attributes and
-configuration are ours in all three, so every byte passes as it is: binary files, CRLF, modes, links.
+It uses git, but not the repository's own `.git`: the agent may commit, stage, rebase, configure filters, or remove it.
+`base` creates a second git directory, outside the work tree, with the tracked files of the image; `diff` compares the
+work tree with it, and `apply` applies the patch in another sandbox of the image. All three set their own attributes and
+configuration, so every byte is preserved: binary files, CRLF, modes, links.
 
-What was untracked or ignored in the image is no part of the work, nor are repositories in it (submodules).
+Files that are untracked or ignored in the image are not part of the patch, nor are nested repositories (submodules).
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from collections.abc import Iterable, Sequence
 from rollyard.core.failure import SetupDeadline, SetupFailed
 from rollyard.sandbox.base import ExecResult, Sandbox
 
-FOLDER = "/var/tmp/rollyard-swe"  # on no tmpfs: a layer keeps it
+FOLDER = "/var/tmp/rollyard-swe"  # not on a tmpfs, so that a layer includes it
 GIT_DIR = f"{FOLDER}/base.git"
 PATCH = f"{FOLDER}/solution.patch"
 
 PATCH_BYTES = 32 << 20
-"""A larger one is no solution of an issue; build results get that large."""
+"""A larger patch does not solve an issue; it contains build results."""
 
 LISTING_BYTES = 64 << 20
-"""All names of a repository: the largest public ones have some 100,000 files."""
+"""The limit for the list of a repository's files: the largest public ones have about 100,000."""
 
 TAIL_BYTES = 2000
 
 _QUIET = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "HOME": "/nonexistent", "LC_ALL": "C"}
-"""No configuration but the git directory's: RUN may have written one to HOME."""
+"""Only the git directory's configuration applies: RUN may have written one to HOME."""
 
 _OWN = {**_QUIET, "GIT_DIR": GIT_DIR, "GIT_WORK_TREE": "."}
 
 SAFE = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-"""The image may have given the repository to another user than the sandbox's; git would refuse it."""
+"""In the image the repository may belong to another user than the sandbox's; git would refuse it."""
 
 _THEIRS = {**_QUIET, **SAFE}  # for the repository's own `.git`
 
 _ATTRIBUTES = "* -text -ident -filter -working-tree-encoding !diff !merge !eol !whitespace\n"
-"""Of the git directory, so they win over any `.gitattributes`."""
+"""The git directory's attributes, which override any `.gitattributes`."""
 
 _LEFTOVERS = b"__pycache__/\n*.py[co]\n.pytest_cache/\n.mypy_cache/\n.ruff_cache/\n"
-"""Of running things: nobody's work, though not every repository ignores them."""
+"""Build and test artifacts; ignored when making the patch."""
 
 _HIDE = """
 set -e
@@ -51,16 +51,16 @@ git for-each-ref --format='delete %(refname)' --no-merged HEAD | git update-ref 
 git reflog expire --expire=now --expire-unreachable=now --all
 cd "$(git rev-parse --git-dir)" && rm -f FETCH_HEAD ORIG_HEAD
 """
-"""What is not in HEAD's history has no name any more: a later commit has the fix."""
+"""Removes all references to commits outside HEAD's history: a later commit contains the fix."""
 
 
 async def hide_the_future(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
-    """Takes remotes, later branches and tags, and reflogs out of the repository. Objects stay, without a name."""
+    """Removes remotes, later branches and tags, and reflogs from the repository. Objects remain, unreferenced."""
     await _done(sandbox, _HIDE, workdir, _THEIRS, "hiding later commits", timeout_s)
 
 
 async def base(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
-    """The second git directory, with the tracked files as they are now. SetupFailed if there is no repository."""
+    """Creates the second git directory from the tracked files. Raises SetupFailed if there is no repository."""
     files = await _done(
         sandbox, ["git", "ls-files", "-z", "--stage"], workdir, _THEIRS, f"no git repository in {workdir}", timeout_s
     )
@@ -85,7 +85,7 @@ async def base(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
 
 
 async def make(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
-    """An empty git directory of ours."""
+    """Creates an empty second git directory."""
     command = f"rm -rf {GIT_DIR} && mkdir -p {FOLDER} && git init -q && git config core.compression 1"
     for name, value in (("fileMode", "true"), ("autocrlf", "false"), ("safecrlf", "false"), ("hooksPath", "/dev/null")):
         command += f" && git config core.{name} {value}"
@@ -95,10 +95,10 @@ async def make(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
 
 
 async def diff(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
-    """Writes PATCH: all changes since `base`. Fails silently: what is not there, nobody solved."""
+    """Writes all changes since `base` to PATCH. Fails silently: a missing patch scores 0."""
     command = (
         f"rm -rf {PATCH}; export GIT_INDEX_FILE=$GIT_DIR/index.new; cp $GIT_DIR/index.base $GIT_INDEX_FILE;"
-        # it adds what it can: an empty repository somewhere in the tree is an error of its own
+        # continue after errors, such as an empty repository somewhere in the tree
         " git add --all --ignore-errors .;"
         " git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color"
         f" --ignore-submodules=all --src-prefix=a/ --dst-prefix=b/ --output={PATCH} refs/base"
@@ -107,7 +107,7 @@ async def diff(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
 
 
 async def files(sandbox: Sandbox, workdir: str, *, without: Iterable[str] = (), timeout_s: float) -> int:
-    """How many files PATCH changes, without those of some patterns; 0 if it is no patch."""
+    """How many files PATCH changes, not counting those that match `without`; 0 if it is not a patch."""
     arguments = ["apply", "--numstat", "-z", *_excluding(without), PATCH]
     result = await _git(sandbox, arguments, workdir, timeout_s)
     return result.stdout.count(b"\0") if result.status == 0 and not result.dropped_bytes else 0
@@ -122,8 +122,8 @@ async def apply(
     is_only_tried: bool = False,
     timeout_s: float,
 ) -> str | None:
-    """Applies a patch, its text or the path of a file, all of it or nothing; but for files of the patterns `without`,
-    whose * is any text, with slashes. None, or why it did not."""
+    """Applies a patch (its content, or the path of a file) completely or not at all, except for files that match the
+    patterns `without`, in which * also matches slashes. Returns None, or why it did not apply."""
     stdin, source = (patch, "-") if isinstance(patch, bytes) else (b"", patch)
     options = [*_excluding(without), *(["--check"] if is_only_tried else [])]
     result = await _git(sandbox, ["apply", *options, source], workdir, timeout_s, stdin)
@@ -161,7 +161,7 @@ async def _done(
 
 
 def _ignoring(name: bytes) -> bytes:
-    """A line of `info/exclude` for just this name. One with a line break cannot be said: it is not ignored."""
+    """A line of `info/exclude` for exactly this name. A name with a line break cannot be written and is not ignored."""
     return b"" if b"\n" in name else b"/" + re.sub(rb"([\\*?\[\] ])", rb"\\\1", name)
 
 

@@ -1,4 +1,4 @@
-"""Rows of SWE-bench, SWE-Gym and R2E-Gym as tasks: the row, its image, the image's Python, and limits."""
+"""Converts rows of SWE-bench, SWE-Gym and R2E-Gym to tasks: the row, its image, the image's Python, and limits."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ LIMITS: Mapping[str, Json] = {"init_s": 600, "run_s": 3600, "eval_s": 1800, "max
 
 SWE_BENCH = "docker://swebench/sweb.eval.x86_64.{name}:latest"
 SWE_GYM = "docker://xingyaoww/sweb.eval.x86_64.{name}:latest"
-"""{name} is the instance's, in small letters, with its two underscores written as each of them does: registries do not
-take them."""
+"""{name} is the instance's id in lower case, with the double underscore, which registries do not allow, replaced as in
+each dataset."""
 
 DATA_OPTIONS = ("instruction", "log_parser", "system_prompt", "test_command", "workdir")
-"""Options that go into each task's data as they are."""
+"""Options that are copied unchanged into each task's data."""
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONDA_PATH = f"/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin:{_SYSTEM_PATH}"
 VENV_PATH = f"/testbed/.venv/bin:{_SYSTEM_PATH}"
-"""Where the images of SWE-bench and SWE-Gym, and of R2E-Gym, have the repository's Python. Both expect a login shell to
-find it; our commands start without one."""
+"""The PATH of the repository's Python in images of SWE-bench and SWE-Gym, and of R2E-Gym. Both rely on a login shell to
+set it; Rollyard's commands start without one."""
 
 
 def task_of(row: Mapping[str, Json], options: Mapping[str, str]) -> dict[str, Json]:
-    """The body of a task, or TaskInvalid with what is wrong with the row."""
+    """Returns the body of a task. Raises TaskInvalid with what is wrong with the row."""
     check_options(NAME, options, ("images", *DATA_OPTIONS))
     is_r2e = row.get("expected_output_json") is not None
     data: dict[str, Json] = dict(row)
@@ -51,18 +51,18 @@ def task_of(row: Mapping[str, Json], options: Mapping[str, str]) -> dict[str, Js
 
 
 def _image(row: Mapping[str, Json], template: str | None, *, is_r2e: bool) -> str:
-    """By the option's template; else the one that the row names; else as its dataset names them."""
+    """The image by the option's template, else the row's own, else by its dataset's naming scheme."""
     instance = row.get("instance_id")
     if is_r2e and not instance:
         instance = f"{row.get('repo_name')}-{row.get('commit_hash')}"
     if not isinstance(instance, str) or not instance:
-        raise TaskInvalid("swe: instance_id: a text was expected", field="instance_id")
+        raise TaskInvalid("swe: instance_id: a string was expected", field="instance_id")
     own = row.get("image") or row.get("docker_image") or row.get("image_name")
     if template is None and isinstance(own, str):
         return own if "://" in own or own.startswith(("/", ".")) else f"docker://{own}"
     is_swe_bench = "environment_setup_commit" in row
     template = template or (SWE_BENCH if is_swe_bench else SWE_GYM)
-    if "{" not in template and "://" not in template and not template.endswith(".sif"):  # a folder of them
+    if "{" not in template and "://" not in template and not template.endswith(".sif"):  # a folder of images
         template = template.rstrip("/") + "/{instance_id}.sif"
     joint = "_1776_" if is_swe_bench or template == SWE_BENCH else "_s_"
     places = {"instance_id": instance, "name": instance.lower().replace("__", joint)}

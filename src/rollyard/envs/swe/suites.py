@@ -1,12 +1,12 @@
-"""How the tests of well-known repositories are run, for rows that do not say it.
+"""How to run the tests of well-known repositories, for rows that do not contain it.
 
-Newer SWE-bench rows bring their own `eval_script` and `log_parser`, and swebench itself has no table of commands any
-more. Older rows and SWE-Gym's name only the repository and a version: these are the commands that the harnesses of both
-used for them, up to swebench 4. Where those differ by version, so do these; a version or a repository that is not here
-is not guessed at, its row says `test_command`.
+Newer SWE-bench rows contain their own `eval_script` and `log_parser`, and swebench itself no longer has a table of
+commands. Older rows, and those of SWE-Gym, contain only the repository and a version: these are the commands that the
+harnesses of both used, up to swebench 4, with their differences by version. For a version or a repository that is not
+listed, the row must contain `test_command`.
 
-Packages are not installed again, but for those that were copied into the image's Python: nothing of the solution would
-be seen otherwise. Compiled parts stay those of the image.
+Packages are not installed again, except those that were copied into the image's Python: otherwise the tests
+would run without the solution. Compiled parts remain those of the image.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """`test_command` is run in the repository; {test_files} are those of the test patch. `log_parser` is swebench's.
-    `runner_files` are of the repository and decide how its tests are run: no part of a solution."""
+    """`test_command` runs in the repository; {test_files} is replaced by the test patch's files. `log_parser` is one of
+    swebench's. `runner_files` are files of the repository that decide how tests run: not part of a solution."""
 
     test_command: str
     log_parser: str
@@ -27,7 +27,7 @@ class Suite:
 
 
 def suite_of(repo: str, version: str) -> Suite | None:
-    """The one of the repository at that version. None: nobody knows for certain."""
+    """The suite of the repository at that version, or None if it is not listed."""
     suites = SUITES.get(repo, {})
     number = _number(version)
     found = suites.get("")
@@ -42,7 +42,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def _pytest(log_parser: str = "parse_log_pytest", options: str = "-rA") -> Mapping[str, Suite]:
-    """At all versions."""
+    """The same command for all versions."""
     return {"": Suite(f"pytest {options} {{test_files}}", log_parser)}
 
 
@@ -59,7 +59,7 @@ _INSTALL = "python setup.py install >/dev/null 2>&1; "
 _LOCALE = "sed -i '/en_US.UTF-8/s/^# //g' /etc/locale.gen && locale-gen >/dev/null 2>&1; "
 
 SUITES: Mapping[str, Mapping[str, Suite]] = {
-    # SWE-bench: by the first version of each, in order
+    # SWE-bench: by the first version of each command, in order
     "astropy/astropy": {
         "0.1": Suite(
             "pytest -rA -vv -o console_output_style=classic --tb=no {test_files}",
@@ -77,7 +77,7 @@ SUITES: Mapping[str, Mapping[str, Suite]] = {
     "matplotlib/matplotlib": {"3.0": _pytest("parse_log_matplotlib")[""]},
     "mwaskom/seaborn": _pytest("parse_log_seaborn", "--no-header -rA"),
     "pallets/flask": _pytest("parse_log_flask"),
-    # the folder's, before the copy that is installed
+    # `python -m` imports the package from the folder, not the installed copy
     "psf/requests": {"": Suite("python -m pytest -rA {test_files}", "parse_log_requests")},
     "pvlib/pvlib-python": _pytest("parse_log_pvlib"),
     "pydata/xarray": _pytest("parse_log_xarray"),
@@ -96,7 +96,7 @@ SUITES: Mapping[str, Mapping[str, Suite]] = {
             ("bin/test", "sympy/testing/runtests.py", "sympy/utilities/runtests.py"),
         )
     },
-    # SWE-Gym, but for mypy, whose tests are chosen by names in data files
+    # SWE-Gym, except mypy, whose tests are selected by names in data files
     "Project-MONAI/MONAI": _pytest(),
     "bokeh/bokeh": _pytest(options="-rA -n0"),
     "conan-io/conan": {
@@ -108,7 +108,7 @@ SUITES: Mapping[str, Mapping[str, Suite]] = {
     "iterative/dvc": _pytest(),
     "modin-project/modin": _pytest(options="-n0 -rA"),
     "pandas-dev/pandas": _pytest(options="-rA --tb=long"),
-    # its pytest-pretty prints no summary: the outcomes are those of -vv, behind the names
+    # its pytest-pretty prints no summary: the outcomes are those of -vv, after the names
     "pydantic/pydantic": _pytest(
         "parse_log_pytest_v2", "-rA --tb=short -vv -o console_output_style=classic --no-header"
     ),

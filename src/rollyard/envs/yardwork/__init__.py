@@ -1,4 +1,4 @@
-"""The `yardwork` environment: small shell tasks out of a seed, with exact checks and an oracle. See `environment`."""
+"""The `yardwork` environment: small shell tasks generated from a seed, with exact checks and an oracle."""
 
 from rollyard.envs.yardwork.environment import YardworkEnvironment
 from rollyard.envs.yardwork.families import FAMILIES, demonstration, make

@@ -1,4 +1,4 @@
-"""Families that arrange files and leave their text alone: rename, move, make folders, set permissions."""
+"""Families that change files but not their text: rename, move, make folders, set permissions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rollyard.envs.yardwork.draw import SeededDraw
 from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, family, text_file
 
 BY_HAND = 3
-"""Up to so many files are named one by one; more than that are a loop's business."""
+"""Up to this many files are named one by one; for more, the solution uses a loop."""
 
 
 def rename(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """`ending`: they get that of a note. `prefix`: the note's word goes before their names."""
+    """`ending`: the files get the ending in a note. `prefix`: the note's word is put before their names."""
     old, word = draw.ending(), draw.word()
     note = f"{draw.word()}.csv"
     names = draw.names(level, old)
@@ -37,7 +37,7 @@ def rename(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def move(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """The files with a word go to a folder, which has to be made from level 3 on. `copy`: they stay as well."""
+    """Files with a word are moved to a folder, which must be created from level 3 on. `copy`: they are copied."""
     word, ending, folder = draw.word(), draw.ending(), draw.word()
     names = draw.names(2 + level, ending)
     chosen = sorted(draw.shuffled(names)[: (level + 1) // 2])
@@ -59,7 +59,7 @@ def move(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def tree(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """`paths`: a plan lists folders, one a line. `pairs`: it says which lies in which."""
+    """`paths`: a plan lists folders, one per line. `pairs`: it lists which folder is in which."""
     plan = f"{draw.word()}.{draw.ending()}"
     roots = draw.words(1 + level // 2)
     folders = list(roots) if rule == "paths" else []

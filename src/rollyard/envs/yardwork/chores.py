@@ -1,6 +1,6 @@
-"""How the tasks that change files are told in training, besides the sentences that each family brings.
+"""Training wordings of the tasks that change files, in addition to each family's own sentences.
 
-For each family five plain sentences, and behind them patterns, as in `questions`. Repairs of scripts are in `repairs`.
+Each family has five plain sentences, followed by patterns, as in `questions`. Repairs of scripts are in `repairs`.
 """
 
 from __future__ import annotations

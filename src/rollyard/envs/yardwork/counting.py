@@ -7,7 +7,7 @@ from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, family, tex
 
 
 def count_lines(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """Of the one file of its ending at first, of all of them later; `below`: in folders, too."""
+    """Lines of one file with the ending at first, of all such files at higher levels. `below`: also in folders."""
     ending, other = draw.ending(), "csv"
     folders = sorted(draw.words(2)) if rule == "below" else []
     names = draw.names(level if level > 1 or not folders else 2, ending, folders)
@@ -25,7 +25,7 @@ def count_lines(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def count_matches(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """Lines with the word, or (`without`) without it; the word itself stands in a note."""
+    """Lines with the word, or (`without`) without it. The word is in a note."""
     word, ending = draw.word(), draw.ending()
     note, *names = [f"{stem}.{ending}" for stem in draw.words(1 + (level + 1) // 2)]
     names.sort()
@@ -44,7 +44,7 @@ def count_matches(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def count_files(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """By ending, or (`named`) by a word in their names."""
+    """Files by ending, or (`named`) by a word in their names."""
     ending, word = draw.ending(), draw.word()
     folders = sorted(draw.words(level)) if level >= 2 else []
     hits, others = draw.count(2, 4 + 2 * level), draw.count(2, 2 + level)

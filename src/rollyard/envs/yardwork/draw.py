@@ -1,7 +1,7 @@
-"""A seeded hand that draws words, numbers and small texts from one split's pool; the same on every machine.
+"""A seeded generator of words, numbers and small texts from one split's pool; the same on every machine.
 
-Of Python's generator only `random()` is used: that sequence is promised for a seed, what `sample` and `shuffle` make of
-it is not. No word is handed out twice in a task, so whatever is searched for is found only where it was put.
+It uses only `random()` of Python's generator: Python guarantees that sequence for a seed, but not the results of
+`sample` and `shuffle`. A task gets no word twice, so a search finds a word only where it was put.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rollyard.envs.yardwork.words import POOLS, Split, is_held_out
 T = TypeVar("T")
 
 FILLER = 10
-"""Words of a task that carry no meaning, and may come again and again."""
+"""The number of meaningless words in a task, which may repeat."""
 
 
 class SeededDraw:
-    """See the module."""
+    """Draws a task's words, numbers and names from the pool of its split."""
 
     def __init__(self, seed: str, split: Split) -> None:
         self._random = random.Random(seed)
@@ -32,7 +32,7 @@ class SeededDraw:
         return int(self._random.random() * bound)
 
     def count(self, low: int, high: int) -> int:
-        """How many of something: a number that is in no pool, both ends included."""
+        """A count from `low` to `high`, inclusive. Counts are not split into pools."""
         return low + self.below(high - low + 1)
 
     def pick(self, things: Sequence[T]) -> T:
@@ -61,12 +61,12 @@ class SeededDraw:
         return self.shuffled(self._pool.columns)[:count]
 
     def numbers(self, count: int, low: int = 10, high: int = 499) -> list[int]:
-        """Different ones, of this split's."""
+        """Distinct numbers of this split."""
         ours = [number for number in range(low, high + 1) if is_held_out(number) == self._is_held_out]
         return self.shuffled(ours)[:count]
 
     def names(self, count: int, ending: str, folders: Sequence[str] = ()) -> list[str]:
-        """New file names, sorted as `ls` shows them; spread over the folders, if there are any."""
+        """New file names, in the order of `ls`, distributed over the folders if there are any."""
         stems = [f"{word}.{ending}" for word in self.words(count)]
         if folders:
             stems = [f"{folders[index % len(folders)]}/{stem}" for index, stem in enumerate(stems)]
@@ -76,7 +76,7 @@ class SeededDraw:
         return f"{self.pick(self._filler)} {self.pick(self._filler)}"
 
     def lines(self, count: int, marked: Iterable[str] = ()) -> list[str]:
-        """Lines that mean nothing; each of the `marked` words is in one of them, in another each."""
+        """Meaningless lines. Each of the `marked` words is in a different line."""
         rows = [self.filler() for _ in range(count)]
         places = self.shuffled(range(count))
         for word in marked:

@@ -7,7 +7,7 @@ from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, changed, fa
 
 
 def replace_word(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """The new word stands in a note, and (`pair`) the old one as well. From level 3 on the file has to be found."""
+    """The new word is in a note, with `pair` also the old one. From level 2 on the file has to be found."""
     old, new, ending = draw.word(), draw.word(), draw.ending()
     note = f"{draw.word()}.csv"
     names = draw.names(1 if level < 2 else level, ending)
@@ -25,7 +25,7 @@ def replace_word(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def delete_lines(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """Those with the word of a note go; or (`keep`) all the others."""
+    """Lines with the word of a note are deleted, or (`keep`) all other lines."""
     word, ending = draw.word(), draw.ending()
     note, *names = [f"{stem}.{ending}" for stem in draw.words(2 + level // 2)]
     target = names[0]
@@ -44,7 +44,7 @@ def delete_lines(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def complete_index(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """An index misses one of the files that are there; `end`: it has to be the last line, `top`: the first."""
+    """An index lacks one of the files. `end`: it must be added as the last line; `top`: as the first."""
     ending, index = draw.ending(), f"{draw.word()}.csv"
     names = draw.names(1 + level, ending)
     missing = draw.pick(names)

@@ -1,14 +1,14 @@
-"""The `yardwork` environment: small shell tasks out of a seed, for training and, apart from it, for testing.
+"""The `yardwork` environment: small shell tasks generated from a seed, with separate splits for training and testing.
 
     {"family": "chain", "template": "t0", "level": 2, "seed": 42, "split": "train"}
 
-A task's files, what is told and what is right follow from these data alone, on any machine. Every task needs a look:
-something that solving it takes is in the sandbox and not in the instruction. Level 1 takes one or two commands; up to
-level 5 there are more files, more steps and more that leads astray.
+A task's files, instruction and expected result depend on these data alone, on every machine. Every task needs
+exploration: some information that the solution needs is in the sandbox and not in the instruction. Level 1 takes one or
+two commands; higher levels, up to 5, have more files, more steps and more distractors.
 
-The reward is 1 or 0. Where an answer is asked for, it is what was given to `finish`, else the last message; where files
-are to be changed, the whole workspace must be as expected, and nothing else in it. It is compared here, on the host:
-EVAL executes nothing that RUN left. `held_out` has other templates than `train`, some with rules of their own, and
+The reward is 1 or 0. If a task asks for an answer, the answer is what was passed to `finish`, else the last message. If
+files are to be changed, the workspace must be exactly as expected, with nothing else in it. The comparison runs on the
+host: EVAL executes nothing that RUN left. `held_out` has other templates than `train`, some with their own rules, and
 other words and numbers (`words`).
 """
 
@@ -37,20 +37,20 @@ SYSTEM_PROMPT = (
 )
 
 WORKSPACE = "workspace"
-"""The artifact of tasks that change files."""
+"""The name of the artifact of tasks that change files."""
 
 WORKSPACE_BYTES = 4 << 20
-"""The files of a task have a few kilobytes. A workspace beyond this is not what was asked for."""
+"""A task's files have a few kilobytes. A larger workspace cannot be right."""
 
 RULES = ("all", "trained", "new")
-"""Of held-out templates: those that only tell a trained task in other words, and those with a rule of their own."""
+"""Selects held-out templates: `trained` ones reword a trained task, `new` ones have a rule that is not trained."""
 
 COUNT = 1000
 MAX_COUNT = 1_000_000
 
 
 class YardworkEnvironment(Environment):
-    """See the module."""
+    """Generates shell tasks from a seed and compares the answer or the workspace with the expected one."""
 
     name: ClassVar[str] = "yardwork"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
@@ -64,7 +64,7 @@ class YardworkEnvironment(Environment):
         return Plan(artifacts=(ArtifactRule(WORKSPACE, WORKDIR, WORKSPACE_BYTES),))
 
     def layer_key(self, task: Task) -> str | None:
-        """Of the files themselves: the families' sources decide them, too, and wordings do not."""
+        """Depends on the files themselves, so it covers the families' sources but not the wordings."""
         files = YardworkData.read(task).puzzle().scene.files
         return self.key_of([[path, None if file is None else [file.text, file.mode]] for path, file in files.items()])
 
@@ -82,10 +82,10 @@ class YardworkEnvironment(Environment):
         return Start(({"role": "system", "content": system}, user) if system else (user,))
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
-        """Turn by turn through the tools, as `demonstration` tells."""
+        """Calls the tools turn by turn, as in `demonstration`."""
         puzzle = YardworkData.read(context.task).puzzle()
         if "shell" not in tools:
-            raise TaskInvalid(f"{self.name}: the oracle works with the tool shell, which this task does not have")
+            raise TaskInvalid(f"{self.name}: the oracle needs the tool shell, which this task does not have")
         said: list[Message] = []
         for index, turn in enumerate(puzzle.turns):
             arguments = json.dumps(dict(turn.arguments), ensure_ascii=False)
@@ -114,7 +114,7 @@ class YardworkEnvironment(Environment):
                 try:
                     await context.box.download(WORKDIR, archive, limit_bytes=WORKSPACE_BYTES)
                     found = await asyncio.to_thread(unpacked, archive)
-                except ValueError:  # no folder any more, or beyond the limit: RUN's doing
+                except ValueError:  # RUN removed the folder, or it exceeds the limit
                     found = None
             if found is not None:
                 share = share_right(scene.after, found, checks_modes=scene.checks_modes)
@@ -122,7 +122,7 @@ class YardworkEnvironment(Environment):
         return Score(float(is_right), components={"files": float(is_right)}, metrics={"files_right": share})
 
     def generate(self, options: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:
-        """`count` tasks of a split, families and levels taking turns. Other seeds are other tasks."""
+        """`count` tasks of a split, alternating between families and levels. Another seed gives other tasks."""
         check_options(self.name, options, ("count", "seed", "split", "families", "levels", "rules"))
         split = _split(options.get("split", "train"))
         rules = _rules(options.get("rules", "all"), split)
@@ -134,7 +134,7 @@ class YardworkEnvironment(Environment):
         for index in range(count):
             family, templates = families[index % len(families)], told[index % len(families)]
             digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
-            # One byte would be uneven over dozens; it does for three, and held-out tasks stay what they have been.
+            # One byte is uneven over dozens of templates. For three it suffices, and held-out tasks must not change.
             chance = int.from_bytes(digest[6:8], "little") if split == "train" else digest[6]
             data: dict[str, Json] = {
                 "family": family.name,
@@ -155,7 +155,7 @@ def _split(given: str) -> Split:
 
 def _rules(given: str, split: Split) -> str:
     if given not in RULES:
-        raise TaskInvalid(f"yardwork: rules={given}: {', '.join(RULES)} were expected")
+        raise TaskInvalid(f"yardwork: rules={given}: one of {', '.join(RULES)} was expected")
     if (given, split) == ("new", "train"):
         raise TaskInvalid("yardwork: rules=new: only the split held_out has rules that are not trained")
     return given
@@ -180,7 +180,7 @@ def _levels(given: str) -> list[int]:
     """`2`, or `1-3`."""
     low, _, high = given.partition("-")
     if not low.isdecimal() or not (high or low).isdecimal():
-        raise TaskInvalid(f"yardwork: levels={given}: a level, or two with - between, was expected")
+        raise TaskInvalid(f"yardwork: levels={given}: a level, or a range such as 1-3, was expected")
     levels = [level for level in LEVELS if int(low) <= level <= int(high or low)]
     if not levels or int(low) not in LEVELS or int(high or low) not in LEVELS:
         raise TaskInvalid(f"yardwork: levels={given}: levels are {LEVELS[0]} to {LEVELS[-1]}")

@@ -1,4 +1,4 @@
-"""All families by name, and a task's data made into its puzzle. The same data are the same puzzle on any machine."""
+"""All families by name, and the puzzle of a task's data. The same data give the same puzzle on every machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_SEED = (1 << 48) - 1
 
 @dataclass(frozen=True, slots=True)
 class YardworkData:
-    """A task's data, read."""
+    """A task's data, parsed."""
 
     family: Family
     template: Template
@@ -40,7 +40,7 @@ class YardworkData:
 
     @classmethod
     def read(cls, task: Task) -> YardworkData:
-        """The data, or TaskInvalid with the field that is wrong."""
+        """Parses the data. Raises TaskInvalid with the field that is wrong."""
         fields = Fields(task)
         family = FAMILIES.get(fields.text("family"))
         if family is None:
@@ -63,23 +63,23 @@ class YardworkData:
         return data
 
     def puzzle(self) -> Puzzle:
-        """The template is no part of the seed: it is only told otherwise, unless it has a rule of its own."""
+        """The template is not part of the seed: it changes only the wording, unless it has its own rule."""
         return _puzzle(self.family.name, self.template, self.level, self.seed, self.split)
 
 
-@lru_cache(maxsize=256)  # INIT, RUN and EVAL of all rollouts of a group want the same one
+@lru_cache(maxsize=256)  # INIT, RUN and EVAL of all rollouts of a group use the same puzzle
 def _puzzle(family: str, template: Template, level: int, seed: int, split: Split) -> Puzzle:
     draw = SeededDraw(f"yardwork/{split}/{family}/{level}/{seed}", split)
     return FAMILIES[family].puzzle(draw, level, template)
 
 
 def make(data: Mapping[str, Json]) -> Puzzle:
-    """The puzzle of a task's data; TaskInvalid if there is none."""
+    """Returns the puzzle of a task's data. Raises TaskInvalid."""
     return YardworkData.read(Task("yardwork", data)).puzzle()
 
 
 def demonstration(data: Mapping[str, Json]) -> list[SolutionTurn]:
-    """The turns that a policy should take, `finish` last: what the oracle does, too."""
+    """The turns of a perfect policy, ending with `finish`. The oracle takes the same turns."""
     return make(data).turns
 
 

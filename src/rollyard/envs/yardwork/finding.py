@@ -1,4 +1,4 @@
-"""Families whose answer is a place: the file that holds a word, the largest one, the end of a trail."""
+"""Families whose answer is a location: the file that contains a word, the largest file, the end of a trail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, family, tex
 
 
 def find_content(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """`has`: one file holds the word. `lacks`: all but one do."""
+    """`has`: one file contains the word. `lacks`: all but one do."""
     folders = sorted(draw.words(level - 1)) if level >= 3 else []
     word, ending = draw.word(), draw.ending()
     names = draw.names(2 + level, ending, folders)
@@ -39,7 +39,7 @@ def find_size(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def find_name(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """A name is known; the folder is not. `file`: below which path is it; `inside`: what does it say."""
+    """The name is known, the folder is not. `path`: the answer is its path. `inside`: the answer is its content."""
     folders = sorted(draw.words(1 + level))
     if level >= 4:
         folders = [f"{folders[0]}/{name}" for name in folders[1:]]
@@ -57,7 +57,7 @@ def find_name(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def chain(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """Each file names the next; false trails lie beside it. With `folders` each lies in a folder of its own."""
+    """Each file names the next; other files are false trails. With `folders` each is in its own folder."""
     ending, secret = draw.ending(), draw.word()
     stops, others = draw.words(1 + level), draw.words(1 + level)
 

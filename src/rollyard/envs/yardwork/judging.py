@@ -1,6 +1,6 @@
-"""Files in and out of a sandbox as one archive, and what was left compared with what should be there.
+"""Packs and unpacks a task's files as one archive, and compares RUN's files with the expected ones.
 
-What RUN left is only ever read, here, from an archive: nothing of it is executed, and no link in it is followed.
+RUN's files are only read from an archive: nothing is executed, and no link is followed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 from rollyard.envs.yardwork.puzzle import File, Tree, whole
 
 MTIME_S = 1_700_000_000
-"""Of all files, so that a listing is the same in every rollout."""
+"""The modification time of all files, so that a listing is the same in every rollout."""
 
 MAX_ENTRIES = 1000
-"""No task has a tenth of it."""
+"""Every task has less than a tenth of it."""
 
 STRANGE = File("", -1)
-"""A link, or a file that is no text: equal to nothing that a task asks for."""
+"""Stands for a link or a binary file, which never equals an expected file."""
 
 
 def pack(tree: Tree, target: Path) -> None:
-    """The archive that `Sandbox.unpack` reads: every file of a task in one go."""
+    """Writes all files of a task to an archive for `Sandbox.unpack`."""
     with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as archive:
         for path, file in whole(tree).items():
             info = tarfile.TarInfo(path)
@@ -38,7 +38,7 @@ def pack(tree: Tree, target: Path) -> None:
 
 
 def unpacked(archive: Path) -> dict[str, File | None] | None:
-    """What is in an archive that `Sandbox.download` made. None: more than any task has."""
+    """Reads an archive that `Sandbox.download` wrote. None if it has more than `MAX_ENTRIES`."""
     found: dict[str, File | None] = {}
     with tarfile.open(archive, "r:") as members:
         for info in members:
@@ -59,9 +59,9 @@ def _file(members: tarfile.TarFile, info: tarfile.TarInfo) -> File:
 
 
 def share_right(expected: Tree, found: Mapping[str, File | None], *, checks_modes: bool) -> float:
-    """1.0: exactly what was expected, and nothing else. Below: the share of all paths that are as they should be.
+    """The share of all paths, expected or found, that are right. It is 1.0 if the files are exactly as expected.
 
-    A newline more or less at the end of a file is not looked at; permissions are, where the task is about them."""
+    Newlines at the end of a file are ignored. Permissions are compared only if the task is about them."""
     wanted = whole(expected)
     paths = wanted.keys() | found.keys()
     right = sum(
@@ -79,5 +79,5 @@ def _is_same(wanted: File | None, found: File | None, checks_modes: bool) -> boo
 
 
 def is_answer(expected: str, given: str) -> bool:
-    """Exactly the same, but for white space and a `./` before a path."""
+    """Whether both are the same, except for white space and a leading `./`."""
     return " ".join(given.split()).removeprefix("./") == expected

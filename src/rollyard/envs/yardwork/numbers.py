@@ -1,4 +1,4 @@
-"""Families about numbers and tables: a sum, who has the most, one cell of a table."""
+"""Families about numbers and tables: a sum, a maximum, one cell of a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, family, tex
 
 
 def _accounts(draw: SeededDraw, level: int, ending: str) -> tuple[dict[str, File | None], list[tuple[str, int]]]:
-    """Files of `word number` lines, one of them at first, more later; no number comes twice."""
+    """Files of `word number` lines: one file at first, more at higher levels. No number occurs twice."""
     names = draw.names((level + 1) // 2, ending)
     sizes = [draw.count(2 + level, 4 + level) for _ in names]
     numbers, files, rows = draw.numbers(sum(sizes)), {}, []
@@ -19,7 +19,7 @@ def _accounts(draw: SeededDraw, level: int, ending: str) -> tuple[dict[str, File
 
 
 def total(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """`each`: all numbers. `listed`: those of the words that a note lists."""
+    """The sum of all numbers (`each`), or of the words that a note lists (`listed`)."""
     ending = draw.ending()
     files, rows = _accounts(draw, level, ending)
     look = SolutionStep("ls", "Look around.")
@@ -56,7 +56,7 @@ def extremum(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def field(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """`cell`: of a known row, the column by its name. `row`: whose cell it is."""
+    """`cell`: the value of a named column in a known row. `row`: the row that has a known value."""
     columns = ["name", *draw.columns(2 + level // 2)]
     rows = [draw.words(len(columns)) for _ in range(3 + level)]
     name = f"{draw.word()}.csv"

@@ -1,8 +1,7 @@
-"""The parts of a task: files before, what is told, a plan that solves it, and the answer or the files after.
+"""The parts of a task: the files before, the instruction, the solution's steps, and the answer or the files after.
 
-A `Scene` is what a family makes; with a template's words it is a `Puzzle`. Everything in it follows from the task's
-data, without a sandbox. Invariant: the plan's commands name only what the instruction or an earlier command's output
-has shown.
+A family makes a `Scene`; a template's text and a scene make a `Puzzle`. Everything depends on the task's data alone,
+without a sandbox. Invariant: a step's command names only what the instruction or an earlier command's output contains.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ class File:
 
 
 Tree = Mapping[str, File | None]
-"""Paths below the workspace; None is a folder. Folders above a file need not be named."""
+"""Paths below the workspace; None is a folder. Parent folders of a file need not be listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SolutionStep:
-    """A command, and the few words said before it."""
+    """A command, and the short text before it."""
 
     command: str
     said: str = ""
@@ -37,7 +36,7 @@ class SolutionStep:
 
 @dataclass(frozen=True, slots=True)
 class SolutionTurn:
-    """What a policy should have said and called."""
+    """A turn of a perfect policy: its text and its tool call."""
 
     text: str
     tool: str
@@ -46,7 +45,7 @@ class SolutionTurn:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a family makes. Either `answer` or `after` is given."""
+    """A task without its wording. Either `answer` or `after` is set."""
 
     files: Tree
     slots: Mapping[str, str]  # for the template's text
@@ -63,7 +62,7 @@ class Puzzle:
 
     @property
     def turns(self) -> list[SolutionTurn]:
-        """The plan as turns, `finish` included."""
+        """The steps as turns, including `finish`."""
         turns = [SolutionTurn(step.said, "shell", {"command": step.command}) for step in self.scene.steps]
         if self.scene.answer is None:
             return [*turns, SolutionTurn("Done.", "finish", {})]
@@ -72,7 +71,7 @@ class Puzzle:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A wording, for one split. Some go with a rule of their own, which changes what is to be done."""
+    """A wording for one split. Some have their own rule, which changes the task."""
 
     name: str
     text: str
@@ -97,7 +96,7 @@ Wording = tuple[str, str]
 def family(
     name: str, make: Callable[[SeededDraw, int, str], Scene], train: Sequence[Wording], held_out: Sequence[Wording]
 ) -> Family:
-    """Templates are named after their split, so that no name is in both."""
+    """Creates a family. Template names start with a letter for the split, so that no name is in both splits."""
     return Family(
         name,
         make,
@@ -124,7 +123,7 @@ def lines_of(tree: Tree, path: str) -> list[str]:
 
 
 def whole(tree: Tree) -> dict[str, File | None]:
-    """With every folder named, those above before those below."""
+    """The tree with every folder listed, parents first."""
     full: dict[str, File | None] = {}
     for path in sorted(tree):
         parts = path.split("/")

@@ -1,7 +1,7 @@
-"""How the tasks that ask for an answer are told in training, besides the sentences that each family brings.
+"""Training wordings of the tasks that ask for an answer, in addition to each family's own sentences.
 
-For each family five plain sentences, and behind them patterns with alternatives in square brackets, for
-`wordings.spelled_out`. A template is named by its place, so what is new goes to the end, as a pattern of its own.
+Each family has five plain sentences, followed by patterns with alternatives in square brackets, for
+`wordings.spelled_out`. A template is named by its position, so add new patterns at the end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How the tasks that repair a script are told in training, besides the sentences that each family brings.
+"""Training wordings of the tasks that repair a script, in addition to each family's own sentences.
 
-For each family five plain sentences, and behind them patterns, as in `questions`.
+Each family has five plain sentences, followed by patterns, as in `questions`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Families of shell scripts that are wrong in one place: a number, a path, the file that they take functions from.
+"""Families of shell scripts with one error: a number, a path, or the library that they load.
 
-They are for any `sh`. A repair is judged by the script's text, never by running it.
+They work with any `sh`. A repair is scored by the script's text; the script is never run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def _mended(files: dict[str, File | None], script: str, wrong: str, right: str) 
 
 
 def fix_constant(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """The right number stands in a table of several; `any`: which one is wrong is not told."""
+    """The right number is in a table with others. `any`: the instruction does not name the wrong variable."""
     script, table = f"{draw.word()}.sh", f"{draw.word()}.csv"
     variable = draw.variable()
     wrong, right, factor, *others = draw.numbers(3 + level)
@@ -34,7 +34,7 @@ def fix_constant(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def fix_path(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """It reads a file that has another name (`name`), or lies in another folder (`folder`)."""
+    """The script reads a file that has another name (`name`) or is in another folder (`folder`)."""
     script, ending = f"{draw.word()}.sh", draw.ending()
     folder, elsewhere, stem, old = draw.words(4)
     right = f"{folder}/{stem}.{ending}"
@@ -59,7 +59,7 @@ def fix_path(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def fix_source(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """It takes a function from a library that does not have it; another does."""
+    """The script loads a library that lacks a function; another library has it."""
     script, name, wrong = draw.words(3)
     libraries = draw.words(1 + level)
     right = draw.pick(libraries)

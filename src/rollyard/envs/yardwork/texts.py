@@ -1,4 +1,4 @@
-"""Families that make one file out of others, or tell two apart: sort, join, compare."""
+"""Families that create one file from others or compare two: sort, join, compare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, changed, fa
 
 
 def sort_unique(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """The words of the files that a note names, each once, in order or (`down`) the other way round."""
+    """The words of the files that a note lists, each once, in ascending or (`down`) descending order."""
     ending, out = draw.ending(), draw.word()
     note = f"{draw.word()}.csv"
     names = draw.names(1 + level, ending)
@@ -28,7 +28,7 @@ def sort_unique(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def merge(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """Files one after another in a note's order, or (`back`) from its last to its first."""
+    """Files concatenated in a note's order, or (`back`) in reverse order."""
     ending, out = draw.ending(), draw.word()
     note = f"{draw.word()}.csv"
     names = draw.names(2 + level, ending)
@@ -46,7 +46,7 @@ def merge(draw: SeededDraw, level: int, rule: str) -> Scene:
 
 
 def compare(draw: SeededDraw, level: int, rule: str) -> Scene:
-    """Two lists in different order; `more`: the word that only the longer has. `both`: the only one in both."""
+    """Two lists in different order. `more`: the word that only the longer has. `both`: the only word in both."""
     ending = draw.ending()
     first, second = draw.names(2, ending)
     words = draw.words(3 + 2 * level)

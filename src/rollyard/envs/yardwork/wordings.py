@@ -1,8 +1,8 @@
-"""More ways to say the tasks that are trained: for training, and for the held-out split, which shares none of them.
+"""Further wordings of the trained rules: for training, and other ones for the held-out split.
 
-A small model that has read eight sentences for a task knows eight sentences, and does not read
-(docs/results/learning.md). So a text for training may have alternatives, and is dozens of sentences. These change no
-rule: they go behind the templates that each family brings.
+A small model that is trained on eight sentences per task learns these sentences and does not read others
+(docs/results/learning.md). So a training text may have alternatives and stand for dozens of sentences. These wordings
+have no new rule; they follow each family's own templates.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ HELD_OUT: Mapping[str, str] = {
 
 
 def spelled_out(text: str) -> list[str]:
-    """The sentences of a text with alternatives, `[Find|Name] it.`: all combinations, the last one changing first.
+    """The sentences of a text with alternatives, `[Find|Name] it.`: all combinations, the last one varying fastest.
 
-    An alternative may be empty; there are none within another.
+    An alternative may be empty. Alternatives cannot be nested.
     """
-    parts = re.split(r"\[([^\[\]]*)\]", text)  # what is in brackets is at the odd places
+    parts = re.split(r"\[([^\[\]]*)\]", text)  # text in brackets is at odd positions
     choices = [part.split("|") if at % 2 else [part] for at, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 def with_more(family: Family) -> Family:
-    """The family with these wordings behind its own; their rule is the one that is trained."""
+    """The family with these wordings after its own. Their rule is the trained one."""
     rule = family.templates["train"][0].rule
     train, held_out = family.templates["train"], family.templates["held_out"]
     sentences = [sentence for text in TRAIN[family.name] for sentence in spelled_out(text)]

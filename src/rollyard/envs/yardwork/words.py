@@ -1,8 +1,8 @@
-"""What yardwork's tasks are made of: words, columns, endings and variables, in two pools that share nothing.
+"""The vocabulary of yardwork's tasks: words, columns, endings and variables, in two disjoint pools.
 
-Invariants, held by tests: no word is in both pools, none is part of another (a search for one never finds another),
-and none is in a template's text. Numbers are in two pools as well: `is_held_out`. What is counted or summed up out of
-them may coincide, and so may the small words that files are written in (`see`, `total`, `echo`).
+Invariants, checked by tests: no word is in both pools, no word is part of another (a search for one never finds
+another), and no word is in a template's text. Numbers are in two pools as well (`is_held_out`). Counts and sums may
+coincide between splits, and so may the small words in files (`see`, `total`, `echo`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 @dataclass(frozen=True, slots=True)
 class WordPool:
-    words: tuple[str, ...]  # names of files and folders, and what is in them
+    words: tuple[str, ...]  # names and contents of files and folders
     columns: tuple[str, ...]  # of tables
     endings: tuple[str, ...]  # of plain files; tables are .csv and scripts .sh in both
     variables: tuple[str, ...]  # of scripts

@@ -1,6 +1,7 @@
-"""Reads a request of Chat Completions: by hand, since this is the hot path. See `chat.py` for what becomes of what.
+"""Reads a request of Chat Completions, without a schema library since this is the hot path. `chat.py` documents how
+each parameter is treated.
 
-Problems name the field as OpenAI does ("messages[1].content"), with OpenAI's codes and words.
+Problems name the field as OpenAI does ("messages[1].content"), with OpenAI's codes and messages.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ OVERRULED: Mapping[str, tuple[Json, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
 }
-"""What changes the sampling or the prompt, each with the values that ask for nothing. OpenAI's, then vLLM's."""
+"""Parameters of OpenAI and vLLM that change the sampling or the prompt, each with the values that have no effect."""
 
 KNOWN = frozenset(
     (
@@ -53,7 +54,7 @@ KNOWN = frozenset(
         *OVERRULED,
     )
 )
-"""The others are said to be unknown. Of these, those that nothing is done with change neither prompt nor sampling."""
+"""All other parameters are reported as unknown. Those listed here but not used change neither prompt nor sampling."""
 
 REFUSED: Mapping[str, tuple[tuple[Json, ...], str]] = {
     "n": ((1,), "there is one completion per request"),
@@ -63,7 +64,7 @@ REFUSED: Mapping[str, tuple[tuple[Json, ...], str]] = {
     "continue_final_message": ((False,), "a completion is always a new turn"),
     "echo": ((False,), "a completion never repeats its prompt"),
 }
-"""What would need a reply of another shape, with the values that do not, and why."""
+"""Parameters that require another form of reply, with the values that do not, and the reason of the refusal."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FUNCTION = (("name", str, "a string"), ("description", str, "a string"), ("parameters", dict, "an object"))
@@ -157,7 +158,7 @@ def _message(message: Json, at: int) -> Message:
 
 
 def _assistant(message: Mapping[str, Json], read: dict[str, Json], at: int) -> None:
-    """What only an assistant says."""
+    """Reads the fields that only an assistant's message has."""
     if message.get("function_call") is not None:
         raise _unsupported(f"messages[{at}].function_call", "it is deprecated: use 'tool_calls'")
     if message.get("audio") is not None:
@@ -186,7 +187,7 @@ def _call(call: Json, at: str) -> Json:
     if not isinstance(call, dict):
         raise _wrong_type(at, "an object", call)
     if call.get("type") not in (None, "function"):
-        raise _unsupported(f"{at}.type", "only calls of functions are known")
+        raise _unsupported(f"{at}.type", "only function calls are supported")
     function = call.get("function")
     if not isinstance(function, dict):
         raise _missing(f"{at}.function") if function is None else _wrong_type(f"{at}.function", "an object", function)
@@ -198,7 +199,8 @@ def _call(call: Json, at: str) -> Json:
 
 
 def _content(content: Json, role: str, at: int) -> Json:
-    """A content that is no string: text parts are joined; parts stay only where one of them is an image."""
+    """Reads content that is not a string: text parts are joined; a list of parts remains only if one of them is an
+    image."""
     if content is None and role == "assistant":
         return ""
     if content is None:
@@ -239,7 +241,8 @@ def _text(value: Json, at: int, field: str) -> str:
 
 
 def _tools(tools: Json, overruled: list[str]) -> tuple[ToolSchema, ...]:
-    """Each with what a model is told of it. `strict` is not told: it asks the server to constrain the sampling."""
+    """Reads tools with the fields that the model sees. `strict` is not one: it asks the server to constrain the
+    sampling."""
     if tools is None:
         return ()
     if not isinstance(tools, list):
@@ -249,7 +252,7 @@ def _tools(tools: Json, overruled: list[str]) -> tuple[ToolSchema, ...]:
         if not isinstance(tool, dict):
             raise _wrong_type(f"tools[{at}]", "an object", tool)
         if tool.get("type") not in (None, "function"):
-            raise _unsupported(f"tools[{at}].type", "only tools of type 'function' are known")
+            raise _unsupported(f"tools[{at}].type", "only tools of type 'function' are supported")
         function = tool.get("function")
         if not isinstance(function, dict):
             param = f"tools[{at}].function"
@@ -298,7 +301,7 @@ def _flag(value: Json, param: str) -> bool:
     raise _wrong_type(param, "a boolean", value)
 
 
-# --- what is wrong with a request, in OpenAI's words ---
+# --- OpenAI's error messages ---
 
 
 def _invalid(param: str, code: str, message: str) -> Problem:

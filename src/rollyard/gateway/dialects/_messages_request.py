@@ -1,24 +1,25 @@
-"""Reading a request of Anthropic Messages: a body becomes an `ChatRequest`. The writing half is `messages.py`.
+"""Reads a request of Anthropic Messages as a `ChatRequest`. `messages.py` writes the replies.
 
-How its words map to ours:
-- `system`, a text or text blocks, is the first message, its blocks on lines of their own (one of Claude Code's is a
-  header line that `tokens.splice` knows by its being a line). A message of role `system` further on stays where it is.
+Mapping to chat messages:
+- `system`, a string or text blocks, is the first message, each block on its own line (one of Claude Code's blocks is a
+  header that `tokens.splice` recognizes as a line). A later message of role `system` stays where it is.
 - A user's `tool_result` blocks become tool messages, in their place; text and images around them become user messages.
-  Messages of one role in a row are one turn, as in Anthropic's own reading: a client may send either form of a history.
-- Blocks of text are joined by a newline where a user or a tool said them, and as they are where the assistant did: its
-  blocks are cuts in one stretch of sampled text. `thinking` is `reasoning_content`; its signature proves nothing here.
-- A result with `is_error` begins with "Error: ", unless it says so itself: a tool message has no such field.
-- A call is told with the id `toolu_{reply}_{its own}`, and read back with its own: some models see what they chose.
+  Consecutive messages of one role are one turn, as in Anthropic's API: a client may send either form of a history.
+- Text blocks of a user or a tool are joined by a newline. Those of the assistant are joined directly: they are pieces
+  of one sampled text. `thinking` becomes `reasoning_content`; its signature is not checked.
+- A result with `is_error` begins with "Error: ", unless its text already does: a tool message has no such field.
+- A call is sent with the id `toolu_{reply}_{its own}`, and read back with its own id: some models see the id that they
+  chose.
 
-Refused, since the model would not see what was said: documents, search results, references to deferred tools,
-redacted thinking, blocks of tools that a server runs, images of Anthropic's file store, and an assistant's turn at the
-end (a prefill: the reply would have to begin in the middle of it).
+Refused, since the model would not see the content: documents, search results, references to deferred tools, redacted
+thinking, blocks of server-side tools, images in Anthropic's file store, and an assistant's turn at the end (a prefill:
+the reply would have to begin in the middle of it).
 
-Granted where it can be (`gateway/parameters.py`): stop_sequences, output_config.format, output_format, tool_choice.
-Overruled, by name: thinking, mcp_servers, output_config.effort, a tool_choice that forbids parallel calls, a
-temperature, top_p or top_k that is not the task's; `tools.type`, a tool that has no schema because Anthropic runs or
-knows it; `tools.defer_loading`, a tool that is not to be shown yet. Without effect: metadata, service_tier,
-cache_control, context_management, betas. All else is unknown.
+Granted where possible (`gateway/parameters.py`): stop_sequences, output_config.format, output_format, tool_choice.
+Overridden, by name: thinking, mcp_servers, output_config.effort, a tool_choice that forbids parallel calls, a
+temperature, top_p or top_k that is not the task's; `tools.type`, a tool without a schema because Anthropic runs or
+defines it; `tools.defer_loading`, a tool that is not to be shown yet. Without effect: metadata, service_tier,
+cache_control, context_management, betas. All other parameters are unknown.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _KNOWN: Final = frozenset(
 _OUR_ID = re.compile(r"toolu_[0-9A-Za-z]+_(.+)", re.DOTALL)
 
 Part = str | Mapping[str, Json]
-"""A piece of what a user or a tool said: text, or an image in chat's shape."""
+"""A part of a user's or a tool's message: text, or an image in chat format."""
 
 
 def read(body: Mapping[str, Json]) -> ChatRequest:
@@ -101,15 +102,15 @@ def _formats(body: Mapping[str, Json]) -> list[RequestParameter]:
 
 
 class _History:
-    """The messages so far, and the turn that is being put together."""
+    """The messages so far, and the turn that is being assembled."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
-        self._said: list[Part] = []  # of a user
-        self._text: list[str] = []  # of the assistant, as the two below
+        self._said: list[Part] = []  # the open turn of a user
+        self._text: list[str] = []  # this and the next two: the open turn of the assistant
         self._thought: list[str] = []
         self._calls: list[Json] = []
-        self._is_assistant = False  # such a turn is open, if only an empty one
+        self._is_assistant = False  # whether such a turn is open; it may be empty
 
     def system(self, text: str) -> None:
         self._close_user()
@@ -124,7 +125,7 @@ class _History:
             self._close_assistant()
             blocks = _blocks(content, f"{at}.content")
             if not blocks:
-                raise _wrong(f"{at}.content", "a user's message must say something")
+                raise _wrong(f"{at}.content", "a user's message must not be empty")
             for block, where in blocks:
                 self._user(block, where)
         elif role == "assistant":
@@ -138,7 +139,7 @@ class _History:
     def done(self) -> tuple[Message, ...]:
         if self._is_assistant:
             raise _wrong(
-                "messages", "a prefill of the assistant's turn is not offered: the last message must be a user's"
+                "messages", "a prefill of the assistant's turn is not supported: the last message must be a user's"
             )
         self._close_user()
         if not any(message["role"] != "system" for message in self._messages):
@@ -227,7 +228,8 @@ def _content(parts: Sequence[Part]) -> Json:
 
 
 def _is_marked(part: Part) -> bool:
-    """Whether a failed tool says so itself. Claude Code's do: `Error: …`, `<tool_use_error>…`."""
+    """Whether the text of a failed result already marks the error. Claude Code's does: `Error: …`,
+    `<tool_use_error>…`."""
     return isinstance(part, str) and part.lstrip("< ").lower().startswith(("error", "tool_use_error"))
 
 
@@ -240,7 +242,7 @@ def _own_id(told: str) -> str:
 
 
 def _tool(tool: Mapping[str, Json], at: str) -> ToolSchema | str:
-    """Its schema in chat's shape, or by what name it is overruled."""
+    """Returns the tool's schema in chat format, or the name under which it is overridden."""
     if tool.get("type") not in (None, "custom"):
         return "tools.type"
     if tool.get("defer_loading") is True:
@@ -253,12 +255,12 @@ def _tool(tool: Mapping[str, Json], at: str) -> ToolSchema | str:
 
 
 def _choice(choice: Json) -> tuple[str, Json]:
-    """auto, none, any, or tool with its name; or another that is not offered."""
+    """Returns auto, none, any, or tool with its name; "other" for a choice that is not supported."""
     if choice is None:
         return "auto", None
     choice = _mapping(choice, "tool_choice")
     kind = choice.get("type")
-    is_one = choice.get("disable_parallel_tool_use") is True and kind != "tool"  # which is one call anyway
+    is_one = choice.get("disable_parallel_tool_use") is True and kind != "tool"  # "tool" is one call in any case
     return (kind if kind in ("auto", "none", "any", "tool") and not is_one else "other"), choice.get("name")
 
 
@@ -280,7 +282,7 @@ def _list(value: Json, at: str) -> Sequence[Json]:
 def _string(block: Mapping[str, Json], name: str, at: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise _wrong(f"{at}.{name}", "it must be a text")
+        raise _wrong(f"{at}.{name}", "it must be a string")
     return value
 
 
@@ -290,5 +292,5 @@ def _wrong(at: str, why: str) -> Problem:
 
 def _not_offered(block: Mapping[str, Json], at: str) -> Problem:
     kind = block.get("type")
-    named = f"{kind[:64]!r}" if isinstance(kind, str) else "that have no type"
-    return Problem("invalid", f"{at}: blocks of type {named} are not offered here", code="not_offered", param=at)
+    named = f"{kind[:64]!r}" if isinstance(kind, str) else "(missing)"
+    return Problem("invalid", f"{at}: a block of type {named} is not supported", code="not_offered", param=at)

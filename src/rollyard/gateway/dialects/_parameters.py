@@ -1,4 +1,4 @@
-"""Parameters that all three dialects have in some form, read as wishes: see `gateway/parameters.py`."""
+"""Reads the parameters that all three dialects have in some form; `gateway/parameters.py` grants them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rollyard.core import Json
 from rollyard.gateway.base import Problem, RequestParameter
 
 MOST_STOPS, MOST_STOP_CHARS = 16, 256
-"""Each is searched for in all that is told; OpenAI's API takes 4."""
+"""Each is searched for in the whole reply; OpenAI's API accepts 4."""
 MOST_TOP_LOGPROBS = 20
-"""OpenAI's bound, and vLLM's unless it is started with another."""
+"""OpenAI's bound, and vLLM's default."""
 SAME = ("temperature", "top_p", "top_k")
 
 
 def same(body: Mapping[str, Json]) -> list[RequestParameter]:
-    """What the client may say if it is so anyway."""
+    """Reads the parameters that a client may set only to the task's value."""
     return [RequestParameter("same", name, body[name]) for name in SAME if body.get(name) is not None]
 
 
@@ -27,7 +27,7 @@ def stop(value: Json, name: str) -> list[RequestParameter]:
         raise Problem("invalid", f"Invalid type for '{name}': expected a string or an array of strings.", param=name)
     said = [text for text in texts if text]
     if len(said) > MOST_STOPS or any(len(text) > MOST_STOP_CHARS for text in said if isinstance(text, str)):
-        message = f"Invalid '{name}': at most {MOST_STOPS} texts of {MOST_STOP_CHARS} characters are taken."
+        message = f"Invalid '{name}': at most {MOST_STOPS} texts of {MOST_STOP_CHARS} characters are accepted."
         raise Problem("invalid", message, code="array_above_max_length", param=name)
     return [RequestParameter("stop", name, said)] if said else []
 
@@ -50,7 +50,7 @@ def top_logprobs(value: Json, name: str = "top_logprobs") -> list[RequestParamet
 
 
 def calls(choice: Json, name: Json) -> list[RequestParameter] | None:
-    """Of a `tool_choice` that asks for a call of any tool, or of the one that it names. None: of another one."""
+    """Reads a `tool_choice` that requires a call of any tool, or of a named one. Returns None for any other choice."""
     if choice in ("required", "any"):
         return [RequestParameter("calls", "tool_choice", "")]
     if choice in ("function", "tool") and isinstance(name, str) and name:
@@ -59,7 +59,7 @@ def calls(choice: Json, name: Json) -> list[RequestParameter] | None:
 
 
 def json_format(value: Json, name: str, schema: Json) -> list[RequestParameter]:
-    """Of a `format` object of any dialect; `schema` is where that dialect keeps it."""
+    """Reads a `format` object of any dialect; `schema` is the schema from wherever the dialect has it."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind in (None, "text"):
         return []
@@ -67,9 +67,9 @@ def json_format(value: Json, name: str, schema: Json) -> list[RequestParameter]:
         return [RequestParameter("format", name, {"type": kind})]
     if kind == "json_schema" and isinstance(schema, dict):
         return [RequestParameter("format", name, {"type": kind, "schema": schema})]
-    return [RequestParameter("same", name, value)]  # another that the task does not have
+    return [RequestParameter("same", name, value)]  # not supported: never equal to the task's sampling
 
 
 def unknown(body: Mapping[str, Json], known: Collection[str]) -> tuple[str, ...]:
-    """The fields that say something and are none of these."""
+    """Returns the names of the fields that are set and not known."""
     return tuple(name for name, value in body.items() if name not in known and value is not None)

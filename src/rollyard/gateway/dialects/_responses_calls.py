@@ -1,20 +1,22 @@
-"""Tools and calls of the Responses API, in chat's shape and back.
+"""Converts tools and calls of the Responses API to chat format and back.
 
-A renderer knows one kind of tool, the function. So what this dialect has besides is offered to the model as one, and
-told to the client in its own shape:
+A renderer supports one kind of tool, the function. So the other kinds of this dialect are offered to the model as
+functions, and their calls are returned to the client in their own form:
 
-- `function`: as it is.
-- `custom` (free text, often with a grammar): a function with one text argument `input`, which says the grammar.
+- `function`: unchanged.
+- `custom` (free text, often with a grammar): a function with one string argument `input`, whose description contains
+  the grammar.
 - `local_shell`: a function with the fields of its action.
-- `namespace` (a named group of those): each under `NAMESPACE__NAME`; the group's description goes to its first tool.
+- `namespace` (a named group of those): each under `NAMESPACE__NAME`; the group's description is added to its first
+  tool.
 
-Tools that the vendor's servers run (web search, file search, code interpreter…) are not offered: nobody here runs
-them. Their names go into `Ask.overruled`.
+Tools that the vendor's servers run (web search, file search, code interpreter…) are not offered: the gateway cannot run
+them. Their names are added to `ChatRequest.overruled`.
 
-Invariant: `read_call(tell_call(call))` says what the model said. A call that does not fit the shape of its tool (other
-arguments than `input` for a custom one) is still told as a call of that kind, with its arguments as the input, and its
-`call_id` ends in `RAW`. Clients take a call of the wrong kind for a fault of the server and end there, whereas of wrong
-input they tell the model.
+Invariant: `read_call(tell_call(call))` is what the model wrote. A call that does not match the form of its tool
+(arguments other than `input` for a custom one) is still returned as a call of that kind, with its arguments as the
+input, and its `call_id` ends in `RAW`. Clients treat a call of the wrong kind as a server error and stop, whereas they
+report wrong input to the model.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _SHELL_ABOUT = "Runs a command and returns its output. The command is a list of 
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool as the client knows it."""
+    """A tool as the client defined it."""
 
     kind: Literal["function", "custom", "local_shell"]
     name: str
@@ -52,7 +54,7 @@ class OfferedTool:
 
 @dataclass(slots=True)
 class Toolbox:
-    """The tools of one request: what the model is offered, and what each is to the client."""
+    """The tools of one request: the schemas that the model is offered, and the client's tool for each."""
 
     schemas: list[ToolSchema] = field(default_factory=list[ToolSchema])
     offered: dict[str, OfferedTool] = field(default_factory=dict[str, OfferedTool])
@@ -60,7 +62,7 @@ class Toolbox:
     _by_name: dict[str, ToolSchema] = field(default_factory=dict[str, ToolSchema])
 
     def read(self, tools: Json, at: str, namespace: str | None = None, about: str = "") -> None:
-        """Adds a list of tools as the client sent it. `at` says where, for its errors."""
+        """Adds a list of tools as the client sent it. `at` is its position, for error messages."""
         if not isinstance(tools, Sequence) or isinstance(tools, str):
             raise Problem("invalid", f"{at} must be a list of tools", param=at)
         for index, tool in enumerate(tools):
@@ -97,7 +99,7 @@ class Toolbox:
         said = "The whole input of this tool, as plain text."
         format_ = tool.get("format")
         if isinstance(format_, Mapping) and format_.get("type") == "grammar":
-            self.overruled.append("tools.format")  # told to the model, not enforced
+            self.overruled.append("tools.format")  # shown to the model, not enforced
             said += f" It must follow this {format_.get('syntax')} grammar:\n{format_.get('definition')}"
         parameters: Json = {
             "type": "object",
@@ -118,8 +120,8 @@ class Toolbox:
             self.offered[name] = offered
             self._by_name[name] = schema
             self.schemas.append(schema)
-        elif schema != self._by_name[name]:  # the same again says nothing new
-            raise Problem("invalid", f"{where}: there is another tool {shown(name)} already", param=where)
+        elif schema != self._by_name[name]:  # an identical duplicate is accepted
+            raise Problem("invalid", f"{where}: another tool is already named {shown(name)}", param=where)
 
 
 def joined(namespace: str | None, name: str) -> str:
@@ -138,11 +140,11 @@ def _about(tool: Mapping[str, Json], lead: str) -> str:
     return "\n\n".join(part for part in (lead, about) if isinstance(part, str) and part)
 
 
-# --- a call, to the client ---
+# --- calls to the client ---
 
 
 def tell_call(call: ToolCall, offered: Mapping[str, OfferedTool], item_id: str) -> dict[str, Any]:
-    """The output item of a call, but for its status."""
+    """Returns the output item of a call, without its status."""
     tool = offered.get(call.name) or OfferedTool("function", call.name)
     arguments = call.arguments
     if tool.kind == "local_shell" and arguments is not None:
@@ -178,15 +180,16 @@ def _is_shell(arguments: Mapping[str, Json]) -> bool:
 
 
 def _is_count(value: Json) -> bool:
-    """A number that a JSON library writes and every client reads; a model may write one of any length."""
+    """Whether it is an integer that JSON libraries can write and clients can read; a model may write one of any
+    length."""
     return isinstance(value, int) and abs(value) < 2**53
 
 
-# --- and back ---
+# --- calls from the client ---
 
 
 def read_call(item: Mapping[str, Json], where: str) -> dict[str, Json]:
-    """A call in chat's shape. Its id is the client's, with which the output will come."""
+    """Returns a call in chat format. It keeps the client's id, which the tool's output will refer to."""
     call_id = _text(item, "call_id", where)
     if item.get("type") == "local_shell_call":
         action = item.get("action")
@@ -206,12 +209,12 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Json]:
 
 
 def _shell_arguments(action: Mapping[str, Json]) -> dict[str, Json]:
-    """An action's fields that say something: clients fill the others with null and {}."""
+    """Returns an action's fields that are set: clients fill the others with null and {}."""
     return {name: action[name] for name in _SHELL_TYPES if action.get(name) not in (None, {})}
 
 
 def _text(item: Mapping[str, Json], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise Problem("invalid", f"{where}.{name} must be a text", param=f"{where}.{name}")
+        raise Problem("invalid", f"{where}.{name} must be a string", param=f"{where}.{name}")
     return value

@@ -1,11 +1,11 @@
-"""The `input` of a Responses request, read as messages.
+"""Reads the `input` of a Responses request as messages.
 
-Here a turn of the assistant is not one message but several items: reasoning, text, calls. They are put together as one
-message, which is how the turn was sampled. Which items belong together: those whose ids carry the same reply (ours do,
-see `item_id`, and clients send them back), even where a client has put outputs between the calls of one turn; without
-ids, those that follow one another, until reasoning comes after something said, or text after text.
+In this API a turn of the assistant consists of several items: reasoning, text, calls. They are combined to one
+message, since the turn was sampled as one. Items belong together if their ids contain the same reply id (see `item_id`;
+clients send the ids back), even if a client has put outputs between the calls of one turn. Without ids, consecutive
+items belong together, until reasoning follows text or a call, or text follows text.
 
-Invariant: nothing that was said is dropped. An item or part that has no place in a message is a Problem that names it.
+Invariant: no content is dropped. An item or part that a message cannot represent raises a Problem that names it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 
 
 def item_id(reply_id: str, index: int) -> str:
-    """What every output item's id ends in: clients that send it back tell us which reply it was part of."""
+    """Returns the end of every output item's id. It identifies the item's reply when a client sends it back."""
     return f"{reply_id}_{index}"
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning for `encrypted_content`, the one field of it that some clients keep. It hides nothing."""
+    """Encodes reasoning for `encrypted_content`, the only field of it that some clients keep. It is not encrypted."""
     return _SEALED + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
 def unseal(sealed: str) -> str | None:
-    """None: not of our making."""
+    """Decodes what `seal` encoded. Returns None for anything else."""
     if not sealed.startswith(_SEALED):
         return None
     try:
@@ -45,15 +45,15 @@ def unseal(sealed: str) -> str | None:
 
 
 class Transcript:
-    """Messages, as the items come in."""
+    """Builds messages from items."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
         self._messages: list[dict[str, Json]] = []
-        self._turn: dict[str, Json] | None = None  # the assistant's message that may still grow
-        self._grown: dict[str, list[str]] = {}  # its fields that are put together of many pieces
-        self._reply = ""  # which of our replies it was, if its items say so
-        self._is_last = False  # nothing came after it yet; otherwise only outputs of tools did
+        self._turn: dict[str, Json] | None = None  # the assistant's message that items may still be added to
+        self._grown: dict[str, list[str]] = {}  # the pieces of its fields, until they are joined
+        self._reply = ""  # its reply id, if its items have one
+        self._is_last = False  # whether it is the last message; if not, only tool outputs follow
         self._readers: Mapping[str, Callable[[Mapping[str, Json], str], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -73,7 +73,7 @@ class Transcript:
         return tuple(self._messages)
 
     def say(self, role: str, content: Json) -> None:
-        """A message that is not the assistant's."""
+        """Adds a message that is not the assistant's."""
         self._join()
         self._messages.append({"role": role, "content": content})
         self._turn = None
@@ -83,7 +83,7 @@ class Transcript:
             self.say("user", items)
             return
         if not isinstance(items, Sequence):
-            raise Problem("invalid", "input must be a text or a list of items", param="input")
+            raise Problem("invalid", "input must be a string or a list of items", param="input")
         for index, item in enumerate(items):
             where = f"input[{index}]"
             if not isinstance(item, Mapping):
@@ -94,13 +94,13 @@ class Transcript:
                 raise Problem("invalid", f"{where}: items of type {shown(kind)} are not supported here", param=where)
             read(item, where)
 
-    # --- one kind each ---
+    # --- readers of each item type ---
 
     def _message(self, item: Mapping[str, Json], where: str) -> None:
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
             raise Problem(
-                "invalid", f"{where}.role {shown(role)} is none of user, assistant, system, developer", param=where
+                "invalid", f"{where}.role {shown(role)} is not user, assistant, system or developer", param=where
             )
         content = _content(item.get("content"), f"{where}.content")
         if role != "assistant":
@@ -126,7 +126,7 @@ class Transcript:
     def _output(self, item: Mapping[str, Json], where: str) -> None:
         call_id = item.get("call_id") or item.get("id")  # local_shell_call_output has only the latter
         if not isinstance(call_id, str):
-            raise Problem("invalid", f"{where}.call_id must be a text", param=f"{where}.call_id")
+            raise Problem("invalid", f"{where}.call_id must be a string", param=f"{where}.call_id")
         content = _content(item.get("output"), f"{where}.output")
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         self._is_last = False
@@ -137,12 +137,13 @@ class Transcript:
     def _reference(self, item: Mapping[str, Json], where: str) -> None:
         raise Problem(
             "invalid",
-            f"{where}: items are not kept here, so there is nothing to refer to; send the item itself (store=false)",
+            f"{where}: items are not stored, so they cannot be referred to; send the item itself (store=false)",
             param=where,
         )
 
     def _grow(self, turn: dict[str, Json], field: str, text: str) -> None:
-        """The field says something already, and says all of it after `_join`: thousands of pieces are joined once."""
+        """Adds text to a field. The field is non-empty from now on and complete after `_join`: thousands of pieces are
+        joined once."""
         turn[field] = turn.get(field) or text
         self._grown.setdefault(field, []).append(text)
 
@@ -153,7 +154,7 @@ class Transcript:
         self._grown = {}
 
     def _assistant(self, item: Mapping[str, Json], *, is_new: Callable[[Mapping[str, Json]], bool]) -> dict[str, Json]:
-        """The message that this item belongs to. `is_new` decides where the ids do not."""
+        """Returns the message that an item belongs to. `is_new` decides if the ids do not."""
         found = item.get("id")
         match = _OURS.fullmatch(found) if isinstance(found, str) else None
         reply, turn = match.group(1) if match else "", self._turn
@@ -170,13 +171,13 @@ class Transcript:
 
 
 def _content(content: Json, where: str) -> Json:
-    """A text where all of it is text; else chat's parts."""
+    """Returns a string if all parts are text, else a list of parts in chat format."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise Problem("invalid", f"{where} must be a text or a list of parts", param=where)
+        raise Problem("invalid", f"{where} must be a string or a list of parts", param=where)
     parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
     if all(isinstance(part, str) for part in parts):
         return "".join(str(part) for part in parts)
@@ -193,11 +194,11 @@ def _part(part: Json, where: str) -> Json:
         if kind == "input_image" and isinstance(url, str):
             detail = part.get("detail")
             return {"type": "image_url", "image_url": {"url": url} | ({"detail": detail} if detail else {})}
-    raise Problem("invalid", f"{where}: a part of type {shown(kind)} like this one is not supported here", param=where)
+    raise Problem("invalid", f"{where}: a part of type {shown(kind)} in this form is not supported", param=where)
 
 
 def _thought(item: Mapping[str, Json], where: str) -> str:
-    """The text of a reasoning item: what we sealed, else its content, else its summary."""
+    """Returns the text of a reasoning item: from `seal`, else its content, else its summary."""
     sealed = item.get("encrypted_content")
     if isinstance(sealed, str) and (text := unseal(sealed)) is not None:
         return text
@@ -209,5 +210,5 @@ def _thought(item: Mapping[str, Json], where: str) -> str:
                 raise Problem("invalid", f"{where}.{name} must be parts with a text", param=f"{where}.{name}")
             return "\n\n".join(str(text) for text in texts)
     if sealed:
-        raise Problem("invalid", f"{where}.encrypted_content was not written here: it cannot be read", param=where)
+        raise Problem("invalid", f"{where}.encrypted_content is of another server and cannot be read", param=where)
     return ""

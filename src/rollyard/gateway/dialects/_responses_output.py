@@ -1,8 +1,8 @@
-"""What a Responses client is told: output items, the response around them, and the events of a stream.
+"""Writes replies of the Responses API: output items, the response that contains them, and the events of a stream.
 
-Invariants. A stream adds up to what the same turn is told whole: the deltas of an item make its text, and the last
-event carries all items. A turn that said nothing has an empty message, so that it stands in the client's history too.
-The response says what applied, not what was asked for: the task's sampling wins, so no temperature is echoed.
+Invariants. A stream adds up to the unstreamed reply of the same turn: the deltas of an item form its text, and the last
+event contains all items. An empty turn has an empty message, so that the client's history contains it. The response
+contains the values that were applied: the task's sampling overrides the request's, so no temperature is echoed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rollyard.tokens.base import ToolCall
 
 
 def error_of(problem: Problem) -> dict[str, Any]:
-    """The `error` of OpenAI's answers. Programs look for `context_length_exceeded`."""
+    """Returns the `error` of OpenAI's responses. Programs look for `context_length_exceeded`."""
     code = "context_length_exceeded" if problem.kind == "context" else problem.code
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
     return {"message": problem.message, "type": kind, "param": problem.param, "code": code}
 
 
 def response_of(ask: ChatRequest, told: Reply) -> dict[str, Any]:
-    """A completed turn, whole."""
+    """Returns a completed turn as one response."""
     output: list[dict[str, Any]] = []
     if told.reasoning:
         output.append(_reasoning(ask, told.id, 0, told.reasoning, "completed"))
@@ -39,7 +39,7 @@ def response_of(ask: ChatRequest, told: Reply) -> dict[str, Any]:
 
 
 def _logprobs(told: Reply) -> list[dict[str, Any]]:
-    """Of all sampled tokens, reasoning and calls among them."""
+    """Returns the logprobs of all sampled tokens, including reasoning and calls."""
     return [logprob_of(it) for it in told.logprobs or ()]
 
 
@@ -120,7 +120,7 @@ def _call(ask: ChatRequest, reply_id: str, index: int, call: ToolCall, status: s
 
 
 class ResponseStream:
-    """A streamed response; `Writer` of the gateway's door. One item is open at a time."""
+    """Writes one streamed response. At most one item is open at a time."""
 
     def __init__(self, ask: ChatRequest, reply_id: str, created: int) -> None:
         self._ask, self._id, self._created = ask, reply_id, created
@@ -181,7 +181,7 @@ class ResponseStream:
         return self._added(item) + self._part("response.content_part.added", part=part)
 
     def _close(self, status: str = "completed") -> bytes:
-        """Says what the open item was, if there is one."""
+        """Ends the open item, if there is one."""
         if self._open is None:
             return b""
         text, index = "".join(self._pieces), len(self._output) - 1

@@ -1,24 +1,24 @@
-"""OpenAI Chat Completions, as OpenAI's SDK, litellm and most agent programs speak it.
+"""OpenAI Chat Completions, as OpenAI's SDK, litellm and most agent programs use it.
 
-A message comes out with its role, its text and what belongs to its role (`name`, `tool_calls`, `reasoning_content`,
-`tool_call_id`); null fields, and fields that say nothing to a model, are gone. `reasoning` (vLLM's word) reads as
-`reasoning_content` (litellm's and DeepSeek's), which is what we write.
+A message is read with its role, its text and the fields of its role (`name`, `tool_calls`, `reasoning_content`,
+`tool_call_id`); null fields, and fields that do not affect the model, are dropped. `reasoning` (vLLM's name) is read as
+`reasoning_content` (litellm's and DeepSeek's), which is also the name in replies.
 
-What becomes of a parameter:
+Parameters are:
 
 - honoured: messages, model (echoed), tools, max_tokens and max_completion_tokens (the lesser), stream,
   stream_options.include_usage;
-- granted where it can be (`gateway/parameters.py`): stop, seed, logprobs, top_logprobs, tool_choice, response_format;
-- overruled, since the task's sampling wins: what `OVERRULED` lists in `_chat_request.py`, a tool_choice of allowed
+- granted where possible (`gateway/parameters.py`): stop, seed, logprobs, top_logprobs, tool_choice, response_format;
+- overridden by the task's sampling: those in `OVERRULED` of `_chat_request.py`, a tool_choice of allowed
   tools, and a temperature, top_p or top_k that is not the task's;
-- refused, since no honest reply has the shape that was asked for: n other than 1, functions and function_call (and the
+- refused, since the reply cannot have the requested form: n other than 1, functions and function_call (and the
   messages that go with them), custom tools, modalities other than text, audio and files in messages,
   continue_final_message, echo;
 - without effect: metadata, user, store, service_tier, prompt_cache_key, prediction, …; unknown: everything else.
 
-Invariant: what `reply` or a stream tells, sent back as a message of the assistant, reads as the turn that was told.
-`error` is worded for those who look at words: litellm knows a context overflow by OpenAI's sentence, and takes any
-`invalid_request_error` for a 400, so what is none has another type.
+Invariant: a reply or a stream, sent back as a message of the assistant, is read as the same turn. The texts of `error`
+match what clients parse: litellm recognizes a context overflow by OpenAI's sentence, and treats any
+`invalid_request_error` as a 400, so errors with other statuses have another type.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TYPES: Mapping[ProblemKind, str] = {
 
 
 class Chat:
-    """See the module."""
+    """The dialect of OpenAI Chat Completions."""
 
     name = "chat"
     takes_raw_arguments = True
@@ -84,7 +84,7 @@ class Chat:
 
 
 class ChatWriter:
-    """One streamed answer. All its chunks begin and end alike; only the delta between is written anew."""
+    """Writes one streamed reply. All chunks have the same beginning and end; only the delta is serialized for each."""
 
     def __init__(self, model: str, reply_id: str, created: int, *, has_usage: bool) -> None:
         head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": created, "model": model}
@@ -126,14 +126,14 @@ class ChatWriter:
 
 
 def models_body(names: Sequence[str]) -> bytes:
-    """The answer to `GET /v1/models`: one body that both OpenAI's and Anthropic's SDKs read as theirs."""
+    """Returns the response to `GET /v1/models`: one body that both OpenAI's and Anthropic's SDKs can parse."""
     first, last = (names[0], names[-1]) if names else (None, None)
     models = [_model(name) for name in names]
     return orjson.dumps({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
 
 
 def model_body(name: str) -> bytes:
-    """The answer to `GET /v1/models/NAME`, for both SDKs. Any name is the rollout's one policy."""
+    """Returns the response to `GET /v1/models/NAME`, for both SDKs. Any name denotes the rollout's one policy."""
     return orjson.dumps(_model(name))
 
 
@@ -153,14 +153,15 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall) -> str:
-    """As they stand in the recorded message (`tokens.calls.assistant_message`): then the two are equal as text too."""
+    """Serializes a call's arguments as in the recorded message (`tokens.calls.assistant_message`), so the texts are
+    equal."""
     if call.arguments is None:
         return call.raw
     return json.dumps(call.arguments, ensure_ascii=False, separators=(", ", ": "))
 
 
 def _logprobs(told: Reply) -> dict[str, Any] | None:
-    """Of all sampled tokens, reasoning and calls among them; a stream tells them at its end."""
+    """Returns the logprobs of all sampled tokens, including reasoning and calls. A stream sends them at its end."""
     if told.logprobs is None:
         return None
     return {"content": [logprob_of(it) for it in told.logprobs], "refusal": None}
@@ -192,7 +193,7 @@ def _error(problem: Problem) -> dict[str, Any]:
 
 
 def _overflow(problem: Problem) -> str:
-    """OpenAI's sentence: clients find "maximum context length is" in it."""
+    """Returns OpenAI's sentence: clients search it for "maximum context length is"."""
     if problem.max_tokens is None or problem.used_tokens is None:
         return f"This model's maximum context length is exceeded. {problem.message}"
     return (

@@ -1,15 +1,15 @@
-"""Anthropic Messages, as Anthropic's SDKs and Claude Code speak it. `_messages_request.py` reads, and says what is
-refused, overruled and ignored; this half writes replies, streams and errors.
+"""Anthropic Messages, as Anthropic's SDKs and Claude Code use it: writes replies, streams and errors.
+`_messages_request.py` reads requests and documents which parameters are refused, overridden and ignored.
 
-A turn is told as a `thinking` block, a `text` block and `tool_use` blocks; a stream tells them in the order in which
-they were sampled, so text between two calls is a block of its own. Thinking is told whether or not it was asked for: a
-client that never saw it could not send it back, and the model would then see another history than its own.
+A turn is returned as a `thinking` block, a `text` block and `tool_use` blocks. A stream sends them in the order of
+sampling, so text between two calls is a separate block. Thinking is returned even if it was not requested: a client
+that does not receive it cannot send it back, and the model would then see a history other than its own.
 
-Usage is counted Anthropic's way: `input_tokens` are those that no cache had. A stream begins before the engine has
-said what it had cached, so `message_delta`, at its end, says all of it again.
+Usage is counted as Anthropic does: `input_tokens` are those that were not cached. A stream begins before the engine has
+reported what it had cached, so `message_delta`, at its end, repeats all of the usage.
 
-A call's input is an object here, so arguments that are none cannot be told as a call (`takes_raw_arguments`). Numbers
-beyond a float's range, which JSON can write and no client could read, become the largest there is.
+A call's input is an object in this dialect, so other arguments cannot be returned as a call (`takes_raw_arguments`).
+Numbers beyond a float's range, which JSON can represent and clients cannot read, become the largest float.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from rollyard.gateway.dialects import _messages_request
 from rollyard.tokens.base import ToolCall
 
 SIGNATURE: Final = "cm9sbHlhcmQ="
-"""Of every thinking block. Clients keep it and send it back; some drop a block that has none. Nobody checks it."""
+"""The signature of every thinking block. Clients send it back, and some drop a block that has none. It is never
+checked."""
 
 _STOP_REASONS: Final[Mapping[Finish, str]] = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
@@ -39,13 +40,13 @@ _ERROR_TYPES: Final[Mapping[ProblemKind, str]] = {
     "too_large": "request_too_large",
     "not_found": "not_found_error",
     "unauthorized": "authentication_error",
-    "unavailable": "api_error",  # not overloaded_error: clients try that again, and it would be in vain
+    "unavailable": "api_error",  # not overloaded_error: clients would retry in vain
     "internal": "api_error",
 }
 
 
 class Messages:
-    """The dialect; see the module."""
+    """The dialect of Anthropic Messages."""
 
     name = "messages"
     takes_raw_arguments = False
@@ -74,7 +75,7 @@ class Messages:
 
 
 class MessagesWriter:
-    """One stream. At most one block is open at a time, and it is closed before the next one begins."""
+    """Writes one stream. At most one block is open at a time; it is closed before the next one begins."""
 
     def __init__(self, ask: ChatRequest, reply_id: str, prompt_tokens: int) -> None:
         self._ask, self._id, self._prompt_tokens = ask, reply_id, prompt_tokens
@@ -89,7 +90,7 @@ class MessagesWriter:
         if isinstance(event, ToolCall):
             return self._call(event)
         if not event.text:
-            return b""  # a block of no text could not be sent back
+            return b""  # a client could not send an empty block back
         match event:
             case Text(text):
                 opened = self._opened("text", {"type": "text", "text": ""})
@@ -172,7 +173,7 @@ def _usage(usage: Usage) -> Json:
 def _error_body(problem: Problem) -> Json:
     message, kind = problem.message, _ERROR_TYPES[problem.kind]
     if problem.kind == "context":
-        # These very words: Claude Code finds the two numbers in them, and then compacts its history.
+        # Claude Code parses the two numbers in exactly this sentence, and then compacts its history.
         if problem.used_tokens is not None and problem.max_tokens is not None:
             message = f"prompt is too long: {problem.used_tokens} tokens > {problem.max_tokens} maximum"
         else:
@@ -181,12 +182,12 @@ def _error_body(problem: Problem) -> Json:
 
 
 def _told_id(reply_id: str, call: ToolCall) -> str:
-    """Unique in all of a rollout, which a call's own id need not be; `_messages_request` takes it apart again."""
+    """Returns an id that is unique in the rollout, unlike a call's own id; `_messages_request` parses it."""
     return f"toolu_{reply_id}_{call.id}"
 
 
 def _arguments(call: ToolCall) -> str:
-    """Not orjson: a model may write whole numbers of any length."""
+    """Serializes a call's arguments. Not with orjson: a model may write integers of any length."""
     try:
         return json.dumps(call.arguments or {}, ensure_ascii=False, allow_nan=False)
     except ValueError:

@@ -1,20 +1,20 @@
-"""OpenAI's Responses API: requests read as an `ChatRequest`, turns told as `response` objects or events.
+"""OpenAI's Responses API: reads requests as `ChatRequest`s, and returns turns as `response` objects or events.
 
-The items of a conversation are read in `_responses_input.py`, tools and calls in `_responses_calls.py`, and what is
-told is written in `_responses_output.py`. Here are the parameters around them:
+`_responses_input.py` reads the items of a conversation, `_responses_calls.py` tools and calls, and
+`_responses_output.py` writes replies. This module reads the other parameters:
 
 - honoured: `input`, `instructions` (a leading system message), `tools`, `max_output_tokens` (an upper bound), `model`
   (echoed), `stream`, `metadata` (echoed), `include` (of it `reasoning.encrypted_content`).
-- granted where it can be (`gateway/parameters.py`): `stop`, `seed`, `text.format`, `tool_choice`, `top_logprobs`,
+- granted where possible (`gateway/parameters.py`): `stop`, `seed`, `text.format`, `tool_choice`, `top_logprobs`,
   and of `include` `message.output_text.logprobs`.
-- overruled by the task's own, and named in `ChatRequest.overruled`: `logit_bias`, the penalties, a `tool_choice` that is none
-  of auto, none, required and one function, a `temperature`, `top_p` or `top_k` that is not the task's,
-  `parallel_tool_calls: false`, `reasoning.effort`, `text.verbosity`, `truncation: auto` (nothing is ever cut out of a
-  history), `context_management`, and of the tools those that nothing here runs, `strict` and grammars.
-- refused: `previous_response_id`, `conversation`, `prompt` and references to items (nothing is kept by id; send the
+- overridden by the task's, and listed in `ChatRequest.overruled`: `logit_bias`, the penalties, a `tool_choice` other
+  than auto, none, required and one function, a `temperature`, `top_p` or `top_k` that is not the task's,
+  `parallel_tool_calls: false`, `reasoning.effort`, `text.verbosity`, `truncation: auto` (a history is never truncated),
+  `context_management`; of the tools, server-side ones, `strict` and grammars.
+- refused: `previous_response_id`, `conversation`, `prompt` and references to items (nothing is stored by id; send the
   whole input, as with store=false), `background: true`, `n` above 1.
 - accepted and without effect: `store`, `user`, `service_tier`, `prompt_cache_key`, `reasoning.summary`,
-  `client_metadata`, `stream_options`…; all else is unknown.
+  `client_metadata`, `stream_options`…; all other parameters are unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollyard.gateway.dialects._responses_calls import Toolbox
 from rollyard.gateway.dialects._responses_input import Transcript
 from rollyard.gateway.dialects._responses_output import ResponseStream, error_of, response_of
 
-_OVERRULED: Mapping[str, tuple[Json, ...]] = {  # with the values that say nothing
+_OVERRULED: Mapping[str, tuple[Json, ...]] = {  # with the values that have no effect
     "logit_bias": (None,),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -60,7 +60,7 @@ _REFUSED: Mapping[str, tuple[Json, ...]] = {
 
 
 class Responses:
-    """See the module. No state."""
+    """The dialect of OpenAI's Responses API."""
 
     name = "responses"
     takes_raw_arguments = True
@@ -79,7 +79,7 @@ class Responses:
         if isinstance(instructions, str) and instructions:
             transcript.say("system", instructions)
         elif instructions:
-            raise Problem("invalid", "instructions must be a text", param="instructions")
+            raise Problem("invalid", "instructions must be a string", param="instructions")
         if body.get("input") is not None:
             transcript.read(body["input"])
         if not transcript.messages:
@@ -113,8 +113,8 @@ class Responses:
         return orjson.dumps({"error": error_of(problem)})
 
 
-_SEND_ALL = "nothing is kept by id; send the whole input with every request (store=false)"
-_INSTEAD = {"previous_response_id": _SEND_ALL, "conversation": _SEND_ALL, "n": "a request has one answer"}
+_SEND_ALL = "nothing is stored by id; send the whole input with every request (store=false)"
+_INSTEAD = {"previous_response_id": _SEND_ALL, "conversation": _SEND_ALL, "n": "a request has one reply"}
 
 
 def _wishes(body: Mapping[str, Json]) -> tuple[RequestParameter, ...]:
@@ -154,13 +154,13 @@ def _overruled(body: Mapping[str, Json]) -> list[str]:
 
 
 def _echo(body: Mapping[str, Json], name: str) -> orjson.Fragment | None:
-    """As it stands in the answer, written once: a stream says it three times. What is long is left out."""
+    """Serializes a parameter for the response, once: a stream contains it three times. A long one is left out."""
     value = body.get(name)
     try:
         is_short = weigh(value)[0] <= MOST_ECHO_BYTES
         written = orjson.dumps(value) if value and is_short else b""
         return orjson.Fragment(written) if 0 < len(written) <= MOST_ECHO_BYTES else None
-    except orjson.JSONEncodeError:  # it reads four times as deep as it writes
+    except orjson.JSONEncodeError:  # orjson parses deeper nesting than it serializes, by a factor of four
         raise Problem("invalid", f"{name} is nested too deeply", param=name) from None
 
 
@@ -169,5 +169,5 @@ def _count(body: Mapping[str, Json], name: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise Problem("invalid", f"{name} must be a whole number above 0", param=name)
+        raise Problem("invalid", f"{name} must be an integer above 0", param=name)
     return value

@@ -1,4 +1,4 @@
-"""The way out of a sandbox that is otherwise offline: a forward proxy that reaches the hosts on a task's list."""
+"""Egress of a sandbox that is otherwise offline: a forward proxy that reaches the hosts that its task lists."""
 
 from rollyard.sandbox.egress.base import EGRESS_PORT, Egress, ProxyBounds, Resolve
 from rollyard.sandbox.egress.ledger import EgressLedger
@@ -8,10 +8,10 @@ from rollyard.sandbox.egress.resolver import SystemResolver
 
 __all__ = [
     "EGRESS_PORT",
-    "ProxyBounds",
     "Egress",
-    "EgressProxy",
     "EgressLedger",
+    "EgressProxy",
+    "ProxyBounds",
     "Resolve",
     "SystemResolver",
     "egress_env",

@@ -1,8 +1,8 @@
-"""Who may be connected to: the task's rules, then every address that the name has.
+"""Decides which hosts a proxy may connect to: checks the task's rules, then every address of the name.
 
-Invariants. A name that no rule allows is never looked up: a lookup is a message to whoever serves its zone. All
-addresses of an answer have to be fit, not only the one that is used. The caller connects to an address that was
-checked here, and never looks the name up again; so an answer that changes changes nothing.
+Invariants. A name that no rule allows is never looked up: a lookup sends data to the zone's name servers. All
+addresses in the answer must be allowed, not only the one that is used. The caller connects to an address that was
+checked here, and never looks the name up again, so a changed DNS answer has no effect.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollyard.sandbox.egress.base import Egress, Refused
 MOST_ADDRESSES = 64
 
 LOOKUPS = 2
-"""At a time, of one proxy: they share threads with those of others."""
+"""Concurrent lookups of one proxy: all proxies share the resolver's threads."""
 
 
 class EgressGate:
-    """The decisions of one proxy."""
+    """Checks the hosts, methods and addresses of one proxy's requests."""
 
     def __init__(self, egress: Egress) -> None:
         self._egress = egress
@@ -28,7 +28,7 @@ class EgressGate:
         self._looking = asyncio.Semaphore(LOOKUPS)
 
     def check(self, host: str, port: int) -> None:
-        """Refused if no rule allows it. `host` as `host_of` returns it."""
+        """Raises Refused if no rule allows it. `host` is in the form that `host_of` returns."""
         if not any(rule.allows(host, port) for rule in self._egress.rules):
             what = "an address has to be listed literally" if is_address(host) else "it is not on this task's list"
             raise Refused("host", f"{host}:{port}: {what} (sandbox.egress)")
@@ -39,7 +39,7 @@ class EgressGate:
             raise Refused("method", f"the method {method} is not allowed over plain HTTP, only {allowed}", 405)
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Those that a host has, all of them fit to connect to."""
+        """Returns the addresses of a host. Raises Refused if any of them is not allowed."""
         if is_address(host):
             found = [host]
         else:
@@ -51,7 +51,7 @@ class EgressGate:
                     found = list(await self._egress.resolve(host, port))
             except TimeoutError:
                 raise Refused("dns", f"{host} was not looked up in time", 504) from None
-            except (OSError, UnicodeError) as error:  # UnicodeError: a name that the codec of getaddrinfo refuses
+            except (OSError, UnicodeError) as error:  # UnicodeError: getaddrinfo's codec rejects the name
                 raise Refused("dns", f"{host} has no address: {error}", 502) from None
         if not found or len(found) > MOST_ADDRESSES:
             raise Refused("dns", f"{host} has {len(found)} addresses", 502)
@@ -59,14 +59,15 @@ class EgressGate:
         for address in found:
             why = why_not(address, may_be_private=is_named)
             if not why and not is_named and self._egress.is_own(address):
-                why = "it is this machine's own"
+                why = "it is this machine's own address"
             if why:
                 raise Refused("address", f"{host} has the address {address}, and {why}")
         return found
 
 
 def split_authority(text: str, default_port: int | None = None) -> tuple[str, int]:
-    """`HOST:PORT`, in the compared form. Refused for user names, ports that are no number, and other tricks."""
+    """Returns host and port of `HOST:PORT`, normalized. Raises Refused for user names, non-numeric ports and similar
+    tricks."""
     host, colon, port = text.rpartition(":")
     if not colon or port.endswith("]"):
         host, port = text, ""
@@ -75,7 +76,7 @@ def split_authority(text: str, default_port: int | None = None) -> tuple[str, in
             raise ValueError("a port was expected")
         return host_of(host), port_of(port) if port else default_port or 0
     except ValueError as error:
-        raise Refused("request", f"{_shown(text)} is no HOST:PORT: {error}", 400) from None
+        raise Refused("request", f"{_shown(text)} is not HOST:PORT: {error}", 400) from None
 
 
 def _shown(text: str) -> str:

@@ -1,22 +1,23 @@
-"""The name that a TLS client asks for, read from its ClientHello before anyone is connected.
+"""Reads the server name from a TLS client's ClientHello, before the proxy connects to the host.
 
-Strict: lengths have to fit exactly, an extension comes once, the name is one. A server might read a wrong hello
-differently from us, so a wrong one goes nowhere. Neither a certificate nor anything after the hello is looked at.
+The parser is strict: lengths must match exactly, an extension occurs once, and there is one name. A server might
+interpret a malformed ClientHello differently, so it is never forwarded. Nothing after the ClientHello is inspected,
+and no certificate.
 """
 
 from __future__ import annotations
 
 MOST_BYTES = 16 << 10
-"""Of a hello. One with post-quantum keys has about 2 KB."""
+"""Largest ClientHello. One with post-quantum keys has about 2 KB."""
 
 MOST_RECORDS = 16
-"""That it may be cut into. Clients send one."""
+"""Most records in which a ClientHello may arrive. Clients send one."""
 
 _HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME, _HOST_NAME = 22, 1, 0, 0
 
 
 class NotTls(ValueError):
-    """These bytes are not the beginning of a TLS connection, or of none that we can read."""
+    """Raised if the bytes are not the start of a TLS connection, or of one that this parser accepts."""
 
 
 class _Reader:
@@ -42,40 +43,40 @@ class _Reader:
 
     def end(self) -> None:
         if not self.is_done:
-            raise NotTls("there is more in the ClientHello than its lengths say")
+            raise NotTls("the ClientHello is longer than its length fields declare")
 
 
 def whole_hello(data: bytes) -> bytes | None:
-    """The ClientHello in these records, without their headers; None: more has to come. NotTls."""
+    """Returns the ClientHello in these records, without their headers, or None if it is incomplete. Raises NotTls."""
     hello, at = b"", 0
     for _ in range(MOST_RECORDS):
         header = data[at : at + 5]
         if header[:1] not in (b"", bytes([_HANDSHAKE])) or header[1:2] not in (b"", b"\x03"):
-            raise NotTls("this does not begin as TLS does")
+            raise NotTls("this is not the start of a TLS connection")
         if len(header) < 5:
             return None
         size = int.from_bytes(header[3:5])
         if not 0 < size <= MOST_BYTES:
-            raise NotTls("a TLS record of that size holds no ClientHello")
+            raise NotTls("a TLS record of that size cannot hold a ClientHello")
         part = data[at + 5 : at + 5 + size]
         hello, at = hello + part, at + 5 + size
         if hello and hello[0] != _CLIENT_HELLO:
-            raise NotTls("TLS begins with a ClientHello")
+            raise NotTls("the first TLS message is not a ClientHello")
         if len(hello) >= 4:
             wanted = 4 + int.from_bytes(hello[1:4])
             if wanted > MOST_BYTES:
-                raise NotTls(f"a ClientHello has at most {MOST_BYTES} bytes here")
+                raise NotTls(f"the ClientHello is larger than {MOST_BYTES} bytes")
             if len(hello) >= wanted:
                 if len(hello) > wanted or len(part) < size:
-                    raise NotTls("there is more in the record than a ClientHello")
+                    raise NotTls("the record contains more than a ClientHello")
                 return hello
         if len(part) < size:
             return None
-    raise NotTls("the ClientHello is cut into too many records")
+    raise NotTls("the ClientHello is split into too many records")
 
 
 def server_name(hello: bytes) -> str | None:
-    """The name in its server_name extension; None: it has none. NotTls."""
+    """Returns the name in its server_name extension, or None if it has none. Raises NotTls."""
     body = _Reader(hello[4:])
     body.take(2 + 32)  # version, random
     body.sized(1)  # session
@@ -90,13 +91,13 @@ def server_name(hello: bytes) -> str | None:
     while not extensions.is_done:
         kind, content = extensions.number(2), extensions.sized(2)
         if kind in seen:
-            raise NotTls("an extension of the ClientHello comes twice")
+            raise NotTls("the ClientHello repeats an extension")
         seen.add(kind)
         if kind == _SERVER_NAME:
             names = content.sized(2)
             content.end()
             if names.number(1) != _HOST_NAME:
-                raise NotTls("the ClientHello names something that is no host")
+                raise NotTls("the server name in the ClientHello is not a host name")
             raw = names.take(names.number(2))
             names.end()
             if not raw.isascii():

@@ -1,4 +1,4 @@
-"""What one attempt reached and how many bytes that took, for its record. Bounded, whatever is asked for."""
+"""Counts the connections and bytes of one attempt, for its record. Its size is bounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rollyard.core.json import Json
 
 MOST_ENTRIES = 32
-"""Hosts that a record names. What comes after them is counted without a name."""
+"""Hosts that a record names. Later ones are counted without a name."""
 
 ALLOWED = "allowed"
 
@@ -25,7 +25,7 @@ class EgressEntry:
 
 
 class EgressLedger:
-    """Shared by all sandboxes of an attempt: the byte limit holds for them together."""
+    """The counts of one attempt. All its sandboxes share a ledger, so that the byte limit applies to their total."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, int, str], EgressEntry] = {}
@@ -35,7 +35,7 @@ class EgressLedger:
 
     @property
     def troubles(self) -> int:
-        """Connections to allowed hosts that could not be found or reached: a network's doing, or a host's."""
+        """Connections to allowed hosts that could not be resolved or reached, because of the network or the host."""
         return self.verdicts.get("dns", 0) + self.verdicts.get("connect", 0)
 
     @property
@@ -43,7 +43,7 @@ class EgressLedger:
         return self.sent_bytes + self.received_bytes
 
     def enter(self, host: str, port: int, verdict: str) -> tuple[EgressEntry, bool]:
-        """Counts a connection. Returns its entry, and whether it is the first of its kind that has a name."""
+        """Counts a connection. Returns its entry, and whether the entry is new and named in the record."""
         self.verdicts[verdict] = self.verdicts.get(verdict, 0) + 1
         key = (host, port, verdict)
         entry = self._entries.get(key)
@@ -63,7 +63,7 @@ class EgressLedger:
             entry.received_bytes += received
 
     def summary(self) -> dict[str, Json]:
-        """For a record; empty if nothing was tried."""
+        """Returns the record's summary; empty if no connection was tried."""
         if not self.verdicts:
             return {}
         hosts: list[Json] = [

@@ -1,7 +1,7 @@
-"""What commands in a sandbox find in their environment: the proxy, and the operator's package mirrors.
+"""The environment variables and files by which commands in a sandbox find the proxy and the operator's package mirrors.
 
-pip, uv and npm read variables. apt reads a file that APT_CONFIG names; it lies in the control folder, which the sandbox
-sees read-only, and its list of sources is made for the release that the image says it is.
+pip, uv and npm read variables. apt reads the file that APT_CONFIG names. It is in the control folder, which is
+read-only in the sandbox; its list of sources is made for the release in the image's os-release.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollyard.sandbox.egress.base import EGRESS_PORT
 MANAGERS = ("pip", "npm", "apt")
 PROXY = f"http://127.0.0.1:{EGRESS_PORT}"
 AT_HOME = "localhost,127.0.0.1"
-"""What is in the sandbox itself: its own servers and the doorway. No ::1: older httpx takes it for a bad port."""
+"""Servers in the sandbox itself, and the doorway. Without ::1, which older httpx versions parse as an invalid port."""
 
 APT_CONF, APT_LIST = "apt.conf", "apt.list"
 OS_RELEASE = "/etc/os-release"
@@ -27,22 +27,22 @@ _COMPONENTS = {"debian": "main", "ubuntu": "main universe"}
 
 
 def mirror_rule(url: str) -> HostRule:
-    """The host of a mirror. ValueError if the URL cannot be one."""
+    """Returns the rule that allows a mirror's host. Raises ValueError if the URL is not valid for a mirror."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("an http:// or https:// URL was expected")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("a URL with a password would show it to every task")
+        raise ValueError("a password in the URL would be visible to every task")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return HostRule(host_of(host), (parts.port or (443 if parts.scheme == "https" else 80),))
 
 
 def egress_env(mirrors: Mapping[str, str], control_path: str) -> dict[str, str]:
-    """`control_path`: the control folder as the sandbox names it."""
+    """Returns the variables for a sandbox. `control_path` is the control folder's path inside it."""
     env = {
         **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), PROXY),
         **dict.fromkeys(("no_proxy", "NO_PROXY"), AT_HOME),
-        "NODE_USE_ENV_PROXY": "1",  # node's own fetch looks at the others only then
+        "NODE_USE_ENV_PROXY": "1",  # Node's built-in fetch ignores the other variables without it
     }
     if pip := mirrors.get("pip"):
         env |= {"PIP_INDEX_URL": pip, "UV_DEFAULT_INDEX": pip}
@@ -55,12 +55,12 @@ def egress_env(mirrors: Mapping[str, str], control_path: str) -> dict[str, str]:
 
 
 def write_apt_files(control_dir: Path, control_path: str, mirrors: Mapping[str, str], os_release: str) -> None:
-    """`control_dir` is the host's side of `control_path`."""
+    """Writes apt's configuration. `control_dir` is the host's path of `control_path`."""
     lines = [
         f'Acquire::http::Proxy "{PROXY}";',
         f'Acquire::https::Proxy "{PROXY}";',
         'Acquire::http::Pipeline-Depth "0";',
-        'APT::Sandbox::User "root";',  # there is no other user to fetch as
+        'APT::Sandbox::User "root";',  # no other user exists for downloads
     ]
     source = apt_source(mirrors.get("apt", ""), os_release)
     if source:
@@ -70,7 +70,7 @@ def write_apt_files(control_dir: Path, control_path: str, mirrors: Mapping[str, 
 
 
 def apt_source(url: str, os_release: str) -> str:
-    """The line for this image's release; empty where it is none of Debian's or Ubuntu's, which has no mirror then."""
+    """Returns the source line for this image's release; "" if it is not Debian or Ubuntu, which then has no mirror."""
     found = dict(re.findall(r'^(ID|VERSION_CODENAME)="?([a-z0-9.-]{1,40})"?$', os_release, re.MULTILINE))
     components = _COMPONENTS.get(found.get("ID", ""))
     if not url or components is None or "VERSION_CODENAME" not in found:

@@ -1,7 +1,8 @@
-"""Plain HTTP: one request in absolute form, to the host that both its target and its Host header name.
+"""Forwards plain HTTP: one request in absolute form, to the host that both its target and its Host header name.
 
-Both heads are parsed by h11 and written anew, so a server sees exactly what was checked: one request, with a body of
-one length. Headers that could change who is meant are left out, and the connection ends with the answer.
+h11 parses the heads of request and answer, and they are written again, so the server receives exactly what was
+checked: one request, with one body length. Headers that could select another host are dropped. The connection ends
+with the answer.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _DROPPED = frozenset(
     b"connection keep-alive te trailer transfer-encoding upgrade http2-settings expect host forwarded via x-host"
     b" x-rewrite-url x-http-host-override".split()
 )
-"""Of one connection only, or such as some servers take for the host or the path that is meant."""
+"""Hop-by-hop headers, and headers that some servers use to override the host or the path."""
 _DROPPED_PREFIX = (b"x-forwarded-", b"x-original-", b"proxy-")
 
 Headers = list[tuple[bytes, bytes]]
 
 
 def check_target(request: h11.Request) -> tuple[str, int, bytes]:
-    """Host, port and path of a request for plain HTTP. Refused."""
+    """Returns host, port and path of a plain HTTP request. Raises Refused."""
     match = _TARGET.fullmatch(request.target.decode("latin-1"))
     if match is None:
         raise Refused("request", "a target of the form http://HOST/PATH was expected, or CONNECT HOST:PORT", 400)
@@ -40,24 +41,24 @@ def check_target(request: h11.Request) -> tuple[str, int, bytes]:
 
 
 def check_request(request: h11.Request, gate: EgressGate, host: str, port: int) -> None:
-    """Refused unless it may go to that host."""
+    """Raises Refused unless the request may be sent to that host."""
     gate.check(host, port)
     names = [value for name, value in request.headers if name == b"host"]
     if len(names) != 1 or split_authority(names[0].decode("latin-1"), _WEB_PORT) != (host, port):
-        raise Refused("request", f"the Host header does not name {host}:{port}, as the target does", 400)
+        raise Refused("request", f"the Host header does not name {host}:{port}, but the target does", 400)
     gate.check_method(request.method.decode("ascii"))
     found = {name for name, _ in request.headers}
     if b"upgrade" in found or b"http2-settings" in found:
         raise Refused("upgrade", "a connection stays HTTP/1.1: Upgrade is not allowed", 403)
     lengths = sum(name in (b"content-length", b"transfer-encoding") for name, _ in request.headers)
     if lengths > 1:
-        raise Refused("request", "a request with both a length and a transfer coding is not passed on", 400)
+        raise Refused("request", "a request with both a length and a transfer coding is not forwarded", 400)
 
 
 async def exchange(
     link: ProxyConnection, client: h11.Connection, request: h11.Request, host: str, port: int, path: bytes
 ) -> None:
-    """Passes on one request and its answer. The link is connected."""
+    """Forwards one request and its answer. The link is connected."""
     assert link.outside is not None
     shown = f"[{host}]" if ":" in host else host
     authority = shown if port == _WEB_PORT else f"{shown}:{port}"
@@ -81,7 +82,7 @@ async def exchange(
 
 
 async def _send_body(link: ProxyConnection, framing: Framing, data: bytes) -> None:
-    """Exactly the body: what a client sends beyond it goes nowhere. Chunks are written anew."""
+    """Sends exactly the body; data after it is dropped. Chunks are framed again."""
     assert link.outside is not None
     writer = link.outside[1]
     while True:
@@ -98,20 +99,20 @@ async def _send_body(link: ProxyConnection, framing: Framing, data: bytes) -> No
             break
         data = await link.reader.read(CHUNK)
         if not data:
-            raise Refused("request", "the client went away in its request", 400)
+            raise Refused("request", "the client disconnected during its request", 400)
     if framing.is_chunked:
         writer.write(b"0\r\n\r\n")
 
 
 async def _answer(link: ProxyConnection, server: h11.Connection, request: h11.Request) -> None:
-    """Its head is written anew; its body passes as it is, to its end."""
+    """Writes the answer's head again and copies its body unchanged, up to its end."""
     response = await _answer_head(link, server)
     headers = _passed(response.headers)
     has_body = request.method != b"HEAD" and response.status_code not in (204, 304)
     framing = Framing.of(response.headers, default_bytes=None if has_body else 0)
     if framing.is_chunked:
         if request.http_version == b"1.0":
-            raise Refused("connect", "the host answers in chunks, which HTTP/1.0 does not have", 502)
+            raise Refused("connect", "the host sent a chunked answer, which HTTP/1.0 does not support", 502)
         headers.append((b"Transfer-Encoding", b"chunked"))
     if not has_body:
         framing = Framing(0)
@@ -147,44 +148,44 @@ async def _answer_head(link: ProxyConnection, server: h11.Connection) -> h11.Res
                 lines.count(data)
                 server.receive_data(data)
             elif not isinstance(event, h11.InformationalResponse):
-                raise Refused("connect", "the host ended before its answer did", 502)
+                raise Refused("connect", "the host closed the connection before its answer was complete", 502)
     except h11.RemoteProtocolError as error:
         raise Refused("connect", f"the host's answer is not HTTP/1.1: {error}", 502) from None
     return event
 
 
 class BrokenChunk(ValueError):
-    """A chunked body that is not one."""
+    """Raised if a chunked body is malformed."""
 
 
 class Framing:
-    """Where a body ends: after so many bytes, with its last chunk, or (None) with the connection."""
+    """Finds the end of a body: after `left_bytes`, after its last chunk, or (None) at the end of the connection."""
 
     def __init__(self, left_bytes: int | None, *, is_chunked: bool = False) -> None:
         self._left = left_bytes
         self.is_chunked = is_chunked
         self.is_done = left_bytes == 0 and not is_chunked
         self._found = bytearray()
-        if is_chunked:  # by llhttp: chunks of one byte each cost h11 a thousand times as much
+        if is_chunked:  # parsed by llhttp: with chunks of one byte, h11 is a thousand times slower
             self._parser = httptools.HttpRequestParser(self)
             self._parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
 
     @classmethod
     def of(cls, headers: Iterable[tuple[bytes, bytes]], *, default_bytes: int | None) -> Framing:
-        """As headers say that h11 has checked."""
+        """Returns the framing that these headers declare. h11 has validated them."""
         found = dict(headers)
         if b"transfer-encoding" in found:
             return cls(None, is_chunked=True)
         return cls(int(found[b"content-length"]) if b"content-length" in found else default_bytes)
 
     def take(self, data: bytes) -> bytes:
-        """What of these bytes is the body's, without the frame of its chunks. BrokenChunk."""
+        """Returns the part of these bytes that belongs to the body, without chunk framing. Raises BrokenChunk."""
         if self.is_chunked:
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserError as error:
                 if not self.is_done:
-                    raise BrokenChunk(f"a chunk is broken: {error}") from None
+                    raise BrokenChunk(f"a chunk is malformed: {error}") from None
             part, self._found = bytes(self._found), bytearray()
             return part
         if self._left is None:
@@ -203,7 +204,7 @@ class Framing:
 
 
 class Lines:
-    """Counts the lines of a head before it is parsed: thousands of short ones cost more than their bytes."""
+    """Limits the lines of a head before it is parsed: parsing thousands of short lines costs more than their bytes."""
 
     def __init__(self, bounds: ProxyBounds) -> None:
         self._left = bounds.head_lines

@@ -1,12 +1,12 @@
-"""The forward proxy of one sandbox: it listens inside, and connects outside to the hosts on the task's list.
+"""The forward proxy of one sandbox: it listens inside, and connects outside to the hosts that the task lists.
 
-Its listener lies in the sandbox's own network namespace, so the socket tells who is calling. A connection carries one
-request: CONNECT for TLS (`tunnel.py`) or a plain HTTP request in absolute form (`plain.py`). A redirect is just the
+Its listener is in the sandbox's own network namespace, so the socket identifies the sandbox. A connection carries one
+request: CONNECT for TLS (`tunnel.py`) or a plain HTTP request in absolute form (`plain.py`). A redirect is the
 client's next request.
 
-Invariants. Nobody outside is connected to, and no name is looked up, before the request was allowed. Connections,
-heads, times and bytes are bounded by `Bounds`; what is inside can only use up its own. The ledger has the verdict on
-each connection. `close` ends everything at once.
+Invariants. No connection is made and no name is looked up before the request has been allowed. `ProxyBounds` limits
+connections, heads, times and bytes; a sandbox can only exhaust its own. The ledger records the verdict on each
+connection. `close` ends all connections at once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger("rollyard.egress")
 
 BACKLOG = 16
 LINGER_S = 1.0
-"""For a client that was refused while it was still sending: closed at once, it would not see the answer."""
+"""How long to read from a refused client that is still sending: if closed at once, it would not receive the answer."""
 
 _NOT_ME = b"\x15\x03\x01\x00\x02\x02\x70"
-"""A TLS alert, unrecognized_name: what a client can show that waits for a ServerHello."""
+"""The TLS alert unrecognized_name, which a client that waits for a ServerHello can report."""
 
 
 class EgressProxy:
-    """`serve` begins to answer, `close` ends it. Made by the runtime; `owner` is for the log."""
+    """The egress proxy of one sandbox. The runtime creates it; `owner` is for the log."""
 
     def __init__(self, sock: socket.socket, egress: Egress, *, owner: str = "") -> None:
         self._sock, self.egress, self._owner = sock, egress, owner
@@ -51,13 +51,13 @@ class EgressProxy:
     async def serve(self) -> None:
         self._sock.setblocking(False)
         server = await asyncio.start_server(self._connected, sock=self._sock, limit=CHUNK, backlog=BACKLOG)
-        if self._is_closed:  # while we waited
+        if self._is_closed:  # during the await
             server.close()
             return
         self._server = server
 
     def close(self) -> None:
-        """At once, and more than once if need be."""
+        """Closes the listener and all connections at once. Idempotent."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -73,7 +73,7 @@ class EgressProxy:
         task = asyncio.current_task()
         assert task is not None
         most, now = self.egress.bounds.connections, len(self._links)
-        if self._is_closed or now >= 2 * most:  # so many were just told that there are too many
+        if self._is_closed or now >= 2 * most:  # as many again are being refused already
             link.abort()
             return
         self._links[task] = link
@@ -85,7 +85,7 @@ class EgressProxy:
             del self._links[task]
 
     async def _serve(self, link: ProxyConnection, *, is_full: bool) -> None:
-        """One connection, whatever comes of it."""
+        """Serves one connection and handles its errors."""
         try:
             if is_full:
                 raise Refused("connections", f"{link.bounds.connections} connections are open already", 503)
@@ -93,9 +93,9 @@ class EgressProxy:
         except* Refused as group:
             await _refuse(link, _first(group))
         except* h11.ProtocolError:
-            await _refuse(link, Refused("request", "what was sent is not HTTP/1.1", 400))
+            await _refuse(link, Refused("request", "the request is not HTTP/1.1", 400))
         except* OSError:
-            pass  # an end that has gone away
+            pass  # one end disconnected
         finally:
             await link.close()
 
@@ -115,7 +115,7 @@ class EgressProxy:
             await exchange(link, client, request, link.host, link.port, path)
 
     async def _addresses(self, link: ProxyConnection) -> list[str]:
-        link.spend()  # one that has had its share connects to nobody
+        link.spend()  # refuses if the byte limit is already used up
         return await self._gate.addresses(link.host, link.port)
 
 
@@ -128,18 +128,18 @@ async def _head(link: ProxyConnection, client: h11.Connection) -> h11.Request:
                 lines.count(data)
                 client.receive_data(data)
     except TimeoutError:
-        raise Refused("request", "no whole request came in time", 408) from None
+        raise Refused("request", "no complete request arrived in time", 408) from None
     except h11.RemoteProtocolError as error:
         raise Refused("request", f"this is not HTTP/1.1: {error}", error.error_status_hint) from None
     if not isinstance(event, h11.Request):
-        raise ConnectionResetError("nothing was asked")
+        raise ConnectionResetError("the client disconnected without a request")
     if event.http_version not in (b"1.0", b"1.1"):
         raise Refused("request", "HTTP/1.1 was expected", 505)
     return event
 
 
 async def _refuse(link: ProxyConnection, refused: Refused) -> None:
-    """Enters it, and tells the client as far as that is possible by now."""
+    """Records the refusal, and reports it to the client if that is still possible."""
     link.record(refused.verdict, refused.detail)
     if link.outside is not None:
         link.outside[1].transport.abort()
@@ -153,7 +153,7 @@ async def _refuse(link: ProxyConnection, refused: Refused) -> None:
         )
         link.writer.write(head.encode() + text)
     else:
-        return  # in the middle of an answer there is nothing to say: it ends here
+        return  # part of an answer has been sent: only close the connection
     with contextlib.suppress(OSError, TimeoutError, RuntimeError):
         link.writer.write_eof()
         async with asyncio.timeout(LINGER_S):

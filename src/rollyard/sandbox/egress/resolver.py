@@ -1,4 +1,4 @@
-"""Names looked up by this machine's own resolver, in threads of their own: a slow zone holds up nothing else."""
+"""Looks up names with this machine's resolver, in a separate thread pool: a slow zone delays nothing else."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 THREADS = 32
-"""A proxy looks up two names at a time: many sandboxes have to ask for names that never come to use up all of them."""
+"""A proxy looks up two names at a time, so only many sandboxes with unanswered lookups can occupy all threads."""
 
 
 class SystemResolver:
-    """`Resolve` by getaddrinfo. It makes its threads when it is first asked."""
+    """Implements `Resolve` with getaddrinfo. The first lookup creates its threads."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None

@@ -1,4 +1,4 @@
-"""One connection of the proxy's: both of its ends, what they moved, and what bounds them."""
+"""One connection of the proxy: its two ends, the bytes transferred, and its limits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollyard.sandbox.egress.ledger import ALLOWED, EgressEntry, EgressLedger
 log = logging.getLogger("rollyard.egress")
 
 CHUNK = 32 << 10
-"""That is read at once. A connection holds at most eight of them, both ways together."""
+"""Bytes per read. A connection buffers at most eight chunks, in both directions together."""
 
 MOST_TRIES = 4  # addresses of one host
 
 
 class ProxyConnection:
-    """A client inside and, once it is connected, a host outside. Every byte between them goes through `ledger`."""
+    """A client inside and, once connected, a host outside. `ledger` counts every byte between them."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class ProxyConnection:
         owner: str = "",
     ) -> None:
         self.reader, self.writer, self.bounds, self.ledger = reader, writer, bounds, ledger
-        self.host, self.port, self._owner = "", 0, owner  # of whom it asked for
+        self.host, self.port, self._owner = "", 0, owner  # host and port that the client requested
         self.outside: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.entry: EgressEntry | None = None
-        self.is_answered = False  # something of an answer has gone to the client
-        self.is_tls = False  # the client expects TLS by now, and no HTTP
+        self.is_answered = False  # part of an answer has been sent to the client
+        self.is_tls = False  # the client now expects TLS, not HTTP
         self._moved_at = asyncio.get_running_loop().time()
 
     async def connect(self, addresses: Sequence[str], port: int) -> None:
-        """To exactly one of these addresses. Refused if none of them answers."""
+        """Connects to one of these addresses. Raises Refused if all fail."""
         tried, last = addresses[:MOST_TRIES], "it has no address"
         for address in tried:
             try:
@@ -52,10 +52,10 @@ class ProxyConnection:
                 last = "it did not answer in time"
             except OSError as error:
                 last = str(error)
-        raise Refused("connect", f"the host could not be connected to: {last}", 502)
+        raise Refused("connect", f"cannot connect to the host: {last}", 502)
 
     def record(self, verdict: str, detail: str) -> EgressEntry:
-        """Enters what became of it. The first of each kind is logged, so the log is bounded as the ledger is."""
+        """Records the verdict. Logs the first of each kind, so the log is bounded as the ledger is."""
         entry, is_new = self.ledger.enter(self.host, self.port, verdict)
         if is_new:
             found = {"rollout": self._owner, "host": self.host, "port": self.port, "verdict": verdict}
@@ -64,28 +64,28 @@ class ProxyConnection:
         return entry
 
     def spend(self, *, sent: int = 0, received: int = 0) -> None:
-        """Before bytes go on their way. Refused once the attempt has had its share."""
+        """Counts bytes before they are forwarded. Raises Refused when the attempt has reached its byte limit."""
         total = self.ledger.total_bytes + sent + received
         if total > self.bounds.most_bytes or (total == self.bounds.most_bytes and not sent + received):
-            raise Refused("bytes", f"this rollout has moved the {self.bounds.most_bytes} bytes that it may")
+            raise Refused("bytes", f"this rollout has reached its limit of {self.bounds.most_bytes} bytes")
         self.ledger.add(self.entry, sent=sent, received=received)
         self._moved_at = asyncio.get_running_loop().time()
 
     async def watch_idle(self) -> None:
-        """Raises Refused when nothing has moved either way for `idle_s`."""
+        """Raises Refused when no data has been transferred in either direction for `idle_s`."""
         loop = asyncio.get_running_loop()
         while (left := self._moved_at + self.bounds.idle_s - loop.time()) > 0:
             await asyncio.sleep(left)
-        raise Refused("idle", f"nothing moved for {self.bounds.idle_s:g} s", 504)
+        raise Refused("idle", f"no data was transferred for {self.bounds.idle_s:g} s", 504)
 
     def abort(self) -> None:
-        """At once, in both directions: an open connection would keep the sandbox's network namespace."""
+        """Closes both ends at once: an open connection would keep the sandbox's network namespace."""
         self.writer.transport.abort()
         if self.outside is not None:
             self.outside[1].transport.abort()
 
     async def close(self) -> None:
-        """What was written still arrives, if it is taken within a second."""
+        """Closes both ends. Data already written is still delivered if the peer reads it within a second."""
         for writer in (self.writer, *(self.outside[1:] if self.outside else ())):
             with contextlib.suppress(OSError, TimeoutError, RuntimeError):
                 async with asyncio.timeout(1.0):
@@ -95,9 +95,9 @@ class ProxyConnection:
 
 
 async def _connected(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """No name is looked up here: an address that was checked, or an error."""
+    """Connects to an address that was checked; raises OSError for a name, since it must not look one up."""
     if not is_address(address):
-        raise OSError(f"{address} is no address")
+        raise OSError(f"{address} is not an address")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:

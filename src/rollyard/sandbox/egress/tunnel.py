@@ -1,7 +1,7 @@
-"""CONNECT: a tunnel to the host that was asked for, once the client's TLS asks for the same one.
+"""CONNECT: opens a tunnel to the requested host, once the client's TLS names the same host.
 
-The client gets its 200, sends its ClientHello, and is connected to nobody before that names the host. What follows is
-TLS between the two: neither its certificate nor what is asked inside is seen.
+The client receives a 200 and sends its ClientHello. The proxy connects only after the ClientHello has named the host.
+Everything after it is TLS between client and host: the proxy reads neither the certificate nor the requests inside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
 async def open_tunnel(link: ProxyConnection, host: str, port: int, addresses: list[str], early: bytes) -> None:
-    """`early`: what the client sent with its request."""
+    """Serves a tunnel until both ends close. `early` is data that the client sent with its request."""
     link.is_answered = link.is_tls = True
     link.writer.write(ESTABLISHED)
     data = await _hello(link, host, early)
@@ -37,43 +37,43 @@ async def open_tunnel(link: ProxyConnection, host: str, port: int, addresses: li
 
 
 async def _hello(link: ProxyConnection, host: str, data: bytes) -> bytes:
-    """All that the client has sent, up to a ClientHello that asks for `host`."""
+    """Reads a ClientHello that names `host`, and returns all bytes that the client has sent so far."""
     try:
         async with asyncio.timeout(link.bounds.head_s):
             while (hello := whole_hello(data)) is None:
                 more = await link.reader.read(CHUNK)
                 if not more:
-                    raise Refused("tls", "the client ended before its ClientHello did")
+                    raise Refused("tls", "the client closed the connection before its ClientHello was complete")
                 data += more
         name = server_name(hello)
     except NotTls as error:
         raise Refused("tls", f"a tunnel is for TLS only: {error}") from None
     except TimeoutError:
-        raise Refused("tls", "no ClientHello came in time", 408) from None
+        raise Refused("tls", "no ClientHello arrived in time", 408) from None
     if is_address(host):
         if name is not None:
-            raise Refused("sni", f"CONNECT was to the address {host}, and the ClientHello names {name[:100]!r}")
+            raise Refused("sni", f"CONNECT was to the address {host}, but the ClientHello names {name[:100]!r}")
         return data
     if name is None:
-        raise Refused("sni", f"CONNECT was to {host}, and the ClientHello names no host")
+        raise Refused("sni", f"CONNECT was to {host}, but the ClientHello names no host")
     try:
         is_same = host_of(name) == host
     except ValueError:
         is_same = False
     if not is_same:
-        raise Refused("sni", f"CONNECT was to {host}, and the ClientHello names {name[:100]!r}")
+        raise Refused("sni", f"CONNECT was to {host}, but the ClientHello names {name[:100]!r}")
     return data
 
 
 async def _copy(
     link: ProxyConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_outward: bool
 ) -> None:
-    """One way, to its end; then the other side learns that nothing more comes."""
+    """Copies one direction to its end, then sends EOF to the other side."""
     try:
         while data := await reader.read(CHUNK):
             link.spend(**{"sent" if is_outward else "received": len(data)})
             writer.write(data)
             await writer.drain()
         writer.write_eof()
-    except OSError:  # either end is gone; the other must not wait for it
+    except OSError:  # one end disconnected; the other must not wait for it
         link.abort()

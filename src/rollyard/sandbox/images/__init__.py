@@ -1,11 +1,11 @@
-"""Images: from registries, archives, SIF files and folders to what a runtime starts from, kept by digest here.
+"""Images: pulled from registries, archives, SIF files and folders, and stored by digest in the forms that runtimes use.
 
-An image is made once, under a lock that all processes share, and used by name for ever after: a task that names one
-that is not here is refused at submit, by a look at a file. Other tools' stores are not touched.
+An image is made once, under a lock that all processes share, and is then used by name. Submit looks the name up in a
+file and refuses a task whose image is missing. The stores of other tools are not touched.
 
-Invariants. What has a record is whole; a crash leaves a `.partial` that the next pull of that image takes over, or
-`prune` removes. Every byte is verified by its sha256 before it is used. Unpacking needs no root and follows no link out
-(`unpack`). An image in use is not removed.
+Invariants. An image with a record is complete. A crash leaves a `.partial` folder, which the next pull of that image
+continues or `prune` removes. All data is verified by its sha256 before use. Unpacking needs no root and follows no
+link out of the image (`unpack`). An image in use is not removed.
 """
 
 from rollyard.sandbox.images.build import build_image
@@ -18,17 +18,17 @@ from rollyard.sandbox.images.store import ImageStore
 from rollyard.sandbox.images.unpack import UnpackBounds, Unpacker
 
 __all__ = [
-    "UnpackBounds",
     "HostileImage",
     "Image",
     "ImageError",
     "ImageInUse",
     "ImageStore",
-    "RetrySettings",
     "Pruned",
-    "Reference",
     "PullStep",
+    "Reference",
+    "RetrySettings",
     "Tell",
+    "UnpackBounds",
     "Unpacker",
     "build_image",
     "parse_reference",

@@ -1,7 +1,7 @@
-"""Images in files that other tools wrote: an OCI layout, or a tar archive of one, or of `docker save`.
+"""Images in files that other tools wrote: an OCI layout, a tar archive of one, or the output of `docker save`.
 
-Invariants. As of any image (`oci`): nothing is used before its sha256 and size were right. Members of an archive are
-read by name, never unpacked by it.
+Invariants. As for any image (`oci`), nothing is used before its sha256 and size have been verified. Members of an
+archive are read by name; their names never become paths on disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollyard.sandbox.images.oci import (
 
 
 class Layout:
-    """`oci:DIR[:TAG]`: an image layout. Its blobs are read where they lie."""
+    """`oci:DIR[:TAG]`: an image layout. Its blobs are read in place."""
 
     def __init__(self, folder: Path, tag: str = "") -> None:
         self._folder, self._tag = folder, tag
@@ -48,7 +48,7 @@ class Layout:
         found = await read_image(raw, self._read, tag=self._tag)
         return FoundImage(
             found.digest, found.config, found.layers, found.also[1:]
-        )  # index.json itself is nobody's name
+        )  # the digest of index.json itself is not a name
 
     async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
         path = self._path(blob)
@@ -59,7 +59,7 @@ class Layout:
 
     async def _read(self, blob: Blob) -> bytes:
         if blob.size > MOST_JSON_BYTES:
-            raise HostileImage(f"a manifest of {blob.size:,} bytes")
+            raise HostileImage(f"a manifest has {blob.size:,} bytes")
         try:
             return verify(await asyncio.to_thread(self._path(blob).read_bytes), blob)
         except OSError as error:
@@ -70,12 +70,12 @@ class Layout:
 
 
 class Archive:
-    """`oci-archive:FILE[:TAG]` and `docker-archive:FILE[:TAG]`, told apart by what is in them. Layers of the second
+    """`oci-archive:FILE[:TAG]` and `docker-archive:FILE[:TAG]`, distinguished by their contents. Layers of the second
     kind are verified by the config's diff_ids."""
 
     def __init__(self, file: Path, tag: str = "") -> None:
         self._file, self._tag = file, tag
-        self._layers: dict[str, str] = {}  # the member that has a digest
+        self._layers: dict[str, str] = {}  # digest → member
 
     async def resolve(self) -> FoundImage:
         try:
@@ -98,12 +98,12 @@ class Archive:
         if self._tag:
             entries = [entry for entry in entries if _has_tag(entry, self._tag)]
         if len(entries) != 1:
-            raise ImageError(f"{self._file} has {len(entries)} images of that name", "name one: FILE:TAG")
+            raise ImageError(f"{self._file} has {len(entries)} images with that name", "choose one: FILE:TAG")
         raw = self._small(str(entries[0]["Config"]))
         diff_ids = as_list(as_table(read_json(raw).get("rootfs")).get("diff_ids"))
         members = [str(name) for name in as_list(entries[0].get("Layers"))]
         if len(diff_ids) != len(members) or len(members) > MOST_LAYERS:
-            raise ImageError(f"{self._file} has {len(members)} layers, its config says {len(diff_ids)}")
+            raise ImageError(f"{self._file} has {len(members)} layers, but its config lists {len(diff_ids)}")
         with self._open() as tar:
             layers = tuple(
                 blob_of({"digest": digest, "size": self._member(tar, member).size})
@@ -128,7 +128,7 @@ class Archive:
         for spelled in (name, f"./{name}"):
             try:
                 member = tar.getmember(spelled)
-                if member.issym():  # older `docker save`s write a layer that was there before as a link to it
+                if member.issym():  # older versions of `docker save` write a repeated layer as a link to the first
                     member = tar.getmember(posixpath.normpath(posixpath.join(member.name, "..", member.linkname)))
                 if not member.isreg():
                     raise ImageError(f"{self._file}: {name} is not a file")
@@ -141,7 +141,7 @@ class Archive:
         with self._open() as tar:
             member = self._member(tar, name)
             if member.size > MOST_JSON_BYTES:
-                raise HostileImage(f"{name} of {member.size:,} bytes")
+                raise HostileImage(f"{name} has {member.size:,} bytes")
             file = tar.extractfile(member)
             return file.read() if file else b""
 
@@ -155,7 +155,7 @@ class Archive:
                 out.write(data)
                 told(out.tell())
         if not verify_file(target, blob):
-            raise ImageError(f"{self._file}: layer {name} is not what its manifest says")
+            raise ImageError(f"{self._file}: layer {name} does not match its manifest")
 
 
 def _has_tag(entry: Mapping[str, Any], tag: str) -> bool:

@@ -1,7 +1,7 @@
-"""Who we are to a registry: the files that `docker login` and `podman login` write, and the answer to a challenge.
+"""Registry logins: reads the files that `docker login` and `podman login` write, and parses a registry's challenge.
 
-Not read: credential helpers (`credsStore`, `credHelpers`). Where one is named and a registry refuses us, the error
-says so.
+Credential helpers (`credsStore`, `credHelpers`) are not supported. If one is configured and a registry refuses access,
+the error mentions it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Login:
 
 
 def auth_files(environ: Mapping[str, str]) -> list[Path]:
-    """Where logins are looked for, the first that knows the registry wins."""
+    """Returns the files that may contain logins. The first with an entry for the registry is used."""
     home = Path(environ.get("HOME") or "~").expanduser()
     named = environ.get("REGISTRY_AUTH_FILE")
     places = [Path(named)] if named else []
@@ -46,7 +46,7 @@ def auth_files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def find_login(host: str, environ: Mapping[str, str] | None = None) -> Login | None:
-    """None: nobody logged in there. `ImageError` for a file that cannot be read."""
+    """Returns the login for a registry, or None. Raises `ImageError` for a file that cannot be read."""
     for file in auth_files(os.environ if environ is None else environ):
         for key in HUB_KEYS if host == HUB else (host, f"https://{host}", f"https://{host}/v2/"):
             entry = _auths(file).get(key)
@@ -56,7 +56,7 @@ def find_login(host: str, environ: Mapping[str, str] | None = None) -> Login | N
 
 
 def has_helper(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether logins may lie in a credential helper, which we do not ask."""
+    """Whether logins may be in a credential helper, which is not queried."""
     return any(
         "credsStore" in _read(file) or "credHelpers" in _read(file)
         for file in auth_files(os.environ if environ is None else environ)
@@ -64,7 +64,7 @@ def has_helper(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def parse_challenge(header: str) -> tuple[str, dict[str, str]]:
-    """The scheme of a WWW-Authenticate header, in lower case, and its parameters."""
+    """Returns the scheme of a WWW-Authenticate header, in lower case, and its parameters."""
     scheme, _, rest = header.strip().partition(" ")
     found = re.findall(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s,]+))', rest)
     return scheme.lower(), {name.lower(): quoted or plain for name, quoted, plain in found}
@@ -81,7 +81,7 @@ def _read(file: Path) -> dict[str, object]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ImageError(f"{file} cannot be read: {error}", "mend it, or log in again") from error
+        raise ImageError(f"{file} cannot be read: {error}", "fix it, or log in again") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -1,7 +1,7 @@
-"""Images from recipes: an Apptainer definition file, or a Dockerfile by whichever container engine works here.
+"""Builds images from recipes: an Apptainer definition file, or a Dockerfile with the first container engine that works.
 
-The engine builds in its own store under a name that only this build uses, saves an archive, and forgets the name again;
-from there on it is a pull like any other.
+The engine builds in its own store under a name that only this build uses, saves an archive, and removes the name. The
+archive is then pulled like any other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def build_image(
     context: Path | None = None,
     tell: Tell = lambda _: None,
 ) -> Image:
-    """Builds and takes in an image. `recipe` is a .def file, a Dockerfile, or a folder with one."""
+    """Builds an image and adds it to the store. `recipe` is a .def file, a Dockerfile, or a folder with one."""
     recipe, named = _known(recipe)
     name = own_name(name or named)
     with building_folder(store.root) as (work, lock):
@@ -49,7 +49,7 @@ async def build_image(
 
 
 def _known(recipe: Path) -> tuple[Path, str]:
-    """The recipe by its whole path, and a name for what it makes: of its folder, if it is a Dockerfile."""
+    """Returns the recipe's absolute path and the default name of its image: for a Dockerfile, its folder's name."""
     recipe = recipe.expanduser().resolve()
     if not recipe.exists():
         raise ImageError(f"there is no {recipe}")
@@ -58,7 +58,8 @@ def _known(recipe: Path) -> tuple[Path, str]:
 
 
 async def _by_apptainer(recipe: Path, work: Path, lock: int, tell: Tell) -> None:
-    """As root plainly, and if the kernel does not let it, in a user namespace; else with fakeroot."""
+    """Builds with Apptainer. Root builds directly, then, if the kernel forbids that, in a user namespace. Other users
+    build with fakeroot, then without."""
     program = apptainer()
     env = {f"{tool}_TMPDIR": str(work) for tool in ("APPTAINER", "SINGULARITY")}
     ways: list[list[str]] = [[], ["--userns"]] if os.geteuid() == 0 else [["--fakeroot"], []]
@@ -75,7 +76,7 @@ async def _by_apptainer(recipe: Path, work: Path, lock: int, tell: Tell) -> None
                     "fakeroot needs a line for this user in /etc/subuid and /etc/subgid (usermod --add-subuids"
                     " 100000-165535 --add-subgids 100000-165535 USER); or build it elsewhere and pull the .sif file",
                 ) from error
-            tell(PullStep("note", f"`{' '.join(argv[:3])}` did not work; trying another way"))
+            tell(PullStep("note", f"`{' '.join(argv[:3])}` failed; trying another way"))
 
 
 async def _by_engine(recipe: Path, context: Path | None, work: Path, tell: Tell) -> None:
@@ -101,7 +102,7 @@ async def _by_engine(recipe: Path, context: Path | None, work: Path, tell: Tell)
         }
         await run_program([engine, *save[kind]], said=said)
     except ProgramFailed as error:
-        remedy = f"mend the recipe, or try it by hand: {kind} build --file {file} {context}"
+        remedy = f"fix the recipe, or try it by hand: {kind} build --file {file} {context}"
         raise ImageError(f"{file} cannot be built by {kind}: {error.tail}", remedy) from error
     finally:
         with suppress(ProgramFailed):
@@ -115,17 +116,17 @@ def _recipe_file(recipe: Path) -> Path:
         if (recipe / name).is_file():
             return recipe / name
     raise ImageError(
-        f"{recipe} has no {' or '.join(RECIPES)}", f"if it is a root folder, take it in: rollyard images pull {recipe}/"
+        f"{recipe} has no {' or '.join(RECIPES)}", f"if it is a root folder, pull it: rollyard images pull {recipe}/"
     )
 
 
 def _lacks_container(tail: str) -> bool:
-    """Whether the engine could not start a container for RUN, rather than the recipe being wrong."""
+    """Whether the cause is that the engine could not start a container for RUN, not an error in the recipe."""
     return any(word in tail.lower() for word in ("running runtime", "cgroup", "namespace", "crun", "runc", "conmon"))
 
 
 async def _engine() -> str:
-    """The first container engine that answers: a docker command without its daemon is of no use."""
+    """Returns the first container engine that responds: the docker command is useless without its daemon."""
     said: list[str] = []
     for name in ENGINES:
         program = shutil.which(name)

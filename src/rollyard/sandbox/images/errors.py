@@ -1,10 +1,10 @@
-"""What can go wrong with an image, for the person who asked for it. Never in a rollout's record."""
+"""Errors of image commands, for the operator. They never appear in a rollout's record."""
 
 from __future__ import annotations
 
 
 class ImageError(Exception):
-    """What was wrong, and what to do about it."""
+    """An image cannot be pulled, built, read or removed. `what` is the cause, `remedy` how to fix it."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(f"{what}; {remedy}" if remedy else what)
@@ -13,8 +13,8 @@ class ImageError(Exception):
 
 
 class ImageInUse(ImageError):
-    """A sandbox, or a service, holds it."""
+    """A sandbox or a service holds the image."""
 
 
 class HostileImage(ImageError):
-    """A layer tries what no honest layer does, or goes beyond a bound."""
+    """An image exceeds a limit, or contains an entry that only a malicious image has."""

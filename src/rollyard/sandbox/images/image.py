@@ -1,4 +1,4 @@
-"""What the store tells of an image."""
+"""What the image store returns: images, and the result of `prune`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollyard.sandbox.base import ImageKind
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image that is here. `reference` is the name it was asked for by; `env` and `workdir` are its own wishes."""
+    """A stored image. `reference` is the name by which it was requested; `env` and `workdir` are from its config."""
 
     reference: str
     digest: str
@@ -22,15 +22,15 @@ class Image:
     created_at: float
     used_at: float
     references: tuple[str, ...] = ()  # all its names with a tag
-    skipped: int = 0  # devices and FIFOs of its layers, which nobody unpacks here
+    skipped: int = 0  # devices and FIFOs of its layers, which are not unpacked
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` removed, or would."""
+    """What `prune` removed, or would remove in a dry run."""
 
     images: tuple[Image, ...]
-    in_use: tuple[Image, ...]  # those that it would have removed
+    in_use: tuple[Image, ...]  # kept only because they are in use
     leftovers: int  # of crashed pulls
 
     @property

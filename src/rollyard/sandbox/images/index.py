@@ -1,13 +1,13 @@
-"""What a store of images knows, on disk: names, one record per image, and the locks.
+"""The files of an image store: names, one record per image, and locks.
 
-    index.json                 name → digest; replaced whole, under index.lock
-    sha256-HEX/image.json      one image; it is here if and only if this file is
+    index.json                 name → digest; replaced atomically, under index.lock
+    sha256-HEX/image.json      one image; the image exists if and only if this file does
     sha256-HEX/folder          its root folder       sha256-HEX/image.sif   its SIF file
-    sha256-HEX/.partial        a pull at work, or what a crash left of one
-    locks/HEX.build            held by who makes or removes it       locks/HEX.use   shared by who uses it
+    sha256-HEX/.partial        a running pull, or the remains of one after a crash
+    locks/HEX.build            held while making or removing it      locks/HEX.use   shared while using it
 
-Invariants. What is named in `image.json` is whole: it was renamed into place before. Lock files are never deleted: two
-could then hold "the" lock. A reader takes no lock: files are replaced, not changed.
+Invariants. The forms listed in `image.json` are complete: they were renamed into place first. Lock files are never
+deleted: otherwise two processes could hold the same lock. Readers take no lock: files are replaced, not changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollyard.sandbox.images.errors import ImageError
 LOOK_S = 0.2  # between two tries for a lock: flock has no event to wait for
 
 BUILDING = ".building-"
-"""Begins the names of folders that builds work in, each locked by its process."""
+"""Prefix of the folders in which builds run, each locked by its process."""
 
 Stamp = tuple[int, int, int]
 
@@ -43,7 +43,7 @@ class ImageIndex:
         return self.root / digest.replace(":", "-")
 
     def digests(self) -> list[str]:
-        """Those with a record."""
+        """The digests of images that have a record."""
         return sorted(file.parent.name.replace("-", ":", 1) for file in self.root.glob("sha256-*/image.json"))
 
     def names(self) -> Mapping[str, str]:
@@ -56,7 +56,7 @@ class ImageIndex:
         self._write(self.folder(digest) / "image.json", record)
 
     def change_names(self, change: Callable[[Mapping[str, str]], Mapping[str, str]]) -> None:
-        """Changes the names, alone among all processes. Blocking, for a moment."""
+        """Changes the names, with a lock against other processes. Blocks briefly."""
         self.root.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.root / "index.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -69,7 +69,8 @@ class ImageIndex:
 
     @asynccontextmanager
     async def building(self, digest: str, waiting: Callable[[str], None]) -> AsyncGenerator[int, None]:
-        """Alone at work on an image, among all processes; says once whom it waits for."""
+        """Holds the image's build lock, exclusive among all processes. If it has to wait, calls `waiting` once with
+        the lock's holder."""
         fd = self._open_lock(digest, "build")
         try:
             has_told = False
@@ -86,7 +87,7 @@ class ImageIndex:
 
     @contextmanager
     def claimed(self, digest: str, *, may_be_used: bool = False) -> Generator[bool, None, None]:
-        """Whether nobody makes or uses it, and nobody will before this ends."""
+        """Yields whether the image is neither being made nor in use; if so, it stays that way until the block ends."""
         build = self._open_lock(digest, "build")
         use = -1 if may_be_used else self._open_lock(digest, "use")
         try:
@@ -97,7 +98,8 @@ class ImageIndex:
                 os.close(use)
 
     def share(self, digest: str) -> int | None:
-        """A descriptor that keeps the image; None if it is just being removed, or is gone. Marks its use."""
+        """Returns a descriptor that protects the image, or None if it is being removed or is gone. Updates its time of
+        use."""
         fd = self._open_lock(digest, "use")
         if not _try_lock(fd, fcntl.LOCK_SH) or self.record(digest) is None:
             os.close(fd)
@@ -127,7 +129,7 @@ class ImageIndex:
     # --- files ---
 
     def _read(self, path: Path) -> Mapping[str, Any] | None:
-        """A JSON object, from memory as long as the file is the same one."""
+        """Returns a JSON object, cached until the file changes."""
         try:
             found = path.stat()
         except FileNotFoundError:
@@ -169,7 +171,7 @@ def _try_lock(fd: int, kind: int) -> bool:
 
 @contextmanager
 def building_folder(root: Path) -> Generator[tuple[Path, int], None, None]:
-    """A folder to build in, and the descriptor that says whose it is."""
+    """Yields a temporary folder to build in, and the descriptor that holds its lock."""
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=root) as folder:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -181,7 +183,7 @@ def building_folder(root: Path) -> Generator[tuple[Path, int], None, None]:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether the process that built in it is gone, and has been for a while: a new one is not locked at once."""
+    """Whether the process that built in it has ended. Recent folders do not count: a new one is not locked at once."""
     try:
         if time.time() - folder.stat().st_mtime < 60.0:
             return False
@@ -195,7 +197,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def sync(folder: Path) -> None:
-    """Everything on that file system is on the disk. Blocking. (Python has no syncfs; os.sync is for all disks.)"""
+    """Writes the file system's data to disk. Blocking. (Python has no syncfs; os.sync covers all disks.)"""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         ctypes.CDLL(None).syncfs(fd)

@@ -1,4 +1,4 @@
-"""One member of a layer: what of its name, mode and header is believed."""
+"""Validates the name, mode and header of a layer's members."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tarfile
 
 from rollyard.sandbox.images.errors import HostileImage
 
-MOST_DEPTH = 256  # folders; shutil.rmtree and find walk that without trouble
+MOST_DEPTH = 256  # folders; shutil.rmtree and find can handle that
 MOST_HEADER_BYTES = 1 << 20
 _HEADERS = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
@@ -16,27 +16,27 @@ _HEADERS = (
 
 
 class LayerMember(tarfile.TarInfo):
-    """`tarfile` reads long names and extended headers whole, into memory, whatever size they claim."""
+    """Limits long names and extended headers, which `tarfile` reads into memory whatever size they declare."""
 
     def _proc_member(self, tarfile_: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _HEADERS and self.size > MOST_HEADER_BYTES:
-            raise HostileImage(f"a header of {self.size:,} bytes")
+            raise HostileImage(f"a header has {self.size:,} bytes")
         return super()._proc_member(tarfile_)  # type: ignore[misc]
 
 
 def parts_of(name: str) -> list[str]:
-    """A member's name below the root. An absolute one is, as everywhere, the image's own; `..` is refused."""
+    """Returns the components of a member's name. An absolute name is relative to the image's root; `..` is refused."""
     parts = [part for part in text_of(name).split("/") if part not in ("", ".")]
     if ".." in parts:
         raise HostileImage(f"{name!r} leads out of the image")
     if len(parts) > MOST_DEPTH:
-        raise HostileImage(f"folders more than {MOST_DEPTH} deep")
+        raise HostileImage(f"it has folders nested more than {MOST_DEPTH} deep")
     return parts
 
 
 def text_of(name: str) -> str:
     if "\0" in name or not name:
-        raise HostileImage(f"{name!r} cannot be a name")
+        raise HostileImage(f"{name!r} is not a valid name")
     return name
 
 

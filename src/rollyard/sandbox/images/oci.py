@@ -1,7 +1,7 @@
-"""What an OCI or Docker image says of itself: index, manifest, config.
+"""Reads the index, manifest and config of an OCI or Docker image.
 
-Invariants. Nothing is used before its sha256 and its size were what the one above it said. Of an index, only this
-machine's platform is taken; an image for another one is refused, not tried.
+Invariants. Nothing is used before its sha256 and size match what the document that references it declares. Of an
+index, only the entry for this machine's platform is used; an image for another platform is refused, not tried.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How an image wants to be run. `user` is kept for the reader: a sandbox has its own."""
+    """The run settings of an image. `user` is for information only: a sandbox has its own user."""
 
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     workdir: str = ""
@@ -43,7 +43,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class FoundImage:
-    """An image at its source. `also` are other digests that it may be asked for by: its index's."""
+    """An image at its source. `also` are other digests by which it may be requested: those of its indexes."""
 
     digest: str
     config: Config = field(default_factory=Config)
@@ -52,29 +52,29 @@ class FoundImage:
 
 
 Told = Callable[[int], None]
-"""Is told how many bytes of a blob there are by now."""
+"""Progress callback: receives the number of bytes of a blob that are available so far."""
 
 
 class BlobSource(Protocol):
-    """Where an image of layers lies."""
+    """The source of an image that consists of layers."""
 
     async def resolve(self) -> FoundImage: ...
 
     async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
-        """The blob as a verified file: below `folder`, or where it lies already."""
+        """Returns the blob as a verified file: below `folder`, or at its existing path."""
         ...
 
 
 def machine() -> str:
-    """This machine's architecture in OCI's words."""
+    """This machine's architecture, as OCI names it."""
     name = platform.machine()
     return _MACHINES.get(name, name)
 
 
 async def read_image(raw: bytes, read: Callable[[Blob], Awaitable[bytes]], *, tag: str = "") -> FoundImage:
-    """From the bytes of an index or a manifest to the image for this machine. `read` gives a small blob, verified."""
+    """Returns the image for this machine from an index or a manifest. `read` returns a small, verified blob."""
     also: tuple[str, ...] = ()
-    for _ in range(3):  # an index may lead to another one
+    for _ in range(3):  # an index may refer to another one
         body = read_json(raw)
         if "manifests" not in body:
             break
@@ -82,9 +82,9 @@ async def read_image(raw: bytes, read: Callable[[Blob], Awaitable[bytes]], *, ta
         raw = await read(choose(body, tag))
         tag = ""
     else:
-        raise ImageError("its index leads to indexes only")
+        raise ImageError("its index contains only further indexes")
     if body.get("schemaVersion") != 2 or not isinstance(body.get("config"), dict):
-        raise ImageError("its manifest is of a kind that is not read here", "push it again with a newer tool")
+        raise ImageError("its manifest has an unsupported format", "push it again with a newer tool")
     layers = tuple(blob_of(layer) for layer in as_list(body.get("layers")))
     if len(layers) > MOST_LAYERS:
         raise HostileImage(f"it has {len(layers)} layers")
@@ -93,7 +93,7 @@ async def read_image(raw: bytes, read: Callable[[Blob], Awaitable[bytes]], *, ta
 
 
 def choose(index: Mapping[str, Any], tag: str = "") -> Blob:
-    """The entry of an index that is for this machine; with a tag, of those that carry it."""
+    """Returns the entry of an index for this machine; with a tag, among the entries that have it."""
     entries = [entry for entry in as_list(index.get("manifests")) if isinstance(entry, dict)]
     if tag:
         names = [as_table(entry.get("annotations")).get(REF_NAME, "") for entry in entries]
@@ -108,7 +108,7 @@ def choose(index: Mapping[str, Any], tag: str = "") -> Blob:
     ]
     if not fitting:
         there = sorted({f"{place.get('os')}/{place.get('architecture')}" for place in places})
-        raise ImageError(f"it is not made for linux/{machine()}", f"there is: {', '.join(there) or 'nothing'}")
+        raise ImageError(f"it is not made for linux/{machine()}", f"it has: {', '.join(there) or 'nothing'}")
     return blob_of(fitting[0])
 
 
@@ -127,7 +127,7 @@ def blob_of(entry: object) -> Blob:
     body = as_table(entry)
     digest, size = body.get("digest"), body.get("size")
     if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-        raise ImageError(f"{digest!r} is not a digest that is read here (sha256)")
+        raise ImageError(f"{digest!r} is not a supported digest (sha256)")
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ImageError(f"{digest} has no size")
     return Blob(digest, size)
@@ -139,7 +139,7 @@ def sha256(raw: bytes) -> str:
 
 def verify(raw: bytes, blob: Blob) -> bytes:
     if len(raw) != blob.size or sha256(raw) != blob.digest:
-        raise ImageError(f"{blob.digest} is not what it should be: {len(raw)} bytes of {sha256(raw)}")
+        raise ImageError(f"{blob.digest} does not match its content: {len(raw)} bytes with {sha256(raw)}")
     return raw
 
 
@@ -155,9 +155,9 @@ def read_json(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ImageError(f"a manifest that is not JSON: {error}") from error
+        raise ImageError(f"a manifest is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ImageError("a manifest that is not a JSON object")
+        raise ImageError("a manifest is not a JSON object")
     return body
 
 

@@ -1,7 +1,8 @@
-"""Other people's programs that make images: Apptainer and container engines.
+"""Runs the external programs that make images: Apptainer and container engines.
 
-Invariants. Each runs in a process group of its own, with no stdin; cancelling ends the whole group. Descriptors given
-as `keeping` are inherited: the lock on what a program writes is held until that program too is gone, however we end.
+Invariants. Each runs in its own process group, without stdin; cancelling ends the whole group. It inherits the
+descriptors in `keeping`, so the lock on its output is held until the program has ended, even if this process ends
+first.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ INSTALL = "install Apptainer (apptainer.org/docs), or keep the image as a folder
 
 
 class ProgramFailed(ImageError):
-    """A program ended with a status; `tail` is the last that it said."""
+    """A program ended with a nonzero status; `tail` is the end of its output."""
 
     def __init__(self, argv: Sequence[str], status: int, tail: str, remedy: str = "") -> None:
-        super().__init__(f"`{' '.join(argv[:2])}` ended with {status}: {tail.strip() or 'no word'}", remedy)
+        super().__init__(f"`{' '.join(argv[:2])}` ended with {status}: {tail.strip() or 'no output'}", remedy)
         self.status = status
         self.tail = tail
 
@@ -48,7 +49,8 @@ async def run_program(
     cwd: Path | None = None,
     said: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Runs it to its end; returns the last lines of what it said. `ProgramFailed` unless its status is 0."""
+    """Runs a program to its end and returns the last lines of its output. Raises `ProgramFailed` unless its status is
+    0."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,
@@ -80,12 +82,12 @@ async def run_program(
 
 
 async def build_sif(source: Path, target: Path, *, work: Path, keeping: Sequence[int], said: Callable[[str], None]):
-    """A SIF file from a root folder. `work` is for what Apptainer needs meanwhile."""
+    """Makes a SIF file from a root folder. `work` is for Apptainer's temporary files."""
     await _build(["--force", str(target), str(source)], work, keeping, said)
 
 
 async def open_sif(source: Path, target: Path, *, work: Path, keeping: Sequence[int], said: Callable[[str], None]):
-    """A root folder from a SIF file: by unsquashfs where there is one (it needs no container), else by Apptainer."""
+    """Makes a root folder from a SIF file: by unsquashfs if available (it needs no container), else by Apptainer."""
     unsquashfs = shutil.which("unsquashfs")
     if unsquashfs is not None:
         with suppress(ProgramFailed):
@@ -105,11 +107,12 @@ async def _build(words: list[str], work: Path, keeping: Sequence[int], said: Cal
 
 
 def remove_tree(path: Path) -> None:
-    """Whatever is in it. By `rm`: an image may have folders that nobody may enter, or very many files. Blocking."""
+    """Removes a tree with any contents. Uses `rm`: an image may have folders without permissions, or very many files.
+    Blocking."""
     if path.is_symlink() or not path.exists():
         path.unlink(missing_ok=True)
         return
-    if os.geteuid() != 0:  # what a program left may be closed to its own owner
+    if os.geteuid() != 0:  # a program may have left folders that their owner cannot enter
         subprocess.run(["chmod", "-R", "u+rwX", "--", str(path)], check=False, capture_output=True)
     done = subprocess.run(["rm", "-rf", "--", str(path)], check=False, capture_output=True, text=True)
     if done.returncode:

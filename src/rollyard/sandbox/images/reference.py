@@ -1,11 +1,11 @@
-"""Names of images and of the places they come from, read once into plain data. No I/O but `exists`.
+"""Parses the names of images and of their sources into plain data. No I/O except `exists`.
 
     ubuntu:24.04, docker://ghcr.io/org/name:tag, host:5000/name@sha256:…     a registry
     oci:DIR[:TAG]   oci-archive:FILE[:TAG]   docker-archive:FILE[:TAG]       files that other tools wrote
     ./image.sif   /images/root   ~/root                                      a SIF file or a root folder, by path
 
-A path begins with `/`, `.` or `~`, or ends with `.sif`: a folder `ubuntu` in the working directory never changes what
-`ubuntu` means.
+A path begins with `/`, `.` or `~`, or ends with `.sif`: a folder `ubuntu` in the working directory never changes the
+meaning of `ubuntu`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 from rollyard.sandbox.images.errors import ImageError
 
 HUB = "docker.io"
-"""The registry of a name without one, as everywhere."""
+"""The default registry, as in other tools."""
 
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})*")
@@ -32,7 +32,7 @@ DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """An image in a registry. With a digest the tag is only for people."""
+    """An image in a registry. With a digest, the tag is for information only."""
 
     host: str
     name: str
@@ -44,7 +44,7 @@ class Reference:
 
     @property
     def version(self) -> str:
-        """What a registry is asked for."""
+        """The version to request from a registry."""
         return self.digest or self.tag
 
     @property
@@ -58,7 +58,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an image is to be taken from, and the name it has unless another is given."""
+    """The source of an image, and the name that it gets unless another is given."""
 
     kind: Literal["registry", "oci", "oci-archive", "docker-archive", "sif", "folder"]
     name: str
@@ -68,7 +68,7 @@ class Origin:
 
 
 def parse_reference(text: str) -> Reference:
-    """`ImageError` for what cannot be a name in a registry."""
+    """Parses a name in a registry. Raises `ImageError` if it is not valid."""
     rest, _, digest = text.removeprefix("docker://").partition("@")
     if digest and not DIGEST.fullmatch(digest):
         raise ImageError(f"{text!r}: {digest!r} is not a digest", "a digest is sha256: and 64 of 0-9a-f")
@@ -88,7 +88,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def parse_origin(text: str) -> Origin:
-    """Where to take an image from. A path must be there."""
+    """Parses the source of an image. A path must exist."""
     scheme, _, rest = text.partition(":")
     if scheme in ("oci", "oci-archive", "docker-archive"):
         path, tag = _path_and_tag(rest)
@@ -101,24 +101,24 @@ def parse_origin(text: str) -> Origin:
 
 
 def own_name(text: str) -> str:
-    """A name that the operator gives to an image; `:latest` unless it has a tag."""
+    """Normalizes a name that the operator gives to an image; adds `:latest` unless it has a tag."""
     name, colon, tag = text.rpartition(":") if re.search(r":[^/]*$", text) else (text, "", "")
     host, slash, rest = name.partition("/")
     is_good = _NAME.fullmatch(name) or (slash and _HOST.fullmatch(host) and _NAME.fullmatch(rest))
     if not is_good or (colon and not _TAG.fullmatch(tag)):
-        raise ImageError(f"{text!r} cannot be the name of an image", "use lower-case letters, digits and . _ - / :tag")
+        raise ImageError(f"{text!r} is not valid as an image name", "use lower-case letters, digits and . _ - / :tag")
     return f"{name}:{tag or 'latest'}"
 
 
 def spellings(name: str) -> Iterator[str]:
-    """What a name may be known as here: the operator's own name first, then a registry's."""
+    """Yields the normalized forms of a name: as the operator's own name first, then as a registry's."""
     for spell in (own_name, lambda text: str(parse_reference(text))):
         with suppress(ImageError):
             yield spell(name)
 
 
 def _own_name(path: Path, tag: str) -> str:
-    """The file's name as an image's; empty where it cannot be one, and `--name` must say."""
+    """Derives an image name from the file's name; empty if that is not possible: then `--name` is required."""
     stem = re.sub(r"[^a-z0-9]+", "-", path.resolve().name.lower().removesuffix(".sif").removesuffix(".tar")).strip("-")
     tag = tag.rpartition(":")[2] if ":" in tag else tag  # `docker save` writes whole names
     return f"{stem}:{tag if _TAG.fullmatch(tag) else 'latest'}" if stem else ""

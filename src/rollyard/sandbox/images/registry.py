@@ -1,12 +1,12 @@
-"""A registry (the Docker v2 / OCI distribution protocol), read only.
+"""A read-only client for registries (the Docker v2 / OCI distribution protocol).
 
-HTTPS, but for loopback or where it was said that plain HTTP is fine; a redirect never leads from one to the other. A
-login goes to the registry, and to where its own challenge says that tokens are given; never to where it redirects. A
-download that breaks goes on where it broke (Range), also after a crash: the file so far is kept as `.part`. Nothing is
-used whose sha256 and size are not right.
+It uses HTTPS, except on loopback or where the operator allows plain HTTP; a redirect never changes from HTTPS to HTTP.
+A login is sent to the registry and to the token server that its challenge names, never to the target of a redirect. An
+interrupted download resumes where it stopped (Range), also after a crash: the data so far is kept as `.part`. Nothing
+is used before its sha256 and size have been verified.
 """
 
-# One file is looked at and opened now and then; what takes time (writing, hashing) is done in threads.
+# The loop only stats and opens a few files; slow work (writing, hashing) runs in threads.
 # ruff: noqa: ASYNC230, ASYNC240
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from rollyard.sandbox.images.reference import HUB, Reference
 
 log = logging.getLogger("rollyard.sandbox")
 
-HUB_API = "registry-1.docker.io"  # the hub's API answers under another name
+HUB_API = "registry-1.docker.io"  # the host of the Docker Hub's API
 MOST_REDIRECTS = 5
-MOST_BREAKS = 100  # of one download, even if each brings it a little further
+MOST_BREAKS = 100  # interruptions of one download, even if each try makes progress
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 @dataclass(frozen=True, slots=True)
 class RetrySettings:
-    """With a registry. `tries` in a row without a byte, and it is given up."""
+    """Retries and timeouts for a registry. A download fails after `tries` in a row that received no byte."""
 
     tries: int = 5
     wait_s: float = 0.5  # doubled each time
@@ -59,11 +59,11 @@ class RetrySettings:
 
 
 class _Passing(Exception):
-    """A failure that may be gone next time."""
+    """A failure that is worth a retry."""
 
 
 class Registry:
-    """One image's registry; `async with`. See the module."""
+    """A client for one image in its registry; use it with `async with`."""
 
     def __init__(
         self, reference: Reference, *, is_insecure: bool = False, patience: RetrySettings | None = None
@@ -80,7 +80,7 @@ class Registry:
     async def __aenter__(self) -> Self:
         patience = self._patience
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=patience.connect_s, sock_read=patience.silence_s)
-        # Proxies of the environment are for what lies outside.
+        # The environment's proxies do not apply to loopback.
         is_outside = not self._reference.is_loopback
         self._http = aiohttp.ClientSession(timeout=timeout, trust_env=is_outside, auto_decompress=False)
         return self
@@ -101,7 +101,7 @@ class Registry:
     async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
         target = folder / blob.digest.removeprefix("sha256:")
         part = target.with_name(target.name + ".part")
-        if target.is_file() and await asyncio.to_thread(verify_file, target, blob):  # again: it was not fsynced
+        if target.is_file() and await asyncio.to_thread(verify_file, target, blob):  # verified again: it is not fsynced
             told(blob.size)
             return target
         part.touch()
@@ -112,7 +112,7 @@ class Registry:
                 await self._go_on(blob, part, told)
                 if not await asyncio.to_thread(verify_file, part, blob):
                     part.write_bytes(b"")
-                    raise _Passing("its sha256 is another one than the manifest's")
+                    raise _Passing("its sha256 differs from the manifest's")
                 part.rename(target)
                 return target
             except (aiohttp.ClientError, TimeoutError, _Passing) as error:
@@ -121,7 +121,7 @@ class Registry:
                 why = str(error) or type(error).__name__
                 if failures >= self._patience.tries or broken >= MOST_BREAKS:
                     raise ImageError(f"{blob.digest} cannot be downloaded: {why}", "try again later") from error
-                log.info("a download broke off", extra={"blob": blob.digest, "at": part.stat().st_size, "why": why})
+                log.info("download interrupted", extra={"blob": blob.digest, "at": part.stat().st_size, "why": why})
                 await asyncio.sleep(self._patience.wait_s * 2 ** (failures - 1))
 
     async def _go_on(self, blob: Blob, part: Path, told: Told) -> None:
@@ -138,14 +138,14 @@ class Registry:
             is_rest = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
             if reply.status == 416 or (reply.status == 206 and not is_rest):
                 part.write_bytes(b"")
-                raise _Passing("the registry cannot go on where it broke off")
+                raise _Passing("the registry cannot resume the download")
             await self._check(reply, f"blob {blob.digest}")
             with open(part, "ab" if is_rest else "wb") as file:
                 told(file.tell())
                 async for data in reply.content.iter_chunked(CHUNK):
                     if file.tell() + len(data) > blob.size:
                         raise HostileImage(
-                            f"{blob.digest} is longer than the {blob.size:,} bytes that its manifest says"
+                            f"{blob.digest} is longer than the {blob.size:,} bytes that its manifest declares"
                         )
                     await asyncio.to_thread(file.write, data)
                     told(file.tell())
@@ -154,7 +154,7 @@ class Registry:
 
     async def _read(self, blob: Blob) -> bytes:
         if blob.size > MOST_JSON_BYTES:
-            raise HostileImage(f"a manifest of {blob.size:,} bytes")
+            raise HostileImage(f"a manifest has {blob.size:,} bytes")
         for path in (f"manifests/{blob.digest}", f"blobs/{blob.digest}"):
             with suppress(_NotThere):
                 return verify(await self._small(path, MANIFESTS), blob)
@@ -172,7 +172,7 @@ class Registry:
                 if failures >= self._patience.tries:
                     why = str(error) or type(error).__name__
                     hint = "is it the right name? A registry without HTTPS needs --insecure"
-                    raise ImageError(f"{self._base.host} cannot be asked for {path}: {why}", hint) from error
+                    raise ImageError(f"{self._base.host} did not return {path}: {why}", hint) from error
                 await asyncio.sleep(self._patience.wait_s * 2 ** (failures - 1))
 
     async def _check(self, reply: aiohttp.ClientResponse, what: str) -> None:
@@ -188,7 +188,7 @@ class Registry:
             hint = "log in first: podman login or docker login"
             if has_helper():
                 hint += " (logins in a credential helper are not read; set REGISTRY_AUTH_FILE to a file with `auths`)"
-            raise ImageError(f"{self._base.host} does not let us read {self._reference} ({reply.status})", hint)
+            raise ImageError(f"{self._base.host} denies access to {self._reference} ({reply.status})", hint)
         raise ImageError(f"{self._base.host} answered {reply.status} for {what}")
 
     # --- one request: redirects, and the challenge ---
@@ -196,12 +196,12 @@ class Registry:
     async def _open(self, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
         used = self._authorization
         reply = await self._follow(self._base / path, headers, used)
-        is_its_own = reply.url.origin() == self._base.origin()  # not where it has sent us: that gets no login
+        is_its_own = reply.url.origin() == self._base.origin()  # the target of a redirect gets no login
         if reply.status == 401 and is_its_own and "WWW-Authenticate" in reply.headers:
             challenge = reply.headers["WWW-Authenticate"]
             reply.release()
             async with self._asking:
-                if self._authorization == used:  # else another download has asked meanwhile
+                if self._authorization == used:  # else another download has authenticated meanwhile
                     self._authorization = await self._answer(challenge)
             reply = await self._follow(self._base / path, headers, self._authorization)
         return reply
@@ -216,28 +216,28 @@ class Registry:
                 return reply
             reply.release()
             url = self._private(reply.headers["Location"], url)
-        raise ImageError(f"{origin.host} redirects without end")
+        raise ImageError(f"{origin.host} redirects too often")
 
     def _private(self, text: str, base: URL | None = None) -> URL:
-        """An address that the registry sends us to, if we may go there."""
+        """Returns a URL that the registry refers to. Raises ImageError if it is not allowed."""
         try:
             url = base.join(URL(text)) if base is not None else URL(text)
         except ValueError:
             url = URL()
         if not url.host or url.scheme not in ("http", "https") or (url.scheme == "http" and not self._is_plain):
             place = f"{url.scheme}://{url.host}" if url.host else "nowhere"
-            raise ImageError(f"{self._base.host} leads to {place}, which is not HTTPS", "allow it: --insecure")
+            raise ImageError(f"{self._base.host} redirects to {place}, which is not HTTPS", "allow it: --insecure")
         return url
 
     async def _answer(self, challenge: str) -> str:
-        """An Authorization header for the registry's challenge; empty if there is none to be had."""
+        """Returns an Authorization header for the registry's challenge; empty if no login is available or accepted."""
         assert self._http is not None
         login = find_login(self._reference.host)
         scheme, given = parse_challenge(challenge)
         if scheme == "basic":
             return login.header if login else ""
         if scheme != "bearer" or not given.get("realm"):
-            raise ImageError(f"{self._base.host} asks for a login of kind {scheme!r}, which is not known here")
+            raise ImageError(f"{self._base.host} requires authentication by {scheme!r}, which is not supported")
         realm = self._private(given["realm"])
         asked = {"scope": given.get("scope") or f"repository:{self._reference.name}:pull"}
         if given.get("service"):
@@ -247,13 +247,13 @@ class Registry:
             if reply.status in _AGAIN:
                 raise _Passing(f"{realm.host} answered {reply.status}")
             if reply.status != 200:
-                return ""  # the registry's own refusal says what to do
+                return ""  # the registry then refuses the request, and that error has the remedy
             raw = await _whole(reply, "a token")
         return f"Bearer {_token(raw, str(realm.host))}"
 
 
 class _NotThere(ImageError):
-    """404."""
+    """The registry answered 404."""
 
 
 async def _whole(reply: aiohttp.ClientResponse, what: str) -> bytes:
@@ -271,4 +271,4 @@ def _token(raw: bytes, host: str) -> str:
         token = isinstance(body, dict) and (body.get("token") or body.get("access_token"))
         if isinstance(token, str) and token:
             return token
-    raise ImageError(f"{host} answered with no token")
+    raise ImageError(f"{host} did not return a token")

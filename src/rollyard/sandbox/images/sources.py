@@ -1,4 +1,4 @@
-"""From a source to an unpacked root folder: layers of a registry or an archive, a SIF file, a folder."""
+"""Unpacks a source into a root folder: layers of a registry or an archive, a SIF file, or a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOWNLOADS = 3  # layers at once
 
 @dataclass(frozen=True, slots=True)
 class PullStep:
-    """Something to show to the person who waits. `item` is a layer or a file; no `total_bytes`: not known."""
+    """Progress to show to the operator. `item` is a layer or a file; `total_bytes` is None if it is unknown."""
 
     phase: Literal["waiting", "download", "unpack", "sif", "note"]
     item: str = ""
@@ -39,7 +39,7 @@ Tell = Callable[[PullStep], None]
 
 @dataclass(frozen=True, slots=True)
 class BuildSite:
-    """Where a build happens. `keeping` holds its lock; programs inherit it."""
+    """The working folder of a build. The descriptors in `keeping` hold its lock; programs inherit them."""
 
     work: Path
     keeping: Sequence[int]
@@ -70,7 +70,7 @@ async def open_source(
 
 
 class LayeredImage:
-    """An image of layers: all are fetched, a few at once, then applied in order and thrown away."""
+    """An image of layers: all are fetched, a few at once, then applied in order and deleted."""
 
     def __init__(self, blobs: BlobSource) -> None:
         self._blobs = blobs
@@ -110,7 +110,7 @@ class LayeredImage:
 
 
 class Folder:
-    """A root folder by path: copied as one layer, so what is in it is ours and harmless like any other."""
+    """A root folder by path. It is copied as one layer, so its files get the same owner and checks as any other's."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -124,7 +124,7 @@ class Folder:
 
 
 class SifFile:
-    """A SIF file by path. Its environment stays in it: Apptainer sets it by itself."""
+    """A SIF file by path. Its environment stays in the file: Apptainer sets it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -150,7 +150,7 @@ class SifFile:
 
 
 async def in_thread(unpacker: Unpacker, work: Callable[..., None], *args: object) -> None:
-    """Runs it in a thread. A cancelled one is stopped, and waited for: nothing writes behind our back."""
+    """Runs it in a thread. On cancellation, stops the thread and waits for it, so that nothing is written later."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
         await asyncio.shield(task)
@@ -158,12 +158,12 @@ async def in_thread(unpacker: Unpacker, work: Callable[..., None], *args: object
         unpacker.stop.set()
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # it is the stop
+            task.exception()  # retrieve the error that the stop caused
         raise
 
 
 def copy_tree(unpacker: Unpacker, source: Path) -> None:
-    """A folder through a pipe of tar into the unpacker. Other file systems mounted in it are left out."""
+    """Copies a folder by piping tar into the unpacker. Other file systems mounted in it are left out."""
     argv = ["tar", "--create", "--format=pax", "--one-file-system", "--file=-", f"--directory={source}", "."]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tar:
         assert tar.stdout is not None and tar.stderr is not None
@@ -176,11 +176,11 @@ def copy_tree(unpacker: Unpacker, source: Path) -> None:
             raise
         said = tar.stderr.read(4096).decode(errors="replace").strip()
     if tar.returncode:
-        raise ImageError(f"{source} cannot be read whole: {said}", "it must be readable to who runs this command")
+        raise ImageError(f"{source} cannot be read completely: {said}", "this user must be able to read all of it")
 
 
 def tree_digest(folder: Path) -> str:
-    """A name for what is in a folder: paths, modes, links and contents. Blocking."""
+    """Returns a digest of a folder's paths, modes, links and contents. Blocking."""
     whole = hashlib.sha256()
     try:
         for place, folders, files in os.walk(folder, onerror=_raise):

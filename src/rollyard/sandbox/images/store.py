@@ -1,6 +1,7 @@
-"""Images on this machine, kept by digest in the forms that runtimes read. The idea and the invariants: `images`.
+"""`ImageStore`: the images of this machine, by digest, in the forms that runtimes read. The package's docstring lists
+the invariants.
 
-Reading (`find`, `path`, `list`, `hold`) is quick and needs no network; `pull` is for a person's command.
+`find`, `path`, `list` and `hold` are quick and need no network; `pull` is for the operator's commands.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FILES: dict[str, str] = {"folder": "folder", "sif": "image.sif"}
 
 
 class ImageStore:
-    """See the package. Nothing is opened or made before it is needed."""
+    """The images below `root`. Creating it opens and writes nothing."""
 
     def __init__(
         self, root: Path, *, bounds: UnpackBounds | None = None, patience: RetrySettings | None = None
@@ -47,7 +48,7 @@ class ImageStore:
     # --- reading ---
 
     def find(self, name: str) -> Image | None:
-        """The image of that name or digest, if it is here. No network; three `stat`s once it was read."""
+        """Returns the image with that name or digest, or None. Uses no network; three `stat`s once it is cached."""
         names = self._index.names()
         digest = next((names[text] for text in spellings(name) if text in names), None)
         if digest is None and DIGEST.fullmatch(name):
@@ -55,20 +56,20 @@ class ImageStore:
         return self._image(digest, name, names) if digest else None
 
     def list(self) -> list[Image]:
-        """All, by name."""
+        """Returns all images, sorted by name."""
         names = self._index.names()
         found = [self._image(digest, "", names) for digest in self._index.digests()]
         return sorted((image for image in found if image), key=lambda image: (image.reference, image.digest))
 
     def path(self, image: Image, kind: ImageKind) -> Path:
-        """Where it lies in that form."""
+        """Returns its path in that form."""
         if kind not in image.kinds:
-            raise ImageMissing(f"image {image.reference!r} is kept as {' and '.join(image.kinds)}, not as {kind}")
+            raise ImageMissing(f"image {image.reference!r} is stored as {' and '.join(image.kinds)}, not as {kind}")
         return self._index.folder(image.digest).absolute() / _FILES[kind]
 
     @contextmanager
     def hold(self, image: Image) -> Generator[None, None, None]:
-        """While held, nobody removes it, in whatever process. `ImageMissing` if it is gone by now."""
+        """Protects it from removal by any process while held. Raises `ImageMissing` if it has been removed."""
         fd = self._index.share(image.digest)
         if fd is None:
             raise ImageMissing(f"image {image.reference!r} was removed")
@@ -109,22 +110,22 @@ class ImageStore:
         is_insecure: bool = False,
         tell: Tell = lambda _: None,
     ) -> Image:
-        """Brings an image here in those forms, or finds it here already; then it has its name.
+        """Stores an image in those forms under its name, unless it is stored already.
 
-        Two that pull one image: one works, the other waits and says so. `ImageError` says what was wrong.
+        If two processes pull one image, one works and the other waits and reports that. Raises `ImageError`.
         """
         origin = parse_origin(source)
         known = own_name(name) if name else origin.name
         if not known:
-            raise ImageError(f"{source} gives the image no name", "give it one: --name NAME")
+            raise ImageError(f"{source} does not give the image a name", "give it one: --name NAME")
         if "sif" in kinds and origin.kind != "sif":
-            apptainer()  # before anything is downloaded
+            apptainer()  # fail before anything is downloaded
         try:
             async with open_source(origin, is_insecure=is_insecure, patience=self._patience) as opened:
                 await self._pull(origin, known, opened, kinds, tell)
         except OSError as error:
             remedy = "make room: rollyard images prune" if error.errno == errno.ENOSPC else ""
-            raise ImageError(f"{source} cannot be kept below {self.root}: {error.strerror or error}", remedy) from error
+            raise ImageError(f"{source} cannot be stored in {self.root}: {error.strerror or error}", remedy) from error
         image = self.find(known)
         if image is None:
             raise ImageError(f"{known} was removed while it was pulled", "pull it again")
@@ -141,7 +142,7 @@ class ImageStore:
             self._index.change_names(lambda table: {**table, **dict.fromkeys(names, found.digest)})
 
     async def _make(self, found: FoundImage, source: Source, kinds: Sequence[ImageKind], lock: int, tell: Tell) -> None:
-        """Makes the forms that are missing. The lock is ours."""
+        """Makes the forms that are missing. The caller holds the lock."""
         place = self._index.folder(found.digest)
         work = place / ".partial"
         record = dict(self._index.record(found.digest) or _record(found))
@@ -162,12 +163,12 @@ class ImageStore:
         await asyncio.to_thread(sync, work)
         for kind in wanted:
             target = place / _FILES[kind]
-            await asyncio.to_thread(remove_tree, target)  # a crash between rename and record
+            await asyncio.to_thread(remove_tree, target)  # left by a crash between rename and record
             made[kind][0].rename(target)
             record["kinds"] = {**record["kinds"], kind: made[kind][1]}
         self._index.put_record(found.digest, record)
         await asyncio.to_thread(remove_tree, work)
-        log.info("an image was made", extra={"digest": found.digest, "kinds": wanted, "skipped": record["skipped"]})
+        log.info("image made", extra={"digest": found.digest, "kinds": wanted, "skipped": record["skipped"]})
 
     async def _unpack(
         self, found: FoundImage, source: Source, site: BuildSite, record: dict[str, Any]
@@ -182,7 +183,8 @@ class ImageStore:
     # --- removing ---
 
     def remove(self, name: str) -> Image:
-        """Takes away a name; with its last one (or by digest) the image itself. `ImageInUse`, `ImageMissing`."""
+        """Removes a name; with the last name, or given a digest, the image itself. Raises `ImageInUse`,
+        `ImageMissing`."""
         image = self.find(name)
         if image is None:
             raise ImageMissing(f"there is no image {name!r} here")
@@ -197,9 +199,9 @@ class ImageStore:
     def prune(
         self, *, older_than_s: float | None = None, max_bytes: int | None = None, is_dry_run: bool = False
     ) -> Pruned:
-        """Removes images that were not used for so long; then, the longest unused first, until the rest fits.
+        """Removes images unused for `older_than_s`, then the longest unused until the rest fits into `max_bytes`.
 
-        Never one in use. What crashed pulls left goes in any case.
+        Images in use are kept. Remains of crashed pulls are always removed.
         """
         images = sorted(self.list(), key=lambda image: image.used_at)
         total = sum(image.size_bytes for image in images)
@@ -219,21 +221,21 @@ class ImageStore:
         return Pruned(tuple(gone), tuple(in_use), self._sweep(is_dry_run=is_dry_run))
 
     def _remove(self, image: Image, *, is_dry_run: bool = False) -> bool:
-        """False: somebody has it."""
+        """Returns False if the image is in use."""
         with self._index.claimed(image.digest) as is_ours:
             if not is_ours or is_dry_run:
                 return is_ours
             place = self._index.folder(image.digest)
-            (place / "image.json").unlink(missing_ok=True)  # from now on it is not here; what is left is a leftover
+            (place / "image.json").unlink(missing_ok=True)  # removes the image; the rest counts as remains of a crash
             self._index.change_names(
                 lambda table: {name: digest for name, digest in table.items() if digest != image.digest}
             )
             remove_tree(place)
-        log.info("an image was removed", extra={"digest": image.digest, "bytes": image.size_bytes})
+        log.info("image removed", extra={"digest": image.digest, "bytes": image.size_bytes})
         return True
 
     def _sweep(self, *, is_dry_run: bool) -> int:
-        """What crashes left: `.partial` folders and images without a record that nobody works on."""
+        """Removes and counts the remains of crashes: unlocked `.partial` folders and images without a record."""
         count = 0
         for place in sorted(self.root.glob("sha256-*")):
             digest = place.name.replace("-", ":", 1)
@@ -268,7 +270,7 @@ def _record(found: FoundImage) -> dict[str, Any]:
 
 
 def _clean(work: Path) -> None:
-    """An empty place to work in, but for what was downloaded already: it is verified before it is used."""
+    """Empties the working folder, except for downloaded blobs, which are verified before use."""
     blobs = work / "blobs"
     for path in work.iterdir() if work.is_dir() else ():
         if path != blobs:

@@ -1,4 +1,4 @@
-"""A layer's file as a stream of tar, however it is compressed."""
+"""Opens a layer's file as a tar stream, with any supported compression."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CHUNK = 1 << 20
 
 @contextmanager
 def open_layer(path: Path) -> Generator[IO[bytes], None, None]:
-    """A layer's tar stream; its own first bytes say how it is compressed, which media types do not always."""
-    with open(path, "rb", buffering=0) as raw:  # zstd gets the descriptor: nothing may be read ahead
+    """Yields a layer's tar stream. Its first bytes determine the compression, since media types are not reliable."""
+    with open(path, "rb", buffering=0) as raw:  # unbuffered: zstd gets the descriptor
         magic = raw.read(4)
         raw.seek(0)
         if magic[:2] == b"\x1f\x8b":
@@ -40,10 +40,10 @@ def _zstd(raw: IO[bytes], path: Path) -> Generator[IO[bytes], None, None]:
         assert process.stdout is not None
         try:
             yield process.stdout
-            while process.stdout.read(CHUNK):  # padding behind the archive
+            while process.stdout.read(CHUNK):  # padding after the archive
                 pass
         except BaseException:
             process.kill()
             raise
     if process.returncode:
-        raise ImageError(f"layer {path.name} is not whole: zstd ended with {process.returncode}")
+        raise ImageError(f"layer {path.name} is incomplete: zstd ended with {process.returncode}")

@@ -1,13 +1,13 @@
-"""Layers of an image, unpacked into a folder by an ordinary user, whatever is in them.
+"""Unpacks the layers of an image into a folder, as an ordinary user and safely for any contents.
 
-Each name is walked from the folder's own descriptor, one component at a time, by `openat` with O_NOFOLLOW. A link met
-on the way is read and walked as if the folder were `/` (so `lib -> usr/lib` works, and `evil -> /etc` leads to the
-image's own /etc); a `..` in a link goes up a list of names that ends at the folder. So no call is ever given a path
+Each name is resolved from the folder's descriptor, one component at a time, by `openat` with O_NOFOLLOW. A link on the
+way is read and resolved as if the folder were `/` (so `lib -> usr/lib` works, and `evil -> /etc` resolves to the
+image's own /etc); a `..` in a link goes up a list of names that ends at the folder. So no system call receives a path
 that the kernel could resolve to the outside.
 
-Invariants. Everything belongs to who unpacks. No setuid or setgid bit, no device, no extended attribute comes out of a
-layer; folders can always be written by their owner and files read. Whiteouts hide what lies below, never what the same
-layer brings. Bytes, entries and depth are bounded: beyond a bound it is `HostileImage`.
+Invariants. All files belong to the user that unpacks. Setuid and setgid bits, devices and extended attributes are
+dropped; the owner can always write folders and read files. Whiteouts hide entries of lower layers, never entries of the
+same layer. Bytes, entries and depth are limited; beyond a limit, `HostileImage` is raised.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollyard.sandbox.images.streams import open_layer
 
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
-MOST_LINKS = 40  # as the kernel
+MOST_LINKS = 40  # as in the kernel
 CHUNK = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -39,20 +39,20 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class UnpackBounds:
-    """Of one image, unpacked."""
+    """Limits of one unpacked image."""
 
     total_bytes: int = 128 << 30
     entries: int = 5_000_000
 
 
 class Unpacker:
-    """Applies layers to the folder, in order, the lowest first. Blocking; `stop` ends it soon."""
+    """Applies layers to the folder, in order, lowest first. Blocking; `stop` ends it early."""
 
     def __init__(self, folder: Path, bounds: UnpackBounds | None = None) -> None:
         self.bounds = bounds or UnpackBounds()
         self._root = os.open(folder, _FOLDER)
-        self._fresh: set[tuple[str, ...]] = set()  # what this layer has brought so far
-        self._last: tuple[tuple[str, ...], tuple[str, ...], int] | None = None  # a folder as asked, as found, open
+        self._fresh: set[tuple[str, ...]] = set()  # entries of the current layer so far
+        self._last: tuple[tuple[str, ...], tuple[str, ...], int] | None = None  # folder: requested path, real path, fd
         self.written_bytes = 0
         self.entries = 0
         self.skipped = 0  # devices and FIFOs
@@ -68,19 +68,19 @@ class Unpacker:
         os.close(self._root)
 
     def layer(self, path: Path) -> None:
-        """A layer in a file: tar, plain or compressed by gzip or zstd."""
+        """Applies a layer from a file: tar, plain or compressed by gzip or zstd."""
         with open_layer(path) as stream:
             self.stream(stream, path.name)
 
     def stream(self, stream: IO[bytes], what: str) -> None:
-        """A layer as tar."""
+        """Applies a layer from a tar stream."""
         self._fresh = set()
         try:
             with tarfile.open(fileobj=stream, mode="r|", encoding="utf-8", tarinfo=LayerMember) as tar:
                 for member in tar:
                     self._member(tar, member)
-                    tar.members = []  # type: ignore[attr-defined]  # it would keep them all: gigabytes for a hostile one
-        # RecursionError: `tarfile` reads headers that follow each other by calling itself.
+                    tar.members = []  # type: ignore[attr-defined]  # else it keeps all: gigabytes for a hostile layer
+        # RecursionError: `tarfile` reads consecutive headers recursively.
         except (
             tarfile.TarError,
             EOFError,
@@ -90,7 +90,7 @@ class Unpacker:
             OverflowError,
             RecursionError,
         ) as error:
-            raise ImageError(f"layer {what} is not a whole tar archive: {error}") from error
+            raise ImageError(f"layer {what} is not a complete tar archive: {error}") from error
         except OSError as error:
             raise ImageError(f"layer {what} cannot be unpacked: {error}") from error
         finally:
@@ -124,14 +124,14 @@ class Unpacker:
         else:
             self.skipped += 1
             return
-        for depth in range(len(path), 0, -1):  # a folder that holds something fresh is not to be hidden whole
+        for depth in range(len(path), 0, -1):  # a folder with entries of this layer must not be hidden as a whole
             if path[:depth] in self._fresh:
                 break
             self._fresh.add(path[:depth])
 
     def _go_on(self) -> None:
         if self.stop.is_set():
-            raise ImageError("it was stopped")
+            raise ImageError("unpacking was stopped")
 
     # --- the kinds of entries ---
 
@@ -165,14 +165,14 @@ class Unpacker:
                 target.write(data)
                 left -= len(data)
             os.fchmod(fd, mode_of(member, 0o400) & 0o777)
-            moment = max(0, min(int(member.mtime), 1 << 33))  # a .pyc is believed by its source's time
+            moment = max(0, min(int(member.mtime), 1 << 33))  # a .pyc is valid only with its source's mtime
             os.utime(fd, (moment, moment))
 
     def _link(self, folder: int, path: tuple[str, ...], member: tarfile.TarInfo) -> None:
         target = parts_of(member.linkname)
         if not target:
             raise HostileImage(f"{member.name!r} is a hard link to nothing")
-        # A descriptor of our own: finding the target's folder may close the one that is remembered.
+        # Duplicate the descriptor: resolving the target's folder may close the cached one.
         here = os.dup(folder)
         try:
             real, there = self._enter(tuple(target[:-1]), may_make=False)
@@ -180,12 +180,12 @@ class Unpacker:
                 return
             found = lstat(there, target[-1])
             if found is None or stat.S_ISDIR(found.st_mode):
-                raise HostileImage(f"{member.name!r} is a hard link to {member.linkname!r}, which is no file here")
+                raise HostileImage(f"{member.name!r} is a hard link to {member.linkname!r}, which is not a file")
             self._clear_way(here, path[-1])
             os.link(target[-1], path[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
         finally:
             os.close(here)
-            self._forget()  # it may lie in what was cleared away
+            self._forget()  # the cached folder may have been removed
 
     def _whiteout(self, real: tuple[str, ...], folder: int, name: str) -> None:
         if name == OPAQUE:
@@ -193,9 +193,9 @@ class Unpacker:
             return
         hidden = name.removeprefix(WHITEOUT)
         if hidden.startswith(WHITEOUT):
-            return  # another mark of aufs
+            return  # another marker of aufs
         if hidden in ("", ".", ".."):
-            raise HostileImage(f"a whiteout of {hidden!r}")
+            raise HostileImage(f"it has a whiteout of {hidden!r}")
         found = lstat(folder, hidden)
         if found is None:
             return
@@ -209,7 +209,7 @@ class Unpacker:
                 os.close(fd)
 
     def _hide(self, folder: int, path: tuple[str, ...]) -> None:
-        """Removes what is in the folder, but for what this layer brought."""
+        """Removes the folder's contents, except for entries of this layer."""
         for name in os.listdir(folder):
             below = (*path, name)
             if below not in self._fresh:
@@ -234,7 +234,7 @@ class Unpacker:
     # --- finding folders ---
 
     def _enter(self, parts: tuple[str, ...], *, may_make: bool = True) -> tuple[tuple[str, ...], int]:
-        """The folder of that name: as it is really called, and open. It stays open until the next call."""
+        """Resolves a folder. Returns its real path and an open descriptor, which stays open until the next call."""
         if self._last is not None and self._last[0] == parts:
             return self._last[1:]
         self._forget()
@@ -262,7 +262,7 @@ class Unpacker:
                         raise
                     target = self._target(fds[-1], part, may_make=may_make)
                     if target is None:
-                        todo.append(part)  # a file was in the way of a folder, and is gone
+                        todo.append(part)  # a file was in the folder's place and has been removed
                         continue
                     links += 1
                     if links > MOST_LINKS:
@@ -275,7 +275,7 @@ class Unpacker:
                     continue
                 walked.append(part)
                 if len(walked) > MOST_DEPTH:
-                    raise HostileImage(f"folders more than {MOST_DEPTH} deep")
+                    raise HostileImage(f"it has folders nested more than {MOST_DEPTH} deep")
             found = fds.pop()
         finally:
             for fd in fds:

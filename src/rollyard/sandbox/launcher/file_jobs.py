@@ -1,10 +1,10 @@
-"""File jobs, done inside a sandbox by a forked child of its keeper: read, write, upload, download, unpack.
+"""File jobs, run inside a sandbox by a forked child of its init process: read, write, upload, download, unpack.
 
-Standard library only, as `kernel.py`. Nothing may be loaded late: the files there are not ours. The paths are the
-sandbox's; what is not a plain file or folder is refused, never waited for; sizes are bounded.
+Standard library only, as in `kernel.py`. Nothing may be imported late: the files inside are not trusted. Paths are
+paths inside the sandbox. Anything but a regular file or folder is refused without waiting for it; sizes are limited.
 """
 
-# Descriptors and raw paths: pathlib would only be more to load.
+# Descriptors and raw paths: pathlib would only be one more import.
 # ruff: noqa: PTH101, PTH103, PTH104, PTH108, PTH112, PTH114, PTH115, PTH116, PTH118, PTH211
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import errno
 import os
 import stat
 import tarfile
-import warnings  # noqa: F401  tarfile and os load it when first needed: too late inside
+import warnings  # noqa: F401  tarfile and os import it when first needed: too late inside
 from collections.abc import Callable
 from typing import Any
 
 Message = dict[str, Any]
 
 CHUNK = 1 << 20
-LATEST = 1 << 33  # a file's time in an archive: beyond the year 2242 not every file system can set it
+LATEST = 1 << 33  # latest mtime in an archive: not every file system can store one after the year 2242
 
 
 class Refused(Exception):
-    """Not an error of the system: the file is not what was asked for."""
+    """The file is not of the requested kind or size, or cannot be read; not a system error."""
 
 
 class Unwritten(Exception):
-    """The host's side could not be written: ours to mend, never the sandbox's doing."""
+    """A file of the host could not be written: an infrastructure failure, never caused by the sandbox."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -42,7 +42,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 class Bounded:
-    """A file of the host's that refuses more than `limit` bytes."""
+    """A file of the host that refuses more than `limit` bytes."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self.fd, self.limit, self.count = fd, limit, 0
@@ -59,7 +59,8 @@ class Bounded:
 
 
 def open_regular(path: str) -> tuple[int, os.stat_result]:
-    """Missing, or a folder: an OSError. Whatever else keeps it from being read is what the sandbox made of it."""
+    """Opens a regular file. Raises OSError if it is missing or a folder. Any other obstacle is caused by the sandbox
+    and raises Refused."""
     try:
         fd = open_allowed(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -76,7 +77,7 @@ def open_regular(path: str) -> tuple[int, os.stat_result]:
 
 
 def open_allowed(path: str, flags: int) -> int:
-    """Opens what its owner, who we are here, forbade to itself; its mode stays as it was."""
+    """Opens a file even if its mode denies its owner, the current user, access. The mode is restored."""
     try:
         return os.open(path, flags)
     except PermissionError:
@@ -94,7 +95,7 @@ def copy(source: int, write: Callable[[bytes], object]) -> None:
 
 
 def create(path: str, mode: int, source: int) -> None:
-    """Whole or not at all: a link or FIFO at `path` is replaced, never followed or waited for."""
+    """Creates a file atomically. A link or FIFO at `path` is replaced, never followed or waited for."""
     if os.path.isdir(path) and not os.path.islink(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     folder, name = os.path.split(path)
@@ -113,7 +114,7 @@ def create(path: str, mode: int, source: int) -> None:
 
 
 def copy_folder(source: int, path: str) -> None:
-    """The host's folder (a descriptor of it) to `path`: folders, files and links as they are, nothing else."""
+    """Copies a host folder, given by a descriptor, to `path`: folders, files and links, and nothing else."""
     os.makedirs(path, exist_ok=True)
     for name in os.listdir(source):
         found = os.stat(name, dir_fd=source, follow_symlinks=False)
@@ -135,7 +136,7 @@ def copy_folder(source: int, path: str) -> None:
 
 
 def listed(folder: str) -> list[os.DirEntry[str]]:
-    """What is in a folder, by name. One that its owner shut is opened, and stays so."""
+    """Returns the entries of a folder in reverse order. If its mode denies the owner access, the mode is changed."""
     mode = stat.S_IMODE(os.stat(folder).st_mode)
     if mode & 0o500 != 0o500:
         os.chmod(folder, mode | 0o700)
@@ -144,11 +145,11 @@ def listed(folder: str) -> list[os.DirEntry[str]]:
 
 
 def pack_folder(folder: str, archive: tarfile.TarFile) -> None:
-    """Adds what is in `folder`; never asks the sandbox's name service who owns a file.
+    """Adds the contents of `folder`, without looking up owner names in the sandbox's name service.
 
-    Processes of the sandbox may be at work in it: what vanishes is left out, what cannot be read is refused.
+    Processes of the sandbox may change it meanwhile: files that vanish are left out, unreadable ones raise Refused.
     """
-    left = [("", entry) for entry in listed(folder)]  # a stack: folders can be deeper than calls
+    left = [("", entry) for entry in listed(folder)]  # a stack: folders can be nested deeper than calls
     while left:
         above, entry = left.pop()
         name = f"{above}{entry.name}"
@@ -161,7 +162,7 @@ def pack_folder(folder: str, archive: tarfile.TarFile) -> None:
 
 
 def pack(entry: os.DirEntry[str], name: str, archive: tarfile.TarFile) -> bool:
-    """Adds one entry. True: it is a folder, and what is in it comes next."""
+    """Adds one entry. Returns whether it is a folder, whose contents are packed next."""
     info = tarfile.TarInfo(name)
     found = entry.stat(follow_symlinks=False)
     info.mode = stat.S_IMODE(found.st_mode)
@@ -186,7 +187,7 @@ def pack(entry: os.DirEntry[str], name: str, archive: tarfile.TarFile) -> bool:
 
 def do_read(request: Message, fds: list[int]) -> Message:
     source, found = open_regular(request["path"])
-    if found.st_size > request["limit"]:  # a sparse terabyte is refused before it is read
+    if found.st_size > request["limit"]:  # refuses a sparse terabyte before reading it
         raise Refused(f"{request['path']} has {found.st_size} bytes, more than {request['limit']}")
     copy(source, Bounded(fds[0], request["limit"]).write)
     return {}
@@ -224,7 +225,8 @@ def do_download(request: Message, fds: list[int]) -> Message:
 
 
 def do_unpack(request: Message, fds: list[int]) -> Message:
-    """What `pack_folder` packed. Members lie below the folder by construction: their names came from scandir."""
+    """Unpacks an archive of `pack_folder`. Members are below the folder by construction: their names came from
+    scandir."""
     folder = request["path"]
     os.makedirs(folder, exist_ok=True)
     with open(fds[0], "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r|") as archive:

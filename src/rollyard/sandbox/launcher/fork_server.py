@@ -1,7 +1,7 @@
-"""The service's handle of the launcher process: starts it, sends it work, starts it again if it dies.
+"""The service's client of the launcher process: starts it, sends requests, and starts it again if it ends.
 
-Invariant: the launcher holds nothing that a running sandbox needs. Its death costs only the starts in progress,
-which the runtime tries once more.
+Invariant: the launcher holds nothing that a running sandbox needs. If it ends, only starts in progress fail, and the
+runtime retries those once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollyard.sandbox.launcher.message_socket import Message, MessageSocket, end
 
 log = logging.getLogger("rollyard.sandbox")
 
-_ENV_KEPT = ("LD_LIBRARY_PATH",)  # some Pythons need it to start; no sandbox sees it
+_ENV_KEPT = ("LD_LIBRARY_PATH",)  # some Pythons need it to start; it does not reach a sandbox
 
 
 class ForkServerClient:
@@ -33,7 +33,7 @@ class ForkServerClient:
         return self._process.pid if self._process else None
 
     def post(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Sends it to the running launcher, or to a new one."""
+        """Sends a message to the running launcher, or to a new one."""
         if self._wire is None:
             self._open()
         assert self._wire is not None
@@ -43,7 +43,7 @@ class ForkServerClient:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             argv = [sys.executable, "-I", "-S", program.__file__, str(theirs.fileno()), self._kind]
-            # Popen with neither preexec_fn nor cwd takes the vfork path: no copy of the service's page tables.
+            # Without preexec_fn and cwd, Popen uses vfork, which does not copy the service's page tables.
             self._process = subprocess.Popen(
                 argv,
                 pass_fds=(theirs.fileno(),),
@@ -56,26 +56,26 @@ class ForkServerClient:
         self._wire = MessageSocket(ours, self._on_message)
 
     def _on_message(self, message: Message | None, fds: list[int]) -> None:
-        if message is None and self._process is not None:  # it died; whoever comes next starts another
-            log.warning("the launcher ended; the next start begins a new one", extra={"kind": self._kind})
+        if message is None and self._process is not None:  # it ended; the next `post` starts another
+            log.warning("the launcher ended; the next request starts a new one", extra={"kind": self._kind})
             self._wire = None
             process, self._process = self._process, None
             process.kill()
             process.wait()
 
     async def remove(self, paths: Sequence[str], groups: Sequence[str] = ()) -> bool:
-        """Deletes folders in a child of the launcher, and empty cgroups as soon as it can. False: something of the
-        folders is still there."""
+        """Deletes folders in a child of the launcher, and cgroups as soon as they are empty. Returns False if part of
+        the folders is left."""
         for _ in range(3):
             answer = await self._remove(paths, groups)
             if answer:
                 return answer == b"0"
             if self._wire is not None:
-                self._wire.drain()  # it died under it, and we may not have read of it yet: the next one does it
+                self._wire.drain()  # the launcher ended, perhaps unnoticed so far: the next try starts a new one
         return False
 
     async def _remove(self, paths: Sequence[str], groups: Sequence[str]) -> bytes:
-        """What it answered; nothing if it died."""
+        """Returns the launcher's answer; empty if it ended."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reader, False)
         try:

@@ -1,7 +1,7 @@
-"""From what a sandbox wrote to a layer: what must not count is taken out, and the rest is moved to its place.
+"""Turns the files that a sandbox wrote into a layer: finds the excluded paths to delete, and moves the rest.
 
-A layer is a folder with `upper/`, as overlayfs wants it. Taking a path out of it makes what lies below show through
-again: so a program, a library or a start-up file that an agent planted is gone, and one that it deleted is back.
+A layer is a folder with `upper/`, in overlayfs's format. Deleting a path from it makes the lower layers visible there
+again: a program, a library or a start-up file that an agent planted is gone, and one that it deleted is back.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque", "user.overlay.redire
 
 
 def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
-    """What in `upper` stands for, or hides, each of the absolute `paths`: for each at most one entry to delete.
+    """Returns the entries of `upper` that replace or hide the absolute `paths`: at most one entry to delete for each.
 
-    On the way to a path, whatever is no plain folder (a link, a whiteout, a file), or hides all that lies below it,
-    goes as a whole.
+    If an ancestor of a path is not a plain folder (a link, a whiteout, a file), or hides everything below it, that
+    ancestor is returned.
     """
     found: list[Path] = []
     for path in paths:
@@ -39,7 +39,7 @@ def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
 
 
 def _looked_at(path: Path) -> os.stat_result:
-    """A folder that its owner has shut is opened: it is ours, whoever it was inside."""
+    """Like lstat. If the folder's mode denies access, changes it: the current user owns all files of a sandbox."""
     try:
         return path.lstat()
     except PermissionError:
@@ -51,11 +51,12 @@ def _hides(folder: Path) -> bool:
     try:
         return any(name in _OPAQUE for name in os.listxattr(folder, follow_symlinks=False))
     except OSError:
-        return True  # what cannot be looked at is not trusted
+        return True  # not trusted, since it cannot be examined
 
 
 def settle(upper: Path, target: Path) -> None:
-    """Moves it; on one file system that is one step. FileExistsError if the target is there."""
+    """Moves `upper` into the new folder `target`, by one rename: both are on one file system. Raises FileExistsError
+    if the target exists."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.mkdir(mode=0o700)
     upper.rename(target / "upper")

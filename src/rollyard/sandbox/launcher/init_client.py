@@ -1,8 +1,8 @@
-"""The service's side of one sandbox's keeper: numbered requests, their answers, and the proof of its end.
+"""The service's client of one sandbox's init process: numbered requests, their answers, and the proof of its end.
 
-Invariants. `ended` is done only when the keeper's pidfd says that everything in the sandbox is dead (before it is
-born: when its socket has ended, which only its death does). Every request then pending fails with the error that
-the end means: the policy's own doing, or a loss.
+Invariants. `ended` is done only when the init process's pidfd is readable, so that everything in the sandbox is dead
+(before the pidfd has arrived: when its socket has closed, which only its death causes). Every request then pending
+fails with the error for that end: caused by the policy, or a loss.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from rollyard.sandbox.base import SandboxEnd
 from rollyard.sandbox.launcher.message_socket import Message, MessageSocket, close_all
 
 BROKEN_S = 2.0
-"""How long a request that the keeper could not serve waits for news of the sandbox's end."""
+"""How long a request that the init process could not serve waits for a report of the sandbox's end."""
 
 NO_ROOM = "this process has no file descriptor left; raise its limit (ulimit -n), or hold fewer sandboxes"
 
 
 class InitRequest:
-    """A request on its way. `started` and `done` are its two possible answers, each once."""
+    """A pending request. `started` and `done` are its two possible answers, each at most once."""
 
     def __init__(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         self.number = number
-        self.started: asyncio.Future[int] = loop.create_future()  # a pidfd, the caller's
+        self.started: asyncio.Future[int] = loop.create_future()  # a pidfd, which the caller closes
         self.done: asyncio.Future[Message] = loop.create_future()
-        self.is_broken = False  # the keeper could not serve it: no status that follows is a command's
+        self.is_broken = False  # the init process could not serve it: a later status is not a command's
 
     def fail(self, error: BaseException) -> None:
         for future in (self.started, self.done):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may be waiting for this one
+                future.exception()  # marks it as retrieved: it may have no waiter
 
 
 class InitClient:
-    """Made before the start request is posted: `remote_fds` go with it, then `sent()`."""
+    """The client of one init process. Create it, send `remote_fds` with the start request, then call `sent()`."""
 
     def __init__(self, outside_statuses: Collection[int] = ()) -> None:
-        """`outside_statuses`: those that its runtime's own process also has when a signal from the host ended it."""
+        """`outside_statuses`: exit statuses that the runtime's own process also has if a signal from the host ended
+        it."""
         self._outside_statuses = outside_statuses
         self._loop = asyncio.get_running_loop()
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -71,11 +72,11 @@ class InitClient:
         self._numbers = itertools.count(1)
         self._pidfd = -1
         self.pid = 0
-        self.doorway: socket.socket | None = None  # the runtime's, once it stands
+        self.doorway: socket.socket | None = None  # the runtime takes it once the sandbox is ready
         self.egress: socket.socket | None = None  # the same
-        self.env: Mapping[str, str] = {}  # what the image sets, where its runtime says
-        self._end: SandboxEnd | None = None  # as we know it before the proof
-        self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
+        self.env: Mapping[str, str] = {}  # variables that the image sets, if its runtime reports them
+        self._end: SandboxEnd | None = None  # the reason, as known before the proof
+        self.count_oom_kills: Callable[[], int] = lambda: 0  # set by the runtime, if it can count them
         self.count_refused_forks: Callable[[], int] = lambda: 0  # the same
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[SandboxEnd] = self._loop.create_future()
@@ -86,7 +87,7 @@ class InitClient:
         return self._theirs.fileno(), self._lifeline_out
 
     def sent(self) -> None:
-        """The launcher has its own copies: from now on their end means its end."""
+        """Closes the descriptors that the launcher now has copies of, so that EOF means that the sandbox ended."""
         self._theirs.close()
         os.close(self._lifeline_out)
 
@@ -109,24 +110,25 @@ class InitClient:
             self._wire.post({"op": "signal", "n": job.number, "signum": int(signum)})
 
     def end_job(self, job: InitRequest) -> None:
-        """Kills it with all its descendants; its status still comes."""
+        """Kills a job with all its descendants; its status is still reported."""
         if not job.done.done():
             self._wire.post({"op": "end", "n": job.number})
 
     # --- its end ---
 
     def finish(self, end: SandboxEnd, *, by_signal: bool) -> None:
-        """Ends it, for the reason given. `by_signal`: its namespace dies with it, so it need not be asked."""
+        """Ends the sandbox, for the given reason. `by_signal`: also kills the init process, whose PID namespace ends
+        with it."""
         if self._end is None:
             self._end = end
         self._cut_lifeline()
         if by_signal and self._pidfd >= 0:
-            # A container engine may have given it a uid that is not ours to signal; it still has its lifeline.
+            # A container engine may run it under a uid that this process may not signal; the lifeline still ends it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Closes its descriptors, whether it is proven gone or not."""
+        """Closes its descriptors, whether or not its end is proven."""
         self._close_pidfd()
         self._wire.close()
         self._cut_lifeline()
@@ -148,7 +150,7 @@ class InitClient:
                 self._on_gone()
             return
         match message.get("event"):
-            case "born" if not fds:  # the kernel drops descriptors that we have no room for
+            case "born" if not fds:  # the kernel drops descriptors beyond this process's limit
                 self._fail_start(SandboxStartFailed(NO_ROOM))
             case "born":
                 self._pidfd = fds.pop()
@@ -171,10 +173,10 @@ class InitClient:
                 self._fail_start(SandboxStartFailed(f"{message['step']}: {message['detail']}", step=message["step"]))
             case "ended":
                 status = message["status"]
-                # Nothing inside can reach bwrap's own process, or squashfuse: a signal to it came from the host.
+                # No process inside can reach bwrap's own process or squashfuse: a signal to them came from the host.
                 is_outside = status < 0 or message["which"] or status in self._outside_statuses
                 reason = "lost" if is_outside else "ended_inside"
-                what = "what holds its image" if message["which"] else "its first process"
+                what = "the process that mounts its image" if message["which"] else "its first process"
                 self._end = self._end or SandboxEnd(reason, f"{what} ended with status {status}")
             case _:
                 self._on_answer(message, fds)
@@ -195,7 +197,7 @@ class InitClient:
             return
         if "broken" in message:
             job.is_broken = True
-            # Mostly because the sandbox is just ending: who ended it is known in a moment, and decides the blame.
+            # Usually the sandbox is just ending: the reason, which decides the blame, arrives shortly.
             self._loop.call_later(BROKEN_S, self._give_up, job, message["broken"], message.get("errno"))
             return
         del self._jobs[job.number]
@@ -203,7 +205,8 @@ class InitClient:
             job.done.set_result(message)
 
     def _give_up(self, job: InitRequest, detail: str, number: int | None) -> None:
-        """The keeper forks within the sandbox's own limits: what runs inside can leave it no process and no memory."""
+        """Fails a broken request. The init process forks within the sandbox's own limits, so the commands inside can
+        leave it no process and no memory."""
         if self._jobs.pop(job.number, None) is None:
             return
         if number == errno.EAGAIN and self.count_refused_forks():
@@ -219,15 +222,15 @@ class InitClient:
             self.ready.exception()
 
     def _on_gone(self) -> None:
-        """Everything in it is dead. What its keeper said before is still in the socket."""
+        """Handles the proven end. Earlier messages of the init process are still in the socket."""
         if self._pidfd >= 0:
             self._close_pidfd()
             self._wire.drain()
         self.close()
-        end = self._end or SandboxEnd("lost", "its keeper was killed from outside")
+        end = self._end or SandboxEnd("lost", "its init process was killed from outside")
         if end.reason == "lost" and self.count_oom_kills():
-            # Files in memory have no process: the kernel kills all there are, in vain, the keeper among them.
-            end = SandboxEnd("memory", "its memory limit left nothing of it alive")
+            # Files on a tmpfs belong to no process: the kernel kills all processes in vain, including PID 1.
+            end = SandboxEnd("memory", "all its processes were killed at its memory limit")
         self._fail_start(SandboxStartFailed("the launcher ended", step="launcher"))
         if not self.ended.done():
             self.ended.set_result(end)
@@ -238,7 +241,7 @@ class InitClient:
 
 
 def image_env(found: Mapping[str, str]) -> dict[str, str]:
-    """What the image sets, without what its runtime added for itself and what only that one process had."""
+    """Returns the variables that the image sets, without those of its runtime and of that one process."""
     own = {"PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "_", "HOSTNAME", "container"}
     env = {
         key: value
@@ -250,7 +253,7 @@ def image_env(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def pid_of(pidfd: int) -> int:
-    """Its number as *we* see it; the keeper knows another one."""
+    """Returns the PID in this process's namespace; the init process has another number for it."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
 
@@ -267,4 +270,4 @@ _POLICYS: dict[str, type[RollyardError]] = {
 def error_of(end: SandboxEnd) -> RollyardError:
     if kind := _POLICYS.get(end.reason):
         return kind(end.detail)
-    return SandboxLost(f"the sandbox is gone ({end.reason}) {end.detail}".strip(), reason=end.reason)
+    return SandboxLost(f"the sandbox has ended ({end.reason}) {end.detail}".strip(), reason=end.reason)

@@ -1,10 +1,10 @@
-"""What the launcher asks of the kernel: messages with descriptors, namespaces, mounts, privileges, trees of processes.
+"""The launcher's kernel interface: messages with descriptors, namespaces, mounts, privileges, process trees.
 
-Standard library only, and no import of the package: it is loaded beside `program.py` by a bare Python. The service
-uses `send` and `receive` as well.
+Standard library only, and no import of the package: a bare Python imports it next to `program.py`. The service uses
+`send` and `receive` as well.
 """
 
-# Descriptors and raw paths: pathlib would only be more to load.
+# Descriptors and raw paths: pathlib would only be one more import.
 # ruff: noqa: PTH208
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-INLINE_BYTES = 32 << 10  # a longer message travels in a memfd: a packet socket's buffer is about 200 kB
+INLINE_BYTES = 32 << 10  # a longer message is sent in a memfd: a packet socket's buffer is about 200 kB
 MAX_FDS = 64
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -32,19 +32,20 @@ MS_REC, MS_PRIVATE = 16384, 1 << 18
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 4, 22, 24, 36
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 38, 47
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
-SYS_CLONE = 56 if os.uname().machine == "x86_64" else 220  # every other machine has the generic table
+SYS_CLONE = 56 if os.uname().machine == "x86_64" else 220  # other machines use the generic table
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442  # the same on every machine
 SYS_CLONE3, CLONE_INTO_CGROUP = 435, 0x200000000
 AT_EMPTY_PATH, AT_RECURSIVE, OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = 0x1000, 0x8000, 1, 4
 MOUNT_ATTR_IDMAP = 0x100000
 DEFAULTED = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-"""A service that a script starts in the background ignores the last three, and what it starts would, too."""
+"""Signals to reset. A service started in the background by a script ignores the last three, and its children would
+inherit that."""
 
 # --- messages -----------------------------------------------------------------------------------------
 
 
 def send(sock: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-    """One message and its descriptors, whole or not at all."""
+    """Sends one message and its descriptors atomically."""
     data = json.dumps(message).encode()
     if len(data) <= INLINE_BYTES:
         socket.send_fds(sock, [data], fds)
@@ -59,8 +60,8 @@ def send(sock: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = (
 
 
 def receive(sock: socket.socket) -> tuple[Message | None, list[int]]:
-    """The next message; None at the other end's end."""
-    # Not socket.recv_fds: it forgets its flags (CPython before 3.12), and with them CLOEXEC.
+    """Returns the next message; None when the other end has closed."""
+    # Not socket.recv_fds: before CPython 3.12 it ignores its flags, and with them CLOEXEC.
     room = socket.CMSG_SPACE(MAX_FDS * 4)
     data, ancillary, _, _ = sock.recvmsg(INLINE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     fds = [fd for _, _, packed in ancillary for (fd,) in struct.iter_unpack("i", packed)]
@@ -73,7 +74,7 @@ def receive(sock: socket.socket) -> tuple[Message | None, list[int]]:
 
 # --- the kernel ---------------------------------------------------------------------------------------
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: keeps the interpreter's lock, which a clone must hold
+_libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL does not release the GIL, which a clone must hold
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 _libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
 
@@ -86,13 +87,14 @@ def _checked(result: int, what: str) -> int:
 
 
 def clone(flags: int = 0) -> int:
-    """fork, with namespaces. 0.6 ms instead of os.fork's 1.4: it skips the interpreter's hooks for threads, locks and
-    random numbers, of which this program has none."""
+    """fork with namespaces. It takes 0.6 ms instead of os.fork's 1.4: it skips the interpreter's hooks for threads,
+    locks and random numbers, which this program does not use."""
     return _checked(_libc.syscall(SYS_CLONE, ctypes.c_ulong(flags | signal.SIGCHLD), 0, 0, 0, 0), "clone")
 
 
 def clone_into(flags: int, group: int) -> int:
-    """The same, born in the cgroup (v2) whose folder `group` is: moving it later would wait for the whole machine."""
+    """The same, started in the cgroup (v2) whose folder is `group`: moving a process later waits for a machine-wide
+    lock."""
     arguments = struct.pack("11Q", flags | CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
     return _checked(_libc.syscall(SYS_CLONE3, arguments, ctypes.c_size_t(len(arguments))), "clone3")
 
@@ -110,18 +112,19 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     _checked(_libc.mount(parts[0], parts[1], parts[2], flags, parts[3]), f"mount {kind or source} on {target}")
 
 
-# --- trees of mounts: taken from wherever they are, shown at a place that has a short and harmless name ---
+# --- mount trees: copied from any path, mounted at one with a short name without special characters ---
 
 
 def open_tree(path: str) -> int:
-    """A detached copy of what is at `path`, with all that is mounted below it."""
+    """Returns a detached copy of the tree at `path`, with all mounts below it."""
     flags = OPEN_TREE_CLONE | AT_RECURSIVE | os.O_CLOEXEC
     number = ctypes.c_uint(flags)
     return _checked(_libc.syscall(SYS_OPEN_TREE, -100, ctypes.c_char_p(os.fsencode(path)), number), f"open {path}")
 
 
 def idmap(tree: int, user_namespace: int) -> None:
-    """Files of the namespace's uid 0 *on disk* belong, seen through this tree, to whoever that uid is outside."""
+    """Maps ownership: files of the namespace's uid 0 *on disk* belong, seen through this tree, to the uid that it maps
+    to outside."""
     attributes = struct.pack("QQQQ", MOUNT_ATTR_IDMAP, 0, 0, user_namespace)
     flags = ctypes.c_uint(AT_EMPTY_PATH | AT_RECURSIVE)
     size = ctypes.c_size_t(len(attributes))
@@ -135,7 +138,7 @@ def move_mount(tree: int, target: str) -> None:
 
 
 def refuse_calls(program: bytes) -> None:
-    """Installs a seccomp filter (see `seccomp.py`) for good. Needs no_new_privs."""
+    """Installs a seccomp filter (see `seccomp.py`) permanently. Needs no_new_privs."""
     code = ctypes.create_string_buffer(program, len(program))
     filters = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     held = ctypes.create_string_buffer(filters, len(filters))
@@ -156,10 +159,10 @@ def bring_lo_up() -> None:
 
 
 def drop_privileges() -> None:
-    """No capability now, none by any later exec."""
+    """Drops all capabilities, so that no later exec can regain one."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
-            break  # beyond the last one that this kernel knows
+            break  # beyond this kernel's last capability
     prctl(PR_CAP_AMBIENT, 4)  # CLEAR_ALL
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header, none = struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24)
@@ -167,7 +170,7 @@ def drop_privileges() -> None:
 
 
 def place(slots: Mapping[int, int]) -> None:
-    """Descriptor k becomes what `slots[k]` is. First all go above every target, so that no move hits another."""
+    """Makes descriptor k a copy of `slots[k]`. All are first moved above every target, so that none is overwritten."""
     above = max(slots) + 1
     moved = {slot: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for slot, fd in slots.items()}
     for slot, fd in moved.items():
@@ -188,7 +191,7 @@ def reset_signals() -> None:
 
 
 def watch_children() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Returns a descriptor that becomes readable when a child ends."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -196,7 +199,7 @@ def watch_children() -> int:
 
 
 def reaped(wake: int) -> Iterator[tuple[int, int]]:
-    """(pid, status) of each child that has ended; the status as in `subprocess`."""
+    """Yields (pid, status) of each child that has ended; the status as in `subprocess`."""
     with contextlib.suppress(BlockingIOError):
         os.read(wake, 4096)
     while True:
@@ -209,11 +212,11 @@ def reaped(wake: int) -> Iterator[tuple[int, int]]:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
-# --- ending a tree of processes -----------------------------------------------------------------------
+# --- ending a process tree ----------------------------------------------------------------------------
 
 
 def living() -> dict[int, tuple[int, str]]:
-    """pid → (parent, start time) of every process in sight that is not a zombie."""
+    """Returns pid → (parent, start time) of every visible process that is not a zombie."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -234,7 +237,7 @@ def below(roots: set[int], processes: dict[int, tuple[int, str]]) -> set[int]:
 
 
 def kill_below(root: int, spare: set[int] | None = None) -> None:
-    """Kills all descendants of `root`, again and again until a look finds none; by pidfd, never by number."""
+    """Kills all descendants of `root`, repeatedly until there are no more; by pidfd, never by number."""
     for _ in range(100):
         processes = living()
         targets = below({root}, processes)

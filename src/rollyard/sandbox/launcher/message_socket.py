@@ -1,7 +1,7 @@
-"""The service's end of a message socket, and pipes, on the event loop (asyncio's or uvloop's alike).
+"""The service's end of a message socket, and pipes, on the event loop (asyncio or uvloop).
 
-Nothing here blocks, waits by sleeping, or uses a thread. Descriptors are plain numbers that these objects own from
-their making to `close()`.
+Nothing here blocks, polls or uses a thread. Descriptors are plain numbers, which these objects own from their creation
+to `close()`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rollyard.sandbox.launcher.kernel import receive, send
 Message = dict[str, Any]
 
 MAX_WAITING = 4096
-"""Messages that may wait for a full socket; beyond that the launcher is not serving, and the call fails."""
+"""Messages that may wait for a full socket; beyond it, the launcher does not respond, and the call fails."""
 
 _READ_BYTES = 256 << 10
 
 
 class MessageSocket:
-    """Sends in order, and hands each message (with its descriptors, now the callee's) to `on_message`.
+    """Sends messages in order, and passes each received one to `on_message`, which then owns its descriptors.
 
-    `on_message(None, [])` is the other end's end; it comes once.
+    `on_message(None, [])` is called once, when the other end has closed.
     """
 
     def __init__(self, sock: socket.socket, on_message: Callable[[Message | None, list[int]], None]) -> None:
@@ -41,7 +41,8 @@ class MessageSocket:
         self._loop.add_reader(sock.fileno(), self.drain)
 
     def post(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Never blocks. The caller may close its descriptors at once. To a gone end it does nothing."""
+        """Sends a message without blocking. The caller may close its descriptors at once. Does nothing if the other end
+        has closed."""
         if not self._is_open:
             return
         if not self._waiting:
@@ -49,7 +50,7 @@ class MessageSocket:
                 send(self._sock, message, fds)
                 return
             except (BrokenPipeError, ConnectionResetError):
-                return  # the reader learns of it
+                return  # the reader reports it
             except BlockingIOError:
                 self._loop.add_writer(self._sock.fileno(), self._flush)
         if len(self._waiting) >= MAX_WAITING:
@@ -70,7 +71,7 @@ class MessageSocket:
         self._loop.remove_writer(self._sock.fileno())
 
     def drain(self) -> None:
-        """Hands over all that has arrived."""
+        """Passes all received messages to `on_message`."""
         while self._is_open:
             try:
                 message, fds = receive(self._sock)
@@ -95,27 +96,27 @@ class MessageSocket:
 
 
 class PipeReader:
-    """Reads a pipe to its end, keeps the first `limit_bytes`, counts the rest and throws it away unread."""
+    """Reads a pipe to its end, keeps the first `limit_bytes`, and counts and discards the rest unread."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._limit = limit_bytes
         self.data = bytearray()
         self.dropped_bytes = 0
-        self._fd, self.writer = os.pipe2(os.O_CLOEXEC)  # the other side's is `writer`, until `started()`
+        self._fd, self.writer = os.pipe2(os.O_CLOEXEC)  # `writer` is for the other side; `started()` closes it
         os.set_blocking(self._fd, False)
         self._null = -1
         self._at_end: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(self._fd, self._read)
 
     def started(self) -> None:
-        """The other side has its own copy by now."""
+        """Closes `writer`: the other side has its own copy."""
         if self.writer >= 0:
             os.close(self.writer)
             self.writer = -1
 
     def _read(self) -> bool:
-        """One gulp. False: nothing there now, or the end."""
+        """Reads once. Returns False if there is no data now, or at the end."""
         room = self._limit - len(self.data)
         try:
             if room > 0:
@@ -125,7 +126,7 @@ class PipeReader:
             else:
                 if self._null < 0:
                     self._null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-                count = os.splice(self._fd, self._null, 1 << 20, flags=os.SPLICE_F_NONBLOCK)  # a flood costs no copy
+                count = os.splice(self._fd, self._null, 1 << 20, flags=os.SPLICE_F_NONBLOCK)  # discards without copying
                 self.dropped_bytes += count
         except BlockingIOError:
             return False
@@ -139,9 +140,9 @@ class PipeReader:
         await self._at_end
 
     def finish(self) -> None:
-        """Takes what is there now, and no more: a process left behind may hold the pipe open for ever."""
+        """Reads only the data available now: a process left behind may hold the pipe open for ever."""
         if self._fd >= 0 and not self._at_end.done():
-            for _ in range(64):  # a pipe holds 64 kB; who still fills it is not the command
+            for _ in range(64):  # a pipe holds 64 kB; more data is not from the command, which has ended
                 if not self._read():
                     break
         self.close()
@@ -159,7 +160,7 @@ class PipeReader:
 
 
 class PipeWriter:
-    """Writes bytes into a pipe and closes it; a reader that goes away ends it early."""
+    """Writes bytes into a pipe and closes it; stops early if the reader closes its end."""
 
     def __init__(self, data: bytes) -> None:
         self._loop = asyncio.get_running_loop()
@@ -202,7 +203,7 @@ def close_all(fds: Sequence[int]) -> None:
 
 
 async def readable(fd: int) -> None:
-    """Waits until `fd` (a pidfd, say) is readable. The caller bounds it."""
+    """Waits until `fd` (for example a pidfd) is readable. The caller sets a timeout."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -218,7 +219,7 @@ async def readable(fd: int) -> None:
 
 
 async def end_process(process: subprocess.Popen[bytes], bound_s: float) -> None:
-    """A program of ours, whose socket is closed, ends by itself; if it does not, it is ended."""
+    """Waits for a helper program, whose socket is closed, to end by itself; kills it after `bound_s`."""
     pidfd = os.pidfd_open(process.pid)
     try:
         with contextlib.suppress(TimeoutError):

@@ -1,34 +1,35 @@
-"""The small parent of every sandbox: a program of its own, run as `python -I -S program.py FD KIND`.
+"""The parent of every sandbox: a program of its own, run as `python -I -S program.py FD KIND`.
 
-    service ──socket──▶ zygote ──clone──▶ keeper (PID 1 of the sandbox's own namespaces)
+    service ──socket──▶ fork server ─clone─▶ init process (PID 1 of the sandbox's own namespaces)
        │                                    ├── bwrap or apptainer ── its init ── an idle process
-       ├──────── one socket per sandbox ───▶├── exec'd commands (straight in the inner namespaces)
+       ├──────── one socket per sandbox ───▶├── exec'd commands (directly in the inner namespaces)
        └──────── lifeline (pipe) ──────────▶├── file jobs (in its mounts, not in its PID namespace)
                                             └── squashfuse, for a SIF image
 
-The zygote is a loaded Python that clones itself, so that a start costs the service one message. It does what needs its
-own user (folders, the record, cgroups, and, for a service run as root, mounts that show root's files as the sandbox's
-own), and lets the keeper go. The keeper becomes the sandbox's user, opens the doorway, puts the root file system
-together (image, layers, overlay), runs bwrap or Apptainer on it, and serves one sandbox for its life. With KIND `local`
-there are no namespaces: the keeper is a subreaper and kills its descendants one by one. With KIND `container` this
-program is PID 1 of a container, run by a Python of ours that is bound into it, and is its keeper.
+The fork server is a loaded Python that clones itself, so that a start costs the service one message. It does what
+requires its own user (folders, the record, cgroups, and, for a service run as root, mounts that show root's files as
+the sandbox's own), and then releases the init process. The init process switches to the sandbox's user, opens the
+doorway, assembles the root file system (image, layers, overlay), runs bwrap or Apptainer on it, and serves one sandbox
+until it ends. With KIND `local` there are no namespaces: the init process is a subreaper and kills its descendants one
+by one. With KIND `container` this program is PID 1 of a container, run by the portable Python that is bound into it,
+and is its init process.
 
-Measured on two busy x86-64 cores with bubblewrap 0.8 (medians): 8 to 11 ms from the request to a sandbox that stands,
-3.5 ms for a command's status; 0.6 ms of the service's CPU for a start and 0.4 for a kill; 6 ms of CPU for both in
-all other processes together. 200 at once: 1.8 s. A Python loaded for each sandbox would add 70 ms.
+Measured on two busy x86-64 cores with bubblewrap 0.8 (medians): 8 to 11 ms from the request to a ready sandbox, 3.5 ms
+for a command's status; 0.6 ms of the service's CPU for a start and 0.4 for a kill; 6 ms of CPU for both in all other
+processes together. 200 at once: 1.8 s. Loading a Python for each sandbox would add 70 ms.
 
-Invariants. EOF on the lifeline, whose only write end is the service's, ends the keeper, and the kernel ends all
-below it; so does EOF on its socket. The keeper's pidfd, sent before anything of the sandbox runs, is readable
-only when everything in it is dead. No process here holds a descriptor of another sandbox; all are CLOEXEC, and
-numbers are given anew in the child, so that none can collide. What runs inside has no capability, no way to get
-one, and only the descriptors that the service named. A status comes from waitpid, never from inside.
+Invariants. EOF on the lifeline, whose only write end is the service's, ends the init process, and the kernel ends all
+processes below it; so does EOF on its socket. The init process's pidfd, sent before any code of the sandbox runs, is
+readable only when everything in the sandbox is dead. No process here holds a descriptor of another sandbox; all are
+CLOEXEC, and the child renumbers its own, so that numbers cannot collide. Processes inside have no capability, no way to
+get one, and only the descriptors that the service passed. A status comes from waitpid, never from inside.
 
-Longer than other files because it is one program. It must load nothing from the package (it starts before, and
-outlives, any import), and *nothing at all* after entering a sandbox, whose files are not ours: hence the imports of
-everything at the top.
+The file is longer than others because it is one program. It must import nothing from the package (it starts before, and
+outlives, any import), and *nothing at all* after entering a sandbox, whose files are not trusted: hence all imports are
+at the top.
 """
 
-# Descriptors and raw paths: pathlib would only be more to load.
+# Descriptors and raw paths: pathlib would only be one more import.
 # ruff: noqa: PTH100, PTH101, PTH102, PTH106, PTH108, PTH110, PTH116, PTH118
 # ruff: noqa: PTH120
 
@@ -61,24 +62,24 @@ else:
 
 Message = dict[str, Any]
 
-AS_IT_IS, MUST_MAP, MAY_MAP = 0, 1, 2  # a tree that must, or should if it can, belong to the sandbox's user
+AS_IT_IS, MUST_MAP, MAY_MAP = 0, 1, 2  # whether a tree must, or should if possible, belong to the sandbox's user
 
 OURS = frozenset((errno.EAGAIN, errno.EIO, errno.ENFILE, errno.ENODEV, errno.ENOMEM, errno.ESTALE))
-"""Errors of a program's start that say something of the machine, and nothing of the program."""
+"""Errors of exec that are caused by the machine, not by the program."""
 
 JOB_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What a batch system, or a terminal, sends to every process of a job."""
+"""Signals that a batch system or a terminal sends to every process of a job."""
 
 JOB_SIGNAL_S = 2.0
-"""Within which it has sent it to all of them, on a busy machine too."""
+"""The time in which it reaches all of them, even on a busy machine."""
 
-# --- the keeper: serves one sandbox for its life ------------------------------------------------------
+# --- the init process: serves one sandbox until it ends -----------------------------------------------
 
 
 class ProcessSpace:
-    """Where the keeper's children go. This one is `local`: nowhere."""
+    """Where the init process's children run. This base class is for `local`: they stay in the host's namespaces."""
 
-    vital: tuple[int, ...] = ()  # without any of these processes there is no sandbox
+    vital: tuple[int, ...] = ()  # the sandbox ends when any of these processes ends
 
     def fork_inside(self) -> int:
         return kernel.clone()
@@ -90,7 +91,7 @@ class ProcessSpace:
         pass
 
     def leave(self) -> NoReturn:
-        """Ends everything, then us."""
+        """Ends all descendants, then this process."""
         while True:
             kernel.kill_below(os.getpid())
             try:
@@ -98,11 +99,11 @@ class ProcessSpace:
                     pass
             except ChildProcessError:
                 os._exit(0)
-            select.select([], [], [], 0.005)  # killed, and not yet dead; one that never dies keeps us, as it must
+            select.select([], [], [], 0.005)  # killed but not yet dead; this process must not end before they do
 
 
 class ContainerSpace(ProcessSpace):
-    """We are PID 1 in somebody else's container: its commands are our children, and die with us."""
+    """This process is PID 1 of a container: its commands are its children, and end with it."""
 
     def enter(self) -> None:
         kernel.drop_privileges()
@@ -126,11 +127,11 @@ class NamespacedSpace(ProcessSpace):
         self.is_nested = os.fstat(self.owner).st_ino != os.fstat(self.user).st_ino
 
     def fork_inside(self) -> int:
-        kernel.setns(self.pid, kernel.CLONE_NEWPID)  # for children only: they are born in the sandbox, ours to wait for
+        kernel.setns(self.pid, kernel.CLONE_NEWPID)  # for children only: they start inside, and this process reaps them
         return kernel.clone()
 
     def fork_unseen(self) -> int:
-        """A child that the sandbox's processes cannot see: it may hold descriptors of the host's."""
+        """Forks a child that the sandbox's processes cannot see, since it may hold descriptors of the host."""
         kernel.setns(self.our_pid, kernel.CLONE_NEWPID)
         return kernel.clone()
 
@@ -147,14 +148,14 @@ class NamespacedSpace(ProcessSpace):
         kernel.setns(self.mnt, kernel.CLONE_NEWNS)
 
     def leave(self) -> NoReturn:
-        os._exit(0)  # we are PID 1: the kernel does the rest before our pidfd says so
+        os._exit(0)  # as this is PID 1, the kernel kills the rest before the pidfd becomes readable
 
 
 class SandboxInit:
     def __init__(self, ctl: socket.socket, lifeline: int, wake: int, world: ProcessSpace, refused: bytes) -> None:
         self.ctl, self.lifeline, self.wake, self.world = ctl, lifeline, wake, world
-        self.refused = refused  # a seccomp filter for all that runs inside
-        self.is_signalled = False  # by the host: nothing inside can see us
+        self.refused = refused  # a seccomp filter for all commands inside
+        self.is_signalled = False  # by the host: processes inside cannot see this one
         self.jobs: dict[int, int] = {}  # pid → number of its request
 
     def serve(self) -> NoReturn:
@@ -189,7 +190,7 @@ class SandboxInit:
                 kernel.send(self.ctl, {"n": number, "status": status})
 
     def listen(self) -> None:
-        """As PID 1 of a namespace we would not notice a signal that we have no handler for."""
+        """Installs handlers: PID 1 of a namespace does not receive signals without a handler."""
         for number in JOB_SIGNALS:
             signal.signal(number, self.on_signal)
 
@@ -197,7 +198,8 @@ class SandboxInit:
         self.is_signalled = True
 
     def got_it_too(self) -> bool:
-        """Whether the signal that ended our first process was sent to the whole job: then it comes to us as well."""
+        """Whether the signal that ended the first process was sent to the whole job: then it reaches this process
+        too."""
         end = time.monotonic() + JOB_SIGNAL_S
         while not self.is_signalled and time.monotonic() < end:
             select.select([], [], [], 0.005)
@@ -228,9 +230,9 @@ class SandboxInit:
             kernel.send(self.ctl, {"n": number, "broken": f"{op}: {error}", "errno": error.errno})
 
     def signal(self, op: str, number: int, signum: int) -> None:
-        for pid in [pid for pid, job in self.jobs.items() if job == number]:  # not reaped: the number is its own
+        for pid in [pid for pid, job in self.jobs.items() if job == number]:  # not reaped, so the PID is still its own
             if op == "end":
-                os.kill(pid, signal.SIGSTOP)  # so that it starts nothing new, and orphans still come to it
+                os.kill(pid, signal.SIGSTOP)  # it starts no more processes, but still adopts orphans
                 kernel.kill_below(pid)
             try:
                 os.killpg(pid, signum)
@@ -238,13 +240,14 @@ class SandboxInit:
                 os.kill(pid, signum)
 
     def execute(self, request: Message, fds: list[int]) -> NoReturn:
-        """In the child: becomes the command. Trouble of ours goes to the service, the command's to its stderr."""
+        """Runs in the child, and becomes the command. Infrastructure errors are sent to the service, errors of the
+        command are written to its stderr."""
         try:
             kernel.reset_signals()
             os.setsid()
             if request["tty"]:
                 fcntl.ioctl(fds[-1], termios.TIOCSCTTY, 0)
-            with contextlib.suppress(OSError):  # before anything of the host's when memory runs out
+            with contextlib.suppress(OSError):  # killed before processes of the host when memory runs out
                 kernel.write_file("/proc/self/oom_score_adj", "1000")
             self.world.enter()
             for name, value in request["limits"].items():
@@ -277,7 +280,7 @@ class SandboxInit:
 
     def give_up(self, request: Message, trouble: str, error: BaseException) -> NoReturn:
         kernel.send(self.ctl, {"n": request["n"], "broken": trouble, "errno": getattr(error, "errno", None)})
-        select.select([self.lifeline], [], [], 5.0)  # our status must not pass for the command's
+        select.select([self.lifeline], [], [], 5.0)  # this exit status must not be taken for the command's
         os._exit(255)
 
     def do_file_job(self, request: Message, fds: list[int]) -> NoReturn:
@@ -301,7 +304,7 @@ class SandboxInit:
 
 
 def run_program(argv: list[str], env: dict[bytes, bytes]) -> None:
-    """execvpe, but with the search path of `env` and without a late import."""
+    """Like execvpe, but uses the search path of `env` and imports nothing."""
     if "/" in argv[0]:
         os.execve(argv[0], argv, env)
     missing: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -319,9 +322,9 @@ def run_program(argv: list[str], env: dict[bytes, bytes]) -> None:
 
 
 def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
-    """In the zygote's child, the keeper to be. `step` names for the service what could not be done."""
+    """Runs in the fork server's child and becomes the init process. `step` names the failed step for the service."""
     kernel.reset_signals()
-    for group in config["tasks"]:  # cgroup v1: who may is decided by who opened them
+    for group in config["tasks"]:  # cgroup v1 checks the permissions of the process that opened the files
         os.write(group, b"0")
     kernel.place({3: fds[0], 4: fds[1], 5: fds[2]})
     kernel.close_from(6)
@@ -332,7 +335,7 @@ def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
         go, trees = kernel.receive(gate)
         gate.close()
         if go is None:
-            os._exit(1)  # the zygote could not, and has said so, or is dead
+            os._exit(1)  # the fork server failed and has reported it, or has ended
         refused = base64.b64decode(config.get("seccomp", ""))
         announce(ctl, go["pid"])
         wake = kernel.watch_children()
@@ -358,7 +361,7 @@ def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
             kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
             step = "overlay"
             vital = make_root(config["stage"], config["root"]) if config["root"] else ()
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # children about to exec inside cannot be looked into from there
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # processes inside cannot inspect children that are about to exec
             step = kind
             world, env = run_inner(config, kind, lifeline, vital)
             kernel.send(ctl, {"event": "env", "env": env})
@@ -374,15 +377,15 @@ def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
 
 
 def announce(ctl: socket.socket, pid: int) -> None:
-    """Tells the service who we are, and gives it the proof of our end."""
+    """Sends the service this process's PID and pidfd, which proves its end."""
     pidfd = os.pidfd_open(os.getpid())
     kernel.send(ctl, {"event": "born", "pid": pid}, [pidfd])
     os.close(pidfd)
 
 
 def open_listeners(ctl: socket.socket, config: Message) -> None:
-    """The doorway and the way out, where they are wanted (a port each). Before any code of the sandbox can run: nobody
-    inside can have the port first."""
+    """Opens the listeners of the doorway and the egress proxy, if requested (a port each). Called before any code of
+    the sandbox can run, so that no process inside can take the port first."""
     for name in ("doorway", "egress"):
         if config[name]:
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
@@ -392,8 +395,8 @@ def open_listeners(ctl: socket.socket, config: Message) -> None:
 
 
 def set_stage(stage: Message, trees: list[int]) -> None:
-    """Everything of the host's that the sandbox is made of, under short names at one place: an ordinary user's paths
-    need not be reachable by the user that we have become, and none of them shows in anyone's list of mounts."""
+    """Mounts all host trees of the sandbox below one folder, under short names: the sandbox's user may not be able to
+    reach their original paths, and those paths do not appear in any list of mounts."""
     at = stage["at"]
     opened = trees or [kernel.open_tree(path) for _, path, _ in stage["trees"]]
     kernel.mount("stage", at, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
@@ -408,7 +411,7 @@ def set_stage(stage: Message, trees: list[int]) -> None:
 
 
 def make_root(stage: Message, root: Message) -> tuple[int, ...]:
-    """image + layers + what this sandbox writes = STAGE/root. Returns the processes that hold it up."""
+    """Mounts image, layers and the sandbox's own files as STAGE/root. Returns the processes that it depends on."""
     at, vital = stage["at"], ()
     if sif := root.get("sif"):
         os.mkdir(f"{at}/image")
@@ -423,7 +426,8 @@ def make_root(stage: Message, root: Message) -> tuple[int, ...]:
 
 
 def make_place(root: str, path: str, mode: int) -> None:
-    """A folder (or, for mode 0, a file) to mount something on. A link on the way could lead out: it goes."""
+    """Creates a folder (or, for mode 0, a file) as a mount point. A link in its path could lead out, so it is
+    replaced."""
     here = root
     *above, last = path.strip("/").split("/")
     for name in above:
@@ -450,7 +454,8 @@ def make_folder(path: str, mode: int) -> None:
 
 
 def mount_sif(sif: Message, image: str, target: str) -> int:
-    """squashfuse's pid. It goes to the background once it has mounted, and is our child then: we are PID 1."""
+    """Mounts a SIF file and returns squashfuse's PID. It goes to the background once it has mounted, and PID 1, this
+    process, becomes its parent."""
     stderr, stderr_in = os.pipe2(os.O_CLOEXEC)
     options = f"offset={sif['offset']},ro,nosuid,nodev"
     argv = ["squashfuse", "-o", options, image, target]
@@ -471,26 +476,26 @@ def mount_sif(sif: Message, image: str, target: str) -> int:
 def run_inner(
     config: Message, kind: str, lifeline: int, vital: tuple[int, ...]
 ) -> tuple[NamespacedSpace, dict[str, str]]:
-    """Starts bwrap or Apptainer with an idle `cat` inside, which proves by an echo that the sandbox stands."""
+    """Starts bwrap or Apptainer with an idle `cat` inside, whose echo proves that the sandbox is ready."""
     (echo_in, echo), (echoed, echoed_in), (info, info_in), (stderr, stderr_in) = (
         os.pipe2(os.O_CLOEXEC) for _ in "1234"
     )
     os.write(echo, b".")
     given, argv = [echo_in, echoed_in, stderr_in], config["argv"]
     if kind == "bubblewrap":
-        arguments = os.memfd_create("arguments", os.MFD_CLOEXEC)  # `ps` need not show them
+        arguments = os.memfd_create("arguments", os.MFD_CLOEXEC)  # keeps them out of `ps`
         files.write_all(arguments, b"".join(os.fsencode(word) + b"\0" for word in argv))
         os.lseek(arguments, 0, os.SEEK_SET)
         given += [info_in, arguments]
         argv = ["bwrap", "--info-fd", "3", "--args", "4"]
-        if config["seccomp"]:  # for the idle program too: it is the image's
+        if config["seccomp"]:  # for the idle program too, since it is a file of the image
             refused = os.memfd_create("seccomp", os.MFD_CLOEXEC)
             files.write_all(refused, base64.b64decode(config["seccomp"]))
             os.lseek(refused, 0, os.SEEK_SET)
             given.append(refused)
             argv += ["--seccomp", "5"]
         argv += ["--", "cat"]
-    # All of ours have numbers above 4, and only the last goes to 5: none is overwritten before it is used.
+    # All source descriptors are above 4, and only the last target is 5: none is overwritten before it is used.
     actions = [(os.POSIX_SPAWN_DUP2, fd, slot) for slot, fd in enumerate(given)]
     idle = os.posix_spawn(config["program"], argv, config["env"], file_actions=actions, setsigdef=kernel.DEFAULTED)
     for fd in {*given, info_in}:
@@ -501,8 +506,8 @@ def run_inner(
         raise OSError(os.read(stderr, 4096).decode("utf-8", "replace").strip() or "it ended at once")
     if kind == "bubblewrap":
         first = json.loads(os.read(info, 4096))["child-pid"]
-        # bwrap's own process would only pass on how PID 1 inside has ended, with 137 both for one that was killed from
-        # outside and for one whose idle process was killed inside. As our child, PID 1 tells us itself.
+        # bwrap's own process would only forward how PID 1 inside ended, with 137 both if it was killed from outside and
+        # if its idle process was killed inside. As a child of this process, PID 1 reports its own status.
         os.kill(idle, signal.SIGKILL)
         os.waitpid(idle, 0)
         world = NamespacedSpace((first, *vital), first)
@@ -511,13 +516,13 @@ def run_inner(
         pid = innermost(idle)
         world, env = NamespacedSpace((idle, *vital), pid), environment(pid)
         shut(world, config["shm_bytes"])
-    for fd in (echoed, info, stderr):  # `echo` stays: at its end the idle process would end
+    for fd in (echoed, info, stderr):  # `echo` stays open: at EOF the idle process would end
         os.close(fd)
     return world, env
 
 
 def innermost(root: int) -> int:
-    """The process below `root` that is deepest in PID namespaces, and there the youngest: the idle one."""
+    """Returns the idle process: the one below `root` that is deepest in PID namespaces, and there the youngest."""
     found: list[tuple[int, int, int]] = []
     for pid in kernel.below({root}, kernel.living()):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
@@ -529,15 +534,15 @@ def innermost(root: int) -> int:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """What the image sets, as Apptainer's start-up scripts made it."""
+    """Returns the variables that the image sets, as Apptainer's start-up scripts left them."""
     with open(f"/proc/{pid}/environ", "rb") as file:
         words = file.read(1 << 20).split(b"\0")
     return {os.fsdecode(key): os.fsdecode(value) for key, found, value in (w.partition(b"=") for w in words) if found}
 
 
 def shut(world: NamespacedSpace, shm_bytes: int) -> None:
-    """What Apptainer leaves open: /proc and /dev can be written to, /dev/shm may take half of the memory, and so may
-    the file that it shows as /etc/resolv.conf, in a tmpfs of its own; and /proc/keys names the user's keys."""
+    """Restricts what Apptainer leaves open: /proc and /dev are writable; /dev/shm, and the tmpfs of the file mounted as
+    /etc/resolv.conf, may each take half of the memory; and /proc/keys lists the user's keys."""
     said, said_in = os.pipe2(os.O_CLOEXEC)
     pid = world.fork_unseen()
     if pid == 0:
@@ -566,25 +571,26 @@ def shut(world: NamespacedSpace, shm_bytes: int) -> None:
     trouble = os.read(said, 500).decode("utf-8", "replace")
     os.close(said)
     if trouble:
-        raise OSError(f"what Apptainer leaves open could not be shut: {trouble}")
+        raise OSError(f"restricting Apptainer's mounts failed: {trouble}")
 
 
-# --- the zygote ---------------------------------------------------------------------------------------
+# --- the fork server ----------------------------------------------------------------------------------
 
 
 class Removal:
-    """`rm -rf` as a process: it copes with overlay work folders and deep trees, and with chmod where one forbids it."""
+    """Runs `rm -rf` as a process, since it handles overlay work folders and deep trees; if permissions forbid it, runs
+    chmod and retries."""
 
     STEPS = (("rm", "-rf"), ("chmod", "-R", "u+rwX"), ("rm", "-rf"))
 
     def __init__(self, paths: list[str], answer: int) -> None:
         self.paths, self.answer, self.step = paths, answer, 0
         for path in paths:
-            with contextlib.suppress(OSError):  # mostly there is next to nothing, and no process is needed
+            with contextlib.suppress(OSError):  # usually there are few files, and no process is needed
                 remove_small(path)
 
     def go_on(self) -> int | None:
-        """Starts the next step, or answers. Its pid, or None when all is done."""
+        """Starts the next step and returns its PID, or sends the answer and returns None."""
         self.paths = [path for path in self.paths if os.path.lexists(path)]
         if self.paths and self.step < len(self.STEPS):
             name, *options = self.STEPS[self.step]
@@ -599,10 +605,10 @@ class Removal:
 
 
 def remove_small(path: str, depth: int = 0) -> None:
-    """Some folders and a handful of files; raises on whatever is more than that."""
+    """Removes a few folders and files; raises OSError if there are more."""
     for count, entry in enumerate(os.scandir(path)):
         if count == 16 or depth > 4:
-            raise OSError("too much for this")
+            raise OSError("too many entries")
         if entry.is_dir(follow_symlinks=False):
             remove_small(entry.path, depth + 1)
         else:
@@ -614,14 +620,15 @@ GROUP_MS = 50
 
 
 def make_group(wanted: Message | None, fds: list[int]) -> list[int]:
-    """Its cgroup, to be born in (v2: a folder) or to enter (v1: files of tasks). `fds` are the zygote's to close."""
+    """Creates the sandbox's cgroup and returns descriptors: of its folder, to start in (v2), or of its tasks files, to
+    enter (v1). They are added to `fds`, which the fork server closes."""
     opened: list[int] = []
     for folder, settings in wanted["make"] if wanted else ():
         os.mkdir(folder)
         for file, value, is_optional in settings:
             try:
                 kernel.write_file(f"{folder}/{file}", value)
-            except (FileNotFoundError, PermissionError):  # EPERM: no such file, and none can be made there
+            except (FileNotFoundError, PermissionError):  # EPERM: the file does not exist and cannot be created there
                 if not is_optional:
                     raise
         is_v2 = wanted is not None and wanted["is_v2"]
@@ -649,7 +656,7 @@ class ForkServer:
         self.flags = 0 if kind == "local" else spaces
         self.init_clients: set[int] = set()
         self.removals: dict[int, Removal] = {}
-        self.groups: list[str] = []  # empty, or about to be: the kernel may need a moment
+        self.groups: list[str] = []  # to be removed once the kernel has emptied them, which may take a moment
 
     def serve(self) -> NoReturn:
         poller = select.poll()
@@ -663,7 +670,7 @@ class ForkServer:
                         self.on_end(pid, status)
                     continue
                 message, fds = kernel.receive(self.sock)
-                if message is None:  # the service is gone; the keepers see it too
+                if message is None:  # the service has ended; the init processes detect it too
                     self.groups = [folder for folder in self.groups if not is_removed(folder)]
                     os._exit(0)
                 if message["op"] == "remove":
@@ -704,7 +711,7 @@ class ForkServer:
                 os.close(fd)
 
     def release(self, pid: int, message: Message, gate: socket.socket) -> None:
-        """What only the zygote's user may do for the keeper; then it may go."""
+        """Does what only the fork server's user may do for the init process, then lets it continue."""
         here, trees = f"/proc/{pid}", []
         with step_of("namespaces"):
             if self.kind != "local":
@@ -727,7 +734,7 @@ class ForkServer:
                 os.close(tree)
 
     def trees(self, user_namespace: str, wanted: list[tuple[str, str, int]]) -> list[int]:
-        """For a sandbox that runs as another user: opened by us, shown to it as its own."""
+        """Opens the trees for a sandbox that runs as another user, with an idmap that makes it their owner."""
         opened: list[int] = []
         mapping = os.open(user_namespace, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -757,7 +764,7 @@ class ForkServer:
             self.remove(removal)
         elif pid in self.init_clients:
             self.init_clients.discard(pid)
-            if status < 0 and self.kind == "local":  # it was killed; as their subreaper we have its orphans now
+            if status < 0 and self.kind == "local":  # it was killed; this subreaper has adopted its orphans
                 kernel.kill_below(os.getpid(), spare=self.init_clients | self.removals.keys())
 
 
@@ -771,8 +778,8 @@ def step_of(name: str) -> Any:
 
 
 def keep_container(path: str) -> NoReturn:
-    """As PID 1 of a container: fetches its descriptors from the service's socket at `path`, and is its keeper."""
-    kernel.reset_signals()  # PID 1 is safe from what it has no handler for, and Python has one for SIGINT
+    """Serves a container as its PID 1. Receives its descriptors from the service's socket at `path`."""
+    kernel.reset_signals()  # PID 1 ignores signals without a handler, and Python has one for SIGINT
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(path)
         config, fds = kernel.receive(sock)
@@ -787,7 +794,7 @@ def keep_container(path: str) -> NoReturn:
         open_listeners(ctl, config)
         step = "folders"
         with contextlib.suppress(PermissionError):
-            os.chmod("/", 0o755)  # podman's is 0555, and without capabilities that binds root too
+            os.chmod("/", 0o755)  # podman's is 0555, which without capabilities applies to root too
         for folder, mode in config["make"]:
             make_place("", folder, mode)
         kernel.send(ctl, {"event": "env", "env": environment(os.getpid())})
@@ -804,13 +811,13 @@ def main() -> NoReturn:
         keep_container(sys.argv[1])
     sock, kind = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     sock.set_inheritable(False)
-    os.chdir("/")  # the service's folder need not be open to the sandboxes' users, and Apptainer would go there
+    os.chdir("/")  # the sandboxes' users may not have access to the service's folder, and Apptainer would enter it
     if os.geteuid() == 0:
         os.setgroups([])
     if kind == "local":
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     gc.collect()
-    gc.freeze()  # clones share these pages for good
+    gc.freeze()  # clones keep sharing these pages
     gc.disable()
     ForkServer(sock, kind).serve()
 

@@ -1,16 +1,16 @@
-"""The system calls that no sandbox may make: a classic-BPF filter, assembled here and installed by the launcher.
+"""The system calls that sandboxes may not make: a classic-BPF filter, assembled here and installed by the launcher.
 
-The idea is a list of what to refuse, not of what to allow: compilers, browsers and interpreters of any image run as
-they are, and the kernel's doors that only a container or an attacker needs are shut. They are those that make or enter
-namespaces and mounts, load code into the kernel, hold memory that no limit sees, or type into a terminal.
+It lists the calls to refuse, not those to allow: compilers, browsers and interpreters of any image run unchanged, and
+calls that only a container or an attacker needs are refused. They create or enter namespaces and mounts, load code
+into the kernel, hold memory that no limit covers, or type into a terminal.
 
-Invariants. A refused call returns EPERM and does nothing; clone3 returns ENOSYS, since its flags lie in memory that
-a filter cannot read, and every libc then falls back to clone. A call of another architecture than the filter's (i386
-on x86-64, x32) is refused, whatever its number: numbers mean other calls there. A filter is for good: it passes
-to all children, through every exec. The kernel caches its verdict for calls whose arguments are not looked at (since
-5.11), so that read and write cost nothing.
+Invariants. A refused call returns EPERM and does nothing. clone3 returns ENOSYS, since its flags are in memory that a
+filter cannot read; every libc then falls back to clone. A call of another architecture than the filter's (i386 on
+x86-64, x32) is refused whatever its number, since numbers have other meanings there. A filter is permanent: all
+children inherit it, through every exec. Since 5.11 the kernel caches the verdict for calls whose arguments are not
+checked, so that read and write cost nothing.
 
-Not for file access, users or capabilities: namespaces do those. `kernel.refuse_calls` installs it.
+File access, users and capabilities are the task of namespaces. `kernel.refuse_calls` installs the filter.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Iterator
 
 EPERM, ENOSYS = 1, 38
 
-# name → (x86-64, aarch64). Since 424 all machines number alike.
+# name → (x86-64, aarch64). From 424 on, the numbers are the same on all machines.
 REFUSED: dict[str, tuple[int, int]] = {
-    # keys: kept by the kernel per user, not per namespace
+    # keys: stored by the kernel per user, not per namespace
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # the kernel's own insides: most of its privilege escalations began at one of these
+    # kernel internals: most privilege escalations started at one of these
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[int, int]] = {
     "mount_setattr": (442, 442),
     "open_tree_attr": (467, 467),
     "setns": (308, 268),
-    "open_by_handle_at": (304, 265),  # opens by inode: out of any mount
+    "open_by_handle_at": (304, 265),  # opens by inode, outside any mount
     # the machine
     "swapon": (167, 224),
     "swapoff": (168, 225),
@@ -68,16 +68,16 @@ UNSEEN_MEMORY: dict[str, tuple[int, int]] = {
     "shmget": (29, 194),
     "msgget": (68, 186),  # up to 512 MB of messages per IPC namespace
 }
-"""They hold memory that is in no RSS and on no tmpfs that can be seen: refused where memory is only watched."""
+"""They hold memory that is in no RSS and on no visible tmpfs: refused where the resource monitor enforces memory."""
 
 CLONE3 = (435, 435)
 CLONE, UNSHARE, IOCTL, SOCKET = (56, 220), (272, 97), (16, 29), (41, 198)
 
 NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
-NEWTIME = 0x80  # for unshare only: in clone's flags that bit belongs to the signal
+NEWTIME = 0x80  # for unshare only: in clone's flags this bit is part of the signal
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # type into a terminal; paste into a console
-FOREIGN_FAMILIES = (40, 42)  # AF_VSOCK, AF_QIPCRTR: no network namespace holds them; vsock reaches a VM's host
+FOREIGN_FAMILIES = (40, 42)  # AF_VSOCK, AF_QIPCRTR: not confined by a network namespace; vsock reaches a VM's host
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, AUDIT_ARCH
 _X32 = 0x40000000
@@ -89,7 +89,7 @@ _Instruction = tuple[int, int, int, int]
 
 
 def program(*, refuse_memfd: bool, machine: str | None = None) -> bytes:
-    """The filter for this machine (or for "x86_64", "aarch64"). ValueError: there is none for it."""
+    """Returns the filter for this machine (or for "x86_64", "aarch64"). Raises ValueError for other machines."""
     machine = machine or os.uname().machine
     if machine not in _MACHINES:
         raise ValueError(f"no seccomp filter for {machine}")
@@ -120,7 +120,7 @@ def _refuse_if(test: int, value: int, errno: int = EPERM) -> Iterator[_Instructi
 
 
 def _look_at(number: int, argument: int, test: int, *values: int) -> Iterator[_Instruction]:
-    """Refuses one call by the low 32 bits of one argument: the kernel reads no more of these."""
+    """Refuses one call by the low 32 bits of one argument: the kernel reads only these."""
     yield _IF_EQUAL, 0, 2 + 2 * len(values), number
     yield _LOAD, 0, 0, 16 + 8 * argument
     for value in values:

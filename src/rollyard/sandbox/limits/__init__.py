@@ -1,1 +1,1 @@
-"""Resource limits of sandboxes: control groups, and a monitor for what the kernel does not enforce."""
+"""Resource limits of sandboxes: control groups, and a resource monitor for limits that the kernel does not enforce."""

@@ -1,7 +1,7 @@
-"""The folders and files of control groups, v1 and v2 alike: reading, writing, removing, and ending what is in one.
+"""The folders and files of control groups, v1 and v2: reading, writing, removing, and killing a group's members.
 
-What is read of a group that is gone is nothing, not an error: groups come and go beside us. What is written
-must arrive.
+Reading from a removed group returns an empty value, not an error, since other processes remove groups too. A failed
+write raises.
 """
 
 # Kernel files by raw path: pathlib would add more time than the calls take.
@@ -21,12 +21,12 @@ from collections.abc import Iterator
 log = logging.getLogger("rollyard.sandbox")
 
 CPU_PERIOD_US = 100_000
-SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # missing where the kernel was told not to count swap
-MAX_WALKED = 50_000  # groups that a sweep looks at for those of an earlier process elsewhere: some 2 s
+SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # missing if the kernel is configured not to count swap
+MAX_WALKED = 50_000  # groups that a sweep searches for those of an earlier process elsewhere: about 2 s
 
 
 def own_folders(proc: str, pid: str = "self") -> dict[str, tuple[str, str]]:
-    """controller ("" for v2) → (that process's group, where the tree is mounted), as far as it is in sight."""
+    """Returns controller ("" for v2) → (that process's group, the tree's mount point), for visible groups."""
     mounted: dict[str, tuple[str, str]] = {}
     for line in read(f"{proc}/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -44,20 +44,20 @@ def own_folders(proc: str, pid: str = "self") -> dict[str, tuple[str, str]]:
                 continue
             at, root = mounted[name]
             inside = os.path.relpath(path, root)
-            if not inside.startswith(".."):  # else it lies outside of what this container sees
+            if not inside.startswith(".."):  # else it is outside this container's view
                 found[name] = (os.path.normpath(os.path.join(at, inside)), at)
     return found
 
 
 def settings(controller: str, value: float, is_v2: bool) -> Iterator[tuple[str, str]]:
-    """What to write where. Swap is none at all: a limit that moves the excess to disk is none."""
+    """Yields (file, value) to write. Swap is set to zero: otherwise the excess would only move to disk."""
     if controller == "memory":
         yield ("memory.max" if is_v2 else "memory.limit_in_bytes"), str(int(value))
         yield ("memory.swap.max", "0") if is_v2 else ("memory.memsw.limit_in_bytes", str(int(value)))
     elif controller == "pids":
         yield "pids.max", str(int(value))
     else:
-        quota = max(1_000, int(value * CPU_PERIOD_US))  # the kernel takes no less than a millisecond
+        quota = max(1_000, int(value * CPU_PERIOD_US))  # the kernel's minimum is a millisecond
         if is_v2:
             yield "cpu.max", f"{quota} {CPU_PERIOD_US}"
         else:
@@ -66,7 +66,8 @@ def settings(controller: str, value: float, is_v2: bool) -> Iterator[tuple[str, 
 
 
 def kill_members(folder: str) -> None:
-    """By pidfd, and only what is still a member once it is held: a number may have gone to a stranger since."""
+    """Kills the members by pidfd, and only those that are still members once the pidfd is open: a PID may have been
+    reused."""
     for _ in range(100):
         held = {}
         for pid in members(folder):
@@ -80,11 +81,11 @@ def kill_members(folder: str) -> None:
                 if pid in still:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
-        time.sleep(0.001)  # the dying leave by themselves; a fork bomb wants another look
+        time.sleep(0.001)  # killed processes leave the group by themselves; a fork bomb needs another pass
 
 
 def rmdir(folder: str, bound_s: float) -> bool:
-    """The last member is out of the group a moment after its parent saw it end."""
+    """Removes a group. Retries until `bound_s`, since the last member leaves it shortly after its parent reaped it."""
     give_up, pause_s = time.monotonic() + bound_s, 0.0005
     while True:
         try:
@@ -100,7 +101,7 @@ def rmdir(folder: str, bound_s: float) -> bool:
 
 
 def is_ours(pid: int) -> bool:
-    """This process or one that it started."""
+    """Whether it is this process or a descendant."""
     for _ in range(64):
         if pid == os.getpid():
             return True
@@ -116,7 +117,8 @@ def members(folder: str) -> list[int]:
 
 
 def folders_named(mount: str, name: str) -> list[str]:
-    """All below `mount`, the shallow ones first: of a tree that is too large, only what lies deep is missed."""
+    """Returns all groups of that name below `mount`, breadth first: in a tree that is too large, only deep ones are
+    missed."""
     found, ahead = list[str](), deque([mount])
     for _ in range(MAX_WALKED):
         if not ahead:
@@ -125,7 +127,7 @@ def folders_named(mount: str, name: str) -> list[str]:
         for entry in folders_in(folder):
             (found if entry == name else ahead).append(os.path.join(folder, entry))
     log.warning(
-        "there are too many control groups to look at all of them: what an earlier process left may be among the rest",
+        "too many control groups to search all of them; groups of an earlier process may be left among the rest",
         extra={"mount": mount, "looked_at": MAX_WALKED, "group": name},
     )
     return found

@@ -1,20 +1,20 @@
-"""Limits that the kernel enforces: one control group per sandbox, by the best means that this machine has.
+"""Limits that the kernel enforces: one control group per sandbox, by the best mechanism that this machine has.
 
-    delegated cgroup v2 ── a v2 scope asked of systemd ── cgroup v1 as root ── None: only rlimits and the warden
+    delegated cgroup v2 ── a v2 scope from systemd ── cgroup v1 as root ── None: only rlimits and the resource monitor
 
-All groups of a runtime lie below one folder with its `mark`, inside the group that this process is in already, so that
-whoever limited the service limits its sandboxes too; only where that cannot be divided, in the next one above. In v2 a
-group with processes can give no controllers to groups below it: this process then first moves itself (and its children)
-aside, into a leaf `rollyard-service`.
+All groups of a runtime are below one folder named after its `mark`, inside the current group of this process, so that
+limits of the service apply to its sandboxes too. Only if that group cannot be divided, the next one above is used. In
+v2 a group with processes cannot give controllers to groups below it: this process then first moves itself (and its
+children) into a leaf `rollyard-service`.
 
-Invariants. `find` believes nothing that it has not done: it makes a group, sets every limit and removes it.
-`sweep` ends and removes what carries our mark, and nothing else. Groups hold no processes of the host: a group is
-entered by the sandbox's first process, and left by nobody.
+Invariants. `find` tests what it returns: it makes a group, sets every limit and removes it. `sweep` ends and removes
+only groups with this runtime's mark. Groups contain no processes of the host: the sandbox's first process enters a
+group, and no process leaves it.
 
-Entering. In v1 the single-threaded process writes "0" into each descriptor of `open_procs` itself; these are of the
-`tasks` files, not of `cgroup.procs`: only so does the kernel move it without the lock that stops all forks, whose
-taking waits for an RCU grace period (measured on an idle 6.18 kernel: 0.09 ms for three hierarchies, against 11 to
-16 ms). In v2 a write to `cgroup.procs` has no such way round, but clone3 has: CLONE_INTO_CGROUP with `open_folder`.
+Entering. In v1 the single-threaded process itself writes "0" to each descriptor of `open_procs`. These are the `tasks`
+files, not `cgroup.procs`: only then does the kernel move the process without the lock that stops all forks, which waits
+for an RCU grace period (measured on an idle 6.18 kernel: 0.09 ms for three hierarchies, against 11 to 16 ms). In v2 a
+write to `cgroup.procs` always takes that lock, but clone3 avoids it: CLONE_INTO_CGROUP with `open_folder`.
 """
 
 # Kernel files by raw path: pathlib would add more time than the calls take.
@@ -52,7 +52,7 @@ class GroupEvents:
 
 
 class Group:
-    """One sandbox's. `folders` has one per controller that limits it; in v2 all are the same."""
+    """The control group of one sandbox. `folders` has one per controller that limits it; in v2 all are the same."""
 
     def __init__(self, folders: Mapping[str, str], is_v2: bool) -> None:
         self.folders, self.is_v2 = folders, is_v2
@@ -64,27 +64,28 @@ class Group:
 
     @property
     def procs_files(self) -> list[str]:
-        """Where "0" is written by the process that enters; see above."""
+        """The files to which an entering process writes "0", as the module's docstring explains."""
         return [os.path.join(folder, "cgroup.procs" if self.is_v2 else "tasks") for folder in self._unique]
 
     def open_procs(self) -> list[int]:
-        """The same, opened: who may write is decided by who opened, so that an unprivileged process can enter."""
+        """Opens them. The kernel checks the permissions of the opener, so an unprivileged process can then enter."""
         return files.open_all(self.procs_files, os.O_WRONLY)
 
     def open_folder(self) -> int | None:
-        """For clone3 with CLONE_INTO_CGROUP. None in v1, which has no such thing, and where nothing is limited."""
+        """Opens the folder for clone3 with CLONE_INTO_CGROUP. None in v1, which does not support it, and without
+        limits."""
         if not self.is_v2 or not self._unique:
             return None
         return os.open(self._unique[0], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @property
     def event_files(self) -> list[str]:
-        """For the warden."""
+        """The files that the resource monitor reads."""
         names = {"memory": "memory.events" if self.is_v2 else "memory.oom_control", "pids": "pids.events"}
         return [os.path.join(folder, names[key]) for key, folder in self.folders.items() if key in names]
 
     def events(self) -> GroupEvents:
-        """Zero for what is not limited, or when the group is gone."""
+        """Reads the counters; zero for what is not limited, or if the group is gone."""
         memory, pids = self.folders.get("memory", ""), self.folders.get("pids", "")
         kills, used = ("memory.events", "memory.current") if self.is_v2 else ("memory.oom_control", _V1_USAGE)
         # The kernel counts a kill in the group of the process, whichever group's limit caused it.
@@ -99,8 +100,8 @@ class Group:
         )
 
     def _was_full(self, memory: str) -> bool:
-        """Whether its own limit was ever reached. v1 does not count refusals (Linux 6.18), so there it compares the
-        highest use with the limit, less one batch of pages. Page cache counts as use: in v1, a sandbox that once filled
+        """Whether its own limit was ever reached. v1 does not count refusals (Linux 6.18), so there the highest use is
+        compared with the limit, less one batch of pages. Page cache counts as use: in v1, a sandbox that once filled
         its limit with it is blamed for a later kill by the machine."""
         if self.is_v2:
             return files.field(os.path.join(memory, "memory.events"), "oom") > 0
@@ -108,7 +109,7 @@ class Group:
         return files.number(os.path.join(memory, "memory.max_usage_in_bytes")) >= limit - max(limit >> 5, _BATCH_BYTES)
 
     def kill(self) -> None:
-        """Kills all that is in it: by cgroup.kill, which no fork outruns, or one by one until a look finds none."""
+        """Kills all its processes: by cgroup.kill, which no fork can evade, or one by one until there are no more."""
         for folder in self._unique:
             try:
                 files.write(os.path.join(folder, "cgroup.kill"), "1")
@@ -116,13 +117,13 @@ class Group:
                 files.kill_members(folder)
 
     def remove(self, bound_s: float = 1.0) -> bool:
-        """False: something in it still dies after `bound_s`. Kills nothing."""
-        left = [folder for folder in self._unique if not files.rmdir(folder, bound_s)]  # each is tried
+        """Removes the group. Returns False if it still has processes after `bound_s`. Kills nothing."""
+        left = [folder for folder in self._unique if not files.rmdir(folder, bound_s)]  # tries each
         return not left
 
 
 class Cgroups:
-    """The groups of one runtime. Blocking, each call well below a millisecond except `find`, `sweep` and `close`."""
+    """The control groups of one runtime. Calls block, well below a millisecond except `find`, `sweep` and `close`."""
 
     def __init__(self, means: Means, mark: str, roots: Mapping[str, str], mounts: list[str]) -> None:
         self.means: Means = means
@@ -134,7 +135,7 @@ class Cgroups:
 
     @classmethod
     def find(cls, mark: str) -> Cgroups | None:
-        """The best means that works here for memory and processes; else the first that limits anything at all."""
+        """Returns the best mechanism that works here for memory and processes; else the first that limits anything."""
         partial: Cgroups | None = None
         steps: list[Callable[[str], Cgroups | None]] = [find_v2, _find_by_systemd, _find_v1]
         for step in steps:
@@ -151,9 +152,9 @@ class Cgroups:
     def plan(
         self, name: str, memory_bytes: int | None, processes: int | None, cpus: float | None
     ) -> tuple[Group, list[tuple[str, list[tuple[str, str, bool]]]]]:
-        """A group that is still to be made: each folder, with (file, value, is optional) to write in it.
+        """Returns a group that is still to be made: each folder, with (file, value, is optional) to write in it.
 
-        None is no limit. One that this means cannot enforce (see `enforces`) is left out: the caller reports it.
+        None is no limit. A limit that is not in `enforces` is left out: the caller reports it.
         """
         wanted = {"memory": memory_bytes, "pids": processes, "cpu": cpus}
         folders = {
@@ -169,7 +170,7 @@ class Cgroups:
         return group, list(work.items())
 
     def make(self, name: str, memory_bytes: int | None, processes: int | None, cpus: float | None) -> Group:
-        """A new, empty group. OSError, and nothing left, if the kernel refuses one of its limits."""
+        """Makes a new, empty group. Raises OSError, and leaves nothing, if the kernel refuses one of its limits."""
         group, work = self.plan(name, memory_bytes, processes, cpus)
         made: list[str] = []
         try:
@@ -185,7 +186,7 @@ class Cgroups:
         return group
 
     def probe(self) -> None:
-        """Makes and removes a group with every limit there is."""
+        """Makes and removes a group with every kind of limit."""
         group = self.make(f"probe-{os.getpid()}", 1 << 26, 16, 1.0)
         try:
             for fd in group.open_procs():
@@ -194,8 +195,8 @@ class Cgroups:
             group.remove()
 
     def sweep(self) -> int:
-        """Ends and removes the groups that an earlier process with our mark left. Before the first `make` only."""
-        roots = dict.fromkeys(self._roots.values())  # our own first: however large the tree, these are not missed
+        """Ends and removes the groups that an earlier process with this mark left. Call it before the first `make`."""
+        roots = dict.fromkeys(self._roots.values())  # the current roots first: no tree is too large to include them
         roots |= dict.fromkeys(ours for mount in self._mounts for ours in files.folders_named(mount, self._name))
         left = [os.path.join(ours, entry) for ours in roots for entry in files.folders_in(ours)]
         for folder in left:
@@ -208,13 +209,14 @@ class Cgroups:
         return len(left)
 
     def close(self) -> None:
-        """Removes the folder of all groups, if they are gone."""
+        """Removes the folder of all groups, if it is empty."""
         for root in dict.fromkeys(self._roots.values()):
             files.rmdir(root, 0.0)
 
 
 def group_of(pid: int) -> Group:
-    """The one that somebody else, a container engine say, has put a process into; without folders if it shares ours."""
+    """Returns the group into which another program, such as a container engine, put a process; without folders if it is
+    this process's own group."""
     ours, theirs = files.own_folders("/proc"), files.own_folders("/proc", str(pid))
     is_v2 = "memory" not in theirs
     folders = {key: theirs.get("" if is_v2 else key) for key in ("memory", "pids")}
@@ -222,16 +224,16 @@ def group_of(pid: int) -> Group:
     return Group({key: at[0] for key, at in folders.items() if at is not None and at not in shared}, is_v2)
 
 
-# --- the means, one by one ----------------------------------------------------------------------------
+# --- the mechanisms -----------------------------------------------------------------------------------
 
 
 def find_v2(mark: str, *, means: Means = "cgroup v2", proc: str = "/proc") -> Cgroups | None:
-    """A part of the v2 tree that is ours to divide. `proc` is where a test keeps its own tree's description."""
+    """Finds a part of the v2 tree that this process may divide. Tests set `proc` to describe their own tree."""
     at = files.own_folders(proc).get("")
     if at is None:
         return None
     base, mount = at
-    if os.path.basename(base) == LEAF:  # another runtime of this process was here first
+    if os.path.basename(base) == LEAF:  # another runtime of this process has moved it already
         base = os.path.dirname(base)
     wanted = set(_CONTROLLERS.values()) & set(files.read(os.path.join(base, "cgroup.controllers")).split())
     if not wanted or not os.access(os.path.join(base, "cgroup.procs"), os.W_OK):
@@ -251,9 +253,9 @@ def find_v2(mark: str, *, means: Means = "cgroup v2", proc: str = "/proc") -> Cg
 
 
 def _above(base: str, mount: str) -> tuple[str, set[str]] | None:
-    """The nearest group above ours that gives memory and pids down already and lets us write: mostly root's luck.
+    """Returns the nearest group above that already gives memory and pids down and is writable, usually only for root.
 
-    Nothing is changed there. What limits our own group does not limit the sandboxes then.
+    Nothing is changed there. The limits of this process's own group then do not apply to the sandboxes.
     """
     while base != mount and len(base) > len(mount):
         base = os.path.dirname(base)
@@ -264,7 +266,7 @@ def _above(base: str, mount: str) -> tuple[str, set[str]] | None:
 
 
 def _give_down(folder: str, controllers: set[str]) -> set[str]:
-    """Lets groups below `folder` have these; those that they then have."""
+    """Enables these controllers for groups below `folder`. Returns those that are then enabled."""
     path = os.path.join(folder, "cgroup.subtree_control")
     for controller in controllers - set(files.read(path).split()):
         with contextlib.suppress(OSError):
@@ -273,7 +275,8 @@ def _give_down(folder: str, controllers: set[str]) -> set[str]:
 
 
 def _move_aside_and_give(base: str, controllers: set[str]) -> set[str]:
-    """The rule of no inner processes: ours go into a leaf. Where others' are left, all is put back as it was."""
+    """Moves this process and its descendants into a leaf, since a v2 group with processes cannot give controllers. If
+    no controller can be given, because other processes remain, moves them back."""
     leaf, moved = os.path.join(base, LEAF), list[int]()
     with contextlib.suppress(FileExistsError):
         os.mkdir(leaf)
@@ -292,9 +295,9 @@ def _move_aside_and_give(base: str, controllers: set[str]) -> set[str]:
 
 
 def _find_by_systemd(mark: str) -> Cgroups | None:
-    """Asks systemd (the user's own, unless we are root) for a delegated scope around this process; that is v2 again.
+    """Requests a delegated scope for this process from systemd (the user's, unless run as root), then uses v2.
 
-    `systemd-run --scope` would do the same for a new command; this is the call that it makes, for a running one.
+    `systemd-run --scope` makes the same call for a new command.
     """
     at = files.own_folders("/proc").get("")
     if at is None or "memory" not in files.read(os.path.join(at[1], "cgroup.controllers")).split():
@@ -309,7 +312,7 @@ def _find_by_systemd(mark: str) -> Cgroups | None:
     except (subprocess.SubprocessError, OSError):
         return None
     give_up = time.monotonic() + BUS_S
-    while unit not in files.read("/proc/self/cgroup"):  # the answer only says that the job is queued
+    while unit not in files.read("/proc/self/cgroup"):  # the answer only means that the job is queued
         if time.monotonic() > give_up:
             return None
         time.sleep(0.01)
@@ -317,7 +320,7 @@ def _find_by_systemd(mark: str) -> Cgroups | None:
 
 
 def _find_v1(mark: str) -> Cgroups | None:
-    """One hierarchy per controller, each by itself: those that we may write to."""
+    """Finds the v1 hierarchies, one per controller, that this process may write to."""
     own, roots, mounts = files.own_folders("/proc"), dict[str, str](), list[str]()
     for controller in _CONTROLLERS.values():
         if controller not in own:
@@ -327,7 +330,7 @@ def _find_v1(mark: str) -> Cgroups | None:
         with contextlib.suppress(OSError):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(root)
-            with contextlib.suppress(OSError):  # Linux before 5.11; later it is so by itself
+            with contextlib.suppress(OSError):  # for Linux before 5.11; later it is always on
                 files.write(os.path.join(root, "memory.use_hierarchy"), "1")
             if _probed(Cgroups("cgroup v1", mark, {controller: root}, [mount])):
                 roots[controller] = root

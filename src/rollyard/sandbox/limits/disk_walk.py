@@ -1,16 +1,16 @@
-"""How much disk a sandbox has taken, in bytes and in files: what is below its folders, and files that are deleted but
-held open. Bytes are allocated blocks; a file is whatever takes an inode, so folders and links are files too.
+"""Measures a sandbox's disk use in bytes and files: everything below its folders, and deleted files that are still
+open. Bytes are allocated blocks; every inode counts as a file, so folders and links are files too.
 
-A walk is done in slices: `DiskWalk.go_on` works until a moment and goes on from there the next time, so that a million
-files cost the warden no more at once than ten. It ends early once the limit is passed.
+A walk is done in slices: `DiskWalk.go_on` runs until a given time and continues from there at the next call, so that a
+million files delay the resource monitor no more at once than ten. It ends early once a limit is exceeded.
 
-Invariants. No link is followed and no name resolved twice: each step opens one name in an open folder, so that what is
-renamed or replaced under the walk leads nowhere else. The upper folders stay open, so that no renaming below loses
-them; deeper than `MAX_OPEN` the way back up is by "..", checked by inode, so that depth costs no descriptors. A file
-with many names counts once; a hole counts nothing. What vanishes counts nothing. What its owner forbade to itself is
-looked into all the same, and has its mode again afterwards.
+Invariants. No link is followed and no name resolved twice: each step opens one name in an open folder, so that a
+concurrent rename or replacement cannot redirect the walk. The upper folders stay open, so that a rename below cannot
+lose them; deeper than `MAX_OPEN`, the walk returns by "..", checked by inode, so that depth costs no descriptors. A
+file with several names counts once; holes and vanished files do not count. A folder whose mode denies its owner access
+is walked all the same, and its mode is restored afterwards.
 
-Not seen: a deleted file that is held only by a mapping.
+A deleted file that is held only by a mapping is not counted.
 """
 
 # ruff: noqa: PTH101, PTH116, PTH208
@@ -24,12 +24,13 @@ import stat
 import time
 from collections.abc import Callable, Generator, Sequence
 
-BLOCK = 512  # st_blocks counts in these, whatever the file system's own size
+BLOCK = 512  # the unit of st_blocks, whatever the file system's block size
 MAX_REMEMBERED = 1_000_000
-"""Folders still to visit, or files with several names: beyond that the tree itself is an attack, and over its limit."""
+"""Folders still to visit, plus files with several names. Beyond it, the tree is an attack and counts as over its
+limit."""
 
 MAX_OPEN = 32
-MAX_FORBIDDEN = 256  # on one way down: these must stay open at any depth; more of them are an attack as well
+MAX_FORBIDDEN = 256  # on one path: these must stay open at any depth; more of them are an attack as well
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _Key = tuple[int, int]
@@ -37,7 +38,7 @@ Tree = Callable[[], list[int]]
 
 
 class DiskWalk:
-    """One walk. `used_bytes` and `used_files` are complete once `is_done`; `over` may come earlier."""
+    """One walk. `used_bytes` and `used_files` are complete once `is_done`, unless `over` ended it early."""
 
     def __init__(
         self,
@@ -47,20 +48,20 @@ class DiskWalk:
         not_disk: Callable[[int], set[int]],
         most_files: float = math.inf,
     ) -> None:
-        """`tree` names the sandbox's processes, `not_disk(pid)` devices that it sees and that are memory."""
+        """`tree` returns the sandbox's processes, `not_disk(pid)` the devices visible to a process that are memory."""
         self._most_bytes, self._most_files = most_bytes, most_files
         self._tree, self._not_disk = tree, not_disk
         self.used_bytes = self.used_files = 0
         self.is_done = False
-        self.over = ""  # the limit that it is beyond: "disk" or "files"
+        self.over = ""  # the limit that is exceeded: "disk" or "files"
         self._remembered = self._held = 0
         self._linked: set[_Key] = set()
         self._steps = self._all(folders)
 
     def go_on(self, until: float) -> None:
-        """Works until that moment of `time.monotonic`, or to the end."""
+        """Runs until that time of `time.monotonic`, or to the end."""
         while not self.is_done:
-            for _ in range(64):  # entries between two looks at the clock
+            for _ in range(64):  # entries between two reads of the clock
                 is_attack = self._remembered > MAX_REMEMBERED or self._held > MAX_FORBIDDEN
                 if is_attack or self.used_bytes > self._most_bytes:
                     self.over, self.is_done = "disk", True
@@ -105,7 +106,7 @@ class DiskWalk:
                     if outer.fd < 0:
                         outer.reopen(here.fd)
                     here.close()
-                    while outer.fd < 0:  # moved meanwhile: on with the last one that is still open
+                    while outer.fd < 0:  # moved meanwhile: continue with the last one that is still open
                         self._remembered -= len(outer.waiting)
                         outer = above.pop()
                         self._held -= outer.forbidden is not None
@@ -118,7 +119,7 @@ class DiskWalk:
                 level.close()
 
     def _list(self, here: WalkedFolder) -> Generator[None, None, None]:
-        """Counts what is directly in `here` (itself included) and notes its folders."""
+        """Counts `here` and its direct entries, and queues its folders."""
         try:
             self._count(os.fstat(here.fd))
             with os.scandir(here.fd) as entries:
@@ -131,7 +132,7 @@ class DiskWalk:
                             self._count(entry.stat(follow_symlinks=False))
                     yield
         except OSError:
-            return  # removed under us
+            return  # removed meanwhile
 
     def _count(self, found: os.stat_result) -> None:
         if found.st_nlink > 1 and not stat.S_ISDIR(found.st_mode):
@@ -143,7 +144,7 @@ class DiskWalk:
         self.used_files += 1
 
     def _deleted(self) -> Generator[None, None, None]:
-        """What no folder shows any more, and a process still holds."""
+        """Counts deleted files that a process still holds open."""
         held: set[_Key] = set()
         for pid in self._tree():
             try:
@@ -166,9 +167,9 @@ class DiskWalk:
 
 
 class WalkedFolder:
-    """A folder on the way down: its descriptor (-1: closed meanwhile), and its folders that are still to be visited.
+    """A folder on the current path: its descriptor (-1: closed meanwhile), and its folders that are still to visit.
 
-    `forbidden` is the mode under which its owner, who we are, could not look into it. It has that again once closed.
+    `forbidden` is its original mode, if that denied the owner, the current user, access. `close` restores it.
     """
 
     def __init__(self, fd: int, found: os.stat_result, forbidden: int | None) -> None:
@@ -177,11 +178,11 @@ class WalkedFolder:
 
     @classmethod
     def opened(cls, name: str, above: int | None) -> WalkedFolder | None:
-        """None: it is no folder any more, or not ours to look into."""
+        """Opens a folder. Returns None if it is no longer a folder, or access is denied."""
         fd, forbidden, needed = -1, None, stat.S_IRUSR | stat.S_IXUSR
         try:
             fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
-            found, path = os.fstat(fd), f"/proc/self/fd/{fd}"  # this path is that very folder, whoever renames what
+            found, path = os.fstat(fd), f"/proc/self/fd/{fd}"  # stays this folder, whatever is renamed
             if found.st_mode & needed != needed and found.st_uid == os.geteuid() != 0:
                 forbidden = stat.S_IMODE(found.st_mode)
                 os.chmod(path, forbidden | needed)
@@ -193,7 +194,7 @@ class WalkedFolder:
                 os.close(fd)
 
     def reopen(self, below: int) -> None:
-        """From a folder in it. Its descriptor stays -1 if that was moved elsewhere."""
+        """Opens it again from a folder in it. Its descriptor stays -1 if that folder was moved elsewhere."""
         with contextlib.suppress(OSError):
             fd = os.open("..", _FOLDER, dir_fd=below)
             if _key(os.fstat(fd)) == self.key:

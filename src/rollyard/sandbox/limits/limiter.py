@@ -1,14 +1,14 @@
-"""Which limits a runtime's sandboxes have, and by what means: the kernel's where it can, a watch where it cannot.
+"""The limits of a runtime's sandboxes and their mechanisms: the kernel's if possible, else the resource monitor.
 
-    memory     a cgroup; else the warden ends a sandbox that is beyond it (and memfd, which it cannot see, is refused)
-    processes  a cgroup; else RLIMIT_NPROC, which counts per sandbox because each has a user namespace of its own
+    memory     a cgroup; else the monitor ends a sandbox above it (memfd, which it cannot measure, is refused)
+    processes  a cgroup; else RLIMIT_NPROC, which counts per sandbox because each has its own user namespace
     cpus       a cgroup; else none
-    disk       the warden ends a sandbox that is beyond it
-    files      likewise: files, folders and links that it has made
+    disk       the monitor ends a sandbox above it
+    files      the same: files, folders and links that the sandbox has created
     open_files RLIMIT_NOFILE
 
-A command that hits a limit fails by itself (no memory, no process, no room). A sandbox that stays beyond one is ended
-with that as its reason.
+A command that reaches a limit fails by itself (no memory, no process, no space). A sandbox that stays above a limit is
+ended with that limit as the reason.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ log = logging.getLogger("rollyard.sandbox")
 
 GIB = 1 << 30
 DEFAULTS = SandboxLimits(memory_bytes=8 * GIB, processes=2048, disk_bytes=20 * GIB, open_files=4096, files=1_000_000)
-"""For a task that names none: room for a large test suite, and none for a machine's death."""
+"""For a task that sets none: enough for a large test suite, too little to bring down a machine."""
 
 MEMORY_RESERVE_BYTES = 256 << 20
 DISK_RESERVE_BYTES = 512 << 20
 DISK_RESERVE_FILES = 20_000
-"""Inodes: the store, artifacts and folders of sandboxes that are at work need some hundreds."""
+"""Inodes: the store, artifacts and folders of running sandboxes need some hundreds."""
 
 SHM = "/dev/shm"
 
 UNWATCHED_S = 0.5
-"""Most sandboxes that only judge are gone by then, and cost the warden nothing. A disk takes longer to fill."""
+"""Delay before a sandbox is monitored. Most EVAL sandboxes have ended by then and cost the monitor nothing. Filling a
+disk takes longer."""
 
 OnLimit = Callable[[str, str, str], None]
 
 
 class Limiter:
-    """One per runtime. `open` finds the means there are; `group`, `watch` and `forget` go along a sandbox's life."""
+    """Applies the limits of one runtime. `open` finds the available mechanisms; `group`, `watch` and `forget` are
+    called for each sandbox."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Limiter:
         disk_reserve_bytes: int = DISK_RESERVE_BYTES,
         disk_reserve_files: int = DISK_RESERVE_FILES,
     ) -> None:
-        """Below a reserve of the machine's memory, disk or inodes no sandbox is started until there is room again."""
+        """If the machine's free memory, disk or inodes fall below a reserve, no sandbox starts until they recover."""
         self._defaults = defaults
         self._memory_reserve_bytes, self._disk_reserve_bytes = memory_reserve_bytes, disk_reserve_bytes
         self._disk_reserve_files = disk_reserve_files
@@ -83,7 +85,7 @@ class Limiter:
         )
 
     async def close(self) -> None:
-        self._has_room.set()  # who still waits learns that all is closed
+        self._has_room.set()  # waiting callers then find the runtime closed
         if self._monitor is not None:
             await self._monitor.close()
         if self._cgroups is not None:
@@ -99,13 +101,13 @@ class Limiter:
         return not self._by_cgroup("memory")
 
     def wanted(self, limits: SandboxLimits) -> SandboxLimits:
-        """The task's own, else the defaults."""
+        """Returns the task's limits, with defaults for those that it does not set."""
         names = ("memory_bytes", "processes", "disk_bytes", "open_files", "cpus", "files")
         chosen = {name: getattr(limits, name) or getattr(self._defaults, name) for name in names}
         return SandboxLimits(**chosen)
 
     def rlimits(self, limits: SandboxLimits) -> tuple[dict[str, int], dict[str, str]]:
-        """For each command, and the means of every limit."""
+        """Returns the rlimits of each command, and the mechanism of every limit."""
         wanted = self.wanted(limits)
         means = self._cgroups.means if self._cgroups is not None else ""
         found = {"RLIMIT_CORE": 0}
@@ -128,9 +130,9 @@ class Limiter:
         return found, in_force
 
     def describe(self) -> dict[str, str]:
-        """For `doctor`: "ok" where the kernel enforces it, else what is done instead; and how to mend it."""
+        """For `doctor`: "ok" if the kernel enforces the limit, else what happens instead and how to fix it."""
         mend = (
-            "let the service have a cgroup of its own (systemd: Delegate=yes, or systemd-run --user --scope -p"
+            "give the service its own cgroup (systemd: Delegate=yes, or systemd-run --user --scope -p"
             " Delegate=yes rollyard serve)"
         )
         return {
@@ -138,10 +140,10 @@ class Limiter:
             "cpu limit": "ok" if self._by_cgroup("cpus") else f"not enforced; {mend}",
         }
 
-    # --- along a sandbox's life ---
+    # --- for each sandbox ---
 
     def group(self, name: str, limits: SandboxLimits) -> tuple[dict[str, object] | None, list[str]]:
-        """The launcher's part of making its cgroup, and the folders that are to be removed when it has ended."""
+        """Returns the launcher's instructions to make its cgroup, and the folders to remove when it has ended."""
         if self._cgroups is None:
             return None, []
         wanted = self.wanted(limits)
@@ -150,7 +152,7 @@ class Limiter:
         return {"is_v2": group.is_v2, "make": work}, group.unique_folders
 
     def watch(self, name: str, pid: int, upper: Path, limits: SandboxLimits) -> None:
-        """What the kernel does not enforce, or enforces without telling; from the beginning only if that is memory."""
+        """Monitors what the kernel does not enforce or report; from the start only if that includes memory."""
         if self.is_memory_watched:
             self._watch(name, pid, upper, limits)
         else:
@@ -174,23 +176,23 @@ class Limiter:
         )
 
     def watch_disk(self, name: str, pid: int, folder: Path, limits: SandboxLimits) -> None:
-        """Only that: where somebody else, a container engine say, enforces the rest."""
+        """Monitors only disk and files, where another program, such as a container engine, enforces the rest."""
         assert self._monitor is not None
         wanted = self.wanted(limits)
         self._monitor.watch(name, pid=pid, disk_bytes=wanted.disk_bytes, files=wanted.files, disk_folders=[folder])
 
     def oom_kills(self, name: str) -> int:
-        """Processes that the kernel has killed at the memory limit so far."""
+        """How many processes the kernel has killed at the memory limit so far."""
         group = self._groups.get(name)
         return group.events().oom_kills if group is not None else 0
 
     def host_kills(self, name: str) -> int:
-        """Processes that the kernel has killed so far because the machine, not the sandbox, was short of memory."""
+        """How many processes the kernel has killed because the machine, not the sandbox, was short of memory."""
         group = self._groups.get(name)
         return group.events().host_kills if group is not None else 0
 
     def refused_forks(self, name: str) -> int:
-        """Processes that the kernel has refused at the limit of processes so far."""
+        """How many processes the kernel has refused at the limit of processes so far."""
         group = self._groups.get(name)
         return group.events().processes_refused if group is not None else 0
 
@@ -202,10 +204,10 @@ class Limiter:
 
     def _on_pressure(self, is_low: bool, free: Mapping[str, int]) -> None:
         if is_low:
-            log.warning("the machine is short of memory, disk or inodes: no sandbox is started", extra=free)
+            log.warning("the machine is short of memory, disk or inodes; no sandbox is started", extra=free)
             self._has_room.clear()
         else:
-            log.info("there is room for sandboxes again", extra=free)
+            log.info("the machine has recovered; sandboxes are started again", extra=free)
             self._has_room.set()
 
     def forget(self, name: str) -> None:
@@ -217,5 +219,5 @@ class Limiter:
 
 
 def mark_of(root: Path) -> str:
-    """The same for every service on this root, and for no other: what an earlier one left is known by it."""
+    """Returns a name that is unique to this root, so that groups left by an earlier service on it can be identified."""
     return blake2b(os.fsencode(root), digest_size=8).hexdigest()

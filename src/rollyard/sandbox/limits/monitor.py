@@ -1,8 +1,8 @@
-"""The service's handle of the warden: tells it what to watch, hands over what it says, starts it again if it dies.
+"""The service's client of the resource monitor: sends what to watch, calls back, and restarts the monitor if it ends.
 
-Invariants. `on_limit` is called at most once per `watch`, and never after `forget`. A warden that dies costs the time
-to start another, a second at the most: what is watched is kept here and told to it again. Nothing here blocks, and
-nothing here kills: that is the caller's.
+Invariants. `on_limit` is called at most once per `watch`, and never after `forget`. If the monitor ends, monitoring
+pauses until another has started, at most a second: the client keeps all watches and sends them again. Nothing here
+blocks, and nothing here kills: the caller does that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollyard.sandbox.limits import monitor_program
 log = logging.getLogger("rollyard.sandbox")
 
 AGAIN_S = 1.0
-"""A warden that dies at once (no memory, no process left) is not started in a loop."""
+"""Time between two starts: a monitor that ends at once (no memory, no process left) is not restarted in a loop."""
 
 _ENV_KEPT = ("LD_LIBRARY_PATH",)  # some Pythons need it to start
 
@@ -56,7 +56,7 @@ class MonitorClient:
             "disk_reserve_bytes": disk_reserve_bytes if disk_path else 0,
             "disk_reserve_files": disk_reserve_files if disk_path else 0,
             "disk_path": str(disk_path) if disk_path else "",
-            "is_low": False,  # as last told: a warden started anew has to tell of the recovery
+            "is_low": False,  # as last reported: a restarted monitor must report the recovery
         }
         self._watched: dict[str, Message] = {}
         self._oom_kills: dict[str, int] = {}
@@ -85,10 +85,11 @@ class MonitorClient:
         tmpfs_paths: Sequence[str] = (),
         event_files: Sequence[str] = (),
     ) -> None:
-        """Only what the kernel does not enforce needs a number here. `pid` is the keeper's, as the host sees it.
+        """Monitors the limits that are set; those that the kernel enforces are None. `pid` is the init process's PID
+        on the host.
 
-        `disk_folders` are the host's; `tmpfs_paths` the sandbox's own names of its tmpfs mounts, whose use is memory;
-        `event_files` those of its cgroup (`Group.event_files`). A pids group at its limit is a `processes` limit too.
+        `disk_folders` are paths on the host; `tmpfs_paths` are paths of tmpfs mounts inside, whose use is memory;
+        `event_files` are those of its cgroup (`Group.event_files`). A full pids group is a `processes` limit too.
         """
         message: Message = {
             "op": "watch",
@@ -136,7 +137,7 @@ class MonitorClient:
                 )
             except OSError as error:
                 ours.close()
-                log.warning("the warden cannot be started", extra={"detail": str(error)})
+                log.warning("the resource monitor cannot be started", extra={"detail": str(error)})
                 self._open_later()
                 return
         self._wire = MessageSocket(ours, self._on_message)
@@ -157,11 +158,11 @@ class MonitorClient:
                 names = ("memory_available_bytes", "disk_free_bytes", "disk_free_files")
                 self._on_pressure(message["is_low"], {name: message[name] for name in names})
         elif message["id"] not in self._watched:
-            return  # forgotten while it was on its way
+            return  # forgotten before the message arrived
         elif "limit" in message:
             self._watched.pop(message["id"])
             self._on_limit(message["id"], message["limit"], message["detail"])
-        elif message["count"] > self._oom_kills[message["id"]]:  # a warden started anew tells it again
+        elif message["count"] > self._oom_kills[message["id"]]:  # a restarted monitor reports it again
             self._oom_kills[message["id"]] = message["count"]
             if self._on_oom:
                 self._on_oom(message["id"], message["count"])
@@ -172,11 +173,11 @@ class MonitorClient:
         if process is not None:
             process.kill()
             status = process.wait()
-            log.warning("the warden ended; another one begins", extra={"status": status, "watched": len(self._watched)})
+            log.warning("the resource monitor ended", extra={"status": status, "watched": len(self._watched)})
         self._open_later()
 
     async def close(self, bound_s: float = 5.0) -> None:
-        """Ends it, and what it watched is watched no more. Idempotent."""
+        """Ends the monitor and drops all watches. Idempotent."""
         self._is_closed = True
         if self._retry is not None:
             self._retry.cancel()

@@ -1,20 +1,20 @@
-"""Watches what the kernel does not enforce: a program of its own, run as `python -I -S monitor_program.py FD`.
+"""The resource monitor, which checks limits that the kernel does not enforce: `python -I -S monitor_program.py FD`.
 
-    service ── watch, forget ──▶ warden ──▶ /proc, once per tick for all sandboxes   memory, processes
-            ◀── a limit, once ──       ├──▶ their folders, in slices of a walk       disk, files
-                                       ├──▶ event files of their cgroups             OOM kills, refused forks
-                                       └──▶ the machine's memory and disk            pressure
+    service ── watch, forget ──▶ monitor ──▶ /proc, once per tick for all sandboxes   memory, processes
+            ◀── a limit, once ──        ├──▶ their folders, in slices of a walk       disk, files
+                                        ├──▶ event files of their cgroups             OOM kills, refused forks
+                                        └──▶ the machine's memory and disk            pressure
 
-A process apart, so that a service busy with ten thousand tokens still has its sandboxes watched, and so that a look at
-four thousand processes stalls no event loop. It only tells; the service does the killing.
+It is a separate process, so that sandboxes are monitored while the service is busy with ten thousand tokens, and so
+that reading four thousand processes does not block the event loop. It only reports; the service kills.
 
-Invariants. It uses at most `SHARE` of one core: a tick that cost more is followed by a longer pause. A limit is told
-once per `watch`. Being at the limit of processes is told when it lasts `SUSTAINED_S`: a fork bomb, not a peak. A walk
-of the disk begins when its file system has filled by a share of the limit, or after `WALK_S`. The end of the socket is
-its own end. With nothing to watch it sleeps.
+Invariants. It uses at most `SHARE` of one core: a tick that cost more is followed by a longer pause. It reports a limit
+once per `watch`. It reports the limit of processes only after `SUSTAINED_S` at the limit: a fork bomb, not a peak. A
+walk of the disk starts when its file system has filled by a share of the limit, or after `WALK_S`. The monitor ends
+when its socket closes. With nothing to watch it sleeps.
 """
 
-# ruff: noqa: PTH100, PTH120
+# ruff: noqa: PTH100, PTH118, PTH120
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ else:
 Message = dict[str, Any]
 
 SHARE = 0.05  # of one core
-TICK_S, TICK_MANY_S, MANY = 0.25, 1.0, 100  # one GB/s of heap is four ticks to 1 GB
+TICK_S, TICK_MANY_S, MANY = 0.25, 1.0, 100  # a heap that grows by 1 GB/s reaches 1 GB in four ticks
 SUSTAINED_S, SUSTAINED_TICKS = 3.0, 4
 WALK_S = 30.0
-FILLED = 1 / 16  # of its limit: so much more on the file system, by whomever, and a sandbox is walked again
+FILLED = 1 / 16  # of its limit: growth of the file system, by any process, after which a sandbox is walked again
 LEAST_SLICE_S = 0.002
-RECOVERED = 1.1  # of a reserve: pressure that comes and goes is told once
+RECOVERED = 1.1  # of a reserve: hysteresis, so that fluctuating pressure is reported once
 
 
 class WatchedSandbox:
-    """One sandbox."""
+    """The limits and measurements of one sandbox."""
 
     def __init__(self, request: Message) -> None:
         self.id: str = request["id"]
@@ -70,7 +70,7 @@ class WatchedSandbox:
         self.full_since, self.full_ticks = 0.0, 0
         self.events = [file for path in request["event_files"] if (file := EventFile.opened(path))]
         if any(file.is_pids for file in self.events):
-            self.processes = None  # the group counts them better
+            self.processes = None  # the group's count is more precise
 
     def close(self) -> None:
         if self.walk:
@@ -79,7 +79,7 @@ class WatchedSandbox:
             file.close()
 
     def is_full_for_long(self, is_full: bool, now: float) -> bool:
-        """At the limit of processes in each of several looks, over a while."""
+        """Whether it was at the limit of processes in several consecutive ticks, over `SUSTAINED_S`."""
         if not is_full:
             self.full_ticks = 0
             return False
@@ -90,7 +90,7 @@ class WatchedSandbox:
 
 
 class EventFile:
-    """A cgroup's counters, kept open: `oom_kill N` of the memory's, `max N` of the pids'."""
+    """An open file with a cgroup's counters: `oom_kill N` for memory, `max N` for pids."""
 
     def __init__(self, path: str, fd: int) -> None:
         self.fd, self.count = fd, 0
@@ -115,7 +115,7 @@ class EventFile:
         return self.count > before
 
     def is_full(self) -> bool:
-        """A group of processes at its limit, whether anybody tries to have more or not."""
+        """Whether a pids group is at its limit, even if no more forks are tried."""
         return self.most.isdigit() and int(usage.read(self.current) or 0) >= int(self.most)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class ResourceMonitor:
             self.watched[message["id"]] = WatchedSandbox(message)
 
     def tick(self) -> float | None:
-        """One look at everything. The pause until the next; None: until somebody asks for something."""
+        """Checks everything once. Returns the pause until the next tick; None: until the next message."""
         names = ("memory_reserve_bytes", "disk_reserve_bytes", "disk_reserve_files")
         has_reserves = any(self.reserves[name] for name in names)
         if not self.watched and not has_reserves:
@@ -184,7 +184,7 @@ class ResourceMonitor:
         kernel.send(self.sock, {"id": watched.id, "limit": limit, "detail": detail})
         self.watched.pop(watched.id).close()
 
-    # --- each kind of look ---
+    # --- checks ---
 
     def look_at_machine(self, now: float, has_reserves: bool) -> None:
         if now - self.machine_at < 1.0:
@@ -197,7 +197,7 @@ class ResourceMonitor:
         with contextlib.suppress(OSError):
             found = os.statvfs(self.reserves["disk_path"] or "/")
             free = found.f_bavail * found.f_frsize
-            free_files = found.f_favail if found.f_files else 1 << 62  # Btrfs has no number of inodes
+            free_files = found.f_favail if found.f_files else 1 << 62  # Btrfs does not limit inodes
         factor = RECOVERED if self.is_low else 1.0
         is_low = available < factor * self.reserves["memory_reserve_bytes"]
         is_low = is_low or free < factor * self.reserves["disk_reserve_bytes"]
@@ -218,7 +218,7 @@ class ResourceMonitor:
                 return
 
     def look_at_trees(self, now: float) -> None:
-        """One pass over /proc, and only if somebody's memory or processes are to be counted."""
+        """Reads /proc once, and only if a sandbox's memory or processes must be counted."""
         counted = [
             watched
             for watched in self.watched.values()
@@ -239,7 +239,7 @@ class ResourceMonitor:
                     self.tell(watched, "processes", f"{count} of {watched.processes} for {SUSTAINED_S:g} s")
 
     def trees_of(self, some: list[WatchedSandbox]) -> list[tuple[WatchedSandbox, list[int]]]:
-        """Those whose keeper still is who it was, with all that lives below it."""
+        """Returns those whose init process is still the same process, with all its descendants."""
         if some and self.seen is None:
             self.seen = usage.processes()
         seen = self.seen or {}
@@ -258,12 +258,12 @@ class ResourceMonitor:
                 watched.inside_at = now
             try:
                 return usage.tmpfs_bytes(watched.inside, watched.inside_paths)
-            except OSError:  # that process ended; another one sees the same mounts
+            except OSError:  # that process ended; another one has the same mounts
                 watched.inside, watched.inside_paths, watched.inside_at = 0, [], float("-inf")
         return 0
 
     def look_at_disks(self, now: float, slice_s: float) -> None:
-        """Those that wait longest first, until the slice is used up."""
+        """Walks the sandboxes that have waited longest first, until the time slice is used up."""
         until = time.monotonic() + slice_s
         filled: dict[str, tuple[int, int]] = {}
         on_disk = [
@@ -289,7 +289,7 @@ class ResourceMonitor:
     def is_walk_due(
         self, watched: WatchedSandbox, now: float, filled: dict[str, tuple[int, int]]
     ) -> tuple[bool, tuple[int, int]]:
-        """And how full its file systems are now, in bytes and in files."""
+        """Returns whether a walk is due, and the current use of its file systems in bytes and in files."""
         size, files = 0, 0
         for folder in watched.disk_folders:
             if folder not in filled:
@@ -298,7 +298,7 @@ class ResourceMonitor:
                     found = os.statvfs(folder)
                     filled[folder] = (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
             size, files = size + filled[folder][0], files + filled[folder][1]
-        # What others freed meanwhile must not hide what this one took.
+        # Space that others freed meanwhile must not hide what this sandbox used.
         before = watched.filled_at_walk
         watched.filled_at_walk = then = min(before[0], size), min(before[1], files)
         has_filled = watched.disk_bytes is not None and size - then[0] > watched.disk_bytes * FILLED
@@ -318,7 +318,7 @@ def main() -> NoReturn:
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two event files a sandbox
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two event files per sandbox
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         ResourceMonitor(sock).serve()
     os._exit(0)

@@ -1,15 +1,16 @@
-"""What trees of processes use, as /proc shows it: their number and their memory. Part of the warden.
+"""Measures the processes and memory of process trees from /proc. Part of the resource monitor.
 
-Memory is what would be free again if the tree were gone: private pages, what of them was swapped out, the tmpfs that
-the sandbox alone has, and shared anonymous memory, which is in no process's private pages. The cheap upper bound comes
-first, one read of `stat` a process; only a tree that is beyond its limit by that is looked at closely, so that a shared
-library, a database's buffers or the pages that fifty forked workers have from their parent count once and end nobody.
+Memory is what would be free if the tree ended: private pages, their swapped-out part, tmpfs mounts that only the
+sandbox has, and shared anonymous memory, which is not in any process's private pages. A cheap upper bound comes first,
+one read of `stat` per process. Only a tree above its limit by that bound is measured exactly, so that a shared library,
+a database's buffers, or the pages that fifty forked workers share with their parent count once and end no sandbox.
 
-Invariants. A process belongs to the tree of the keeper that is its ancestor, and to no other. A keeper is known by pid
-and start time: a number that went to a stranger is not it. What vanishes while being read counts nothing.
+Invariants. A process belongs to the tree of the init process that is its ancestor, and to no other. An init process is
+identified by PID and start time, so a reused PID is not mistaken for it. Processes that end while being read do not
+count.
 
-Not seen: memory in memfds and SysV segments that nobody maps (refused by seccomp where memory is only watched), and the
-kernel's own, such as pipe buffers.
+Not measured: memory in unmapped memfds and SysV segments (seccomp refuses them where the monitor enforces memory), and
+kernel memory such as pipe buffers.
 """
 
 # ruff: noqa: PTH208
@@ -29,11 +30,11 @@ class Process(NamedTuple):
     parent: int
     threads: int
     start_time: int
-    resident_bytes: int  # shared pages included: an upper bound of its own
+    resident_bytes: int  # including shared pages: an upper bound of its own memory
 
 
 def processes() -> dict[int, Process]:
-    """Every process in sight that is not a zombie: one pass over /proc."""
+    """Returns every visible process that is not a zombie, in one pass over /proc."""
     found: dict[int, Process] = {}
     for name in os.listdir("/proc"):
         if name[0] in "123456789":
@@ -44,7 +45,7 @@ def processes() -> dict[int, Process]:
 
 
 def trees(init_clients: Iterable[int], seen: dict[int, Process]) -> dict[int, list[int]]:
-    """keeper → what lives below it."""
+    """Returns init process → its descendants."""
     found: dict[int, list[int]] = {init_client: [] for init_client in init_clients}
     owner: dict[int, int] = {0: 0, 1: 0, **{init_client: init_client for init_client in found}}
     for pid in seen:
@@ -52,8 +53,8 @@ def trees(init_clients: Iterable[int], seen: dict[int, Process]) -> dict[int, li
         while pid not in owner:
             path[pid] = None
             process = seen.get(pid)
-            # A parent that ended between two reads: the orphan shows up in its place at the next look. Its number may
-            # even have gone to a child of the orphan, since read: then the chain is a ring.
+            # If a parent ended between two reads, the orphan is assigned correctly at the next tick. The parent's PID
+            # may even have been reused for a child of the orphan: then the chain is a cycle.
             pid = process.parent if process and process.parent not in path else 0
         for passed in path:
             owner[passed] = owner[pid]
@@ -63,16 +64,16 @@ def trees(init_clients: Iterable[int], seen: dict[int, Process]) -> dict[int, li
 
 
 class Memory:
-    """Weighs trees. Holds what is the same for all of them."""
+    """Measures the memory of trees. Holds what is the same for all of them."""
 
     def __init__(self) -> None:
-        with mmap.mmap(-1, PAGE) as page:  # a shared anonymous mapping of our own shows the device of all such
+        with mmap.mmap(-1, PAGE) as page:  # all shared anonymous mappings have the same device
             page[0] = 1
             devices = {line.split()[3] for line in read("/proc/self/maps").splitlines() if b"/dev/zero" in line}
         self._shared_device = devices.pop() if devices else b"none"
 
     def of(self, tree: list[int], seen: dict[int, Process], tmpfs_bytes: int, limit: int, has_swap: bool) -> int:
-        """Its bytes: exact when beyond `limit`, else an upper bound of them that is not."""
+        """Returns its bytes: exact if above `limit`, else an upper bound that is not."""
         upper = tmpfs_bytes + sum(seen[pid].resident_bytes for pid in tree)
         if has_swap:
             upper += sum(_status(pid, b"VmSwap:") for pid in tree)
@@ -87,7 +88,7 @@ class Memory:
         return exact + sum(self._shared_anonymous(pid) for pid, size in shared.items() if size)
 
     def _shared_anonymous(self, pid: int) -> int:
-        """Its proportional share. Files on a tmpfs are counted by that tmpfs, however they are mapped."""
+        """Returns its proportional share. Files on a tmpfs are counted with the tmpfs, even if they are mapped."""
         total, is_counted = 0, False
         for line in read(f"/proc/{pid}/smaps").splitlines():
             key, _, rest = line.partition(b" ")
@@ -99,7 +100,7 @@ class Memory:
 
     @staticmethod
     def find_tmpfs(tree: list[int], paths: list[str]) -> tuple[int, list[str]]:
-        """A process inside (0: none yet) and those of `paths` that are tmpfs mounts of its own, never the host's."""
+        """Returns a process inside (0: none yet) and those of `paths` that are its own tmpfs mounts, not the host's."""
         hosts = {fields[2] for fields, _ in mounts("self")}
         for pid in tree[:16]:
             seen = mounts(str(pid))
@@ -110,7 +111,7 @@ class Memory:
 
 
 def tmpfs_devices(pid: int) -> set[int]:
-    """As `st_dev` has them; the one of memfds and shared anonymous memory included."""
+    """Returns tmpfs devices as in `st_dev`, including the one of memfds and shared anonymous memory."""
     shared = os.memfd_create("device", os.MFD_CLOEXEC)
     try:
         found = {os.fstat(shared).st_dev}
@@ -124,7 +125,7 @@ def tmpfs_devices(pid: int) -> set[int]:
 
 
 def tmpfs_bytes(pid: int, paths: list[str]) -> int:
-    """What is on these mounts, seen by that process. OSError: it is gone."""
+    """Returns the use of these mounts of that process. Raises OSError if it has ended."""
     total = 0
     for path in paths:
         found = os.statvfs(f"/proc/{pid}/root{path}")
@@ -133,7 +134,7 @@ def tmpfs_bytes(pid: int, paths: list[str]) -> int:
 
 
 def mounts(pid: str) -> list[tuple[list[bytes], bytes]]:
-    """(fields, file system) of each mount that it sees."""
+    """Returns (fields, file system) of each mount that is visible to the process."""
     found = []
     for line in read(f"/proc/{pid}/mountinfo").splitlines():
         before, _, after = line.partition(b" - ")
@@ -142,21 +143,21 @@ def mounts(pid: str) -> list[tuple[list[bytes], bytes]]:
 
 
 def machine() -> tuple[int, bool]:
-    """(bytes that can still be had, whether anything is swapped out)."""
+    """Returns (available bytes, whether anything is swapped out)."""
     fields = dict(line.split(b":") for line in read("/proc/meminfo").splitlines())
     numbers = {key: int(value.split()[0]) * 1024 for key, value in fields.items()}
     return numbers.get(b"MemAvailable", 0), numbers.get(b"SwapFree", 0) < numbers.get(b"SwapTotal", 0)
 
 
 def _share(pid: int) -> tuple[int, int]:
-    """Its part of private memory (pages that a fork still shares are divided), and of memory that is shared by name."""
+    """Returns its share of private memory (pages still shared after a fork are divided) and of shared memory."""
     fields = {}
     for line in read(f"/proc/{pid}/smaps_rollup").splitlines()[1:]:
         key, _, value = line.partition(b":")
         fields[key] = int(value.split()[0]) * 1024
     if b"Pss_Anon" in fields:
         return fields[b"Pss_Anon"] + fields.get(b"SwapPss", 0), fields[b"Pss_Shmem"]
-    words = read(f"/proc/{pid}/statm").split()  # it hides from us, or Linux is older than 5.4: no pages are divided
+    words = read(f"/proc/{pid}/statm").split()  # unreadable, or Linux before 5.4: pages are not divided
     return ((int(words[1]) - int(words[2])) * PAGE if len(words) > 2 else 0), 0
 
 
@@ -168,7 +169,7 @@ def _status(pid: int, name: bytes) -> int:
 
 
 def read(path: str) -> bytes:
-    """A kernel file, whole; nothing if it is gone or not ours to read."""
+    """Returns a whole kernel file; empty if it is gone or unreadable."""
     data = b""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

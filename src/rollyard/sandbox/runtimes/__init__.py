@@ -1,1 +1,1 @@
-"""Sandbox runtimes: bubblewrap, Apptainer, container engines, and plain processes."""
+"""Sandbox runtimes: bubblewrap, Apptainer, container engines, and local processes."""

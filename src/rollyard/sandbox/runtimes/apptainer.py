@@ -1,12 +1,12 @@
-"""Sandboxes by Apptainer (or Singularity, the same command line): what an HPC cluster has, with its SIF images.
+"""Sandboxes of Apptainer (or Singularity, which has the same command line), for HPC clusters and their SIF images.
 
-The keeper has made the namespaces for network, PIDs and users, and has put the root together (a folder, or a SIF
-mounted by squashfuse; layers; an overlay on disk, not Apptainer's 64 MB in memory). Apptainer is run on that root with
-nothing of the host's mounted but what is asked for, and sets the image's environment. Its helper processes are in the
-keeper's PID namespace and die with it, and it needs neither setuid programs nor its own network.
+The init process creates the namespaces for network, PIDs and users, and assembles the root (a folder, or a SIF mounted
+by squashfuse; layers; an overlay on disk, not Apptainer's 64 MB in memory). Apptainer runs on that root with only the
+requested host paths mounted, and sets the image's environment. Its helper processes are in the init process's PID
+namespace and end with it. It needs neither setuid programs nor its own network.
 
-The user inside is root of a user namespace, without any capability; on the host it is whoever runs the service, or an
-unprivileged uid. Without an image the root is the host's /usr, as bubblewrap's.
+The user inside is root of a user namespace, without any capability; on the host it is the user that runs the service,
+or an unprivileged uid. Without an image the root is the host's /usr, as with bubblewrap.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rollyard.sandbox.runtimes.namespaced import ALLOW, NamespacedRuntime, Stage
 INSTALL = "install Apptainer 1.1 or newer (https://apptainer.org), or load its module, and put it in PATH"
 
 AT_ONCE = 4
-"""Starts at once from one image: more of them fight for the same SIF and the same locks, and all get slower."""
+"""Concurrent starts from one image: more of them compete for the same SIF and the same locks, and all get slower."""
 
 
 class ApptainerRuntime(NamespacedRuntime):
     name: ClassVar[str] = "apptainer"
     image_kinds: ClassVar[tuple[ImageKind, ...]] = ("sif", "folder")
-    namespaces: ClassVar[int | None] = 1  # Apptainer's own; none for what runs inside
-    # A batch system sends these to every process of a job that it ends, and Apptainer's own passes them on. An agent
-    # that sends them to itself cannot be told apart, and is tried again: no reward may come of a job's end.
+    namespaces: ClassVar[int | None] = 1  # Apptainer's own; commands inside cannot create any
+    # A batch system sends these to every process of a job that it ends, and Apptainer's process forwards them. An agent
+    # that sends them to itself cannot be distinguished, and is retried: the end of a job must not produce a reward.
     outside_statuses: ClassVar[frozenset[int]] = frozenset(
         128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGCONT, signal.SIGTERM)
     )
@@ -86,7 +86,7 @@ class ApptainerRuntime(NamespacedRuntime):
             detail = f"{detail}; a SIF image needs /dev/fuse (chmod 666 /dev/fuse, or modprobe fuse)"
         elif step == "overlay":
             detail = (
-                f"{detail}; it needs overlayfs in user namespaces (Linux 5.11 or newer), a data_dir that does not lie"
+                f"{detail}; it needs overlayfs in user namespaces (Linux 5.11 or newer), a data_dir that is not"
                 " on an overlay or a network file system, and an image that belongs to the user who runs the service"
             )
         return SandboxStartFailed(detail, **error.data)
@@ -109,5 +109,5 @@ def _is_folder(path: Path) -> bool:
 
 
 def _env(own: str) -> dict[str, str]:
-    """Nothing of the service's own: a leaked SLURM_* or PMI* could tear down the job that it runs in."""
+    """Returns Apptainer's environment, without the service's: a leaked SLURM_* or PMI* variable could end its job."""
     return {"PATH": PATH, "HOME": own, "TMPDIR": own, "APPTAINER_CONFIGDIR": own, "APPTAINER_CACHEDIR": own}

@@ -1,8 +1,9 @@
-"""Sandboxes by bubblewrap: no root, no daemon, no network, about 10 ms each.
+"""Sandboxes of bubblewrap: no root, no daemon, no network, about 10 ms each.
 
-Own user, mount, PID, IPC, UTS and network namespaces; all capabilities dropped, nested user namespaces refused, system
-calls filtered; a clean environment. The root is the host's /usr read-only with a private /workspace, /tmp and home, or
-an image (a folder or a SIF file) under a private overlay. The user inside is 1000.
+A sandbox has its own user, mount, PID, IPC, UTS and network namespaces; all capabilities are dropped, nested user
+namespaces refused, system calls filtered, and the environment is clean. The root is the host's /usr read-only with a
+private /workspace, /tmp and home, or an image (a folder or a SIF file) under a private overlay. The user inside is
+1000.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class BubblewrapRuntime(NamespacedRuntime):
         argv += ["--ro-bind", f"{parts.at}/control", CONTROL_DIR]
         for name, inside, is_read_only in parts.binds:
             argv += ["--ro-bind" if is_read_only else "--bind", f"{parts.at}/{name}", inside]
-        # /proc too: bwrap shuts /proc/sys only if that *folder* is writable, which it never is, and to the files in it
-        # the kernel lets whoever is root on the host, as the sandbox's user is where the service is run by root.
-        # /proc/keys names the keys of whoever runs the service: by them it knows the user, not the namespace.
+        # /proc too: bwrap makes /proc/sys read-only only if that *folder* is writable, which it never is. The kernel
+        # lets host root write the files in it, and the sandbox's user is host root if root runs the service.
+        # /proc/keys lists the keys of the user that runs the service: keys belong to users, not to namespaces.
         for path in ("/proc/keys", "/proc/key-users"):
             if Path(path).exists():
                 argv += ["--ro-bind", "/dev/null", path]
@@ -68,7 +69,7 @@ class BubblewrapRuntime(NamespacedRuntime):
             detail = f"{detail}; {ALLOW}"
         elif step == "overlay":
             detail = (
-                f"{detail}; images and layers need overlayfs in user namespaces (Linux 5.11 or newer), must not lie on"
+                f"{detail}; images and layers need overlayfs in user namespaces (Linux 5.11 or newer), must not be on"
                 " an overlay themselves, and must belong to the user who runs the service"
             )
         elif step == "bubblewrap" and "Unknown option" in detail:
@@ -89,7 +90,7 @@ class BubblewrapRuntime(NamespacedRuntime):
 
 
 def _host_root(at: str) -> Iterator[str]:
-    """The host's programs without the host's files."""
+    """Yields arguments that mount the host's programs without the host's other files."""
     yield from ("--ro-bind", "/usr", "/usr")
     for name in SYSTEM:
         path = Path("/", name)

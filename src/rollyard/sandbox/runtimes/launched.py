@@ -1,8 +1,8 @@
-"""What all runtimes have in common: opening, starting, leases, ending, freezing, sweeping up after a dead process.
+"""The base class of all runtimes: opening, starting, leases, ending, freezing, cleaning up after a dead process.
 
-Invariants. A folder below `root` belongs to the one process that holds `root/.lock`. A start that fails, times out
-or is cancelled is cleaned up before it returns. One timer serves all leases. What cannot be proven gone is
-`SandboxStuck`: its folder is kept, so that nothing reuses it.
+Invariants. The folders below `root` belong to the one process that holds `root/.lock`. A start that fails, times out
+or is cancelled is cleaned up before it returns. One timer serves all leases. If the end of a sandbox cannot be proven,
+`SandboxStuck` is raised and its folder is kept, so that nothing reuses it.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ log = logging.getLogger("rollyard.sandbox")
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ABANDONED_S = 60.0
-"""A control folder younger than that may just be being made, and not locked yet."""
+"""A younger control folder may have just been created and not be locked yet."""
 
 REMOVE_S = 120.0
-"""Bounds the deletion of a sandbox's files; what takes longer goes on in the launcher's child."""
+"""Time limit of deleting a sandbox's files; after it, deletion continues in the launcher's child."""
 
 MOST_LEFT = 10_000
-"""Sandboxes whose files could not be deleted, to be tried again by this process. The next one finds all of them."""
+"""Sandboxes whose files this process could not delete and tries again. The next process finds all of them."""
 
 LATE_GRACE_S = 30.0
-"""For the renewals of leases after this process stood still, by more than `MOST_LATE_S`."""
+"""Time to renew leases after this process was suspended for more than `MOST_LATE_S`."""
 
 
 class LaunchedRuntime(ABC):
     name: ClassVar[str]
     is_isolated: ClassVar[bool]
     image_kinds: ClassVar[tuple[ImageKind, ...]] = ()
-    is_killed_by_signal: ClassVar[bool] = True  # its namespace dies with the keeper, which we may signal
-    can_reach_out: ClassVar[bool] = True  # it can hold a sandbox to the hosts of `SandboxSpec.egress`
+    is_killed_by_signal: ClassVar[bool] = True  # SIGKILL to the init process ends the namespace with it
+    can_reach_out: ClassVar[bool] = True  # it can enforce `SandboxSpec.egress`
     outside_statuses: ClassVar[frozenset[int]] = frozenset()  # see `InitClient`
 
     def __init__(
@@ -66,53 +66,55 @@ class LaunchedRuntime(ABC):
         kill_s: float = 10.0,
         max_starting: int | None = None,
     ) -> None:
-        """`root` holds the sandboxes' files; `control_root` (tmpfs) the folders that commands are handed over in."""
+        """`root` contains the sandboxes' files; `control_root` (tmpfs) the folders to which commands are written."""
         self._root = root
         self._control_root = control_root
         self._start_s, self._kill_s = start_s, kill_s
-        # Starts are bound by the CPU: more at once only makes each of them slower.
+        # Starts are CPU-bound: more at once only makes each of them slower.
         self._starting = asyncio.Semaphore(max_starting or 4 * (os.cpu_count() or 1))
-        self.waiting = 0  # for room
+        self.waiting = 0  # callers of `room`
         self._fork_server = ForkServerClient(self.name)
         self._live: dict[str, LaunchedSandbox] = {}
         self._keepers: dict[str, InitClient] = {}
         self._places: dict[str, SandboxPaths] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
-        self._stuck: set[InitClient] = set()  # of sandboxes that were not proven gone
+        self._stuck: set[InitClient] = set()  # of sandboxes whose end was not proven
         self._left: deque[tuple[list[str], Sequence[str]]] = deque(maxlen=MOST_LEFT)  # files that could not be deleted
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._lock = self._control_lock = -1
-        self._control = Path()  # known once open
+        self._control = Path()  # set when opened
 
-    # --- what a runtime says of itself ---
+    # --- hooks of a runtime ---
 
     @abstractmethod
     def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[SandboxPaths, Message]:
-        """Where the sandbox's things go, and the launcher's part of the start. SandboxStartFailed if impossible."""
+        """Returns the sandbox's paths, and the launcher's request for the start. Raises SandboxStartFailed if it cannot
+        start."""
 
     def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
-        """The same error with what can be done about it."""
+        """Returns the error with a remedy."""
         return error
 
     async def _wait_for_room(self) -> None:  # noqa: B027
-        """Until the machine can bear one more. Nothing of the sandbox is there yet; `close` ends it."""
+        """Waits until the machine has resources for one more sandbox. Nothing of it exists yet; `close` ends the
+        wait."""
 
     async def _ready_to_start(self, place: SandboxPaths, spec: SandboxSpec) -> None:  # noqa: B027
-        """Preparations that take a while, off the loop."""
+        """Does slow preparations outside the event loop."""
 
     async def _launch(self, config: Message, fds: Sequence[int]) -> None:
-        """Hands the descriptors (socket, lifeline) to a keeper to be. They may be closed after it."""
+        """Passes the descriptors (socket, lifeline) to a new init process. The caller may close them afterwards."""
         self._fork_server.post(config, fds)
 
     def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:  # noqa: B027
-        """It stands: nobody has it yet."""
+        """Called when the sandbox is ready, before `start` returns it."""
 
     async def _on_gone(self, sandbox_id: str, place: SandboxPaths) -> None:  # noqa: B027
-        """It is proven gone, its files are not."""
+        """Called when its end is proven, before its files are deleted."""
 
     def _gate(self, spec: SandboxSpec) -> asyncio.Semaphore:
-        """What a start waits for."""
+        """Returns the semaphore that a start waits for."""
         return self._starting
 
     @property
@@ -150,11 +152,11 @@ class LaunchedRuntime(ABC):
     async def close(self) -> None:
         if self._lock < 0:
             return
-        lock, self._lock = self._lock, -1  # no start begins from here on
+        lock, self._lock = self._lock, -1  # refuses new starts
         while self._live or self._endings:
             for sandbox in list(self._live.values()):
                 self._end(sandbox, SandboxEnd("killed", "the runtime closed"))
-            await asyncio.wait(list(self._endings.values()))  # those too whose files are still being deleted
+            await asyncio.wait(list(self._endings.values()))  # includes those whose files are being deleted
         for init_client in [*self._stuck]:
             init_client.close()
         if self._timer is not None:
@@ -173,8 +175,8 @@ class LaunchedRuntime(ABC):
         folder = base / f"rollyard-{os.geteuid()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:  # /dev/shm is everyone's
-            raise RuntimeError(f"{folder} must be a folder of our own with mode 0700")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:  # all users can write to /dev/shm
+            raise RuntimeError(f"{folder} must belong to the service's user and have mode 0700")
         control = folder / blake2b(os.fsencode(self._root), digest_size=8).hexdigest()
         control.mkdir(mode=0o700, exist_ok=True)
         self._control_lock = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -197,7 +199,7 @@ class LaunchedRuntime(ABC):
             except SandboxStartFailed as error:
                 if error.data.get("step") != "launcher":
                     raise self._explain(error) from None
-            return await self._start(spec, lease_s)  # the launcher died under it; there is a new one by now
+            return await self._start(spec, lease_s)  # the launcher ended during the start; this uses a new one
 
     async def _start(self, spec: SandboxSpec, lease_s: float) -> LaunchedSandbox:
         await self._wait_for_room()
@@ -208,7 +210,7 @@ class LaunchedRuntime(ABC):
         try:
             place, config = self._prepare(sandbox_id, spec)
         except BaseException:
-            init_client.finish(SandboxEnd("killed", "it was never asked for"), by_signal=False)
+            init_client.finish(SandboxEnd("killed", "it was never started"), by_signal=False)
             init_client.sent()
             raise
         sandbox = LaunchedSandbox(
@@ -232,15 +234,15 @@ class LaunchedRuntime(ABC):
             async with asyncio.timeout(self._start_s):
                 await asyncio.shield(init_client.ready)
             if sandbox.ending is not None or init_client.end is not None:
-                raise SandboxStartFailed("it ended as soon as it stood")
+                raise SandboxStartFailed("it ended as soon as it was ready")
             self._on_started(sandbox, place)
             sandbox.open_doorway()
             await sandbox.open_egress()
         except BaseException as error:
-            ending = self._end(sandbox, SandboxEnd("killed", "its start did not succeed"))
+            ending = self._end(sandbox, SandboxEnd("killed", "its start failed"))
             await asyncio.wait([ending])
             if isinstance(error, TimeoutError):
-                raise SandboxStartFailed(f"it did not stand within {self._start_s} s") from None
+                raise SandboxStartFailed(f"it was not ready within {self._start_s} s") from None
             raise
         sandbox.renew(lease_s)
         log.debug("sandbox started", extra={"sandbox": sandbox_id, "owner": spec.owner, "runtime": self.name})
@@ -256,7 +258,7 @@ class LaunchedRuntime(ABC):
     def _end(
         self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None = None
     ) -> asyncio.Task[None]:
-        """The one task that ends this sandbox; the first reason stands."""
+        """Returns the one task that ends this sandbox; the first reason counts."""
         task = sandbox.ending
         if task is None:
             task = sandbox.ending = self._own(sandbox.id, self._finish(sandbox, end, frozen))
@@ -284,7 +286,7 @@ class LaunchedRuntime(ABC):
             self._stuck.add(init_client)
             init_client.ended.add_done_callback(lambda _: self._stuck.discard(init_client))
             raise SandboxStuck(
-                f"sandbox {sandbox.id} was not gone {self._kill_s} s after its kill", pid=init_client.pid
+                f"sandbox {sandbox.id} had not ended {self._kill_s} s after its kill", pid=init_client.pid
             ) from None
         finally:
             for table in (self._live, self._keepers, self._places):
@@ -292,7 +294,7 @@ class LaunchedRuntime(ABC):
         try:
             if frozen is not None:
                 if not frozen.target.parent.is_relative_to(self.layer_root):
-                    raise ValueError(f"a layer lies below {self.layer_root}")
+                    raise ValueError(f"a layer must be below {self.layer_root}")
                 await self._keep(sandbox.id, place.upper, frozen)
         finally:
             try:
@@ -301,25 +303,25 @@ class LaunchedRuntime(ABC):
                 await self._remove([str(place.folder), str(place.control)], place.groups)
 
     async def _keep(self, sandbox_id: str, upper: Path, frozen: FreezeRequest) -> None:
-        """What a dead sandbox wrote, less what it wrote where it must not count, becomes a layer."""
+        """Makes a layer of the files that an ended sandbox wrote, without the excluded paths."""
         hidden = await asyncio.to_thread(covering, upper, frozen.without)
         if hidden and not await self._fork_server.remove([str(path) for path in hidden]):
-            raise SandboxLost("what it wrote could not be cleared of the paths that must not count")
+            raise SandboxLost("the excluded paths could not be removed from its files")
         await asyncio.to_thread(settle, upper, frozen.target)
 
     async def remove(self, paths: Sequence[Path]) -> bool:
-        """Deletes folders of ours (layers), whatever is in them. False: something is left."""
+        """Deletes folders (layers), whatever their contents. Returns False if something is left."""
         return await self._fork_server.remove([str(path) for path in paths])
 
     async def _remove(self, paths: list[str], groups: Sequence[str] = ()) -> None:
-        """Whoever is deleted tries one more that could not be: for want of a descriptor, say. The rest is tried again
-        when we close, and when the folder is opened next."""
+        """Deletes a sandbox's files. Each success also retries one earlier failure (for example for lack of a
+        descriptor). The rest is retried by `close`, and when the folder is next opened."""
         if await self._try_remove(paths, groups) and self._left:
             await self._try_remove(*self._left.popleft())
 
     async def _try_remove(self, paths: list[str], groups: Sequence[str]) -> bool:
         is_gone = False
-        with contextlib.suppress(TimeoutError, OSError):  # OSError: no descriptor, no process to be had
+        with contextlib.suppress(TimeoutError, OSError):  # OSError: no descriptor or process available
             async with asyncio.timeout(REMOVE_S):
                 is_gone = await self._fork_server.remove(paths, groups)
         if not is_gone:
@@ -341,15 +343,15 @@ class LaunchedRuntime(ABC):
         is_late = now - self._timer_at > MOST_LATE_S
         self._timer, self._timer_at = None, float("inf")
         for sandbox in list(self._live.values()):
-            if is_late:  # we stood still ourselves: nobody could have renewed it
+            if is_late:  # this process was suspended, so the lease could not be renewed
                 sandbox.expires_at = max(sandbox.expires_at, now + LATE_GRACE_S)
             if sandbox.expires_at <= now:
-                log.warning("a lease ran out", extra={"sandbox": sandbox.id, "owner": sandbox.spec.owner})
+                log.warning("a lease expired", extra={"sandbox": sandbox.id, "owner": sandbox.spec.owner})
                 self._end(sandbox, SandboxEnd("lease", "its lease was not renewed"))
             elif sandbox.ending is None:
                 self._arm(sandbox.expires_at)
 
-    # --- what an earlier process left ---
+    # --- leftovers of an earlier process ---
 
     async def _sweep(self) -> None:
         paths: list[str] = []
@@ -361,20 +363,20 @@ class LaunchedRuntime(ABC):
         paths += [str(path) for path in self._control.iterdir() if str(path) not in paths]
         paths += [str(path) for path in self._control.parent.iterdir() if _is_abandoned(path)]
         if paths:
-            log.info("swept what an earlier process left", extra={"paths": len(paths)})
+            log.info("removing leftovers of an earlier process", extra={"paths": len(paths)})
             await self._remove(paths)
 
     async def _end_recorded(self, record: Path) -> bool:
-        """Ends the keeper that the record names, if it still is that process. True: it is gone."""
+        """Ends the init process that the record names, if it is still that process. Returns whether it has ended."""
         try:
             entry = json.loads(record.read_bytes())  # noqa: ASYNC240  (a hundred bytes, once, at opening)
             pidfd = os.pidfd_open(entry["pid"])
         except (OSError, ValueError, KeyError):
-            return True  # no process, or it died before it had one
+            return True  # no such process, or the record was never completed
         try:
             if not _is_recorded(entry):
                 return True
-            if not self.is_isolated:  # it ends its descendants by itself, now that its lifeline is cut
+            if not self.is_isolated:  # it ends its descendants by itself, since its lifeline has closed
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._kill_s):
                         await readable(pidfd)
@@ -389,26 +391,26 @@ class LaunchedRuntime(ABC):
             os.close(pidfd)
 
     async def _probe_start(self, results: dict[str, str], name: str, spec: SandboxSpec) -> bool:
-        """Starts one for real, runs a command in it, ends it."""
+        """Starts a sandbox, runs a command in it, and ends it."""
         try:
             sandbox = await self.start(spec, lease_s=60.0)
             try:
                 result = await sandbox.exec("echo ok", timeout_s=10.0)
             finally:
                 await sandbox.kill()
-            results[name] = "ok" if result.stdout == b"ok\n" else f"echo gave status {result.status}"
+            results[name] = "ok" if result.stdout == b"ok\n" else f"echo returned status {result.status}"
         except RollyardError as error:
             results[name] = error.detail
         return results[name] == "ok"
 
 
 def _is_recorded(entry: Mapping[str, Any]) -> bool:
-    """Same start time, same PID namespace: the number was not given to another process."""
+    """Whether start time and PID namespace are the same: the PID has not been reused."""
     try:
         stat = Path(f"/proc/{entry['pid']}/stat").read_bytes().rpartition(b")")[2].split()
         if stat[19].decode() != entry["start_time"]:
             return False
-        with contextlib.suppress(PermissionError):  # hidden from an ordinary user; the start time has to do
+        with contextlib.suppress(PermissionError):  # hidden from an ordinary user; the start time must suffice
             return Path(f"/proc/{entry['pid']}/ns/pid").stat().st_ino == entry["pid_namespace"]
         return True
     except OSError:
@@ -416,7 +418,7 @@ def _is_recorded(entry: Mapping[str, Any]) -> bool:
 
 
 def _is_abandoned(control: Path) -> bool:
-    """Whether nobody holds this control folder: its process died, and its root was never opened again."""
+    """Whether this control folder is not locked: its process ended, and its root was never opened again."""
     with contextlib.suppress(OSError):
         if time.time() - control.stat().st_mtime < ABANDONED_S:
             return False

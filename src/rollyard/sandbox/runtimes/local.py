@@ -1,9 +1,8 @@
-"""Sandboxes that are not: commands run on this machine as this user, in a folder of their own.
+"""Sandboxes without isolation: commands run on this machine as this user, each sandbox in its own folder.
 
-For trusted tasks and for machines without namespaces; only where the operator allows it. Clean-up is as good as it
-gets without a kernel's help: the keeper is a subreaper, so every descendant stays below it, and it kills them all
-when its lifeline ends. A process that kills the keeper itself is caught by the launcher. No limits are enforced
-but `open_files`.
+It is for trusted tasks and for machines without namespaces, and only where the operator allows it. Clean-up is best
+effort: the init process is a subreaper, so every descendant stays below it, and it kills them all when its lifeline
+closes. If a process kills the init process itself, the launcher cleans up. No limits are enforced except `open_files`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rollyard.sandbox.runtimes.launched import PATH, LaunchedRuntime
 
 
 class LocalRuntime(LaunchedRuntime):
-    """WORKDIR and CONTROL_DIR are names: `cwd` and file calls map them to the host's folders, commands do not.
+    """Runs commands on the host. `cwd` and file calls map WORKDIR and CONTROL_DIR to host folders; commands do not.
 
     A command finds its folder in `$PWD` and `$HOME`.
     """
@@ -32,13 +31,13 @@ class LocalRuntime(LaunchedRuntime):
     name: ClassVar[str] = "local"
     is_isolated: ClassVar[bool] = False
     is_killed_by_signal: ClassVar[bool] = False
-    can_reach_out: ClassVar[bool] = False  # what runs here has the host's own network
+    can_reach_out: ClassVar[bool] = False  # commands have the host's network
 
     def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[SandboxPaths, Message]:
         if spec.image is not None:
             raise SandboxStartFailed("the local runtime has no images; use bubblewrap")
         if spec.egress is not None:
-            raise SandboxStartFailed("the local runtime cannot hold a command to a list of hosts; use bubblewrap")
+            raise SandboxStartFailed("the local runtime cannot restrict a command to a list of hosts; use bubblewrap")
         if spec.binds:
             raise SandboxStartFailed("the local runtime cannot bind host paths; use bubblewrap")
         folder, control = self._root / sandbox_id, self._control / sandbox_id
@@ -55,18 +54,18 @@ class LocalRuntime(LaunchedRuntime):
         return place, {"folders": [(str(path), 0o700) for path in folders]}
 
     async def _ready_to_start(self, place: SandboxPaths, spec: SandboxSpec) -> None:
-        """Without mounts a layer can only be copied."""
+        """Copies the layers, since they cannot be mounted."""
         if spec.layers:
             await asyncio.to_thread(place.folder.mkdir, mode=0o700)
         for layer in reversed(spec.layers):
             copying = asyncio.get_running_loop().run_in_executor(None, copy_tree, layer / "upper", place.upper)
             try:
                 await asyncio.shield(copying)
-            finally:  # a caller who is cancelled stops no thread: it would write into what is being deleted
+            finally:  # cancelling does not stop the thread, which would write into files that are being deleted
                 await asyncio.wait([copying])
 
     def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
-        """A doorway here is a port of the host's loopback, which everyone on this machine can reach."""
+        """Opens the doorway on the host's loopback, where every user of this machine can reach it."""
         if sandbox.spec.has_doorway:
             self._keepers[sandbox.id].doorway = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 

@@ -1,11 +1,11 @@
-"""What bubblewrap and Apptainer have in common: the parts that a sandbox is put together from, and its limits.
+"""The base class of bubblewrap and Apptainer: the parts from which a sandbox is assembled, and its limits.
 
-The keeper (see `sandbox/launcher/program.py`) gets a *stage*: trees of the host's under short names, at one place. `own` is the
-sandbox's folder (`upper` and `work` of its overlay), `image` or `sif` its image, `l0`… its layers, `b0`… its binds,
-`control` the folder of commands. From them it mounts `root`, which bwrap or Apptainer is run on.
+The init process (see `sandbox/launcher/program.py`) gets a *stage*: host trees under short names in one folder. `own`
+is the sandbox's folder (`upper` and `work` of its overlay), `image` or `sif` its image, `l0`… its layers, `b0`… its
+binds, `control` the folder of commands. From these it mounts `root`, on which bwrap or Apptainer runs.
 
-A service run as root gives each sandbox an unprivileged uid of its own. On disk everything is root's; the mounts show
-it as the sandbox's (idmapped mounts, Linux 5.19 for overlays), so that a layer made by one uid serves another.
+A service run as root gives each sandbox its own unprivileged uid. On disk all files belong to root; idmapped mounts
+(Linux 5.19 for overlays) show them as the sandbox's, so that a layer made by one uid can be used by another.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from rollyard.sandbox.runtimes.sif import squashfs_offset
 HOME = "/home/agent"
 
 UIDS = range(200_000, 265_536)
-"""Uids on the host for the sandboxes of a service run as root. None of them has an account."""
+"""Uids on the host for the sandboxes of a service run as root. They have no accounts."""
 
 Tree = tuple[str, Path, int]
-"""A name at the stage, what is shown there, and whether it is to be the sandbox's user's own."""
+"""A name in the stage, the path mounted there, and whether the sandbox's user must own it."""
 
 _STAGES = ("/media", "/srv", "/mnt", "/boot", "/home")
-"""Folders of every Linux that neither bwrap nor Apptainer needs: hidden from them, and from no one else."""
+"""Standard Linux folders that neither bwrap nor Apptainer needs. The stage hides one of them, only from these."""
 
 _BAD = frozenset(":,\\")
 ALLOW = (
@@ -53,18 +53,18 @@ ALLOW = (
 
 @dataclass(frozen=True, slots=True)
 class StagedParts:
-    """What a runtime makes its command line from: names at the stage."""
+    """The parts in the stage from which a runtime builds its command line."""
 
     at: str  # the stage
     has_image: bool
-    root: str  # where the sandbox's own files are seen: the overlay, or the upper folder itself
-    binds: tuple[tuple[str, str, bool], ...]  # (name at the stage, inside, is read-only)
+    root: str  # the sandbox's own files: the overlay, or the upper folder itself
+    binds: tuple[tuple[str, str, bool], ...]  # (name in the stage, inside, is read-only)
 
 
 class NamespacedRuntime(LaunchedRuntime):
     is_isolated: ClassVar[bool] = True
     image_kinds: ClassVar[tuple[ImageKind, ...]] = ("folder", "sif")
-    namespaces: ClassVar[int | None] = None  # user namespaces that may be made inside the keeper's; None: not bounded
+    namespaces: ClassVar[int | None] = None  # limit of user namespaces inside the init process's; None: unlimited
 
     def __init__(
         self,
@@ -106,23 +106,23 @@ class NamespacedRuntime(LaunchedRuntime):
         await super().close()
         await self._limiter.close()
 
-    # --- what a runtime says of itself ---
+    # --- hooks of a runtime ---
 
     @abstractmethod
     def _command(self, spec: SandboxSpec, parts: StagedParts) -> tuple[str, list[str], dict[str, str]]:
-        """Program, arguments and environment that make the inner namespaces, with an idle process in them."""
+        """Returns program, arguments and environment that create the inner namespaces with an idle process in them."""
 
     @abstractmethod
     def _host_trees(self) -> list[Tree]:
-        """What makes a root of the host's own programs, at the stage: for a sandbox without an image."""
+        """Returns the trees that form a root of the host's programs in the stage, for a sandbox without an image."""
 
     @abstractmethod
     def _make_host_files(self) -> None:
-        """Those of them that are files of ours; made anew whenever the runtime is opened."""
+        """Creates the files of these trees that are not the host's own; called whenever the runtime is opened."""
 
     @abstractmethod
     def _lowers(self) -> tuple[str, ...]:
-        """Those of them that are the lowest layer of the overlay; none: an overlay is made for layers only."""
+        """Returns those trees that are the lowest layer of the overlay; if empty, only layers need an overlay."""
 
     def _user_env(self) -> dict[str, str]:
         return {}
@@ -154,7 +154,7 @@ class NamespacedRuntime(LaunchedRuntime):
         binds = tuple((f"b{number}", bind.inside, bind.is_read_only) for number, bind in enumerate(spec.binds))
         for (name, _, _), bind in zip(binds, spec.binds, strict=True):
             if not bind.host.exists():
-                raise SandboxStartFailed(f"{bind.host}, which is to be bound, does not exist", step="bind")
+                raise SandboxStartFailed(f"the host path of a bind does not exist: {bind.host}", step="bind")
             trees.append((name, bind.host.absolute(), MAY_MAP))
         at = self._stage()
         places = [(WORKDIR, 0o755), ("/tmp", 0o1777), (HOME, 0o700)]
@@ -201,7 +201,7 @@ class NamespacedRuntime(LaunchedRuntime):
         if image.is_dir():
             return ("image", image.absolute(), MUST_MAP)
         if not image.is_file():
-            raise SandboxStartFailed(f"image {image} is not there", step="image")
+            raise SandboxStartFailed(f"image {image} does not exist", step="image")
         try:
             offset = squashfs_offset(image)
         except ValueError as error:
@@ -217,13 +217,13 @@ class NamespacedRuntime(LaunchedRuntime):
         for folder in _STAGES:
             if Path(folder).is_dir() and not program.startswith(f"{folder}/"):
                 return folder
-        raise SandboxStartFailed(f"none of {', '.join(_STAGES)} is there to put a sandbox's parts in", step="stage")
+        raise SandboxStartFailed(f"a sandbox needs one of the folders {', '.join(_STAGES)}; none exists", step="stage")
 
     def _take_uid(self) -> int | None:
         if not self._has_uids:
             return None
         if not self._uids:
-            raise SandboxStartFailed("every uid for sandboxes is in use; give a wider range", step="user")
+            raise SandboxStartFailed("all uids for sandboxes are in use; set a wider range", step="user")
         return self._uids.pop()
 
     async def _wait_for_room(self) -> None:
@@ -247,10 +247,10 @@ class NamespacedRuntime(LaunchedRuntime):
         if sandbox is not None and (limit == "memory" or limit == "processes" or limit == "disk" or limit == "files"):
             self._end(sandbox, SandboxEnd(limit, detail))
 
-    # --- trying it ---
+    # --- probe ---
 
     async def _probe_features(self, results: dict[str, str]) -> None:
-        """What every sandbox of a namespaced runtime is made with."""
+        """Tests the features that every sandbox of a namespaced runtime uses."""
         results |= self._limiter.describe()
         with tempfile.TemporaryDirectory(dir=self._root, prefix="probe-") as folder:
             image = probe_image(Path(folder) / "image")
@@ -268,7 +268,7 @@ def _libexec(name: str) -> str | None:
 
 
 def probe_image(image: Path) -> SandboxSpec | None:
-    """The smallest image that can start: links into the host's /usr. None where /usr is not merged."""
+    """Makes the smallest image that can start: links into the host's /usr. None if /usr is not merged."""
     if not Path("/bin").is_symlink():
         return None
     (image / "usr").mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,13 @@
-"""Sandboxes by a container engine: podman or docker, by their common command line. For laptops, and where one is there.
+"""Sandboxes of a container engine: podman or docker, by their common command line. For laptops and existing engines.
 
-The container's PID 1 is our own keeper (`sandbox/launcher/program.py`), run by a Python of ours that is bound into it, so that any
-image will do. It fetches its socket and its lifeline over a Unix socket in the control folder, and from then on is
-what the other runtimes' keepers are: commands, files, the doorway and the proof of its end work in the same way,
-without the engine in between. It leaves when its lifeline ends, and the kernel ends the container with it.
+The container's PID 1 is the launcher's init process (`sandbox/launcher/program.py`), run by the portable Python, which
+is bound into the container, so that any image works. It receives its socket and its lifeline over a Unix socket in the
+control folder. From then on it is like the init process of other runtimes: commands, files, the doorway and the proof
+of its end work in the same way, without the engine. It ends when its lifeline closes, and the kernel ends the container
+with it.
 
-An image is a folder, which is imported into the engine once, or a name that the engine knows. A layer is an image
-that the engine made of a container (`commit`): it cannot leave out paths, so EVAL `same` is not for this runtime.
+An image is a folder, which is imported into the engine once, or a name in the engine's store. A layer is an image that
+the engine made of a container (`commit`). It cannot exclude paths, so this runtime does not support EVAL `same`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ CALL_S = 120.0
 HOME = "/home/agent"
 
 UIDS, UIDS_EACH = range(0x7000_0000, 0x7FFF_0000), 65_536
-"""On the host, for containers of a service run as root: a range for each, since an image may have files of any uid.
-Above what systemd gives to containers, and below where 32-bit programs take a uid for a negative number."""
+"""Uids on the host for containers of a service run as root: a range for each, since an image may have files of any
+uid. They are above those that systemd gives to containers, and below those that 32-bit programs read as negative."""
 
 
 class OciRuntime(LaunchedRuntime):
@@ -71,7 +72,7 @@ class OciRuntime(LaunchedRuntime):
         max_starting: int | None = None,
     ) -> None:
         """`command` is the engine with its global options ("podman --runtime runc"); empty: podman, else docker.
-        `image` is for sandboxes that name none: a container has no root of the host's."""
+        `image` is for sandboxes without one: a container cannot use the host's /usr as its root."""
         super().__init__(
             root=root, control_root=control_root, start_s=start_s, kill_s=kill_s, max_starting=max_starting or 4
         )
@@ -80,9 +81,9 @@ class OciRuntime(LaunchedRuntime):
         self._limiter = Limiter(defaults, has_cgroups=False)
         self._pythons = pythons or PythonBuilds(root / "python")
         self._launching: dict[str, asyncio.Future[None]] = {}
-        self._images: dict[str, str] = {}  # sandbox → what it starts from
-        self._first_uids: dict[str, int] = {}  # sandbox → where its range begins, once it needs one
-        self._next_uids = int(mark_of(root), 16)  # another service on this machine begins elsewhere
+        self._images: dict[str, str] = {}  # sandbox → the engine's name of its image
+        self._first_uids: dict[str, int] = {}  # sandbox → start of its range, if it needs one
+        self._next_uids = int(mark_of(root), 16)  # another service on this machine starts elsewhere
         self._imports: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
@@ -118,7 +119,7 @@ class OciRuntime(LaunchedRuntime):
 
     @property
     def _has_uids(self) -> bool:
-        """podman's container gets uids of its own; with docker that is a setting of its daemon (userns-remap)."""
+        """Whether containers get their own uids. Only with podman: docker's daemon has a setting (userns-remap)."""
         return os.geteuid() == 0 and "podman" in Path(self._engine()[0]).name
 
     async def _call(
@@ -134,18 +135,18 @@ class OciRuntime(LaunchedRuntime):
                 timeout=bound_s,
                 check=False,
                 stdin=subprocess.DEVNULL,
-                cwd=cwd or self._root,  # conmon leaves a file `oom` there when a container runs out of memory
+                cwd=cwd or self._root,  # conmon writes a file `oom` there when a container runs out of memory
             )
         except subprocess.TimeoutExpired as error:
-            raise SandboxStartFailed(f"{words[0]} was not done in {bound_s:g} s", step="engine") from error
+            raise SandboxStartFailed(f"{words[0]} did not finish in {bound_s:g} s", step="engine") from error
 
     @property
     def _label(self) -> str:
         return f"rollyard={mark_of(self._root)}"
 
     async def _sweep_containers(self) -> None:
-        """Those of an earlier process: ours by their label. They end by themselves when their lifeline does; mostly
-        there is none."""
+        """Removes containers of an earlier process, found by their label. They end by themselves when their lifeline
+        closes, so usually there are none."""
         found = await self._call("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={self._label}")
         if names := found.stdout.split():
             await self._call("rm", "--force", *names)
@@ -188,7 +189,7 @@ class OciRuntime(LaunchedRuntime):
         return SandboxPaths(folder, folder / "upper", control, env, limits, in_force), config
 
     async def _ready_to_start(self, place: SandboxPaths, spec: SandboxSpec) -> None:
-        """What is done once and may take minutes: not in the time of a start."""
+        """Does one-time preparations that may take minutes and do not count towards the start's timeout."""
         self._images[place.folder.name] = await self._image_of(spec)
         await self._pythons.get()
 
@@ -236,7 +237,7 @@ class OciRuntime(LaunchedRuntime):
                 argv += [flag, str(value)]
         binds = [(control, CONTROL_DIR, True), (python.folder, INSIDE, True)]
         binds.append((Path(launcher.__file__).parent, LAUNCHER, True))
-        # A tool may want our Python as well: it is there.
+        # A tool may bind the portable Python as well: it is mounted already.
         more = [bind for bind in spec.binds if bind.inside != INSIDE]
         binds += [(bind.host.absolute(), bind.inside, bind.is_read_only) for bind in more]
         for host, inside, is_read_only in binds:
@@ -256,7 +257,7 @@ class OciRuntime(LaunchedRuntime):
         raise SandboxStartFailed(f"all {len(ranges)} ranges of uids for containers are in use", step="user")
 
     async def _image_of(self, spec: SandboxSpec) -> str:
-        """The engine's name of what the sandbox starts from; a folder is imported the first time."""
+        """Returns the engine's name of the sandbox's image; imports a folder at its first use."""
         if spec.layers:
             text = await asyncio.to_thread((spec.layers[0] / "image.json").read_text)
             return json.loads(text)["image"]
@@ -269,7 +270,7 @@ class OciRuntime(LaunchedRuntime):
         if name not in self._imports:
             self._imports[name] = asyncio.get_running_loop().create_task(self._import(image, name))
             self._imports[name].add_done_callback(lambda _: self._imports.pop(name))
-        await asyncio.shield(self._imports[name])  # nobody who gives up stops it: the next one would begin anew
+        await asyncio.shield(self._imports[name])  # a cancelled caller must not stop an import that others wait for
         return name
 
     async def _import(self, folder: str, name: str) -> None:
@@ -277,7 +278,7 @@ class OciRuntime(LaunchedRuntime):
             await asyncio.to_thread(import_folder, self._engine(), folder, name)
 
     def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
-        """The engine limits it, and tells nobody what that did: the kernel does."""
+        """Reads kill counts from the kernel: the engine enforces limits but does not report them."""
         group, init_client = group_of(sandbox.pid), self._keepers[sandbox.id]
         sandbox.count_oom_kills = init_client.count_oom_kills = lambda: group.events().oom_kills
         sandbox.count_host_kills = lambda: group.events().host_kills
@@ -285,14 +286,14 @@ class OciRuntime(LaunchedRuntime):
         self._watch_disk(sandbox, place)
 
     def _watch_disk(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
-        """What it writes is in a folder of the engine's, if that is one we can look into."""
+        """Monitors the engine's folder of the container's writes, if it can be read."""
         upper = upper_folder(sandbox.pid)
         if upper is not None:
             self._limiter.watch_disk(sandbox.id, sandbox.pid, upper, sandbox.spec.limits)
         elif named := [name for name in ("disk_bytes", "files") if getattr(sandbox.spec.limits, name) is not None]:
             raise TaskInvalid(
-                f"sandbox.{named[0]}: this container engine's storage cannot be watched from here, so nothing would"
-                " enforce it; leave it out, or use the runtime bubblewrap or apptainer"
+                f"sandbox.{named[0]}: this container engine's storage cannot be monitored, so the limit would not be"
+                " enforced; leave it out, or use the runtime bubblewrap or apptainer"
             )
         else:
             place.limits_in_force.update(disk="none", files="none")
@@ -325,13 +326,13 @@ class OciRuntime(LaunchedRuntime):
         self._images.pop(sandbox_id, None)
         self._limiter.forget(sandbox_id)
         launching = self._launching.pop(sandbox_id, None)
-        if launching is not None:  # PID 1 is gone; the engine may still be telling us that it runs
+        if launching is not None:  # PID 1 has ended; the engine's `run` may not have returned yet
             await asyncio.wait([launching])
             await self._remove_container(sandbox_id)
         self._first_uids.pop(sandbox_id, None)
 
     async def _remove_container(self, sandbox_id: str) -> None:
-        """Again if need be: podman's own cleaning up may be at work in it (its shm mount is busy then)."""
+        """Removes a container. Retries, since podman's own clean-up may be running (its shm mount is then busy)."""
         done = None
         for wait_s in (0.0, 0.1, 0.3, 1.0):
             await asyncio.sleep(wait_s)
@@ -347,7 +348,7 @@ class OciRuntime(LaunchedRuntime):
                 await self._call("rmi", "--force", json.loads(found.read_text())["image"])
         return await super().remove(paths)
 
-    # --- trying it ---
+    # --- probe ---
 
     def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
         detail = error.detail
@@ -370,7 +371,7 @@ class OciRuntime(LaunchedRuntime):
         return results
 
     async def forget(self, image: str) -> None:
-        """Drops the engine's copy of an image folder. Its layers and containers must be gone."""
+        """Removes the engine's copy of an image folder. Its layers and containers must have been removed."""
         if image.startswith("/"):
             await self._call("rmi", await self._image_of(SandboxSpec(image=image)))
 

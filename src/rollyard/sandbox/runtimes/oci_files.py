@@ -1,4 +1,4 @@
-"""Files of a container engine: folders that become images, containers that become layers, where one's writes lie."""
+"""Files of a container engine: imports folders as images, exports containers as layers, finds a container's writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMPORT_S = 1800.0
 
 
 def import_folder(engine: list[str], folder: str, name: str) -> None:
-    """`tar | import`: what both engines can do. Everything becomes root's, as in an image."""
+    """Imports a folder by `tar | import`, which both engines support. All files become root's, as in an image."""
     packing = ["tar", "--create", "--numeric-owner", "--owner=0", "--group=0", "--directory", folder, "."]
     with subprocess.Popen(packing, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tar:
         done = subprocess.run(
@@ -31,8 +31,8 @@ def import_folder(engine: list[str], folder: str, name: str) -> None:
 
 
 def upper_folder(pid: int) -> Path | None:
-    """Where the host keeps what a container writes: the upper folder of its root's overlay. None: there is no such
-    folder (another storage driver), or it is not ours to read."""
+    """Returns the host's folder of a container's writes: the upper folder of its root's overlay. None if there is no
+    such folder (another storage driver), or it cannot be read."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/mountinfo") as mounts:
         for line in mounts:
             here, _, source = line.partition(" - ")
@@ -44,7 +44,8 @@ def upper_folder(pid: int) -> Path | None:
 
 
 def export_container(engine: list[str], container: str, image: str, first_uid: int) -> None:
-    """`commit` would keep the uids that the container had on the host (podman 4.3), and nobody could write to it."""
+    """Makes an image of a container by export and import. `commit` would keep the container's uids on the host
+    (podman 4.3), so that its users could not write to the files."""
     with (
         subprocess.Popen([*engine, "export", container], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as source,
         subprocess.Popen(
@@ -55,18 +56,18 @@ def export_container(engine: list[str], container: str, image: str, first_uid: i
     ):
         for member in packed:
             member.uid, member.gid = max(0, member.uid - first_uid), max(0, member.gid - first_uid)
-            # Large numbers are there as text, too, which would be written again.
+            # Large numbers are also in the headers as text, which would be written again.
             member.pax_headers = {key: text for key, text in member.pax_headers.items() if key not in ("uid", "gid")}
             repacked.addfile(member, packed.extractfile(member) if member.isreg() else None)
         repacked.close()
         assert target.stdin is not None
         target.stdin.close()
     if source.returncode != 0 or target.returncode != 0:
-        raise SandboxLost("what the container wrote could not be kept by the container engine")
+        raise SandboxLost("the container engine could not store the files that the container wrote")
 
 
 def probe_image(folder: Path) -> Path | None:
-    """The smallest image: busybox, where this machine has a static one."""
+    """Makes the smallest image: busybox, if this machine has it."""
     program = shutil.which("busybox")
     if program is None:
         return None

@@ -1,7 +1,7 @@
-"""Where the root file system lies in a SIF file: enough of the format to mount it, and no more.
+"""Finds the root file system in a SIF file. Reads only as much of the format as mounting needs.
 
 Layout (SIF 1.0, little endian): 32 bytes of launch script, magic, version, architecture, uuid, times; the count,
-offset and length of descriptors; each says type, offset and size of its part, and a partition's its file system.
+offset and length of descriptors. Each has the type, offset and size of its part; a partition's also its file system.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _MOST_DESCRIPTORS = 1024
 
 
 def squashfs_offset(path: Path) -> int:
-    """The byte at which its squashfs begins. ValueError: it is no SIF file, or its root is no plain squashfs."""
+    """Returns the offset of its squashfs. Raises ValueError if it is not a SIF file, or its root not a plain
+    squashfs."""
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
         if header[:4] == b"hsqs":
@@ -26,7 +27,7 @@ def squashfs_offset(path: Path) -> int:
             raise ValueError("it is neither a folder nor a SIF file")
         *_, total, at, _, _, _ = _HEADER.unpack(header)
         if not 0 < total <= _MOST_DESCRIPTORS:
-            raise ValueError(f"it says that it has {total} parts")
+            raise ValueError(f"it declares {total} parts")
         file.seek(at)
         for _ in range(total):
             raw = file.read(_DESCRIPTOR.size)

@@ -1,16 +1,16 @@
-"""An instance as a task, by the handler that its `data_source` names (`swebench` where there is none).
+"""Converts an instance to a task, with the handler that its `data_source` names (default: `swebench`).
 
-    swebench                                          swe    rows of SWE-bench, SWE-Gym, R2E-Gym, as they are
+    swebench                                          swe    rows of SWE-bench, SWE-Gym, R2E-Gym, unchanged
     deepscaler                                        math   prompt, reward_model.ground_truth
     deepcoder…, codecontests, apps, codeforces, taco  code   prompt, reward_model.ground_truth: tests
     stem                                              stem   question or prompt, answer or reward_model.ground_truth
 
-Any other name is that of an environment here, whose own importer reads the instance as a row of a dataset
-(`rollyard tasks import`), or whose task's data it is.
+Any other name is the name of an environment. Its importer reads the instance as a row of a dataset (`rollyard tasks
+import`), or the instance is the data of its task.
 
-Their tables hold JSON as text in places, nulls where another dataset has a column, and the reference's own
-bookkeeping: all that is undone here, and the environments' importers do the rest. Agents get the tools that the
-handler gives its agent, under our names, as far as there are such.
+ProRL Agent's tables contain JSON as text, nulls where another dataset has a column, and bookkeeping fields. These are
+undone here, and the environments' importers do the rest. Agents get the tools that ProRL Agent's handler gives its
+agent, under Rollyard's names, as far as they exist.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Row = Mapping[str, Json]
 DEFAULT = "swebench"
 
 BOOKKEEPING = frozenset({"data_source", "trajectory_id", "data_kind", "ability", "source"})
-"""The reference's own fields: no part of a task."""
+"""Fields of ProRL Agent that are not part of a task."""
 
 CODE_HINT = "Write Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
-"""What Eurus and DeepCoder put behind each problem; the environment says itself where the code is wanted."""
+"""Appended to each problem by Eurus and DeepCoder; the environment has its own instruction on where to put the code."""
 
 SEARCH = "search"
-"""An MCP server of this name in the setting `mcp_servers` is what agents search with."""
+"""Name of the MCP server, in the setting `mcp_servers`, with which agents search."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceHandler:
-    """An environment, how an instance becomes a row for its importer, and the agent's tools (None: its own)."""
+    """An environment, the conversion of an instance to a row of its importer, and the agent's tools (None: default)."""
 
     environment: str
     row: Callable[[Row], Row]
@@ -49,14 +49,14 @@ class InstanceHandler:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the operator decides for these tasks."""
+    """The operator's settings for these tasks."""
 
-    images: str = ""  # the importer's option of `swe`
+    images: str = ""  # the importer's option for `swe`
     mcp_servers: tuple[str, ...] = ()
 
 
 def task_body(instance: Row, environments: Environments, choices: Choices) -> dict[str, Json]:
-    """The body of a task. TaskInvalid says what is wrong with the instance; UnknownEnvironment, with its handler."""
+    """The body of a task. Raises `TaskInvalid` for an invalid instance, `UnknownEnvironment` for an unknown handler."""
     name = str(instance.get("data_source") or DEFAULT)
     handler = handler_of(name)
     environment = environments.get(handler.environment)
@@ -67,7 +67,7 @@ def task_body(instance: Row, environments: Environments, choices: Choices) -> di
         if handler.row is not _as_it_is:
             raise
         data = {key: value for key, value in row.items() if key != "instance_id"}
-        found = {"environment": handler.environment, "data": data}  # no importer, or none for this: a task's own data
+        found = {"environment": handler.environment, "data": data}  # no importer accepts the row: it is the task's data
         environment.check(Task(handler.environment, data))
     body = dict(found)
     options: dict[str, Json] = {}
@@ -102,15 +102,15 @@ def _math(row: Row) -> Row:
 
 
 def _code(row: Row) -> Row:
-    """Inputs and outputs as APPS has them, or a list of tests as LiveCodeBench has them."""
+    """Tests as inputs and outputs as in APPS, or as a list as in LiveCodeBench."""
     if row.get("reward_model") is None:
-        return row  # a row of a dataset that the environment knows
+        return row  # a row of a dataset that the environment can import
     tests, question = _truth(row), _question(row).replace(CODE_HINT, "").strip()
     tests = _json(tests) if isinstance(tests, str) else tests
     if isinstance(tests, Mapping):
         return {"question": question, "input_output": tests}
     if not isinstance(tests, Sequence) or isinstance(tests, str):
-        raise TaskInvalid("deepcoder: reward_model.ground_truth: tests were expected, as JSON or not")
+        raise TaskInvalid("deepcoder: reward_model.ground_truth: tests were expected, as JSON text or as a list")
     names = {name for test in tests if (name := _function(test)) is not None}
     if len(names) > 1:
         raise TaskInvalid("deepcoder: reward_model.ground_truth: its tests call more than one function")
@@ -133,7 +133,7 @@ def _stem(row: Row) -> Row:
 
 
 def _function(test: Json) -> str | None:
-    """The function that a test calls; None: it is of a program."""
+    """The function that a test calls, or None if it tests a program."""
     if not isinstance(test, Mapping):
         return None
     metadata = test.get("metadata")
@@ -142,7 +142,7 @@ def _function(test: Json) -> str | None:
 
 
 def _question(row: Row) -> str:
-    """What the user says in the prompt: a text, messages, or those as JSON."""
+    """The user's message in the prompt, which is a text, a list of messages, or such a list as JSON text."""
     prompt = _read(row, "prompt").get("prompt")
     if isinstance(prompt, str):
         return prompt
@@ -161,7 +161,7 @@ def _truth(row: Row) -> Json:
 
 
 def _read(row: Row, *names: str) -> dict[str, Json]:
-    """These fields, of those that are there; a list or an object as JSON is read."""
+    """The fields that exist; lists and objects in JSON text are decoded."""
     found: dict[str, Json] = {}
     for name in names:
         value = row.get(name)
@@ -173,7 +173,7 @@ def _read(row: Row, *names: str) -> dict[str, Json]:
 
 
 def _json(text: str) -> Json:
-    """What the JSON says; the text itself if it is none: a problem may begin with a bracket."""
+    """The decoded JSON, or the text itself if it is not JSON: a problem may start with a bracket."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,15 +1,15 @@
-"""Whether jobs are taken in, in which period, and with which weights: three facts that must outlive the process.
+"""The intake: whether jobs are accepted, the period, and the version of the weights. All three survive the process.
 
-A period is what lies between two `/start`s, that is, one batch of the trainer's. It tells a job that is asked for
-again from the same task's job of a later batch, for its trainer sends no job ids. It begins anew with every `/start`,
-even one that is refused because the intake is open (its trainer died, and began again), and with `/clear_llm_server`,
-with which a trainer's life begins.
+A period is the time between two `/start` calls, that is, one batch of the trainer. It distinguishes a repeated job from
+the same task's job of a later batch, because the trainer sends no job ids. A new period starts with every `/start`,
+even one that is refused because the intake is open (the trainer died and was restarted), and with `/clear_llm_server`,
+the first call of a trainer.
 
-Weights: its trainer changes them between `/stop` and `/start` and tells nobody, so every `/start` names a new version
-(see `jobs.py`).
+The trainer changes weights between `/stop` and `/start` and reports no version, so every `/start` sets a new one (see
+`jobs.py`).
 
-Invariant: what was answered is on disk, whole, before the answer. The store's lock keeps a second service from the
-file.
+Invariant: the state in a response is on disk, complete, before the response is sent. The store's lock keeps a second
+service from using the file.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FILE = "prorl.json"  # below data_dir
 class Intake:
     is_open: bool = False
     period: int = 0
-    version: int = 0  # of weights: the last that was named here
+    version: int = 0  # the last version of the weights that was set here
 
     def next(self, *, is_open: bool) -> Intake:
         return replace(self, is_open=is_open, period=self.period + 1)
 
 
 class IntakeFile:
-    """See the module. `now` is what is on disk."""
+    """The intake's state in a file. `now` is the state on disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,24 +45,24 @@ class IntakeFile:
         self.now = self._load()
 
     async def begin(self) -> bool:
-        """Opens it, in a new period. False: it was open before."""
+        """Opens the intake, in a new period. Returns False if it was open."""
         async with self._lock:
             was_open = self.now.is_open
             await self._keep(self.now.next(is_open=True))
             return not was_open
 
     async def name_version(self, version: int) -> None:
-        """Kept before it is told to anyone: a version that was told is never named again."""
+        """Stored before the version is used anywhere, so that a version is never used twice."""
         async with self._lock:
             await self._keep(replace(self.now, version=version))
 
     async def renew(self) -> None:
-        """A new period, open or not."""
+        """Starts a new period. The intake stays open or closed."""
         async with self._lock:
             await self._keep(self.now.next(is_open=self.now.is_open))
 
     async def end(self) -> bool:
-        """Shuts it. False: it was shut before."""
+        """Closes the intake. Returns False if it was closed."""
         async with self._lock:
             was_open = self.now.is_open
             if was_open:
@@ -92,4 +92,4 @@ class IntakeFile:
         except FileNotFoundError:
             return Intake()
         except (OSError, msgspec.DecodeError) as error:
-            raise SettingsError(f"{self._path} cannot be read: {error}; delete it to begin anew") from error
+            raise SettingsError(f"{self._path} cannot be read: {error}; delete it to start again") from error

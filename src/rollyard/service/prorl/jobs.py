@@ -1,16 +1,16 @@
-"""Jobs as rollouts of the run `prorl`: which rollout a call means, and waiting for its end.
+"""Jobs as rollouts of the run `prorl`: finds or creates the rollout of a call, and waits for its end.
 
-A job with a `job_id` is the rollout of that id, for good. Its trainer sends none with plain batches: then a job is
-what was asked for, in this period (`intake.py`), so that a call that is repeated (it timed out, the service was
-restarted) waits for the same rollout. Two calls mean one job only if they name a `trajectory_id`: without, nothing
-tells a sibling from a repetition, and each call is a job of its own. A job without a `job_id` whose rollout was lost to
-infrastructure is begun anew by the next call, for that is what its trainer repeats it for.
+A job with a `job_id` is always the rollout of that id. ProRL Agent's trainer sends none with plain batches: then a job
+is identified by its content and the period (`intake.py`), so that a repeated call (after a timeout or a restart of the
+service) waits for the same rollout. Two calls are one job only if they have a `trajectory_id`: without it, a sibling
+cannot be distinguished from a repetition, and each call is a new job. If the rollout of a job without a `job_id` was
+lost to infrastructure, the next call starts a new one, because that is why the trainer repeats it.
 
-A `/start` follows a change of weights, so it names the policy's next version: every token has one, and no prefix that
-the old weights left in an engine's cache is used again.
+A `/start` follows a change of weights, so it sets the policy's next version: every token has a version, and prefixes of
+the old weights in an engine's cache are not used again.
 
-Invariants. The rollout is durable before anyone waits for it. Who goes away while waiting, or waits too long (504),
-leaves it as it is. Waiting ends at once when it is cancelled, and when the service closes.
+Invariants. The rollout is durable before a call waits for it. A client that disconnects while waiting, or waits too
+long (504), does not affect it. A wait ends at once when the rollout is cancelled, and when the service closes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RUN = "prorl"
 PREFIX = f"{RUN}."  # of rollouts' ids
 PATCH = "patch"  # the artifact of `swe`
 STOPPED = "the intake was stopped"
-STOP_S = 20.0  # for sandboxes to be gone; its trainer waits 30 s for a /stop
+STOP_S = 20.0  # for sandboxes to end; the trainer waits 30 s for a /stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ProrlJob:
     instance: Mapping[str, Json]
     sampling_params: Mapping[str, Json]
     job_id: str | None = None
-    owner: str = ""  # of the run, if this is its first job
+    owner: str = ""  # of the run, if this job creates it
 
     @property
     def identity(self) -> dict[str, Json]:
@@ -58,7 +58,7 @@ class ProrlJob:
 
 
 def rollout_id(job_id: str) -> str:
-    """The key of a job that its client named. Names that are no ids here are hashed."""
+    """The key of a job with a `job_id`. An id that is not valid in Rollyard is hashed."""
     try:
         name = check_id(PREFIX + check_id(job_id))
     except MalformedId:
@@ -67,32 +67,32 @@ def rollout_id(job_id: str) -> str:
 
 
 class ProrlJobs:
-    """See the module."""
+    """The jobs and the intake of this service."""
 
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
         self.intake = IntakeFile(app_state.settings.data_dir / FILE)
-        self.waiting = 0  # calls that wait for an end
+        self.waiting = 0  # calls that wait for a rollout's end
         self._stops = 0
         self._choices = Choices(app_state.settings.prorl_images, tuple(app_state.settings.mcp_servers))
 
     async def start(self) -> bool:
-        """Opens the intake, with a new version of the weights. False: it was open."""
+        """Opens the intake and sets a new version of the weights. Returns False if it was open."""
         is_news = await self.intake.begin()
         await self._name_version()
         return is_news
 
     async def _name_version(self) -> None:
-        """The next one, for the engines there are. Who names versions under /v1/policies goes on doing so: a version
-        beyond ours is not ours to change."""
+        """Sets the next version on the policy's engines. A later version that was set through /v1/policies is left
+        unchanged."""
         router, policy, ours = self._app_state.router, self.policy, self.intake.now.version
         if not self.has_engine or router.version(policy) > ours:
             return
         await self.intake.name_version(ours + 1)
         try:
             await router.policies.resume(policy, ours + 1)
-        except RollyardError as error:  # the engines are quarantined, and say so; the next /start tries again
-            log.warning("new weights could not be told", extra={"policy": policy, "detail": error.detail})
+        except RollyardError as error:  # the engines are quarantined and report why; the next /start retries
+            log.warning("a new weight version could not be set", extra={"policy": policy, "detail": error.detail})
 
     @property
     def policy(self) -> str:
@@ -108,7 +108,7 @@ class ProrlJobs:
         """The job's rollout, which is stored when this returns."""
         stops = self._stops
         rollout = await self._begin(job)
-        if stops != self._stops:  # it was stored behind the back of who cancelled all there were
+        if stops != self._stops:  # it was stored while `cancel_all` was running
             await self._app_state.pipeline.cancel(rollout.id, STOPPED)
         return rollout
 
@@ -119,7 +119,7 @@ class ProrlJobs:
             return await self._submit(job, key_of(RUN, new_id(RUN)))
         digest = hashlib.sha256(msgspec.json.encode(job.identity, order="deterministic")).hexdigest()[:24]
         name = key_of(RUN, f"{PREFIX}p{self.intake.now.period}-{digest}")
-        for number in count(1):  # at most one further than the calls before: each of those made one
+        for number in count(1):  # ends after at most as many steps as there were calls before
             again = name if number == 1 else f"{name}.{number}"
             try:
                 found = await self._app_state.store.get(again)
@@ -128,7 +128,7 @@ class ProrlJobs:
             failure = found.ending.failure if found.ending else None
             if failure is None or failure.blame is not Blame.INFRA:
                 return found
-        raise AssertionError("count ends never")
+        raise AssertionError("count never ends")
 
     async def ended(self, rollout: Rollout, within_s: float) -> Rollout:
         self.waiting += 1
@@ -141,7 +141,7 @@ class ProrlJobs:
         await self._app_state.pipeline.cancel(rollout_id(job_id), "cancelled by the client")
 
     async def cancel_all(self) -> None:
-        """All that has not ended; returns when it has, or has had its time: then weights may change."""
+        """Cancels all rollouts that have not ended, and waits up to `STOP_S` for them: then weights may change."""
         self._stops += 1
         for state in State:
             if state is State.ENDED:
@@ -161,7 +161,7 @@ class ProrlJobs:
                     await pipeline.changed()
 
     def counts(self) -> dict[str, int]:
-        """The reference's counters, of this run alone."""
+        """ProRL Agent's counters, for this run only."""
         pipeline = self._app_state.pipeline
         states = [attempt.state for attempt in pipeline.live.values() if attempt.run.id == RUN]
         evals = states.count(State.EVAL)
@@ -177,7 +177,7 @@ class ProrlJobs:
         return {**counts, "total": sum(counts.values())}
 
     async def patch_of(self, trajectory: Trajectory | None) -> str | None:
-        """What the agent changed, where the task is about that."""
+        """The agent's patch, if the task has one."""
         artifact = next((it for it in trajectory.artifacts if it.name == PATCH), None) if trajectory else None
         if trajectory is None or artifact is None or artifact.kind != "file":
             return None
@@ -185,7 +185,7 @@ class ProrlJobs:
             path = await self._app_state.resources.artifacts.load(artifact, trajectory.rollout_id, trajectory.attempt)
             return (await asyncio.to_thread(path.read_bytes)).decode("utf-8", "replace")
         except (ArtifactLost, OSError):
-            return None  # it was swept; the verdict stands
+            return None  # it was deleted; the score is still valid
 
     async def _submit(self, job: ProrlJob, name: str) -> Rollout:
         app_state = self._app_state
@@ -198,7 +198,7 @@ class ProrlJobs:
         return stored
 
     async def _run(self, owner: str) -> Run:
-        """Made on first use, unless the operator has made it, with defaults of their own."""
+        """The run, created on first use. The operator may create it before, with defaults."""
         found = self._app_state.pipeline.run_of(RUN)
         if found is None:
             found = await self._app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})

@@ -1,20 +1,20 @@
-"""A trajectory's messages with the tokens of its trace on them.
+"""A trajectory's messages with the tokens of its trace.
 
-The reference's trainer joins the `token_ids` of all messages, and trains on those of the messages whose role is
+ProRL Agent's trainer concatenates the `token_ids` of all messages, and trains on those of messages whose role is
 assistant, with their `logprobs`.
 
-Invariants, whatever the messages are: the joined `token_ids` are exactly the trace's; the tokens on assistant messages
-are exactly those with mask 1, in order, with the trace's logprobs. So what was sampled in one call stands on one
-assistant message; what the policy was told in between, template and all, stands on the last message before it that is
-no assistant's, and the others there have none. An assistant message that this trace does not own (a copy in a fork, an
-example in the prompt) has no tokens of its own: they are told. The list ends with what was sampled last.
+Invariants, for any messages: the concatenated `token_ids` are exactly the trace's; the tokens of assistant messages are
+exactly those with mask 1, in order, with the trace's logprobs. So the tokens sampled in one call are on one assistant
+message. The tokens between two calls, including the template's, are on the last non-assistant message before the later
+call; the other messages in between have none. An assistant message that this trace does not own (a copy in a fork, an
+example in the prompt) has no tokens of its own: they count as prompt. The list ends with the last sampled message.
 
-That trainer takes whatever stands before the first assistant message for the prompt, and a list that begins with one
-for a prompt without a response. So the first assistant message is the first that was sampled: what an assistant said
-before it is left out, as text; its tokens are the prompt's.
+The trainer takes everything before the first assistant message as the prompt, and a list that starts with an assistant
+message as a prompt without a response. So the first assistant message is the first sampled one: earlier assistant
+messages are left out as text, and their tokens are part of the prompt.
 
-`input_ids`, the prompt of a call, is every token before it, which the reader has already: only the first assistant
-message has it, for else a result would grow with the square of its turns. Who wants all of them says so.
+`input_ids`, the prompt of a call, is every token before it, which the reader already has. Only the first assistant
+message has it, because otherwise a result would grow with the square of its turns. `with_all_input_ids` sets it on all.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from rollyard.core import Json, Message, Span, Trace, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A span, and the message that it is the text of."""
+    """A span, and the index of the message that it is the text of."""
 
     span: Span
     message: int
 
 
 def trained_trace(trajectory: Trajectory) -> int | None:
-    """Which trace the messages are of: there is place for one, so the one with the most sampled tokens. None: none."""
+    """The index of the trace that the messages show: the one with the most sampled tokens. None if there is none."""
     sizes = [trace.sampled_tokens for trace in trajectory.traces]
     return max(range(len(sizes)), key=sizes.__getitem__) if any(sizes) else None
 
 
 def messages_of(trajectory: Trajectory, *, with_all_input_ids: bool = False) -> list[dict[str, Any]]:
-    """See the module. Without a trace (a text engine's), messages without tokens; without an assistant's, none."""
+    """The messages with tokens. Without a trace (a text engine), without tokens, up to the last assistant message."""
     chosen = trained_trace(trajectory)
     if chosen is None:
         return _text_only(trajectory.messages)
     trace = trajectory.traces[chosen]
     spans = sorted((span for span in trace.spans if span.is_owned), key=lambda span: span.start)
     places = _places(trajectory, spans)
-    if places is None:  # whoever wrote these messages did not write one for each call
+    if places is None:  # there is not one assistant message per call
         messages: Sequence[Message] = [{"role": "assistant", "content": ""} for _ in spans]
         places = [_Place(span, index) for index, span in enumerate(spans)]
     else:
@@ -58,7 +58,7 @@ def messages_of(trajectory: Trajectory, *, with_all_input_ids: bool = False) -> 
 
 
 def _places(trajectory: Trajectory, spans: Sequence[Span]) -> list[_Place] | None:
-    """The assistant messages of the calls: the last ones, as many as there were turns. None: they do not fit."""
+    """The assistant messages of the calls: the last ones, one per turn. None if they do not match the spans."""
     assistants = [index for index, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
     first = len(assistants) - trajectory.turns
     if first < 0:
@@ -89,7 +89,7 @@ def _joined(
                 bearer = _plain({"role": "user", "content": ""})
                 between.append(bearer)
             bearer["token_ids"] = told.tolist()
-            # whatever stood behind the bearer has no tokens, so the order of tokens is that of the trace
+            # messages after the bearer have no tokens, so the order of tokens is that of the trace
         sampled = _plain(messages[place.message])
         sampled["token_ids"] = trace.token_ids[span.start : span.end].tolist()
         sampled["logprobs"] = None if trace.logprobs is None else trace.logprobs[span.start : span.end].tolist()
@@ -108,7 +108,7 @@ def _text_only(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """In the reference's shape: a text as content, tool calls as their functions."""
+    """The message in ProRL Agent's format: content as text, tool calls as their functions."""
     made: dict[str, Any] = {
         "role": message.get("role"),
         "content": _text(message.get("content")),
@@ -127,7 +127,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _text(content: Json) -> str:
-    """Of parts, the text."""
+    """The content, or the text of its parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else ()

@@ -1,18 +1,18 @@
-"""How a rollout ended, as the reference's trainer reads it.
+"""Converts a rollout's end to the result that ProRL Agent's trainer reads.
 
-What that trainer does with a result: without `messages` it asks again, twice, and then fills the place with a copy of
-another trajectory that it flags as padding; with an `error` it flags the trajectory (`error_mask`); else it trains on
-it, with `resolved` for a reward. So:
+What the trainer does with a result: without `messages` it repeats the call, twice, and then uses a copy of another
+trajectory, flagged as padding; with an `error` it flags the trajectory (`error_mask`); otherwise it trains on it, with
+`resolved` as the reward. Therefore:
 
-    trainable, whatever ended it                      error null, filter false, resolved by its reward
-    scored, but not to be trained on (run_deadline,   error, filter true, resolved by its reward, critical_error
+    trainable, however it ended                       error null, filter false, resolved by its reward
+    scored, but not trainable (run_deadline,          error, filter true, resolved by its reward, critical_error
       no logprobs)                                      timeout or run
     no reward: infrastructure, task                   error, filter true, no messages, critical_error init, run, eval
                                                         or timeout: never a made-up 0 in the group's statistics
     cancelled                                         error, filter true, no messages, critical_error null
 
-A turn or context limit is the policy's own doing and is trained on, which the reference does not do; `finish` and
-`end_properly` tell it. `reward` and `rollyard` (its id here, outcome, and code) are beside the reference's fields.
+A turn or context limit is caused by the policy and is trained on, which ProRL Agent does not do; `finish` and
+`end_properly` report it. The fields `reward` and `rollyard` (rollout id, outcome and code) are additions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollyard.core import Ending, Failure, Json, Outcome, Rollout, Timings, Traj
 from rollyard.core.failure import EngineTimeout, EvalDeadline, RunDeadline, SetupDeadline, Stalled
 from rollyard.service.prorl.messages import messages_of, trained_trace
 
-RESOLVED_ABOVE = 0.99  # the reference's own bound
+RESOLVED_ABOVE = 0.99  # the bound of ProRL Agent
 
 _TIMEOUTS = frozenset(it.code for it in (RunDeadline, EvalDeadline, SetupDeadline, EngineTimeout, Stalled))
 _STAGES = frozenset({"init", "run", "eval"})
@@ -38,7 +38,7 @@ def result_of(
     git_patch: str | None = None,
     with_all_input_ids: bool = False,
 ) -> dict[str, Any]:
-    """See the module. The rollout has ended."""
+    """The result of a rollout that has ended."""
     ending = rollout.ending
     assert ending is not None
     trajectory = trajectory or Trajectory(rollout.id, rollout.attempt)
@@ -72,16 +72,16 @@ def result_of(
 
 
 def _error(ending: Ending, trajectory: Trajectory) -> str | None:
-    """Why it is not to be trained on; None: it is."""
+    """Why the rollout is not trainable, or None if it is."""
     failure, chosen = ending.failure, trained_trace(trajectory)
     if not ending.is_trainable and failure is not None:
         return f"{failure.code}: {failure.detail}"
     if chosen is None:
-        return "no tokens were sampled, or the engine gives none"
+        return "no tokens were sampled, or the engine returns none"
     trace = trajectory.traces[chosen]
     if not trace.is_trainable:
         return trace.untrainable_reason or "its trace is not trainable"
-    return None if ending.is_trainable else "its run does not train"
+    return None if ending.is_trainable else "its run is not for training"
 
 
 def _critical(ending: Ending) -> str | None:
@@ -96,7 +96,7 @@ def _critical(ending: Ending) -> str | None:
 
 
 def _timing(timings: Timings, failure: Failure | None) -> dict[str, Any]:
-    """Of the last attempt, in seconds. Only the three stages are counted against anything."""
+    """Seconds of the last attempt. Only the three stages count as elapsed time."""
     counted = timings.init_s + timings.run_s + timings.eval_s
     return {
         "init_time": timings.init_s,

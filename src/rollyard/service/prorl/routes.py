@@ -1,10 +1,10 @@
-"""The paths themselves, in the reference's words: its bodies, its replies, its statuses.
+"""The paths, with ProRL Agent's bodies, responses and statuses.
 
-    400   /start when started already; an instance that no handler here knows
-    503   /stop, /status, /cancel, /process when not started; /process without an engine; the service is closing
-    504   /process took longer than `prorl_timeout_s`: the rollout goes on, and the same call again waits for it
+    400   /start if the intake is open; an instance without a handler
+    503   /stop, /status, /cancel, /process if the intake is closed; /process without an engine; the service is closing
+    504   /process took longer than `prorl_timeout_s`: the rollout continues, and the same call waits for it again
 
-What is wrong otherwise has the statuses of the rest of this service. Every error's body has a `detail`.
+Other errors have the statuses of the rest of this service. Every error's body has a `detail`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ router = APIRouter(tags=["prorl"])
 
 PATHS = frozenset({"/start", "/stop", "/status", "/process", "/cancel", "/add_llm_server", "/clear_llm_server"})
 
-OURS = "prorl-"  # of the ids of engines that were added here: only those are cleared here
+OURS = "prorl-"  # prefix of the ids of engines added here; only those are cleared here
 
 
 def mount(app: FastAPI, app_state: AppState) -> None:
@@ -47,13 +47,13 @@ def mount(app: FastAPI, app_state: AppState) -> None:
 
 
 def open_paths(settings: Settings) -> frozenset[str]:
-    """Those that need no token; why, says the package. Who sets tokens means them."""
+    """The paths that need no token (see the package's docstring). With configured tokens, all paths need one."""
     has_tokens = bool(settings.admin_tokens or settings.trainer_tokens)
     return PATHS if settings.prorl and settings.is_loopback and not has_tokens else frozenset()
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")  # as the reference does
+    model_config = ConfigDict(extra="ignore")  # as ProRL Agent does
 
 
 class ProcessBody(_Body):
@@ -67,7 +67,7 @@ class CancelBody(_Body):
 
 
 class ServerBody(_Body):
-    """Only the address is the reference's. The rest is for who can say more."""
+    """ProRL Agent sends only the address; the other fields are additions."""
 
     address: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
     tokenizer: str = ""
@@ -82,7 +82,7 @@ class ServerBody(_Body):
 
 @router.post("/start")
 async def start(request: Request) -> Response:
-    """Opens the intake, for one batch of the trainer's."""
+    """Opens the intake, for one batch of the trainer."""
     if not await _jobs(request).start():
         return _refused(400, "Server is already running")
     return reply({"status": "Server started successfully"})
@@ -90,8 +90,8 @@ async def start(request: Request) -> Response:
 
 @router.post("/stop")
 async def stop(request: Request) -> Response:
-    """Shuts the intake and cancels what has not ended: the trainer's engines are about to sleep. What waits in
-    /process is answered with a result that says so."""
+    """Closes the intake and cancels all jobs that have not ended, because the trainer's engines are about to sleep.
+    Waiting /process calls return a result that reports it."""
     jobs = _jobs(request)
     if not await jobs.intake.end():
         return _not_running()
@@ -113,7 +113,7 @@ async def status(request: Request) -> Response:
 
 @router.post("/process")
 async def process(request: Request) -> Response:
-    """Plays one instance and answers with its result. The same call again waits for the same rollout."""
+    """Runs one instance and returns its result. The same call again waits for the same rollout."""
     app_state, jobs = app_state_of(request), _jobs(request)
     body = await _read(request, ProcessBody)
     if not jobs.intake.now.is_open or app_state.pipeline.is_draining:
@@ -128,9 +128,9 @@ async def process(request: Request) -> Response:
         return _refused(400, f"Invalid dataset type or instance: {error.detail}")
     ended = await while_wanted(request, jobs.ended(rollout, app_state.settings.prorl_timeout_s), app_state.closing)
     if ended is None:
-        return _refused(503, f"the service is closing; the job is kept as rollout {id_of(rollout.id)}")
+        return _refused(503, f"the service is closing; the job is stored as rollout {id_of(rollout.id)}")
     if ended.state is not State.ENDED:
-        return _refused(504, f"Processing timed out; the job goes on as rollout {id_of(rollout.id)}: ask again")
+        return _refused(504, f"Processing timed out; the job continues as rollout {id_of(rollout.id)}: repeat the call")
     trajectory = await app_state.store.trajectory(ended.id)
     result = result_of(
         ended,
@@ -144,7 +144,7 @@ async def process(request: Request) -> Response:
 
 @router.post("/cancel")
 async def cancel(request: Request) -> Response:
-    """Cancels a job, also one that has not come yet. Whoever waits for it is answered with a result that says so."""
+    """Cancels a job, even one that has not arrived yet. Calls that wait for it return a result that reports it."""
     jobs = _jobs(request)
     body = await _read(request, CancelBody)
     if not jobs.intake.now.is_open:
@@ -158,7 +158,7 @@ async def cancel(request: Request) -> Response:
 
 @router.post("/add_llm_server")
 async def add_llm_server(request: Request) -> Response:
-    """Takes an engine in, as what it answers to be: vLLM, SGLang, or the reference's own protocol."""
+    """Adds an engine of the kind that it responds as: vLLM, SGLang, or ProRL Agent's own protocol."""
     require_admin(request)
     app_state = app_state_of(request)
     body = await _read(request, ServerBody)
@@ -173,7 +173,7 @@ async def add_llm_server(request: Request) -> Response:
         "policy": _jobs(request).policy,
         "model": body.model,
         "tokenizer": body.tokenizer or app_state.settings.prorl_tokenizer,
-        # their protocol cannot show it: whoever names it in the settings answers for it
+        # cannot be verified by that protocol: naming it in the settings means to trust it
         "trust_tokenizer": body.trust_tokenizer or bool(app_state.settings.prorl_tokenizer and not body.tokenizer),
         "renderer": body.renderer,
     }
@@ -182,18 +182,18 @@ async def add_llm_server(request: Request) -> Response:
     try:
         await app_state.router.add(spec)
     except EngineExists:
-        return reply({"status": f"LLM server address {body.address} is there already"})
+        return reply({"status": f"LLM server address {body.address} has already been added"})
     try:
         await app_state.store.put_engine(spec)
     except BaseException:
-        await app_state.router.remove(spec.id)  # what is not remembered is not there either
+        await app_state.router.remove(spec.id)  # an engine that is not stored must not be used
         raise
     return reply({"status": f"Added LLM server address: {body.address}"})
 
 
 @router.post("/clear_llm_server")
 async def clear_llm_server(request: Request) -> Response:
-    """Takes out the engines that were added here, and begins a new period. Those of the settings stay."""
+    """Removes the engines that were added here, and starts a new period. Engines of the settings stay."""
     require_admin(request)
     app_state = app_state_of(request)
     await _jobs(request).intake.renew()
@@ -208,7 +208,7 @@ async def _remove(app_state: AppState, name: str) -> None:
     try:
         await app_state.router.remove(name)
     except NotFound:
-        return  # two cleared at once
+        return  # removed by a concurrent call
     await app_state.store.delete_engine(name)
     app_state.pipeline.metrics.engine_removed(name)
 
@@ -217,10 +217,10 @@ async def _remove(app_state: AppState, name: str) -> None:
 
 
 def _jobs(request: Request) -> ProrlJobs:
-    """Where tokens are asked for, all of this is one tenant's: the first that used it."""
+    """The jobs. If tokens are required, they belong to one tenant: the first that used these paths."""
     caller, run = caller_of(request), app_state_of(request).pipeline.run_of(RUN)
     if not (caller.can_write if run is None else caller.writes(run)):
-        raise Forbidden(f"the run {RUN!r} was made with another token")
+        raise Forbidden(f"the run {RUN!r} was created with another token")
     return request.app.state.prorl
 
 
@@ -233,7 +233,7 @@ def _not_running() -> Response:
 
 
 async def _read(request: Request, model: type[BaseModel]) -> Any:
-    """Tables send NaN where there is nothing, which is not JSON; it is read as null."""
+    """The body. Tables contain NaN for missing values, which is not JSON; it is read as null."""
     data = await request.body()
     try:
         raw = msgspec.json.decode(data)
@@ -245,7 +245,7 @@ async def _read(request: Request, model: type[BaseModel]) -> Any:
 def _lenient(data: bytes) -> Mapping[str, Any]:
     try:
         raw = json.loads(data, parse_constant=lambda _: None)
-        msgspec.json.encode(raw)  # half a surrogate pair cannot be stored
+        msgspec.json.encode(raw)  # raises for lone surrogates, which cannot be stored
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}" if data else "the body is empty") from error
     return raw

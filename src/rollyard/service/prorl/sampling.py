@@ -1,14 +1,14 @@
-"""`sampling_params` of a job as a task's sampling and limits.
+"""Converts the `sampling_params` of a job to a task's sampling and limits.
 
     temperature, top_p, top_k                       the same
-    max_output_tokens | max_tokens                  sampling.max_tokens: of one reply
+    max_output_tokens | max_tokens                  sampling.max_tokens: of one completion
     max_iterations                                  limits.max_turns
     max_model_len                                   limits.max_context
-    min_p and the penalties                         sampling.extra: handed to the engine
+    min_p and the penalties                         sampling.extra: passed to the engine
     is_reasoning_task                               the agent gets no tools
 
-All else (model, api_key, custom_tokenizer, native_tool_calling…) is how that system calls its own engine, and is not
-looked at. Seeds come from the run, the rollout and the turn, as everywhere here.
+All other parameters (model, api_key, custom_tokenizer, native_tool_calling…) configure how ProRL Agent calls its own
+engine, and are ignored. Seeds are derived from the run, the rollout and the turn, as for all rollouts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _EXTRA = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 
 
 def asked_of(params: Mapping[str, Json]) -> dict[str, Json]:
-    """The part of a task's body that the parameters say. Numbers are checked where the whole task is."""
+    """The part of a task's body that the parameters define. Values are validated with the whole task."""
     sampling, limits = _found(params, _SAMPLING), _found(params, _LIMITS)
-    if sampling.get("top_k") == 0:  # vLLM's other word for all of them
+    if sampling.get("top_k") == 0:  # in vLLM, 0 also means all tokens
         sampling["top_k"] = -1
     extra = {name: params[name] for name in _EXTRA if params.get(name) is not None}
     if extra:

@@ -1,1 +1,1 @@
-"""The calls, one file per thing. All are below /v1, but for those of `health`."""
+"""The routes, one module per resource. All are below /v1, except those of `health`."""

@@ -1,7 +1,7 @@
-"""/v1/draws: dynamic sampling. A stream of useful groups, handed out in numbered batches.
+"""/v1/draws: dynamic sampling. A stream of useful groups, delivered in numbered batches.
 
-What was delivered stays as it is: asking again, after a dropped connection or a restart of either side, gives the same
-groups in the same order.
+Delivered groups do not change: a request that is repeated after a dropped connection, or a restart of either side,
+returns the same groups in the same order.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ MOST_GROUPS = 256  # on one page
 
 
 class WaitQuery(RunQuery):
-    wait_s: WaitS = Field(default=0.0, description="Answer when the batch is closed, or after so long.")
+    wait_s: WaitS = Field(default=0.0, description="Seconds to wait for the batch to close.")
 
 
 class GroupsQuery(RunQuery):
-    after: str | None = Field(default=None, description="The `next` of the page before.")
-    batch: Count | None = Field(default=None, description="Only groups of that batch.")
+    after: str | None = Field(default=None, description="The `next` of the previous page.")
+    batch: Count | None = Field(default=None, description="Only groups of this batch.")
     limit: int = Field(default=16, ge=1, le=MOST_GROUPS)
-    wait_s: WaitS = Field(default=0.0, description="Wait so long for the first group, or for the batch to close.")
+    wait_s: WaitS = Field(default=0.0, description="Seconds to wait for a group, or for the batch to close.")
     include: Literal["traces", "records"] = "traces"
 
 
 @router.post("", status_code=201, openapi_extra=json_body(DrawBody))
 async def create(request: Request) -> Response:
-    """Makes a draw; its tasks are read, checked and copied first. The same id with the same body is the same draw."""
+    """Creates a draw, after its tasks have been read, checked and copied. The same id with the same body is the same
+    draw."""
     app_state = app_state_of(request)
     body = await read_body(request, DrawBody)
     if app_state.pipeline.is_draining:
@@ -73,7 +74,7 @@ async def create(request: Request) -> Response:
 
 @router.get("")
 async def list_draws(request: Request) -> Response:
-    """All draws, in the order in which they were made."""
+    """Returns all draws, in order of creation."""
     app_state = app_state_of(request)
     runs = {run.id for run in app_state.readable(caller_of(request))}
     found = [await app_state.sampler.runner(draw.id) for draw in await app_state.store.list_draws() if draw.run in runs]
@@ -82,14 +83,14 @@ async def list_draws(request: Request) -> Response:
 
 @router.get("/{draw_id}")
 async def get_draw(request: Request, draw_id: str, run: InRun = None) -> Response:
-    """How a draw stands, with its figures."""
+    """Returns a draw with its figures."""
     runner = await _runner(request, draw_id, run)
     return reply(draw_object(runner.draw, runner.draw_state))
 
 
 @router.delete("/{draw_id}", status_code=202)
 async def close(request: Request, draw_id: str, run: InRun = None) -> Response:
-    """Ends a draw: what is at work for it is cancelled, what was delivered stays."""
+    """Ends a draw. Its running rollouts are cancelled; delivered groups stay."""
     runner = await _mine(request, draw_id, run)
     await runner.close()
     return reply(draw_object(runner.draw, runner.draw_state), 202)
@@ -97,7 +98,7 @@ async def close(request: Request, draw_id: str, run: InRun = None) -> Response:
 
 @router.post("/{draw_id}/batches", openapi_extra=json_body(BatchBody))
 async def ask(request: Request, draw_id: str, run: InRun = None) -> Response:
-    """Opens the next batch. Its groups come by `GET …/groups?batch=`, as they become ready."""
+    """Opens the next batch. `GET …/groups?batch=` returns its groups as they become ready."""
     runner = await _mine(request, draw_id, run)
     body = await read_body(request, BatchBody)
     return reply(batch_object(await runner.ask(body.want, body.number)))
@@ -105,7 +106,7 @@ async def ask(request: Request, draw_id: str, run: InRun = None) -> Response:
 
 @router.get("/{draw_id}/batches/{number}")
 async def get_batch(request: Request, draw_id: str, number: Count, query: Annotated[WaitQuery, Query()]) -> Response:
-    """How a batch stands, at once or when it is closed."""
+    """Returns a batch, at once or when it is closed."""
     app_state = app_state_of(request)
     runner = await _runner(request, draw_id, query.run)
     wait_s = app_state.wait_s(query.wait_s)
@@ -117,8 +118,8 @@ async def get_batch(request: Request, draw_id: str, number: Count, query: Annota
 
 @router.get("/{draw_id}/groups", response_class=Response)
 async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuery, Query()]) -> Response:
-    """Delivered groups in order, with their traces: JSON, Arrow (`Accept: application/vnd.apache.arrow.stream`), or,
-    without traces, a stream of events (`Accept: text/event-stream`)."""
+    """Returns delivered groups in order, with their traces: as JSON, as Arrow (`Accept:
+    application/vnd.apache.arrow.stream`), or without traces as a stream of events (`Accept: text/event-stream`)."""
     app_state = app_state_of(request)
     runner = await _runner(request, draw_id, query.run)
     accept = request.headers.get("accept", "")
@@ -145,7 +146,7 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
 
 @router.post("/{draw_id}/tasks", status_code=202, openapi_extra=json_body(TasksBody))
 async def push(request: Request, draw_id: str, run: InRun = None) -> Response:
-    """Adds tasks to a draw whose source is pushed."""
+    """Adds tasks to a draw whose source is push."""
     runner = await _mine(request, draw_id, run)
     body = await read_body(request, TasksBody)
     names = [None] * len(body.tasks) if body.ids is None else [check_id(name, "task id") for name in body.ids]
@@ -155,7 +156,7 @@ async def push(request: Request, draw_id: str, run: InRun = None) -> Response:
 
 @router.post("/{draw_id}/ack", openapi_extra=json_body(DrawAckBody))
 async def acknowledge(request: Request, draw_id: str, run: InRun = None) -> Response:
-    """Says that all batches up to that one are safe with the trainer: their traces may be deleted."""
+    """Acknowledges all batches up to this one: the trainer has saved them, and their traces may be deleted."""
     runner = await _mine(request, draw_id, run)
     body = await read_body(request, DrawAckBody)
     deleted = await runner.acknowledge(body.batch)
@@ -164,7 +165,7 @@ async def acknowledge(request: Request, draw_id: str, run: InRun = None) -> Resp
 
 @router.post("/{draw_id}/rewind", openapi_extra=json_body(RewindBody))
 async def rewind(request: Request, draw_id: str, run: InRun = None) -> Response:
-    """Undoes the batches after that one: for a trainer that has gone back to an earlier checkpoint."""
+    """Undoes the batches after this one, for a trainer that has returned to an earlier checkpoint."""
     key = (await _mine(request, draw_id, run)).draw.id
     body = await read_body(request, RewindBody)
     runner = await app_state_of(request).sampler.rewind(key, body.batch, body.version, body.policy_version)
@@ -185,7 +186,7 @@ async def _mine(request: Request, draw_id: str, run: str | None) -> DrawRunner:
 async def _look(
     app_state: AppState, runner: DrawRunner, after: int, query: GroupsQuery
 ) -> tuple[list[Group], Batch | None]:
-    """What there is now. The batch is read first: a group that came later is simply not told yet."""
+    """The groups delivered so far. The batch is read first: a group delivered after that is returned next time."""
     batch = None if query.batch is None else await app_state.store.get_batch(runner.draw.id, query.batch)
     start = after if batch is None else max(after, batch.after)
     groups = await app_state.store.delivered_groups(runner.draw.id, start, query.limit)
@@ -195,7 +196,7 @@ async def _look(
 async def _page(
     app_state: AppState, runner: DrawRunner, after: int, query: GroupsQuery, wait_s: float
 ) -> tuple[list[Group], Batch | None]:
-    """The same, as soon as there is something to tell."""
+    """As `_look`, but waits until there are groups or the batch is closed."""
     with suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
             while True:
@@ -211,8 +212,8 @@ async def _page(
 async def _frames(
     app_state: AppState, runner: DrawRunner, after: int, query: GroupsQuery
 ) -> AsyncGenerator[bytes, None]:
-    """Groups as they are delivered, batches as they close, and the draw's end."""
-    told = 0  # batches
+    """Frames of groups as they are delivered, of batches as they close, and of the draw's end."""
+    told = 0  # number of the last batch sent
     while True:
         heard = runner.notifier.next()
         is_active = runner.draw.is_active
@@ -233,7 +234,7 @@ async def _frames(
                 yield sse.frame("batch", batch_object(batch))
             return
         if not is_active:
-            last = runner.draw.progress.batch  # it may have closed short, after its last group was told
+            last = runner.draw.progress.batch  # it may have closed short, after its last group was sent
             if last > told and query.batch is None:
                 yield sse.frame("batch", batch_object(await app_state.store.get_batch(runner.draw.id, last)))
             yield sse.frame("end", draw_object(runner.draw, runner.draw_state))

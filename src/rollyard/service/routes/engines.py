@@ -1,4 +1,4 @@
-"""/v1/engines: the live pool of inference servers. Adding and removing is for admins: an engine sees every prompt."""
+"""/v1/engines: the pool of engines. Adding and removing is for admins, because an engine receives every prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1", tags=["engines"])
 
 @router.post("/engines", status_code=201, openapi_extra=json_body(EngineBody))
 async def add_engine(request: Request) -> Response:
-    """Probes an engine and takes it in, for good: it is there again after a restart."""
+    """Probes an engine and adds it permanently: it is stored and added again after a restart."""
     require_admin(request)
     app_state = app_state_of(request)
     spec = (await read_body(request, EngineBody)).to_spec()
@@ -29,7 +29,7 @@ async def add_engine(request: Request) -> Response:
     try:
         await app_state.store.put_engine(spec)
     except BaseException:
-        await app_state.router.remove(spec.id)  # what is not remembered is not there either
+        await app_state.router.remove(spec.id)  # an engine that is not stored must not be used
         raise
     return reply(engine_object(status), 201)
 
@@ -42,7 +42,7 @@ async def list_engines(request: Request) -> Response:
 
 @router.delete("/engines/{engine_id}", status_code=204)
 async def remove_engine(request: Request, engine_id: str) -> Response:
-    """Takes an engine out. Its sessions go on elsewhere, from the tokens that they have."""
+    """Removes an engine. Its sessions continue on others, from the tokens that they have."""
     require_admin(request)
     app_state = app_state_of(request)
     await app_state.audit(request, "remove_engine", engine_id)
@@ -52,7 +52,7 @@ async def remove_engine(request: Request, engine_id: str) -> Response:
 
 @router.delete("/engines", status_code=204)
 async def clear_engines(request: Request) -> Response:
-    """Takes all engines out."""
+    """Removes all engines."""
     require_admin(request)
     app_state = app_state_of(request)
     await app_state.audit(request, "remove_engine", "*")

@@ -1,4 +1,4 @@
-"""/v1/evals: k samples of each task by one version of a policy, and pass@k at the end."""
+"""/v1/evals: k samples of each task by one weight version of a policy, and pass@k at the end."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ router = APIRouter(prefix="/v1/evals", tags=["evals"])
 
 
 class EvalQuery(RunQuery):
-    wait_s: WaitS = Field(default=0.0, description="Answer when it has ended, or after so long.")
+    wait_s: WaitS = Field(default=0.0, description="Seconds to wait for its end.")
 
 
 @router.post("", status_code=201, openapi_extra=json_body(EvalBody))
 async def create(request: Request) -> Response:
-    """Begins an evaluation; its tasks are read, checked and copied first. The same id with the same body is the same
-    one, whether it still runs or has ended."""
+    """Starts an evaluation, after its tasks have been read, checked and copied. The same id with the same body is the
+    same evaluation, whether it is running or has ended."""
     app_state = app_state_of(request)
     body = await read_body(request, EvalBody)
     if app_state.pipeline.is_draining:
@@ -42,7 +42,7 @@ async def create(request: Request) -> Response:
 
 @router.get("")
 async def list_evals(request: Request) -> Response:
-    """All evaluations, in the order in which they were made."""
+    """Returns all evaluations, in order of creation."""
     app_state = app_state_of(request)
     runs = {run.id for run in app_state.readable(caller_of(request))}
     return reply(
@@ -52,7 +52,7 @@ async def list_evals(request: Request) -> Response:
 
 @router.get("/{eval_id}")
 async def get_eval(request: Request, eval_id: str, query: Annotated[EvalQuery, Query()]) -> Response:
-    """How it stands, at once or at its end: `done` of `total` samples, and then the result."""
+    """Returns the evaluation, at once or at its end: `done` of `total` samples, and at the end its result."""
     app_state = app_state_of(request)
     key = await app_state.find(caller_of(request), ItemKind.EVAL, eval_id, query.run)
     wait_s = app_state.wait_s(query.wait_s)
@@ -66,7 +66,7 @@ async def get_eval(request: Request, eval_id: str, query: Annotated[EvalQuery, Q
 
 @router.delete("/{eval_id}", status_code=202)
 async def cancel(request: Request, eval_id: str, run: InRun = None) -> Response:
-    """Ends it with all its rollouts, and without a result. One that has ended stays as it is."""
+    """Cancels an evaluation and all its rollouts; it has no result. One that has ended is not changed."""
     app_state = app_state_of(request)
     caller = caller_of(request)
     record = await app_state.store.get_eval(await app_state.find(caller, ItemKind.EVAL, eval_id, run))
@@ -75,10 +75,10 @@ async def cancel(request: Request, eval_id: str, run: InRun = None) -> Response:
 
 
 async def _plan(request: Request, body: EvalBody) -> EvalPlan:
-    """What was asked for, by keys. `Forbidden` if it is not the caller's to ask for."""
+    """The plan of the evaluation. Raises `Forbidden` if the caller may not create it."""
     app_state, caller = app_state_of(request), caller_of(request)
     if not caller.can_write:
-        raise Forbidden(f"a {caller.access} token cannot begin evaluations")
+        raise Forbidden(f"a {caller.access} token cannot start evaluations")
     plan = body.to_plan(caller)
     require_priority(caller, plan.priority)
     known = app_state.pipeline.run_of(plan.run)
@@ -88,8 +88,7 @@ async def _plan(request: Request, body: EvalBody) -> EvalPlan:
         raise Forbidden(f"the run name {plan.run!r} is taken")
     if plan.on_update == "hold" and not owns_policy(caller, plan.policy, app_state.owners, app_state.tokens.callers):
         raise Forbidden(
-            f"to hold back new weights of policy {plan.policy!r} is for its owner and for admins: "
-            'use "on_update": "fail"'
+            f'only its owner and admins may hold back new weights of policy {plan.policy!r}: use "on_update": "fail"'
         )
     return plan
 

@@ -1,7 +1,7 @@
 """/v1/events: every change of state as server-sent events.
 
-Invariant: whichever comes first, the client's leaving or the service's closing, ends the stream at once, and nothing
-of it is left. A reader that is too slow finds a `gap` event, never an endless buffer.
+Invariant: the stream ends at once when the client disconnects or the service closes, and no task of it is left. A
+reader that is too slow gets a `gap` event; events are not buffered without bound.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ router = APIRouter(prefix="/v1", tags=["events"])
 class EventsQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    after: str | None = Field(default=None, description="The id of the last event seen; else from now on.")
+    after: str | None = Field(default=None, description="The id of the last event received; unset: only new events.")
     run: str | None = None
 
 
 @router.get("/events", response_class=Response)
 async def events(request: Request, query: Annotated[EventsQuery, Query()]) -> Response:
-    """A stream of `state` events, for ever. After a `gap` event, list what you follow: some were missed."""
+    """Streams `state` events without end. After a `gap` event some were missed: list what you follow."""
     app_state = app_state_of(request)
     caller = caller_of(request)
     run = None if query.run is None else (await app_state.run(caller, query.run)).id
-    # Taken now: what happens between the headers and the first event is not missed.
+    # Read now, so that events between the headers and the first frame are not missed.
     after = query.after or request.headers.get("last-event-id") or app_state.pipeline.event_log.last_id
     return EventStream(_frames(app_state, caller, after, run), app_state.closing)
 

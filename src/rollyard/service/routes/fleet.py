@@ -1,4 +1,4 @@
-"""/v1/fleet: what nodes say to their head, in msgpack (`fleet.wire`); and /v1/nodes: how they stand, for people."""
+"""/v1/fleet: calls of nodes to their head, in msgpack (`fleet.messages`); /v1/nodes: the state of nodes, for people."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter(prefix="/v1", tags=["nodes"])
 
 @router.get("/fleet/settings", include_in_schema=False)
 async def settings(request: Request) -> Response:
-    """What a node takes over from its head before it joins. With secrets: only for nodes."""
+    """Returns the settings that a node takes over before it joins. They contain secrets: only for nodes."""
     require_node(request)
     app_state = app_state_of(request)
     _ = app_state.head
@@ -30,14 +30,14 @@ async def settings(request: Request) -> Response:
 
 @router.post("/fleet/join", include_in_schema=False)
 async def join(request: Request) -> Response:
-    """A node comes, or comes back, and says what it holds."""
+    """A node joins, or joins again, with the list of rollouts that it holds."""
     require_node(request)
     return _packed(encode(app_state_of(request).head.join(decode(await request.body(), Join))))
 
 
 @router.post("/fleet/poll", include_in_schema=False)
 async def poll(request: Request, wait_s: float = 0.0) -> Response:
-    """What a node is to do, as soon as there is something."""
+    """Returns a node's orders, as soon as there are any."""
     require_node(request)
     app_state = app_state_of(request)
     if not 0 <= wait_s <= 3600:
@@ -45,13 +45,13 @@ async def poll(request: Request, wait_s: float = 0.0) -> Response:
     message = decode(await request.body(), Poll)
     orders = await while_wanted(request, app_state.head.poll(message, wait_s), app_state.closing)
     if orders is None:
-        raise Draining("the head is closing: it may be back soon, here or elsewhere")
+        raise Draining("the head is closing; it may be restarted, here or elsewhere")
     return _packed(encode(orders))
 
 
 @router.post("/fleet/report", include_in_schema=False)
 async def report(request: Request) -> Response:
-    """What happened at a node. Answered when it is durable."""
+    """Receives a node's events. The response is sent when they are durable."""
     require_node(request)
     head = app_state_of(request).head
     return _packed(encode(await head.report(decode(await request.body(), Report))))
@@ -59,7 +59,7 @@ async def report(request: Request) -> Response:
 
 @router.get("/fleet/tokenizers/{engine_id}", include_in_schema=False)
 async def tokenizer(request: Request, engine_id: str) -> Response:
-    """What the tokenizer of an engine consists of, for nodes that lack it."""
+    """Returns the list of an engine's tokenizer files, for nodes that lack them."""
     require_node(request)
     app_state = app_state_of(request)
     return _packed(encode(await app_state.tokenizers.list(_tokenizer_of(app_state, engine_id))))
@@ -67,7 +67,7 @@ async def tokenizer(request: Request, engine_id: str) -> Response:
 
 @router.get("/fleet/tokenizers/{engine_id}/{sha256}", include_in_schema=False)
 async def tokenizer_file(request: Request, engine_id: str, sha256: str) -> Response:
-    """One of its files."""
+    """Returns one tokenizer file."""
     require_node(request)
     app_state = app_state_of(request)
     data = await app_state.tokenizers.read(_tokenizer_of(app_state, engine_id), sha256)
@@ -85,19 +85,19 @@ def _tokenizer_of(app_state: AppState, engine_id: str) -> str:
 
 @router.get("/nodes")
 async def list_nodes(request: Request) -> Response:
-    """All nodes that are there."""
+    """Returns all nodes of the fleet."""
     return reply({"nodes": [node_object(node) for node in app_state_of(request).head.nodes.by_name.values()]})
 
 
 @router.post("/nodes/{name}/drain")
 async def drain(request: Request, name: str) -> Response:
-    """It takes nothing more; what it has, it ends. It is empty when `live` is 0."""
+    """Drains a node: it takes no more rollouts and finishes those it has. It is empty when `live` is 0."""
     return await _asked(request, name, is_drained=True)
 
 
 @router.post("/nodes/{name}/resume")
 async def resume(request: Request, name: str) -> Response:
-    """It takes rollouts again."""
+    """Lets a drained node take rollouts again."""
     return await _asked(request, name, is_drained=False)
 
 

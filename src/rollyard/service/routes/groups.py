@@ -1,4 +1,4 @@
-"""/v1/groups: n rollouts of one task, one record at the end."""
+"""/v1/groups: n rollouts of one task, with one record at the end."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ router = APIRouter(prefix="/v1", tags=["groups"])
 
 
 class GroupQuery(RunQuery):
-    wait_s: WaitS = Field(default=0.0, description="Answer when its members have ended, or after so long.")
+    wait_s: WaitS = Field(default=0.0, description="Seconds to wait for the end of its members.")
 
 
 @router.post("/groups", status_code=202, openapi_extra=json_body(GroupsBody, SingleGroupBody))
 async def create(request: Request) -> Response:
-    """Takes one or many groups in, durably, all or none. Rollout k of group G is `G-k`."""
+    """Submits one or many groups, durably and atomically. Rollout k of group G is `G-k`."""
     app_state = app_state_of(request)
     raw = await read_json(request)
     if isinstance(raw, dict) and "groups" in raw:
@@ -61,7 +61,7 @@ async def create(request: Request) -> Response:
 
 @router.get("/groups/{group_id}")
 async def get_group(request: Request, group_id: str, query: Annotated[GroupQuery, Query()]) -> Response:
-    """The group with its members, at once or when they have ended."""
+    """Returns the group with its members, at once or when they have ended."""
     app_state = app_state_of(request)
     key = await app_state.find(caller_of(request), ItemKind.GROUP, group_id, query.run)
     wait_s = app_state.wait_s(query.wait_s)
@@ -75,7 +75,7 @@ async def get_group(request: Request, group_id: str, query: Annotated[GroupQuery
 
 @router.delete("/groups/{group_id}", status_code=202)
 async def cancel(request: Request, group_id: str, run: InRun = None) -> Response:
-    """Cancels a group and its rollouts. One that belongs to a draw is that draw's business."""
+    """Cancels a group and its rollouts. A group of a draw cannot be cancelled."""
     app_state = app_state_of(request)
     caller = caller_of(request)
     group = await app_state.store.get_group(await app_state.find(caller, ItemKind.GROUP, group_id, run))

@@ -1,4 +1,4 @@
-"""What watches ask: /healthz (the loop lives), /readyz (work is taken), /metrics."""
+"""Endpoints for monitoring: /healthz (the process responds), /readyz (work is accepted), /metrics."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ router = APIRouter(tags=["health"])
 
 @router.get("/healthz")
 async def healthz() -> Response:
-    """200 as long as the process answers at all."""
+    """Returns 200 as long as the process responds."""
     return reply({"status": "ok"})
 
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
-    """200 when what was left by an earlier process is recovered and new work is taken; 503 otherwise."""
+    """Returns 200 if the work of an earlier process is recovered and new work is accepted; otherwise 503."""
     app_state = app_state_of(request)
     if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
-    await app_state.store.list(limit=1)  # StoreLost, 503
+    await app_state.store.list(limit=1)  # raises StoreLost (503) if the store is lost
     waiting = sum(runtime.waiting for runtime in app_state.resources.runtimes.values())
     return reply({"status": "ready", "waiting_for_room": waiting})
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text, or OpenMetrics where that is accepted. For admins, and for readers of all runs: it
-    names runs and engines."""
+    """Returns metrics as Prometheus text, or as OpenMetrics if accepted. For admins, and for readers of all runs,
+    because it contains the names of runs and engines."""
     require_operator(request)
     data, content_type = app_state_of(request).pipeline.metrics.render(request.headers.get("accept", ""))
     return Response(data, headers={"content-type": content_type})

@@ -1,8 +1,8 @@
-"""/v1/policies: changing weights under rollouts that are in flight. Trainers may call it: it is their weights.
+"""/v1/policies: changes weights while rollouts are in flight. For trainers, because the weights are theirs.
 
-Only the owner of a policy and admins change its weights (`access.py`). Who paused is known by its token, and by the
-name that it gives itself among those that share the token. What another holds is refused, until its lease has run out
-or the caller says to take over: it must always be possible to name a version and go on."""
+Only the owner of a policy and admins change its weights (`access.py`). A pause is held by a token and, among callers
+that share the token, by a name (`holder`). While another holder has a pause, calls are refused until its lease expires
+or the caller sets `take_over`: it must always be possible to set a version and continue."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ router = APIRouter(prefix="/v1", tags=["policies"])
 
 @router.get("/policies")
 async def list_policies(request: Request) -> Response:
-    """Every policy with its version, its state, and its engines."""
+    """Returns every policy with its version, state and engines."""
     app_state = app_state_of(request)
     return reply({"policies": [_object(app_state, status) for status in app_state.router.policies.all()]})
 
 
 @router.get("/policies/{name}")
 async def get_policy(request: Request, name: str) -> Response:
-    """One policy."""
+    """Returns one policy."""
     app_state = app_state_of(request)
     return reply(_object(app_state, app_state.router.policies.status(name)))
 
 
 @router.post("/policies/{name}/pause", openapi_extra=json_body(PauseBody))
 async def pause_policy(request: Request, name: str) -> Response:
-    """Pauses its engines, so that their weights can be written. Answers when they are paused, or after `wait_s`."""
+    """Pauses the policy's engines, so that their weights can be written. Returns when they are paused, or after
+    `wait_s`."""
     app_state = app_state_of(request)
     body = await read_body(request, PauseBody)
     await app_state.own_policy(request, name)
@@ -57,7 +58,7 @@ async def pause_policy(request: Request, name: str) -> Response:
 
 @router.post("/policies/{name}/resume", openapi_extra=json_body(ResumeBody))
 async def resume_policy(request: Request, name: str) -> Response:
-    """Its engines have weights of this version: they get it, clear their caches, and go on."""
+    """Resumes the policy's engines with weights of this version: sets the version, clears caches, and continues."""
     body = await read_body(request, ResumeBody)
     await app_state_of(request).own_policy(request, name)
     holder = None if body.take_over else _holder(request, body.holder)
@@ -69,7 +70,7 @@ async def resume_policy(request: Request, name: str) -> Response:
 
 @router.post("/policies/{name}/renew", openapi_extra=json_body(RenewBody))
 async def renew_policy(request: Request, name: str) -> Response:
-    """The pause goes on for so long from now. Also takes up one whose lease ran out."""
+    """Extends the lease of a pause, from now. Also takes over a pause whose lease has expired."""
     body = await read_body(request, RenewBody)
     await app_state_of(request).own_policy(request, name)
     app_state, holder = app_state_of(request), _holder(request, body.holder)
@@ -78,7 +79,7 @@ async def renew_policy(request: Request, name: str) -> Response:
 
 @router.put("/policies/{name}/owner", openapi_extra=json_body(OwnerBody))
 async def set_owner(request: Request, name: str) -> Response:
-    """Names the token that may change its weights, by its id; null: the next trainer that does. For admins."""
+    """Sets the token that may change the policy's weights, by its id; null: the next trainer that does. For admins."""
     require_admin(request)
     app_state = app_state_of(request)
     body = await read_body(request, OwnerBody)

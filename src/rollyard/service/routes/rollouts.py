@@ -1,4 +1,4 @@
-"""/v1/rollouts: submit, look, wait, cancel, score again."""
+"""/v1/rollouts: submit, list, wait for, cancel and rescore rollouts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rollyard.store.base import ItemKind, Page, Submission
 
 router = APIRouter(prefix="/v1", tags=["rollouts"])
 
-BREATH = 100  # tasks checked between two turns of the event loop: about 5 ms
+BREATH = 100  # tasks checked before the event loop runs again: about 5 ms
 
 
 class GetQuery(RunQuery):
-    wait_s: WaitS = Field(default=0.0, description="Answer at the rollout's end, or after so long.")
+    wait_s: WaitS = Field(default=0.0, description="Seconds to wait for the rollout's end.")
     include: Literal["trajectory"] | None = None
 
 
@@ -40,14 +40,14 @@ class ListQuery(BaseModel):
     state: State | None = None
     run: str | None = None
     group: str | None = None
-    after: str | None = Field(default=None, description="The `next` of the page before.")
+    after: str | None = Field(default=None, description="The `next` of the previous page.")
     limit: int = Field(default=100, ge=1, le=1000)
-    wait_s: WaitS = Field(default=0.0, description="With state=ended: wait so long for the first one.")
+    wait_s: WaitS = Field(default=0.0, description="With state=ended: seconds to wait for a rollout.")
 
 
 @router.post("/rollouts", status_code=202, openapi_extra=json_body(SubmitBody, SingleBody))
 async def submit(request: Request) -> Response:
-    """Takes one or many rollouts in, durably, all or none. The same id and body again is the same rollout."""
+    """Submits one or many rollouts, durably and atomically. The same id with the same body is the same rollout."""
     app_state = app_state_of(request)
     run_id, bodies = await read_submit(request)
     if app_state.pipeline.is_draining:
@@ -78,14 +78,14 @@ async def submit(request: Request) -> Response:
 
 @router.get("/rollouts")
 async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
-    """A page of rollouts: ended ones in the order in which they ended, others in order of submission."""
+    """Returns a page of rollouts: ended ones in the order in which they ended, others in order of submission."""
     app_state = app_state_of(request)
     runs = await _runs(request, query)
     if query.group is not None:
         check_id(query.group, "group")
     is_ended = query.state is State.ENDED
     if query.wait_s and not is_ended:
-        raise InvalidRequest("wait_s: only a listing with state=ended can be waited for")
+        raise InvalidRequest("wait_s: only a listing with state=ended can wait")
     wait_s = app_state.wait_s(query.wait_s)
     page: Page | None = None
     if wait_s:
@@ -93,14 +93,14 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
     if page is None:
         page = await _list(app_state, query, runs)
     after = page.next_cursor
-    if is_ended:  # there will be more: the place to ask from next time
+    if is_ended:  # more rollouts will end: continue after the last one
         last = page.rollouts[-1].ended_seq if page.rollouts else None
         after = query.after or "e:0" if last is None else f"e:{last}"
     return reply({"rollouts": [record(rollout) for rollout in page.rollouts], "next": after})
 
 
 async def _runs(request: Request, query: ListQuery) -> list[str] | None:
-    """The runs that a listing is about; None: all."""
+    """The runs that are listed; None: all."""
     app_state, caller = app_state_of(request), caller_of(request)
     if query.run is not None:
         return [(await app_state.run(caller, query.run)).id]
@@ -114,7 +114,7 @@ async def _list(app_state: AppState, query: ListQuery, runs: list[str] | None) -
 
 
 async def _first_ended(app_state: AppState, query: ListQuery, runs: list[str] | None, wait_s: float) -> Page:
-    """The page as soon as there is something on it."""
+    """The page, as soon as it is not empty."""
     event_log = app_state.pipeline.event_log
     try:
         async with asyncio.timeout(wait_s):
@@ -133,8 +133,8 @@ async def _first_ended(app_state: AppState, query: ListQuery, runs: list[str] | 
 
 @router.get("/rollouts/{rollout_id}")
 async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQuery, Query()]) -> Response:
-    """The record, at once or at its end; with its trajectory if asked for. As Arrow: its traces, and the record in
-    the schema's metadata."""
+    """Returns the record, at once or at its end, with its trajectory if requested. As Arrow: its traces, and the record
+    in the schema's metadata."""
     app_state = app_state_of(request)
     key = await _find(request, rollout_id, query.run)
     wait_s = app_state.wait_s(query.wait_s)
@@ -154,15 +154,15 @@ async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQue
 
 @router.delete("/rollouts/{rollout_id}", status_code=202)
 async def cancel(request: Request, rollout_id: str, run: InRun = None) -> Response:
-    """Cancels, from any state, as often as you like. An id that is not known yet is cancelled when it comes to that
-    run (unset: to the default run)."""
+    """Cancels a rollout in any state; can be repeated. An unknown id is cancelled when it is submitted to that run
+    (unset: to the default run)."""
     rollout = await cancel_by_id(request, rollout_id, run)
     return reply({"id": rollout_id, "state": rollout.state if rollout else "cancelled_before_submit"}, 202)
 
 
 @router.get("/rollouts/{rollout_id}/traces")
 async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Response:
-    """The training sequences alone, as JSON or (`Accept: application/vnd.apache.arrow.stream`) as Arrow."""
+    """Returns only the traces, as JSON or (`Accept: application/vnd.apache.arrow.stream`) as Arrow."""
     app_state = app_state_of(request)
     rollout = await app_state.store.get(await _find(request, rollout_id, run))
     trajectory = await _trajectory(app_state, rollout)
@@ -173,9 +173,10 @@ async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Re
 
 @router.post("/rollouts/{rollout_id}/rescore")
 async def rescore(request: Request, rollout_id: str, run: InRun = None) -> Response:
-    """Scores the saved artifacts again, without inference. Appended to `scores`; the terminal record stays."""
+    """Scores the saved artifacts again, without inference. The score is appended to `scores`; the terminal record is
+    not changed."""
     app_state = app_state_of(request)
-    await request.body()  # there is none; but what there is must be read before a disconnect can be seen
+    await request.body()  # unused, but it must be read before a disconnect can be detected
     key = await _find_writable(request, rollout_id, run)
     if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
@@ -197,7 +198,7 @@ async def _find_writable(request: Request, rollout_id: str, run: str | None) -> 
 
 
 async def cancel_by_id(request: Request, rollout_id: str, run: str | None) -> Rollout | None:
-    """None: it was not there, and is cancelled when it comes."""
+    """Cancels a rollout. Returns None if it is unknown; then it is cancelled when it is submitted."""
     app_state, caller = app_state_of(request), caller_of(request)
     try:
         key = await _find_writable(request, rollout_id, run)
@@ -220,7 +221,9 @@ async def _trajectory(app_state: AppState, rollout: Rollout) -> Trajectory:
     if trajectory is not None:
         return trajectory
     if rollout.ending is None:
-        raise NotFound(f"rollout {id_of(rollout.id)} is in state {rollout.state}: its traces come with its end")
+        raise NotFound(
+            f"rollout {id_of(rollout.id)} is in state {rollout.state}: its traces are available when it has ended"
+        )
     if rollout.ending.summary.traces:
         raise Gone(f"the traces of rollout {id_of(rollout.id)} have been deleted")
     return Trajectory(rollout.id, rollout.attempt)

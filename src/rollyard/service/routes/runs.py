@@ -1,4 +1,4 @@
-"""/v1/runs: a trainer's jobs."""
+"""/v1/runs: the jobs of trainers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rollyard.service.records import JsonObject, reply, run_object
 router = APIRouter(prefix="/v1", tags=["runs"])
 
 DELETE_S = 0.05
-"""How long the deletion of a run is waited for: most have little left."""
+"""How long a call waits for the deletion of a run: most runs have little left."""
 
 
 @router.post("/runs", status_code=201, openapi_extra=json_body(RunBody))
 async def create_run(request: Request) -> Response:
-    """Makes a run. The same id with the same body is the same run (200); with another body it is 409."""
+    """Creates a run. The same id with the same body is the same run (200); with another body it is 409."""
     app_state = app_state_of(request)
     body = await read_body(request, RunBody)
     if app_state.pipeline.is_draining:
@@ -35,7 +35,7 @@ async def create_run(request: Request) -> Response:
     require_priority(caller, run.priority)
     known = app_state.pipeline.run_of(run.id)
     if caller.access not in (Access.ADMIN, Access.TRAINER):
-        raise Forbidden(f"a {caller.access} token cannot make runs")
+        raise Forbidden(f"a {caller.access} token cannot create runs")
     if known is None:
         require_new_run(caller, run.id, run.policy, app_state.tokens.callers)
     elif not caller.reads(known):
@@ -48,7 +48,7 @@ async def create_run(request: Request) -> Response:
 
 @router.get("/runs")
 async def list_runs(request: Request) -> Response:
-    """All runs that the token may read, in the order in which they were made."""
+    """Returns all runs that the token may read, in order of creation."""
     caller = caller_of(request)
     return reply(
         {"runs": [run_object(run) for run in await app_state_of(request).store.list_runs() if caller.reads(run)]}
@@ -69,9 +69,9 @@ async def _run_object(app_state: AppState, run: Run) -> JsonObject:
 
 @router.delete("/runs/{run_id}", status_code=202)
 async def delete_run(request: Request, run_id: str) -> Response:
-    """Cancels what is left of a run, then forgets it and its rollouts. 204: it is gone. 202: it is being deleted, which
-    goes on without the caller, and after a restart; `GET` says how many rollouts are left. A trainer's token deletes
-    only its own."""
+    """Cancels the remaining work of a run, then deletes it and its rollouts. 204: it is deleted. 202: the deletion
+    continues without the caller, and after a restart; `GET` returns how many rollouts are left. A trainer's token
+    deletes only its own runs."""
     app_state, caller = app_state_of(request), caller_of(request)
     run = await app_state.run(caller, run_id)
     require_manage(caller, run)
@@ -84,9 +84,9 @@ async def delete_run(request: Request, run_id: str) -> Response:
 
 @router.post("/runs/{run_id}/ack", openapi_extra=json_body(AckBody))
 async def acknowledge(request: Request, run_id: str) -> Response:
-    """Says that everything up to a cursor is safe with the trainer: its traces and artifacts may be deleted. Groups
-    that are open keep theirs; groups of a draw keep them until their batch is acknowledged. A trainer's token
-    acknowledges only its own runs, and the default one."""
+    """Acknowledges everything up to a cursor: the trainer has saved it, and its traces and artifacts may be deleted.
+    Open groups keep theirs; groups of a draw keep theirs until their batch is acknowledged. A trainer's token
+    acknowledges only its own runs, including its default run."""
     app_state, caller = app_state_of(request), caller_of(request)
     body = await read_body(request, AckBody)
     run = await app_state.run(caller, run_id)

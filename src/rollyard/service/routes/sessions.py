@@ -1,7 +1,7 @@
 """/v1/sessions: agents that run elsewhere.
 
-A session is a rollout of the environment `session`, submitted as any other. What is here is its other face: a key for
-the gateway when it is opened, and the reward that ends it. The agent of that name knows which ones are open.
+A session is a rollout of the environment `session`, submitted as any other. These calls add a key for the gateway when
+it is opened, and the reward that ends it. The agent `session` holds the open sessions.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ router = APIRouter(prefix="/v1", tags=["sessions"])
 class OpenQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    wait_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="Wait at most so long.")
+    wait_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="Longest wait in seconds.")
 
 
 class WaitQuery(RunQuery):
-    wait_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="Wait at most so long.")
+    wait_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="Longest wait in seconds.")
 
 
 class LookQuery(RunQuery):
-    wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Wait at most so long until it is open.")
+    wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Seconds to wait until it is open.")
 
 
 @router.post("/sessions", status_code=201, openapi_extra=json_body(SessionBody))
 async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -> Response:
-    """Opens a session: a URL and a key for an OpenAI or Anthropic client. Answers when it is open, or after `wait_s` as
-    it stands. The same id and body again is the same session, with the same key."""
+    """Opens a session and returns a URL and a key for an OpenAI or Anthropic client. Returns when it is open, or after
+    `wait_s`. The same id with the same body is the same session, with the same key."""
     app_state = app_state_of(request)
     body = await read_body(request, SessionBody)
     if app_state.pipeline.is_draining:
@@ -82,7 +82,7 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
 
 @router.get("/sessions/{session_id}")
 async def get_session(request: Request, session_id: str, query: Annotated[LookQuery, Query()]) -> Response:
-    """How it stands: its state, whether it is open, turns, tokens and forks so far. Never its key."""
+    """Returns its state, whether it is open, and turns, tokens and forks so far; never its key."""
     app_state = app_state_of(request)
     rollout = await _session(request, session_id, query.run)
     if query.wait_s:
@@ -92,8 +92,8 @@ async def get_session(request: Request, session_id: str, query: Annotated[LookQu
 
 @router.post("/sessions/{session_id}/reward", openapi_extra=json_body(RewardBody))
 async def give_reward(request: Request, session_id: str, query: Annotated[WaitQuery, Query()]) -> Response:
-    """Ends a session with its reward. Answers with the record at its end (200), or after `wait_s` as it stands (202);
-    the reward is safe when its state is `eval` or `ended`. The same again gets the same answer; another one is 409."""
+    """Ends a session with its reward. Returns the record at its end (200), or after `wait_s` (202); the reward is
+    durable when the state is `eval` or `ended`. The same reward again is accepted; another one is 409."""
     app_state = app_state_of(request)
     body = await read_body(request, RewardBody)
     rollout = await _session(request, session_id, query.run)
@@ -114,13 +114,13 @@ async def give_reward(request: Request, session_id: str, query: Annotated[WaitQu
 
 @router.delete("/sessions/{session_id}", status_code=202)
 async def cancel_session(request: Request, session_id: str, run: InRun = None) -> Response:
-    """Cancels it, without a reward: model calls end, and what was sampled is not trained on. An id that is not known
-    yet is cancelled when it comes."""
+    """Cancels a session, without a reward: model calls end, and sampled tokens are not trained on. An unknown id is
+    cancelled when it is submitted."""
     app_state = app_state_of(request)
     try:
         key = await app_state.find(caller_of(request), ItemKind.ROLLOUT, session_id, run)
     except NotFound:
-        pass  # it is cancelled when it comes
+        pass  # it is cancelled when it is submitted
     else:
         _check_kind(await app_state.store.get(key))
     cancelled = await cancel_by_id(request, session_id, run)
@@ -145,11 +145,11 @@ async def _session(request: Request, session_id: str, run: str | None) -> Rollou
 
 def _check_kind(rollout: Rollout) -> None:
     if rollout.task.environment != SESSION:
-        raise NotFound(f"rollout {id_of(rollout.id)} is no session")
+        raise NotFound(f"rollout {id_of(rollout.id)} is not a session")
 
 
 async def _begun(request: Request, rollout: Rollout, wait_s: float) -> Rollout:
-    """The session once it is open or has ended, or when the time is over."""
+    """The session when it is open or has ended, or after `wait_s`."""
     app_state = app_state_of(request)
     wait_s = app_state.wait_s(wait_s)
     if wait_s and rollout.state is not State.ENDED and app_state.sessions.live(rollout.id) is None:
@@ -167,20 +167,20 @@ async def _open_or_ended(app_state: AppState, session_id: str, wait_s: float) ->
 
 
 async def _has(app_state: AppState, rollout: Rollout, body: RewardBody) -> bool:
-    """Whether this very reward is what the session ended with."""
+    """Whether the session ended with this reward."""
     trajectory = await app_state.store.trajectory(rollout.id)
     if trajectory is not None:
         posted = trajectory.info.get(POSTED)
         is_same = posted == body.model_dump(exclude={"answer"}) and trajectory.info.get("answer") == body.answer
         return is_same and (rollout.ending is None or rollout.ending.score is not None)
-    score = Score(body.reward, body.components, body.metrics)  # its trajectory was acknowledged away
+    score = Score(body.reward, body.components, body.metrics)  # its trajectory was acknowledged and deleted
     return rollout.ending is not None and rollout.ending.score == score
 
 
 def _conflict(rollout: Rollout) -> SessionConflict:
     ending, name = rollout.ending, f"session {id_of(rollout.id)}"
     if ending is None:
-        return SessionConflict(f"{name} is in state {rollout.state}: it takes a reward once it is open")
+        return SessionConflict(f"{name} is in state {rollout.state}: it accepts a reward when it is open")
     data: dict[str, Json] = {"outcome": ending.outcome.value, "reward": ending.score.reward if ending.score else None}
     if ending.score is not None:
         return SessionConflict(f"{name} has ended with another reward", **data)

@@ -1,4 +1,4 @@
-"""/v1/status and /v1/pools: how the whole stands, and its sizes."""
+"""/v1/status and /v1/pools: the state of the whole service, and the sizes of its pools."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard import __version__
 from rollyard.core import Json, id_of
 from rollyard.core.failure import InvalidRequest
+from rollyard.core.version import __version__
 from rollyard.fleet.head import HeadPipeline
 from rollyard.service.access import caller_of, require_admin
 from rollyard.service.app_state import AppState, app_state_of
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1", tags=["status"])
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """Queues, pools, engines, runtimes, and what can be used here."""
+    """Returns queues, pools, engines, runtimes, and the available environments and agents."""
     app_state = app_state_of(request)
     recovered = app_state.store.recovered
     readable = {run.id for run in app_state.readable(caller_of(request))}
@@ -77,7 +77,7 @@ async def status(request: Request) -> Response:
 
 
 def _ray(app_state: AppState) -> Json:
-    """How the Ray cluster of a fleet stands; None without one."""
+    """The state of the fleet's Ray cluster; None without one."""
     if app_state.ray is None:
         return None
     nodes: list[Json] = [
@@ -89,7 +89,7 @@ def _ray(app_state: AppState) -> Json:
 
 @router.patch("/pools", openapi_extra=json_body(PoolsBody))
 async def resize_pools(request: Request) -> Response:
-    """New sizes for stages, at once. Nothing that runs is thrown out."""
+    """Resizes pools, at once. Running rollouts are not affected."""
     require_admin(request)
     pipeline = app_state_of(request).pipeline
     sizes = (await read_body(request, PoolsBody)).model_dump(exclude_none=True)

@@ -1,6 +1,6 @@
-"""/v1/tokens and /v1/audit: who may call, and what administrators did. For admins.
+"""/v1/tokens and /v1/audit: access tokens, and the log of administrative actions. For admins.
 
-A token is shown once, in the reply to its creation or rotation. Changes are in force for the next call.
+A token is returned once, in the response to its creation or rotation. Changes apply to the next call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ router = APIRouter(prefix="/v1", tags=["tokens"])
 
 @router.post("/tokens", status_code=201, openapi_extra=json_body(TokenBody))
 async def create_token(request: Request) -> Response:
-    """Creates a token. The reply is the only place where it is shown."""
+    """Creates a token, which is returned only here."""
     caller, app_state = require_admin(request), app_state_of(request)
     body = await read_body(request, TokenBody)
     now = time.time()
@@ -55,14 +55,14 @@ async def create_token(request: Request) -> Response:
 
 @router.get("/tokens")
 async def list_tokens(request: Request) -> Response:
-    """The tokens that were created here, without their secrets. Those of the settings are not among them."""
+    """Returns the created tokens, without their secrets. Tokens of the settings are not included."""
     require_admin(request)
     return reply({"tokens": [token_object(record) for record in app_state_of(request).tokens.created]})
 
 
 @router.post("/tokens/{token_id}/rotate", openapi_extra=json_body(RotateBody))
 async def rotate_token(request: Request, token_id: str) -> Response:
-    """Gives a token a new secret; the old one is refused from now on. Its runs and policies stay its own."""
+    """Replaces a token's secret; the old one is refused from now on. Its runs and policies stay its own."""
     require_admin(request)
     app_state = app_state_of(request)
     body = await read_body(request, RotateBody)
@@ -77,7 +77,7 @@ async def rotate_token(request: Request, token_id: str) -> Response:
 
 @router.put("/tokens/{token_id}/quota", openapi_extra=json_body(QuotaBody))
 async def change_quota(request: Request, token_id: str) -> Response:
-    """Replaces a token's quota. What it already has queued, live or stored stays."""
+    """Replaces a token's quota. Work that is already queued, live or stored is not affected."""
     require_admin(request)
     app_state = app_state_of(request)
     body = await read_body(request, QuotaBody)
@@ -91,7 +91,7 @@ async def change_quota(request: Request, token_id: str) -> Response:
 
 @router.delete("/tokens/{token_id}", status_code=204)
 async def revoke_token(request: Request, token_id: str) -> Response:
-    """Revokes a token. What was made with it stays, for admins."""
+    """Revokes a token. Its runs stay, for admins."""
     require_admin(request)
     app_state = app_state_of(request)
     record = app_state.tokens.get(token_id)
@@ -104,13 +104,13 @@ async def revoke_token(request: Request, token_id: str) -> Response:
 class AuditQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    before: int | None = Field(default=None, ge=1, description="The `next` of the page before.")
+    before: int | None = Field(default=None, ge=1, description="The `next` of the previous page.")
     limit: int = Field(default=100, ge=1, le=1000)
 
 
 @router.get("/audit")
 async def list_audit(request: Request, query: Annotated[AuditQuery, Query()]) -> Response:
-    """Administrative actions, newest first."""
+    """Returns administrative actions, newest first."""
     require_admin(request)
     entries = await app_state_of(request).store.audit(before=query.before, limit=query.limit)
     return reply({"entries": entries, "next": entries[-1].seq if len(entries) == query.limit else None})

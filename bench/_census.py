@@ -1,0 +1,152 @@
+"""What sandboxes leave on a machine, counted from outside: processes, mounts, descriptors, folders, cgroups.
+
+Processes are counted by descent, which nothing can fake or flee: while we are `adopting`, whatever loses its parent
+below us becomes our child (or that of a PID namespace's first process, itself below us). So launchers, keepers, FUSE
+helpers, `conmon` and daemons all are in the count, and nobody else's processes are. Mounts are those of our own mount
+namespace, the host's; cgroups and containers are ours by the mark of their runtime's root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench._parts import engine
+from rollyard.sandbox.launcher import kernel
+from rollyard.sandbox.limits.limiter import mark_of
+
+LOOK_S = 0.02
+_ENGINES = ("/containers/", "/docker/")
+"""In the mount points of container engines: counted for the runtime `oci`, anyone's otherwise."""
+
+
+@contextlib.contextmanager
+def adopting() -> Generator[None, None, None]:
+    """Orphans below this process become its children, until the end."""
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What was there at one moment, by name, so that a survivor can be told."""
+
+    processes: frozenset[str]
+    mounts: frozenset[str]
+    folders: frozenset[str]
+    cgroups: frozenset[str]
+    running: frozenset[str]  # containers
+    containers: frozenset[str]  # all of them
+    descriptors: int
+
+    def more(self, before: Count) -> dict[str, int]:
+        """How many of each there are that were not there before."""
+        found = {name: len(getattr(self, name) - getattr(before, name)) for name in KINDS}
+        return {**found, "descriptors": max(0, self.descriptors - before.descriptors)}
+
+    def names(self, before: Count) -> list[str]:
+        return [f"{kind}: {name}" for kind in KINDS for name in sorted(getattr(self, kind) - getattr(before, kind))]
+
+
+KINDS = ("processes", "mounts", "folders", "cgroups", "running", "containers")
+
+
+def control_of(root: Path) -> Path:
+    """Where a runtime that is to be counted has the folders of its commands."""
+    return root / "control"
+
+
+class Census:
+    """For one root of one runtime, whose control folder is `control_of` it."""
+
+    def __init__(self, runtime: str, root: Path) -> None:
+        self._is_oci, self._root, self._mark = runtime == "oci", root, mark_of(root)
+
+    def take(self) -> Count:
+        """Blocks for some 20 ms. Reaps our orphans: only while no program of ours is being waited for."""
+        processes = self._processes()
+        containers = self._containers() if self._is_oci else {}
+        return Count(
+            processes=frozenset(f"{pid} {_name(pid)} {began}" for pid, began in processes.items()),
+            mounts=frozenset(self._mounts()),
+            folders=frozenset(self._folders()),
+            cgroups=frozenset(self._cgroups()),
+            running=frozenset(name for name, is_running in containers.items() if is_running),
+            containers=frozenset(containers),
+            descriptors=sum(_descriptors(pid) for pid in (os.getpid(), *processes)),
+        )
+
+    def settle(self, is_good: Callable[[Count], bool], bound_s: float) -> tuple[Count, float]:
+        """Looks until all is good, or the time is over; the last look, and how long it took."""
+        began = time.monotonic()
+        while True:
+            count = self.take()
+            took_s = time.monotonic() - began
+            if is_good(count) or took_s > bound_s:
+                return count, took_s
+            time.sleep(LOOK_S)
+
+    def _processes(self) -> dict[int, str]:
+        """Those below us that are not zombies, with their start times."""
+        with contextlib.suppress(ChildProcessError):
+            for pid in _zombies():
+                os.waitpid(pid, os.WNOHANG)
+        living = kernel.living()
+        return {pid: living[pid][1] for pid in kernel.below({os.getpid()}, living)}
+
+    def _mounts(self) -> Generator[str, None, None]:
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            number, *_, point = line.split()[:5]
+            if self._is_oci or not any(name in point for name in _ENGINES):
+                yield f"{number} {point}"
+
+    def _folders(self) -> Generator[str, None, None]:
+        yield from (str(path) for path in self._root.glob("sbx_*"))
+        yield from (str(path) for path in control_of(self._root).glob("*/*/*"))
+
+    def _cgroups(self) -> Generator[str, None, None]:
+        ours = f"/rollyard-{self._mark}/"
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            if after.startswith("cgroup"):
+                for folder, _, _ in os.walk(before.split()[4]):
+                    if ours in folder or (self._is_oci and "/libpod" in folder):
+                        yield folder
+
+    def _containers(self) -> dict[str, bool]:
+        argv = [*engine(), "ps", "--all", "--no-trunc", "--filter", f"label=rollyard={self._mark}"]
+        argv += ["--format", "{{.ID}} {{.State}}"]
+        said = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False).stdout
+        return {words[0]: words[1:] == ["running"] for line in said.splitlines() if (words := line.split())}
+
+
+def _zombies() -> list[int]:
+    """Children of ours that have ended, whoever was their parent before."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_bytes().rpartition(b")")[2].split()
+            if fields[0] == b"Z" and int(fields[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "?"
+
+
+def _descriptors(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return 0

@@ -1,0 +1,252 @@
+"""Four ways to fill a trainer's batches from one world, in virtual time. Each leaves a `Tally` that figures come from.
+
+- **plain**: as many groups are begun as should fill what is missing (at the true share with signal); when all of them
+  have ended, those with signal are taken, and it begins anew until there are enough; then the trainer trains, and
+  nothing else happens meanwhile. What is more than `want` is thrown away, the last begun first.
+- **reference**: asynchronous DAPO as ProRL Agent does it. The job queue is filled up whenever it runs dry, so that
+  every slot is at work; a group without signal is discarded when its last member has ended; with the `want`-th group
+  that has signal, all other jobs are cancelled, and rollouts that had finished in groups that had not are discarded
+  with them. Their prompts go to the front of the queue: prompts are carried over, rollouts are not. Then the trainer
+  trains; no rollout runs meanwhile. `is_overlapped` lets the rollouts of the next batch run while it trains, which it
+  does not do.
+- **ours**: the service's own rules (`DrawState`, `OpenGroup`, the filter), driven as the service drives them. Rollouts go
+  on while the trainer trains; the version is raised when it is done, and then the next batch is asked for.
+
+In all of them the trainer takes `train_s` for a batch, and the same tasks come in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from bench._draw_world import Ended, StartedGroup, VirtualPipeline, World
+from rollyard.core import Draw, Group, GroupState, Rollout, Task
+from rollyard.core.draw import DrawConfig, DrawProgress, SourceKind, SourceSpec
+from rollyard.core.failure import Outcome
+from rollyard.core.rollout import Ending, Summary
+from rollyard.core.score import Score
+from rollyard.sampling.draw_state import ActiveGroup, DrawState
+from rollyard.sampling.filters import FilterInput, keep_of
+from rollyard.sampling.open_group import OpenGroup
+from rollyard.sampling.task_order import TaskOrder
+
+
+@dataclass(slots=True)
+class Tally:
+    """All groups that were begun, and when the training of each batch was over."""
+
+    begun: list[StartedGroup] = field(default_factory=list[StartedGroup])
+    trained_s: list[float] = field(default_factory=list[float])
+
+
+Enough = Callable[[Tally], bool]
+"""Asked after each batch."""
+
+
+def config_of(world: World, **changes: object) -> DrawConfig:
+    config = DrawConfig(
+        SourceSpec(SourceKind.TASKS, size=world.tasks), group_size=world.group_size, spares=0, seed=world.seed
+    )
+    return replace(config, **changes)
+
+
+class _Theirs:
+    """What plain and reference have in common: tasks in order, and a trainer that they wait for."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.pipeline = VirtualPipeline(world.slots)
+        self.tally = Tally()
+        self.progress = DrawProgress()
+        self.is_training = False
+        self._order = TaskOrder(config_of(world), world.tasks)
+
+    def begin(self) -> StartedGroup:
+        item = self._order.take(self.progress)
+        begun = StartedGroup(item, self.world.script(item), self.pipeline.now_s)
+        self.tally.begun.append(begun)
+        self.pipeline.begin(begun)
+        return begun
+
+    def next(self) -> Ended | None:
+        ended = self.pipeline.next()
+        if ended is None:
+            self.is_training = False
+            self.pipeline.version += 1
+            self.tally.trained_s.append(self.pipeline.now_s)
+        return ended
+
+    def end(self, begun: StartedGroup, how: str) -> None:
+        begun.end, begun.ended_s = how, self.pipeline.now_s
+
+    def train(self, batch: list[StartedGroup]) -> None:
+        for begun in batch:
+            self.end(begun, "delivered")
+            begun.batch = len(self.tally.trained_s) + 1
+            begun.staleness = self.pipeline.version - begun.oldest
+        self.is_training = True
+        self.pipeline.alarm(self.world.train_s)
+
+    def wait_for_trainer(self) -> None:
+        while self.is_training:
+            self.next()
+
+
+def plain(world: World, enough: Enough) -> Tally:
+    it = _Theirs(world)
+    while not enough(it.tally):
+        batch: list[StartedGroup] = []
+        while len(batch) < world.want:
+            missing = world.want - len(batch)
+            round_of = [it.begin() for _ in range(math.ceil(missing / (1 - world.no_signal)))]
+            while any(begun.left for begun in round_of):
+                it.next()
+            for begun in round_of:
+                if not begun.script.has_signal:
+                    it.end(begun, "filtered")
+                elif len(batch) < world.want:
+                    batch.append(begun)
+                else:
+                    it.end(begun, "thrown")
+        it.train(batch)
+        it.wait_for_trainer()
+    return it.tally
+
+
+def reference(world: World, enough: Enough, *, is_overlapped: bool = False) -> Tally:
+    it = _Theirs(world)
+    while not enough(it.tally):
+        batch: list[StartedGroup] = []
+        flying: dict[int, StartedGroup] = {}
+        while len(batch) < world.want:
+            while it.pipeline.free and not it.pipeline.queued:
+                begun = it.begin()
+                flying[id(begun)] = begun
+            ended = it.next()
+            if ended is None or ended.begun.left:
+                continue
+            begun = flying.pop(id(ended.begun))
+            if begun.script.has_signal:
+                batch.append(begun)
+            else:
+                it.end(begun, "filtered")
+        it.pipeline.cancel(*flying.values())
+        for begun in flying.values():
+            it.end(begun, "thrown")
+            it.progress.returned.append(replace(begun.item, turn=begun.item.turn + 1))
+        it.wait_for_trainer()
+        it.train(batch)
+        if not is_overlapped:
+            it.wait_for_trainer()
+    it.wait_for_trainer()
+    return it.tally
+
+
+class Ours:
+    """See the module. `is_early`: the trainer asks for its next batch before it raises the version."""
+
+    def __init__(self, world: World, *, is_early: bool = False, **changes: object) -> None:
+        self.world = world
+        self.tally = Tally()
+        self.pipeline = VirtualPipeline(world.slots)
+        config = config_of(world, **changes)
+        self.draw_state = DrawState(Draw("d", "bench", config), TaskOrder(config, world.tasks))
+        self._keep = keep_of(config.keep)
+        self._is_early = is_early
+        self._task = Task("bench")
+        self._begun: dict[str, StartedGroup] = {}
+        self._open: dict[str, OpenGroup] = {}
+        self._rollouts: dict[str, Rollout] = {}
+        self._group_of: dict[int, str] = {}
+        self._complete: dict[str, Group] = {}
+
+    def run(self, enough: Enough) -> Tally:
+        draw_state, waiting, is_training = self.draw_state, 0, False
+        draw_state.ask(self.world.want)
+        while draw_state.draw.is_active and not enough(self.tally):
+            self._settle()
+            waiting += len(draw_state.closed)  # batches that nobody has trained on yet
+            draw_state.closed.clear()
+            if waiting and not is_training:
+                waiting, is_training = waiting - 1, True
+                self.pipeline.alarm(self.world.train_s)
+                if self._is_early:
+                    draw_state.ask(self.world.want)
+                    continue
+            ended = self.pipeline.next()
+            if ended is not None:
+                self._look(ended)
+                continue
+            is_training = False
+            self.tally.trained_s.append(self.pipeline.now_s)
+            self.pipeline.version += 1
+            draw_state.set_version(self.pipeline.version)
+            if not self._is_early:
+                draw_state.ask(self.world.want)
+        return self.tally
+
+    def _settle(self) -> None:
+        """The service's turn of a draw, in its order."""
+        draw_state = self.draw_state
+        while True:
+            for one in draw_state.too_old():
+                self._give_up(one, GroupState.DROPPED, returns=False)
+            for handed in draw_state.hand_out():
+                begun = self._begun.pop(handed.id)
+                group = replace(self._complete.pop(handed.id), batch_version=handed.version)
+                draw_state.delivered(group)
+                begun.end, begun.ended_s = "delivered", self.pipeline.now_s
+                begun.batch, begun.staleness = handed.batch, group.staleness or 0
+            for one in draw_state.surplus():
+                self._give_up(one, GroupState.CANCELLED, returns=True)
+            draw_state.check_end()
+            begun_now = draw_state.admit()
+            for one in begun_now:
+                self._begin(one)
+            if not begun_now:
+                return
+
+    def _begin(self, one: ActiveGroup) -> None:
+        begun = StartedGroup(one.item, self.world.script(one.item), self.pipeline.now_s)
+        group = Group(one.id, "bench", self.world.group_size, spares=0, admitted_version=one.version, order=one.order)
+        opened = OpenGroup(group, self._task)
+        for submission in opened.begin(range(self.world.group_size)):
+            self._rollouts[submission.rollout.id] = submission.rollout
+        self._begun[one.id], self._open[one.id], self._group_of[id(begun)] = begun, opened, one.id
+        self.tally.begun.append(begun)
+        self.pipeline.begin(begun)
+
+    def _look(self, ended: Ended) -> None:
+        opened = self._open[self._group_of[id(ended.begun)]]
+        member = ended.begun.script.members[ended.index]
+        summary = Summary(sampled_tokens=member.sampled, oldest_version=ended.oldest, newest_version=ended.newest)
+        ending = Ending(Outcome.COMPLETED, Score(member.reward), is_trainable=True, summary=summary)
+        opened.take(replace(self._rollouts.pop(opened.group.rollout_id(ended.index)), ending=ending))
+        now = opened.standing()
+        if not now.is_over:
+            return
+        self.draw_state.seen(opened.scored())
+        is_kept = self._keep.keeps(FilterInput(tuple(opened.rewards(now.members)), opened.task))
+        state = GroupState.COMPLETE if is_kept else GroupState.FILTERED
+        group = opened.over(state, now.members)
+        assert group.stats is not None
+        self.draw_state.ended(opened.id, state, group.stats)
+        del self._open[opened.id]
+        if is_kept:
+            self._complete[opened.id] = group
+        else:
+            begun = self._begun.pop(opened.id)
+            begun.end, begun.ended_s = "filtered", self.pipeline.now_s
+
+    def _give_up(self, one: ActiveGroup, state: GroupState, *, returns: bool) -> None:
+        begun = self._begun.pop(one.id)
+        opened = self._open.pop(one.id, None)
+        group = opened.over(state) if opened is not None else self._complete.pop(one.id)
+        known = begun.sampled
+        self.pipeline.cancel(begun)
+        assert group.stats is not None
+        self.draw_state.ended(one.id, state, group.stats, returns=returns)
+        self.draw_state.came_late(state, begun.sampled - known)
+        begun.end, begun.ended_s = "thrown", self.pipeline.now_s

@@ -1,0 +1,263 @@
+"""Hollow nodes: many nodes of a fleet in one process, which take leases and hand over results, and run nothing.
+
+    python -m bench._fleet_hollow        (`HollowPlan` in JSON on its standard input, with which it ends)
+
+What the head sees of one is what it sees of a real node: the same structs (`fleet.wire`) over two connections, a poll
+that is held and a report whenever there is something to say; each rollout moves through READY and RUN, leaves a trace
+at the end of RUN, and ends after EVAL; some leases wait ahead of the slots. What a node costs is left out, so that the
+head is what is measured. Every TELL_S it prints what has happened so far (`Tally`), bytes of HTTP and all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import uvloop
+
+from bench._fleet_parts import Result
+from bench._load import Line
+from rollyard.core import Position, State
+from rollyard.core.version import __version__
+from rollyard.fleet.messages import (
+    MEDIA_TYPE,
+    PROTOCOL,
+    Ended,
+    EngineUse,
+    Item,
+    Join,
+    Joined,
+    Key,
+    Moved,
+    NodeStatus,
+    Orders,
+    Poll,
+    PoolUse,
+    Report,
+    Reported,
+    Saved,
+    decode,
+    encode,
+)
+
+TELL_S = 0.2
+MOST_ITEMS = 512  # in one report, as of a real node
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HollowPlan:
+    """`slots` and `ahead` are of each node. `hold_s` 0: everything ends at once."""
+
+    url: str
+    token: str
+    first: int  # nodes are numbered from here
+    nodes: int
+    slots: int
+    ahead: int
+    hold_s: float = 0.0
+    eval_s: float = 0.0
+    poll_s: float = 10.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one process of hollow nodes has done so far."""
+
+    at_s: float = 0.0
+    joined: int = 0
+    ended: int = 0
+    refused: int = 0
+    calls: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    cpu_s: float = 0.0
+
+
+class _Brief(msgspec.Struct):
+    """Of a leased rollout, what a hollow node reads."""
+
+    id: str
+    position: Position
+
+
+_BRIEFS = msgspec.json.Decoder(_Brief)
+
+
+class HeadLine(Line):
+    """A connection to the head that counts its bytes."""
+
+    def aim(self, url: str, token: str, tally: Tally) -> None:
+        host = urlsplit(url).netloc
+        self._head = f"Host: {host}\r\nAuthorization: Bearer {token}\r\nContent-Type: {MEDIA_TYPE}\r\n"
+        self._tally = tally
+
+    async def call(self, path: str, message: msgspec.Struct, kind: type[T]) -> T:
+        assert self._transport is not None
+        body = encode(message)
+        head = f"POST /v1/fleet/{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
+        self._got.clear()
+        self._head_end = -1
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(head + body)
+        status, answer = await self._done
+        self._tally.calls += 1  # now, as with what ended: else a window would have calls of what ends after it
+        self._tally.bytes_out += len(head) + len(body)
+        if status != 200:
+            raise RuntimeError(f"the head answers {status} to {path}: {answer[:500]!r}")
+        return decode(answer, kind)
+
+    def data_received(self, data: bytes) -> None:
+        self._tally.bytes_in += len(data)
+        super().data_received(data)
+
+
+@dataclass(eq=False)
+class HollowNode:
+    name: str
+    plan: HollowPlan
+    result: Result
+    tally: Tally
+    got: int = 0
+    gates: int = -1
+    engines: list[EngineUse] = field(default_factory=list[EngineUse])  # all that it has heard of: it needs none
+    held: int = 0
+    running: int = 0
+    begun: int = 0
+    waiting: deque[Key] = field(default_factory=deque[Key])
+    outbox: deque[Item] = field(default_factory=deque[Item])
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def main(self) -> None:
+        plan = self.plan
+        polls, reports = await HeadLine.open(plan.url), await HeadLine.open(plan.url)
+        assert isinstance(polls, HeadLine) and isinstance(reports, HeadLine)
+        for line in (polls, reports):
+            line.aim(plan.url, plan.token, self.tally)
+        session = f"{self.name}-{os.getpid()}"
+        await polls.call("join", Join(PROTOCOL, __version__, self.name, session, "bench", [], self._standing()), Joined)
+        self.tally.joined += 1
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._poll(polls, session))
+            group.create_task(self._report(reports, session))
+
+    async def _poll(self, line: HeadLine, session: str) -> None:
+        while True:
+            orders = await line.call(f"poll?wait_s={self.plan.poll_s:g}", Poll(session, self._standing()), Orders)
+            self.got = orders.number
+            if orders.gates is not None and orders.gates.number > self.gates:
+                self.gates = orders.gates.number
+                self.engines = [EngineUse(spec.id, 0, 0, 0) for spec in orders.gates.specs]
+                self.news.set()
+            for lease in orders.leases:
+                brief = _BRIEFS.decode(lease.rollout)
+                self.waiting.append(Key(brief.id, brief.position.attempt))
+            self.held += len(orders.leases)
+            self._start()
+
+    async def _report(self, line: HeadLine, session: str) -> None:
+        while True:
+            await self.news.wait()
+            self.news.clear()
+            items = [self.outbox.popleft() for _ in range(min(MOST_ITEMS, len(self.outbox)))]
+            if self.outbox:
+                self.news.set()
+            answer = await line.call("report", Report(session, self._standing(), items), Reported)
+            ended = sum(isinstance(item, Ended) for item in items)
+            self.tally.refused += len(answer.refused)
+            self.tally.ended += ended
+            self.held -= ended
+            if ended and not self.plan.hold_s:
+                self.news.set()  # places became free: so the head hears of them
+
+    def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        plan = self.plan
+        while self.waiting and self.running < plan.slots:
+            key = self.waiting.popleft()
+            self.running += 1
+            self.begun += 1
+            self._say(Moved(key, State.READY))
+            self._say(Moved(key, State.RUN))
+            if plan.hold_s:
+                loop.call_later(plan.hold_s * _share(self.begun <= plan.slots), self._run_over, key)
+            else:
+                loop.call_soon(self._run_over, key)
+
+    def _run_over(self, key: Key) -> None:
+        self.running -= 1
+        data = self.result.encoded(key.id, key.attempt)
+        self._say(Saved(key, data, self.result.sampled_tokens, self.result.info, []))
+        ended = Ended(key, self.result.ending, None, 0)
+        if self.plan.eval_s:
+            asyncio.get_running_loop().call_later(self.plan.eval_s, self._say, ended)
+        else:
+            self._say(ended)
+        self._start()
+
+    def _say(self, item: Item) -> None:
+        self.outbox.append(item)
+        self.news.set()
+
+    def _standing(self) -> NodeStatus:
+        plan = self.plan
+        places = plan.slots + plan.ahead
+        want = max(0, min(places - self.running - len(self.waiting), 2 * places - self.held))
+        pools = {
+            "init": PoolUse(plan.ahead, 0, 0),
+            "run": PoolUse(plan.slots, self.running, 0),
+            "eval": PoolUse(plan.slots, 0, 0),
+            "ready": PoolUse(plan.ahead, 0, 0),
+            "live": PoolUse(2 * places, self.held, 0),
+            "queue": PoolUse(100_000, len(self.waiting), 0),
+        }
+        return NodeStatus(self.got, want, self.gates, False, pools, self.engines)
+
+
+def _share(is_first: bool) -> float:
+    """Of `hold_s`: from 0.75 to 1.25. What is begun first is found in the middle, as if it had gone on for long: a long
+    one is found more often, and any moment of it as often as another. So as many end at first as ever after."""
+    if not is_first:
+        return random.uniform(0.75, 1.25)
+    return random.random() * math.sqrt(random.uniform(0.75**2, 1.25**2))
+
+
+async def main() -> None:
+    tally, result = Tally(), Result()
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    plan = msgspec.json.decode(await reader.readline(), type=HollowPlan)
+    nodes = [HollowNode(f"hollow-{plan.first + index}", plan, result, tally) for index in range(plan.nodes)]
+    working = [asyncio.create_task(node.main()) for node in nodes]
+    telling = asyncio.create_task(_tell(tally))
+    over = asyncio.create_task(reader.read())
+    done, _ = await asyncio.wait({*working, telling, over}, return_when=asyncio.FIRST_COMPLETED)
+    over.cancel()
+    for task in (*working, telling):
+        task.cancel()
+    await asyncio.gather(*working, telling, return_exceptions=True)
+    for task in done - {over}:
+        task.result()
+
+
+async def _tell(tally: Tally) -> None:
+    while True:
+        tally.at_s, tally.cpu_s = time.monotonic(), time.process_time()
+        sys.stdout.write(msgspec.json.encode(tally).decode() + "\n")
+        sys.stdout.flush()
+        await asyncio.sleep(TELL_S)
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

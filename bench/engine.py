@@ -1,0 +1,259 @@
+"""`rollyard bench engine`: tokens per second of the embedded engine, beside `generate` of transformers.
+
+- `tokens_per_s_N`: N requests at once, each with a prompt of its own, from the first request to the last answer, with
+  prompts, logprobs and exactly the tokens that were asked for. Ours over HTTP, by the client that the service uses,
+  from a real `rollyard engine`; theirs inside its own process, as one batch.
+- `prefill_tokens_per_s`: the same with one new token, per token of the prompts, eight at once.
+- `turns_per_s`: eight sessions of four turns, each of which extends its own history. Ours reuses what it has computed,
+  and no session waits for another; `generate` is called anew for each turn, with all sessions as one batch.
+
+Both have the same weights, dtype, device, threads and prompts. They take turns, round by round, and only one of them
+works at any time; the median of the rounds counts. All prompts of a batch have one length, so `generate` pads nothing,
+and nobody ends early: that is its best case, and where prompts and answers differ in length it computes more in vain.
+`generate_no_logprobs` is what it gives if it is not asked for logprobs; ours always tells them.
+
+This process needs no torch: what is measured runs in child processes of this Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from bench.processes import module_argv
+from rollyard.cli._console import CommandError, note
+from rollyard.cli._deadline import within
+from rollyard.cli.rig import stop
+from rollyard.cli.weights import get_model
+from rollyard.core import Json, Sampling
+from rollyard.engines import Engine, EngineSpec, GenerateRequest, Kind, make_engine, open_http
+
+AT_ONCE = (1, 8, 32)
+SESSIONS, TURNS = 8, 4
+PROMPT_TOKENS, TOKENS = 128, 64
+IDS = range(100, 1000)  # of prompts: every vocabulary has these, and none of them is special
+START_S = 600.0  # large models are read slowly
+CALL_S = 600.0
+
+Prompts = list[list[int]]
+Complete = Callable[[Prompts, int], Awaitable[Prompts]]
+"""Prompts, and how many tokens each is to get: those tokens."""
+
+
+async def bench_engine(
+    *,
+    quick: bool = False,
+    peers: bool = True,
+    model: str = "smollm2",
+    device: str = "auto",
+    dtype: str = "auto",
+    tokens: int = TOKENS,
+    prompt: int = PROMPT_TOKENS,
+) -> dict[str, Json]:
+    """`metrics`, and `versus` by the same names."""
+    from rollyard.embedded import missing_packages
+    from rollyard.embedded.weights import KNOWN
+
+    if missing := missing_packages():
+        names = " and ".join(missing)
+        raise CommandError(f"the embedded engine needs {names}, not installed here", "pip install 'rollyard[local]'")
+    folder = str(await asyncio.to_thread(get_model, model)) if model in KNOWN else model
+    rounds = 1 if quick else 3
+    options = ["--model", folder, "--device", device, "--dtype", dtype]
+    async with AsyncExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollyard-bench-")))
+        engine, context = await stack.enter_async_context(_served(options, place))
+        if TURNS * (prompt + tokens) > context:
+            told = f"{TURNS} turns of {prompt} + {tokens} tokens do not fit into the model's {context}"
+            raise CommandError(told, "smaller --prompt or --tokens", 2)
+        ways = {"ours": _Way(_Ours(engine).complete, _Ours(engine).converse)}
+        peer: _Generate | None = None
+        if peers:
+            peer = await stack.enter_async_context(_generate(options, place))
+            ways["generate"] = _Way(peer.complete, peer.converse)
+            ways["generate_no_logprobs"] = _Way(peer.complete_bare, None)
+        load = _Load(prompt, tokens)
+        await load.warm_up(ways, is_whole=peer is None or not peer.about["device"].startswith("cpu"))
+        for number in range(rounds):
+            note(f"round {number + 1} of {rounds}")
+            await load.round(ways, number + 1)
+    about: dict[str, Json] = {"prompt_tokens": prompt, "tokens": tokens, "rounds": rounds, "model": model}
+    metrics, *others = (way.figures() for way in ways.values())
+    about |= peer.about if peer is not None else {}
+    return {"metrics": {**metrics, **about}, "versus": dict(zip(list(ways)[1:], others, strict=True))}
+
+
+class _Way:
+    """One of those that are compared, and what was measured of it."""
+
+    def __init__(self, complete: Complete, converse: Callable[[Prompts, int], Awaitable[None]] | None) -> None:
+        self.complete = complete
+        self.converse = converse  # the new tokens of each turn, one session after the other
+        self._found: dict[str, list[float]] = {}
+
+    def take(self, name: str, per_s: float) -> None:
+        self._found.setdefault(name, []).append(per_s)
+
+    def figures(self) -> dict[str, Json]:
+        return {name: round(median(values), 2) for name, values in self._found.items()}
+
+
+class _Load:
+    """What all of them are asked for: the same in a round, and never the same again."""
+
+    def __init__(self, prompt_tokens: int, tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._tokens = tokens
+
+    async def warm_up(self, ways: Mapping[str, _Way], *, is_whole: bool) -> None:
+        """A GPU records and plans for each size that it meets, so it meets all of them; a CPU needs a few tokens."""
+        note("warming up")
+        for way in ways.values():
+            for count in AT_ONCE if is_whole else AT_ONCE[:2]:
+                await way.complete(self._prompts(f"warm-up {count}", count), self._tokens if is_whole else 2)
+            if is_whole and way.converse is not None:
+                await way.converse(self._prompts("warm-up", SESSIONS * TURNS), self._tokens)
+
+    async def round(self, ways: Mapping[str, _Way], number: int) -> None:
+        for count in AT_ONCE:
+            prompts = self._prompts(f"{number}, {count} at once", count)
+            for way in ways.values():
+                elapsed_s = await _timed(way.complete(prompts, self._tokens))
+                way.take(f"tokens_per_s_{count}", count * self._tokens / elapsed_s)
+        prompts = self._prompts(f"{number}, prefill", SESSIONS)
+        news = self._prompts(f"{number}, turns", SESSIONS * TURNS)
+        for way in ways.values():
+            if way.converse is None:
+                continue
+            elapsed_s = await _timed(way.complete(prompts, 1))
+            way.take("prefill_tokens_per_s", SESSIONS * self._prompt_tokens / elapsed_s)
+            elapsed_s = await _timed(way.converse(news, self._tokens))
+            way.take("turns_per_s", SESSIONS * TURNS / elapsed_s)
+
+    def _prompts(self, seed: str, count: int) -> Prompts:
+        random = Random(seed)
+        return [[random.choice(IDS) for _ in range(self._prompt_tokens)] for _ in range(count)]
+
+
+async def _timed(work: Awaitable[object]) -> float:
+    began = time.perf_counter()
+    await work
+    return time.perf_counter() - began
+
+
+# --- ours
+
+
+class _Ours:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sampling = Sampling(extra={"ignore_eos": True})
+
+    async def complete(self, prompts: Prompts, tokens: int) -> Prompts:
+        return list(await asyncio.gather(*(self._one(prompt, tokens) for prompt in prompts)))
+
+    async def converse(self, news: Prompts, tokens: int) -> None:
+        await asyncio.gather(*(self._session(n, news[n::SESSIONS], tokens) for n in range(SESSIONS)))
+
+    async def _session(self, number: int, news: Prompts, tokens: int) -> None:
+        history: list[int] = []
+        for new in news:
+            history += new
+            history += await self._one(history, tokens, session_id=f"session-{number}")
+
+    async def _one(self, prompt: Sequence[int], tokens: int, session_id: str = "") -> list[int]:
+        request = GenerateRequest("bench", tuple(prompt), self._sampling, tokens, seed=7, session_id=session_id)
+        async with within(CALL_S, "sampling with rollyard engine", f"{tokens} tokens after a prompt of {len(prompt)}"):
+            found = await self._engine.generate(request)
+        if len(found.token_ids) != tokens or found.logprobs is None or not all(map(math.isfinite, found.logprobs)):
+            raise RuntimeError(f"the engine gave {len(found.token_ids)} tokens of {tokens}, or no logprobs for them")
+        return list(found.token_ids)
+
+
+@asynccontextmanager
+async def _served(options: Sequence[str], place: Path) -> AsyncGenerator[tuple[Engine, int], None]:
+    """`rollyard engine` as a process of its own, and the longest sequence that it takes."""
+    argv = [sys.executable, "-m", "rollyard", "engine", "--port", "0", "--json", *options]
+    async with _child("rollyard engine", argv, place / "engine.log") as (_, said), open_http() as http:
+        engine = make_engine(EngineSpec("bench", said["url"], Kind.VLLM), http)
+        info = await engine.probe()
+        try:
+            yield engine, info.max_context or 0
+        finally:
+            await engine.close()
+
+
+# --- theirs
+
+
+class _Generate:
+    """`_generate.py` in a process of its own: one line in, one line out."""
+
+    def __init__(self, process: asyncio.subprocess.Process, about: Mapping[str, Any]) -> None:
+        self._process = process
+        self.about = about  # threads, device, dtype: as it has them, and as ours has them by the same rules
+
+    async def complete(self, prompts: Prompts, tokens: int, *, has_logprobs: bool = True) -> Prompts:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        order = {"prompts": prompts, "tokens": tokens, "has_logprobs": has_logprobs}
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        async with within(CALL_S, "sampling with transformers", f"{tokens} tokens for {len(prompts)} prompts"):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("transformers' generate ended before it answered")
+        return json.loads(line)["token_ids"]
+
+    async def complete_bare(self, prompts: Prompts, tokens: int) -> Prompts:
+        return await self.complete(prompts, tokens, has_logprobs=False)
+
+    async def converse(self, news: Prompts, tokens: int) -> None:
+        histories: Prompts = [[] for _ in range(SESSIONS)]
+        for turn in range(TURNS):
+            for number, history in enumerate(histories):
+                history += news[turn * SESSIONS + number]
+            for history, sampled in zip(histories, await self.complete(histories, tokens), strict=True):
+                history += sampled
+
+
+@asynccontextmanager
+async def _generate(options: Sequence[str], place: Path) -> AsyncGenerator[_Generate, None]:
+    async with _child("_generate.py", module_argv("_generate", *options), place / "generate.log") as (process, said):
+        yield _Generate(process, said)
+
+
+# --- children
+
+
+@asynccontextmanager
+async def _child(
+    name: str, argv: Sequence[str], log: Path
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Any], None]:
+    """A process of this Python, and the object that it prints when it is ready."""
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            limit=1 << 26,
+        )
+        try:
+            assert process.stdout is not None
+            async with within(START_S, f"starting {name}", "its first line on standard output"):
+                line = await process.stdout.readline()
+            if not line:
+                said = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
+                raise CommandError(said[-1].removeprefix("rollyard: ") if said else f"{name} ended and said nothing")
+            yield process, json.loads(line)
+        finally:
+            await stop(process)

@@ -1,0 +1,158 @@
+"""`rollyard bench fleet`: what a fleet carries, and what it costs its head.
+
+- 1, 2, 4 and 8 Ray nodes on this machine, rollouts that only wait, a fixed pool per node: `efficiency_N` is what a node
+  carries among N over what it carries alone. All of Ray is in a network namespace of its own (`_fleet_place`).
+- Waiting is easy, so the head is driven to its end as well, by nodes that run nothing and hand over real results
+  (`_fleet_hollow`): `leases_per_s`, and CPU and bytes of the head per rollout. Then by as many nodes as make half of
+  that rate, each with as many rollouts a second as one of NODE_SLOTS has that take NODE_ROLLOUT_S:
+  `efficiency_at_half_head` is what ended over what was offered.
+- What the store alone leases, and what a poll costs that has nothing to say.
+
+PostgreSQL, where it is installed, stands beside SQLite: a server of its own on this machine, durable as SQLite is. Its
+CPU is not the head's, but on a small machine it is taken from the same cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from bench._fleet_head import Load, Window, at_rate, at_saturation, idle
+from bench._fleet_place import inside
+from bench._fleet_ray import RayPlan, Throughput
+from bench.postgres import PgServer, find_postgres
+from bench.processes import module_argv
+from bench.store_leases import measure_leases
+from rollyard.cli._console import CommandError, note
+from rollyard.cli._deadline import within
+from rollyard.core import Json
+from rollyard.store import open_store
+
+FULL = RayPlan(nodes=(1, 2, 4, 8), slots=32, wait_s=4.0, warm_s=6.0, window_s=20.0)
+QUICK = RayPlan(nodes=(1, 2), slots=32, wait_s=4.0, warm_s=4.0, window_s=4.0)
+
+NODE_SLOTS, NODE_ROLLOUT_S = 256, 60.0
+"""A node as the page about scale has it; what a head feeds is told in such nodes."""
+
+RAY_S = 400.0
+DURABLE = ("-c", "max_connections=100")  # fsync is on unless one turns it off
+
+
+async def bench_fleet(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
+    carried = await _on_ray(QUICK if quick else FULL)
+    queued = 3_000 if quick else 15_000
+    metrics: dict[str, Json] = {**_ray_figures(carried)}
+    note("the head at saturation")
+    metrics |= await _head_figures(queued)
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
+        metrics["store_leases_per_s"] = await _store_leases_per_s(str(Path(name) / "bench.db"), quick)
+    versus: dict[str, Json] = {"postgresql": await _with_postgres(queued, quick)} if peers else {}
+    per_s = float(str(metrics["leases_per_s"]))
+    note("the head at half of that")
+    half = max(1, nodes_fed(per_s / 2))
+    hold_s = 4.0 if quick else 8.0
+    window_s = (2 if quick else 3) * hold_s
+    window, offered = await at_rate(per_s / 2, nodes=half, hold_s=hold_s, window_s=window_s)
+    metrics |= {
+        "nodes_at_half_head": half,
+        "efficiency_at_half_head": round(window.per_s / offered, 3),
+        "head_cpu_share_at_half": round(window.head_cpu_s / window.took_s, 2),
+        "head_cpu_ms_per_rollout_at_half": _cpu_ms(window, window.ended),
+        "head_calls_per_rollout_at_half": round(window.calls / max(1, window.ended), 2),
+    }
+    window = await idle(nodes=8, window_s=2.0)
+    metrics |= {
+        "head_cpu_ms_per_idle_poll": _cpu_ms(window, window.calls),
+        "head_bytes_per_idle_poll": round(window.bytes / max(1, window.calls)),
+    }
+    fed = nodes_fed(per_s)
+    metrics["nodes_fed_of_256_slots_at_60_s"] = fed
+    note(
+        f"one head feeds {fed} nodes of {NODE_SLOTS} slots with rollouts of {NODE_ROLLOUT_S:g} s"
+        f" ({per_s:.0f} rollouts a second); plan with half of that"
+    )
+    return {"metrics": metrics, "versus": versus}
+
+
+def nodes_fed(per_s: float) -> int:
+    """Nodes whose slots, all of them always in use, end so many rollouts a second."""
+    return int(per_s * NODE_ROLLOUT_S / NODE_SLOTS)
+
+
+async def _on_ray(plan: RayPlan) -> list[Throughput]:
+    """In a place of its own: this process stays where it is."""
+    if importlib.util.find_spec("ray") is None:
+        raise CommandError("Ray is not installed", "pip install 'rollyard[ray]'")
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
+        result = Path(name) / "result.json"
+        program = module_argv("_fleet_ray", msgspec.json.encode(plan).decode(), str(result))
+        note(f"Ray nodes: {', '.join(map(str, plan.nodes))}")
+        process = await asyncio.create_subprocess_exec(
+            *inside(program), stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr.fileno()
+        )
+        try:
+            async with within(
+                RAY_S, "measuring the fleet on Ray", f"runs with {', '.join(map(str, plan.nodes))} nodes"
+            ):
+                status = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()  # PID 1 of the place goes with it, and all of Ray with that
+                await process.wait()
+        if status != 0:
+            raise CommandError("the fleet on Ray could not be measured", "what went wrong is above")
+        return msgspec.json.decode(result.read_bytes(), type=list[Throughput])
+
+
+def _ray_figures(carried: list[Throughput]) -> dict[str, Json]:
+    alone = carried[0].per_node_s
+    figures: dict[str, Json] = {}
+    for one in carried:
+        figures[f"rollouts_per_s_per_node_{one.nodes}"] = round(one.per_node_s, 3)
+        if one.nodes > 1:
+            figures[f"efficiency_{one.nodes}"] = round(one.per_node_s / alone, 3)
+            figures[f"least_node_efficiency_{one.nodes}"] = round(one.least_node_s / alone, 3)
+        figures[f"machine_busy_share_{one.nodes}"] = round(one.busy_share, 2)
+    return figures
+
+
+async def _head_figures(queued: int, store: str | None = None) -> dict[str, Json]:
+    window, head = await at_saturation(queued, Load(), store)
+    return {
+        "leases_per_s": round(window.per_s),
+        "head_cpu_ms_per_rollout": _cpu_ms(window, window.ended),
+        "head_bytes_per_rollout": round(window.bytes / max(1, window.ended)),
+        "head_calls_per_rollout": round(window.calls / max(1, window.ended), 2),
+        "head_cpu_share": round(window.head_cpu_s / window.took_s, 2),
+        "hollow_cpu_share": round(window.nodes_cpu_s / window.took_s, 2),
+        "machine_busy_share": round(window.busy_s / window.took_s / len(os.sched_getaffinity(0)), 2),
+        "submit_cpu_ms_per_rollout": round(head.submit_cpu_ms, 3),
+    }
+
+
+async def _store_leases_per_s(place: str, quick: bool) -> int:
+    async with await open_store(place) as store:
+        return round((await measure_leases(store, 5_000 if quick else 50_000)).leases_per_s)
+
+
+async def _with_postgres(queued: int, quick: bool) -> dict[str, Json]:
+    if find_postgres() is None:
+        return {"error": "PostgreSQL's initdb was not found: apt-get install postgresql"}
+    note("the same with PostgreSQL")
+    with ExitStack() as stack:
+        server = await asyncio.to_thread(stack.enter_context, PgServer(*DURABLE))
+        figures = await _head_figures(queued, server.url)
+        other = await asyncio.to_thread(server.create_database, "leases")
+        figures["store_leases_per_s"] = await _store_leases_per_s(other, quick)
+        return figures
+
+
+def _cpu_ms(window: Window, count: int) -> float:
+    return round(1000 * window.head_cpu_s / max(1, count), 3)

@@ -1,0 +1,150 @@
+"""The peers of `rollyard bench pipeline`, under its service-bound load: an engine that answers at once, the same turns.
+
+A driver (bench/peers) keeps its rollouts going while it is measured from here, with the instruments that measure our
+own service: turns are what the engine answered, CPU is read from /proc. What each peer does in a turn is the easier
+thing: mini-swe-agent runs a real `echo` in a new shell, bare on this machine (its CPU is that of the children);
+verifiers calls a Python function. Neither has a sandbox, a durable record or token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import aiohttp
+
+from bench.peer_drivers import TAIL, PeerError, driver_argv
+from rollyard.cli.rig import Meter, engine_process, machine_busy_s, stop
+from rollyard.core import Json
+
+TURNS = 5
+"""Turns of a rollout in the latency-bound load, and in the peers' figures."""
+
+CONCURRENCY = 64
+STEADY_S = 120.0  # to import a peer, and to end its first rollouts
+
+
+def _bash(command: str) -> str:
+    return f"I run a command.\n\n```mswea_bash_command\n{command}\n```"
+
+
+def _echo(text: str) -> str:
+    return "<tool_call>\n" + json.dumps({"name": "echo", "arguments": {"text": text}}) + "\n</tool_call>"
+
+
+def _script(peer: str, turns: int) -> dict[str, Json]:
+    """What the engine says to this peer: a tool in every turn, and the end in the last."""
+    texts = [f"turn {turn}" for turn in range(1, turns + 1)]
+    if peer == "mini_swe_agent":
+        replies = [_bash(f"echo {text}") for text in texts[:-1]]
+        return {"default": [*replies, _bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 4")]}
+    replies = [_echo(text) for text in texts]
+    return {"default": [*replies[:-1], replies[-1] + "\nANSWER: 4"]}
+
+
+async def run_peers(*, quick: bool, turns: int = TURNS) -> dict[str, Json]:
+    """Each peer's figures, under the names of ours; {"error": why} for one that cannot be measured."""
+    found: dict[str, Json] = {}
+    for name, peer in (("mini-swe-agent", "mini_swe_agent"), ("verifiers", "verifiers")):
+        try:
+            found[name] = await measure_peer(peer, _script(peer, turns), turns=turns, window_s=5.0 if quick else 18.0)
+        except PeerError as error:
+            found[name] = {"error": str(error)}
+    return found
+
+
+async def measure_peer(
+    peer: str, script: Mapping[str, Json], *, turns: int = TURNS, window_s: float
+) -> dict[str, Json]:
+    """The figures of one driver in its steady state. PeerError: there are none, and why."""
+    argv = await asyncio.to_thread(driver_argv, peer)
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "script.json").write_text(json.dumps(script))
+        async with (
+            engine_process(folder, 0.0) as (engine_pid, url),
+            _driver([*argv, url, str(turns), str(CONCURRENCY)], folder) as (process, said),
+            aiohttp.ClientSession() as http,
+        ):
+            driver, engine = Meter(process.pid), Meter(engine_pid)
+
+            async def look() -> tuple[float, ...]:
+                answered, now = await _turns(http, url), time.monotonic()
+                return answered, now, driver.cpu_s(), driver.children_cpu_s(), engine.cpu_s(), machine_busy_s()
+
+            before = await look()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), window_s)
+                raise _DriverEnded
+            after = await look()
+    made, took_s, *cpus = (b - a for a, b in zip(before, after, strict=True))
+    if not made:
+        raise PeerError(f"it made no turn in {took_s:.1f} s")
+    own, children, engines, machine = (round(1000 * cpu_s / made, 3) for cpu_s in cpus)
+    return {
+        **said,
+        "peak_turns_per_s": round(made / took_s, 1),
+        "peak_run_slots": CONCURRENCY,
+        "cpu_ms_per_turn": own,
+        "child_cpu_ms_per_turn": children,
+        "engine_cpu_ms_per_turn": engines,
+        "machine_cpu_ms_per_turn": machine,
+    }
+
+
+@asynccontextmanager
+async def _driver(
+    argv: list[str], folder: Path
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, dict[str, Json]], None]:
+    """A driver in its steady state, and what it says of its rollouts."""
+    home = folder / "home"  # what peers leave in caches and settings goes with the folder
+    home.mkdir()
+    # Nothing else of ours: no keys, no proxies.
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "LANG": "C.UTF-8"}
+    with (folder / "stderr").open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.PIPE,  # its lifeline: a driver ends when we do
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            cwd=home,
+        )
+    try:
+        yield process, await _steady(process)
+    except (_DriverEnded, OSError):  # OSError: /proc knows it no longer
+        text = (folder / "stderr").read_text(errors="replace").strip()
+        raise PeerError(f"its driver ended with {process.returncode}: {text[-TAIL:]}") from None
+    finally:
+        await stop(process)
+
+
+async def _steady(process: asyncio.subprocess.Process) -> dict[str, Json]:
+    """Waits for the one object that a driver prints, after whatever its peer prints at import."""
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(STEADY_S):
+            while not (line := await process.stdout.readline()).startswith(b"{"):
+                if not line:
+                    await process.wait()
+                    raise _DriverEnded
+    except TimeoutError:
+        raise PeerError(f"its first rollouts did not end within {STEADY_S:.0f} s") from None
+    return json.loads(line)
+
+
+class _DriverEnded(Exception):
+    pass
+
+
+async def _turns(http: aiohttp.ClientSession, url: str) -> int:
+    """How many completions the engine has given."""
+    async with http.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("vllm:request_success_total"))

@@ -1,0 +1,155 @@
+"""Runs benchmarks and prints their figures, ours and the peers' side by side.
+
+    {"bench": NAME, "metrics": {…}, "versus": {PEER: {…}}, "machine": {…}}
+
+Metric names carry their unit, and a peer's metrics have the same names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Coroutine, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rollyard.cli._console import CommandError, note, number, out, print_json, run, show, table
+from rollyard.cli._deadline import REMEDY
+from rollyard.cli.bench import BENCHES
+
+
+def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool, as_json: bool) -> None:
+    """Measures `name`, or `all`, and prints the result. Options that are None are left at the benchmark's default."""
+    if name == "all":
+        if chosen := [option for option, value in options.items() if value is not None]:
+            raise CommandError(f"{chosen[0]} is for one bench", f"leave --{chosen[0].replace('_', '-')} away", 2)
+        run_all(quick=quick, peers=peers, as_json=as_json)
+        return
+    measure = getattr(import_module(f"bench.{name}"), f"bench_{name}")
+    wanted: dict[str, object] = {"quick": quick, "peers": peers, **options}
+    known = inspect.signature(measure).parameters
+    for option, value in options.items():
+        if value is not None and option not in known:
+            raise CommandError(f"bench {name} has no choice of {option}", f"leave --{option.replace('_', '-')} away", 2)
+    chosen = {key: value for key, value in wanted.items() if key in known and value is not None}
+    note(f"measuring {name}{' (quick)' if quick else ''}; the machine should be idle")
+    found = _measured(name, measure(**chosen))
+    result = {"bench": name, "metrics": found["metrics"], "versus": found.get("versus") or {}, "machine": machine()}
+    if as_json:
+        print_json(result)
+    else:
+        show_result(result)
+
+
+def _measured(name: str, measuring: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """What a bench returns. A deadline without a name of its own is at least that of this bench."""
+    try:
+        return run(measuring)
+    except subprocess.TimeoutExpired as error:
+        argv = error.cmd if isinstance(error.cmd, str) else shlex.join(map(str, error.cmd))
+        raise CommandError(f"bench {name}: waited {error.timeout:g} s for the end of `{argv}`", REMEDY) from error
+    except TimeoutError as error:
+        raise CommandError(f"bench {name}: ran out of time{f' ({error})' if str(error) else ''}", REMEDY) from error
+
+
+def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
+    """Each in its own process, whose memory and children are only its own. A bench that fails does not end the rest."""
+    options = [flag for flag, is_on in (("--quick", quick), ("--no-peers", not peers), ("--json", as_json)) if is_on]
+    failed: list[str] = []
+    for name in BENCHES:
+        argv = [sys.executable, "-m", "rollyard", "bench", name, *options]
+        if subprocess.run(argv, check=False).returncode != 0:
+            failed.append(name)
+    if failed:
+        raise CommandError(
+            f"{len(failed)} of {len(BENCHES)} benches failed: {', '.join(failed)}", "the reasons are above"
+        )
+
+
+def machine() -> dict[str, object]:
+    """Where the figures are from: without this they mean little."""
+    from rollyard.core.version import __version__
+
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(pages / 1e9, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "rollyard": __version__,
+    }
+
+
+def _cpu() -> str:
+    """The model's name; ARM kernels give only its numbers."""
+    found: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip().lower(), value.strip())
+    except OSError:
+        pass
+    part = " ".join(found[key] for key in ("cpu implementer", "cpu part") if key in found)
+    return found.get("model name") or " ".join(filter(None, (platform.machine(), part)))
+
+
+def show_result(result: Mapping[str, Any]) -> None:
+    """Our figures and the peers' side by side."""
+    versus: Mapping[str, Any] = result["versus"]
+    made = table("metric", "rollyard", *versus, right=("rollyard", *versus))
+    names = dict.fromkeys(result["metrics"])
+    for peer in versus.values():
+        names |= dict.fromkeys(peer)
+    for metric in names:
+        ours = result["metrics"].get(metric)
+        made.add_row(metric, number(ours), *(_beside(peer.get(metric), ours) for peer in versus.values()))
+    show(made)
+    for line in picture(result):
+        out().print(line, markup=False, highlight=False)
+    out().print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()), markup=False)
+
+
+HEADLINES = (
+    "echo_p50_ms",
+    "cell_p50_ms",
+    "bubblewrap_start_p50_ms",
+    "peak_turns_per_s",
+    "run_throughput_ratio",
+    "tokens_per_s_32",
+)
+"""What a bench is about: drawn as bars, where there is a peer to draw beside it."""
+
+WIDTH = 40
+
+
+def picture(result: Mapping[str, Any]) -> list[str]:
+    """One bar for us and one per peer; by the logarithm where they are more than a hundredfold apart."""
+    lines: list[str] = []
+    for metric in HEADLINES:
+        figures = {"rollyard": result["metrics"].get(metric)}
+        figures |= {name: peer.get(metric) for name, peer in result["versus"].items()}
+        known = {name: value for name, value in figures.items() if isinstance(value, int | float) and value > 0}
+        if len(known) < 2 or "rollyard" not in known:
+            continue
+        least, most = min(known.values()), max(known.values())
+        is_log = most > 100 * least
+        lines.append(f"{metric}{' (logarithmic)' if is_log else ''}")
+        for name, value in known.items():
+            share = (1 + math.log10(value / least)) / (1 + math.log10(most / least)) if is_log else value / most
+            lines.append(f"  {name:<16.16} {'█' * max(1, round(WIDTH * share))} {number(value)}")
+    return lines
+
+
+def _beside(theirs: object, ours: object) -> str:
+    """A peer's figure, and how many times ours it is."""
+    text = number(theirs)
+    if isinstance(theirs, int | float) and isinstance(ours, int | float) and ours and theirs is not ours:
+        text += f" ({number(round(theirs / ours, 2))}×)"
+    return text
