@@ -13,7 +13,7 @@ from tests.client.served import RunningService, served
 
 @dataclass(frozen=True)
 class Said:
-    """What a command did."""
+    """The result of a command."""
 
     status: int
     out: str
@@ -29,7 +29,7 @@ Cli = Callable[..., Awaitable[Said]]
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
-    """Runs one command line as a person would, in a thread, in an empty folder and home."""
+    """Runs one command line in a thread, in an empty folder and home."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
@@ -46,8 +46,8 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture
 async def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[RunningService, None]:
-    """A service that the CLI finds by its environment."""
-    async with served(tmp_path / "yard") as running:
+    """A service that the command line finds by environment variables."""
+    async with served(tmp_path / "service") as running:
         for name, value in running.environ().items():
             monkeypatch.setenv(name, value)
         yield running

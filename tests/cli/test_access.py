@@ -1,4 +1,4 @@
-"""`rollyard access`: tokens for others, against a real service."""
+"""`rollyard access` with a real service."""
 
 from tests.cli.conftest import Cli
 from tests.client.served import RunningService
@@ -47,7 +47,7 @@ async def test_the_audit_log_is_shown(cli: Cli, service: RunningService):
     assert "create_token" in (await cli("access", "log", "--before", entries[0]["seq"])).out
 
 
-async def test_what_is_wrong_is_said(cli: Cli, service: RunningService):
+async def test_errors_are_reported(cli: Cli, service: RunningService):
     unknown = await cli("access", "create", "root")
     assert unknown.status == 1 and "access: " in unknown.err
     assert (await cli("access", "create", "reader", "--run", "a b")).status == 1

@@ -1,4 +1,4 @@
-"""`rollyard agents`, as typed: real pip, a real sandbox, a real gateway; the model is scripted and says so."""
+"""`rollyard agents` with real pip, a real sandbox and a real gateway; the model is scripted."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ say = "Done."
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an install of it makes, for tests of something else: pip takes a second."""
+    """An installed program, shared by tests of other features: pip takes a second."""
     base = tmp_path_factory.mktemp("made")
     wheel(base / "wheels", code=PROGRAM)
     return asyncio.run(AgentInstalls(base / "agents").install(read_preset(TINY), source=base / "wheels"))
@@ -78,7 +78,7 @@ async def test_list_show_and_install(cli: Cli, tmp_path: Path, data_dir: Path):
     assert shown["preset"] == TINY and shown["folder"] == row["folder"]
 
 
-async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, data_dir: Path):
+async def test_errors_are_one_line_with_a_remedy(cli: Cli, tmp_path: Path, data_dir: Path):
     (data_dir / "agents/broken.toml").write_text('name = "broken"\ncommand = [1]')
     for words, status, text in (
         (("show", "none"), 1, "none is not a preset"),
@@ -97,7 +97,7 @@ async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, d
     assert row["state"] == "broken" and "command[0]" in row["about"]
 
 
-async def test_try_installs_it_runs_one_rollout_and_shows_what_came_of_it(cli: Cli, tmp_path: Path):
+async def test_try_installs_the_program_runs_one_rollout_and_shows_the_result(cli: Cli, tmp_path: Path):
     said = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels")
     assert said.status == 0, said.err
     assert "a scripted engine replaces the model" in said.err
@@ -110,7 +110,7 @@ async def test_try_installs_it_runs_one_rollout_and_shows_what_came_of_it(cli: C
 
 
 @pytest.mark.usefixtures("installed")
-async def test_a_try_that_fails_says_what_the_program_said_last(cli: Cli, data_dir: Path):
+async def test_a_failed_try_shows_the_last_output_of_the_program(cli: Cli, data_dir: Path):
     crashing = TINY.replace('"tiny", "{{instruction}}"', '"no_such_module"')
     (data_dir / "agents/tiny.toml").write_text(crashing)
     said = await cli("agents", "try", "tiny")
@@ -119,7 +119,7 @@ async def test_a_try_that_fails_says_what_the_program_said_last(cli: Cli, data_d
 
 
 @pytest.mark.usefixtures("installed")
-async def test_a_task_of_ones_own_is_done_by_that_agent_on_ones_own_engine(cli: Cli, tmp_path: Path):
+async def test_try_runs_a_given_task_on_a_given_engine(cli: Cli, tmp_path: Path):
     from rollyard.testing.script import FolderTokenizer
     from rollyard.testing.scripted_engine import ScriptedEngine
     from rollyard.testing.tokenizer_files import tokenizer_dir

@@ -1,4 +1,4 @@
-"""What all benches share: deadlines that name what was waited for, and `bench all`."""
+"""Shared parts of the benches: deadlines that name what they waited for, and `bench all`."""
 
 import asyncio
 import re
@@ -18,7 +18,7 @@ from tests.cli.conftest import Cli
 pytestmark = pytest.mark.slow
 
 
-async def test_a_deadline_names_the_step_what_it_waited_for_and_what_to_do() -> None:
+async def test_a_deadline_names_the_step_what_it_waited_for_and_a_remedy() -> None:
     done = 0
     with pytest.raises(CommandError) as caught:
         async with within(0.01, "counting", lambda: f"5 of them; {done} came"):
@@ -28,14 +28,14 @@ async def test_a_deadline_names_the_step_what_it_waited_for_and_what_to_do() -> 
     assert "stop other programs" in caught.value.remedy
 
 
-async def test_a_deadline_does_not_rename_the_one_of_something_inside() -> None:
+async def test_a_deadline_passes_on_a_timeout_inside_the_block() -> None:
     with pytest.raises(TimeoutError, match="the engine"):
         async with within(60, "counting", "all"):
             raise TimeoutError("the engine was too slow")
 
 
 class _Client:
-    """Of a service that never has more in RUN than the last figure."""
+    """The client of a service that never has more rollouts in RUN than the last figure."""
 
     def __init__(self, *active: int) -> None:
         self._active = list(active)
@@ -48,7 +48,7 @@ def _rig(*active: int) -> Any:
     return SimpleNamespace(client=_Client(*active))
 
 
-async def test_a_machine_too_slow_for_a_full_load_is_measured_with_what_it_reached(
+async def test_a_machine_too_slow_for_the_full_load_is_measured_at_the_load_reached(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await pipeline.fill(_rig(3, 10), 10) == 10
@@ -73,7 +73,7 @@ def _with_few_slots(*arguments: Any, settings: dict[str, Any], **options: Any) -
     return rig.rig(*arguments, settings={**settings, "run_slots": 4}, **options)
 
 
-async def test_a_service_that_does_not_start_in_time_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_that_does_not_start_in_time_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig, "START_S", 0.001)
     said = await cli("bench", "restart", "--quick")
     assert (said.status, said.out) == (1, "")
@@ -118,12 +118,12 @@ async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkey
     assert ran == [[sys.executable, "-m", "rollyard", "bench", name, *options] for name in bench.BENCHES]
 
 
-async def test_all_has_no_options_of_one_bench(cli: Cli) -> None:
+async def test_bench_all_refuses_options_of_one_bench(cli: Cli) -> None:
     said = await cli("bench", "all", "--train-s", 3)
     assert said.status == 2
     assert "train_s is for one bench — leave --train-s away" in said.err
 
 
-def test_make_bench_runs_all_of_them() -> None:
+def test_make_bench_runs_all_benches() -> None:
     made = subprocess.run(["make", "-n", "bench"], capture_output=True, text=True, check=True, timeout=30).stdout
     assert "rollyard bench all" in made

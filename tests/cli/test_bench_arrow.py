@@ -1,4 +1,4 @@
-"""The bench of Arrow against JSON, on a page small enough for a test."""
+"""The bench of Arrow and JSON, with a small page."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from bench import arrow
 pytestmark = pytest.mark.slow
 
 
-async def test_both_forms_of_a_page_are_measured_under_the_same_names(monkeypatch: pytest.MonkeyPatch):
+async def test_both_formats_of_a_page_are_measured_under_the_same_names(monkeypatch: pytest.MonkeyPatch):
     for name, value in (("GROUPS", 2), ("MEMBERS", 2), ("TOKENS", 160)):
         monkeypatch.setattr(arrow, name, value)
     found: Any = await arrow.bench_arrow(quick=True)
@@ -19,7 +19,7 @@ async def test_both_forms_of_a_page_are_measured_under_the_same_names(monkeypatc
     assert (ours["traces"], ours["tokens_per_trace"]) == (4, 160)
 
 
-async def test_forms_that_do_not_say_the_same_are_no_figures(monkeypatch: pytest.MonkeyPatch):
+async def test_formats_with_different_content_raise(monkeypatch: pytest.MonkeyPatch):
     for name, value in (("GROUPS", 1), ("MEMBERS", 1), ("TOKENS", 160)):
         monkeypatch.setattr(arrow, name, value)
     seeds = iter(range(100))

@@ -1,4 +1,4 @@
-"""`rollyard bench draw`: the same figures for a seed, and what they must say whatever the seed."""
+"""`rollyard bench draw`: reproducible figures for a seed, and properties that hold for every seed."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from .conftest import Cli
 SMALL = {"batches": 8, "want": 4, "train_s": 150.0}
 
 
-async def test_a_seed_gives_the_same_figures_and_they_hold_together():
+async def test_a_seed_gives_the_same_consistent_figures():
     found = await bench_draw(**SMALL)
     assert found == await bench_draw(**SMALL)
     metrics, versus = found["metrics"], found["versus"]
@@ -29,7 +29,7 @@ async def test_a_seed_gives_the_same_figures_and_they_hold_together():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_meets_the_same_groups(way: str):
+def test_every_way_gets_the_same_groups(way: str):
     world = World(want=4, slots=64)
     tally = WAYS[way](world, followed(4))
     assert all(begun.script == world.script(begun.item) for begun in tally.begun[:40])
@@ -42,8 +42,8 @@ def first(world: World):
     return plain(world, lambda tally: len(tally.trained_s) >= 1).begun[:8]
 
 
-def test_without_stragglers_or_training_the_yard_is_what_limits():
-    """No way can be faster than its slots: that would be a clock that runs backwards."""
+def test_without_stragglers_or_training_the_slots_are_the_limit():
+    """No way can be faster than its slots allow: that would be an error of the virtual clock."""
     world = World(want=4, slots=16, train_s=0.0, stragglers=0.0)
     for tally in (Ours(world).run(followed(6)), reference(world, followed(6))):
         work_s = sum(
@@ -55,7 +55,7 @@ def test_without_stragglers_or_training_the_yard_is_what_limits():
         assert work_s <= 16 * max(begun.ended_s for begun in tally.begun if begun.end == "delivered") * 1.001
 
 
-async def test_its_options_are_for_it_alone(cli: Cli):
+async def test_options_of_draw_are_refused_by_other_benches(cli: Cli):
     said = await cli("bench", "restart", "--train-s", "5")
     assert said.status == 2 and "bench restart has no choice of train_s" in said.err and "--train-s" in said.err
     done = await cli("bench", "draw", "--quick", "--batches", "8", "--want", "2", "--seed", "3", "--json")

@@ -1,4 +1,4 @@
-"""The bench of a fleet, in small: its hollow nodes against a real head, and all that it says of Ray on two nodes."""
+"""The bench of a fleet, with small sizes: hollow nodes with a real head, and Ray with two nodes."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from rollyard.client import AsyncClient
 pytestmark = pytest.mark.slow
 
 
-async def test_the_head_has_all_that_hollow_nodes_hand_over() -> None:
+async def test_the_head_stores_all_results_of_hollow_nodes() -> None:
     async with (
         asyncio.timeout(90),
         open_head(40) as head,
@@ -35,8 +35,8 @@ async def test_the_head_has_all_that_hollow_nodes_hand_over() -> None:
         assert len(trace.token_ids) == TOKENS and int(trace.mask.astype(int).sum()) == TOKENS // 2
 
 
-async def test_a_hollow_node_is_leased_no_more_than_it_has_places_for() -> None:
-    """It holds what it has for good, so what is out is what the head believes to fit."""
+async def test_a_hollow_node_gets_no_more_leases_than_it_has_room_for() -> None:
+    """The nodes never end a rollout, so the leases show how many the head assumes to fit."""
     load = Load(nodes=2, slots=3, ahead=2, hold_s=1e9)
     async with (
         asyncio.timeout(90),
@@ -56,12 +56,12 @@ async def test_the_head_is_measured_from_outside() -> None:
     assert head.meter.pid == head.served.process.pid
 
 
-async def test_polls_with_nothing_to_say_are_measured_by_themselves() -> None:
+async def test_idle_polls_are_measured_separately() -> None:
     polled = await idle(nodes=2, window_s=0.3)
     assert polled.ended == 0 and polled.calls > 2 and polled.bytes > 0
 
 
-def test_the_agent_that_waits_is_found_as_an_installed_one_is(tmp_path: Path) -> None:
+def test_the_waiting_agent_is_found_by_its_entry_point(tmp_path: Path) -> None:
     write_entry_points(tmp_path / "package")
     code = f"""
 from rollyard.agents.registry import Agents
@@ -75,16 +75,16 @@ print(type(Environments().get({NAME!r})).__name__, type(Agents().get({NAME!r})).
     assert said.stdout.split() == ["WaitEnvironment", "WaitAgent"]
 
 
-def test_as_many_rollouts_end_in_the_beginning_as_ever_after() -> None:
+def test_rollouts_end_at_a_constant_rate_from_the_start() -> None:
     plan = RayPlan(nodes=(3,), slots=10, wait_s=4.0, warm_s=4.0, window_s=8.0)
     seconds = [float(str(dict(task["data"])["seconds"])) for task in waits(plan, 3)]  # type: ignore[arg-type]
     first, later = sorted(seconds[:30]), seconds[30:]
     assert all(abs(one - 4.0 * (index + 0.5) / 30) < 0.01 for index, one in enumerate(first))
     assert all(3.6 <= one <= 4.4 for one in later)
-    assert len(later) > 30 * (4.0 + 8.0) / 3.6, "more than could end, were all of them as short as the shortest"
+    assert len(later) > 30 * (4.0 + 8.0) / 3.6, "more than could end if all were as short as the shortest"
 
 
-def test_efficiency_is_what_a_node_carries_over_what_it_carries_alone() -> None:
+def test_efficiency_is_throughput_per_node_relative_to_one_node() -> None:
     figures = fleet._ray_figures([Throughput(1, 8.0, 8.0, 0.2), Throughput(8, 7.8, 7.0, 0.6)])
     assert (figures["efficiency_8"], figures["least_node_efficiency_8"]) == (0.975, 0.875)
     assert fleet.nodes_fed(100.0) == 23
@@ -101,7 +101,7 @@ def test_without_namespaces_ray_is_not_started(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.timeout(180)
-async def test_two_ray_nodes_are_measured_in_a_place_of_their_own() -> None:
+async def test_two_ray_nodes_are_measured_in_their_own_namespace() -> None:
     try:
         _fleet_place.inside(["true"])
     except CommandError as trouble:

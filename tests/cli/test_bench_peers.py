@@ -1,4 +1,4 @@
-"""What of the peers' benches needs no network: their drivers' pins, and what becomes of a peer that fails."""
+"""Parts of the peers' benches that need no network: the drivers' pins, and peers that fail."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from bench import peer_drivers, pipeline_peers
 from bench.pipeline import TURNS
 from bench.pipeline_peers import measure_peer, run_peers
 
-# Speaks to the engine as the real drivers do, with the standard library alone.
+# Calls the engine like the real drivers, with the standard library only.
 DRIVER = """
 import json, os, sys, threading, urllib.request
 url, turns, concurrency = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -29,7 +29,7 @@ while True:
 
 @pytest.fixture
 def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of drivers that a test fills."""
+    """An empty folder for a test's drivers."""
     monkeypatch.setattr(peer_drivers, "DRIVERS", tmp_path)
     return tmp_path
 
@@ -43,7 +43,7 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("jupyter", "ipykernel"),
     ],
 )
-def test_a_driver_is_python_and_every_package_of_it_is_pinned(peer: str, package: str) -> None:
+def test_a_driver_compiles_and_pins_every_package(peer: str, package: str) -> None:
     compile((peer_drivers.DRIVERS / f"{peer}.py").read_text(), peer, "exec")
     lines = (peer_drivers.DRIVERS / f"{peer}.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
@@ -51,7 +51,7 @@ def test_a_driver_is_python_and_every_package_of_it_is_pinned(peer: str, package
     assert package in {pin.partition("==")[0] for pin in pins}
 
 
-async def test_peers_that_cannot_be_installed_are_errors_and_not_the_end(
+async def test_peers_that_cannot_be_installed_are_reported_as_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = tmp_path / "taken"
@@ -64,7 +64,7 @@ async def test_peers_that_cannot_be_installed_are_errors_and_not_the_end(
         assert list(figures) == ["error"] and "install" in str(figures["error"])
 
 
-def test_a_failed_installation_is_not_taken_for_a_finished_one(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_installation_leaves_no_environment(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_drivers, "CACHE", drivers / "cache")
     monkeypatch.setattr(peer_drivers, "INSTALL_S", 0.0)
     (drivers / "peer.py").write_text("")
@@ -75,16 +75,16 @@ def test_a_failed_installation_is_not_taken_for_a_finished_one(drivers: Path, mo
 
 
 def test_a_peer_without_a_driver_is_an_error(drivers: Path) -> None:
-    figures = peer_drivers.measure("nobody", 1)
+    figures = peer_drivers.measure("missing", 1)
     assert isinstance(figures, dict) and "repository" in str(figures["error"])
 
 
-def test_a_driver_may_bear_the_name_of_its_package(drivers: Path) -> None:
+def test_a_driver_may_have_the_name_of_its_package(drivers: Path) -> None:
     (drivers / "aiohttp.py").write_text("import aiohttp\nprint('{\"parts\": %d}' % len(aiohttp.__path__))")
     assert peer_drivers.measure("aiohttp", 1) == {"parts": 1}
 
 
-async def test_a_driver_is_measured_under_the_names_of_our_own_figures(drivers: Path) -> None:
+async def test_a_driver_is_measured_under_the_same_names_as_rollyard(drivers: Path) -> None:
     (drivers / "peer.py").write_text(DRIVER)
     figures = await measure_peer("peer", {"default": ["hello"]}, window_s=1.0)
     assert figures["turns_per_rollout"] == TURNS
@@ -95,21 +95,23 @@ async def test_a_driver_is_measured_under_the_names_of_our_own_figures(drivers: 
 
 
 @pytest.mark.parametrize("first", ["", "print('{}', flush=True); "])
-async def test_a_driver_that_ends_is_an_error_with_its_last_words(drivers: Path, first: str) -> None:
-    """Before its steady state, and while it is measured: the window is far longer than a test may take."""
+async def test_a_driver_that_ends_is_an_error_with_its_last_output(drivers: Path, first: str) -> None:
+    """Before its steady state, and during the measurement: the window is far longer than a test may take."""
     (drivers / "peer.py").write_text(first + "raise SystemExit('boom')")
     with pytest.raises(peer_drivers.PeerError, match=r"ended with .*boom"):
         await measure_peer("peer", {}, window_s=600.0)
 
 
-async def test_a_driver_that_never_gets_going_is_an_error(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_that_never_reaches_its_steady_state_is_an_error(
+    drivers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pipeline_peers, "STEADY_S", 0.5)
     (drivers / "peer.py").write_text("import os; os.read(0, 1)")
     with pytest.raises(peer_drivers.PeerError, match="first rollouts"):
         await measure_peer("peer", {}, window_s=600.0)
 
 
-async def test_a_driver_gets_nothing_of_our_environment(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_does_not_inherit_the_environment(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_SECRET", "hidden")
     (drivers / "peer.py").write_text("import os; raise SystemExit(' '.join(sorted(os.environ)))")
     with pytest.raises(peer_drivers.PeerError, match=r"HOME .*PATH") as caught:

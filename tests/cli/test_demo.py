@@ -1,4 +1,4 @@
-"""`rollyard demo` before a model is there: what is missing is one line that says what to do; a script can stand in."""
+"""`rollyard demo` without a model: missing requirements are reported in one line; a script can replace the model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollyard.embedded.weights import weights_digest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-ANY_PYTHON = ("--engine-python", sys.executable)  # it is not asked for torch; no test here lets it start
+ANY_PYTHON = ("--engine-python", sys.executable)  # it is not checked for torch; no test here starts it
 
 
 @pytest.mark.timeout(120)
-def test_the_scripted_demo_runs_and_says_who_plays_the_model():
+def test_the_scripted_demo_runs_and_names_the_scripted_engine():
     command = [sys.executable, "-m", "rollyard", "demo", "--scripted"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -31,7 +31,7 @@ def test_the_scripted_demo_runs_and_says_who_plays_the_model():
     assert "sampled in 3 calls" in done.stdout
 
 
-def test_without_the_extra_it_says_what_to_install_and_what_works_without(
+def test_a_missing_extra_is_reported_with_how_to_install_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("torch", "transformers"):  # `make demo` may have installed them
@@ -42,7 +42,7 @@ def test_without_the_extra_it_says_what_to_install_and_what_works_without(
     assert "rollyard demo --scripted" in said and len(said.splitlines()) == 1
 
 
-def test_without_bubblewrap_it_says_so_first(
+def test_missing_bubblewrap_is_reported_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -52,7 +52,7 @@ def test_without_bubblewrap_it_says_so_first(
         assert "bubblewrap" in said and "apt-get install bubblewrap" in said and len(said.splitlines()) == 1
 
 
-def test_a_package_without_an_adapter_says_so(
+def test_a_package_without_an_adapter_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("rollyard.cli.demo.shipped_adapter", lambda: tmp_path)
@@ -101,7 +101,7 @@ def test_the_tasks_are_held_out_and_spread_over_families_and_levels():
     assert demo_tasks(5) == demo_tasks(12)[:5]
 
 
-def test_the_demo_installs_the_versions_that_are_tested_and_moves_none_of_the_lock_file():
+def test_the_demo_installs_the_tested_versions_and_changes_no_locked_package():
     def pins(file: str) -> dict[str, str]:
         found = re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / file).read_text(), re.MULTILINE)
         return {name.lower().replace("_", "-"): version for name, version in found}

@@ -1,5 +1,5 @@
 """`rollyard demo` with a model: real processes, sandboxes and tokens. The model is tiny;
-tests/embedded/test_real_model.py has the real one."""
+tests/embedded/test_real_model.py uses the real one."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def played(home: Path, *options: str, limit_s: float = LIMIT_S) -> subprocess.Co
 
 @pytest.fixture(scope="module")
 def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the demo prints of the model without an adapter."""
+    """The output of the demo for the model without an adapter."""
     done = played(tmp_path_factory.mktemp("base"), "--base", "--model", str(tiny_model), "--tasks", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_it_shows_rewards_and_one_trajectory_with_its_logprobs(base: str):
+def test_the_demo_shows_rewards_and_one_trajectory_with_its_logprobs(base: str):
     said = base
     assert "tiny, untrained, sampled greedily, on 1 held-out task of yardwork" in said
-    assert "1 of 1 " in said  # a line for each as it ends
+    assert "1 of 1 " in said  # a line for each rollout when it ends
     assert re.search(r"[01] of 1 solved \(\d+%\): \d+ turns?, \d+ tokens sampled in .* tokens/s", said)
     assert "One trajectory: " in said and " user │ " in said and "turn 1 tokens" in said
     tokens = said.partition("turn 1 tokens")[2].partition("Next steps:")[0]
@@ -50,7 +50,7 @@ def test_it_shows_rewards_and_one_trajectory_with_its_logprobs(base: str):
         assert command in said.partition("Next steps:")[2]
 
 
-def test_an_adapter_changes_what_is_sampled_on_the_same_tasks(
+def test_an_adapter_changes_the_samples_on_the_same_tasks(
     base: str, tiny_model: Path, tiny_adapter: Path, tmp_path: Path
 ):
     options = ("--adapter", str(tiny_adapter), "--model", str(tiny_model), "--tasks", "1", "--temperature", "0")
@@ -65,17 +65,15 @@ def test_an_adapter_changes_what_is_sampled_on_the_same_tasks(
     assert plain[2] and trained[2] and plain[2] != trained[2], "the adapter was not used"
 
 
-def test_an_engine_that_cannot_start_is_one_line(tmp_path: Path):
+def test_an_engine_that_cannot_start_is_reported_in_one_line(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     done = played(tmp_path, "--base", "--model", str(tmp_path / "empty"), "--tasks", "2")
     assert done.returncode == 1 and "cannot be loaded" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("number", "is_rolling"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
-def test_whoever_ends_it_leaves_no_process(
-    tiny_model: Path, tmp_path: Path, number: signal.Signals, *, is_rolling: bool
-):
-    """While its engine and its service start, and in the middle of its rollouts."""
+def test_a_signal_leaves_no_process(tiny_model: Path, tmp_path: Path, number: signal.Signals, *, is_rolling: bool):
+    """The signal is sent while the engine and the service start, or during the rollouts."""
     mark = uuid4().hex
     environment = {**environ(tmp_path), "DEMO_MARK": mark, "PYTHONUNBUFFERED": "1"}
     command = demo("--base", "--model", str(tiny_model), "--tasks", "200")
@@ -99,7 +97,7 @@ def test_whoever_ends_it_leaves_no_process(
 
 
 def marked(mark: str) -> list[str]:
-    """The processes that were started below a test's own."""
+    """Returns the processes that descend from the test's own."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What the demo shows of rollouts with several turns: the scripted engine says the tasks' own solutions."""
+"""The demo's output for rollouts with several turns: the scripted engine returns the tasks' solutions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRONG = '<tool_call>\n{"name": "finish", "arguments": {"answer": "no idea"}}\n</
 
 
 def script(tasks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first task is solved as its oracle does it, with a long look before; the others are given up."""
+    """Solves the first task as its oracle does, after a command with long output; gives up the others."""
     data = tasks[0]["data"]
     calls = [{"name": "shell", "arguments": {"command": "seq 1 50"}}]
     calls += [{"name": turn.tool, "arguments": dict(turn.arguments)} for turn in demonstration(data)]
@@ -41,7 +41,7 @@ async def shown(console: Console, tasks: list[dict[str, Any]]) -> DemoResult:
 
 
 @pytest.mark.timeout(120)
-async def test_the_best_rollout_is_shown_turn_by_turn_with_what_its_tools_said():
+async def test_the_best_rollout_is_shown_turn_by_turn_with_tool_output():
     tasks, written = demo_tasks(3), io.StringIO()
     played = await shown(Console(file=written, width=120, highlight=False), tasks)
     said = written.getvalue()
@@ -62,12 +62,12 @@ async def test_the_best_rollout_is_shown_turn_by_turn_with_what_its_tools_said()
 
 
 @pytest.mark.timeout(120)
-async def test_on_a_terminal_there_is_a_live_table_instead_of_lines():
+async def test_a_terminal_shows_a_live_table_instead_of_lines():
     written = io.StringIO()
     await shown(Console(file=written, width=120, force_terminal=True, color_system="standard"), demo_tasks(2))
     said = written.getvalue()
     assert "0 of 2 ended" in said and "1 of 2  " not in said
-    assert "queued" in said  # in the first frame nothing has begun
+    assert "queued" in said  # nothing has started in the first frame
     assert "\x1b[31m" in said and "\x1b[32m" in said  # rewards, and tokens by their logprob
 
 

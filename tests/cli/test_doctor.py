@@ -1,4 +1,4 @@
-"""What doctor says of a machine that lacks something: real sandboxes without one of their controls, told as such."""
+"""`rollyard doctor` on a machine that lacks something: real sandboxes without one of their controls."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ ROOT = LINE.format(point="/", kind="ext4")
 
 
 class Unfiltered(BubblewrapRuntime):
-    """As if the kernel had no seccomp."""
+    """Behaves as on a kernel without seccomp."""
 
     @asynccontextmanager
     async def unfiltered(self) -> AsyncGenerator[BubblewrapRuntime, None]:
@@ -55,15 +55,15 @@ async def looked_at(runtime: BubblewrapRuntime) -> Found:
     return found
 
 
-async def test_a_missing_filter_is_seen_from_inside(tmp_path: Path):
+async def test_a_missing_seccomp_filter_is_detected_inside_the_sandbox(tmp_path: Path):
     async with Unfiltered(root=tmp_path / "root").unfiltered() as runtime:
         found = await looked_at(runtime)
     assert found.bad()["seccomp"] == "fail"
-    assert found.checks["bubblewrap: nested namespaces"].state == "ok", "bwrap forbids them besides"
+    assert found.checks["bubblewrap: nested namespaces"].state == "ok", "bwrap also forbids them"
     assert found.checks["bubblewrap: network"].state == found.checks["bubblewrap: doorway"].state == "ok"
 
 
-async def test_limits_that_the_kernel_does_not_keep_are_warned_of_with_the_command_that_mends_it(tmp_path: Path):
+async def test_limits_that_the_kernel_does_not_enforce_are_warned_of_with_a_remedy(tmp_path: Path):
     async with BubblewrapRuntime(root=tmp_path / "root", limiter=Limiter(has_cgroups=False)) as runtime:
         found = await looked_at(runtime)
     assert found.bad() == {"cpu limit": "warn", "memory limit": "warn"}
@@ -74,8 +74,8 @@ async def test_limits_that_the_kernel_does_not_keep_are_warned_of_with_the_comma
     assert found.checks["bubblewrap: layers"].state == "ok"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandboxes are never root's")
-async def test_sandboxes_that_are_roots_are_told(tmp_path: Path):
+@pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes of an ordinary user never run as root")
+async def test_sandboxes_that_run_as_root_are_reported(tmp_path: Path):
     async with BubblewrapRuntime(root=tmp_path / "root", uids=None) as runtime:
         found = await looked_at(runtime)
     assert found.bad()["user"] == "fail"
@@ -83,7 +83,7 @@ async def test_sandboxes_that_are_roots_are_told(tmp_path: Path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="about a service run as root")
-def test_a_root_service_is_well_if_its_sandboxes_are_not_roots():
+def test_a_root_service_is_ok_if_its_sandboxes_do_not_run_as_root():
     (user,) = (check for check in machine_checks(Settings()) if check.name == "user")
     assert user.state == "ok" and "200000-265535" in user.detail
     (user,) = (check for check in machine_checks(Settings(sandbox_uids="")) if check.name == "user")
@@ -94,7 +94,7 @@ def test_a_root_service_is_well_if_its_sandboxes_are_not_roots():
     ("kind", "state", "said"),
     [("nfs4", "warn", "SQLite"), ("lustre", "warn", "SQLite"), ("overlay", "warn", "layers"), ("xfs", "ok", "xfs")],
 )
-def test_a_file_system_that_cannot_hold_our_data_is_told(tmp_path: Path, kind: str, state: str, said: str):
+def test_an_unsuitable_file_system_is_reported(tmp_path: Path, kind: str, state: str, said: str):
     found = file_system(tmp_path / "not" / "there", ROOT + LINE.format(point=tmp_path, kind=kind))
     assert found.state == state and said in found.detail and kind in found.detail
     assert bool(found.remedy) == (state != "ok")
@@ -102,7 +102,7 @@ def test_a_file_system_that_cannot_hold_our_data_is_told(tmp_path: Path, kind: s
         assert "ROLLYARD_DATA_DIR=" in found.remedy
 
 
-def test_a_folder_that_is_not_there_is_judged_by_the_one_above(tmp_path: Path):
+def test_a_missing_folder_is_checked_by_its_closest_parent(tmp_path: Path):
     assert nearest(tmp_path / "a" / "b") == tmp_path
 
 
@@ -110,7 +110,7 @@ def test_a_folder_that_is_not_there_is_judged_by_the_one_above(tmp_path: Path):
     ("release", "version"),
     [("5.19.0-41-generic", (5, 19)), ("6.18.44-fc", (6, 18)), ("5.4.0", (5, 4)), ("odd", (0, 0))],
 )
-def test_a_kernel_is_known_by_its_numbers(release: str, version: tuple[int, int]):
+def test_kernel_versions_are_parsed(release: str, version: tuple[int, int]):
     assert kernel_version(release) == version
 
 
@@ -120,7 +120,7 @@ def test_the_remedy_for_apparmor_is_a_sysctl_or_a_profile():
     assert "apparmor_parser -r /etc/apparmor.d/rollyard" in remedy and "userns," in remedy
 
 
-def test_a_look_that_breaks_is_a_check_and_hides_nothing():
+def test_an_exception_in_a_check_is_reported_and_hides_no_other_check():
     def looks(settings: Settings) -> Iterator[DoctorCheck]:
         yield DoctorCheck("first", "ok", "fine")
         raise ZeroDivisionError("odd machine")
@@ -130,7 +130,9 @@ def test_a_look_that_breaks_is_a_check_and_hides_nothing():
     assert broken.state == "warn" and "odd machine" in broken.detail and broken.remedy
 
 
-async def test_a_runtime_that_breaks_fails_only_if_it_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_an_exception_in_a_runtime_is_a_failure_only_for_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     async def broken(self: BubblewrapRuntime) -> None:
         raise ZeroDivisionError("odd runtime")
 
@@ -138,7 +140,7 @@ async def test_a_runtime_that_breaks_fails_only_if_it_is_the_default(tmp_path: P
     monkeypatch.setattr("rollyard.service.runtimes.NAMES", ("bubblewrap", "local"))
     data = tmp_path / "data"
     data.mkdir()
-    (data / "python").symlink_to(CACHE / "python")  # made once for all tests: that takes seconds
+    (data / "python").symlink_to(CACHE / "python")  # built once for all tests, which takes seconds
     for name, state in (("bubblewrap", "fail"), ("local", "warn")):
         checks = await runtime_checks(Settings(data_dir=data, runtimes=(name,)))
         (found,) = (check for check in checks if check.name.startswith("bubblewrap"))
@@ -148,7 +150,7 @@ async def test_a_runtime_that_breaks_fails_only_if_it_is_the_default(tmp_path: P
     assert [*tmp_path.iterdir(), *data.iterdir()] == [data, data / "python"], "nothing is left behind"
 
 
-async def test_a_figure_that_this_machine_cannot_give_is_null_with_its_reason():
+async def test_a_figure_that_cannot_be_measured_is_null_with_a_reason():
     async def lacking() -> dict[str, Json]:
         raise SandboxStartFailed("apptainer was not found")
 

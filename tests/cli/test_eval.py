@@ -1,4 +1,4 @@
-"""Evaluating a policy whose skill is known: what is told agrees with it exactly, and what is missing is told."""
+"""Evaluates a policy of known skill: the results agree with it exactly, and missing samples are reported."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 ANSWERS = {"What is 6 times 7?": "42", "What is 3 plus 4?": "7", "What is 9 minus 1?": "8"}
 SKILL = (2, 4, 0)
-"""Of four samples of each, so many are right: the first ones, by the index in the rollout's id."""
+"""How many of four samples of each task are right: the first ones, by the index in the rollout's id."""
 
 TASKS = [{"environment": "math", "data": {"question": question, "answer": it}} for question, it in ANSWERS.items()]
 
@@ -50,7 +50,7 @@ async def knowing(
 ) -> AsyncGenerator[RunningService, None]:
     """A service whose only engine has the known skill."""
     engines = [{"url": engine.url, "id": "e0", "tokenizer": str(tokenizer_dir())}]
-    async with served(tmp_path / "yard", engines=engines, max_attempts=1) as running:
+    async with served(tmp_path / "service", engines=engines, max_attempts=1) as running:
         for name, value in running.environ().items():
             monkeypatch.setenv(name, value)
         yield running
@@ -119,7 +119,9 @@ async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, 
     )
 
 
-async def test_more_samples_than_k_a_table_and_the_trajectories(cli: Cli, knowing: RunningService, tmp_path: Path):
+async def test_more_samples_than_k_are_shown_and_their_trajectories_written(
+    cli: Cli, knowing: RunningService, tmp_path: Path
+):
     tasks = lines(tmp_path / "t.jsonl", *TASKS)
     words = ("--k", 2, "--n", 4, "--limit", 2, "--by", "answer", "--out", tmp_path / "o.jsonl")
     said = await cli("eval", tasks, *words)
@@ -144,7 +146,7 @@ async def test_partial_rewards_count_from_the_threshold(cli: Cli, service: Runni
     assert table.split()[:3] == ["shell", "math", "all"]
 
 
-async def test_what_is_missing_is_in_no_number_and_is_told(cli: Cli, knowing: RunningService, tmp_path: Path):
+async def test_missing_samples_are_not_counted_and_are_reported(cli: Cli, knowing: RunningService, tmp_path: Path):
     broken = {"environment": "shell", "data": {"instruction": "x", "checks": ["true"], "setup": ["exit 3"]}}
     tasks = lines(tmp_path / "t.jsonl", *TASKS, broken)
     said = await cli("eval", tasks, "--k", 2, "--json")
@@ -158,7 +160,7 @@ async def test_what_is_missing_is_in_no_number_and_is_told(cli: Cli, knowing: Ru
     assert (await cli("eval", tasks, "--k", 2, "--max-missing", 0.25)).status == 0
 
 
-async def test_defaults_are_laid_under_the_tasks(cli: Cli, knowing: RunningService, tmp_path: Path):
+async def test_defaults_apply_to_the_tasks(cli: Cli, knowing: RunningService, tmp_path: Path):
     bare = {"data": TASKS[1]["data"]}
     defaults = {"environment": "math", "sampling": {"temperature": 0.25}}
     tasks, out = lines(tmp_path / "t.jsonl", bare), tmp_path / "o.jsonl"
@@ -167,7 +169,7 @@ async def test_defaults_are_laid_under_the_tasks(cli: Cli, knowing: RunningServi
     assert json.loads(out.read_text())["task"]["sampling"]["temperature"] == 0.25
 
 
-async def test_one_command_with_an_engine_and_no_service(cli: Cli, engine: ScriptedEngine, tmp_path: Path):
+async def test_eval_with_an_engine_needs_no_service(cli: Cli, engine: ScriptedEngine, tmp_path: Path):
     tasks = lines(tmp_path / "t.jsonl", *TASKS)
     words = ("--k", 2, "--n", 4, "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--policy", "mine", "--json")
     said = await cli("eval", tasks, *words)
@@ -193,13 +195,15 @@ async def test_one_command_with_an_engine_and_no_service(cli: Cli, engine: Scrip
         (("--url", "http://127.0.0.1:1", "--token", "x"), 1, "127.0.0.1:1"),
     ],
 )
-async def test_mistakes_are_one_line(cli: Cli, tmp_path: Path, words: tuple[object, ...], status: int, says: str):
+async def test_errors_are_one_line(cli: Cli, tmp_path: Path, words: tuple[object, ...], status: int, says: str):
     said = await cli("eval", lines(tmp_path / "t.jsonl", TASKS[0]), *words)
     assert (said.status, said.out) == (status, ""), said
     assert says in said.err and said.err.splitlines()[-1].startswith("rollyard: ")
 
 
-async def test_a_task_that_the_service_refuses_is_told_by_its_line(cli: Cli, knowing: RunningService, tmp_path: Path):
+async def test_a_task_that_the_service_refuses_is_reported_with_its_line(
+    cli: Cli, knowing: RunningService, tmp_path: Path
+):
     said = await cli("eval", lines(tmp_path / "t.jsonl", TASKS[0], {"environment": "math", "data": {}}), "--k", 3)
     assert said.status == 1 and "t.jsonl:2: " in said.err and "question" in said.err
     assert "there is no task in" in (await cli("eval", lines(tmp_path / "e.jsonl", "// nothing"))).err
@@ -211,7 +215,7 @@ def test_a_large_k_is_shown_by_powers_of_two():
     assert shown_ks(3) == [1, 2, 3] and shown_ks(10) == [1, 2, 4, 8, 10] and shown_ks(16) == [1, 2, 4, 8, 16]
 
 
-async def test_an_interrupt_says_how_to_go_on(service: RunningService, tmp_path: Path):
+async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task("NEVER"))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollyard", "eval", str(file), "--k", "1", "--run", "stopped",
@@ -226,7 +230,7 @@ async def test_an_interrupt_says_how_to_go_on(service: RunningService, tmp_path:
     assert "--run stopped" in rest and "Traceback" not in rest
 
 
-def test_a_service_of_ones_own_shares_what_is_installed_and_nothing_else(tmp_path: Path):
+def test_a_temporary_service_shares_only_installed_files(tmp_path: Path):
     from rollyard.cli.evaluate import _in_folder
 
     engines = [{"url": "http://127.0.0.1:1", "role": "judge"}, {"url": "http://127.0.0.1:2"}]

@@ -1,4 +1,4 @@
-"""`rollyard images`, as typed: a real registry, real Apptainer, real podman."""
+"""`rollyard images` with a real registry, real Apptainer and real podman."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ async def test_pull_list_prune_and_remove(cli: Cli, data_dir: Path):
     assert said.out == "" and "there is no image;" in said.err
 
 
-async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_errors_are_one_line_with_a_remedy(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "empty").mkdir()
     for words, status, text in (
         (("pull", "UPPER"), 1, "not the name of an image"),
@@ -87,12 +87,12 @@ def podman_works() -> bool:
 
 
 @pytest.mark.xdist_group("podman")
-async def test_a_dockerfile_is_built_by_the_engine_that_works_here(
+async def test_a_dockerfile_is_built_by_an_available_engine(
     cli: Cli, tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if not podman_works() or not BUSYBOX.exists():
         pytest.skip("podman does not work on this machine")
-    storage = tmp_path / "storage.conf"  # its own store: nothing is left in this machine's
+    storage = tmp_path / "storage.conf"  # its own store, so that nothing is left in the machine's
     lines = ('driver = "vfs"', f'graphroot = "{tmp_path}/graph"', f'runroot = "{tmp_path}/run"')
     storage.write_text("[storage]\n" + "\n".join(lines) + "\n")
     monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(storage))
@@ -134,14 +134,14 @@ async def test_a_definition_file_is_built_by_apptainer(cli: Cli, tmp_path: Path,
     assert said.status == 1 and "cannot be built here" in said.err
 
 
-async def test_a_task_of_a_persons_shell_finds_images_where_the_service_does(cli: Cli, tmp_path: Path):
+async def test_shell_uses_the_images_of_the_service(cli: Cli, tmp_path: Path):
     data = {"instruction": "look", "checks": ["true"]}
-    wanted = {"environment": "shell", "data": data, "sandbox": {"image": "nobody-pulled-this:1"}}
+    wanted = {"environment": "shell", "data": data, "sandbox": {"image": "never-pulled:1"}}
     (tmp_path / "task.json").write_text(json.dumps(wanted))
     said = await cli("shell", "task.json")
     assert said.status == 1 and "not on this machine" in said.err and "rollyard images pull" in said.err
 
 
-def test_sizes_are_read_by_people():
+def test_sizes_are_formatted():
     told = {0: "0 B", 999: "999 B", 2048: "2.0 KiB", 3 << 20: "3.0 MiB", 5 << 40: "5.0 TiB"}
     assert {value: size(value) for value in told} == told

@@ -1,4 +1,4 @@
-"""The commands that look at a service, and those that change it."""
+"""Commands that show and change a service."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ async def test_rollouts_are_listed(cli: Cli, ended: str):
     assert (await cli("rollouts", "list", "--state", "lost")).status == 1
 
 
-async def test_a_rollout_is_shown_with_what_was_said(cli: Cli, ended: str):
+async def test_a_rollout_is_shown_with_its_messages(cli: Cli, ended: str):
     said = await cli("rollouts", "show", ended, "--messages")
     assert said.status == 0 and "Write done." in said.out and "completed" in said.out
     assert (await cli("rollouts", "show", ended, "--json")).json[0]["reward"] == 1.0
@@ -47,13 +47,13 @@ async def test_traces_are_shown_and_written(cli: Cli, ended: str, tmp_path: Path
     assert (tmp_path / "t.arrow").stat().st_size > 0
 
 
-async def test_a_rescore_and_a_cancel(cli: Cli, ended: str):
+async def test_rollouts_are_rescored_and_cancelled(cli: Cli, ended: str):
     assert (await cli("rollouts", "rescore", ended)).out == "one: 1 (originally: 1)\n"
     said = await cli("rollouts", "cancel", ended, "never-was", "--json")
     assert said.json == [{"id": "one", "state": "ended"}, {"id": "never-was", "state": "cancelled_before_submit"}]
 
 
-async def test_engines_come_and_go(cli: Cli, service: RunningService):
+async def test_engines_are_added_and_removed(cli: Cli, service: RunningService):
     assert "e0" in (await cli("engines", "list")).out
     added = await cli("engines", "add", service.engine.url, "--id", "e1", "--tokenizer", tokenizer_dir(), "--json")
     assert (added.json[0]["id"], added.json[0]["state"]) == ("e1", "up")
@@ -65,7 +65,7 @@ async def test_engines_come_and_go(cli: Cli, service: RunningService):
     assert "there is no engine" in (await cli("engines", "list")).err
 
 
-async def test_runs_are_made_listed_and_deleted(cli: Cli, service: RunningService):
+async def test_runs_are_created_listed_and_deleted(cli: Cli, service: RunningService):
     masked = await cli("runs", "create", "m", "--mask-truncated", "--overlong-penalty", "10:20:0.5", "--json")
     assert masked.json[0]["mask_truncated"] is True
     assert masked.json[0]["overlong_penalty"] == {"from_tokens": 10, "to_tokens": 20, "most": 0.5}
@@ -86,7 +86,7 @@ async def test_top_shows_one_frame(cli: Cli, service: RunningService, ended: str
     assert status["states"]["ended"] == 1 and set(status["rates"]) == {"turns_per_s", "tokens_per_s", "rollouts_per_s"}
 
 
-async def test_top_goes_on_until_it_is_interrupted(service: RunningService):
+async def test_top_runs_until_it_is_interrupted(service: RunningService):
     import json
     import os
     import signal

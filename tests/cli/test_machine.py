@@ -1,4 +1,4 @@
-"""serve, config, doctor and bench: the commands about this machine."""
+"""serve, config, doctor and bench: commands for this machine."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ async def test_config_shows_no_password_of_a_store(cli: Cli, monkeypatch: pytest
         assert "postgresql://rollyard@db.example/rollouts" in said.out and "hunter2" not in said.out
 
 
-async def test_config_says_what_is_in_force_and_from_where(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_config_shows_values_and_their_sources(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "rollyard.toml").write_text('run_slots = 9\n[[engines]]\nurl = "http://e:1"\napi_key = "hidden-key"\n')
     monkeypatch.setenv("ROLLYARD_EVAL_SLOTS", "7")
     monkeypatch.setenv("ROLLYARD_ADMIN_TOKENS", "hidden-token-hidden")
@@ -38,14 +38,14 @@ async def test_config_says_what_is_in_force_and_from_where(cli: Cli, tmp_path: P
     assert "hidden" not in said.out + json.dumps(found)
 
 
-async def test_a_setting_that_cannot_be_is_one_line(cli: Cli, tmp_path: Path):
+async def test_an_invalid_setting_is_reported_in_one_line(cli: Cli, tmp_path: Path):
     (tmp_path / "rollyard.toml").write_text("run_slot = 9\n")
     said = await cli("config")
     assert (said.status, said.out) == (1, "")
     assert "did you mean run_slots?" in said.err and said.err.count("\n") == 1
 
 
-async def test_doctor_tries_what_there_is(cli: Cli, tmp_path: Path):
+async def test_doctor_checks_this_machine(cli: Cli, tmp_path: Path):
     said = await cli("doctor", "--json")
     found = {check["name"]: check for check in said.json}
     assert found["local: start"]["state"] == "ok"
@@ -77,7 +77,7 @@ async def test_doctor_ends_with_1_if_the_default_runtime_is_missing(
     assert (await cli("doctor")).status == 0
 
 
-async def test_a_served_service_is_found_by_its_data_and_ends_on_sigterm(cli: Cli, tmp_path: Path, monkeypatch):
+async def test_a_service_is_found_by_its_data_folder_and_ends_on_sigterm(cli: Cli, tmp_path: Path, monkeypatch):
     data = tmp_path / "data"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollyard", "serve", "--port", "0", "--data-dir", str(data), "--runtime", "local",
@@ -119,13 +119,13 @@ async def test_benches_are_listed(cli: Cli):
 
 
 @pytest.mark.parametrize("name", ["shell", "survive", "endurance"])
-async def test_a_bench_of_a_runtime_that_does_not_exist_is_wrong_usage(cli: Cli, name: str):
+async def test_a_bench_with_an_unknown_runtime_is_wrong_usage(cli: Cli, name: str):
     said = await cli("bench", name, "--runtime", "chroot")
     assert said.status == 2 and "there is no runtime 'chroot'" in said.err
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_every_bench_is_there(name: str):
+def test_every_bench_is_defined(name: str):
     assert asyncio.iscoroutinefunction(getattr(import_module(f"bench.{name}"), f"bench_{name}"))
 
 
@@ -144,7 +144,7 @@ def test_a_result_is_shown_beside_its_peers(capsys: pytest.CaptureFixture[str]):
     assert "8,700" in out and "extra_s" in out and "cores: " in out and "█" in out
 
 
-def test_the_headline_is_drawn_as_bars_where_there_is_a_peer():
+def test_the_headline_is_drawn_as_bars_if_there_is_a_peer():
     peers = {"slow": {"echo_p50_ms": 120.0}, "broken": {"error": "it could not be installed"}}
     lines = picture({"metrics": {"echo_p50_ms": 0.12, "start_p50_ms": 8}, "versus": peers})
     assert lines[0] == "echo_p50_ms (logarithmic)"

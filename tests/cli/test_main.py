@@ -1,4 +1,4 @@
-"""The shape of the whole: help, errors, exit statuses, what is imported, and the reference page."""
+"""The command line as a whole: help, errors, exit statuses, imports, and the reference page."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 COMMANDS = leaves(get_command(app))
 
 
-def test_the_commands_are_those_that_are_promised():
+def test_the_commands_are_complete():
     names = {path[0] for path in COMMANDS}
     assert names == {
         *("serve", "submit", "eval", "tasks", "rollouts", "agents", "engines", "images", "runs", "tokens", "top"),
@@ -65,12 +65,12 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
 
 
-def test_the_reference_page_is_true():
+def test_the_reference_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
-    assert page.read_text() == reference(), "write it anew: python -m rollyard.cli._reference > docs/reference/cli.md"
+    assert page.read_text() == reference(), "regenerate it: python -m rollyard.cli._reference > docs/reference/cli.md"
 
 
-async def test_the_version(cli: Cli):
+async def test_the_version_is_printed(cli: Cli):
     assert (await cli("--version")).out == f"rollyard {__version__}\n"
 
 
@@ -96,19 +96,19 @@ async def test_wrong_usage_is_one_line_and_status_2(cli: Cli, argv: list[str], s
     assert said.err.count("\n") == 1
 
 
-async def test_nobody_there_is_one_line_and_status_1(cli: Cli, unused_tcp_port: int):
+async def test_an_unreachable_service_is_one_line_and_status_1(cli: Cli, unused_tcp_port: int):
     said = await cli("top", "--once", "--url", f"http://127.0.0.1:{unused_tcp_port}", "--token", "t")
     assert (said.status, said.out) == (1, "")
     assert "cannot connect to" in said.err and "rollyard serve" in said.err and said.err.count("\n") == 1
 
 
-async def test_without_a_token_the_places_are_named(cli: Cli, tmp_path: Path):
+async def test_without_a_token_the_searched_places_are_named(cli: Cli, tmp_path: Path):
     said = await cli("engines", "list")
     assert said.status == 1
     assert "ROLLYARD_TOKEN is not set" in said.err and str(tmp_path / "home") in said.err
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path):
+def test_a_closed_pipe_is_no_error(tmp_path: Path):
     command = f"{sys.executable} -m rollyard config | head -1"
     done = subprocess.run(["/bin/bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""`rollyard node` and `rollyard nodes`: a real node process, listed, drained, resumed, ended by a signal."""
+"""`rollyard node` and `rollyard nodes` with a real node process: listed, drained, resumed, ended by a signal."""
 
 import asyncio
 import signal
@@ -37,9 +37,9 @@ async def test_a_node_is_listed_drained_resumed_and_leaves(cli: Cli, tmp_path: P
             node.close()
 
 
-async def test_a_node_says_why_it_cannot_join(cli: Cli, tmp_path: Path) -> None:
+async def test_a_node_reports_why_it_cannot_join(cli: Cli, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("a-token-that-nobody-knows\n")
+    token.write_text("a-token-that-is-not-known\n")
     async with open_head(tmp_path) as site:
         node = ProcessNode(site.url, token, tmp_path, "n1")
         try:

@@ -1,4 +1,4 @@
-"""`rollyard policies`: what a person does about weights by hand, against a real service."""
+"""`rollyard policies` with a real service: policies are paused and resumed by hand."""
 
 from rollyard.client import AsyncClient
 from tests.cli.conftest import Cli
@@ -14,13 +14,13 @@ async def test_policies_are_listed_paused_and_resumed(cli: Cli, service: Running
     assert "paused" in said.out and "up (paused)" in said.out
     assert "running" in (await cli("policies", "resume", "default", "7")).out and not service.engine.control.is_paused
     assert (await cli("policies", "list", "--json")).json[0]["version"] == 7
-    assert (await cli("policies", "resume", "nobody", "7")).status == 1
+    assert (await cli("policies", "resume", "missing", "7")).status == 1
     assert (await cli("policies", "resume", "default", "x")).status == 2
     assert (await cli("engines", "clear")).status == 0
-    assert (await cli("policies", "list", "--json")).json[0]["engines"] == [], "its version is still known"
+    assert (await cli("policies", "list", "--json")).json[0]["engines"] == [], "its version is kept"
 
 
-async def test_a_trainers_pause_is_ended_by_hand_only_by_saying_so(cli: Cli, service: RunningService):
+async def test_a_trainers_pause_is_resumed_by_hand_only_with_take_over(cli: Cli, service: RunningService):
     async with AsyncClient(service.url, service.token) as trainer:
         await trainer.policy("default").pause()
         refused = await cli("policies", "resume", "default", "7")
@@ -30,7 +30,7 @@ async def test_a_trainers_pause_is_ended_by_hand_only_by_saying_so(cli: Cli, ser
         assert (await trainer.policy("default").status())["version"] == 7
 
 
-async def test_an_engine_in_trouble_is_told_of(cli: Cli, service: RunningService):
+async def test_an_engine_that_does_not_resume_is_reported(cli: Cli, service: RunningService):
     await cli("policies", "pause", "default")
     service.engine.control.fail("resume", 1, 500)
     said = await cli("policies", "resume", "default", "1")
@@ -39,6 +39,6 @@ async def test_an_engine_in_trouble_is_told_of(cli: Cli, service: RunningService
     assert (await cli("policies", "resume", "default", "1")).status == 0
 
 
-async def test_there_may_be_no_policy(cli: Cli, service: RunningService):
+async def test_an_empty_list_of_policies_has_a_hint(cli: Cli, service: RunningService):
     await cli("engines", "clear")
     assert "it is created with its first engine" in (await cli("policies", "list")).err

@@ -1,4 +1,4 @@
-"""A person in the agent's place: the task's sandbox, from a pipe and from a real terminal."""
+"""`rollyard shell`: a person in the task's sandbox, from a pipe and from a real terminal."""
 
 import asyncio
 import json
@@ -42,13 +42,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("runtime", ["bubblewrap", "local"])
-async def test_lines_of_a_pipe_are_commands_and_the_last_status_is_the_status(folder: Path, runtime: str):
+async def test_lines_of_a_pipe_are_commands_and_the_last_status_is_returned(folder: Path, runtime: str):
     status, out, err = await shell(folder, "task.json", "--runtime", runtime, stdin="cat hint.txt\ncd /\n(exit 7)\n")
     assert (status, out) == (7, "forty-two\n")
     assert "Write 42 into answer.txt." in err
 
 
-async def test_what_is_left_is_scored(folder: Path):
+async def test_eval_scores_the_result(folder: Path):
     status, out, _ = await shell(
         folder, "tasks.jsonl:3", "--eval", "--json", stdin="echo 42 > answer.txt; touch junk\n"
     )
@@ -59,7 +59,7 @@ async def test_what_is_left_is_scored(folder: Path):
 
 
 @pytest.mark.parametrize("runtime", ["bubblewrap", "local"])
-async def test_what_is_left_is_scored_where_it_is(folder: Path, runtime: str):
+async def test_eval_scores_the_result_in_the_same_sandbox(folder: Path, runtime: str):
     data = {**TASK["data"], "eval": "same", "checks": ["grep -qx 42 answer.txt && grep -q forty hint.txt"]}
     (folder / "same.json").write_text(json.dumps({**TASK, "data": data}))
     argv = ("same.json", "--eval", "--json", "--runtime", runtime)
@@ -79,7 +79,7 @@ async def test_what_is_left_is_scored_where_it_is(folder: Path, runtime: str):
         (["broken.json"], "exit 3"),
     ],
 )
-async def test_what_is_wrong_is_one_line(folder: Path, cli: Cli, argv: list[str], says: str):
+async def test_errors_are_one_line(folder: Path, cli: Cli, argv: list[str], says: str):
     (folder / "bad.json").write_text('{"environment": "shell", "data": {"instruction": 1}}')
     (folder / "broken.json").write_text(json.dumps({**TASK, "data": {**TASK["data"], "setup": ["exit 3"]}}))
     said = await cli("shell", *argv)
@@ -87,7 +87,7 @@ async def test_what_is_wrong_is_one_line(folder: Path, cli: Cli, argv: list[str]
     assert said.err.startswith("rollyard: ") and says in said.err and "Traceback" not in said.err
 
 
-async def test_a_terminal_is_joined_to_the_sandbox_and_put_back(folder: Path):
+async def test_a_terminal_is_connected_to_the_sandbox_and_restored(folder: Path):
     master, slave = os.openpty()
     before = termios.tcgetattr(slave)
     termios.tcsetwinsize(slave, (33, 77))

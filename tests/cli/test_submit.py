@@ -1,4 +1,4 @@
-"""Submitting: from lines to a table, and every mistake told by its line before anything is sent."""
+"""`rollyard submit`: from lines to a table; errors are reported with their line before anything is sent."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ def lines(path: Path, *tasks: object) -> Path:
     return path
 
 
-async def test_tasks_go_in_and_a_table_comes_out(cli: Cli, service: RunningService, tmp_path: Path):
+async def test_tasks_are_submitted_and_shown_as_a_table(cli: Cli, service: RunningService, tmp_path: Path):
     said = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", task(check="false")), "--id-prefix", "p")
     assert said.status == 0, said.err
     rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("p-")]
@@ -31,13 +31,13 @@ async def test_tasks_go_in_and_a_table_comes_out(cli: Cli, service: RunningServi
     assert "2 completed, mean reward 0.500 of 2" in said.err
 
 
-async def test_json_is_one_record_per_line_and_notes_are_elsewhere(cli: Cli, service: RunningService):
+async def test_json_is_one_record_per_line_without_notes(cli: Cli, service: RunningService):
     said = await cli("submit", "-", "--json", "--group-size", "2", "--id-prefix", "g", stdin=json.dumps(task()))
     assert said.status == 0, said.err
     assert [(r["id"], r["group"], r["reward"]) for r in said.json] == [("g-0-0", "g-0", 1.0), ("g-0-1", "g-0", 1.0)]
 
 
-async def test_the_same_prefix_is_the_same_rollouts(cli: Cli, service: RunningService, tmp_path: Path):
+async def test_the_same_prefix_names_the_same_rollouts(cli: Cli, service: RunningService, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task(), task("Another."), task("A third."))
     first = await cli("submit", file, "--json", "--id-prefix", "again", "--limit", "2")
     second = await cli("submit", file, "--json", "--id-prefix", "again")
@@ -45,7 +45,7 @@ async def test_the_same_prefix_is_the_same_rollouts(cli: Cli, service: RunningSe
     assert [r["created_at"] for r in second.json[:2]] == [r["created_at"] for r in first.json]
 
 
-async def test_no_wait_answers_when_they_are_durable(cli: Cli, service: RunningService, tmp_path: Path):
+async def test_no_wait_returns_when_the_rollouts_are_durable(cli: Cli, service: RunningService, tmp_path: Path):
     said = await cli("submit", lines(tmp_path / "t.jsonl", task("NEVER")), "--no-wait", "--json", "--run", "later")
     assert said.status == 0 and said.json[0]["run"] == "later" and said.json[0]["outcome"] is None
 
@@ -85,7 +85,7 @@ async def test_trajectories_are_written_as_lines_and_as_arrow(cli: Cli, service:
         ),
     ],
 )
-async def test_a_mistake_is_told_with_file_and_line_and_nothing_is_submitted(
+async def test_an_error_is_reported_with_file_and_line_and_nothing_is_submitted(
     cli: Cli, service: RunningService, tmp_path: Path, bad: str, says: str
 ):
     said = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", bad, task()), "--id-prefix", "x")
@@ -96,13 +96,13 @@ async def test_a_mistake_is_told_with_file_and_line_and_nothing_is_submitted(
         assert (await client.list()).rollouts == ()
 
 
-async def test_a_file_that_is_not_there_or_empty_is_told(cli: Cli, tmp_path: Path):
+async def test_a_missing_or_empty_file_is_reported(cli: Cli, tmp_path: Path):
     said = await cli("submit", tmp_path / "nowhere.jsonl")
     assert said.status == 1 and "nowhere.jsonl cannot be read: No such file" in said.err
     assert "there is no task in" in (await cli("submit", lines(tmp_path / "e.jsonl", "// nothing"))).err
 
 
-async def test_one_without_a_reward_makes_it_end_with_1(cli: Cli, service: RunningService, tmp_path: Path):
+async def test_a_rollout_without_a_reward_gives_status_1(cli: Cli, service: RunningService, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task(), {**task(), "data": {**task()["data"], "setup": ["echo [/x]; exit 3"]}})
     said = await cli("submit", file, "--id-prefix", "bad")
     assert said.status == 1
@@ -111,7 +111,7 @@ async def test_one_without_a_reward_makes_it_end_with_1(cli: Cli, service: Runni
     assert shown.status == 0 and "blame: task" in shown.out
 
 
-async def test_a_policy_makes_a_run_of_its_name(cli: Cli, service: RunningService, tmp_path: Path):
+async def test_a_policy_creates_a_run_of_its_name(cli: Cli, service: RunningService, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task())
     said = await cli("submit", file, "--policy", "actor", "--no-wait", "--json")
     assert said.json[0]["run"] == "actor"
@@ -119,7 +119,7 @@ async def test_a_policy_makes_a_run_of_its_name(cli: Cli, service: RunningServic
     assert again.status == 1 and "run actor has policy actor, not critic" in again.err
 
 
-async def test_an_interrupt_says_how_to_go_on(service: RunningService, tmp_path: Path):
+async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_path: Path):
     import os
     import signal
     import sys

@@ -1,4 +1,4 @@
-"""`rollyard tasks`, as typed: real files, real sandboxes; what is wrong with a task is told with its place."""
+"""`rollyard tasks` with real files and real sandboxes; problems of tasks are reported with their place."""
 
 import asyncio
 import gzip
@@ -36,7 +36,7 @@ SHELL = task()
 
 
 class Echo(Environment):
-    """Says what its data tells it to: what an oracle gets, and what doing nothing gets."""
+    """An environment whose data sets the rewards of the oracle and of doing nothing."""
 
     name = "echo"
 
@@ -84,7 +84,7 @@ class Echo(Environment):
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a package with this environment were installed."""
+    """Registers the environment as an installed package would."""
     points = importlib.metadata.entry_points(group=GROUP)
     mine = importlib.metadata.EntryPoint("echo", f"{__name__}:Echo", GROUP)
     monkeypatch.setattr("rollyard.envs.registry.plugins", lambda group: [*points, mine])
@@ -93,7 +93,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- validate -----------------------------------------------------------------------------------------
 
 
-async def test_everything_that_is_wrong_is_told_by_its_line(cli: Cli, tmp_path: Path):
+async def test_all_problems_are_reported_by_line(cli: Cli, tmp_path: Path):
     data = {"instruction": 3}
     broken = {"environment": "shell", "data": data, "agent": {"name": "no"}, "sandbox": {"image": "nix"}}
     file = lines(tmp_path / "t.jsonl", MATH, "{x", {"environment": "nowhere"}, broken, {**MATH, "limit": {}},
@@ -122,7 +122,7 @@ async def test_everything_that_is_wrong_is_told_by_its_line(cli: Cli, tmp_path: 
     assert "10 tasks, 9 with problems, 0 with warnings" in said.err
 
 
-async def test_what_is_likely_a_slip_is_a_warning(cli: Cli, tmp_path: Path):
+async def test_probable_mistakes_are_warnings(cli: Cli, tmp_path: Path):
     odd = {
         "limits": {"run_s": 10, "tool_s": 20, "max_context": 100},
         "sampling": {"max_tokens": 200},
@@ -138,12 +138,12 @@ async def test_what_is_likely_a_slip_is_a_warning(cli: Cli, tmp_path: Path):
     ]
     assert second["warnings"] == [] and second["ok"] is True and second["oracle"] is None
     assert third["warnings"] == [f"the same task as {tmp_path}/t.jsonl:2"]
-    short = {**MATH, "limits": {"run_s": 10}}  # the default of tool_s is longer, which is nobody's slip
+    short = {**MATH, "limits": {"run_s": 10}}  # the default of tool_s is longer, which is no mistake
     assert (await cli("tasks", "validate", lines(tmp_path / "s.jsonl", short), "--json")).json[0]["warnings"] == []
     assert "there is no task in" in (await cli("tasks", "validate", lines(tmp_path / "e.jsonl", "// nothing"))).err
 
 
-async def test_a_check_that_falls_over_is_of_its_line(cli: Cli, echo: None, tmp_path: Path):
+async def test_an_exception_in_a_check_is_reported_with_its_line(cli: Cli, echo: None, tmp_path: Path):
     file = lines(
         tmp_path / "t.jsonl", {"environment": "echo", "data": {}}, {"environment": "echo", "data": {"word": 3}}
     )
@@ -155,7 +155,7 @@ async def test_a_check_that_falls_over_is_of_its_line(cli: Cli, echo: None, tmp_
     ]
 
 
-async def test_servers_of_the_settings_are_known(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_mcp_servers_of_the_settings_are_known(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     named = {**SHELL, "agent": {"options": {"mcp": {"search": {"server": "known"}}}}}
     file = lines(tmp_path / "t.jsonl", named)
     unknown = await cli("tasks", "validate", file)
@@ -164,7 +164,7 @@ async def test_servers_of_the_settings_are_known(cli: Cli, tmp_path: Path, monke
     assert (await cli("tasks", "validate", file)).out == ""
 
 
-async def test_plays_tell_which_tasks_are_of_use(cli: Cli, echo: None, tmp_path: Path):
+async def test_runs_find_useless_tasks(cli: Cli, echo: None, tmp_path: Path):
     def said_by(word: str, **data: object) -> dict[str, object]:
         return {"environment": "echo", "data": {"word": word, **data}}
 
@@ -205,7 +205,7 @@ async def test_plays_tell_which_tasks_are_of_use(cli: Cli, echo: None, tmp_path:
 
 
 @pytest.mark.parametrize("runtime", ["bubblewrap", "local"])
-async def test_plays_happen_in_real_sandboxes(cli: Cli, tmp_path: Path, runtime: str):
+async def test_validation_runs_in_real_sandboxes(cli: Cli, tmp_path: Path, runtime: str):
     given = task(check="true")
     said = await cli("tasks", "validate", lines(tmp_path / "t.jsonl", SHELL, given), "--run", "--json",
                      "--runtime", runtime)  # fmt: skip
@@ -217,7 +217,7 @@ async def test_plays_happen_in_real_sandboxes(cli: Cli, tmp_path: Path, runtime:
 # --- try ----------------------------------------------------------------------------------------------
 
 
-async def test_a_try_shows_what_was_said_and_how_it_was_scored(cli: Cli, tmp_path: Path):
+async def test_try_shows_messages_and_score(cli: Cli, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", MATH, SHELL)
     said = await cli("tasks", "try", f"{file}:1", "--agent", "oracle", "--runtime", "local")
     assert said.status == 0, said.err
@@ -231,7 +231,7 @@ async def test_a_try_shows_what_was_said_and_how_it_was_scored(cli: Cli, tmp_pat
     assert [message["role"] for message in body["messages"]] == ["user"] and body["failure"] is None
 
 
-async def test_a_try_without_a_score_says_why(cli: Cli, echo: None, tmp_path: Path):
+async def test_try_without_a_score_shows_the_failure(cli: Cli, echo: None, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", {"environment": "echo", "data": {"word": "[bold]crash"}},
                  {"environment": "echo", "data": {"word": "crash"}})  # fmt: skip
     said = await cli("tasks", "try", f"{file}:2", "--agent", "noop", "--runtime", "local")
@@ -239,7 +239,7 @@ async def test_a_try_without_a_score_says_why(cli: Cli, echo: None, tmp_path: Pa
     assert "verifier_crashed (blame: infra, in eval)" in said.out and "the verifier fell over" in said.out
 
 
-async def test_agents_with_a_model_want_an_engine(cli: Cli, tmp_path: Path):
+async def test_agents_with_a_model_need_an_engine(cli: Cli, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", SHELL)
     async with ScriptedEngine(SCRIPT, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         words = ("--engine", engine.url, "--tokenizer", tokenizer_dir(), "--runtime", "local")
@@ -251,7 +251,7 @@ async def test_agents_with_a_model_want_an_engine(cli: Cli, tmp_path: Path):
         ((), 2, "the agent native needs a model — give --engine URL, or --agent oracle"),
         (("--engine", "http://127.0.0.1:1"), 1, "--engine http://127.0.0.1:1: "),
         (("--tokenizer", "x"), 2, "--tokenizer needs --engine"),
-        (("--agent", "nobody"), 1, "t.jsonl:1: there is no agent 'nobody'"),
+        (("--agent", "missing"), 1, "t.jsonl:1: there is no agent 'missing'"),
         (("--runtime", "docker"), 1, "there is no runtime 'docker'"),
     ):
         said = await cli("tasks", "try", file, *words)
@@ -259,7 +259,7 @@ async def test_agents_with_a_model_want_an_engine(cli: Cli, tmp_path: Path):
         assert said.err.splitlines()[-1].startswith("rollyard: ")
 
 
-async def test_judges_of_the_settings_are_asked(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_judges_of_the_settings_are_used(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = {"question": "Why is the sky blue?", "answer": "Rayleigh scattering", "judge": True}
     agent = {"options": {"tools": []}}
     file = lines(tmp_path / "t.jsonl", {"environment": "stem", "data": data, "agent": agent})
@@ -303,7 +303,7 @@ def bodies(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-async def test_rows_of_every_kind_become_tasks(cli: Cli, echo: None, tmp_path: Path):
+async def test_rows_of_every_format_become_tasks(cli: Cli, echo: None, tmp_path: Path):
     lines(tmp_path / "a.jsonl", {"word": "a"})
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"word": "b"}\n'))
     (tmp_path / "c.json").write_text('[{"word": "c"}, {"word": "ç"}]')
@@ -321,7 +321,7 @@ async def test_rows_of_every_kind_become_tasks(cli: Cli, echo: None, tmp_path: P
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-async def test_a_folder_that_is_no_dataset_and_tasks_that_are_made(cli: Cli, echo: None, tmp_path: Path):
+async def test_folders_and_generated_tasks_are_imported(cli: Cli, echo: None, tmp_path: Path):
     (tmp_path / "folder").mkdir()
     for word in ("b", "a"):
         (tmp_path / f"folder/{word}.txt").write_text(word)
@@ -367,7 +367,7 @@ async def test_links_and_pipes_are_written_into_and_not_replaced(cli: Cli, echo:
     assert len(said.json) == 1 and said.err == "1 tasks\n" and not (tmp_path / "-").exists()
 
 
-async def test_what_is_to_know_of_a_harbor_task_is_told_with_its_name(cli: Cli, tmp_path: Path):
+async def test_notes_of_a_harbor_task_are_printed_with_its_name(cli: Cli, tmp_path: Path):
     for name in ("one", "two"):
         (tmp_path / "all" / name / "tests").mkdir(parents=True)
         (tmp_path / "all" / name / "task.toml").write_text('[environment]\ndocker_image = "some/image:1"\n')
@@ -382,7 +382,7 @@ async def test_what_is_to_know_of_a_harbor_task_is_told_with_its_name(cli: Cli, 
     assert words["tasks"] == 1
 
 
-async def test_notes_are_told_up_to_a_bound(cli: Cli, echo: None, tmp_path: Path):
+async def test_notes_are_printed_up_to_a_limit(cli: Cli, echo: None, tmp_path: Path):
     (tmp_path / "folder").mkdir()
     for number in range(30):
         (tmp_path / f"folder/{number:02d}.txt").write_text(f"word\nthe same\nof {number}")
@@ -393,7 +393,7 @@ async def test_notes_are_told_up_to_a_bound(cli: Cli, echo: None, tmp_path: Path
     assert rest == "… and 40 more notes, which are in data.notes of the tasks" and last == "30 tasks are in o.jsonl"
 
 
-async def test_the_same_mistake_in_all_rows_is_told_three_times(cli: Cli, echo: None, tmp_path: Path):
+async def test_the_same_error_in_all_rows_is_printed_three_times(cli: Cli, echo: None, tmp_path: Path):
     file = lines(tmp_path / "rows.jsonl", *[{"word": "a"}] * 30)
     said = await cli("tasks", "import", "echo", file, "--set", "postfix=x", "--skip-bad")
     assert said.status == 1 and said.err.count("unknown option 'postfix' of its importer; there are prefix") == 3
@@ -425,7 +425,7 @@ async def test_the_same_mistake_in_all_rows_is_told_three_times(cli: Cli, echo: 
         (("harbor", "a.jsonl"), 1, "harbor has no importer for rows — give a folder"),
     ],
 )
-async def test_mistakes_of_an_import_are_told(
+async def test_errors_of_an_import_are_reported(
     cli: Cli, echo: None, tmp_path: Path, words: tuple[str, ...], status: int, says: str
 ):
     lines(tmp_path / "a.jsonl", {"word": "a"})

@@ -1,4 +1,4 @@
-"""`rollyard tokens check`: a description of a model's tokens, for people and for programs."""
+"""`rollyard tokens check`: a description of a model's tokens, as a table and as JSON."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.cli.conftest import Cli
 
 
-async def test_a_table_tells_each_property(cli: Cli):
+async def test_a_table_shows_each_property(cli: Cli):
     said = await cli("tokens", "check", tokenizer_dir())
     assert said.status == 0
     assert "rendered by chatml" in said.err
@@ -28,7 +28,7 @@ async def test_json_is_one_object(cli: Cli):
     assert all(item["says"] for item in found["properties"])
 
 
-async def test_a_template_that_nothing_fits_is_described_all_the_same(cli: Cli, tmp_path: Path):
+async def test_a_template_without_a_renderer_is_still_described(cli: Cli, tmp_path: Path):
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_dir(), folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -42,7 +42,7 @@ async def test_a_template_that_nothing_fits_is_described_all_the_same(cli: Cli, 
     assert (verdicts["close token"], verdicts["bridging"], verdicts["unicode"]) == ("no", "does not apply", "ok")
 
 
-async def test_a_tokenizer_with_no_or_a_broken_template_is_described_all_the_same(cli: Cli, tmp_path: Path):
+async def test_a_tokenizer_with_no_or_a_broken_template_is_still_described(cli: Cli, tmp_path: Path):
     for index, template in enumerate([None, "{% if", "{{ raise_exception('never') if add_generation_prompt }}"]):
         folder = tmp_path / f"model{index}"
         shutil.copytree(tokenizer_dir(), folder)
@@ -55,7 +55,7 @@ async def test_a_tokenizer_with_no_or_a_broken_template_is_described_all_the_sam
             assert (verdicts["close token"], verdicts["unicode"]) == ("no", "ok")
 
 
-async def test_a_model_that_cannot_be_loaded_is_one_line(cli: Cli, tmp_path: Path):
+async def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(cli: Cli, tmp_path: Path):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "tokenizer.json").write_text("{")
@@ -78,7 +78,7 @@ async def test_an_unknown_renderer_is_named_with_the_choices(cli: Cli):
 
 
 @pytest.mark.parametrize("renderer", ["chatml", "template"])
-async def test_whether_a_reply_can_be_streamed_is_tried(cli: Cli, renderer: str):
+async def test_streaming_of_a_reply_is_checked(cli: Cli, renderer: str):
     said = await cli("tokens", "check", tokenizer_dir(), "--renderer", renderer, "--json")
     verdicts = {item["name"]: item for item in said.json[0]["properties"]}
     assert verdicts["streaming"]["verdict"] == "ok"

@@ -1,4 +1,4 @@
-"""Where the trainers' own virtual environments are (scripts/trainer-env), and how a script of ours is run in one."""
+"""Finds the trainers' virtual environments (scripts/trainer-env), and runs scripts in them."""
 
 import os
 import signal
@@ -15,18 +15,18 @@ LIMIT_S = 240.0
 
 
 def trainer_python(name: str) -> Path:
-    """Its interpreter; skips where it was not installed, or not with the pins of this checkout."""
+    """Returns its interpreter; skips the test if it is not installed with the pins of this checkout."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("ROLLYARD_TRAINERS") or cache / "rollyard" / "trainers")
     files = [ROOT / "scripts" / "trainers" / f"{name}{ending}.txt" for ending in ("", "-nodeps")]
     pins = b"".join(file.read_bytes() for file in files if file.exists())
     if not (root / name / f".done-{sha256(pins).hexdigest()[:16]}").exists():
-        pytest.skip(f"{name} is not here as pinned: scripts/trainer-env {name} installs it")
+        pytest.skip(f"{name} is not installed as pinned: run scripts/trainer-env {name}")
     return root / name / "bin" / "python"
 
 
 def run_script(python: Path, *arguments: str | Path, environ: Mapping[str, str], log: Path) -> str:
-    """What it printed. Its process and what that started are gone afterwards."""
+    """Runs a script and returns its output. Ends its process group afterwards."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             [str(python), *map(str, arguments)],
@@ -45,8 +45,7 @@ def run_script(python: Path, *arguments: str | Path, environ: Mapping[str, str],
 
 
 class Script:
-    """A script of ours in a process of its own, which does what each line of its stdin says, and says `ended with` the
-    exit status of that."""
+    """A script in its own process. It executes each line of its stdin, and prints `ended with` and the exit status."""
 
     def __init__(self, python: Path, file: Path, log: Path) -> None:
         self._log = log
@@ -68,7 +67,7 @@ class Script:
         assert status == str(expected), f"{status}: {self._log.read_text(errors='replace')[-6000:]}"
 
     def end(self) -> None:
-        """Its process, and what that started."""
+        """Ends the process group."""
         _end_group(self._process)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -78,7 +77,7 @@ class Script:
 def _environ(log: Path) -> dict[str, str]:
     quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     paths = {"PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(log.parent / "hf"), "CUDA_VISIBLE_DEVICES": ""}
-    quiet["OMP_NUM_THREADS"] = "1"  # beside the service, more of them only wait for each other
+    quiet["OMP_NUM_THREADS"] = "1"  # with a service on the machine, more threads only wait for each other
     return {**os.environ, **quiet, **paths}
 
 

@@ -1,4 +1,4 @@
-"""Rollyard as NeMo Gym's agent server, against a real service and a scripted engine; a trainer's checks are its own."""
+"""The agent server for NeMo Gym, with a real service and a scripted engine; results are checked as NeMo RL does."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def engine_of(*extra: tuple[str, tuple[str | Reply, ...]]) -> ScriptedEngine:
 
 
 def own_row(check: str = 'test "$(cat out.txt)" = good', **fields: Any) -> dict[str, Any]:
-    """A row that names a task of ours."""
+    """A row with a Rollyard task."""
     task = {"environment": "shell", "data": {"instruction": "write good", "checks": [check]}}
     params = {"input": [{"role": "user", "content": "write good"}], "temperature": 1.0, "max_output_tokens": 256}
     return {"responses_create_params": params, "rollyard_task": task, "agent_ref": {"name": "rollyard"}, **fields}
@@ -93,7 +93,7 @@ async def serving(app: Any) -> AsyncGenerator[str, None]:
 
 @asynccontextmanager
 async def gym(folder: Path, engine: ScriptedEngine, **values: Any) -> AsyncGenerator[Gym, None]:
-    """A service with a resources server named `counter`, and an agent server before it."""
+    """A service with a resources server named `counter`, and an agent server that calls it."""
     agent_options = values.pop("agent", {})
     async with GymServer() as counter, engine:
         servers = {"counter": counter.url}
@@ -129,8 +129,8 @@ def test_the_documented_configuration_has_one_environment_server_for_the_agent()
 
 
 def learned(result: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
-    """What NeMo RL makes of a result: it walks the output and asserts that what it has seen is the next prompt's
-    beginning, and fails where nothing was generated."""
+    """Builds the training sequence of a result as NeMo RL does: asserts that each prompt starts with the sequence
+    before it, and raises if nothing was generated."""
     seen: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -142,7 +142,7 @@ def learned(result: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
         assert item["type"] in ("message", "function_call", "reasoning")
         prompt, generated, values = (item[name] for name in TOKENS)
         assert len(generated) == len(values) > 0
-        assert seen == prompt[: len(seen)], "what was seen is the beginning of the next prompt"
+        assert seen == prompt[: len(seen)], "each prompt starts with the sequence before it"
         told = prompt[len(seen) :]
         seen += [*told, *generated]
         mask += [0] * len(told) + [1] * len(generated)
@@ -152,7 +152,7 @@ def learned(result: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
     return seen, mask, logprobs
 
 
-async def test_a_row_of_gyms_is_played_at_its_resources_server(tmp_path: Path) -> None:
+async def test_a_row_of_gym_runs_at_its_resources_server(tmp_path: Path) -> None:
     sent = {
         **row(3, 1, 2),
         "_rowidx": 7,
@@ -188,7 +188,7 @@ async def test_a_row_of_gyms_is_played_at_its_resources_server(tmp_path: Path) -
         assert kept.items() <= verified.items(), "a verifier of the whole group needs them"
 
 
-async def test_a_row_that_names_a_task_of_ours_is_that_task_with_the_trainers_sampling(tmp_path: Path) -> None:
+async def test_a_row_with_a_rollyard_task_runs_it_with_the_trainers_sampling(tmp_path: Path) -> None:
     async with gym(tmp_path, engine_of()) as it:
         good = await it.run(own_row())
         assert (good["reward"], good["rollyard"]["outcome"]) == (1.0, "completed")
@@ -214,25 +214,25 @@ async def test_a_named_row_is_one_rollout_an_unnamed_one_is_new_each_time(tmp_pa
         assert (other["_ng_failure_class"], other["_ng_failure_terminal"]) == ("id_conflict", True)
 
 
-def test_no_two_names_and_attempts_are_one_rollout() -> None:
+def test_names_and_attempts_map_to_distinct_rollouts() -> None:
     rows = [{"_ng_rollout_id": name, "_ng_attempt_index": n} for name in ("3", "3.1", "1.3", "é") for n in (0, 1, 2)]
     assert len({rollout_id(row, "gym") for row in rows}) == len(rows)
     assert rollout_id(rows[0], "gym") == rollout_id({"_ng_rollout_id": "3"}, "gym")
 
 
-async def test_infrastructures_failure_is_a_failure_row_that_nobody_can_train_on(tmp_path: Path) -> None:
+async def test_an_infrastructure_failure_is_a_failure_row_without_tokens(tmp_path: Path) -> None:
     async with gym(tmp_path, engine_of(), max_attempts=1) as it:
         it.engine.fail_next(2, "fewer_logprobs")
         result = await it.run(own_row(_ng_task_index=4))
         assert result["_ng_failure_class"].startswith("engine_")
         assert (result["reward"], result["mask_sample"]) == (0.0, True)
-        assert not {"_ng_failure_terminal", "_ng_no_persist"} & set(result)  # to be tried again
+        assert not {"_ng_failure_terminal", "_ng_no_persist"} & set(result)  # it may be retried
         assert result["_ng_task_index"] == 4
         with pytest.raises(ValueError, match="no generation data"):
             learned(result)
 
 
-async def test_it_is_told_by_status_if_the_trainer_wants_it_so(tmp_path: Path) -> None:
+async def test_an_infrastructure_failure_is_reported_by_status_if_configured(tmp_path: Path) -> None:
     async with gym(tmp_path, engine_of(), max_attempts=1, agent={"failures": "status"}) as it:
         it.engine.fail_next(2, "fewer_logprobs")
         status, body = await it.post("/run", own_row())
@@ -257,7 +257,7 @@ async def test_a_row_that_can_never_work_is_terminal(tmp_path: Path, sent: dict[
         assert result["_ng_failure_message"]
 
 
-async def test_a_task_whose_set_up_fails_is_terminal_and_has_no_reward_of_its_own(tmp_path: Path) -> None:
+async def test_a_task_whose_set_up_fails_is_terminal(tmp_path: Path) -> None:
     sent = own_row()
     sent["rollyard_task"]["data"]["setup"] = ["exit 3"]
     async with gym(tmp_path, engine_of()) as it:
@@ -265,7 +265,7 @@ async def test_a_task_whose_set_up_fails_is_terminal_and_has_no_reward_of_its_ow
         assert (result["_ng_failure_class"], result["_ng_failure_terminal"]) == ("setup_failed", True)
 
 
-async def test_a_cancelled_rollout_was_never_tried(tmp_path: Path) -> None:
+async def test_a_cancelled_rollout_counts_as_never_tried(tmp_path: Path) -> None:
     stuck = engine_of(("write good", (Reply("for ever", stall_after=1, tokens_per_s=1000),)))
     async with gym(tmp_path, stuck) as it:
         running = asyncio.create_task(it.run(own_row(_ng_rollout_id="r1")))
@@ -275,7 +275,7 @@ async def test_a_cancelled_rollout_was_never_tried(tmp_path: Path) -> None:
         assert (result["_ng_failure_class"], result["_ng_no_persist"]) == ("cancelled", True)
 
 
-async def test_what_ran_out_of_time_is_scored_without_tokens(tmp_path: Path) -> None:
+async def test_a_rollout_that_ran_out_of_time_is_scored_without_tokens(tmp_path: Path) -> None:
     slow = engine_of(
         ("write good", (shell("echo good > out.txt"), Reply("for ever", stall_after=1, tokens_per_s=1000)))
     )
@@ -288,7 +288,7 @@ async def test_what_ran_out_of_time_is_scored_without_tokens(tmp_path: Path) -> 
             learned(result)
 
 
-async def test_a_caller_that_goes_away_takes_only_an_unnamed_rollout_with_it(tmp_path: Path) -> None:
+async def test_a_disconnect_cancels_only_an_unnamed_rollout(tmp_path: Path) -> None:
     stuck = engine_of(("write good", (Reply("for ever", stall_after=1, tokens_per_s=1000),)))
     async with gym(tmp_path, stuck) as it:
         named = asyncio.create_task(it.run(own_row(_ng_rollout_id="r1")))
@@ -304,7 +304,7 @@ async def test_a_caller_that_goes_away_takes_only_an_unnamed_rollout_with_it(tmp
         await it.site.delete("/v1/rollouts/gym.r1")
 
 
-async def test_one_reply_of_the_policy(tmp_path: Path) -> None:
+async def test_responses_returns_one_reply_of_the_policy(tmp_path: Path) -> None:
     async with gym(tmp_path, engine_of(("say hello", ("hello there",)))) as it:
         params = {"input": [{"role": "user", "content": "say hello"}], "temperature": 0.5}
         status, body = await it.post("/v1/responses", params)
@@ -335,7 +335,7 @@ async def test_metrics_leave_failures_out_of_every_mean(tmp_path: Path) -> None:
         assert (await it.post("/run", own_row(), headers=page))[0] == 403
 
 
-async def test_the_command_serves_it(tmp_path: Path) -> None:
+async def test_the_command_serves_the_agent(tmp_path: Path) -> None:
     async with gym(tmp_path, engine_of()) as it:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rollyard", "gym-agent", "--port", "0", "--server", "counter"),
@@ -354,7 +354,7 @@ async def test_the_command_serves_it(tmp_path: Path) -> None:
             await process.communicate()
 
 
-async def test_the_example_plays_a_dataset(tmp_path: Path) -> None:
+async def test_the_example_runs_a_dataset(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     wrong = {**row(3, 1, 2), "expected_count": 7}
     rows.write_text("".join(json.dumps(it) + "\n" for it in (row(3, 1, 2), wrong, {"responses_create_params": {}})))

@@ -1,4 +1,4 @@
-"""Whatever the agent did: what NeMo RL puts together from a response is the trace, up to its last sampled token."""
+"""For any trajectory, NeMo RL builds the trace from the response, up to its last sampled token."""
 
 from typing import Any
 
@@ -40,19 +40,19 @@ def check(played: Played, told: int) -> None:
 
 
 @given(trajectories())
-def test_what_is_learned_is_the_trace(played: Played) -> None:
+def test_the_learned_sequence_is_the_trace(played: Played) -> None:
     check(played, 0)
 
 
 @given(trajectories(), st.lists(st.sampled_from(["assistant", "user"]), max_size=3))
-def test_messages_that_do_not_fit_lose_no_token(played: Played, roles: list[str]) -> None:
+def test_messages_that_do_not_match_lose_no_token(played: Played, roles: list[str]) -> None:
     other = tuple({"role": role, "content": "another's"} for role in roles)
     check(Played("r", 1, traces=played.traces, messages=other, turns=played.turns), 0)
 
 
 @given(trajectories(), IDS, IDS)
-def test_of_a_fork_only_what_it_owns_was_generated(played: Played, told: list[int], said: list[int]) -> None:
-    """A second trace that holds the first as a copy, and samples more than it."""
+def test_only_owned_tokens_of_a_fork_are_generated(played: Played, told: list[int], said: list[int]) -> None:
+    """A second trace contains the first as a copy, and has more sampled tokens."""
     first = played.traces[0]
     fork = TraceBuilder(sampling=Sampling(), policy="default", model="m", fork_reason="rewritten")
     fork.context([*first.token_ids, *told])

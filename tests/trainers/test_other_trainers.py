@@ -1,4 +1,4 @@
-"""docs/how-to/other-trainers.md is true: its code runs on groups made by hand, and gives what its tables say."""
+"""Runs the code of docs/how-to/other-trainers.md on constructed groups, and compares the results with its tables."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def page() -> SimpleNamespace:
 
 
 def trace(mask: str, index: int = 0, **fields: object) -> Trace:
-    """One character a token: 0 is not the policy's, a digit is sampled by that version; spans are runs of digits."""
+    """One character per token: 0 was not sampled, a digit was sampled by that version; spans are runs of digits."""
     digits = np.array([int(char) for char in mask])
     sampled = digits > 0
     spans = [Span(*found.span(), n, "stop", "") for n, found in enumerate(re.finditer("[1-9]+", mask))]
@@ -53,12 +53,12 @@ UNSCORED = rollout(3, None, trace("0011"))
 GROUP = Group("g", size=6, rollouts=(ONE, FORKED, UNTRAINABLE, UNSCORED))
 
 
-def test_only_what_may_be_learned_from_is(page: SimpleNamespace):
+def test_only_trainable_traces_are_learned(page: SimpleNamespace):
     assert [len(page.learned(each)) for each in GROUP.rollouts] == [1, 2, 0, 0]
     assert page.learned(rollout(0, 1.0, trace("01", logprobs=None), trace("00"), trace("01", trainable=False))) == []
 
 
-def test_skyrl_gets_as_many_rows_as_it_asked_for_and_an_unmoved_baseline(page: SimpleNamespace):
+def test_skyrl_gets_the_requested_number_of_rows_and_the_same_baseline(page: SimpleNamespace):
     rows = page.skyrl(GROUP, 6, eos_id=9)
     assert {name: len(values) for name, values in rows.items()} == dict.fromkeys(rows, 6)
     assert rows["prompt_token_ids"][:2] == [[100, 101], [100, 101, 102, 103, 104]]
@@ -88,7 +88,7 @@ def test_slime_gets_every_trace_with_a_response_of_the_right_length(page: Simple
         assert sample["loss_mask"][0] == 1 and len(sample["tokens"]) > sample["response_length"]
 
 
-def test_prime_rl_gets_advantages_of_trainable_members_alone(page: SimpleNamespace):
+def test_prime_rl_gets_advantages_of_trainable_members_only(page: SimpleNamespace):
     samples = page.prime_rl([GROUP])
     assert [sample["advantages"][-2] or sample["advantages"][-1] for sample in samples] == [1.0, -1.0, -1.0]
     first = samples[0]
@@ -101,7 +101,7 @@ def test_prime_rl_gets_advantages_of_trainable_members_alone(page: SimpleNamespa
         assert len({len(sample[name]) for name in sample if name != "env_name"}) == 1, "one entry for each token"
 
 
-def test_areal_gets_our_columns_and_rejects_what_is_not_trainable(page: SimpleNamespace):
+def test_areal_gets_all_columns_and_rejects_untrainable_rollouts(page: SimpleNamespace):
     (episode,) = page.areal(ONE)
     assert {name: array.shape for name, array in episode.items()} == {**dict.fromkeys(episode, (1, 8)), "rewards": (1,)}
     assert episode["versions"][0].tolist() == [-1, -1, 3, 3, -1, -1, 4, -1]

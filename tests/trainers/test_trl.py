@@ -1,7 +1,7 @@
 """Real TRL trainers, in their own environment, on rollouts of a real service.
 
-Where the engine is scripted, its logprobs are made up and the ratio is not 1: what is compared then is what went into
-the loss, and the loss that follows from it."""
+A scripted engine invents its logprobs, and the ratio is not 1: in that case the tests compare the inputs of the loss,
+and the loss that is computed from them."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ PROBE = Path(__file__).parent / "trl_probe.py"
 
 
 def every_second_one(turn: Turn) -> str:
-    """Rollouts with an odd index do their task, in two turns; the others only say that they have."""
+    """Rollouts with an odd index solve their task, in two turns; the others only pretend to."""
     if turn.number:
         return call("finish")
     is_doing = turn.session_id.rpartition("-")[2] in {"1", "3"}
@@ -54,7 +54,7 @@ class Probe:
         model: Path | None = None,
         expected: int = 0,
     ) -> dict[str, Any]:
-        """What a fork of it saw."""
+        """Runs a mode in a fork of the process, and returns what it recorded."""
         file = folder / "tasks.jsonl"
         file.write_text("".join(json.dumps(one) + "\n" for one in tasks))
         asked = {"mode": mode, "folder": str(folder), "model": str(model or tokenizer_dir()), "tasks": str(file)}
@@ -72,7 +72,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Generator[Probe, None, No
 
 
 def terms_of(trace: Trace, advantage: float) -> tuple[tuple[int, ...], tuple[float, ...], float]:
-    """What a loss is taken over: the sampled tokens alone, with the logprobs that they were sampled with."""
+    """The terms of a loss: only the sampled tokens, with the logprobs that they were sampled with."""
     assert trace.logprobs is not None
     is_sampled = trace.mask == 1
     ids, logprobs = trace.token_ids[is_sampled].tolist(), trace.logprobs[is_sampled].tolist()
@@ -80,7 +80,7 @@ def terms_of(trace: Trace, advantage: float) -> tuple[tuple[int, ...], tuple[flo
 
 
 def check_steps(steps: list[dict[str, Any]], groups: list[Group]) -> None:
-    """Trained on what these groups sampled, all of it and nothing else, with the loss that follows."""
+    """Asserts that training used exactly the sampled tokens of these groups, with the expected loss."""
     signals = advantages(groups)
     expected = Counter(terms_of(t, signals[r.id]) for g in groups for r in g.rollouts for t in r.traces)
     trained: Counter[Any] = Counter()
@@ -97,7 +97,7 @@ def newest_of(group: Group) -> int:
     return max(int(trace.versions.max()) for rollout in group.rollouts for trace in rollout.traces)
 
 
-async def test_async_grpo_learns_from_exactly_what_was_sampled(probe: Probe, tmp_path: Path):
+async def test_async_grpo_learns_from_exactly_the_sampled_tokens(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as service:
         service.engine.script = every_second_one
         seen = await probe.run("async", service, tmp_path)
@@ -110,9 +110,9 @@ async def test_async_grpo_learns_from_exactly_what_was_sampled(probe: Probe, tmp
     assert {round(signal) for signal in advantages(groups).values()} == {-1, 1}, "rewards differ within a group"
     for trace in (t for g in groups for r in g.rollouts for t in r.traces):
         changes = np.flatnonzero(np.diff(trace.mask))
-        assert len(changes) >= 3, "two turns: what the tool said lies between them, masked"
+        assert len(changes) >= 3, "two turns: the tool output between them is masked"
 
-    assert seen["calls"][:3] == ["pause", 1, "start"], "weights come before the first rollout"
+    assert seen["calls"][:3] == ["pause", 1, "start"], "weights are sent before the first rollout"
     assert seen["calls"][3:] == [word for n in range(2, len(seen["steps"]) + 2) for word in ("pause", n)]
     versions = [newest_of(group) for group in groups]
     assert versions[0] == 1 and versions[-1] > 1, versions
@@ -120,10 +120,8 @@ async def test_async_grpo_learns_from_exactly_what_was_sampled(probe: Probe, tmp
 
 
 @pytest.mark.vllm
-async def test_what_a_real_engine_sampled_has_the_ratio_one(
-    probe: Probe, vllm_url: str, vllm_model: Path, tmp_path: Path
-):
-    """The trainer has the engine's own weights: it must find each token as likely as the engine did."""
+async def test_tokens_of_a_real_engine_have_ratio_one(probe: Probe, vllm_url: str, vllm_model: Path, tmp_path: Path):
+    """The trainer has the engine's weights, so it must compute the engine's logprobs."""
     model = vllm_model
     short = {"max_tokens": 12}
     sums = [
@@ -138,7 +136,7 @@ async def test_what_a_real_engine_sampled_has_the_ratio_one(
     assert seen["steps"][0]["ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
-async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(probe: Probe, tmp_path: Path):
+async def test_training_continues_from_a_checkpoint_with_the_batches_after_it(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as service:
         service.engine.script = every_second_one
         seen = await probe.run("again", service, tmp_path)
@@ -151,19 +149,17 @@ async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(prob
             policy = await client.policy().status()
     assert (len(seen["first"]["steps"]), len(seen["again"]["steps"])) == (3, 2)
     assert seen["first"]["calls"][-1] == 4, "it died after it had sent weights that no checkpoint has"
-    assert (state["batch"], state["version"]) == (1, 3), "what two steps have surely trained on"
+    assert (state["batch"], state["version"]) == (1, 3), "what two steps have certainly trained on"
     samples = [len(step["terms"]) for step in seen["again"]["steps"]]
     assert sum(samples) == sum(len(group.rollouts) for group in groups) > 0
     for step in seen["again"]["steps"]:
         assert step["loss"] == pytest.approx(step["plain_loss"], abs=1e-4)
-    assert facts["acked"] > state["batch"], "the last checkpoint knows more, and its traces are gone"
+    assert facts["acked"] > state["batch"], "the last checkpoint acknowledged more, whose traces are deleted"
     assert not any(rollout.traces for group in groups[:1] for rollout in group.rollouts)
     assert policy["version"] == 3 + 1 + 2, "the checkpoint's weights, then two steps"
 
 
-async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any_checkpoint(
-    probe: Probe, tmp_path: Path
-):
+async def test_a_trainer_killed_while_it_writes_weights_continues_from_any_checkpoint(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as service:
         service.engine.script = every_second_one
         await probe.run("killed", service, tmp_path, expected=-SIGKILL)
@@ -173,7 +169,7 @@ async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any
             assert policy["lease_s"] == KILLED_LEASE_S
             acked = (await (await client.get_draw("trl-draw")).status())["acked"]
             state = json.loads((tmp_path / "out" / "checkpoint-1" / "rollyard.json").read_text())
-            assert acked > state["batch"] == 0, "a later checkpoint has acknowledged what this one does not know"
+            assert acked > state["batch"] == 0, "a later checkpoint has acknowledged more than this one"
             seen = await probe.run("resumed", service, tmp_path)
             draw = await client.get_draw("trl-draw")
             batches = [await draw.batch(number=n + 1) for n in range(len(seen["steps"]))]

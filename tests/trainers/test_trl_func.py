@@ -1,4 +1,4 @@
-"""GRPOTrainer's `rollout_func` on a real service; of the trainer, only what it is asked for is here."""
+"""GRPOTrainer's `rollout_func` on a real service, with a stub of the trainer."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -19,7 +19,7 @@ TASKS = {name: task(f"Write done, {name}.") for name in ("first", "second")}
 
 
 def mixed(turn: Turn) -> Reply | str:
-    """Member 1 does it, the others do not; where the text says so, infrastructure fails member 0, or everybody."""
+    """Only member 1 solves the task. Infrastructure fails member 0 of a FIRST task, and all members of EVERYBODY."""
     member = turn.session_id.rpartition("-")[2]
     if "EVERYBODY" in turn.text or ("FIRST" in turn.text and member == "0"):
         return Reply("x", fault="no_token_ids")
@@ -56,26 +56,26 @@ async def test_each_prompt_gets_its_rollouts_in_order(service: RunningService):
     ] * 3
     for mask, ids, logprobs in zip(made["env_mask"], made["completion_ids"], made["logprobs"], strict=True):
         assert len(mask) == len(ids) == len(logprobs)
-        assert mask[0] == 1 and 0 in mask, "the tool's answer lies inside the completion"
+        assert mask[0] == 1 and 0 in mask, "the tool output is inside the completion"
 
 
-async def test_a_member_that_infrastructure_failed_is_replaced_not_made_up(service: RunningService):
+async def test_a_member_that_infrastructure_failed_is_replaced_by_a_spare(service: RunningService):
     made = await asyncio.to_thread(rollouts(service, run="trl"), ["FIRST"] * 2, trainer())
     assert [id.rpartition("-")[2] for id in made["rollyard_rollout"]] == ["1", "2"]
     assert made["rollyard_reward"] == [1.0, 0.0]
 
 
-async def test_a_group_that_stays_short_is_an_error_and_not_a_row(service: RunningService):
+async def test_a_group_that_stays_short_is_an_error(service: RunningService):
     with pytest.raises(RolloutsMissing, match="1 of 2 prompts have no complete group after 2 tries"):
         await asyncio.to_thread(rollouts(service, run="trl", tries=2), ["first"] * 2 + ["EVERYBODY"] * 2, trainer())
     async with AsyncClient(service.url, service.token) as client:
         page = await client.list(state="ended", limit=100)
     texts = [record.task["data"]["instruction"] for record in page.rollouts]
-    assert texts.count("Write done, first.") == 2, "a group that is whole is not tried again"
+    assert texts.count("Write done, first.") == 2, "a complete group is not tried again"
     assert len({record.group for record in page.rollouts}) == 3
 
 
-async def test_weights_are_sent_once_a_step_while_nothing_is_sampled(service: RunningService):
+async def test_weights_are_sent_once_per_step_while_nothing_is_sampled(service: RunningService):
     sent: list[int] = []
 
     def push(trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What TRL is handed, from groups made by hand. `RolloutSample` itself is TRL's; here a namespace stands for it."""
+"""TRL's samples and rows, from constructed groups. A namespace replaces TRL's `RolloutSample`."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trace(mask: str, version: int = 3, **fields: object) -> Trace:
-    """`mask` is one character a token: 0 or 1, or a digit from 2 on, which is sampled by that version."""
+    """`mask` has one character per token: 0, 1, or a digit from 2 on, which is sampled by that version."""
     sampled = np.array([char != "0" for char in mask])
     versions = np.where(sampled, [max(int(char), version) if char == "1" else int(char) for char in mask], -1)
     known: dict[str, object] = {
@@ -42,7 +42,7 @@ def group(*rollouts: GroupRollout) -> Group:
     return Group("g", stats={"spread": 0.5}, rollouts=rollouts)
 
 
-def test_a_sample_has_the_traces_own_mask_logprobs_and_oldest_version():
+def test_a_sample_has_the_mask_logprobs_and_oldest_version_of_its_trace():
     one = trace("000115500071", version=9)
     found = SampleBuilder("grpo", 1.0, first=2).samples(group(rollout(0, 1.0, one), rollout(1, 0.0, trace("011"))), 7)
     first = found[0]
@@ -54,7 +54,7 @@ def test_a_sample_has_the_traces_own_mask_logprobs_and_oldest_version():
     assert (first.advantage, found[1].advantage) == pytest.approx((1.0, -1.0), abs=1e-4)
 
 
-def test_who_is_not_trainable_is_in_neither_loss_nor_baseline():
+def test_an_untrainable_rollout_is_in_neither_loss_nor_baseline():
     members = rollout(0, 1.0, trace("01")), rollout(1, 0.0, trace("01")), rollout(2, 0.0, trace("01"), trainable=False)
     found = SampleBuilder("grpo", 1.0, 0).samples(group(*members), 0)
     assert [sample.advantage for sample in found] == pytest.approx([1.0, -1.0], abs=1e-4)
@@ -67,7 +67,7 @@ def test_every_trace_of_a_forked_rollout_is_a_sample_unless_it_owns_no_token():
     assert found[0].advantage == found[1].advantage
 
 
-def test_a_reward_its_parts_and_the_groups_spread_are_told_and_what_is_missing_is_not():
+def test_metrics_have_the_reward_its_components_and_the_groups_spread():
     scored = rollout(0, 1.0, trace("01"), score={"components": {"tests": 0.25}}, summary={"turns": 4})
     found = SampleBuilder("grpo", 1.0, 0).samples(group(scored, rollout(1, 0.0, trace("01"))), 0)
     assert found[0].metrics == {"reward": 1.0, "reward_std": 0.5, "rewards/tests": 0.25, "rollyard/turns": 4.0}
@@ -84,7 +84,7 @@ def test_a_tokenizer_gives_the_logs_their_text():
     assert sample.completion == [{"role": "assistant", "content": "102 103"}]
 
 
-def test_what_was_sampled_at_another_temperature_is_refused():
+def test_a_trace_sampled_at_another_temperature_is_refused():
     hot = trace("01", sampling=Sampling(temperature=0.7))
     with pytest.raises(ValueError, match=r"at temperature 0\.7, but the trainer computes its logprobs at 1"):
         SampleBuilder("none", 1.0, 0).samples(group(rollout(0, 1.0, hot)), 0)
@@ -95,7 +95,7 @@ def test_a_trainable_rollout_without_its_traces_is_an_error():
         SampleBuilder("none", 1.0, 0).samples(group(rollout(0, 1.0)), 0)
 
 
-def test_a_row_begins_with_the_first_sampled_token():
+def test_the_completion_of_a_row_starts_with_the_first_sampled_token():
     row = row_of(rollout(0, 0.5, trace("000110011")))
     assert row.prompt_ids == [100, 101, 102]
     assert row.completion_ids == [103, 104, 105, 106, 107, 108]
@@ -105,20 +105,20 @@ def test_a_row_begins_with_the_first_sampled_token():
 
 
 @pytest.mark.parametrize("reward", [None, 1.0])
-def test_the_row_of_who_is_not_trainable_is_masked_out_and_has_no_reward(reward: float | None):
+def test_the_row_of_an_untrainable_rollout_is_masked_and_has_no_reward(reward: float | None):
     row = row_of(rollout(0, reward, trace("0011", logprobs=None), trainable=False))
     assert (row.completion_ids, row.env_mask, row.logprobs) == ([102, 103], [0, 0], [0.0, 0.0])
     assert row.reward is None
 
 
-def test_no_row_is_made_up():
+def test_a_rollout_without_tokens_or_with_a_fork_is_an_error():
     with pytest.raises(RolloutsMissing, match=r"g-0 has no tokens at all \(task_broken\)"):
         row_of(rollout(0, None, trainable=False, failure={"code": "task_broken"}))
     with pytest.raises(ValueError, match="forked into 2 sequences"):
         row_of(rollout(0, 1.0, trace("01"), trace("001")))
 
 
-def test_the_reward_function_gives_what_the_environments_said():
+def test_the_reward_function_returns_the_environments_rewards():
     assert rollyard_reward(["a", "b"], [1.0, None], prompts=["p", "p"]) == [1.0, None]
     with pytest.raises(ValueError, match="2 completions and 1 rewards"):
         rollyard_reward(["a", "b"], [1.0])

@@ -1,4 +1,4 @@
-"""The worker as TRL drives it, on a real service. A namespace stands for TRL's `RolloutSample`, which is not here."""
+"""The worker as TRL uses it, on a real service. A namespace replaces TRL's `RolloutSample`."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ TASKS = [task(f"Write done, number {n}.") for n in range(4)]
 
 
 def every_second_one(turn: Turn) -> str:
-    """Rollouts with an odd index do their task, in two turns; the others only say that they have."""
+    """Rollouts with an odd index solve their task, in two turns; the others only pretend to."""
     if turn.number:
         return call("finish")
     is_doing = turn.session_id.rpartition("-")[2] in {"1", "3"}
@@ -66,7 +66,7 @@ async def make(service: RunningService) -> AsyncGenerator[Callable[..., Rollyard
 
 
 def sent(worker: RollyardRolloutWorker, version: int) -> None:
-    """As TRL sends weights."""
+    """Sends weights as TRL does."""
     weights = worker.weights()
     weights.pause()
     weights.send_weights(iter([("name", "tensor")]))
@@ -75,7 +75,7 @@ def sent(worker: RollyardRolloutWorker, version: int) -> None:
 
 
 def begun(worker: RollyardRolloutWorker) -> None:
-    """As TRL begins."""
+    """Starts the worker as TRL does."""
     sent(worker, 1)
     worker.start()
 
@@ -90,11 +90,11 @@ def driving(worker: RollyardRolloutWorker) -> Future[None]:
 
 
 async def off(function: Callable[..., T], *args: Any) -> T:
-    """In a thread, as TRL's is: the service runs in this one."""
+    """Calls a function in a thread, as TRL does: the service runs in this one."""
     return await asyncio.to_thread(function, *args)
 
 
-async def test_samples_come_in_whole_groups_with_their_advantages(make: Callable[..., RollyardRolloutWorker]):
+async def test_samples_come_in_complete_groups_with_their_advantages(make: Callable[..., RollyardRolloutWorker]):
     worker = make()
     await off(begun, worker)
     samples = await off(taken, worker, 6)
@@ -106,7 +106,7 @@ async def test_samples_come_in_whole_groups_with_their_advantages(make: Callable
     assert told["rollyard/filtered_total"] == 0
 
 
-async def test_no_batch_is_asked_for_while_the_one_before_waits(
+async def test_no_batch_is_requested_while_the_previous_one_waits(
     make: Callable[..., RollyardRolloutWorker], client: AsyncClient
 ):
     worker = make()
@@ -120,7 +120,7 @@ async def test_no_batch_is_asked_for_while_the_one_before_waits(
     assert [draw["batch"] for draw in await client.draws()] == [2]
 
 
-async def test_versions_are_the_tokens_own_and_count_from_where_the_policy_was(
+async def test_versions_are_those_of_the_tokens_and_count_from_the_policys_version(
     make: Callable[..., RollyardRolloutWorker], client: AsyncClient
 ):
     await client.policy("default").resume(40)
@@ -132,7 +132,7 @@ async def test_versions_are_the_tokens_own_and_count_from_where_the_policy_was(
     assert {sample.model_version for sample in await off(taken, worker, 6)} >= {2}
 
 
-async def test_weights_that_come_without_a_pause_are_refused(make: Callable[..., RollyardRolloutWorker]):
+async def test_weights_sent_without_a_pause_are_refused(make: Callable[..., RollyardRolloutWorker]):
     worker = make()
     await off(begun, worker)
     with pytest.raises(RuntimeError, match=r"weight_transfer=worker\.weights"):
@@ -149,7 +149,7 @@ async def test_nothing_is_sampled_between_pause_and_resume(
     assert (await client.policy("default").status())["state"] == "running"
 
 
-async def test_the_end_of_the_draw_is_told_to_who_waits_for_more(make: Callable[..., RollyardRolloutWorker]):
+async def test_check_health_raises_at_the_end_of_the_draw(make: Callable[..., RollyardRolloutWorker]):
     worker = make(epochs=1)
     await off(begun, worker)
     await off(taken, worker, 2 * len(TASKS))
@@ -158,7 +158,9 @@ async def test_the_end_of_the_draw_is_told_to_who_waits_for_more(make: Callable[
         await off(worker.check_health, 300.0)
 
 
-async def test_a_service_that_is_gone_is_told_after_that_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_check_health_raises_when_the_service_has_not_answered_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(trl, "HEALTH_S", 0.5)
     async with served(tmp_path) as service:
         service.engine.script = every_second_one
@@ -167,14 +169,14 @@ async def test_a_service_that_is_gone_is_told_after_that_long(tmp_path: Path, mo
         worker = RollyardRolloutWorker(service.url, service.token, run="trl", tasks=TASKS, group_size=2, want=1)
         await off(begun, worker)
     try:
-        await off(worker.check_health, 3600.0)  # asks, and it is not too long yet
+        await off(worker.check_health, 3600.0)  # it does not answer, but not for too long yet
         with pytest.raises(RuntimeError, match="has not answered for"):
             await off(worker.check_health, 0.1)
     finally:
         await off(worker.stop)
 
 
-async def test_what_infrastructure_failed_is_no_sample_and_a_spare_has_its_place(
+async def test_a_member_that_infrastructure_failed_is_replaced_by_a_spare(
     make: Callable[..., RollyardRolloutWorker], service: RunningService, client: AsyncClient
 ):
     def failing(turn: Turn) -> Reply | str:
@@ -193,14 +195,14 @@ async def test_what_infrastructure_failed_is_no_sample_and_a_spare_has_its_place
     assert draw["figures"]["infra_rollouts"] == 1
 
 
-async def test_what_keeps_it_from_starting_is_raised_there(make: Callable[..., RollyardRolloutWorker]):
-    with pytest.raises(RollyardError, match="nobody"):
-        await off(make(run="nobody").start)
+async def test_start_raises_what_prevents_it(make: Callable[..., RollyardRolloutWorker]):
+    with pytest.raises(RollyardError, match="missing"):
+        await off(make(run="missing").start)
     with pytest.raises(RollyardError):
         await off(make(keep="sometimes").start)
 
 
-async def test_a_draw_is_closed_at_the_end_unless_it_has_a_name(
+async def test_a_draw_is_closed_at_the_end_unless_it_has_an_id(
     make: Callable[..., RollyardRolloutWorker], client: AsyncClient
 ):
     for worker in (make(), make(id="mine")):
@@ -213,14 +215,14 @@ async def test_a_draw_is_closed_at_the_end_unless_it_has_a_name(
     assert set(states.values()) == {"ended"}
 
 
-async def test_a_checkpoint_acknowledges_what_was_trained_on_and_can_be_gone_back_to(
+async def test_a_checkpoint_acknowledges_trained_batches_and_can_be_resumed(
     make: Callable[..., RollyardRolloutWorker], client: AsyncClient, tmp_path: Path
 ):
     worker = make(id="mine", max_staleness=0)
     await off(begun, worker)
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
-    for version in (2, 3, 4):  # each a step; of what was taken a step ago, the last sample may not be trained on yet
+    for version in (2, 3, 4):  # one step each; the last sample that was taken a step ago may not be trained on yet
         await off(taken, worker, 2)
         await off(lambda: worker.metrics_queue.get(timeout=30))
         await off(sent, worker, version)
@@ -236,10 +238,10 @@ async def test_a_checkpoint_acknowledges_what_was_trained_on_and_can_be_gone_bac
     assert (await client.policy("default").status())["version"] == 5
     await off(lambda: again.metrics_queue.get(timeout=30))  # its first batch is closed, and waits
     (facts,) = await client.draws()
-    assert facts["batch"] == 2, "it goes on after the batch that the checkpoint knows"
+    assert facts["batch"] == 2, "it continues after the batch of the checkpoint"
     assert len(await off(taken, again, 2)) == 2
 
 
-def test_going_back_takes_the_draws_own_id(tmp_path: Path):
+def test_resume_needs_the_id_of_the_draw(tmp_path: Path):
     with pytest.raises(ValueError, match="give the id of its draw"):
         RollyardRolloutWorker(run="trl", tasks=TASKS, want=1, resume=tmp_path)

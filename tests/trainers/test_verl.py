@@ -1,4 +1,4 @@
-"""Real verl, in its own environment, on rollouts of a real service: what it learns from is compared with the traces."""
+"""Real verl, in its own environment, on rollouts of a real service: its training data is compared with the traces."""
 
 import asyncio
 import json
@@ -26,21 +26,21 @@ TASKS = [task(PLAIN), task(RESCUED), task(BROKEN), task(SLOW, limits={"run_s": 2
 
 
 def script(turn: Turn) -> Reply:
-    """Odd rollouts do their task. Infrastructure takes one of RESCUED, one and a spare of BROKEN; one of SLOW stops."""
+    """Odd rollouts solve the task. Infrastructure fails one of RESCUED, one and a spare of BROKEN; a SLOW one hangs."""
     if not turn.session_id or "<|im_start|>" not in turn.text:
         return Reply("ok")  # the probe
     index = int(turn.session_id.rpartition("-")[2])
     if ("RESCUED" in turn.text and index == 1) or ("BROKEN" in turn.text and index in (1, SIZE)):
         return Reply(fault=500)
     if "HELD" in turn.text and turn.number and turn.call == 1:
-        return Reply(call("finish"), stall_after=2)  # until it is aborted; what follows is said in the next call
+        return Reply(call("finish"), stall_after=2)  # until it is aborted; the next call continues it
     if turn.number:
         return Reply(call("finish"), latency_s=3600.0 if "SLOW" in turn.text and index == 2 else None)
     return Reply(call("shell", command="echo hello > done" if index % 2 else "echo nothing"))
 
 
 class Truth:
-    """What the service has of the rollouts that verl saw."""
+    """The service's records and traces of verl's rollouts."""
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
@@ -52,7 +52,7 @@ class Truth:
             (self.traces[id],) = await client.traces(id)
 
     def check(self, row: dict[str, Any]) -> None:
-        """Its tokens, mask and logprobs are the trace's, up to the last sampled token."""
+        """Asserts that tokens, mask and logprobs are those of the trace, up to the last sampled token."""
         trace, start = self.traces[row["rollout"]], len(row["prompt"])
         end = start + len(row["response"])
         assert trace.logprobs is not None
@@ -67,12 +67,12 @@ class Truth:
 
 
 def signals(scores: list[float]) -> list[float]:
-    """GRPO as verl has it."""
+    """Advantages of GRPO, as verl computes them."""
     return [(score - statistics.mean(scores)) / (statistics.stdev(scores) + 1e-6) for score in scores]
 
 
 def check_loss(part: dict[str, Any]) -> None:
-    """It is over the sampled tokens of the rows with an advantage, and over nothing else."""
+    """Asserts that the loss is over exactly the sampled tokens of the rows with an advantage."""
     assert math.isfinite(part["loss"]) and part["loss"] == pytest.approx(part["plain"], abs=1e-6)
     for row, pulls in zip(part["rows"], part["pulls"], strict=True):
         is_learned = any(row["advantages"])
@@ -80,7 +80,7 @@ def check_loss(part: dict[str, Any]) -> None:
         assert pulls[: len(expected)] == expected and not any(pulls[len(expected) :])
 
 
-async def test_verl_learns_from_exactly_what_was_sampled_and_from_nothing_that_was_lost(tmp_path: Path):
+async def test_verl_learns_from_exactly_the_sampled_tokens_and_no_lost_rollout(tmp_path: Path):
     python = trainer_python("verl")
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(one) + "\n" for one in TASKS))
@@ -88,10 +88,8 @@ async def test_verl_learns_from_exactly_what_was_sampled_and_from_nothing_that_w
     async with served(tmp_path, engines=[], max_attempts=1, engine_wait_s=5) as service:
         service.engine.script = script
         arguments = (PROBE, tmp_path, tokenizer_dir(), tasks, service.engine.url)
-        with TemporaryDirectory(
-            prefix="ray-", dir="/tmp"
-        ) as short:  # Ray's sockets have no room for a test's own folder
-            # By its own word for other systems, Ray stays on the loopback device.
+        with TemporaryDirectory(prefix="ray-", dir="/tmp") as short:  # the path of Ray's sockets must be short
+            # This setting for other systems keeps Ray on the loopback device.
             ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
             environ = {**service.environ(), **ray, "HOME": short}
             await asyncio.to_thread(run_script, python, *arguments, environ=environ, log=tmp_path / "log")
@@ -105,7 +103,7 @@ async def test_verl_learns_from_exactly_what_was_sampled_and_from_nothing_that_w
             policy = await client.policy("default").status()
     assert modes == {"verl": "train", "verl.val": "eval"}
     assert engines == ["default.verl0"], "verl's own server became the policy's engine"
-    assert (policy["state"], policy["version"]) == ("paused", 8), "nothing is left to sample: the weights are verl's"
+    assert (policy["state"], policy["version"]) == ("paused", 8), "nothing is left to sample: verl updates the weights"
     check_data_proto(truth, seen["data_proto"])
     check_queue(truth, seen["train"])
     check_validation(truth, seen["validation"])
@@ -175,7 +173,7 @@ def check_validation(truth: Truth, part: dict[str, Any]) -> None:
 
 
 def check_async(truth: Truth, part: dict[str, Any]) -> None:
-    assert part["state"] == "paused", "verl has sampled its batch: what it does next is to change the weights"
+    assert part["state"] == "paused", "verl has sampled its batch, and changes the weights next"
     tasks = [truth.records[row["rollout"]].task["data"]["instruction"] for row in part["second"]]
     assert (len(part["first"]), sorted(tasks)) == (SIZE, [HELD] * SIZE + [PLAIN] * SIZE)
     for row, text in zip(part["second"], tasks, strict=True):

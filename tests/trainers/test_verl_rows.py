@@ -1,4 +1,4 @@
-"""What verl is handed, from groups and prompts made by hand. verl itself is in test_verl.py."""
+"""verl's rows, from constructed groups and prompts. test_verl.py uses verl itself."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ TASK = {"environment": "shell", "data": {"instruction": "x"}}
 
 
 def trace(mask: str, **fields: object) -> Trace:
-    """One character a token: 0 is not the policy's, a digit is sampled by that version."""
+    """One character per token: 0 was not sampled, a digit was sampled by that version."""
     digits = np.array([int(char) for char in mask])
     sampled = digits > 0
     known: dict[str, Any] = {
@@ -40,7 +40,7 @@ def reap(*rollouts: GroupRollout, size: int | None = None, is_training: bool = T
     return harvest(group, len(rollouts) if size is None else size, is_training=is_training, temperature=1.0)
 
 
-def test_a_row_is_cut_at_the_first_sampled_token_and_ends_with_the_last():
+def test_a_response_starts_at_the_first_sampled_token_and_ends_with_the_last():
     found = reap(rollout(0, 0.5, trace("0003300040"), summary={"turns": 2}, timings={"model_s": 1.5}))
     ((row,),) = found.members
     assert row.prompt_ids.tolist() == [100, 101, 102]
@@ -51,7 +51,7 @@ def test_a_row_is_cut_at_the_first_sampled_token_and_ends_with_the_last():
     assert row.seconds == {"generate_sequences": 1.5, "tool_calls": 0.0, "compute_score": 0.0}
 
 
-def test_who_is_not_trainable_is_no_row_in_training_and_one_in_validation():
+def test_an_untrainable_rollout_has_a_row_only_in_validation():
     members = (
         rollout(0, 1.0, trace("01")),
         rollout(1, 0.0, trace("01"), trainable=False),
@@ -68,7 +68,7 @@ def test_who_is_not_trainable_is_no_row_in_training_and_one_in_validation():
     assert seen.members[2][0].logprobs.tolist() == [0.0]
 
 
-def test_members_that_infrastructure_took_are_counted_and_are_no_rows():
+def test_members_that_infrastructure_failed_are_counted_and_have_no_rows():
     found = reap(rollout(0, 1.0, trace("01")), size=4, reason="short_of_members")
     assert (len(found.rows), found.lost, found.untrainable, found.reason) == (1, 3, 0, "short_of_members")
 
@@ -78,18 +78,18 @@ def test_every_trace_of_a_forked_rollout_is_a_row_of_one_member():
     assert [(member, len(row.response_ids)) for member, row in found.rows] == [(0, 2), (0, 3), (1, 1)]
 
 
-def test_what_was_sampled_at_another_temperature_is_refused():
+def test_a_trace_sampled_at_another_temperature_is_refused():
     with pytest.raises(ValueError, match=r"at temperature 0\.7, but verl computes its logprobs at 1 "):
         reap(rollout(0, 1.0, trace("01", sampling=Sampling(temperature=0.7))))
 
 
-def test_verls_own_names_are_no_parts_of_a_reward():
+def test_names_that_verl_uses_are_no_components():
     score = {"components": {"tests": 0.5, "acc": 1.0, "reward": 3.0}}
     ((row,),) = reap(rollout(0, 1.0, trace("01"), score=score)).members
     assert row.components == {"tests": 0.5}
 
 
-def test_a_blank_row_stands_for_who_is_missing_with_the_mean_of_the_others():
+def test_a_blank_row_replaces_a_missing_member_with_the_mean_of_the_others():
     found = reap(
         rollout(0, 1.0, trace("001")), rollout(1, 0.0, trace("001"), trainable=False), rollout(2, 0.5, trace("01"))
     )
@@ -102,7 +102,7 @@ def test_a_blank_row_stands_for_who_is_missing_with_the_mean_of_the_others():
     assert [(row.reward, row.prompt_ids.tolist()) for row in nobody] == [(0.75, [9]), (0.75, [9])]
 
 
-def test_a_lost_sample_is_no_wrong_one_in_a_validation_that_counts_every_row():
+def test_a_lost_sample_does_not_count_as_wrong_in_validation():
     asks = [
         PromptGroup(uid, uid, "v", 1, TASK, {"data_source": source}, 1, True)
         for uid, source in zip("abcd", "xxyz", strict=True)
@@ -116,7 +116,7 @@ def test_a_lost_sample_is_no_wrong_one_in_a_validation_that_counts_every_row():
     assert [row.reward for row in rows] == [1.0, 1.0, 0.5, 0.75]
 
 
-def test_of_a_forked_rollout_the_trace_that_owns_most_tokens_is_the_row():
+def test_the_row_of_a_forked_rollout_is_the_trace_that_owns_most_tokens():
     rows, left_out = fill(reap(rollout(0, 1.0, trace("00000110"), trace("0111"))), pad_id=0)
     assert [row.sampled_tokens for row in rows if isinstance(row, VerlRow)] == [3]
     assert [row.sampled_tokens for row in left_out] == [2]
@@ -171,7 +171,7 @@ def test_a_prompt_is_a_group_of_n_in_the_run_of_its_kind():
     assert (validation.group, validation.run, validation.size, validation.version) == ("r.val-c", "r.val", 2, 3)
 
 
-def test_rows_of_one_uid_are_one_group_wherever_they_stand():
+def test_rows_with_one_uid_are_one_group_in_any_order():
     class Prompts:
         def __init__(self, **columns: list[Any]) -> None:
             self.non_tensor_batch = {name: np.array(values, dtype=object) for name, values in columns.items()}
@@ -211,7 +211,7 @@ def test_a_row_without_a_task_is_refused(row: dict[str, Any], settings: Settings
         task_of(row, settings)
 
 
-def test_verls_sampling_and_lengths_lie_under_each_task_and_ours_over_them():
+def test_verls_sampling_and_lengths_are_defaults_that_settings_override():
     verl = config()
     settings = read_settings(config(defaults={"limits": {"max_turns": 5}, "agent": {"name": "native"}}))
     found = defaults_of(verl.actor_rollout_ref.rollout, settings, is_validation=False)
@@ -222,7 +222,7 @@ def test_verls_sampling_and_lengths_lie_under_each_task_and_ours_over_them():
     assert judged["sampling"] == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 200}
 
 
-def test_settings_that_do_not_exist_are_refused():
+def test_unknown_settings_are_refused():
     assert read_settings(config()) == Settings()
     with pytest.raises(ValueError, match=r"rollyard\.urll is not a setting"):
         read_settings(config(urll="x"))
@@ -239,7 +239,7 @@ def test_settings_that_do_not_exist_are_refused():
         ({"distillation": {"enabled": True}}, "teacher"),
     ],
 )
-def test_what_verl_cannot_do_with_us_is_refused_at_once(verl: dict[str, Any], says: str):
+def test_unsupported_settings_of_verl_are_refused(verl: dict[str, Any], says: str):
     refuse({"trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}}})
     with pytest.raises(ValueError, match=says):
         refuse(verl)

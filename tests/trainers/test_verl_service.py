@@ -1,4 +1,4 @@
-"""How verl's process holds the service: a real one, and no verl."""
+"""The connection of verl's process to the service: a real service, without verl."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -61,7 +61,7 @@ async def group_of(verl: VerlService, ask: PromptGroup) -> Group:
     return await run(verl, wait())
 
 
-async def test_the_weights_are_verls_whenever_it_waits_for_no_group(tmp_path: Path):
+async def test_the_policy_is_paused_while_verl_waits_for_no_group(tmp_path: Path):
     async with (
         served(tmp_path, engines=[]) as service,
         AsyncClient(service.url, service.token) as client,
@@ -93,7 +93,7 @@ async def test_the_weights_are_verls_whenever_it_waits_for_no_group(tmp_path: Pa
     assert not third.rollouts[0].trainable and third.run == "verl.val"
 
 
-async def test_prompts_of_which_one_is_refused_leave_nothing_running(tmp_path: Path):
+async def test_a_refused_prompt_cancels_the_others(tmp_path: Path):
     async with (
         served(tmp_path, engines=[]) as service,
         AsyncClient(service.url, service.token) as client,
@@ -106,7 +106,7 @@ async def test_prompts_of_which_one_is_refused_leave_nothing_running(tmp_path: P
         assert (await client.policy("default").status())["state"] == "paused"
 
 
-async def test_a_prompt_that_is_handed_over_again_is_the_group_that_is_there(tmp_path: Path):
+async def test_a_repeated_prompt_is_the_existing_group(tmp_path: Path):
     async with (
         served(tmp_path, engines=[]) as service,
         AsyncClient(service.url, service.token) as client,
@@ -119,7 +119,7 @@ async def test_a_prompt_that_is_handed_over_again_is_the_group_that_is_there(tmp
         assert len((await client.list(run="verl")).rollouts) == ROLLOUT.n
 
 
-async def test_the_engines_of_a_trainer_before_are_replaced(tmp_path: Path):
+async def test_the_engines_of_an_earlier_trainer_are_replaced(tmp_path: Path):
     async with served(tmp_path, engines=[]) as service, AsyncClient(service.url, service.token) as client:
         await client.add_engine(service.engine.url, id="default.verl0", policy="default", tokenizer=MODEL.path)
         await client.add_engine(service.engine.url, id="default.verl1", policy="default", tokenizer=MODEL.path)
@@ -132,7 +132,7 @@ async def test_the_engines_of_a_trainer_before_are_replaced(tmp_path: Path):
         assert {e["id"]: e["url"] for e in await client.engines()} == {"default.verl0": url, "mine": service.engine.url}
 
 
-async def test_a_service_that_is_not_there_is_said_at_once():
+async def test_start_raises_if_the_service_is_unreachable():
     settings = Settings(url="http://127.0.0.1:9", token="t", retry_s=0.1)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT, model=MODEL))
     with pytest.raises(RollyardError, match="cannot connect to"):

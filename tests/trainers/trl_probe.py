@@ -1,10 +1,10 @@
-"""Runs in TRL's own virtual environment: real trainers on a tiny random model, and what they made of our rollouts.
+"""Runs in TRL's own virtual environment: real trainers with a tiny random model, on Rollyard's rollouts.
 
 Each line of stdin is an object: `mode` (async, again, killed, resumed, sync, real), `folder`, `model` (a tokenizer, or
-for `real` a model), `tasks` and `environ`. A fork of this process does that, and a line of stdout says how it ended: to
-import TRL takes longer than most of it. What was seen is in FOLDER/seen.json, which the test compares with the
-service's traces. All but `sync` run examples/trainers/trl_grpo.py as it is, and take each loss once more, by a plain
-forward of each sample alone.
+for `real` a model), `tasks` and `environ`. A fork of this process runs the mode, since importing TRL takes longer than
+most modes, and a line of stdout reports its exit status. What it recorded is in FOLDER/seen.json, which the test
+compares with the service's traces. All modes but `sync` run examples/trainers/trl_grpo.py unchanged, and compute each
+loss once more, by a plain forward pass of each sample alone.
 """
 
 # pyright: reportMissingImports=false
@@ -25,7 +25,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-gc.disable()  # until all is imported: hundreds of thousands of objects, none of them garbage
+gc.disable()  # during imports, which create hundreds of thousands of live objects
 
 import torch
 from datasets import Dataset
@@ -66,7 +66,7 @@ def tiny_model(folder: Path, tokenizer: str) -> Path:
 
 def plain_loss(trained: Any, samples: list[dict[str, Any]]) -> float:
     """GRPO's clipped loss over the masked tokens, each sample by itself, with ordinary attention."""
-    with no_init_weights():  # all of them are loaded
+    with no_init_weights():  # all weights are loaded
         model = AutoModelForCausalLM.from_config(copy.deepcopy(trained.config), attn_implementation="eager")
     model.load_state_dict(trained.state_dict())
     total, count = 0.0, 0
@@ -87,7 +87,7 @@ class Died(Exception):
 
 
 class Spy:
-    """What AsyncGRPOTrainer made of its samples: each step's loss with its terms, and how it called the worker."""
+    """Records each step's loss of AsyncGRPOTrainer with its terms, and its calls of the worker."""
 
     def __init__(self) -> None:
         self.collated: deque[list[dict[str, Any]]] = deque()
@@ -134,7 +134,7 @@ class Spy:
         self.steps.append({**losses, "terms": terms})
 
     def run(self, folder: Path, model: Path, tasks: Path, *more: object) -> dict[str, Any]:
-        """The example, as it is typed."""
+        """Runs the example as a command line."""
         self.collated.clear()
         self.steps, self.calls = [], []
         known = ["--cpu", "--model", model, "--tasks", tasks, "--out", folder / "out", "--max-staleness", 0]
@@ -149,12 +149,12 @@ def run_async(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
 
 
 def run_real(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
-    """One step, of the model that the engine has; groups are kept whatever it says."""
+    """One step, of the model that the engine has; all groups are kept."""
     return Spy().run(folder, model, tasks, "--steps", 1, "--keep", "all", "--want", 1, "--group-size", 2)
 
 
 def run_again(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
-    """Dies in the fourth step, after the weights of the third were sent; then on from the checkpoint of the second."""
+    """Dies in the fourth step, after the third's weights were sent; then continues from the second's checkpoint."""
     spy, save = Spy(), ("--steps", 4, "--save-steps", 2)
     spy.dies_in = 4
     with contextlib.suppress(Died):
@@ -168,11 +168,11 @@ def run_again(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
 
 KILLED = ("--steps", 4, "--save-steps", 1)
 KILLED_LEASE_S = 10.0
-"""In place of `LEASE_S`: the next trainer waits until the killed one's has run out."""
+"""Replaces `LEASE_S`: the next trainer waits until the lease of the killed one has expired."""
 
 
 def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
-    """Killed while it writes the weights of its third step. The policy is paused then."""
+    """Is killed while it writes the weights of its third step, when the policy is paused."""
     spy, send = Spy(), RollyardWeights.send_weights
 
     def killing(weights: Any, iterator: Any) -> None:
@@ -186,7 +186,7 @@ def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
 
 
 def run_resumed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
-    """From the first checkpoint, though the second acknowledged more."""
+    """Continues from the first checkpoint, although the second acknowledged more."""
     checkpoint = folder / "out" / "checkpoint-1"
     return Spy().run(folder, model, tasks, *KILLED, "--resume", checkpoint)
 

@@ -1,9 +1,9 @@
-"""Runs in verl's own virtual environment: its data, its queue, its advantages and its loss, on our rollouts.
+"""Runs in verl's own virtual environment: its data, queue, advantages and loss, on Rollyard's rollouts.
 
     verl_probe.py FOLDER TOKENIZER TASKS ENGINE
 
-All but the GPU's work is verl's own: settings by hydra, rows by its RLHFDataset, what its two trainers do around
-`generate_sequences`, its replay buffer and TransferQueue, its GRPO and its policy loss. Writes FOLDER/seen.json.
+Everything but the GPU work is verl's own code: settings by hydra, rows by its RLHFDataset, the steps of two trainers
+around `generate_sequences`, its replay buffer and TransferQueue, its GRPO and its policy loss. Writes FOLDER/seen.json.
 """
 
 # pyright: reportMissingImports=false
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-gc.disable()  # until all is imported: hundreds of thousands of objects, none of them garbage
+gc.disable()  # during imports, which create hundreds of thousands of live objects
 
 import numpy as np
 import ray
@@ -58,10 +58,10 @@ SIZE = 4
 
 
 def configuration(folder: Path, tokenizer: str, tasks: Path) -> Any:
-    """The example's own, as verl's main composes it."""
+    """Returns the example's configuration, as verl's main composes it."""
     example = runpy.run_path(str(EXAMPLE))
     given = ["--model", tokenizer, "--tasks", str(tasks), "--group-size", str(SIZE), "--out", str(folder / "out")]
-    # Lengths that every row exceeds, as none is cut for them; so the tasks' own bound is another one.
+    # Every row exceeds these lengths, and no row is cut; the tasks have another limit.
     lengths = ["data.max_prompt_length=16", "data.max_response_length=16", "+rollyard.defaults.limits.max_context=4096"]
     args, more = example["options"]([*given, *lengths, "+rollyard.defaults.sampling.max_tokens=512"])
     with initialize_config_dir(str(Path(verl.trainer.__path__[0]) / "config"), version_base=None):
@@ -75,7 +75,7 @@ def new_uids(count: int) -> Any:
 
 
 def loss_of(config: Any, data: Any) -> dict[str, Any]:
-    """verl's loss of a policy that is a little other than the one that sampled, and which tokens it pulls at."""
+    """verl's loss of a policy that differs slightly from the one that sampled, and which tokens have a gradient."""
     logprobs = (data["rollout_log_probs"] - 0.05).requires_grad_()
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     loss, _ = get_policy_loss_fn("vanilla")(
@@ -148,7 +148,7 @@ def validated(manager: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def at_another_temperature(config: Any, manager: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """What cannot be trained on is a failure to the queue, and an error to the trainer when it comes again."""
+    """A group that cannot be trained on is a failure in the queue, and an error in the trainer's next call."""
     config.actor_rollout_ref.rollout.temperature = 0.5
     batch = tu.get_tensordict({**collate_fn([row]), "uid": new_uids(1)})
     tu.assign_non_tensor_data(batch, "global_steps", 3)
@@ -163,7 +163,7 @@ def at_another_temperature(config: Any, manager: Any, row: dict[str, Any]) -> di
         manager.generate_sequences(batch)
     except RuntimeError as error:
         return {"status": status, "error": str(error), "rows": []}
-    raise AssertionError("the trainer was told nothing")
+    raise AssertionError("the trainer got no error")
 
 
 def into_queue(config: Any, manager: Any, rows: list[dict[str, Any]], step: int, *, validate: bool) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def into_queue(config: Any, manager: Any, rows: list[dict[str, Any]], step: int,
 
 
 def while_rollouts_go_on(config: Any, make: Any, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Two steps of verl's colocate_async: the second begins, from new weights, while a group of the first goes on."""
+    """Two steps of verl's colocate_async: the second starts, with new weights, while the first's group still runs."""
     sampler = {"path": "pkg://rollyard.trainers.verl_sampler", "name": "RollyardReplayBuffer"}
     OmegaConf.update(config, "trainer.v1.trainer_mode", "colocate_async")
     OmegaConf.update(config, "trainer.v1.sampler.custom_sampler", sampler, force_add=True)
@@ -263,7 +263,7 @@ def main() -> None:
     config = configuration(folder, tokenizer, tasks)
     ray.init(include_dashboard=False, num_cpus=2, log_to_driver=False)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
-    # verl's servers: here one scripted engine, known to verl's own load balancer.
+    # verl's servers: one scripted engine, registered in verl's load balancer.
     balancer = ray.remote(GlobalRequestLoadBalancer).remote(servers={engine.removeprefix("http://"): None})
 
     def make(config: Any) -> Any:
