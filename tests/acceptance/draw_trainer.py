@@ -1,6 +1,6 @@
-"""A trainer that may be killed at any moment: takes batches, writes down what it got, raises the version, acknowledges.
+"""A trainer that may be killed at any time: takes batches, logs them to a journal, raises the version, acknowledges.
 
-It keeps nothing but its journal; a new one goes on with the draw's own id.
+Its only state is the journal; a new trainer continues with the same draw id.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pathlib import Path
 from rollyard import AsyncClient
 
 WANT = 4
-ACK_EVERY = 5  # a death between two acknowledgements has batches delivered again
+ACK_EVERY = 5  # after a kill between two acknowledgements, batches are delivered again
 
 
 async def main(url: str, token: str, journal: Path, on_stale: str, batches: int, tasks: Path) -> None:

@@ -1,7 +1,7 @@
-"""Batches of a draw while the service and its trainer are killed, again and again.
+"""Batches of a draw while the service and its trainer are killed repeatedly.
 
-Every group is delivered once; nothing is dropped under `deliver`; nothing is outside the bound under `wait`; what a
-restarted trainer gets again is what it got before; and in the end the engines have no session left.
+Every group is delivered once; under `deliver` no group is dropped; under `wait` no group exceeds the staleness bound; a
+restarted trainer receives the same batches again; and at the end the engines have no session left.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SCRIPT: dict[str, Json] = {
 
 
 def task(number: int) -> dict[str, Any]:
-    """Its reward is a function of the member's place: the odd ones find the file and leave it alone."""
+    """Its reward is random, so that about half of the groups have different rewards."""
     check = 'test "$(cat out.txt)" = good && test $(( $(od -An -N1 -tu1 /dev/urandom) % 2 )) = 0'
     return {"environment": "shell", "data": {"instruction": f"write good, number {number}", "checks": [check]}}
 
@@ -60,7 +60,7 @@ class Trainer:
         await self._process.wait()
 
     async def gets(self, more: int) -> None:
-        """Waits until it has got so many more batches, or is done."""
+        """Waits until it has received that many more batches, or is done."""
         enough = len(self.entries()) + more
         while len(self.entries()) < enough and not self.is_done:
             await asyncio.sleep(0.05)
@@ -80,17 +80,18 @@ class Trainer:
             try:
                 found.append(json.loads(line))
             except json.JSONDecodeError:
-                continue  # half a line: killed while it wrote
+                continue  # an incomplete line: it was killed while writing
         return found
 
 
 @pytest.mark.parametrize("on_stale", ["deliver", "wait"])
-async def test_batches_with_deaths_on_both_sides(tmp_path: Path, on_stale: str) -> None:
+async def test_batches_survive_kills_of_service_and_trainer(tmp_path: Path, on_stale: str) -> None:
     await deaths_on_both_sides(tmp_path, on_stale, batches=8, kills=2)
 
 
 async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kills: int) -> dict[str, int]:
-    """`kills` of the service and as many of the trainer. AssertionError: a group was lost or delivered twice."""
+    """Kills the service and the trainer `kills` times each. Raises AssertionError if a group was lost or delivered
+    twice."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -125,14 +126,14 @@ async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kil
                 async with asyncio.timeout(90):
                     while (await draw.status())["figures"]["open"]:
                         await asyncio.sleep(0.1)
-                assert (await draw.status())["figures"]["complete"] == 0, "groups that the service forgot"
+                assert (await draw.status())["figures"]["complete"] == 0, "the service has lost groups"
         finally:
             await trainer.kill()
             await service.stop()
     entries = trainer.entries()
     got: dict[int, dict[str, Any]] = {}
     for entry in entries:
-        assert got.setdefault(entry["number"], entry) == entry, "a batch that came again is the same"
+        assert got.setdefault(entry["number"], entry) == entry, "a repeated batch is the same"
     assert sorted(got) == list(range(1, batches + 1))
     groups = [group for number in sorted(got) for group in got[number]["groups"]]
     names = [group["id"] for group in groups]

@@ -1,5 +1,5 @@
-"""The example tasks, one of each environment that needs neither an image nor a server: the oracle has all of the
-reward, doing nothing has none, on every runtime."""
+"""The example tasks, one of each environment that needs neither an image nor a server: on every runtime the oracle
+scores 1 and doing nothing scores 0."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "environments.json
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_oracle_and_noop_of_every_example(runtime: str):
+async def test_every_example_rewards_the_oracle_and_not_noop(runtime: str):
     tasks = read_tasks([str(EXAMPLES)])
     environments = {"shell", "math", "stem", "code", "reasoning_gym", "yardwork"}
     assert {str(line.task["environment"]) for line in tasks} == environments

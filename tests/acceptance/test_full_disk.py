@@ -1,4 +1,4 @@
-"""A disk that fills up under the service: it says so, ends with a status, and has kept what it acknowledged."""
+"""When the disk fills up, the service reports it, ends with a status, and keeps what it acknowledged."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ TOKEN = "a-token-for-the-full-disk-test"
 TASK = {"environment": "math", "data": {"question": "x" * 2000, "answer": "4"}}
 
 
-async def test_a_full_disk_ends_the_service_with_a_reason_and_not_with_a_hang(tmp_path: Path):
+async def test_a_full_disk_ends_the_service_with_an_error(tmp_path: Path):
     if shutil.which("unshare") is None:
         pytest.skip("unshare (util-linux) is not installed")
     port = free_port()

@@ -1,7 +1,7 @@
-"""kill -9 of the whole service, again and again, in the middle of its work: nothing is lost, nothing is invented.
+"""Repeated kill -9 of the whole service while rollouts run: no rollout is lost or invented.
 
-Real processes: `rollyard serve` with bubblewrap, a scripted engine in a process of its own, a client that keeps
-submitting and reading across the deaths. The script determines each reward.
+The processes are real: `rollyard serve` with bubblewrap, a scripted engine in its own process, and a client that keeps
+submitting and reading across the kills. The script determines each reward.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ class Service:
 
 
 def sandboxes_below(folder: Path) -> list[str]:
-    """Command lines of processes that name a sandbox folder of this test: bwrap and what it runs."""
+    """Returns the command lines of processes that name a sandbox folder of this test: bwrap and its children."""
     found: list[str] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -165,7 +165,7 @@ async def killed_service(folder: Path, *, rollouts: int, kills: int) -> dict[str
 
 
 async def _some_run(service: Service) -> None:
-    """Until rollouts are in RUN, or all that were submitted have ended: a kill is to hit something."""
+    """Waits until rollouts are in RUN, or all submitted ones have ended, so that a kill interrupts something."""
     async with AsyncClient(service.url, service.token, retry_s=30) as client:
         while True:
             states = (await client.status())["states"]
@@ -175,7 +175,7 @@ async def _some_run(service: Service) -> None:
 
 
 async def _submit_all(service: Service, ids: list[str]) -> None:
-    """In small lots, each repeated until it was answered: the ids make that harmless."""
+    """Submits in small lots, each repeated until it is answered: the ids make that idempotent."""
     for start in range(0, len(ids), 25):
         lot = ids[start : start + 25]
         while True:
@@ -189,7 +189,7 @@ async def _submit_all(service: Service, ids: list[str]) -> None:
 
 
 async def _read_all(service: Service, count: int) -> list[Record]:
-    """The terminal order, page by page, until everything that was submitted has ended."""
+    """Reads the terminal records page by page, until all submitted rollouts have ended."""
     records: list[Record] = []
     after: str | None = None
     async with AsyncClient(service.url, service.token) as client:

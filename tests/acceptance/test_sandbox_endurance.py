@@ -1,7 +1,7 @@
-"""Nothing of a sandbox stays: not when its service is killed with starts in progress, not after many of them.
+"""Sandboxes leave nothing behind, neither when the service is killed during starts nor after many of them.
 
 Small forms of `rollyard bench survive`, `endurance` and `sandbox` (`make soak` runs the first two at full size), and
-proof that their census finds a survivor.
+tests that their census finds a survivor.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 KILLS = 2
 SANDBOXES = {"bubblewrap": 60, "apptainer": 30}
-"""A sandbox that leaves something leaves it each time. One of Apptainer costs four times as much."""
+"""A leak would occur with each sandbox. One of Apptainer takes four times as long."""
 
 PROGRAMS = {"bubblewrap": "bwrap", "apptainer": "apptainer"}
 
@@ -52,7 +52,7 @@ async def test_a_killed_service_leaves_no_survivor(runtime: str):
     assert isinstance(metrics, dict)
     assert (metrics["survivors"], metrics["left_after_sweep"]) == (0, 0)
     assert metrics["kills"] == KILLS
-    assert isinstance(starting := metrics["starting_min"], int) and starting > 0, "a kill hit no start"
+    assert isinstance(starting := metrics["starting_min"], int) and starting > 0, "a kill interrupted no start"
     assert isinstance(swept := metrics["swept"], int) and swept > 0, "nothing was left, so the sweep was not tried"
 
 
@@ -65,7 +65,7 @@ async def test_sandboxes_that_ended_leave_nothing(runtime: str):
 
 
 @pytest.mark.timeout(300)
-async def test_two_hundred_at_once_all_answer_and_each_figure_is_there_or_says_why_not():
+async def test_two_hundred_sandboxes_answer_and_every_metric_is_set_or_explained():
     metrics = (await bench_sandbox(quick=True, peers=False))["metrics"]
     assert isinstance(metrics, dict)
     assert metrics["concurrent_200_ok"] is True
@@ -78,7 +78,7 @@ async def test_two_hundred_at_once_all_answer_and_each_figure_is_there_or_says_w
     assert isinstance(fork_s := metrics["fork16_s"], float) and fork_s > 2, "the set-up alone takes two seconds"
 
 
-async def test_the_census_sees_a_daemon_that_outlives_its_parent(tmp_path: Path):
+async def test_the_census_finds_a_daemon_that_outlives_its_parent(tmp_path: Path):
     census = Census("bubblewrap", tmp_path)
     with adopting():
         before = await asyncio.to_thread(census.take)
@@ -91,7 +91,7 @@ async def test_the_census_sees_a_daemon_that_outlives_its_parent(tmp_path: Path)
         assert gone.more(before)["processes"] == 0
 
 
-async def test_the_census_sees_folders_and_descriptors(tmp_path: Path):
+async def test_the_census_finds_folders_and_descriptors(tmp_path: Path):
     census = Census("bubblewrap", tmp_path)
     before = census.take()
     (tmp_path / "sbx_1").mkdir()

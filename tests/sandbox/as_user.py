@@ -1,9 +1,9 @@
-"""Runs tests as an ordinary user, from a test run that is root's: the same suites, the same files, no privilege.
+"""Runs tests as an ordinary user from a test run of root: the same suites and files, without privileges.
 
-The user gets a mount and PID namespace of its own, in which every path that the tests need stands where it always
-does: a folder on the way that only root may enter (root's home, with a Python below it) is covered by an empty
-one, and the needed path is bound into it. So no path changes, and nothing on the machine does. When the inner run
-ends, or its time is up, the PID namespace takes all that it started with it.
+The user gets its own mount and PID namespace, in which every path that the tests need is the same as outside: a parent
+folder that only root may enter (root's home, with a Python below it) is covered by an empty one, and the needed path is
+bound into it. So no path changes, and nothing on the machine does. When the inner run ends or times out, all its
+processes end with the PID namespace.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 UID = 54_321
-"""Nobody's. Not `nobody`, whose number also stands for every user that a namespace does not know."""
+"""An unused uid. Not that of `nobody`, which also represents every uid that a namespace does not map."""
 
 TAIL = 3000
 REPOSITORY = Path(__file__).parents[2]
 
 
 def run_as_user(*selection: str, timeout_s: float) -> None:
-    """pytest with these arguments, as the user; AssertionError with each inner failure if it does not pass."""
-    # Not where other temporary files are, which may be memory: without control groups, that counts as the sandbox's.
+    """Runs pytest with these arguments as the user. Raises AssertionError with all inner failures."""
+    # Not the usual folder of temporary files, which may be in memory: without control groups, that would count as the
+    # sandbox's memory.
     with tempfile.TemporaryDirectory(prefix="rollyard-user-", dir="/var/tmp") as name:
         home = Path(name)
         (home / "tmp").mkdir()
@@ -38,7 +39,7 @@ def run_as_user(*selection: str, timeout_s: float) -> None:
             os.chown(path, UID, UID)
         report = home / "tmp" / "report.xml"
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *selection]
-        # The shell stays, as PID 1: a process that changes its user forgets that it was to die with its parent.
+        # The shell stays as PID 1: a process that changes its user loses the setting to die with its parent.
         script = "\n".join(["set -e", *_mounts(home), shlex.join([*_SETPRIV, *pytest]), "exit 0"])
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -78,7 +79,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _mounts(home: Path) -> Iterator[str]:
-    """Shell commands that let the user reach what the tests need, each at its own place."""
+    """Yields shell commands that make the paths that the tests need accessible to the user."""
     held = home / "held"
     covered: set[Path] = set()
     needed = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)]
@@ -95,12 +96,12 @@ def _mounts(home: Path) -> Iterator[str]:
         if shut[path] is not None:
             yield shlex.join(["mkdir", "-p", str(path)])
             yield shlex.join(["mount", "--move", f"{held}/{number}", str(path)])
-    yield shlex.join(["mount", "--bind", str(home / "passwd"), "/etc/passwd"])  # Apptainer asks who runs it
+    yield shlex.join(["mount", "--bind", str(home / "passwd"), "/etc/passwd"])  # Apptainer looks its user up
     yield shlex.join(["cd", str(REPOSITORY)])
 
 
 def _shut_above(path: Path) -> Path | None:
-    """The topmost folder on the way to `path` that others may not enter."""
+    """Returns the topmost parent folder of `path` that others may not enter."""
     for folder in [*reversed(path.resolve().parents), path.resolve()]:
         if not folder.stat().st_mode & stat.S_IXOTH:
             return folder
@@ -108,7 +109,7 @@ def _shut_above(path: Path) -> Path | None:
 
 
 def _failures(report: Path) -> Iterator[str]:
-    """The inner run's failures, as pytest told them. None is a failure too: no report, no tests."""
+    """Yields the inner run's failures, as pytest reported them. A missing report and an empty run are failures too."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError) as error:

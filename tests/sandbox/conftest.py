@@ -1,4 +1,4 @@
-"""Real runtimes, each in a folder of its own."""
+"""Real runtimes, each in its own folder."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ope
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def runtime(request: pytest.FixtureRequest, opened: Opened) -> LaunchedRuntime:
-    """The runtime of that name: parametrize it indirectly. A fixture of module scope would be made anew for each
+    """The runtime of that name; parametrize it indirectly. A fixture of module scope would be created again for each
     test, because each is another parameter."""
     return await opened(request.param)

@@ -21,7 +21,7 @@ from rollyard.sandbox.images.oci import INDEXES, MANIFESTS, machine
 
 BUSYBOX = Path("/bin/busybox")
 Entry = tuple[str, str, bytes | str, int]
-"""A name, a kind (file, folder, link, hard, device, fifo), what is in it or where it leads, and a mode."""
+"""A name, a kind (file, folder, link, hard, device, fifo), its content or link target, and a mode."""
 
 
 def file(name: str, data: bytes | str = b"", mode: int = 0o644) -> Entry:
@@ -50,7 +50,7 @@ _TYPES = {
 
 
 def tar(*entries: Entry) -> bytes:
-    """A layer, not compressed."""
+    """Returns an uncompressed layer."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, kind, what, mode in entries:
@@ -69,7 +69,7 @@ def tar(*entries: Entry) -> bytes:
 
 
 def busybox() -> tuple[Entry, ...]:
-    """A root that a sandbox can run in."""
+    """Returns the entries of a root in which a sandbox can run."""
     return (
         folder("bin"),
         file("bin/busybox", BUSYBOX.read_bytes(), 0o755),
@@ -89,7 +89,7 @@ def described(data: bytes, media_type: str, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Packed:
-    """An image as it lies in a registry."""
+    """An image as stored in a registry."""
 
     manifest: bytes
     config: bytes
@@ -126,7 +126,7 @@ def pack(*layers: bytes, env: Sequence[str] = (), workdir: str = "", architectur
 
 
 def index_of(*images: tuple[Packed, str]) -> bytes:
-    """A manifest list: images and their architectures."""
+    """Returns a manifest list of images and their architectures."""
     entries = [
         described(image.manifest, MANIFESTS[0], platform={"os": "linux", "architecture": architecture})
         for image, architecture in images
@@ -135,7 +135,7 @@ def index_of(*images: tuple[Packed, str]) -> bytes:
 
 
 def write_layout(target: Path, image: Packed, tag: str = "v1") -> None:
-    """An OCI image layout."""
+    """Writes an OCI image layout."""
     blobs = target / "blobs" / "sha256"
     blobs.mkdir(parents=True)
     for digest, data in {**image.blobs, image.digest: image.manifest}.items():
@@ -147,17 +147,17 @@ def write_layout(target: Path, image: Packed, tag: str = "v1") -> None:
 
 @dataclass
 class Registry:
-    """`async with` it. What it should do wrong is set on it."""
+    """A registry to use with `async with`. Its fields set how it misbehaves."""
 
     blobs: dict[str, bytes] = field(default_factory=dict)
     manifests: dict[str, bytes] = field(default_factory=dict)  # by name:tag, and by digest
-    login: tuple[str, str] | None = None  # asks for a token, which only this user gets
-    breaks: list[int] = field(default_factory=list)  # the next blobs break off after so many bytes
+    login: tuple[str, str] | None = None  # requires a token, which only this user gets
+    breaks: list[int] = field(default_factory=list)  # the next blobs are cut after so many bytes
     ignores_range: bool = False
-    held: asyncio.Event | None = None  # blobs stop half way until it is set
-    reached: asyncio.Event = field(default_factory=asyncio.Event)  # a blob is half way
+    held: asyncio.Event | None = None  # blobs stop halfway until it is set
+    reached: asyncio.Event = field(default_factory=asyncio.Event)  # a blob is halfway
     log: list[str] = field(default_factory=list)
-    redirect: str = ""  # where blobs lead
+    redirect: str = ""  # where blobs are redirected to
     url: str = ""
 
     async def __aenter__(self) -> Self:
@@ -181,7 +181,7 @@ class Registry:
         await self._runner.cleanup()
 
     def put(self, name: str, image: Packed, index: bytes | None = None) -> str:
-        """Its reference."""
+        """Adds an image and returns its reference."""
         self.blobs |= image.blobs
         self.manifests |= {image.digest: image.manifest, name: index or image.manifest}
         if index is not None:

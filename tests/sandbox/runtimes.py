@@ -1,8 +1,8 @@
-"""The runtimes under test, by name: another one is one more line of `RUNTIMES`.
+"""The runtimes under test, by name: to add one, add a line to `RUNTIMES`.
 
-The suites start sandboxes that name no image. A runtime that has none of its own, or is to be tried with one, is a
-subclass here that fills it in. The image is made of this machine's packages by scripts/make-test-image, in seconds,
-by whoever runs the tests: an overlay in a user namespace needs an image that belongs to them.
+The suites start sandboxes without an image. For a runtime that needs one, or is tested with one, a subclass here fills
+it in. scripts/make-test-image makes the image of this machine's packages in seconds, as the user that runs the tests:
+an overlay in a user namespace needs an image that belongs to that user.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "make-test-image"
 
 @functools.cache
 def image(*, is_sif: bool) -> str:
-    """The folder, or the SIF file of it; made when first asked for."""
+    """Returns the image's folder or SIF file; made at the first call."""
     folder = CACHE / "images-for-tests" / "debian"
     wanted = folder.with_suffix(".sif") if is_sif else folder
     done = subprocess.run([str(SCRIPT), str(folder), *([str(wanted)] if is_sif else [])], stderr=subprocess.PIPE)
@@ -48,11 +48,11 @@ class ApptainerOnSif(ApptainerRuntime):
 
 
 class OciByPodman(OciRuntime):
-    """runc, because crun takes no machine that has cgroups of both kinds."""
+    """Uses runc, because crun does not support machines that have cgroups of both kinds."""
 
     def __init__(self, *, root: Path, control_root: Path | None = None) -> None:
         command = f"podman --runtime {shutil.which('runc') or 'crun'}"
-        pythons = PythonBuilds(CACHE / "python")  # made once for all tests: that takes seconds
+        pythons = PythonBuilds(CACHE / "python")  # built once for all tests, since that takes seconds
         super().__init__(root=root, control_root=control_root, command=command, pythons=pythons)
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
@@ -73,4 +73,4 @@ RUNTIMES: dict[str, Kind] = {
 ISOLATED: dict[str, Kind] = {name: kind for name, kind in RUNTIMES.items() if kind.is_isolated}
 
 ATTACKED = ("bubblewrap", "bubblewrap-folder", "apptainer-folder")
-"""By the hostile suite, which takes a minute each. The others differ from these only in where the root comes from."""
+"""Runtimes of the hostile suite, which takes a minute each. The others differ only in the source of the root."""

@@ -1,4 +1,4 @@
-"""The suites once more, as an ordinary user; and that the way of doing so deserves belief."""
+"""Runs the suites as an ordinary user, and tests the runner for that."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.sandbox.as_user import UID, run_as_user
 from tests.sandbox.runtimes import ISOLATED
 
 pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another; this run is an ordinary user's"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user; this run is an ordinary user's"),
     pytest.mark.slow,
     pytest.mark.timeout(1260),
     pytest.mark.xdist_group("user"),
 ]
 
 
-# Each way that a root is made once: what else differs between the runtimes has been seen by root's own run. Not oci,
-# which needs subordinate uids or a daemon.
+# Each way of making a root once: root's own run covers all other differences between the runtimes. Not oci, which needs
+# subordinate uids or a daemon.
 CONFORMING = ("bubblewrap", "apptainer-folder", "apptainer-sif")
 ATTACKED = ("bubblewrap", "apptainer-folder")
 
@@ -35,12 +35,12 @@ def test_the_runtimes_conform_and_the_attacks_fail() -> None:
 
 
 def _only(name: str) -> str:
-    """`bubblewrap` without `bubblewrap-folder`."""
+    """Returns an expression that selects `bubblewrap` without `bubblewrap-folder`."""
     longer = [other for other in ISOLATED if other != name and other.startswith(name)]
     return " and not ".join([name, *longer])
 
 
-# --- the way itself -----------------------------------------------------------------------------------
+# --- the runner itself --------------------------------------------------------------------------------
 
 _INNER = """
 import os
@@ -63,20 +63,20 @@ def test_that_leaves_a_process():
 
 @pytest.fixture
 def inner() -> Generator[Path, None, None]:
-    """Where an inner test file can lie: the user must be able to read it."""
+    """The path of an inner test file, in a folder that the user can read."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name, "test_inner.py")
 
 
-def test_a_user_is_one_and_leaves_nothing(inner: Path) -> None:
+def test_the_user_is_unprivileged_and_leaves_no_process(inner: Path) -> None:
     mark = marked()
     inner.write_text(_INNER.format(uid=UID, here=str(inner.parent), ok=True, mark=mark))
     run_as_user(str(inner), timeout_s=60)
     assert not alive(mark)
 
 
-def test_each_inner_failure_is_told(inner: Path) -> None:
+def test_inner_failures_are_reported(inner: Path) -> None:
     inner.write_text(_INNER.format(uid=UID, here=str(inner.parent), ok=False, mark="0"))
     with pytest.raises(AssertionError, match=r"(?s)test_that_fails.*what is wrong.*1 failed, 2 passed"):
         run_as_user(str(inner), timeout_s=60)
@@ -87,7 +87,7 @@ def test_an_empty_selection_is_a_failure() -> None:
         run_as_user("tests/sandbox/test_hostile.py", "-k", "no_such_attack", timeout_s=60)
 
 
-async def test_a_run_that_takes_too_long_is_ended_whole(inner: Path) -> None:
+async def test_a_run_over_its_time_limit_is_ended_with_all_processes(inner: Path) -> None:
     mark = marked()
     inner.write_text(f"import os\ndef test_it():\n    os.execvp('sleep', ['sleep', {mark!r}])\n")
     with pytest.raises(AssertionError, match="took more than"):

@@ -1,4 +1,4 @@
-"""What keeps failing to start is left alone, tried once, and taken back. The clock is the test's own."""
+"""The circuit breaker opens, probes and closes. The tests control its clock."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,11 +29,11 @@ def breakers(clock: Clock) -> Breakers:
 
 
 def fail(breakers: Breakers, image: str | None = None, error: Callable[[], BaseException] | None = None) -> None:
-    """One start that fails for real; AssertionError if the breaker did not let it try."""
+    """Makes one start fail. Raises AssertionError if the breaker refused the start instead."""
     raised = error() if error else SandboxStartFailed("the disk is on fire")
     with pytest.raises(type(raised)) as found, breakers.guard("bubblewrap", image):
         raise raised
-    assert found.value is raised, "the breaker answered instead"
+    assert found.value is raised, "the breaker refused the start"
 
 
 def refused(breakers: Breakers, image: str | None = None) -> RollyardError:
@@ -57,11 +57,11 @@ def test_five_failures_in_a_row_open_it_and_the_refusal_names_the_last_error(bre
     error = refused(opened(breakers))
     assert "the disk is on fire" in error.detail and "5 times" in error.detail
     assert error.data["retry_after_s"] == FIRST_S
-    assert error.retryable, "it is ours: the rollout is tried again"
+    assert error.retryable, "an infrastructure failure: the rollout is retried"
     assert breakers.open_by_runtime() == {"bubblewrap": 1}
 
 
-def test_a_success_in_between_begins_the_count_anew(breakers: Breakers):
+def test_a_success_resets_the_count(breakers: Breakers):
     for _ in range(FAILURES - 1):
         fail(breakers)
     start(breakers)
@@ -71,11 +71,11 @@ def test_a_success_in_between_begins_the_count_anew(breakers: Breakers):
     assert breakers.status("bubblewrap") == []
 
 
-def test_when_the_time_is_over_one_start_may_try_and_closes_it(breakers: Breakers, clock: Clock):
+def test_after_the_open_time_one_start_is_tried_and_closes_it(breakers: Breakers, clock: Clock):
     opened(breakers)
     clock.now_s += FIRST_S
     with breakers.guard("bubblewrap", None):
-        refused(breakers)  # beside the probe nobody else
+        refused(breakers)  # only the probe is admitted
     start(breakers)
     assert breakers.open_by_runtime() == {}
 
@@ -96,28 +96,28 @@ def test_a_failed_probe_opens_it_for_twice_as_long_up_to_a_minute(breakers: Brea
     assert refused(breakers).data["retry_after_s"] == LONGEST_S
 
 
-def test_a_cancelled_probe_leaves_the_place_to_the_next(breakers: Breakers, clock: Clock):
+def test_after_a_cancelled_probe_the_next_start_is_the_probe(breakers: Breakers, clock: Clock):
     opened(breakers)
     clock.now_s += FIRST_S
     fail(breakers, error=asyncio.CancelledError)
     start(breakers)
 
 
-def test_a_tasks_own_failures_and_cancels_do_not_count(breakers: Breakers):
+def test_task_failures_and_cancellations_do_not_count(breakers: Breakers):
     for _ in range(2 * FAILURES):
         fail(breakers, error=lambda: TaskInvalid("no such image"))
         fail(breakers, error=asyncio.CancelledError)
     start(breakers)
 
 
-def test_what_escapes_from_a_runtime_counts_and_so_does_a_start_that_was_given_up(breakers: Breakers):
+def test_unexpected_exceptions_and_abandoned_starts_count(breakers: Breakers):
     for _ in range(FAILURES - 1):
         fail(breakers, error=lambda: RuntimeError("oops"))
     breakers.failed("bubblewrap", None, "INIT was not done in 1 s")
     assert "INIT was not done" in refused(breakers).detail
 
 
-def test_one_image_does_not_close_another_out(breakers: Breakers):
+def test_a_failing_image_does_not_block_others(breakers: Breakers):
     opened(breakers, "broken.sif")
     refused(breakers, "broken.sif")
     start(breakers, "good.sif")
@@ -127,7 +127,7 @@ def test_one_image_does_not_close_another_out(breakers: Breakers):
     assert breakers.status("apptainer") == []
 
 
-def test_how_many_it_remembers_is_bounded(breakers: Breakers):
+def test_the_number_of_failing_pairs_is_bounded(breakers: Breakers):
     for number in range(MOST + 10):
         fail(breakers, f"{number}.sif")
     assert len(breakers.status("bubblewrap")) == MOST

@@ -1,4 +1,4 @@
-"""Real groups of this machine's kernel, with real processes in them; for v2, see `imitation`."""
+"""Control groups of this machine's kernel with real processes in them; for v2, see `imitation`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mark() -> str:
 def cgroups(mark: str) -> Generator[Cgroups, None, None]:
     found = Cgroups.find(mark)
     if found is None:
-        pytest.skip("this machine lets us make no control group: neither v2 delegated, nor by systemd, nor v1 as root")
+        pytest.skip("control groups are not available: neither v2 delegated, nor by systemd, nor v1 as root")
     try:
         yield found
     finally:
@@ -45,7 +45,8 @@ def cgroups(mark: str) -> Generator[Cgroups, None, None]:
 
 
 def run_in(group: Group, code: str, *, uid: int | None = None) -> int:
-    """Runs Python code as a process that entered the group by itself, as the launcher's child does. Its status."""
+    """Runs Python code in a process that enters the group by itself, as the launcher's child does. Returns its
+    status."""
     fds = group.open_procs()
     source = (
         "import os, sys\n"
@@ -64,7 +65,7 @@ def run_in(group: Group, code: str, *, uid: int | None = None) -> int:
 
 @contextlib.contextmanager
 def resident(group: Group) -> Generator[subprocess.Popen[bytes], None, None]:
-    """A process that entered the group and stays until it is killed."""
+    """Yields a process that has entered the group and stays until it is killed."""
     fds = group.open_procs()
     source = "import os, sys\nfor fd in map(int, sys.argv[1].split(',')): os.write(fd, b'0')\nprint(flush=True)\n"
     argv = [sys.executable, "-I", "-S", "-c", source + "sys.stdin.read()", ",".join(map(str, fds))]
@@ -88,16 +89,16 @@ def groups_in(mark: str) -> list[str]:
 
 
 def _below(top: str, start: str) -> list[str]:
-    """By `os.walk`, which passes over what is deleted meanwhile."""
+    """Uses `os.walk`, which skips folders that are deleted meanwhile."""
     return [f"{at}/{name}" for at, names, _ in os.walk(top) for name in names if name.startswith(start)]
 
 
-def test_a_means_is_found_and_says_what_it_enforces(cgroups: Cgroups):
+def test_a_mechanism_is_found_and_reports_what_it_enforces(cgroups: Cgroups):
     assert cgroups.means in ("cgroup v2", "systemd", "cgroup v1")
     assert {"memory", "processes"} <= cgroups.enforces <= {"memory", "processes", "cpus"}
 
 
-def test_memory_beyond_the_limit_is_killed_by_the_kernel(cgroups: Cgroups):
+def test_the_kernel_kills_a_process_above_the_memory_limit(cgroups: Cgroups):
     group = cgroups.make("sbx_memory", 64 * MIB, None, None)
     assert run_in(group, "x = b'x' * (16 << 20)") == 0
     assert group.events().oom_kills == 0
@@ -106,10 +107,10 @@ def test_memory_beyond_the_limit_is_killed_by_the_kernel(cgroups: Cgroups):
     assert group.remove()
 
 
-def test_who_dies_for_the_memory_of_a_group_above_did_not_reach_a_limit_of_its_own(cgroups: Cgroups):
-    """As on a machine, or in a container, that is short of memory as a whole."""
+def test_an_oom_kill_caused_by_a_parent_group_counts_as_a_host_kill(cgroups: Cgroups):
+    """As on a machine, or in a container, that is out of memory as a whole."""
     if cgroups.means != "cgroup v1":
-        pytest.skip("a v2 group whose limit is to be tried cannot hold the test's own process")
+        pytest.skip("a v2 group with a limit under test cannot contain the test's own process")
     above = cgroups.make("sbx_above", 64 * MIB, None, None)
     inner = Path(above.folders["memory"], "inner")
     inner.mkdir()
@@ -154,7 +155,7 @@ def test_a_fork_bomb_stops_at_the_limit(cgroups: Cgroups):
 
 def test_cpu_is_throttled(cgroups: Cgroups):
     if "cpus" not in cgroups.enforces:
-        pytest.skip("the cpu controller is not delegated to us here")
+        pytest.skip("the cpu controller is not delegated here")
     group = cgroups.make("sbx_cpu", None, None, 0.1)
     assert run_in(group, "import time\nwhile time.process_time() < 0.15: pass") == 0
     stat = (Path(group.folders["cpu"]) / "cpu.stat").read_text()
@@ -163,7 +164,7 @@ def test_cpu_is_throttled(cgroups: Cgroups):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_an_unprivileged_process_enters_by_our_descriptors_and_cannot_leave(cgroups: Cgroups):
+def test_an_unprivileged_process_enters_by_opened_descriptors_and_cannot_leave(cgroups: Cgroups):
     group = cgroups.make("sbx_uid", 64 * MIB, 20, None)
     outside = [str(Path(path).parent.parent / Path(path).name) for path in group.procs_files]
     code = (
@@ -189,7 +190,7 @@ def test_swap_is_limited_too(cgroups: Cgroups):
     assert group.remove()
 
 
-def test_only_what_is_asked_for_is_made(cgroups: Cgroups):
+def test_only_requested_limits_create_groups(cgroups: Cgroups):
     group = cgroups.make("sbx_one", None, 20, None)
     assert set(group.folders) == {"pids"}
     assert group.events().memory_bytes == 0
@@ -197,7 +198,7 @@ def test_only_what_is_asked_for_is_made(cgroups: Cgroups):
     assert cgroups.make("sbx_none", None, None, None).procs_files == []
 
 
-def test_events_tell_what_is_used_now(cgroups: Cgroups):
+def test_events_report_current_use(cgroups: Cgroups):
     group = cgroups.make("sbx_use", 256 * MIB, 20, None)
     with resident(group):
         events = group.events()
@@ -213,7 +214,7 @@ def test_a_group_with_a_process_is_not_removed_and_kill_ends_it(cgroups: Cgroups
         group.kill()
         assert process.wait(10) == -signal.SIGKILL
     assert group.remove()
-    assert group.remove()  # again: nothing happens
+    assert group.remove()  # idempotent
 
 
 def test_a_refused_limit_leaves_no_group(cgroups: Cgroups, mark: str):
@@ -225,7 +226,7 @@ def test_a_refused_limit_leaves_no_group(cgroups: Cgroups, mark: str):
         cgroups.make("sbx_twice", 64 * MIB, 5, None)
 
 
-def test_the_sweep_ends_what_an_earlier_process_left_and_nothing_else(cgroups: Cgroups, mark: str):
+def test_the_sweep_removes_only_groups_of_an_earlier_process(cgroups: Cgroups, mark: str):
     other = Cgroups.find(f"{mark}-other")
     assert other is not None
     group, others = cgroups.make("sbx_left", 256 * MIB, 20, 1.0), other.make("sbx_left", 256 * MIB, 20, None)
@@ -240,11 +241,11 @@ def test_the_sweep_ends_what_an_earlier_process_left_and_nothing_else(cgroups: C
     other.close()
 
 
-def test_a_tree_too_large_to_walk_hides_neither_our_own_groups_nor_shallow_ones(
+def test_in_a_tree_too_large_to_search_own_and_shallow_groups_are_found(
     cgroups: Cgroups, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """A host with thousands of groups: those of the service that was killed here are swept all the same."""
-    for tree in ("a", "z"):  # whatever the order of the folders: one of them comes before
+    """On a host with thousands of groups, those of the killed service are still removed."""
+    for tree in ("a", "z"):  # in any order of the folders, one of them comes first
         for number in range(30):
             (tmp_path / tree / "deep" / f"other-{number}").mkdir(parents=True)
     shallow, deep = tmp_path / "m" / "ours", tmp_path / "a" / "deep" / "other-1" / "ours"
@@ -271,7 +272,7 @@ async def test_starts_that_are_cancelled_or_fail_leave_no_group(cgroups: Cgroups
             await asyncio.wait([starting])
             if not starting.cancelled():
                 await starting.result().kill()
-        with pytest.raises(SandboxStartFailed):  # a value that the kernel refuses: half of the group was made
+        with pytest.raises(SandboxStartFailed):  # a value that the kernel refuses after half of the group is made
             await runtime.start(SandboxSpec(limits=SandboxLimits(processes=1 << 40)), lease_s=60.0)
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
         mark = mark_of(tmp_path)
@@ -284,7 +285,7 @@ async def test_starts_that_are_cancelled_or_fail_leave_no_group(cgroups: Cgroups
 def test_close_leaves_no_folder(mark: str):
     found = Cgroups.find(mark)
     if found is None:
-        pytest.skip("this machine lets us make no control group")
+        pytest.skip("control groups are not available")
     assert folders_of(mark) != []
     found.close()
     assert folders_of(mark) == []
@@ -301,12 +302,12 @@ class Imitation:
 
 @pytest.fixture
 def imitation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Imitation]:
-    """A folder tree that *imitates* a v2 hierarchy: plain files, with the rules that the code has to live with.
+    """A folder tree that *imitates* a v2 hierarchy with plain files and the kernel's rules.
 
-    New folders are filled, a pid is in one group at a time, and a group with processes gives no controllers down.
+    New folders are filled, a PID is in one group at a time, and a group with processes gives no controllers down.
     It shows what is written where and in which order; it enforces no limit. A machine whose controllers are bound to v1
-    (as CI's may be) can have no real v2 limits, and no test may rebind them. What needs no controller (entering at
-    birth, cgroup.kill, removal) is tried on the real v2 tree below.
+    (as CI's may be) cannot have real v2 limits, and no test may rebind them. Features that need no controller (clone
+    into a group, cgroup.kill, removal) are tested on the real v2 tree below.
     """
     mount = tmp_path / "cgroup"
     names = ["cgroup.procs", "cgroup.subtree_control", "memory.max", "memory.swap.max", "pids.max", "cpu.max"]
@@ -380,17 +381,17 @@ def test_imitated_v2_writes_every_limit(imitation: Callable[[str, str], Imitatio
     assert not (tree.base / "rollyard-m").exists()
 
 
-def test_imitated_v2_with_only_some_controllers_says_so(imitation: Callable[[str, str], Imitation]):
+def test_imitated_v2_reports_missing_controllers(imitation: Callable[[str, str], Imitation]):
     found = _cgroups.find_v2("m", proc=imitation("memory pids", "").proc)
     assert found is not None
     assert found.enforces == {"memory", "processes"}
 
 
-def test_imitated_v2_without_our_controllers_is_no_means(imitation: Callable[[str, str], Imitation]):
+def test_imitated_v2_without_the_needed_controllers_is_not_used(imitation: Callable[[str, str], Imitation]):
     assert _cgroups.find_v2("m", proc=imitation("hugetlb", "").proc) is None
 
 
-def test_in_imitated_v2_we_and_our_children_step_aside(imitation: Callable[[str, str], Imitation]):
+def test_in_imitated_v2_the_process_and_its_children_move_to_a_leaf(imitation: Callable[[str, str], Imitation]):
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
             tree = imitation("cpu memory pids", f"{os.getpid()}\n{child.pid}\n")
@@ -404,8 +405,8 @@ def test_in_imitated_v2_we_and_our_children_step_aside(imitation: Callable[[str,
             child.kill()
 
 
-def test_imitated_v2_with_strangers_in_it_is_left_as_it_was(imitation: Callable[[str, str], Imitation]):
-    tree = imitation("memory pids", f"1\n{os.getpid()}\n")  # init is no child of ours
+def test_imitated_v2_with_foreign_processes_is_left_unchanged(imitation: Callable[[str, str], Imitation]):
+    tree = imitation("memory pids", f"1\n{os.getpid()}\n")  # init is not a child of this process
     assert _cgroups.find_v2("m", proc=tree.proc) is None
     assert (tree.base / "cgroup.procs").read_text().split() == ["1", str(os.getpid())]
     assert [entry.name for entry in tree.base.iterdir() if entry.is_dir()] == []
@@ -413,10 +414,10 @@ def test_imitated_v2_with_strangers_in_it_is_left_as_it_was(imitation: Callable[
 
 @pytest.fixture
 def real_v2(mark: str) -> Generator[Path, None, None]:
-    """A group of the real v2 tree, without controllers. Nothing of the machine's is changed but a folder of ours."""
+    """A group of the real v2 tree, without controllers. Nothing else on the machine is changed."""
     own = cgroup_files.own_folders("/proc").get("")
     if own is None or not os.access(own[0], os.W_OK):
-        pytest.skip("no v2 tree is mounted here, or it is not ours to write to")
+        pytest.skip("no v2 tree is mounted here, or it is not writable")
     folder = Path(own[0]) / f"rollyard-{mark}"
     folder.mkdir()
     try:
@@ -435,8 +436,8 @@ def test_a_real_v2_group_is_entered_killed_and_removed(real_v2: Path):
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64" and os.uname().machine != "aarch64", reason="clone3's number")
-def test_a_real_v2_group_is_entered_at_birth(real_v2: Path):
-    """clone3 with CLONE_INTO_CGROUP and `open_folder`: no move at all, so nothing to wait for."""
+def test_a_process_is_cloned_into_a_real_v2_group(real_v2: Path):
+    """clone3 with CLONE_INTO_CGROUP and `open_folder` needs no move, and therefore no lock."""
     group = Group({"pids": str(real_v2)}, is_v2=True)
     folder = group.open_folder()
     code = (
@@ -454,8 +455,8 @@ def test_a_real_v2_group_is_entered_at_birth(real_v2: Path):
         os.close(folder)
 
 
-def test_a_process_with_no_v2_of_its_own_asks_no_bus(mark: str):
-    """Where v2 has no memory controller a scope would limit nothing; where there is no systemd, the call fails."""
+def test_systemd_is_not_used_without_a_v2_memory_controller(mark: str):
+    """If v2 has no memory controller, a scope would limit nothing; without systemd, the call fails."""
     if os.path.exists("/run/systemd/system"):  # noqa: PTH110
         pytest.skip("systemd runs here: the call would move this process")
     assert _cgroups._find_by_systemd(mark) is None  # pyright: ignore[reportPrivateUsage]

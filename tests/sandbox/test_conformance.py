@@ -1,4 +1,4 @@
-"""Every runtime, every check that the runtime can change. One runtime serves all checks, as it serves all rollouts."""
+"""Runs on every runtime the checks whose result depends on it. One instance serves all checks, as it does rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SINCE = {
     "apptainer": RuntimePart.ROOT,
     "apptainer-sif": RuntimePart.ROOT,
 }
-"""The first part of each runtime that no other one has shown to conform."""
+"""The first part of each runtime that the tests of other runtimes do not cover."""
 
 PAIRS = [
     pytest.param(

@@ -1,4 +1,4 @@
-"""The doorway's server side, on real sockets with real clients, on both event loops."""
+"""The doorway's server on real sockets with real clients, on both event loops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def raw(doorway: Doorway) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 async def whole(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the other side closes, or cuts."""
+    """Reads until the other side closes or resets the connection."""
     data = bytearray()
     with contextlib.suppress(ConnectionError):
         while chunk := await reader.read(65536):
@@ -52,7 +52,7 @@ async def whole(reader: asyncio.StreamReader) -> bytes:
 
 
 async def said(doorway: Doorway, data: bytes) -> bytes:
-    """The whole answer to raw bytes, until the connection ends."""
+    """Sends raw bytes and returns the whole answer, until the connection ends."""
     reader, writer = await raw(doorway)
     writer.write(data)
     try:
@@ -87,7 +87,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 class Held:
-    """An app that begins, and then waits; it tells how it ended."""
+    """An app that starts and then waits, and records how it ended."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -105,11 +105,11 @@ class Held:
             self.ended.set()
 
 
-# --- what it does ---------------------------------------------------------------------------------------
+# --- requests and answers -------------------------------------------------------------------------------
 
 
 @on_both_loops
-async def test_requests_one_after_another_on_one_connection() -> None:
+async def test_sequential_requests_share_one_connection() -> None:
     async with serving(echo) as doorway, aiohttp.ClientSession() as client:
         for number in range(3):
             async with client.post(f"{doorway.url}/a%20b?q={number}", data=b"x" * number) as answer:
@@ -123,7 +123,7 @@ async def test_requests_one_after_another_on_one_connection() -> None:
 
 
 @on_both_loops
-async def test_a_chunked_body_and_an_old_client_are_understood() -> None:
+async def test_chunked_bodies_and_http_1_0_are_supported() -> None:
     async with serving(echo) as doorway:
         chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
         answer = await said(doorway, chunked + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
@@ -132,7 +132,7 @@ async def test_a_chunked_body_and_an_old_client_are_understood() -> None:
 
 
 @on_both_loops
-async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
+async def test_expect_100_continue_is_answered() -> None:
     async with serving(echo) as doorway:
         reader, writer = await raw(doorway)
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n")
@@ -143,7 +143,7 @@ async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
 
 
 @on_both_loops
-async def test_an_upgrade_is_not_taken_up_and_the_request_is_an_ordinary_one() -> None:
+async def test_an_upgrade_header_is_ignored() -> None:
     async with serving(echo) as doorway:
         offer = b"host: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAA\r\n"
         reader, writer = await raw(doorway)
@@ -156,7 +156,7 @@ async def test_an_upgrade_is_not_taken_up_and_the_request_is_an_ordinary_one() -
 
 
 @on_both_loops
-async def test_events_flow_as_they_come() -> None:
+async def test_events_are_streamed_as_they_are_sent() -> None:
     steps: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:
@@ -200,7 +200,7 @@ async def test_an_app_waits_for_a_client_that_does_not_read() -> None:
 
 
 @on_both_loops
-async def test_a_client_that_reads_no_answers_gets_no_further_ones() -> None:
+async def test_a_client_that_does_not_read_gets_no_further_answers() -> None:
     asked = 0
 
     async def large(scope: Any, receive: Any, send: Any) -> None:
@@ -211,7 +211,7 @@ async def test_a_client_that_reads_no_answers_gets_no_further_ones() -> None:
     async with serving(large) as doorway:
         reader, writer = await raw(doorway)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
-        for _ in range(50):  # each after the one before it was answered, as far as the server can tell
+        for _ in range(50):  # for the server, each is sent after the previous one was answered
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             for _ in range(20):
                 await asyncio.sleep(0)
@@ -234,7 +234,7 @@ async def test_the_body_waits_for_an_app_that_does_not_read() -> None:
         reader, writer = await raw(doorway)
         size = 16 << 20
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
-        with pytest.raises(TimeoutError):  # twice the time that a body may take: it is not the client's fault
+        with pytest.raises(TimeoutError):  # twice the time limit of a body, which does not run while the app waits
             async with asyncio.timeout(0.7):
                 await writer.drain()
         go.set()
@@ -243,11 +243,11 @@ async def test_the_body_waits_for_an_app_that_does_not_read() -> None:
         writer.close()
 
 
-# --- an app's trouble -----------------------------------------------------------------------------------
+# --- errors of an app -----------------------------------------------------------------------------------
 
 
 @on_both_loops
-async def test_an_app_that_raises_is_a_500_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_in_the_app_returns_500_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("oh")
 
@@ -260,7 +260,7 @@ async def test_an_app_that_raises_is_a_500_and_a_log_line(caplog: pytest.LogCapt
 
 
 @on_both_loops
-async def test_half_an_answer_never_looks_whole(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_incomplete_answer_never_appears_complete(caplog: pytest.LogCaptureFixture) -> None:
     async def half(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] in ("/short", "/shorter"):
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
@@ -278,7 +278,7 @@ async def test_half_an_answer_never_looks_whole(caplog: pytest.LogCaptureFixture
             with pytest.raises(aiohttp.ClientPayloadError):
                 async with client.get(doorway.url + path) as answer:
                     await answer.read()
-        async with client.get(doorway.url + "/shorter") as answer:  # nothing of it had gone out
+        async with client.get(doorway.url + "/shorter") as answer:  # nothing of it had been sent
             assert answer.status == 500
 
 
@@ -294,7 +294,7 @@ async def test_a_header_that_would_break_the_framing_is_not_sent(caplog: pytest.
 
 
 @on_both_loops
-async def test_an_answer_that_comes_early_is_not_lost_to_a_client_that_still_sends() -> None:
+async def test_an_early_answer_reaches_a_client_that_is_still_sending() -> None:
     async def busy(scope: Any, receive: Any, send: Any) -> None:
         await reply(send, b"", 503, [(b"connection", b"close")])
 
@@ -304,16 +304,16 @@ async def test_an_answer_that_comes_early_is_not_lost_to_a_client_that_still_sen
         assert status_of(await reader.readline()) == 503
         for _ in range(5):
             writer.write(b"x" * 1_000_000)
-            await writer.drain()  # a connection that was closed would be reset by now
+            await writer.drain()  # a closed connection would have been reset by now
         assert not writer.is_closing()
         writer.close()
 
 
-# --- bounds ---------------------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------------
 
 
 @on_both_loops
-async def test_one_connection_too_many_is_closed_and_the_others_go_on() -> None:
+async def test_a_connection_above_the_limit_is_closed_and_others_continue() -> None:
     async with serving(echo, connections=16) as doorway:
         held = [await raw(doorway) for _ in range(16)]
         for reader, writer in held:
@@ -329,7 +329,7 @@ async def test_one_connection_too_many_is_closed_and_the_others_go_on() -> None:
 
 
 @on_both_loops
-async def test_slow_headers_are_refused_whatever_drips_in() -> None:
+async def test_slow_headers_are_refused() -> None:
     async with serving(echo, header_s=0.3) as doorway:
         reader, writer = await raw(doorway)
 
@@ -346,15 +346,15 @@ async def test_slow_headers_are_refused_whatever_drips_in() -> None:
 
 
 @on_both_loops
-async def test_an_idle_connection_is_closed_new_or_used() -> None:
+async def test_new_and_used_idle_connections_are_closed() -> None:
     async with serving(echo, idle_s=0.2) as doorway:
         assert await said(doorway, b"") == b""
-        assert await said(doorway, b"\r\n") == b""  # nothing has begun
+        assert await said(doorway, b"\r\n") == b""  # no request has started
         assert status_of(await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")) == 200
 
 
 @on_both_loops
-async def test_large_headers_are_refused_while_they_come() -> None:
+async def test_large_headers_are_refused_while_they_arrive() -> None:
     async with serving(echo, header_bytes=4096) as doorway:
         endless = b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000
         assert status_of(await said(doorway, endless)) == 431
@@ -364,7 +364,7 @@ async def test_large_headers_are_refused_while_they_come() -> None:
 
 
 @on_both_loops
-async def test_a_large_body_is_refused_announced_or_chunked() -> None:
+async def test_a_large_body_is_refused_with_length_or_chunked() -> None:
     held = Held()
     async with serving(held, body_bytes=1 << 20) as doorway:
         announced = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1048577\r\n\r\n"
@@ -380,7 +380,7 @@ async def test_a_large_body_is_refused_announced_or_chunked() -> None:
 
 
 @on_both_loops
-async def test_framing_without_a_body_is_refused() -> None:
+async def test_excessive_chunk_framing_is_refused() -> None:
     async with serving(echo, header_bytes=4096) as doorway:
         chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         assert status_of(await said(doorway, chunked + b"1;" + b"e" * 1_000_000)) == 400
@@ -388,13 +388,13 @@ async def test_framing_without_a_body_is_refused() -> None:
 
 
 @on_both_loops
-async def test_a_body_that_does_not_come_is_refused() -> None:
+async def test_a_body_that_does_not_arrive_is_refused() -> None:
     async with serving(echo, body_s=0.2) as doorway:
         assert status_of(await said(doorway, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab")) == 408
 
 
 @on_both_loops
-async def test_nonsense_is_a_400_and_a_tunnel_is_not_built() -> None:
+async def test_invalid_requests_return_400_and_connect_405() -> None:
     async with serving(echo) as doorway:
         assert status_of(await said(doorway, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")) == 400
         assert status_of(await said(doorway, b"GET  HTTP/1.1\r\n\r\n")) == 400
@@ -419,11 +419,11 @@ async def test_pipelined_requests_are_not_queued() -> None:
         assert b"connection: close" in answer
 
 
-# --- its end --------------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------------
 
 
 @on_both_loops
-async def test_an_app_is_cancelled_when_its_client_goes_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_app_is_cancelled_when_its_client_disconnects(caplog: pytest.LogCaptureFixture) -> None:
     for is_cut in (True, False):
         held = Held()
         async with serving(held) as doorway:
@@ -436,7 +436,7 @@ async def test_an_app_is_cancelled_when_its_client_goes_away(caplog: pytest.LogC
                 writer.close()
             await held.ended.wait()
             assert held.was_cancelled
-    assert not caplog.records  # that is no crash
+    assert not caplog.records  # a disconnect is not an error
 
 
 @on_both_loops
@@ -460,7 +460,7 @@ async def test_close_ends_the_listener_the_connections_and_the_apps() -> None:
 
 
 @on_both_loops
-async def test_close_cancels_what_an_app_still_does_after_its_answer() -> None:
+async def test_close_cancels_an_app_that_continues_after_its_answer() -> None:
     held = Held()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -470,14 +470,14 @@ async def test_close_cancels_what_an_app_still_does_after_its_answer() -> None:
     async with serving(app) as doorway:
         await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         await held.begun.wait()
-        assert not held.ended.is_set()  # the client has its answer: that it went is no reason to stop
+        assert not held.ended.is_set()  # the client has its answer, so its disconnect does not cancel the app
         doorway.close()
         await held.ended.wait()
         assert held.was_cancelled
 
 
 @on_both_loops
-async def test_who_connects_before_it_is_served_waits_and_one_that_never_is_can_be_closed() -> None:
+async def test_connections_before_serve_wait_and_an_unserved_doorway_can_be_closed() -> None:
     sock = listening()
     doorway = Doorway(sock, port=sock.getsockname()[1])
     reader, writer = await raw(doorway)
@@ -495,7 +495,7 @@ async def test_who_connects_before_it_is_served_waits_and_one_that_never_is_can_
 
 
 @on_both_loops
-async def test_200_doorways_answer_each_for_itself_and_leave_no_descriptor() -> None:
+async def test_200_doorways_answer_independently_and_leave_no_descriptor() -> None:
     def app_of(name: bytes) -> Any:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await reply(send, name)
@@ -505,7 +505,7 @@ async def test_200_doorways_answer_each_for_itself_and_leave_no_descriptor() -> 
     def descriptors() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 
-    async with serving(echo):  # uvloop opens one descriptor of its own with the first server
+    async with serving(echo):  # uvloop opens an extra descriptor with the first server
         before = descriptors() - 1
     async with contextlib.AsyncExitStack() as stack:
         doorways = [await stack.enter_async_context(serving(app_of(b"%d" % n))) for n in range(200)]
@@ -521,4 +521,4 @@ async def test_200_doorways_answer_each_for_itself_and_leave_no_descriptor() -> 
                 group.create_task(ask(number))
     async with asyncio.timeout(90):
         while descriptors() > before:
-            await asyncio.sleep(0.01)  # transports close at the loop's next turns
+            await asyncio.sleep(0.01)  # transports close in the loop's next iterations

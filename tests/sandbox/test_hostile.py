@@ -1,6 +1,6 @@
-"""Every isolating runtime, every attack that it can change the outcome of; and on this machine no limit is missing.
+"""Runs every attack on the isolating runtimes that affect its outcome, and checks that this machine has all limits.
 
-One runtime is under all attacks: what one of them broke, the next would show."""
+One runtime instance is used for all attacks: damage by one of them would show in the next."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_the_attack_fails(runtime: LaunchedRuntime, case: Case) -> None:
 @in_one_loop
 @pytest.mark.parametrize("runtime", ATTACKED, indirect=True)
 async def test_no_limit_is_missing(runtime: LaunchedRuntime) -> None:
-    """Else the cases on limits would show nothing."""
+    """Otherwise the cases on limits would prove nothing."""
     async with started(runtime, SandboxSpec(limits=LIMITS)) as sandbox:
         for limit in ("memory", "processes", "disk", "files", "open_files"):
             assert sandbox.limits_in_force[limit] != "none", dict(sandbox.limits_in_force)

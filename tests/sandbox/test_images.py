@@ -1,4 +1,4 @@
-"""The image store with real parts: a registry on loopback, archives, Apptainer, other processes, kill -9."""
+"""The image store with a real registry on loopback, archives, Apptainer, other processes, and kill -9."""
 
 import asyncio
 import base64
@@ -64,7 +64,7 @@ def leftovers(store: ImageStore) -> list[Path]:
 # --- from a registry ---
 
 
-async def test_an_image_is_pulled_by_tag_and_found_by_every_name_it_has(registry: Registry, store: ImageStore):
+async def test_an_image_is_pulled_by_tag_and_found_by_all_its_names(registry: Registry, store: ImageStore):
     image = pack(small(), tar(file("etc/.wh.hello"), file("etc/new")), env=["A=b=c", "PATH=/x"], workdir="/srv")
     other = pack(small("another machine's"), architecture="pdp11")
     index = index_of((other, "pdp11"), (image, machine()))
@@ -89,7 +89,7 @@ async def test_an_image_is_pulled_by_tag_and_found_by_every_name_it_has(registry
     assert not registry.asked("blob") or all(sha256(layer) not in str(registry.log) for layer in image.layers)
 
 
-async def test_one_layer_may_be_there_twice(registry: Registry, store: ImageStore):
+async def test_an_image_may_contain_a_layer_twice(registry: Registry, store: ImageStore):
     layer = small()
     image = pack(layer, tar(file("etc/.wh.hello")), layer)
     pulled = await store.pull(registry.put("name:1", image))
@@ -105,10 +105,10 @@ async def test_a_tag_that_moved_is_pulled_again(registry: Registry, store: Image
     await store.pull(reference)
     found = store.find(reference)
     assert found is not None and found.digest == second.digest
-    assert store.find(first.digest) is not None, "who pinned the old one still finds it"
+    assert store.find(first.digest) is not None, "a pinned digest is still found"
 
 
-async def test_a_registry_that_asks_for_a_token_gets_the_login(
+async def test_a_login_is_sent_to_a_registry_that_requires_a_token(
     registry: Registry, store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     registry.login = ("me", "my:password")
@@ -126,28 +126,26 @@ async def test_a_registry_that_asks_for_a_token_gets_the_login(
         await store.pull(reference)
 
 
-async def test_a_download_that_breaks_goes_on_where_it_broke(registry: Registry, store: ImageStore):
+async def test_an_interrupted_download_resumes(registry: Registry, store: ImageStore):
     image = pack(tar(file("noise", os.urandom(300_000))))
     reference = registry.put("name:1", image)
-    registry.breaks = [len(image.config), 100_000, 0, 100_000]  # the config whole; a break without a byte is borne too
+    registry.breaks = [len(image.config), 100_000, 0, 100_000]  # the whole config; one try receives no byte
     await store.pull(reference)
     first, *later = registry.asked(sha256(image.layers[0]))
     assert "bytes=" not in first and len(later) == 3 and all("bytes=" in line for line in later), later
 
 
-async def test_a_registry_without_ranges_is_asked_from_the_beginning(registry: Registry, store: ImageStore):
+async def test_without_range_support_a_download_restarts(registry: Registry, store: ImageStore):
     noise = os.urandom(200_000)
     image = pack(tar(file("noise", noise)))
     reference = registry.put("name:1", image)
     registry.ignores_range = True
-    registry.breaks = [len(image.config), 50_000]  # the config whole, then the layer in part
+    registry.breaks = [len(image.config), 50_000]  # the whole config, then part of the layer
     pulled = await store.pull(reference)
     assert (store.path(pulled, "folder") / "noise").read_bytes() == noise
 
 
-async def test_what_is_not_what_it_should_be_is_refused_and_leaves_nothing_to_find(
-    registry: Registry, store: ImageStore
-):
+async def test_corrupt_content_is_refused_and_not_stored(registry: Registry, store: ImageStore):
     image = pack(tar(file("noise", os.urandom(50_000))))
     reference = registry.put("name:1", image)
     digest = sha256(image.layers[0])
@@ -167,7 +165,7 @@ async def test_what_is_not_what_it_should_be_is_refused_and_leaves_nothing_to_fi
     assert store.prune().leftovers == 1 and not list(store.root.glob("sha256-*"))
 
 
-async def test_refusals_say_what_is_wrong(registry: Registry, store: ImageStore, tmp_path: Path):
+async def test_errors_describe_the_cause(registry: Registry, store: ImageStore, tmp_path: Path):
     foreign = registry.put("foreign:1", pack(small(), architecture="pdp11"))
     listed = registry.put("listed:1", pack(small()), index_of((pack(small()), "pdp11")))
     registry.manifests["nonsense:1"] = b"<html>"
@@ -193,7 +191,7 @@ async def test_refusals_say_what_is_wrong(registry: Registry, store: ImageStore,
     assert store.list() == []
 
 
-async def test_blobs_may_lie_elsewhere_where_no_login_is_sent(registry: Registry, store: ImageStore, tmp_path: Path):
+async def test_no_login_is_sent_to_a_redirected_blob_host(registry: Registry, store: ImageStore, tmp_path: Path):
     auth = base64.b64encode(b"me:secret").decode()
     (tmp_path / "home/.docker").mkdir(parents=True)
     (tmp_path / "home/.docker/config.json").write_text(json.dumps({"auths": {registry.url: {"auth": auth}}}))
@@ -211,7 +209,7 @@ async def test_blobs_may_lie_elsewhere_where_no_login_is_sent(registry: Registry
         assert registry.asked("with authorization")
 
 
-async def test_where_blobs_lie_cannot_ask_for_the_login(registry: Registry, store: ImageStore, tmp_path: Path):
+async def test_a_redirected_blob_host_cannot_request_the_login(registry: Registry, store: ImageStore, tmp_path: Path):
     auth = base64.b64encode(b"me:secret").decode()
     (tmp_path / "home/.docker").mkdir(parents=True)
     (tmp_path / "home/.docker/config.json").write_text(json.dumps({"auths": {registry.url: {"auth": auth}}}))
@@ -224,7 +222,7 @@ async def test_where_blobs_lie_cannot_ask_for_the_login(registry: Registry, stor
         assert elsewhere.asked("blob") and not elsewhere.asked("token")
 
 
-def test_nothing_leads_from_https_to_http():
+def test_redirects_from_https_to_http_are_refused():
     registry = RegistryClient(parse_reference("images.example/name"))
     assert str(registry._private("/y", URL("https://blobs.example/x"))) == "https://blobs.example/y"
     for url in ("http://blobs.example/x", "ftp://blobs.example/x", "file:///etc/passwd", "http://[", "x", ""):
@@ -232,7 +230,7 @@ def test_nothing_leads_from_https_to_http():
             registry._private(url)
 
 
-async def test_an_image_larger_than_the_bound_is_not_even_downloaded(registry: Registry, tmp_path: Path):
+async def test_an_image_above_the_limit_is_not_downloaded(registry: Registry, tmp_path: Path):
     store = ImageStore(tmp_path / "images", bounds=UnpackBounds(total_bytes=1000), patience=QUICK)
     image = pack(tar(file("noise", os.urandom(5000))))
     with pytest.raises(HostileImage, match="its layers have"):
@@ -243,7 +241,7 @@ async def test_an_image_larger_than_the_bound_is_not_even_downloaded(registry: R
 # --- from files ---
 
 
-async def test_layouts_and_archives(store: ImageStore, tmp_path: Path):
+async def test_layouts_and_archives_are_pulled(store: ImageStore, tmp_path: Path):
     image = pack(small(), env=["A=1"])
     write_layout(tmp_path / "layout", image)
     by_layout = await store.pull(f"oci:{tmp_path}/layout")
@@ -278,7 +276,7 @@ async def test_layouts_and_archives(store: ImageStore, tmp_path: Path):
         await fresh.pull(f"oci:{tmp_path}/layout")
 
 
-async def test_an_archive_that_is_none_is_an_error(store: ImageStore, tmp_path: Path):
+async def test_an_invalid_archive_is_an_error(store: ImageStore, tmp_path: Path):
     bad = {"manifest.json": '[{"Config": 1}]', "index.json": "[]", "other": "x"}
     for name, text in bad.items():
         (tmp_path / name).write_text(text)
@@ -292,7 +290,7 @@ async def test_an_archive_that_is_none_is_an_error(store: ImageStore, tmp_path: 
         await store.pull(f"oci:{tmp_path.parent}")
 
 
-async def test_a_folder_is_copied_without_what_is_dangerous_in_it(store: ImageStore, tmp_path: Path):
+async def test_a_folder_is_copied_without_dangerous_entries(store: ImageStore, tmp_path: Path):
     source = tmp_path / "My Root"
     (source / "bin").mkdir(parents=True)
     (source / "bin/tool").write_text("x")
@@ -310,12 +308,10 @@ async def test_a_folder_is_copied_without_what_is_dangerous_in_it(store: ImageSt
 
 
 @needs_apptainer
-async def test_sif_files_are_made_from_layers_taken_as_they_are_and_opened(
-    registry: Registry, store: ImageStore, tmp_path: Path
-):
+async def test_sif_files_are_built_copied_and_unpacked(registry: Registry, store: ImageStore, tmp_path: Path):
     reference = registry.put("busy:1", pack(tar(*busybox())))
     image = await store.pull(reference, ["sif"])
-    assert image.kinds == ("sif",), "the folder was only on the way"
+    assert image.kinds == ("sif",), "the folder was only an intermediate step"
     sif = store.path(image, "sif")
     with pytest.raises(ImageMissing, match="stored as sif, not as folder"):
         store.path(image, "folder")
@@ -338,7 +334,7 @@ async def test_sif_files_are_made_from_layers_taken_as_they_are_and_opened(
         await store.pull(str(tmp_path / "fake.sif"), ["sif"])
 
 
-async def test_without_apptainer_a_sif_is_refused_before_anything_is_downloaded(
+async def test_without_apptainer_a_sif_is_refused_before_the_download(
     registry: Registry, store: ImageStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -347,7 +343,7 @@ async def test_without_apptainer_a_sif_is_refused_before_anything_is_downloaded(
     assert not registry.log
 
 
-# --- several at once, and death ---
+# --- concurrent and killed pulls ---
 
 PULL = """
 import asyncio, sys
@@ -372,7 +368,7 @@ async def output(*argv: str) -> str:
     return said.decode()
 
 
-async def test_of_two_processes_one_pulls_and_the_other_waits_and_says_so(registry: Registry, store: ImageStore):
+async def test_of_two_processes_one_pulls_and_the_other_reports_that_it_waits(registry: Registry, store: ImageStore):
     image = pack(tar(file("noise", os.urandom(100_000))))
     reference = registry.put("name:1", image)
     registry.held = asyncio.Event()
@@ -395,7 +391,7 @@ async def test_of_two_processes_one_pulls_and_the_other_waits_and_says_so(regist
     assert "download" not in said[1]
 
 
-async def test_after_kill_9_the_next_pull_takes_over_what_was_downloaded(registry: Registry, store: ImageStore):
+async def test_after_kill_9_the_next_pull_resumes_the_download(registry: Registry, store: ImageStore):
     noise = os.urandom(400_000)
     image = pack(tar(file("noise", noise)))
     reference = registry.put("name:1", image)
@@ -408,7 +404,7 @@ async def test_after_kill_9_the_next_pull_takes_over_what_was_downloaded(registr
     await asyncio.wait_for(registry.reached.wait(), 30)
     part = next(iter(store.root.glob("*/.partial/blobs/*.part")), None)
     async with asyncio.timeout(90):
-        while part is None or part.stat().st_size == 0:  # the half that was sent is on its way to the disk
+        while part is None or part.stat().st_size == 0:  # until the half that was sent is on disk
             await asyncio.sleep(0.01)
             part = next(iter(store.root.glob("*/.partial/blobs/*.part")), None)
     process.send_signal(signal.SIGKILL)
@@ -416,20 +412,18 @@ async def test_after_kill_9_the_next_pull_takes_over_what_was_downloaded(registr
     registry.held.set()
     registry.held = None
     assert store.find(reference) is None and leftovers(store)
-    (part.parent.parent / "folder/junk").write_text("junk")  # as if it had died while unpacking
+    (part.parent.parent / "folder/junk").write_text("junk")  # as if it had been killed while unpacking
 
     registry.log.clear()
     pulled = await store.pull(reference)
     assert [path.name for path in store.path(pulled, "folder").iterdir()] == ["noise"]
     assert (store.path(pulled, "folder") / "noise").read_bytes() == noise
     (asked,) = registry.asked(sha256(image.layers[0]))
-    assert "bytes=" in asked, "it went on where the dead one was"
+    assert "bytes=" in asked, "the download was resumed"
     assert not leftovers(store)
 
 
-async def test_a_downloaded_layer_that_a_crash_of_the_machine_spoiled_is_fetched_again(
-    registry: Registry, store: ImageStore
-):
+async def test_a_layer_corrupted_by_a_crash_is_fetched_again(registry: Registry, store: ImageStore):
     image = pack(tar(file("noise", b"right")))
     reference = registry.put("name:1", image)
     blobs = store.root / image.digest.replace(":", "-") / ".partial/blobs"
@@ -439,7 +433,7 @@ async def test_a_downloaded_layer_that_a_crash_of_the_machine_spoiled_is_fetched
     assert (store.path(pulled, "folder") / "noise").read_bytes() == b"right"
 
 
-async def test_a_cancelled_pull_lets_go_of_its_lock(registry: Registry, store: ImageStore):
+async def test_a_cancelled_pull_releases_its_lock(registry: Registry, store: ImageStore):
     image = pack(tar(file("noise", os.urandom(100_000))))
     reference = registry.put("name:1", image)
     registry.held = asyncio.Event()
@@ -456,7 +450,7 @@ async def test_a_cancelled_pull_lets_go_of_its_lock(registry: Registry, store: I
 # --- using and removing ---
 
 
-async def test_what_is_held_stays_whoever_asks(registry: Registry, store: ImageStore):
+async def test_an_image_in_use_is_not_removed(registry: Registry, store: ImageStore):
     image = await store.pull(registry.put("name:1", pack(small())))
     other = ImageStore(store.root)
     with store.hold(image):
@@ -475,7 +469,7 @@ async def test_what_is_held_stays_whoever_asks(registry: Registry, store: ImageS
         store.remove(image.reference)
 
 
-async def test_prune_takes_the_longest_unused_until_the_rest_fits(registry: Registry, store: ImageStore):
+async def test_prune_removes_the_longest_unused_until_the_rest_fits(registry: Registry, store: ImageStore):
     images = [
         await store.pull(registry.put(f"name{number}:1", pack(tar(file("noise", os.urandom(10_000))))))
         for number in range(3)
@@ -485,7 +479,7 @@ async def test_prune_takes_the_longest_unused_until_the_rest_fits(registry: Regi
         then = lock.stat().st_mtime - age
         os.utime(lock, (then, then))
     with store.hold(images[2]):
-        pass  # to use it is to be young again
+        pass  # updates its time of use
     done = store.prune(max_bytes=25_000)
     assert [image.reference for image in done.images] == [images[1].reference]
     assert done.freed_bytes == 10_000
@@ -494,7 +488,7 @@ async def test_prune_takes_the_longest_unused_until_the_rest_fits(registry: Regi
     assert [image.reference for image in store.list()] == [images[2].reference]
 
 
-async def test_an_image_goes_with_its_last_name(registry: Registry, store: ImageStore, tmp_path: Path):
+async def test_an_image_is_removed_with_its_last_name(registry: Registry, store: ImageStore, tmp_path: Path):
     image = pack(small())
     one, two = registry.put("one:1", image), registry.put("two:1", image)
     await store.pull(one)
@@ -507,7 +501,7 @@ async def test_an_image_goes_with_its_last_name(registry: Registry, store: Image
     assert store.list() == []
 
 
-async def test_a_broken_index_is_told_not_overwritten(registry: Registry, store: ImageStore):
+async def test_a_corrupt_index_is_reported_and_not_overwritten(registry: Registry, store: ImageStore):
     reference = registry.put("name:1", pack(small()))
     await store.pull(reference)
     (store.root / "index.json").write_text("{")

@@ -1,4 +1,4 @@
-"""Layers by themselves: real folders, and makers that write what a set-up would."""
+"""The layer cache, with real folders and makers that write files as a set-up does."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ BIG = 1 << 30
 
 
 class Maker:
-    """Counts its makings; waits at a gate if it has one; fails if it is told to."""
+    """Counts its calls, waits at `gate` if it is set, and raises `error` if there is one."""
 
     def __init__(self, *, size_bytes: int = 4096, error: Callable[[], Exception] | None = None) -> None:
         self.count = 0
@@ -50,13 +50,13 @@ async def made(layers: LayerCache, key: str, make: Make | None = None) -> LayerL
 
 
 async def settled(layers: LayerCache) -> list[str]:
-    """What lies in the root once everything that was dropped is deleted."""
+    """Returns the entries of the root once all dropped layers are deleted."""
     while layers._removals:
         await asyncio.wait(layers._removals)
     return sorted(path.name for path in layers.root.iterdir())
 
 
-async def test_eight_at_once_make_it_once_and_all_get_it(layers: LayerCache):
+async def test_eight_concurrent_callers_make_a_layer_once(layers: LayerCache):
     make = Maker()
     leases = await asyncio.gather(*(layers.get("k", make) for _ in range(8)))
     assert make.count == 1
@@ -78,7 +78,7 @@ async def test_a_layer_is_found_by_the_next_service(tmp_path: Path):
         assert second.size_bytes == size_bytes
 
 
-async def test_a_layer_of_before_the_last_boot_is_made_anew(tmp_path: Path):
+async def test_a_layer_from_before_the_last_boot_is_made_again(tmp_path: Path):
     async with LayerCache(tmp_path, BIG) as first:
         await made(first, "k")
     label = tmp_path / "k" / "layer.json"
@@ -90,7 +90,7 @@ async def test_a_layer_of_before_the_last_boot_is_made_anew(tmp_path: Path):
 
 
 @pytest.mark.parametrize("harm", ["no label", "half a label", "no files", "another's label"])
-async def test_what_is_not_whole_is_swept(tmp_path: Path, harm: str):
+async def test_incomplete_layers_are_deleted(tmp_path: Path, harm: str):
     async with LayerCache(tmp_path, BIG) as first:
         await made(first, "k")
     match harm:
@@ -109,7 +109,7 @@ async def test_what_is_not_whole_is_swept(tmp_path: Path, harm: str):
         assert not (await made(second, "k")).is_found
 
 
-async def test_a_set_up_that_fails_fails_all_with_one_try_and_each_with_its_own_error(layers: LayerCache):
+async def test_a_failed_set_up_fails_all_callers_after_one_try_each_with_its_own_error(layers: LayerCache):
     make = Maker(error=lambda: SetupFailed("no such package", status=100))
     ends = await asyncio.gather(*(layers.get("k", make) for _ in range(8)), return_exceptions=True)
     assert make.count == 1
@@ -120,11 +120,11 @@ async def test_a_set_up_that_fails_fails_all_with_one_try_and_each_with_its_own_
     assert await settled(layers) == []
 
 
-async def test_a_remembered_failure_keeps_nothing_of_what_failed_alive(layers: LayerCache):
+async def test_a_cached_failure_holds_no_reference_to_the_failed_set_up(layers: LayerCache):
     left: list[weakref.ref[Maker]] = []
 
     async def make(target: Path) -> None:
-        sandbox = Maker()  # as good as any: what a set-up had in its hands
+        sandbox = Maker()  # stands for an object that a set-up uses
         left.append(weakref.ref(sandbox))
         try:
             raise MemoryLimit("too much")
@@ -140,9 +140,7 @@ async def test_a_remembered_failure_keeps_nothing_of_what_failed_alive(layers: L
     assert len(left) == 1
 
 
-async def test_a_failure_is_remembered_for_the_same_terms_only_and_not_for_ever(
-    layers: LayerCache, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_failure_is_cached_for_the_same_terms_and_expires(layers: LayerCache, monkeypatch: pytest.MonkeyPatch):
     make = Maker(error=lambda: SetupFailed("too slow"))
     for _ in range(3):
         with pytest.raises(SetupFailed):
@@ -154,10 +152,10 @@ async def test_a_failure_is_remembered_for_the_same_terms_only_and_not_for_ever(
     monkeypatch.setattr(layers_module, "FAILED_S", 0.0)
     with pytest.raises(SetupFailed):
         await layers.get("i", make)
-    assert not (await made(layers, "i")).is_found, "its time was over"
+    assert not (await made(layers, "i")).is_found, "the cached failure has expired"
 
 
-async def test_how_many_failures_are_remembered_is_bounded(layers: LayerCache, monkeypatch: pytest.MonkeyPatch):
+async def test_the_number_of_cached_failures_is_bounded(layers: LayerCache, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layers_module, "MOST_FAILED", 2)
     make = Maker(error=lambda: SetupFailed("no"))
     for key in ("a", "b", "c"):
@@ -166,10 +164,10 @@ async def test_how_many_failures_are_remembered_is_bounded(layers: LayerCache, m
     with pytest.raises(SetupFailed):
         await layers.get("c", make)
     assert make.count == 3
-    assert not (await made(layers, "a")).is_found, "the oldest was forgotten"
+    assert not (await made(layers, "a")).is_found, "the oldest was dropped"
 
 
-async def test_an_infrastructure_failure_is_the_makers_own_and_the_next_makes_it(layers: LayerCache):
+async def test_after_an_infrastructure_failure_the_next_caller_makes_the_layer(layers: LayerCache):
     errors: list[Exception | None] = [SandboxLost("the host was rebooted"), None]
     count = 0
 
@@ -186,7 +184,7 @@ async def test_an_infrastructure_failure_is_the_makers_own_and_the_next_makes_it
     assert count == 2
 
 
-async def test_a_maker_that_is_cancelled_hands_over_to_the_next(layers: LayerCache):
+async def test_after_a_cancellation_the_next_caller_makes_the_layer(layers: LayerCache):
     make = Maker()
     make.gate = asyncio.Event()
     first = asyncio.create_task(layers.get("k", make))
@@ -196,7 +194,7 @@ async def test_a_maker_that_is_cancelled_hands_over_to_the_next(layers: LayerCac
     make.at_gate.clear()
     first.cancel()
     await asyncio.wait([first])
-    await make.at_gate.wait()  # another one is making it
+    await make.at_gate.wait()  # another caller is making it
     assert first.cancelled() and make.count == 2
     make.gate.set()
     leases = await asyncio.gather(*others)
@@ -204,7 +202,7 @@ async def test_a_maker_that_is_cancelled_hands_over_to_the_next(layers: LayerCac
     assert await settled(layers) == ["k"]
 
 
-async def test_who_only_waits_may_be_cancelled_and_harms_nobody(layers: LayerCache):
+async def test_cancelling_a_waiting_caller_does_not_affect_the_maker(layers: LayerCache):
     make = Maker()
     make.gate = asyncio.Event()
     first = asyncio.create_task(layers.get("k", make))
@@ -217,12 +215,12 @@ async def test_who_only_waits_may_be_cancelled_and_harms_nobody(layers: LayerCac
     assert not (await first).is_found
 
 
-async def test_the_least_recently_used_go_first_and_a_leased_one_never(tmp_path: Path):
+async def test_the_least_recently_used_are_pruned_first_and_leased_ones_never(tmp_path: Path):
     size_bytes = 1 << 20
     async with LayerCache(tmp_path, int(2.5 * size_bytes)) as layers:
         leased = await layers.get("a", Maker(size_bytes=size_bytes))
         await made(layers, "b", Maker(size_bytes=size_bytes))
-        await made(layers, "c", Maker(size_bytes=size_bytes))  # beyond the bound: `a` is older, and leased
+        await made(layers, "c", Maker(size_bytes=size_bytes))  # above the limit: `a` is older, but leased
         assert await settled(layers) == ["a", "c"]
         assert (leased.path / "file").is_file()
         leased.release()
@@ -233,7 +231,7 @@ async def test_the_least_recently_used_go_first_and_a_leased_one_never(tmp_path:
         assert (layers.pruned, len(layers)) == (2, 2)
 
 
-async def test_layers_of_many_empty_files_are_bounded_too(tmp_path: Path):
+async def test_layers_of_many_empty_files_are_pruned(tmp_path: Path):
     async def make(target: Path) -> None:
         target.mkdir(parents=True)
         for number in range(600):
@@ -246,7 +244,7 @@ async def test_layers_of_many_empty_files_are_bounded_too(tmp_path: Path):
         assert layers.size_bytes < 1 << 20
 
 
-async def test_the_order_of_use_outlives_the_service(tmp_path: Path):
+async def test_the_order_of_use_survives_a_restart(tmp_path: Path):
     size_bytes = 1 << 20
     async with LayerCache(tmp_path, BIG) as layers:
         for key in ("a", "b"):
@@ -256,7 +254,7 @@ async def test_the_order_of_use_outlives_the_service(tmp_path: Path):
         assert await settled(layers) == ["a"]
 
 
-async def test_one_beyond_the_bound_alone_serves_its_group_and_goes_with_the_next(tmp_path: Path):
+async def test_a_layer_above_the_limit_serves_its_group_and_is_pruned_by_the_next(tmp_path: Path):
     async with LayerCache(tmp_path, 4096) as layers:
         lease = await layers.get("big", Maker(size_bytes=1 << 20))
         other = await layers.get("big", Maker())
@@ -267,7 +265,7 @@ async def test_one_beyond_the_bound_alone_serves_its_group_and_goes_with_the_nex
         assert "big" not in await settled(layers)
 
 
-async def test_unwritable_folders_are_deleted_too(tmp_path: Path):
+async def test_unwritable_folders_are_deleted(tmp_path: Path):
     async def make(target: Path) -> None:
         (target / "shut" / "deep").mkdir(parents=True)
         (target / "shut" / "deep").chmod(0)
@@ -280,13 +278,13 @@ async def test_unwritable_folders_are_deleted_too(tmp_path: Path):
         assert await settled(layers) == ["b"]
 
 
-async def test_a_layer_that_somebody_deleted_is_made_again(layers: LayerCache):
+async def test_a_layer_deleted_from_disk_is_made_again(layers: LayerCache):
     path = (await made(layers, "k")).path
     path.rename(path.with_name("elsewhere"))
     assert not (await made(layers, "k")).is_found
 
 
-async def test_what_one_rollout_left_is_gone_when_it_is_discarded(layers: LayerCache):
+async def test_a_discarded_scratch_layer_is_deleted(layers: LayerCache):
     scratch = layers.scratch()
     scratch.path.mkdir()
     assert scratch.path.is_relative_to(layers.root)
@@ -295,7 +293,7 @@ async def test_what_one_rollout_left_is_gone_when_it_is_discarded(layers: LayerC
     assert await settled(layers) == []
 
 
-async def test_closed_layers_take_nothing_more(tmp_path: Path):
+async def test_a_closed_layer_cache_refuses_calls(tmp_path: Path):
     async with LayerCache(tmp_path, BIG) as layers:
         pass
     with pytest.raises(SandboxStartFailed):
@@ -305,6 +303,6 @@ async def test_closed_layers_take_nothing_more(tmp_path: Path):
 
 
 @pytest.mark.parametrize("key", ["", "../x", "a/b", ".run-x", "a" * 200])
-async def test_a_key_is_no_path(layers: LayerCache, key: str):
+async def test_a_key_that_is_a_path_is_refused(layers: LayerCache, key: str):
     with pytest.raises(ValueError, match="not a layer key"):
         await layers.get(key, Maker())

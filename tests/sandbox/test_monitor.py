@@ -1,6 +1,6 @@
-"""The warden, with real hogs: by heap, by many processes, by tmpfs, by one file, by many, by forks.
+"""The resource monitor with real load: heap, many processes, tmpfs, one large file, many files, forks.
 
-Where nothing must be told, a second sandbox that is over its limit gives the sign: it is looked at after the first.
+To test that nothing is reported, a second sandbox above its limit gives a signal: it is checked after the first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rollyard.sandbox.limits.monitor import MonitorClient
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user or mount")
 
 
 class Told:
-    """What the warden said, in order."""
+    """The reports of the monitor, in order."""
 
     def __init__(self) -> None:
         self.limits: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
@@ -64,7 +64,7 @@ async def monitor(told: Told) -> AsyncGenerator[MonitorClient, None]:
 
 @pytest.fixture
 def init_client() -> Generator[Callable[..., int], None, None]:
-    """Starts a keeper whose child has done as `code` says, and stays. Its pid."""
+    """Starts an init process whose child has run `code` and stays. Returns its PID."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(code: str, *, argv: tuple[str, ...] = (), **names: object) -> int:
@@ -93,7 +93,7 @@ HEAP = "x = b'x' * (100 << 20)"
 
 
 async def is_silent(told: Told, monitor: MonitorClient, init_client: Callable[..., int]) -> None:
-    """Nothing is told of what is watched already, although all of it is looked at."""
+    """Checks that nothing is reported of the existing watches, although all of them are checked."""
     monitor.watch("the sign", pid=init_client(HEAP), memory_bytes=16 * MIB)
     assert await told.limit() == ("the sign", "memory")
     assert told.limits.empty()
@@ -102,7 +102,7 @@ async def is_silent(told: Told, monitor: MonitorClient, init_client: Callable[..
 # --- memory -------------------------------------------------------------------------------------------
 
 
-async def test_a_heap_beyond_the_limit_is_told_once(
+async def test_a_heap_above_the_limit_is_reported_once(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int]
 ):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=64 * MIB)
@@ -110,7 +110,9 @@ async def test_a_heap_beyond_the_limit_is_told_once(
     await is_silent(told, monitor, init_client)
 
 
-async def test_memory_within_the_limit_is_not_told(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_memory_within_the_limit_is_not_reported(
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=200 * MIB)
     await is_silent(told, monitor, init_client)
 
@@ -133,9 +135,7 @@ SHARED = "import mmap\nm = mmap.mmap(-1, 100 << 20)\nfor i in range(0, len(m), 4
 READ_IT = "for _ in range(3):\n  if os.fork() == 0: sum(m[i] for i in range(0, len(m), 4096)); stay(); os._exit(0)\n"
 
 
-async def test_shared_anonymous_memory_counts_and_counts_once(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
-):
+async def test_shared_anonymous_memory_counts_once(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     pid = init_client(SHARED + READ_IT)
     monitor.watch("within", pid=pid, memory_bytes=200 * MIB)
     monitor.watch("beyond", pid=init_client(SHARED), memory_bytes=64 * MIB)
@@ -150,7 +150,7 @@ TMPFS = (
 OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 
 
-async def test_a_tmpfs_of_its_own_is_memory(
+async def test_a_private_tmpfs_counts_as_memory(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     pid = init_client(TMPFS, argv=OWN_MOUNTS, at=tmp_path)
@@ -169,9 +169,7 @@ async def test_a_file_mapped_from_its_tmpfs_counts_once(
     await is_silent(told, monitor, init_client)
 
 
-async def test_a_tmpfs_of_the_host_is_nobodys_memory(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
-):
+async def test_a_tmpfs_of_the_host_does_not_count(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     file = Path("/dev/shm") / f"rollyard-test-{uuid.uuid4().hex}"
     try:
         file.write_bytes(b"x" * (100 * MIB))
@@ -181,14 +179,14 @@ async def test_a_tmpfs_of_the_host_is_nobodys_memory(
         file.unlink(missing_ok=True)
 
 
-async def test_another_tree_is_never_counted(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_other_process_trees_are_not_counted(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     hog = init_client(HEAP)
     monitor.watch("a", pid=init_client(""), memory_bytes=64 * MIB, processes=4)
     await is_silent(told, monitor, init_client)
     assert hog
 
 
-async def test_a_number_that_went_to_a_stranger_is_not_the_keeper(init_client: Callable[..., int]):
+async def test_a_reused_pid_is_not_taken_for_the_init_process(init_client: Callable[..., int]):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         monitor = monitor_program.ResourceMonitor(theirs)
@@ -199,7 +197,7 @@ async def test_a_number_that_went_to_a_stranger_is_not_the_keeper(init_client: C
         assert monitor.trees_of([watched]) == []
 
 
-def test_a_ring_of_reused_numbers_ends():
+def test_a_cycle_of_reused_pids_terminates():
     seen = {7: usage.Process(8, 1, 1, 0), 8: usage.Process(7, 1, 1, 0), 9: usage.Process(5, 1, 1, 0)}
     assert usage.trees([5], seen) == {5: [9]}
 
@@ -218,7 +216,7 @@ BOMB = (
 
 
 @as_root
-async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_a_lasting_fork_bomb_is_reported(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     pid = init_client(BOMB, uid=2_000_000 + os.getpid())
     monitor.watch("within", pid=pid, processes=21)
     monitor.watch("beyond", pid=init_client(BOMB, uid=3_000_000 + os.getpid()), processes=20)
@@ -226,21 +224,19 @@ async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, monitor: MonitorCli
     assert told.limits.empty()
 
 
-async def test_threads_count_as_the_kernel_counts_them(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
-):
+async def test_threads_count_as_processes(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     code = "import threading\nfor _ in range(9): threading.Thread(target=sys.stdin.read, daemon=True).start()"
     monitor.watch("a", pid=init_client(code), processes=10)
     assert await told.limit() == ("a", "processes")
 
 
-def test_a_peak_is_no_fork_bomb():
+def test_a_short_peak_is_not_reported():
     request = {"id": "a", "pid": os.getpid(), "memory_bytes": None, "processes": 5, "disk_bytes": None}
     watched = monitor_program.WatchedSandbox({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
     looks = [(0.0, True), (2.9, True), (3.0, False), (3.2, True), (5.0, True), (6.1, True), (6.3, True)]
     assert [watched.is_full_for_long(is_full, now) for now, is_full in looks] == [False] * 6 + [True]
     few = monitor_program.WatchedSandbox({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
-    assert [few.is_full_for_long(True, now) for now in (0.0, 10.0, 20.0)] == [False] * 3  # of slow ticks it wants some
+    assert [few.is_full_for_long(True, now) for now in (0.0, 10.0, 20.0)] == [False] * 3  # slow ticks count one by one
 
 
 # --- disk ---------------------------------------------------------------------------------------------
@@ -252,7 +248,7 @@ def small_files(folder: Path) -> None:
 
 
 def deep_files(folder: Path) -> None:
-    """Deeper than any path may be long."""
+    """Makes folders that are nested deeper than the longest path."""
     here = os.open(folder, os.O_RDONLY)
     for _ in range(2500):
         os.mkdir("deeper", dir_fd=here)
@@ -270,7 +266,7 @@ def one_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fill", [one_file, small_files, deep_files])
-async def test_a_full_disk_is_told(
+async def test_use_above_the_disk_limit_is_reported(
     fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     fill(tmp_path)
@@ -293,7 +289,7 @@ def links(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fill", [sparse, links])
-async def test_what_takes_no_disk_is_not_told(
+async def test_sparse_files_and_links_do_not_count(
     fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     for name in ("a", "b"):
@@ -306,7 +302,7 @@ async def test_what_takes_no_disk_is_not_told(
     assert told.limits.empty()
 
 
-async def test_a_deleted_file_that_is_held_is_disk(
+async def test_a_deleted_but_open_file_counts_as_disk(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int], disk_path: Path
 ):
     code = "f = open(sys.argv[1], 'wb'); f.write(b'x' * (8 << 20)); f.flush(); os.unlink(sys.argv[1])"
@@ -319,17 +315,17 @@ async def test_a_deleted_file_that_is_held_is_disk(
     assert told.limits.empty()
 
 
-async def test_a_disk_that_fills_later_is_seen(
+async def test_a_disk_that_fills_later_is_reported(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     monitor.watch("a", pid=init_client(""), disk_bytes=8 * MIB, disk_folders=[tmp_path])
-    await is_silent(told, monitor, init_client)  # by now its first walk is done, and found nothing
+    await is_silent(told, monitor, init_client)  # its first walk is done and found nothing
     for number in range(32):
         (tmp_path / str(number)).write_bytes(b"x" * MIB)
     assert await told.limit() == ("a", "disk")
 
 
-def test_a_disk_is_walked_again_when_it_filled_or_after_a_while(tmp_path: Path):
+def test_a_disk_is_walked_again_after_growth_or_a_while(tmp_path: Path):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         monitor = monitor_program.ResourceMonitor(theirs)
@@ -342,8 +338,8 @@ def test_a_disk_is_walked_again_when_it_filled_or_after_a_while(tmp_path: Path):
         assert monitor.is_walk_due(watched, 129.0, {"x": (6 * MIB, 10**6)})[0] is False
         assert monitor.is_walk_due(watched, 130.0, {"x": (6 * MIB, 7)})[0] is True
         assert monitor.is_walk_due(watched, 101.0, {"x": (6 * MIB + 1, 7)})[0] is True
-        assert monitor.is_walk_due(watched, 101.0, {"x": (2 * MIB, 7)})[0] is False  # others freed some…
-        assert monitor.is_walk_due(watched, 101.0, {"x": (4 * MIB, 7)})[0] is True  # …which hides nothing
+        assert monitor.is_walk_due(watched, 101.0, {"x": (2 * MIB, 7)})[0] is False  # others freed space,
+        assert monitor.is_walk_due(watched, 101.0, {"x": (4 * MIB, 7)})[0] is True  # which does not hide new use
         watched.disk_bytes, watched.files, watched.filled_at_walk = None, 1600, (0, 50)
         assert monitor.is_walk_due(watched, 101.0, {"x": (1 << 50, 150)})[0] is False
         assert monitor.is_walk_due(watched, 101.0, {"x": (0, 151)})[0] is True
@@ -365,11 +361,11 @@ def symbolic_links(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fill", [empty_files, empty_folders, symbolic_links])
-async def test_too_many_files_are_told(
+async def test_too_many_files_are_reported(
     fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     (tmp_path / "few").mkdir()
-    links(tmp_path / "few")  # one file with many names is one file
+    links(tmp_path / "few")  # a file with many names counts once
     monitor.watch("few", pid=init_client(""), files=200, disk_folders=[tmp_path / "few"])
     (tmp_path / "many").mkdir()
     fill(tmp_path / "many")
@@ -378,7 +374,7 @@ async def test_too_many_files_are_told(
     assert told.limits.empty()
 
 
-async def test_deleted_files_that_are_held_are_files(
+async def test_deleted_but_open_files_count_as_files(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int], disk_path: Path
 ):
     code = "held = [open(f'{sys.argv[1]}{n}', 'w') for n in range(300)]\nfor file in held: os.unlink(file.name)"
@@ -389,7 +385,7 @@ async def test_deleted_files_that_are_held_are_files(
 def walked(folder: Path, limit: int = 1 << 50) -> disk_walk.DiskWalk:
     walk = disk_walk.DiskWalk([str(folder)], limit, list, lambda _: set())
     while not walk.is_done:
-        walk.go_on(until=0.0)  # the smallest slices there are
+        walk.go_on(until=0.0)  # the smallest possible slices
     return walk
 
 
@@ -418,7 +414,7 @@ def test_a_walk_leaves_no_descriptor_open(tmp_path: Path):
     subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
 
 
-def test_a_walk_survives_what_is_moved_and_removed_under_it(tmp_path: Path):
+def test_a_walk_survives_concurrent_moves_and_removals(tmp_path: Path):
     small = tmp_path / "a" / "b"
     small.mkdir(parents=True)
     small_files(small)
@@ -431,11 +427,11 @@ def test_a_walk_survives_what_is_moved_and_removed_under_it(tmp_path: Path):
     subprocess.run(["rm", "-rf", str(tmp_path / "elsewhere")], check=True)
     walk.go_on(until=time.monotonic() + 30)
     assert walk.is_done
-    assert walk.used_bytes >= 4 * MIB  # the folder beside the moved one was not lost
+    assert walk.used_bytes >= 4 * MIB  # the folder next to the moved one was counted
 
 
 def as_another(code: str, folder: Path) -> bytes:
-    """What Python code prints that runs with `_walk` loaded, as an ordinary user, in a folder of that user's."""
+    """Runs Python code with `_walk` loaded, as an ordinary user, in a folder of that user. Returns its output."""
     before = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); import _walk\n"
         "os.chdir(sys.argv[2]); os.chown('.', 54321, 54321); os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
@@ -446,7 +442,7 @@ def as_another(code: str, folder: Path) -> bytes:
 
 
 @as_root
-def test_what_its_owner_forbade_to_itself_is_counted_all_the_same(tmp_path: Path):
+def test_folders_that_deny_their_owner_access_are_counted(tmp_path: Path):
     modes = {tmp_path / "hidden": 0, tmp_path / "listed": 0o400, tmp_path / "passed": 0o100}
     for folder in modes:
         folder.mkdir()
@@ -459,8 +455,8 @@ def test_what_its_owner_forbade_to_itself_is_counted_all_the_same(tmp_path: Path
 
 
 @as_root
-def test_a_ladder_of_forbidden_folders_is_an_attack(tmp_path: Path):
-    """Each would have to stay open: they would eat the warden's descriptors."""
+def test_deeply_nested_forbidden_folders_count_as_an_attack(tmp_path: Path):
+    """Each must stay open, so they would use up the monitor's descriptors."""
     code = (
         "top, ways = os.open('.', os.O_RDONLY), []\n"
         "for _ in range(600):\n"
@@ -479,7 +475,7 @@ def test_a_ladder_of_forbidden_folders_is_an_attack(tmp_path: Path):
 def cgroups() -> Generator[Cgroups, None, None]:
     found = Cgroups.find(f"test-{uuid.uuid4().hex[:8]}")
     if found is None:
-        pytest.skip("this machine lets us make no control group")
+        pytest.skip("control groups are not available")
     yield found
     found.sweep()
     found.close()
@@ -488,7 +484,7 @@ def cgroups() -> Generator[Cgroups, None, None]:
 ENTER = "for path in sys.argv[1].split(','): open(path, 'w').write('0')\n"
 
 
-async def test_an_oom_kill_in_its_cgroup_is_told(
+async def test_an_oom_kill_in_its_cgroup_is_reported(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int], cgroups: Cgroups
 ):
     group = cgroups.make("sbx_1", 32 * MIB, None, None)
@@ -500,10 +496,10 @@ async def test_an_oom_kill_in_its_cgroup_is_told(
         assert await told.ooms.get() == ("a", 1)
     os.kill(monitor.pid or 0, signal.SIGKILL)
     await is_silent(told, monitor, init_client)
-    assert told.ooms.empty()  # the new warden told it again: that is no second kill
+    assert told.ooms.empty()  # the new monitor reported the same kill again
 
 
-async def test_a_group_that_stays_at_its_limit_of_processes_is_told(
+async def test_a_group_that_stays_at_its_process_limit_is_reported(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int], cgroups: Cgroups
 ):
     group = cgroups.make("sbx_1", None, 6, None)
@@ -513,7 +509,7 @@ async def test_a_group_that_stays_at_its_limit_of_processes_is_told(
     assert await told.limit() == ("a", "processes")
 
 
-async def test_low_memory_of_the_machine_is_told(told: Told):
+async def test_low_memory_of_the_machine_is_reported(told: Told):
     monitor = told.monitor(memory_reserve_bytes=1 << 60)
     try:
         async with asyncio.timeout(90):
@@ -525,11 +521,11 @@ async def test_low_memory_of_the_machine_is_told(told: Told):
 
 
 @as_root
-async def test_a_full_disk_of_the_machine_is_told_and_its_recovery_too(told: Told, tmp_path: Path):
+async def test_a_full_disk_of_the_machine_and_its_recovery_are_reported(told: Told, tmp_path: Path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "none", str(tmp_path)], check=True)
     monitor = told.monitor(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
     try:
-        one_file(tmp_path)  # 12 MB are left: no trouble yet
+        one_file(tmp_path)  # 12 MB are left: not low yet
         (tmp_path / "more").write_bytes(b"x" * (8 * MIB))
         async with asyncio.timeout(90):
             is_low, free = await told.pressure.get()
@@ -542,7 +538,7 @@ async def test_a_full_disk_of_the_machine_is_told_and_its_recovery_too(told: Tol
 
 
 @as_root
-async def test_a_file_system_without_free_inodes_is_told_and_its_recovery_too(told: Told, tmp_path: Path):
+async def test_a_lack_of_inodes_and_its_recovery_are_reported(told: Told, tmp_path: Path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=400", "none", str(tmp_path)], check=True)
     monitor = told.monitor(disk_reserve_files=200, disk_path=tmp_path)
     try:
@@ -559,8 +555,8 @@ async def test_a_file_system_without_free_inodes_is_told_and_its_recovery_too(to
 
 
 @as_root
-async def test_a_recovery_while_there_is_no_warden_is_told_by_the_next_one(told: Told, tmp_path: Path):
-    """Else no sandbox would be started any more."""
+async def test_a_recovery_during_a_restart_is_reported_by_the_next_monitor(told: Told, tmp_path: Path):
+    """Otherwise no sandbox would be started any more."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "none", str(tmp_path)], check=True)
     monitor = told.monitor(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
     try:
@@ -579,7 +575,7 @@ async def test_a_recovery_while_there_is_no_warden_is_told_by_the_next_one(told:
 # --- the program --------------------------------------------------------------------------------------
 
 
-async def test_a_killed_warden_is_replaced_and_knows_what_was_watched(
+async def test_a_killed_monitor_is_replaced_and_gets_all_watches(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     monitor.watch("a", pid=init_client(""), disk_bytes=4 * MIB, disk_folders=[tmp_path])
@@ -593,14 +589,14 @@ async def test_a_killed_warden_is_replaced_and_knows_what_was_watched(
     assert monitor.pid not in (None, first)
 
 
-async def test_a_forgotten_sandbox_is_not_told(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_a_forgotten_sandbox_is_not_reported(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
     monitor.forget("a")
     monitor.forget("a")
     await is_silent(told, monitor, init_client)
 
 
-async def test_a_watch_of_the_same_name_begins_anew(
+async def test_a_watch_of_the_same_name_starts_again(
     told: Told, monitor: MonitorClient, init_client: Callable[..., int]
 ):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
@@ -619,7 +615,7 @@ async def test_close_leaves_no_process(told: Told, init_client: Callable[..., in
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_warden_ends_with_its_service():
+def test_a_monitor_ends_with_its_service():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         argv = [sys.executable, "-I", "-S", monitor_program.__file__, str(theirs.fileno())]

@@ -1,4 +1,4 @@
-"""What containers do beyond the conformance suite: who is blamed for their end, and what a start may leave behind."""
+"""Tests of containers beyond the conformance suite: the blame for their end, and leftovers of a start."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ SPEC = SandboxSpec(owner="test")
 
 
 async def test_no_signal_from_inside_ends_its_first_process(tmp_path: Path) -> None:
-    """Python has a handler for SIGINT by itself, and the kernel keeps from PID 1 only what it has no handler for."""
+    """Python has a handler for SIGINT, and the kernel protects PID 1 only from signals without a handler."""
     async with OciByPodman(root=tmp_path) as runtime, started(runtime, SPEC) as sandbox:
         await sandbox.exec("for n in $(seq 1 31) $(seq 34 64); do kill -$n 1; done", timeout_s=20.0)
         assert (await sandbox.exec(["echo", "on"], timeout_s=20.0)).stdout == b"on\n"
         assert sandbox.end is None
 
 
-async def test_memory_that_leaves_nothing_alive_is_the_policys_doing(tmp_path: Path) -> None:
-    """Files in memory belong to no process: the kernel kills all there are, PID 1 among them."""
+async def test_a_sandbox_killed_at_its_memory_limit_is_a_policy_failure(tmp_path: Path) -> None:
+    """Files on a tmpfs belong to no process: the kernel kills all processes, including PID 1."""
     spec = SandboxSpec(limits=SandboxLimits(memory_bytes=48 << 20))
     async with OciByPodman(root=tmp_path) as runtime, started(runtime, spec) as sandbox:
         if sandbox.limits_in_force["memory"] == "none":
-            pytest.skip("the engine limits no memory here")
+            pytest.skip("the engine does not limit memory here")
         with pytest.raises(PolicyFailure):
             for _ in range(50):
                 await sandbox.exec("cat /dev/zero >> /dev/shm/x", timeout_s=20.0)
         assert sandbox.end is None or sandbox.end.reason == "memory"
 
 
-async def test_a_command_that_is_killed_at_the_memory_limit_says_so(tmp_path: Path) -> None:
+async def test_a_command_killed_at_the_memory_limit_is_marked(tmp_path: Path) -> None:
     spec = SandboxSpec(limits=SandboxLimits(memory_bytes=64 << 20))
     async with OciByPodman(root=tmp_path) as runtime, started(runtime, spec) as sandbox:
         code = "x = b'x' * (256 << 20)"
@@ -55,8 +55,8 @@ async def test_a_command_that_is_killed_at_the_memory_limit_says_so(tmp_path: Pa
         assert sandbox.oom_kills
 
 
-async def test_an_image_is_imported_once_although_who_asked_for_it_gave_up(tmp_path: Path) -> None:
-    """A large one takes minutes: each start that ran out of time would begin another import of it."""
+async def test_an_import_continues_after_its_caller_is_cancelled(tmp_path: Path) -> None:
+    """A large image takes minutes: each start that timed out would begin another import of it."""
     (tmp_path / "image" / "tmp").mkdir(parents=True)
     program, log, go = tmp_path / "podman-slow", tmp_path / "log", tmp_path / "go"
     wait = f"echo once >> {log}; until [ -e {go} ]; do sleep 0.05; done"
@@ -70,14 +70,14 @@ async def test_an_image_is_imported_once_although_who_asked_for_it_gave_up(tmp_p
         first.cancel()
         await asyncio.wait([first])
         second = asyncio.ensure_future(runtime.start(spec, lease_s=60.0))
-        await asyncio.wait([second], timeout=1.0)  # room for the mistake: nothing depends on how long it is
+        await asyncio.wait([second], timeout=1.0)  # time for a wrong second import; the exact length does not matter
         go.touch()
         await (await second).kill()
         await runtime.forget(str(tmp_path / "image"))
     assert log.read_text() == "once\n"
 
 
-async def test_a_first_process_that_was_stopped_is_ended_all_the_same(tmp_path: Path) -> None:
+async def test_a_stopped_first_process_is_killed(tmp_path: Path) -> None:
     async with OciByPodman(root=tmp_path) as runtime:
         sandbox = await runtime.start(SPEC, lease_s=60.0)
         os.kill(sandbox.pid, signal.SIGSTOP)
@@ -87,7 +87,7 @@ async def test_a_first_process_that_was_stopped_is_ended_all_the_same(tmp_path: 
         assert not left.stdout
 
 
-async def test_who_fills_the_disk_is_ended(tmp_path: Path) -> None:
+async def test_a_sandbox_above_its_disk_limit_is_ended(tmp_path: Path) -> None:
     spec = SandboxSpec(limits=SandboxLimits(disk_bytes=64 << 20))
     async with OciByPodman(root=tmp_path) as runtime, started(runtime, spec) as sandbox:
         assert sandbox.limits_in_force["disk"] == "watchdog"
@@ -96,9 +96,7 @@ async def test_who_fills_the_disk_is_ended(tmp_path: Path) -> None:
         assert (await sandbox.ended()).reason == "disk"
 
 
-async def test_a_disk_limit_that_nothing_would_enforce_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unenforceable_disk_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oci, "upper_folder", lambda pid: None)
     async with OciByPodman(root=tmp_path) as runtime:
         with pytest.raises(TaskInvalid, match=r"sandbox\.disk_bytes: .* cannot be monitored"):
@@ -108,7 +106,7 @@ async def test_a_disk_limit_that_nothing_would_enforce_is_refused(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has uids to give")
-async def test_each_container_has_uids_of_its_own(tmp_path: Path) -> None:
+async def test_each_container_has_its_own_uids(tmp_path: Path) -> None:
     async with OciByPodman(root=tmp_path) as runtime, started(runtime, SPEC) as one, started(runtime, SPEC) as other:
         assert isinstance(one, LaunchedSandbox) and isinstance(other, LaunchedSandbox)
         owners = {Path(f"/proc/{sandbox.pid}").stat().st_uid for sandbox in (one, other)}

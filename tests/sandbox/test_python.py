@@ -1,4 +1,4 @@
-"""Our own Python as a folder: it runs where there is nothing at all, and it is built once."""
+"""The portable Python: it runs in an empty root, and it is built once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVERYTHING = (
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Generator[PortablePython, None, None]:
-    """Built by two at once, over what a dead builder left, by somebody who lets nobody read his files."""
+    """Built by two threads at once, with the remains of a dead build and a umask that denies others access."""
     cache = tmp_path_factory.mktemp("python")
     (cache / ".building-dead").mkdir()
     before = os.umask(0o077)
@@ -46,7 +46,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Generator[PortablePython
 
 
 def in_nothing(python: PortablePython, *arguments: str) -> str:
-    """What it prints in a sandbox whose root is empty."""
+    """Runs it in a sandbox whose root is empty, and returns its output."""
     bare = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--clearenv"]
     bare += ["--tmpfs", "/", "--ro-bind", str(python.folder), INSIDE, "--proc", "/proc", "--dev", "/dev"]
     for name, value in python.env.items():
@@ -56,13 +56,13 @@ def in_nothing(python: PortablePython, *arguments: str) -> str:
     return done.stdout
 
 
-def test_it_runs_where_there_is_nothing(python: PortablePython) -> None:
+def test_it_runs_in_an_empty_root(python: PortablePython) -> None:
     found = in_nothing(python, "-c", f"import {EVERYTHING}, os, sys; print(sys.version, sys.prefix, os.listdir('/'))")
     assert found.startswith(sys.version) and INSIDE in found
     assert "usr" not in found.rpartition("[")[2] and "lib" not in found.rpartition("[")[2]
 
 
-def test_nothing_of_it_comes_from_the_image(python: PortablePython) -> None:
+def test_it_loads_no_library_of_the_image(python: PortablePython) -> None:
     code = f"import {EVERYTHING}; print(*{{line.split()[5] for line in open('/proc/self/maps') if '.so' in line}})"
     assert all(path.startswith(INSIDE) for path in in_nothing(python, "-c", code).split())
 
@@ -72,9 +72,9 @@ def test_it_has_ipython(python: PortablePython) -> None:
     assert "42" in in_nothing(python, "-c", code)
 
 
-def test_the_launcher_finds_all_that_it_imports(python: PortablePython) -> None:
+def test_the_launcher_can_import_all_that_it_needs(python: PortablePython) -> None:
     names: set[str] = set()
-    for file in (Path(rollyard.__file__).parent / "sandbox").glob("_*.py"):  # its parts, and others that need no more
+    for file in (Path(rollyard.__file__).parent / "sandbox").glob("_*.py"):  # its modules, and others that need no more
         for node in ast.parse(file.read_text()).body:
             names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
     names = {name for name in names if name.partition(".")[0] in sys.stdlib_module_names}
@@ -83,7 +83,7 @@ def test_the_launcher_finds_all_that_it_imports(python: PortablePython) -> None:
     assert in_nothing(python, "-I", "-S", "-c", code) == "True\n"
 
 
-def test_what_a_task_set_for_its_own_python_does_not_reach_ours(python: PortablePython) -> None:
+def test_python_variables_of_a_task_are_ignored(python: PortablePython) -> None:
     on_host = python.on_host()
     env = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere", **on_host.env}
     done = subprocess.run(
@@ -93,26 +93,26 @@ def test_what_a_task_set_for_its_own_python_does_not_reach_ours(python: Portable
     assert str(python.folder).encode() in done.stdout and b"nowhere" not in done.stdout
 
 
-def test_everybody_may_read_it(python: PortablePython) -> None:
+def test_all_users_can_read_it(python: PortablePython) -> None:
     for above, _, names in os.walk(python.folder):
         assert stat.S_IMODE(Path(above).stat().st_mode) == 0o755
         for name in names:
             assert stat.S_IMODE(Path(above, name).stat().st_mode) in (0o644, 0o755), name
 
 
-def test_it_is_whole_and_alone(python: PortablePython) -> None:
+def test_no_unfinished_build_is_left(python: PortablePython) -> None:
     assert sorted(path.name for path in python.folder.parent.iterdir()) == [".lock", python.folder.name]
 
 
-async def test_it_is_built_once_however_many_ask(python: PortablePython, caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_is_built_once_for_all_callers(python: PortablePython, caplog: pytest.LogCaptureFixture) -> None:
     shelf = PythonBuilds(python.folder.parent)
     with caplog.at_level(logging.INFO, "rollyard.sandbox"):
         assert await asyncio.gather(*[shelf.get() for _ in range(4)]) == [python] * 4
     assert not caplog.records
 
 
-def test_what_somebody_cleaned_away_is_compiled_again_and_everybody_may_read_it(tmp_path: Path) -> None:
-    """pip remembers what it compiled, whether that is still there or not."""
+def test_missing_bytecode_is_compiled_again_and_readable(tmp_path: Path) -> None:
+    """pip's records list the files that it compiled, even if they have been deleted."""
     parts = module._Parts.found()
     compiled = [name for name in parts.files if name.endswith(".pyc") and "/IPython/" in name]
     parts.files.update((name, tmp_path / "gone" / name) for name in compiled)
@@ -125,15 +125,15 @@ def test_what_somebody_cleaned_away_is_compiled_again_and_everybody_may_read_it(
     assert made and {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o644}
 
 
-def test_one_that_does_not_run_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_does_not_run_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TRIAL", "raise SystemExit('this machine is odd')")
     with pytest.raises(SandboxStartFailed, match="this machine is odd"):
         portable_python(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_another_python_is_another_folder(python: PortablePython, tmp_path: Path) -> None:
-    """The distribution's own, which calls its folders differently, and has no IPython."""
+def test_another_python_gets_another_folder(python: PortablePython, tmp_path: Path) -> None:
+    """The distribution's Python, which names its folders differently and has no IPython."""
     other = shutil.which("python3", path="/usr/bin") or ""
     is_new = "import sys; sys.exit(sys.version_info < (3, 11))"
     if not other or Path(other).samefile(sys.executable) or subprocess.run([other, "-c", is_new]).returncode:

@@ -1,4 +1,4 @@
-"""What the two runtimes do beyond the conformance suite: bad luck, bad images, hostile sweeps, many at once."""
+"""Tests of the runtimes beyond the conformance suite: failures, bad images, sweeps, many sandboxes at once."""
 
 from __future__ import annotations
 
@@ -58,33 +58,34 @@ def left_below(root: Path) -> list[str]:
 
 
 def in_session(leader: int) -> list[str]:
-    """Live processes of that session (the launcher's, and all that it starts stays in it), and what they wait in."""
+    """Returns the live processes of that session, and where in the kernel they wait. The launcher and all its
+    descendants stay in its session."""
     found: list[str] = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == leader and fields[0] not in "ZX":
                 found.append(f"{entry.name} {fields[0]}")
-        with contextlib.suppress(OSError):  # apart: not every kernel tells it
+        with contextlib.suppress(OSError):  # separate: not every kernel has it
             if found and found[-1].startswith(f"{entry.name} "):
                 found[-1] += f" in {(entry / 'wchan').read_text()}"
     return found
 
 
-def test_the_doors_are_kept() -> None:
+def test_runtimes_implement_the_interface() -> None:
     def takes(_: Runtime) -> None: ...
 
     takes(BubblewrapRuntime(root=Path("unused")))
     takes(LocalRuntime(root=Path("unused")))
 
 
-async def test_a_sandbox_is_a_sandbox(local: LocalRuntime) -> None:
+async def test_a_sandbox_implements_the_interface(local: LocalRuntime) -> None:
     async with started(local) as sandbox:
         assert isinstance(sandbox, Sandbox)
 
 
-def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
-    """The whole suite is quick enough on asyncio; here a few of the checks that touch the loop most."""
+def test_it_works_on_uvloop(tmp_path: Path) -> None:
+    """The whole suite runs on asyncio; here only the checks that use the loop most."""
     names = {"a_timeout_kills_all_that_the_command_started", "fifty_mebibytes_come_back_as_they_went"}
     names |= {"kill_proves_that_all_is_gone", "stdin_is_given_and_ends", "output_is_capped_and_the_rest_counted"}
 
@@ -122,14 +123,14 @@ async def test_descriptors_do_not_grow(bubblewrap: BubblewrapRuntime) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-async def test_a_missing_bwrap_is_told_with_its_remedy(tmp_path: Path) -> None:
+async def test_a_missing_bwrap_is_reported_with_a_remedy(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path, program="no-such-bwrap") as runtime:
         with pytest.raises(SandboxStartFailed, match="apt-get install bubblewrap"):
             await runtime.start(SPEC, lease_s=60.0)
         assert "apt-get install bubblewrap" in (await runtime.probe())["bubblewrap"]
 
 
-async def test_what_bwrap_says_is_in_the_error(tmp_path: Path) -> None:
+async def test_the_error_contains_the_output_of_bwrap(tmp_path: Path) -> None:
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     program.chmod(0o755)
@@ -139,7 +140,7 @@ async def test_what_bwrap_says_is_in_the_error(tmp_path: Path) -> None:
         assert not left_below(tmp_path / "root")
 
 
-async def test_a_start_that_hangs_is_given_up_and_cleaned_up(tmp_path: Path) -> None:
+async def test_a_start_that_hangs_times_out_and_is_cleaned_up(tmp_path: Path) -> None:
     mark = marked()
     program = tmp_path / "bwrap"
     program.write_text(f"#!/bin/sh\nexec sleep {mark}\n")
@@ -151,7 +152,7 @@ async def test_a_start_that_hangs_is_given_up_and_cleaned_up(tmp_path: Path) -> 
         assert not left_below(tmp_path / "root")
 
 
-async def test_a_dead_launcher_is_replaced_and_costs_no_sandbox(bubblewrap: BubblewrapRuntime) -> None:
+async def test_a_dead_launcher_is_replaced_and_ends_no_sandbox(bubblewrap: BubblewrapRuntime) -> None:
     async with started(bubblewrap) as old:
         pid = bubblewrap._fork_server.pid
         assert pid is not None
@@ -169,29 +170,29 @@ async def test_a_closed_runtime_starts_nothing(tmp_path: Path) -> None:
         await runtime.start(SPEC, lease_s=60.0)
 
 
-async def test_closing_ends_what_is_left_even_while_it_starts(tmp_path: Path) -> None:
+async def test_close_ends_running_and_starting_sandboxes(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path) as runtime:
         running = await runtime.start(SPEC, lease_s=60.0)
         starting = [asyncio.ensure_future(runtime.start(SPEC, lease_s=60.0)) for _ in range(5)]
         await asyncio.sleep(0)
     assert (await running.ended()).reason == "killed"
     await asyncio.wait(starting, timeout=20.0)
-    for task in starting:  # one that was quicker than the closing stood, and was ended like any other
+    for task in starting:  # one that was ready before `close` was ended like any other
         error = task.exception()
         assert isinstance(error, SandboxStartFailed) or (error is None and task.result().end is not None)
     assert not left_below(tmp_path)
 
 
-async def test_closing_waits_for_an_end_that_nobody_waits_for_any_more(
+async def test_close_waits_for_a_kill_whose_caller_was_cancelled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else its files stay, and their deletion may begin a launcher that nothing ends."""
+    """Otherwise its files stay, and deleting them may start a launcher that is never ended."""
     async with BubblewrapRuntime(root=tmp_path) as runtime:
         sandbox = await runtime.start(SPEC, lease_s=60.0)
         await sandbox.exec("touch $(seq 50)", timeout_s=20.0)
         fork_server = runtime._fork_server.pid
         assert fork_server is not None
-        os.kill(fork_server, signal.SIGSTOP)  # it deletes nothing for a while
+        os.kill(fork_server, signal.SIGSTOP)  # delays the deletion
         try:
             killing = asyncio.ensure_future(sandbox.kill())
             await eventually(lambda: not runtime._live, "it was not ended")
@@ -206,10 +207,10 @@ async def test_closing_waits_for_an_end_that_nobody_waits_for_any_more(
     assert "could not be deleted" not in caplog.text
 
 
-async def test_closing_ends_the_wait_for_room(tmp_path: Path) -> None:
+async def test_close_ends_the_wait_for_room(tmp_path: Path) -> None:
     limiter = Limiter(memory_reserve_bytes=1 << 60)  # no machine has that much
     async with BubblewrapRuntime(root=tmp_path, limiter=limiter) as runtime:
-        await eventually(lambda: not limiter._has_room.is_set(), "the machine is short of memory and nobody said so")
+        await eventually(lambda: not limiter._has_room.is_set(), "low memory was not reported")
         starting = asyncio.ensure_future(runtime.start(SPEC, lease_s=60.0))
         await asyncio.wait([starting], timeout=0.1)
         assert not starting.done() and not runtime._live
@@ -219,7 +220,7 @@ async def test_closing_ends_the_wait_for_room(tmp_path: Path) -> None:
     assert not left_below(tmp_path)
 
 
-async def test_what_fails_when_it_stands_already_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_failure_after_the_start_leaves_nothing(tmp_path: Path) -> None:
     class Unlucky(BubblewrapRuntime):
         def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
             super()._on_started(sandbox, place)
@@ -232,18 +233,18 @@ async def test_what_fails_when_it_stands_already_leaves_nothing(tmp_path: Path) 
         assert not left_below(tmp_path)
 
 
-async def test_what_fails_while_it_opens_leaves_nothing_open(tmp_path: Path) -> None:
+async def test_a_failed_open_leaves_nothing_open(tmp_path: Path) -> None:
     (tmp_path / "etc").write_text("a file where a folder is to be")
     runtime = BubblewrapRuntime(root=tmp_path)
     with pytest.raises(OSError, match="etc"):
         await runtime.__aenter__()
     assert runtime._limiter._monitor is not None and runtime._limiter._monitor.pid is None
     (tmp_path / "etc").unlink()
-    async with runtime, started(runtime):  # nobody holds its folder any more
+    async with runtime, started(runtime):  # its folder is not locked any more
         pass
 
 
-async def test_a_start_that_is_cancelled_while_a_layer_is_copied_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_start_cancelled_while_copying_a_layer_leaves_nothing(tmp_path: Path) -> None:
     upper = tmp_path / "layer" / "upper"
     for number in range(500):
         (upper / f"folder{number}").mkdir(parents=True)
@@ -268,7 +269,7 @@ async def test_a_root_belongs_to_one_process(tmp_path: Path) -> None:
 
 
 def small_image(folder: Path, programs: tuple[str, ...] = ("sh", "sleep", "cat", "ls", "touch")) -> Path:
-    """A root with a few programs and the libraries they need, and no bash."""
+    """Makes a root with a few programs and their libraries, without bash."""
     for name in programs:
         program = shutil.which(name)
         assert program is not None
@@ -286,7 +287,7 @@ def small_image(folder: Path, programs: tuple[str, ...] = ("sh", "sleep", "cat",
     return folder
 
 
-async def test_an_image_is_written_to_in_private(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
+async def test_writes_to_an_image_are_private(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
     image = small_image(tmp_path / "image")
     (image / "data").mkdir()
     (image / "data" / "given").write_text("given")
@@ -302,7 +303,7 @@ async def test_an_image_is_written_to_in_private(bubblewrap: BubblewrapRuntime, 
 
 
 @pytest.mark.parametrize("name", ["missing", "with,comma", "empty"])
-async def test_a_bad_image_is_refused_by_name(bubblewrap: BubblewrapRuntime, tmp_path: Path, name: str) -> None:
+async def test_a_bad_image_is_refused(bubblewrap: BubblewrapRuntime, tmp_path: Path, name: str) -> None:
     (tmp_path / "with,comma").mkdir()
     (tmp_path / "empty").mkdir()
     with pytest.raises(SandboxStartFailed, match="cat: No such file" if name == "empty" else name):
@@ -310,7 +311,7 @@ async def test_a_bad_image_is_refused_by_name(bubblewrap: BubblewrapRuntime, tmp
     assert not left_below(tmp_path / "bubblewrap")
 
 
-async def test_binds_show_host_paths_as_asked(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
+async def test_binds_mount_host_paths(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "in" / "f").write_text("shown")
@@ -322,13 +323,13 @@ async def test_binds_show_host_paths_as_asked(bubblewrap: BubblewrapRuntime, tmp
     assert not (tmp_path / "in" / "no").exists()
 
 
-async def test_local_refuses_what_it_cannot_do(local: LocalRuntime, tmp_path: Path) -> None:
+async def test_local_refuses_images_and_binds(local: LocalRuntime, tmp_path: Path) -> None:
     for spec in (SandboxSpec(image="/"), SandboxSpec(binds=(Bind(tmp_path, "/x"),))):
         with pytest.raises(SandboxStartFailed, match="use bubblewrap"):
             await local.start(spec, lease_s=60.0)
 
 
-async def test_limits_are_in_force_and_by_what_means_is_said(bubblewrap: BubblewrapRuntime) -> None:
+async def test_limits_are_enforced_and_their_mechanisms_reported(bubblewrap: BubblewrapRuntime) -> None:
     limits = SandboxLimits(memory_bytes=1 << 30, open_files=64)
     async with started(bubblewrap, SandboxSpec(limits=limits)) as sandbox:
         assert sandbox.limits_in_force["memory"] in ("cgroup v1", "cgroup v2", "systemd", "watchdog")
@@ -338,7 +339,7 @@ async def test_limits_are_in_force_and_by_what_means_is_said(bubblewrap: Bubblew
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64
 
 
-async def test_the_idle_program_which_is_the_images_is_filtered_too(bubblewrap: BubblewrapRuntime) -> None:
+async def test_the_idle_program_has_the_seccomp_filter(bubblewrap: BubblewrapRuntime) -> None:
     async with started(bubblewrap) as sandbox:
         script = "for p in /proc/[0-9]*; do read name < $p/comm; [ $name != cat ] || grep Seccomp: $p/status; done"
         result = await sandbox.exec(script, timeout_s=20.0)
@@ -359,11 +360,13 @@ except OSError:
 
 
 @pytest.mark.parametrize("what", ["exec", "read"])
-async def test_who_leaves_no_process_for_the_next_command_is_to_blame(bubblewrap: BubblewrapRuntime, what: str) -> None:
-    """The keeper forks within the sandbox's limit; that it cannot is no loss, which would be tried again."""
+async def test_a_command_without_a_free_process_fails_with_process_limit(
+    bubblewrap: BubblewrapRuntime, what: str
+) -> None:
+    """The init process forks within the sandbox's limit. If it cannot, that is not a loss, which would be retried."""
     async with started(bubblewrap, SandboxSpec(limits=SandboxLimits(processes=32))) as sandbox:
         if sandbox.limits_in_force["processes"] == "rlimit":
-            pytest.skip("the limit does not bind the keeper here")
+            pytest.skip("the limit does not apply to the init process here")
         reader, writer = os.pipe2(os.O_CLOEXEC)
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -379,13 +382,13 @@ async def test_who_leaves_no_process_for_the_next_command_is_to_blame(bubblewrap
                 os.close(fd)
 
 
-async def test_who_leaves_no_memory_to_fetch_its_files_is_to_blame(disk_path: Path) -> None:
+async def test_a_download_without_free_memory_fails_with_memory_limit(disk_path: Path) -> None:
     async with (
         BubblewrapRuntime(root=disk_path / "root") as runtime,
         started(runtime, SandboxSpec(limits=SandboxLimits(memory_bytes=64 << 20))) as sandbox,
     ):
         if sandbox.limits_in_force["memory"] == "watchdog":
-            pytest.skip("nothing but a cgroup counts files in memory")
+            pytest.skip("only a cgroup counts files in memory")
         names = "seq 100000 | sed s/$/$(printf %060d 0)/ | xargs touch"
         made = await sandbox.exec(
             f"mkdir d; cd d; {names}; dd if=/dev/zero of=/dev/shm/x bs=1M count=32", timeout_s=60.0
@@ -395,7 +398,7 @@ async def test_who_leaves_no_memory_to_fetch_its_files_is_to_blame(disk_path: Pa
             await sandbox.download("d", disk_path / "d", limit_bytes=1 << 30)
 
 
-async def test_the_probe_says_ok_where_it_works(bubblewrap: BubblewrapRuntime, local: LocalRuntime) -> None:
+async def test_the_probe_reports_ok(bubblewrap: BubblewrapRuntime, local: LocalRuntime) -> None:
     found = dict(await bubblewrap.probe())
     assert {found[name] for name in ("bubblewrap", "start", "overlay")} == {"ok"}
     assert await local.probe() == {"start": "ok"}
@@ -410,7 +413,7 @@ def open_descriptors() -> int:
 
 @contextlib.contextmanager
 def room_for(descriptors: int) -> Generator[None, None, None]:
-    """Only so many more can be opened in this process."""
+    """Limits the descriptors that this process can still open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 25, hard))
@@ -429,8 +432,10 @@ def room_for(descriptors: int) -> Generator[None, None, None]:
 
 
 @pytest.mark.parametrize("what", ["exec", "write", "read", "download", "shell", "start"])
-async def test_who_runs_out_of_descriptors_loses_none(bubblewrap: BubblewrapRuntime, tmp_path: Path, what: str) -> None:
-    """Else a service that was short of them once would be for ever."""
+async def test_calls_without_free_descriptors_leak_none(
+    bubblewrap: BubblewrapRuntime, tmp_path: Path, what: str
+) -> None:
+    """Otherwise a service that ran out of them once would never recover."""
     async with started(bubblewrap) as sandbox:
         await sandbox.write("f", b"x")
 
@@ -452,11 +457,11 @@ async def test_who_runs_out_of_descriptors_loses_none(bubblewrap: BubblewrapRunt
             before = open_descriptors()
             with room_for(room), contextlib.suppress(OSError, RollyardError):
                 await calls[what]()
-            await eventually(lambda before=before: open_descriptors() == before, f"all are given back ({room})")
+            await eventually(lambda before=before: open_descriptors() == before, f"all are closed ({room})")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only a service run as root has other uids to give")
-async def test_who_runs_out_of_descriptors_loses_no_uid(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only a service run as root can use other uids")
+async def test_starts_without_free_descriptors_leak_no_uid(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path, uids=range(200_000, 200_002)) as runtime:
         async with started(runtime):
             pass
@@ -474,13 +479,13 @@ async def test_a_kill_needs_no_descriptor(bubblewrap: BubblewrapRuntime) -> None
     assert (await sandbox.ended()).reason == "killed"
 
 
-# --- files that change under our hands ---------------------------------------------------------------
+# --- files that change meanwhile ---------------------------------------------------------------------
 
 
-async def test_a_file_that_vanishes_while_a_folder_is_packed_costs_only_itself(
+async def test_a_file_that_vanishes_during_a_download_is_left_out(
     bubblewrap: BubblewrapRuntime, tmp_path: Path
 ) -> None:
-    """A server that the agent left running makes and deletes files all the time."""
+    """A server that the agent left running creates and deletes files all the time."""
     async with started(bubblewrap) as sandbox:
         await sandbox.write("kept", b"kept")
         await sandbox.exec("mkdir busy", timeout_s=60.0)
@@ -492,8 +497,8 @@ async def test_a_file_that_vanishes_while_a_folder_is_packed_costs_only_itself(
                 assert archive.getmember("kept").size == 4
 
 
-def test_a_full_disk_of_the_host_is_not_taken_for_the_agents_doing(tmp_path: Path) -> None:
-    """Refused would leave the files out, and make a reward of 0 of it."""
+def test_a_full_disk_of_the_host_is_not_blamed_on_the_agent(tmp_path: Path) -> None:
+    """Refused would leave the files out and lead to a reward of 0."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "f").write_bytes(bytes(1 << 20))
     full = os.open("/dev/full", os.O_WRONLY)
@@ -508,7 +513,7 @@ def test_a_full_disk_of_the_host_is_not_taken_for_the_agents_doing(tmp_path: Pat
 # --- ends ---------------------------------------------------------------------------------------------
 
 
-async def test_a_keeper_killed_from_outside_is_a_loss(bubblewrap: BubblewrapRuntime) -> None:
+async def test_an_init_process_killed_from_outside_is_a_loss(bubblewrap: BubblewrapRuntime) -> None:
     mark = marked()
     sandbox = await bubblewrap.start(SPEC, lease_s=60.0)
     task = asyncio.ensure_future(sandbox.exec(["sleep", mark], timeout_s=60.0))
@@ -521,8 +526,8 @@ async def test_a_keeper_killed_from_outside_is_a_loss(bubblewrap: BubblewrapRunt
     await sandbox.kill()
 
 
-async def test_a_first_process_killed_from_outside_is_a_loss_too(bubblewrap: BubblewrapRuntime) -> None:
-    """Nothing inside can kill PID 1 of its own namespace."""
+async def test_a_first_process_killed_from_outside_is_a_loss(bubblewrap: BubblewrapRuntime) -> None:
+    """No process inside can kill PID 1 of its own namespace."""
     sandbox = await bubblewrap.start(SPEC, lease_s=60.0)
     (first,) = Path(f"/proc/{sandbox.pid}/task/{sandbox.pid}/children").read_text().split()
     assert f"NSpid:\t{first}" in (status := Path(f"/proc/{first}/status").read_text()) and "\t1\n" in status
@@ -531,8 +536,8 @@ async def test_a_first_process_killed_from_outside_is_a_loss_too(bubblewrap: Bub
     await sandbox.kill()
 
 
-async def test_an_idle_process_killed_inside_is_not(bubblewrap: BubblewrapRuntime) -> None:
-    """bwrap gives both the status 137."""
+async def test_an_idle_process_killed_inside_is_not_a_loss(bubblewrap: BubblewrapRuntime) -> None:
+    """bwrap's status is 137 in both cases."""
     sandbox = await bubblewrap.start(SPEC, lease_s=60.0)
     with contextlib.suppress(SandboxEndedByPolicy):
         await sandbox.exec("kill -9 2", timeout_s=10.0)
@@ -540,10 +545,10 @@ async def test_an_idle_process_killed_inside_is_not(bubblewrap: BubblewrapRuntim
     await sandbox.kill()
 
 
-async def test_a_status_that_follows_our_own_failure_is_not_the_commands(bubblewrap: BubblewrapRuntime) -> None:
+async def test_a_status_after_a_failed_request_is_ignored(bubblewrap: BubblewrapRuntime) -> None:
     async with started(bubblewrap) as sandbox:
         init_client = bubblewrap._keepers[sandbox.id]
-        job = init_client.request({"op": "stat"})  # which no keeper knows: nothing will answer it
+        job = init_client.request({"op": "stat"})  # an unknown request, which is never answered
         init_client._on_message(
             {"n": job.number, "broken": "entering the sandbox: no memory", "errno": errno.ENOMEM}, []
         )
@@ -582,7 +587,7 @@ def test_a_program_that_the_machine_cannot_start_has_no_status(
         os.close(fd)
 
 
-async def test_orphans_of_a_killed_local_keeper_are_found(local: LocalRuntime) -> None:
+async def test_orphans_of_a_killed_local_init_process_are_killed(local: LocalRuntime) -> None:
     mark = marked()
     sandbox = await local.start(SPEC, lease_s=60.0)
     await sandbox.exec(f"setsid sleep {mark} >/dev/null 2>&1 & sleep 0", timeout_s=60.0)
@@ -595,7 +600,7 @@ async def test_orphans_of_a_killed_local_keeper_are_found(local: LocalRuntime) -
     await sandbox.kill()
 
 
-async def test_what_cannot_be_proven_gone_is_stuck_and_its_folder_is_kept(tmp_path: Path) -> None:
+async def test_a_sandbox_whose_end_is_not_proven_is_stuck_and_its_folder_kept(tmp_path: Path) -> None:
     async with LocalRuntime(root=tmp_path, kill_s=0.2) as runtime:
         sandbox = await runtime.start(SPEC, lease_s=60.0)
         os.kill(sandbox.pid, signal.SIGSTOP)
@@ -607,28 +612,26 @@ async def test_what_cannot_be_proven_gone_is_stuck_and_its_folder_is_kept(tmp_pa
         assert (await sandbox.ended()).reason == "killed"
 
 
-async def test_a_runtime_that_closes_closes_the_descriptors_of_what_is_stuck(tmp_path: Path) -> None:
+async def test_close_closes_the_descriptors_of_stuck_sandboxes(tmp_path: Path) -> None:
     async with LocalRuntime(root=tmp_path, kill_s=0.2) as runtime:
         sandbox = await runtime.start(SPEC, lease_s=60.0)
         (init_client,) = runtime._keepers.values()
         os.kill(sandbox.pid, signal.SIGSTOP)
         with pytest.raises(SandboxStuck):
             await sandbox.kill()
-        assert init_client._wire._sock.fileno() >= 0, "it may still end, and say so"
+        assert init_client._wire._sock.fileno() >= 0, "it may still end and report it"
     assert init_client._wire._sock.fileno() == init_client._pidfd == -1
     os.kill(sandbox.pid, signal.SIGKILL)
 
 
-async def test_files_are_deleted_although_the_launcher_dies_over_it(
-    bubblewrap: BubblewrapRuntime, tmp_path: Path
-) -> None:
+async def test_files_are_deleted_although_the_launcher_dies(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
     folder = tmp_path / "much"
     folder.mkdir()
-    async with started(bubblewrap):  # there is a launcher
+    async with started(bubblewrap):  # starts the launcher
         pass
     pid = bubblewrap._fork_server.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # so that it has not answered when it dies
+    os.kill(pid, signal.SIGSTOP)  # so that it is killed before it answers
     removing = asyncio.ensure_future(bubblewrap.remove([folder]))
     await asyncio.wait([removing], timeout=0.1)
     os.kill(pid, signal.SIGKILL)
@@ -636,7 +639,7 @@ async def test_files_are_deleted_although_the_launcher_dies_over_it(
     assert not folder.exists()
 
 
-async def test_folders_that_forbid_it_are_deleted_nevertheless(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
+async def test_deep_and_forbidden_folders_are_deleted(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
     async with started(bubblewrap) as sandbox:
         deep = "import os\nfor _ in range(300):\n os.mkdir('d' * 100); os.chdir('d' * 100)"
         assert (await sandbox.exec(["python3", "-c", deep], timeout_s=10.0)).status == 0
@@ -660,7 +663,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 4])
-async def test_kill_9_in_the_middle_of_starts_leaves_nothing(tmp_path: Path, rounds: int) -> None:
+async def test_kill_9_during_starts_leaves_nothing(tmp_path: Path, rounds: int) -> None:
     with subprocess.Popen([sys.executable, "-c", _STARTER, str(tmp_path)], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         leader = 0
@@ -696,7 +699,7 @@ async def test_the_sweep_ends_the_recorded_process_and_no_other(tmp_path: Path, 
             victim.kill()
 
 
-async def test_a_broken_record_is_no_reason_to_fail(tmp_path: Path) -> None:
+async def test_a_corrupt_record_does_not_prevent_opening(tmp_path: Path) -> None:
     (tmp_path / "sbx_left").mkdir()
     (tmp_path / "sbx_left" / "record.json").write_text("{")
     async with LocalRuntime(root=tmp_path):
@@ -712,8 +715,8 @@ async def test_a_foreign_control_folder_is_refused(tmp_path: Path) -> None:
             pass
 
 
-async def test_abandoned_control_folders_are_swept_and_no_others(tmp_path: Path) -> None:
-    """They lie in memory: a server that was killed and never came back must not keep it for ever."""
+async def test_only_abandoned_control_folders_are_removed(tmp_path: Path) -> None:
+    """They are in memory: a killed service that is never restarted must not occupy it for ever."""
     async with LocalRuntime(root=tmp_path / "a", control_root=tmp_path) as living:
         folder = living._control.parent
         (folder / "abandoned" / "sbx_x").mkdir(parents=True)
@@ -726,10 +729,10 @@ async def test_abandoned_control_folders_are_swept_and_no_others(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["bubblewrap", "apptainer", "local"])
-async def test_a_service_may_work_in_a_folder_that_only_its_user_may_enter(
+async def test_a_service_can_run_in_a_folder_that_only_its_user_may_enter(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root's home is one: its sandboxes' users cannot go there, and need not."""
+    """Root's home is such a folder: the sandboxes' users cannot enter it, and need not."""
     if name == "apptainer" and shutil.which("apptainer") is None:
         pytest.skip("apptainer is not installed")
     (tmp_path / "private").mkdir(mode=0o700)
@@ -740,8 +743,8 @@ async def test_a_service_may_work_in_a_folder_that_only_its_user_may_enter(
         await sandbox.kill()
 
 
-async def test_a_folder_that_is_shut_keeps_nothing_from_being_left_out(tmp_path: Path) -> None:
-    """Shows something only as an ordinary user: root is never refused."""
+async def test_paths_below_a_forbidden_folder_are_left_out_of_a_layer(tmp_path: Path) -> None:
+    """Meaningful only as an ordinary user: root is never refused."""
     async with BubblewrapRuntime(root=tmp_path) as runtime:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
         await sandbox.exec("echo x > ~/.profile; echo y > ~/kept; chmod 0 ~", timeout_s=60.0)
@@ -761,14 +764,14 @@ async def test_files_that_could_not_be_deleted_are_tried_again(tmp_path: Path, m
             return await real(paths, groups)
 
         monkeypatch.setattr(runtime._fork_server, "remove", short)
-        for left in (1, 2, 1):  # the third deletes its own, and one of those
+        for left in (1, 2, 1):  # the third deletes its own files and those of one other
             async with started(runtime, SPEC):
                 pass
             assert len(left_below(tmp_path)) == left
-    assert left_below(tmp_path) == [], "closing deletes the rest"
+    assert left_below(tmp_path) == [], "close deletes the rest"
 
 
-async def test_a_lease_does_not_run_out_while_the_process_stands_still(tmp_path: Path) -> None:
+async def test_a_lease_does_not_expire_while_the_process_is_suspended(tmp_path: Path) -> None:
     async with LocalRuntime(root=tmp_path) as runtime:
         sandbox = await runtime.start(SPEC, lease_s=0.5)
         time.sleep(2.0)

@@ -1,4 +1,4 @@
-"""Each refused call, tried for real: by number, by another architecture's door, and by programs that must still run."""
+"""Makes each refused call, by number and as another architecture, and runs programs that must still work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ spec.loader.exec_module(kernel)
 libc = ctypes.CDLL(None, use_errno=True)
 
 def call(number, *arguments):
-    # A result, or -errno. Pointers of 1 are nowhere: a call that gets through does no harm.
+    # Returns a result or -errno. Pointers of 1 are invalid: a call that is not refused does no harm.
     ctypes.set_errno(0)
     result = libc.syscall(ctypes.c_long(number), *(ctypes.c_ulong(argument) for argument in arguments))
     return -ctypes.get_errno() if result == -1 else result
@@ -39,7 +39,7 @@ def filtered():
 
 
 def run(body: str, *, is_filtered: bool = True, refuse_memfd: bool = True) -> dict[str, int]:
-    """What `body` put into `found`, in a process of its own."""
+    """Runs `body` in its own process and returns what it stored in `found`."""
     source = PRELUDE + ("filtered()\n" if is_filtered else "") + "found = {}\n" + textwrap.dedent(body)
     program = seccomp.program(refuse_memfd=refuse_memfd).hex()
     done = subprocess.run(
@@ -60,14 +60,14 @@ def test_every_listed_call_is_refused():
     assert set(run(by_number(seccomp.REFUSED)).values()) == {-EPERM}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root is allowed these calls, so that the filter alone refuses them")
-def test_it_is_the_filter_that_refuses_them():
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make these calls without the filter")
+def test_without_the_filter_they_are_not_refused():
     found = run(by_number(seccomp.REFUSED | seccomp.UNSEEN_MEMORY), is_filtered=False)
     assert [name for name, result in found.items() if result == -EPERM] == []
 
 
 @MEMFD_KINDS
-def test_memory_that_nobody_sees_is_refused_only_where_memory_is_only_watched(refuse_memfd: bool):
+def test_unmeasurable_memory_is_refused_only_if_the_monitor_enforces_memory(refuse_memfd: bool):
     found = run(by_number(seccomp.UNSEEN_MEMORY), refuse_memfd=refuse_memfd)
     assert {result == -EPERM for result in found.values()} == {refuse_memfd}
 
@@ -95,7 +95,7 @@ def test_unshare_of_files_is_still_allowed():
     assert run(f"found['files'] = call({seccomp.UNSHARE[COLUMN]}, 0x400)") == {"files": 0}
 
 
-def test_clone3_is_said_not_to_exist():
+def test_clone3_returns_enosys():
     assert run(f"found['clone3'] = call({seccomp.CLONE3[COLUMN]}, 1, 88)") == {"clone3": -ENOSYS}
 
 
@@ -115,7 +115,7 @@ def test_a_terminal_cannot_be_typed_into():
     assert set(found.values()) == {-EPERM}
 
 
-def test_sockets_that_no_network_namespace_holds_are_refused():
+def test_sockets_outside_network_namespaces_are_refused():
     body = f"""
     for family in (1, 2, 10, 16, 40, 42):
         found[family] = call({seccomp.SOCKET[COLUMN]}, family, 3 if family == 16 else 1, 0)
@@ -125,9 +125,9 @@ def test_sockets_that_no_network_namespace_holds_are_refused():
     assert found["1"] > 0 and found["2"] > 0 and found["16"] > 0
 
 
-def test_other_architectures_have_no_door():
-    """getpid by x32's number, and by i386's interrupt 0x80 (where the kernel has that: else it is a crash). An ARM has
-    neither: there it is only that no such number is a call."""
+def test_calls_of_other_architectures_are_refused():
+    """getpid by x32's number, and by i386's interrupt 0x80 (a crash if the kernel does not support it). ARM has
+    neither: there, such numbers are only checked not to be calls."""
     body = """
     found["x32"] = call(0x40000000 + 39)
     found["x32 mount"] = call(0x40000000 + 165, 1, 1, 1, 1, 1)
@@ -189,7 +189,7 @@ ORDINARY = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_programs_do_not_notice(name: str, tmp_path: Path):
+def test_ordinary_programs_run(name: str, tmp_path: Path):
     argv = ORDINARY[name]
     if name in ("git", "gcc") and not shutil.which(name):
         pytest.skip(f"{name} is not installed")
@@ -198,9 +198,9 @@ def test_ordinary_programs_do_not_notice(name: str, tmp_path: Path):
     assert done.stdout
 
 
-def test_the_numbers_are_those_of_the_kernels_headers():
-    """From the headers that a C compiler brings: a wrong number would refuse another call. Every machine has ARM's, an
-    x86-64 its own as well."""
+def test_the_numbers_match_the_kernel_headers():
+    """Compares with the headers of a C compiler: a wrong number would refuse another call. Every machine has ARM's
+    numbers, x86-64 also its own."""
     headers = {0: "x86_64-linux-gnu/asm/unistd_64.h", 1: "asm-generic/unistd.h"}
     listed = seccomp.REFUSED | seccomp.UNSEEN_MEMORY
     listed |= {"clone3": seccomp.CLONE3, "clone": seccomp.CLONE, "unshare": seccomp.UNSHARE}
@@ -219,11 +219,11 @@ def test_the_numbers_are_those_of_the_kernels_headers():
     assert looked_at > 35 * sum((Path("/usr/include") / header).exists() for header in headers.values())
 
 
-def test_a_machine_without_a_table_is_refused_by_name():
+def test_an_unsupported_machine_is_refused():
     with pytest.raises(ValueError, match="riscv64"):
         seccomp.program(refuse_memfd=False, machine="riscv64")
 
 
-def test_the_program_is_within_the_kernels_bounds():
+def test_the_program_is_within_the_kernels_limits():
     for machine in ("x86_64", "aarch64"):
         assert 8 < len(seccomp.program(refuse_memfd=True, machine=machine)) <= 4096 * 8

@@ -1,4 +1,4 @@
-"""What a service ignores, because of how it was started, is not ignored inside; a job's end is not their doing."""
+"""Signals that the service ignores are not ignored inside; a signal to the whole job is not blamed on the policy."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("kind", [BubblewrapRuntime, LocalRuntime])
-async def test_nothing_is_ignored_inside_though_the_service_was_started_in_the_background(
+async def test_no_signal_is_ignored_inside_if_the_service_runs_in_the_background(
     kind: type[BubblewrapRuntime] | type[LocalRuntime], tmp_path: Path
 ):
     before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
@@ -32,10 +32,10 @@ async def test_nothing_is_ignored_inside_though_the_service_was_started_in_the_b
 
 
 @pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime])
-async def test_the_end_of_a_job_is_not_the_doing_of_what_runs_in_it(
+async def test_a_signal_to_the_whole_job_is_a_loss(
     kind: type[BubblewrapRuntime] | type[ApptainerRuntime], tmp_path: Path
 ):
-    """A batch system sends SIGTERM to every process of a job that it takes back, the runtimes' own among them."""
+    """A batch system sends SIGTERM to every process of a job that it ends, including those of the runtimes."""
     if kind is ApptainerRuntime and shutil.which("apptainer") is None:
         pytest.skip("apptainer is not installed")
     async with kind(root=tmp_path / "root") as runtime:
@@ -43,17 +43,17 @@ async def test_the_end_of_a_job_is_not_the_doing_of_what_runs_in_it(
         for pid in kernel.below({sandbox.pid}, kernel.living()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        await asyncio.sleep(0.5)  # on a busy machine the keeper, which is the last, gets it later
+        await asyncio.sleep(0.5)  # on a busy machine the init process, which is the last, gets it later
         with contextlib.suppress(ProcessLookupError):
             os.kill(sandbox.pid, signal.SIGTERM)
         assert (await sandbox.ended()).reason == "lost"
         await sandbox.kill()
 
 
-async def test_an_agent_that_ends_itself_by_a_jobs_signal_did_it_where_that_can_be_told(tmp_path: Path):
+async def test_an_agent_that_signals_itself_ends_the_sandbox_from_inside(tmp_path: Path):
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60)
-        with contextlib.suppress(SandboxEndedByPolicy):  # it may end before it has answered
+        with contextlib.suppress(SandboxEndedByPolicy):  # it may end before the answer
             await sandbox.exec("kill -TERM -1", timeout_s=10)
         assert (await sandbox.ended()).reason == "ended_inside"
         await sandbox.kill()

@@ -1,4 +1,4 @@
-"""Layers, honest and hostile, unpacked into real folders. What lies outside the folder must never change."""
+"""Unpacks valid and hostile layers into real folders. Nothing outside the folder may change."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tests.sandbox.registry import Entry, file, folder, hard, link, tar
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """What no layer may touch."""
+    """A folder that no layer may change."""
     made = tmp_path / "outside"
     made.mkdir()
     (made / "secret").write_text("secret")
@@ -36,7 +36,7 @@ def tree(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*")}
 
 
-def test_a_layer_becomes_files_of_whoever_unpacks_it(tmp_path: Path):
+def test_unpacked_files_belong_to_the_current_user(tmp_path: Path):
     root = unpack(
         tmp_path,
         [
@@ -58,10 +58,10 @@ def test_a_layer_becomes_files_of_whoever_unpacks_it(tmp_path: Path):
     assert {path.lstat().st_uid for path in root.rglob("*")} == {os.geteuid()}
     assert (root / "usr/bin/again").samefile(root / "usr/bin/su")
     assert (root / "lib").readlink() == Path("usr/lib")
-    assert (root / "etc/shadow").stat().st_mtime == 1_000_000_000, "a .pyc is believed by its source's time"
+    assert (root / "etc/shadow").stat().st_mtime == 1_000_000_000, "a .pyc is valid only with its source's mtime"
 
 
-def test_whiteouts_hide_what_lies_below_and_nothing_of_their_own_layer(tmp_path: Path):
+def test_whiteouts_hide_lower_layers_but_not_their_own(tmp_path: Path):
     root = unpack(
         tmp_path,
         [folder("a"), file("a/old"), file("a/kept"), folder("b/deep"), file("b/deep/old"), file("c/old"), file("d")],
@@ -92,7 +92,7 @@ def test_later_layers_replace_folders_by_files_and_files_by_folders(tmp_path: Pa
     )
 
 
-def test_links_on_the_way_are_walked_inside_the_image(tmp_path: Path, outside: Path):
+def test_links_are_resolved_inside_the_image(tmp_path: Path, outside: Path):
     root = unpack(
         tmp_path,
         [folder("usr/lib"), link("lib", "usr/lib"), link("abs", "/usr/lib"), link("up", "../../../../usr/lib")],
@@ -142,7 +142,7 @@ def test_no_link_leads_out(tmp_path: Path, outside: Path, target: str):
         [file("x" * 300)],
     ],
 )
-def test_what_no_honest_layer_does_is_refused(tmp_path: Path, outside: Path, entries: list[Entry]):
+def test_hostile_layers_are_refused(tmp_path: Path, outside: Path, entries: list[Entry]):
     with pytest.raises(ImageError):
         unpack(tmp_path, entries)
     assert tree(outside) == {"secret"} and (outside / "secret").stat().st_nlink == 1
@@ -178,7 +178,7 @@ def test_a_header_of_gigabytes_is_not_read_into_memory(tmp_path: Path):
 
 
 @pytest.mark.parametrize("cut", [100, 700, 1600])
-def test_half_a_layer_is_an_error(tmp_path: Path, cut: int):
+def test_an_incomplete_layer_is_an_error(tmp_path: Path, cut: int):
     whole = tar(file("a", b"x" * 5000))
     (tmp_path / "layer").write_bytes(whole[:cut] if cut > 100 else b"no tar at all" * 100)
     (tmp_path / "root").mkdir()
@@ -199,7 +199,7 @@ def test_a_layer_may_be_compressed_by_zstd(tmp_path: Path):
             unpacker.layer(tmp_path / "broken")
 
 
-def test_thousands_of_headers_in_a_row_are_an_error_that_is_told(tmp_path: Path):
+def test_thousands_of_consecutive_headers_are_an_error(tmp_path: Path):
     import tarfile
 
     (tmp_path / "layer").write_bytes(tarfile.TarInfo.create_pax_global_header({"a": "b"}) * 5000)

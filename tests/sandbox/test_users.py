@@ -1,4 +1,4 @@
-"""A service run as root: nobody in its sandboxes is root on the host, and no file of theirs is anyone else's."""
+"""A service run as root: no process in its sandboxes is root on the host, and each sandbox has its own files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rollyard.testing.sandbox_conformance import started
 from rollyard.tools.shell import Shell
 from tests.sandbox.runtimes import image
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only a service run as root has other uids to give")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only a service run as root can use other uids")
 
 KINDS = pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime], ids=lambda kind: kind.name)
 
 
 def uids_below(pid: int) -> set[int]:
-    """Of all processes of a sandbox, the keeper included, as the host sees them."""
+    """Returns the uids on the host of all processes of a sandbox, including the init process."""
     parents: dict[int, tuple[int, set[int]]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -44,7 +44,7 @@ def init_client(sandbox: Sandbox) -> int:
 
 
 @KINDS
-async def test_each_sandbox_has_an_unprivileged_uid_of_its_own(
+async def test_each_sandbox_has_its_own_unprivileged_uid(
     tmp_path: Path, kind: type[BubblewrapRuntime] | type[ApptainerRuntime]
 ) -> None:
     async with kind(root=tmp_path) as runtime, started(runtime) as one, started(runtime) as two:
@@ -59,7 +59,7 @@ async def test_each_sandbox_has_an_unprivileged_uid_of_its_own(
 
 
 @KINDS
-async def test_a_layer_of_one_uid_serves_another(
+async def test_a_layer_of_one_uid_is_usable_by_another(
     tmp_path: Path, kind: type[BubblewrapRuntime] | type[ApptainerRuntime]
 ) -> None:
     async with kind(root=tmp_path) as runtime:
@@ -69,7 +69,7 @@ async def test_a_layer_of_one_uid_serves_another(
         layer = runtime.layer_root / "layer"
         await sandbox.freeze(layer)
         async with (
-            started(runtime) as _,  # takes the uid that was given back
+            started(runtime) as _,  # takes the uid that was released
             started(runtime, SandboxSpec(image=spec.image, layers=(layer,))) as fork,
         ):
             result = await fork.exec(
@@ -80,7 +80,7 @@ async def test_a_layer_of_one_uid_serves_another(
         assert (layer / "upper" / "workspace" / "file").read_text() == "one\n"
 
 
-async def test_what_root_alone_may_read_can_be_bound(tmp_path: Path) -> None:
+async def test_a_file_that_only_root_can_read_can_be_bound(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("for this sandbox")
     secret.chmod(0o600)
@@ -92,7 +92,7 @@ async def test_what_root_alone_may_read_can_be_bound(tmp_path: Path) -> None:
             assert (await other.exec("ls /given", timeout_s=60.0)).status != 0
 
 
-async def test_uids_are_given_back_and_their_lack_is_told(tmp_path: Path) -> None:
+async def test_uids_are_released_and_their_exhaustion_is_reported(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path, uids=range(UIDS.start, UIDS.start + 2)) as runtime:
         sandboxes = await asyncio.gather(*[runtime.start(SandboxSpec(), lease_s=60.0) for _ in range(2)])
         with pytest.raises(SandboxStartFailed, match="all uids"):
@@ -102,7 +102,7 @@ async def test_uids_are_given_back_and_their_lack_is_told(tmp_path: Path) -> Non
             pass
 
 
-async def test_without_uids_it_says_that_sandboxes_are_the_services_own_user(tmp_path: Path) -> None:
+async def test_without_uids_sandboxes_run_as_the_services_user(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path, uids=None) as runtime, started(runtime) as sandbox:
         assert sandbox.limits_in_force["user"] == "the service's"
         assert (await runtime.probe())["uids"] != "ok"

@@ -20,7 +20,7 @@ from tests.worker import Ownership
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of one scenario."""
+    """The result of one scenario."""
 
     name: str
     took_s: float
@@ -40,7 +40,7 @@ def run_one(scenario: Scenario) -> Row:
 
 
 def run_all(scenarios: Sequence[Scenario], *, as_json: bool) -> int:
-    """The exit status."""
+    """Runs the scenarios and returns the exit status."""
     rows: list[Row] = []
     for number, scenario in enumerate(scenarios, 1):
         note(f"{number} of {len(scenarios)}: {scenario.name} ({scenario.what})")
@@ -63,7 +63,7 @@ def run_all(scenarios: Sequence[Scenario], *, as_json: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     names = [scenario.name for scenario in SCENARIOS]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all without it")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names)}; default: all")
     parser.add_argument("--json", action="store_true", dest="as_json", help="one JSON object per scenario on stdout")
     chosen = parser.parse_args()
     if unknown := [name for name in chosen.names if name not in names]:

@@ -1,7 +1,7 @@
-"""Breaks the code on purpose and shows that the suite's small form of each soak fails: `python -m tests.soak.broken`.
+"""Breaks the code on purpose and checks that the small form of each soak test fails: `python -m tests.soak.broken`.
 
 Each defect is one replacement in a copy of the package. The named test runs against an unchanged copy, where it must
-pass, and against the broken one, where it must fail. Exit status 1 if either is not so.
+pass, and against the broken one, where it must fail. The exit status is 1 otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import rollyard
 from rollyard.cli._console import note, show, table
 
 LIMIT_S = 150.0
-"""A defect may show as a rollout that never ends; then the test does not end either."""
+"""A defect may cause a rollout that never ends; then the test does not end either."""
 
 GRACE_S = 30.0
 FAILS = "fails"
@@ -29,7 +29,7 @@ FAILS = "fails"
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """One change of one file of the package, and the test that must fail because of it."""
+    """One change in one file of the package, and the test that must fail because of it."""
 
     name: str
     what: str
@@ -54,15 +54,15 @@ DEFECTS = (
         "store/_groups.py",
         "    if draw is not None:\n        put",
         "    if draw is not None and not groups:\n        put",
-        "tests/acceptance/test_draw_kill.py::test_batches_with_deaths_on_both_sides[deliver]",
+        "tests/acceptance/test_draw_kill.py::test_batches_survive_kills_of_service_and_trainer[deliver]",
     ),
     Defect(
         "groups",
-        "a restart forgets the groups of a draw that were in flight",
+        "a restart loses the groups of a draw that were in flight",
         "sampling/draw_runner.py",
-        "flying = [flock.adopt(group) for group in groups]",
+        "flying = [active_groups.adopt(group) for group in groups]",
         "flying = []",
-        "tests/acceptance/test_draw_kill.py::test_batches_with_deaths_on_both_sides[deliver]",
+        "tests/acceptance/test_draw_kill.py::test_batches_survive_kills_of_service_and_trainer[deliver]",
     ),
     Defect(
         "fleet",
@@ -74,7 +74,7 @@ DEFECTS = (
     ),
     Defect(
         "survive",
-        "the next service does not sweep what a killed one left",
+        "the next service does not remove the sandboxes of a killed one",
         "sandbox/runtimes/launched.py",
         'if await self._end_recorded(folder / "record.json"):',
         'if await self._end_recorded(folder / "record.json") and not paths:',
@@ -94,11 +94,11 @@ DEFECTS = (
         "sandbox/launcher/init_client.py",
         "self._loop.remove_reader(self._pidfd)\n            os.close(self._pidfd)",
         "self._loop.remove_reader(self._pidfd)",
-        "tests/soak/test_steady.py::test_what_a_service_holds_levels_off",
+        "tests/soak/test_steady.py::test_the_resource_use_of_a_service_levels_off",
     ),
     Defect(
         "fuzz",
-        "a body that is not JSON is not refused but breaks the call",
+        "a body that is not JSON is not refused and crashes the call",
         "service/models.py",
         "except (msgspec.DecodeError, UnicodeDecodeError, RecursionError)",
         "except (UnicodeDecodeError, RecursionError)",
@@ -108,14 +108,14 @@ DEFECTS = (
 
 
 def verdict(defect: Defect) -> str:
-    """ "fails" if the test passes without the defect and fails with it; else what happened instead."""
+    """Returns "fails" if the test passes without the defect and fails with it; else what happened instead."""
     with tempfile.TemporaryDirectory(prefix="rollyard-broken-") as name:
         package = Path(name, "rollyard")
         shutil.copytree(Path(rollyard.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
         file = package / defect.file
         text = file.read_text()
         if text.count(defect.old) != 1:
-            raise SystemExit(f"{defect.name}: {defect.file} has {text.count(defect.old)} times: {defect.old}")
+            raise SystemExit(f"{defect.name}: {defect.file} contains {text.count(defect.old)} times: {defect.old}")
         if _status(defect.test, Path(name)) != 0:
             return "FAILS WITHOUT THE DEFECT"
         file.write_text(text.replace(defect.old, defect.new))
@@ -124,7 +124,7 @@ def verdict(defect: Defect) -> str:
 
 
 def _status(test: str, folder: Path) -> int:
-    """Of pytest: 0 the test passed, 1 it failed or did not end within LIMIT_S."""
+    """Runs a test. Returns pytest's status: 0 if it passed, 1 if it failed or did not end within LIMIT_S."""
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", test]
     process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(folder)}, stdout=sys.stderr)
     try:

@@ -1,4 +1,4 @@
-"""The scenarios. Each raises AssertionError when something was lost, invented or left behind, and returns figures."""
+"""The scenarios. Each returns figures, and raises AssertionError if anything was lost, invented or left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.soak.steady import hour
 Figures = Mapping[str, Json]
 
 MOST_GROWN_MIB = 64
-"""Of a service's memory, between 40,000 and 100,000 requests."""
+"""Allowed growth of a service's memory between 40,000 and 100,000 requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""A service under a steady load: what it holds per look levels off. `make soak SOAK=steady` runs an hour.
+"""A service under a steady load, whose resource use must level off. `make soak SOAK=steady` runs an hour.
 
 Rollouts are submitted at a fixed rate, their traces are acknowledged as they end, and retention deletes ended rollouts
-after `RETAIN_S`. After the first third of the run everything that grows has reached its level: from then on memory,
+after `RETAIN_S`. After the first third of the run all resources have reached their level: from then on memory,
 descriptors, threads, processes, control groups and disk must not grow by more than `SLACK`.
 """
 
@@ -30,7 +30,7 @@ RETAIN_S = 20.0
 RUN = "steady"
 SLACK = 0.25
 SPARE = {"memory_mib": 48, "descriptors": 64, "threads": 16, "processes": 40, "cgroups": 40, "disk_mib": 48}
-"""What each may vary by, whatever its level: rollouts that happen to be live at a look."""
+"""Allowed variation of each, whatever its level: the number of live rollouts differs between samples."""
 
 _SHELL = '<tool_call>\n{"name": "shell", "arguments": {"command": "echo x > out.txt"}}\n</tool_call>'
 SCRIPT = {
@@ -44,7 +44,7 @@ SCRIPT = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the service and its sandboxes hold at one moment."""
+    """The resource use of the service and its sandboxes at one time."""
 
     second: int
     ended: int
@@ -65,7 +65,7 @@ def task(number: int) -> dict[str, Json]:
 
 @asynccontextmanager
 async def _service(folder: Path) -> AsyncGenerator[tuple[AsyncClient, int], None]:
-    """A client of a new service with the scripted engine and the run `RUN`, and the service's pid."""
+    """Yields a client of a new service with the scripted engine and the run `RUN`, and the service's PID."""
     (folder / "script.json").write_text(json.dumps(SCRIPT))
     async with engine_process(folder, 0.0) as (_, engine):
         engines = [{"id": "e1", "url": engine, "tokenizer": str(tokenizer_dir())}]
@@ -76,7 +76,7 @@ async def _service(folder: Path) -> AsyncGenerator[tuple[AsyncClient, int], None
 
 
 async def steady(folder: Path, *, per_s: int, seconds: float, looks: int) -> list[Look]:
-    """The looks, evenly spread. Raises AssertionError if a rollout fails or the service does not keep up."""
+    """Returns evenly spaced samples. Raises AssertionError if a rollout fails or the service does not keep up."""
     async with _service(folder) as (client, pid):
         load = _Load(client, per_s, seconds)
         found: list[Look] = []
@@ -92,7 +92,7 @@ async def steady(folder: Path, *, per_s: int, seconds: float, looks: int) -> lis
 
 
 async def in_lots(folder: Path, *, looks: int, each: int) -> list[Look]:
-    """One look after each lot of rollouts with sandboxes, when all of them have ended: independent of speed."""
+    """Returns one sample after each lot of rollouts with sandboxes has ended, which is independent of speed."""
     found: list[Look] = []
     async with _service(folder) as (client, pid):
         for number in range(1, looks + 1):
@@ -117,7 +117,7 @@ class _Load:
         return time.monotonic() - self.began
 
     async def submit(self) -> None:
-        """Each second as many as are due by now."""
+        """Submits each second the rollouts that are due."""
         while self.second < self._seconds:
             due = min(int(self.second * self._per_s) - self.submitted, 1000)
             if due > 0:
@@ -170,7 +170,7 @@ def print_looks(looks: list[Look]) -> None:
 
 
 def grown(looks: list[Look]) -> Mapping[str, str]:
-    """What has not levelled off: the mean of the last third against that of the middle third."""
+    """Returns what has not levelled off: compares the mean of the last third with that of the middle third."""
     third = len(looks) // 3
     middle, last = looks[third : 2 * third], looks[2 * third :]
     found: dict[str, str] = {}
@@ -182,7 +182,7 @@ def grown(looks: list[Look]) -> Mapping[str, str]:
 
 
 async def hour(folder: Path) -> Mapping[str, Json]:
-    """`SOAK_S` and `SOAK_PER_S` change the length and the rate."""
+    """Runs the full-size load. `SOAK_S` and `SOAK_PER_S` set the length and the rate."""
     seconds, per_s = float(os.environ.get("SOAK_S", "3600")), int(os.environ.get("SOAK_PER_S", "50"))
     note(f"steady: {per_s} rollouts/s for {seconds:.0f} s")
     looks = await steady(folder, per_s=per_s, seconds=seconds, looks=30)

@@ -1,4 +1,4 @@
-"""`make soak` and `python -m tests.soak.broken` themselves; the full-size scenarios are not run here."""
+"""Tests of `make soak` and `python -m tests.soak.broken`; the full-size scenarios are not run here."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ async def _lossy(folder: Path) -> Figures:
     raise AssertionError("one rollout was lost\nand more about it")
 
 
-def test_one_table_and_a_status_that_tells_of_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_exit_status_report_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
     fine, lossy = Scenario("fine", "all is well", _fine), Scenario("lossy", "loses one", _lossy)
     assert soak.run_all([fine], as_json=False) == 0
     assert "rollouts 7" in capsys.readouterr().out
@@ -48,7 +48,7 @@ def test_every_scenario_has_a_defect_that_its_small_form_finds() -> None:
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_a_defect_can_still_be_put_in(defect) -> None:
+def test_every_defect_still_applies(defect) -> None:
     assert (PACKAGE / defect.file).read_text().count(defect.old) == 1
     file, _, name = defect.test.partition("::")
     assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()

@@ -9,12 +9,12 @@ from tests.soak.steady import SPARE, Look, grown, in_lots
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_what_a_service_holds_levels_off(tmp_path: Path):
+async def test_the_resource_use_of_a_service_levels_off(tmp_path: Path):
     looks = await in_lots(tmp_path, looks=6, each=16)
     assert not grown(looks), looks
 
 
-def test_what_grows_is_named():
+def test_growing_resources_are_named():
     level = [Look(n, n, 100, 50, 8, 10, 4, 200) for n in range(9)]
     assert not grown(level)
     leak = [Look(n, n, 100, 50 + 40 * n, 8, 10, 4, 200) for n in range(9)]

@@ -1,4 +1,4 @@
-"""What scripts inside the sandbox begin with. It is text for `python3 -c`, whose arguments are the servers' ports."""
+"""The start of every script inside the sandbox: text for `python3 -c`, whose arguments are the servers' ports."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ ALLOWED, FORBIDDEN = "allowed.test", "forbidden.test"
 
 
 def send(data, wait=5):
-    """What the proxy answers to these bytes, to its end."""
+    """Sends these bytes and returns the proxy's whole answer."""
     if isinstance(data, str):
         data = data.encode("latin-1")
     with socket.create_connection(PROXY, wait) as sock:
@@ -42,7 +42,7 @@ def get(target, *headers, method="GET", version="1.1", body=b"", host=None):
 
 
 def connect(target, wait=5):
-    """A socket behind a CONNECT that got its 200; else the answer."""
+    """Returns the socket of a CONNECT that received a 200; else the answer."""
     sock = socket.create_connection(PROXY, wait)
     sock.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode("latin-1"))
     got = b""
@@ -55,7 +55,7 @@ def connect(target, wait=5):
 
 
 def tls(target, name, path="/"):
-    """An HTTPS GET through a tunnel to `target` that asks for `name`; what was answered, or the error."""
+    """Sends an HTTPS GET for `name` through a tunnel to `target`. Returns the answer or the error."""
     sock, got = connect(target)
     if sock is None:
         return got
@@ -70,7 +70,7 @@ def tls(target, name, path="/"):
 
 
 def hello(*names, extensions=b"", records=None):
-    """A ClientHello with these names in its SNI, by hand; `records`: cut into so many."""
+    """Builds a ClientHello with these names in its SNI, split into `records`."""
     listed = b"".join(b"\0" + struct.pack("!H", len(name)) + name for name in names)
     sni = struct.pack("!HHH", 0, len(listed) + 2, len(listed)) + listed if names else b""
     all_extensions = sni + extensions
@@ -83,7 +83,7 @@ def hello(*names, extensions=b"", records=None):
 
 
 def tunnel(target, data):
-    """What comes back when these bytes are sent through a CONNECT."""
+    """Sends these bytes through a CONNECT and returns the answer."""
     sock, got = connect(target)
     if sock is None:
         return got

@@ -1,7 +1,7 @@
-"""Real servers on this machine's loopback, names for them, and a real sandbox whose way out leads to some of them.
+"""Real servers on this machine's loopback, names for them, and a real sandbox whose egress proxy reaches some of them.
 
-`allowed.test` and what is below `sub.test` are on the list; `forbidden.test` and everything else are not, though their
-servers are just as near. Every server counts its connections, and every lookup is counted.
+`allowed.test` and names below `sub.test` are on the list; `forbidden.test` and all others are not, although their
+servers are on the same loopback. Every server counts its connections, and every lookup is counted.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ QUICK = ProxyBounds(connections=4, most_bytes=200_000, head_s=2.0, connect_s=5.0
 
 
 class Server:
-    """Answers HTTP, or TLS with HTTP inside, one request a connection; what it got is in `requests`."""
+    """Answers HTTP, or HTTP in TLS, one request per connection; `requests` contains the requests."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.connections = self.open = 0
         self.requests: list[bytes] = []
-        self.raw: bytes | None = None  # its answer, if it is to be this
-        self.names: list[str | None] = []  # that TLS clients asked for
+        self.raw: bytes | None = None  # its answer, if set
+        self.names: list[str | None] = []  # requested by TLS clients
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -87,13 +87,13 @@ class Server:
 
 
 class Names:
-    """The resolver: each name has a list of answers, the last of which stays. What was asked for is in `asked`."""
+    """The resolver: each name has a list of answers, the last of which is repeated. `asked` contains all lookups."""
 
     def __init__(self) -> None:
         self.answers: dict[str, list[Sequence[str]]] = {}
         self.asked: list[str] = []
         self.silent: set[str] = set()
-        self.most = self._now = 0  # lookups at once
+        self.most = self._now = 0  # concurrent lookups
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
         self.asked.append(host)
@@ -122,7 +122,7 @@ class Site:
     ledger: EgressLedger
 
     async def python(self, script: str, timeout_s: float = 60.0) -> str:
-        """Runs a script inside, with `preamble.py` before it; what it printed."""
+        """Runs a script inside, with `preamble.py` before it, and returns its output."""
         done = await self.run(["python3", "-c", PREAMBLE + script, *self.arguments], timeout_s)
         assert done.status == 0, done.stderr.decode("utf-8", "replace")
         return done.stdout.decode("utf-8", "replace")
@@ -140,7 +140,7 @@ class Site:
         return self.ledger.verdicts
 
     def check_unreached(self) -> None:
-        """Neither a server nor a resolver heard of what is not allowed."""
+        """Checks that no forbidden server was connected to and no forbidden name looked up."""
         assert self.forbidden.connections == 0, self.forbidden.requests
         assert self.forbidden_tls.connections == 0, self.forbidden_tls.requests
         wanted = {name for name in self.names.asked if name in (ALLOWED, *self.names.answers) and name != FORBIDDEN}
@@ -206,7 +206,7 @@ async def open_site(
 
 @asynccontextmanager
 async def served() -> AsyncGenerator[tuple[Server, Names, EgressCeiling], None]:
-    """A server on loopback as allowed.test, and a ceiling that lets tasks ask for it."""
+    """Yields a server on loopback as allowed.test, and a ceiling that allows tasks to list it."""
     server, names = Server(worker.free_port()), Names()
     names.answers["allowed.test"] = [["127.0.0.1"]]
     rule = HostRule("allowed.test", (server.port,))
@@ -216,7 +216,7 @@ async def served() -> AsyncGenerator[tuple[Server, Names, EgressCeiling], None]:
 
 @functools.cache
 def make_certificate() -> tuple[Path, Path]:
-    """One for all names here, which is its own authority; and its key."""
+    """Makes a self-signed certificate for all names here, and its key."""
     folder = Path(tempfile.mkdtemp(prefix=f"{worker.PREFIX}{os.getpid()}-"))
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     names = ",".join(f"DNS:{name}" for name in (ALLOWED, FORBIDDEN, "*.sub.test"))

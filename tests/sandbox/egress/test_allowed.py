@@ -1,4 +1,4 @@
-"""What is on the list is reached, by real clients from inside real sandboxes."""
+"""Real clients in real sandboxes reach the hosts on the list."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_python_follows_a_redirect_to_an_allowed_host(runtime: LaunchedRun
 
 
 @BY_BUBBLEWRAP
-async def test_bodies_pass_whole_in_both_directions(runtime: LaunchedRuntime):
+async def test_bodies_are_complete_in_both_directions(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         at = f"http://{ALLOWED}:{site.allowed.port}"
         big = await site.run(f"curl -sS {at}/big | wc -c")
@@ -74,7 +74,7 @@ async def test_the_doorway_is_reached_without_the_proxy(runtime: LaunchedRuntime
 
 
 @pytest.mark.parametrize("runtime", ["bubblewrap-folder", "apptainer", "apptainer-folder", "oci"], indirect=True)
-async def test_every_isolated_runtime_has_it(runtime: LaunchedRuntime):
+async def test_every_isolated_runtime_supports_egress(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         said = await site.python(
             "show(get(f'http://{ALLOWED}:{AP}/')); show(get(f'http://{FORBIDDEN}:{FP}/'));"
@@ -86,7 +86,7 @@ async def test_every_isolated_runtime_has_it(runtime: LaunchedRuntime):
 
 
 @BY_BUBBLEWRAP
-async def test_nothing_listens_in_a_sandbox_that_did_not_ask(runtime: LaunchedRuntime):
+async def test_a_sandbox_without_egress_has_no_listener(runtime: LaunchedRuntime):
     sandbox = await runtime.start(SandboxSpec(), lease_s=60)
     done = await sandbox.exec("env; curl -sS http://127.0.0.1:8130/", timeout_s=30)
     assert b"proxy" not in done.stdout.lower() and done.status == 7  # could not connect
@@ -94,7 +94,7 @@ async def test_nothing_listens_in_a_sandbox_that_did_not_ask(runtime: LaunchedRu
 
 
 @pytest.mark.parametrize("runtime", ["local"], indirect=True)
-async def test_the_local_runtime_refuses_it(runtime: LaunchedRuntime):
+async def test_the_local_runtime_refuses_egress(runtime: LaunchedRuntime):
     egress = Egress(rules=(HostRule(ALLOWED),), resolve=Names(), bounds=ProxyBounds())
     with pytest.raises(SandboxStartFailed, match="cannot restrict a command to a list of hosts"):
         await runtime.start(SandboxSpec(egress=egress), lease_s=60)

@@ -1,4 +1,4 @@
-"""What one sandbox can use up of its way out, and how it ends: bytes, connections, time, answers that are none."""
+"""Limits of one sandbox's egress: bytes, connections, time, invalid answers, and its end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ show(get(f"http://{ALLOWED}:{AP}/"))
         assert " 503 " in said and "cut off: True" in said and said.count("welcome") == 1
 
 
-async def test_an_idle_tunnel_ends(runtime: LaunchedRuntime):
+async def test_an_idle_tunnel_times_out(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=QUICK) as site:
         script = """
 sock, _ = connect(f"{ALLOWED}:{AT}", 60)
@@ -68,7 +68,7 @@ show(f"ended: {time.monotonic() - began > 1}")
         assert "ended: True" in await site.python(script) and site.verdicts == {"allowed": 1, "idle": 1}
 
 
-async def test_a_host_that_never_answers_ends(runtime: LaunchedRuntime):
+async def test_a_host_that_never_answers_times_out(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=QUICK) as site:
         done = await site.run(f"curl -sS -o /dev/null -w '%{{http_code}}' http://{ALLOWED}:{site.allowed.port}/silent")
         assert done.stdout == b"504" and site.verdicts == {"allowed": 1, "idle": 1}
@@ -77,7 +77,7 @@ async def test_a_host_that_never_answers_ends(runtime: LaunchedRuntime):
 SHORT = ProxyBounds(connect_s=0.5, idle_s=5.0)
 
 
-async def test_names_and_hosts_that_do_not_answer_are_told(runtime: LaunchedRuntime):
+async def test_failed_lookups_are_reported(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=SHORT) as site:
         site.names.answers["gone.sub.test"] = [["127.0.0.1"]]
         site.names.answers["many.sub.test"] = [["1.1.1.1"] * 65]
@@ -102,14 +102,14 @@ async def test_names_and_hosts_that_do_not_answer_are_told(runtime: LaunchedRunt
         (b"", "is not HTTP/1.1"),
     ],
 )
-async def test_an_answer_that_is_none_is_not_passed_on(answer: bytes, text: str, runtime: LaunchedRuntime):
+async def test_an_invalid_answer_is_not_forwarded(answer: bytes, text: str, runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=SHORT) as site:
         site.allowed.raw = answer
         said = await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
         assert said.startswith(("HTTP/1.1 502", "HTTP/1.1 431")) and text in said, said
 
 
-async def test_an_answer_in_broken_chunks_ends_there(runtime: LaunchedRuntime):
+async def test_a_malformed_chunk_ends_the_answer(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=SHORT) as site:
         head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         site.allowed.raw = head + b"5\r\nhello\r\nzz\r\n"
@@ -119,8 +119,8 @@ async def test_an_answer_in_broken_chunks_ends_there(runtime: LaunchedRuntime):
         assert " 502 " in await site.python("show(get(f'http://{ALLOWED}:{AP}/', version='1.0'))")
 
 
-async def test_a_half_open_tunnel_still_brings_the_answer(runtime: LaunchedRuntime):
-    """The client's end of sending is passed on; then the tunnel ends with the other side, or idle."""
+async def test_a_half_closed_tunnel_still_delivers_the_answer(runtime: LaunchedRuntime):
+    """The client's EOF is forwarded; then the tunnel ends with the other side, or by the idle timeout."""
     async with open_site(runtime, bounds=QUICK) as site:
         script = """
 sock, _ = connect(f"{ALLOWED}:{AP}", 30)
@@ -131,7 +131,7 @@ show(read_all(sock))
         assert "welcome" in await site.python(script) and site.verdicts == {"allowed": 1}
 
 
-async def test_there_is_no_udp_and_no_other_way(runtime: LaunchedRuntime):
+async def test_no_other_connection_is_possible(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         script = """
 for kind, address in ((socket.SOCK_DGRAM, ("1.1.1.1", 53)), (socket.SOCK_STREAM, ("1.1.1.1", 443)),
@@ -158,7 +158,7 @@ async def test_the_ledger_is_bounded(runtime: LaunchedRuntime):
         assert len(summary["hosts"]) == 32 and summary["unnamed"] == 68 and site.verdicts == {"host": 100}
 
 
-async def test_the_end_of_a_sandbox_cuts_its_tunnels(runtime: LaunchedRuntime):
+async def test_the_end_of_a_sandbox_closes_its_tunnels(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         script = """
 sock, _ = connect(f"{ALLOWED}:{AT}", 60)

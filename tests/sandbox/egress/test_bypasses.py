@@ -1,7 +1,7 @@
-"""Ways around the list, each tried from inside a real sandbox against real servers. None may reach a server, or a
-resolver, that is not on the list.
+"""Attempts to bypass the list, each made from a real sandbox against real servers. They may not connect to a server or
+look up a name that is not on the list.
 
-Each case: a script for `preamble.py`'s functions, what it must print, and the verdicts that the ledger must have.
+Each case has a script that uses `preamble.py`'s functions, the text that it must print, and the expected verdict.
 """
 
 from __future__ import annotations
@@ -198,17 +198,17 @@ TUNNELS = [
 
 
 @pytest.mark.parametrize("attack", [*PLAIN, *TUNNELS])
-async def test_it_reaches_nobody(attack: Case, runtime: LaunchedRuntime):
+async def test_the_attack_reaches_no_server(attack: Case, runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=QUICK) as site:
         said = await site.python(attack.script)
         assert attack.prints in said, said
         assert set(site.verdicts) == {attack.verdict}, (site.verdicts, said)
         assert "welcome" not in said
         site.check_unreached()
-        assert site.allowed.connections == site.allowed_tls.connections == 0, "nobody is connected to before the check"
+        assert site.allowed.connections == site.allowed_tls.connections == 0, "no connection is made before the check"
 
 
-# --- what begins with an allowed request ---------------------------------------------------------------
+# --- attacks that start with an allowed request --------------------------------------------------------
 
 
 async def test_a_redirect_is_checked_as_a_request(runtime: LaunchedRuntime):
@@ -221,7 +221,7 @@ async def test_a_redirect_is_checked_as_a_request(runtime: LaunchedRuntime):
         site.check_unreached()
 
 
-async def test_a_kept_connection_carries_no_second_request(runtime: LaunchedRuntime):
+async def test_a_connection_carries_one_request(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         script = """
 one = f"GET http://{ALLOWED}:{AP}/ HTTP/1.1\\r\\nHost: {ALLOWED}:{AP}\\r\\nConnection: keep-alive\\r\\n\\r\\n"
@@ -234,7 +234,7 @@ show(send(one + two))
         site.check_unreached()
 
 
-async def test_a_server_sees_one_request_however_the_body_is_framed(runtime: LaunchedRuntime):
+async def test_a_server_receives_one_request_whatever_the_framing(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         script = """
 inner = b"GET /smuggled HTTP/1.1\\r\\nHost: inner.test\\r\\n\\r\\n"
@@ -249,7 +249,7 @@ show(get(f"http://{ALLOWED}:{AP}/", "Transfer-Encoding: chunked", method="POST",
         assert all(request.count(b"HTTP/1.1") == 1 for request in site.allowed.requests)
 
 
-async def test_headers_that_name_another_host_are_left_out(runtime: LaunchedRuntime):
+async def test_headers_that_name_another_host_are_dropped(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         script = """
 show(get(f"http://{ALLOWED}:{AP}/", "X-Forwarded-Host: inner.test", "Forwarded: host=inner.test", "X-Host: inner.test",
@@ -261,7 +261,7 @@ show(get(f"http://{ALLOWED}:{AP}/", "X-Forwarded-Host: inner.test", "Forwarded: 
         assert b"inner.test" not in request and b"x-kept: yes" in request.lower()
 
 
-# --- names that lie -----------------------------------------------------------------------------------
+# --- names with forbidden addresses -------------------------------------------------------------------
 
 PRIVATE = ["10.0.0.1", "127.0.0.1", "169.254.169.254", "100.64.0.1", "::1", "::ffff:10.0.0.1", "64:ff9b::a00:1"]
 
@@ -269,8 +269,8 @@ PRIVATE = ["10.0.0.1", "127.0.0.1", "169.254.169.254", "100.64.0.1", "::1", "::f
 @pytest.mark.parametrize(
     "address", [*PRIVATE, "0.0.0.0", "224.0.0.1", "168.63.129.16", "fe80::1", "fd00::1", "2002:a00:1::"]
 )
-async def test_an_allowed_name_with_an_address_of_ours(address: str, runtime: LaunchedRuntime):
-    """Also when it is one among public ones: all of them have to be fit."""
+async def test_an_allowed_name_with_a_private_address_is_refused(address: str, runtime: LaunchedRuntime):
+    """Also if it is one of several public ones: all of them must be allowed."""
     async with open_site(runtime) as site:
         site.names.answers["lying.sub.test"] = [[address]]
         site.names.answers["half.sub.test"] = [["1.1.1.1", address]]
@@ -283,7 +283,7 @@ async def test_an_allowed_name_with_an_address_of_ours(address: str, runtime: La
 
 
 @pytest.mark.parametrize("address", ["169.254.169.254", "168.63.129.16", "0.0.0.0", "224.0.0.1", "::ffff:127.0.0.1"])
-async def test_what_stays_refused_for_a_host_that_may_be_private(address: str, runtime: LaunchedRuntime):
+async def test_some_addresses_are_refused_even_for_private_hosts(address: str, runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         site.names.answers[ALLOWED] = [[address]]
         assert " 403 " in await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
@@ -291,21 +291,21 @@ async def test_what_stays_refused_for_a_host_that_may_be_private(address: str, r
 
 
 async def test_a_name_is_looked_up_once_for_a_connection(runtime: LaunchedRuntime):
-    """The answer changes at each lookup. The one that was checked is the one that is connected to."""
+    """The answer changes at each lookup. The proxy connects to the address that it checked."""
     async with open_site(runtime) as site:
         site.names.answers[ALLOWED] = [["127.0.0.1"], ["127.0.0.9"]]
         assert "welcome" in await site.python("show(tls(f'{ALLOWED}:{AT}', ALLOWED))")
         assert site.names.asked == [ALLOWED] and site.allowed_tls.connections == 1
 
 
-async def test_names_below_a_wildcard_are_bounded_in_number(runtime: LaunchedRuntime):
+async def test_the_number_of_names_below_a_wildcard_is_bounded(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=QUICK) as site:
         said = await site.python("for i in range(20): show(get(f'http://data{i}.sub.test:{AP}/'))")
         assert len(site.names.asked) == QUICK.names and " 429 " in said
         assert site.verdicts == {"dns": QUICK.names, "names": 20 - QUICK.names}
 
 
-async def test_slow_lookups_are_bounded_at_a_time(runtime: LaunchedRuntime):
+async def test_concurrent_lookups_are_bounded(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=ProxyBounds(connect_s=1.0)) as site:
         site.names.silent |= {f"slow{number}.sub.test" for number in range(8)}
         script = """

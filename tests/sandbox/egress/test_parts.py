@@ -1,4 +1,4 @@
-"""The parts that judge: addresses, ClientHellos, mirrors. With hypothesis where bytes are hostile."""
+"""The checks of addresses, ClientHellos and mirrors, with hypothesis for hostile bytes."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ SPECIAL = ["198.18.0.1", "192.0.2.1", "198.51.100.1", "203.0.113.1", "2001:db8::
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_public_addresses_are_fit(address: str):
+def test_public_addresses_are_allowed(address: str):
     assert why_not(address, may_be_private=False) == ""
 
 
 @pytest.mark.parametrize("address", [*NEVER, *ONLY_IF_NAMED, *SPECIAL])
-def test_no_other_address_is(address: str):
+def test_other_addresses_are_refused(address: str):
     assert why_not(address, may_be_private=False)
 
 
 @pytest.mark.parametrize("address", ONLY_IF_NAMED)
-def test_private_ones_are_for_hosts_that_the_operator_named(address: str):
+def test_private_addresses_are_allowed_for_hosts_that_the_operator_lists(address: str):
     assert why_not(address, may_be_private=True) == ""
 
 
 @pytest.mark.parametrize("address", NEVER)
-def test_some_never_are(address: str):
+def test_some_addresses_are_always_refused(address: str):
     assert why_not(address, may_be_private=True)
 
 
 def real_hello(name: str | None) -> bytes:
-    """As OpenSSL sends it."""
+    """Returns a ClientHello as OpenSSL sends it."""
     context = ssl.create_default_context()
     context.check_hostname = False
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -62,7 +62,7 @@ def real_hello(name: str | None) -> bytes:
     return outgoing.read()
 
 
-def test_the_name_in_a_real_hello_is_found_however_it_arrives():
+def test_the_name_in_a_real_hello_is_found():
     data = real_hello("allowed.test")
     for size in range(len(data)):
         assert whole_hello(data[:size]) is None
@@ -71,12 +71,12 @@ def test_the_name_in_a_real_hello_is_found_however_it_arrives():
     assert server_name(whole_hello(real_hello(None)) or b"") is None
 
 
-def test_what_comes_after_the_hello_is_not_read():
+def test_data_after_the_hello_is_not_parsed():
     assert whole_hello(real_hello("a.test") + b"\x17\x03\x03 early data")
 
 
 @given(st.binary(max_size=600), st.integers(0, 520), st.integers(0, 255))
-def test_no_bytes_break_the_reader(noise: bytes, at: int, byte: int):
+def test_arbitrary_bytes_do_not_crash_the_parser(noise: bytes, at: int, byte: int):
     data = bytearray(REAL)
     data[at % len(data)] = byte
     for text in (noise, bytes(data), REAL[: at % len(REAL)] + noise, b"\x16\x03\x01" + noise):
@@ -100,12 +100,12 @@ def test_a_hello_is_bounded():
 
 
 @pytest.mark.parametrize("url", ["ftp://a.b/", "http://user:secret@a.b/", "a.b", "http://", "http://a.b:99999/"])
-def test_what_is_no_mirror_is_refused(url: str):
+def test_invalid_mirror_urls_are_refused(url: str):
     with pytest.raises(ValueError):
         mirror_rule(url)
 
 
-def test_apt_gets_a_source_for_its_release_and_none_for_others(tmp_path: Path):
+def test_apt_gets_a_source_only_for_known_releases(tmp_path: Path):
     release = 'PRETTY_NAME="x"\nID=debian\nVERSION_CODENAME=bookworm\n'
     assert apt_source("http://m/debian", release) == "deb http://m/debian bookworm main\n"
     assert (

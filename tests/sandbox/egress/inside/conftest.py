@@ -1,4 +1,4 @@
-"""Tests that run in a network namespace of their own, by ../test_public.py. Elsewhere they are not collected."""
+"""Tests that ../test_public.py runs in their own network namespace. Elsewhere they are not collected."""
 
 from tests.fleet import netns
 

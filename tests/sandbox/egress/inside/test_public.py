@@ -1,8 +1,8 @@
-"""Public addresses, really connected to: in a network namespace whose loopback has one of them.
+"""Connections to public addresses, in a network namespace whose loopback has one of them.
 
-    the sandbox ──▶ its proxy ──▶ 93.184.216.34 (on this namespace's `lo`), and beside it 127.0.0.1 and 10.1.2.3
+    the sandbox ──▶ its proxy ──▶ 93.184.216.34 (on this namespace's `lo`), besides 127.0.0.1 and 10.1.2.3
 
-There, a name whose answer changes is a real rebinding: the next answer leads to a server that listens.
+Here, a name whose answer changes is a real DNS rebinding: the next answer is the address of a listening server.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Place:
 
 @asynccontextmanager
 async def open_place() -> AsyncGenerator[Place, None]:
-    """A server at the public address and one at the private ones, on the same port."""
+    """Opens a server at the public addresses and one at the private ones, on the same port."""
     for address in (f"{PUBLIC}/32", f"{PRIVATE}/32", f"{PUBLIC6}/128"):
-        ready = ["nodad"] if ":" in address else []  # it can be bound to at once
+        ready = ["nodad"] if ":" in address else []  # so that it can be bound at once
         subprocess.run(["ip", "addr", "replace", address, "dev", "lo", *ready], check=True, capture_output=True)
     public, private = Server(8080), Server(8080)
     async with AsyncExitStack() as stack:
@@ -43,7 +43,7 @@ async def open_place() -> AsyncGenerator[Place, None]:
 async def asked(
     place: Place, folder: Path, *urls: str, rules: tuple[str, ...] = ("*:8080",), is_own: bool = False
 ) -> str:
-    """What curl says from inside. `is_own`: that the public addresses are on this machine counts."""
+    """Returns curl's output from inside. `is_own`: the proxy refuses the public addresses as this machine's."""
     egress = Egress(
         rules=tuple(map(HostRule.parse, rules)),
         resolve=place.names,
@@ -66,7 +66,7 @@ async def test_a_public_host_is_reached(tmp_path: Path):
         assert said == "welcome\nwelcome\n" and place.ledger.verdicts == {"allowed": 2}
 
 
-async def test_an_answer_that_changes_leads_nowhere_else(tmp_path: Path):
+async def test_every_changed_dns_answer_is_checked(tmp_path: Path):
     async with open_place() as place:
         place.names.answers = {"re.test": [[PUBLIC], [PRIVATE], ["127.0.0.1"], [PUBLIC, PRIVATE], [PUBLIC]]}
         said = await asked(place, tmp_path, *["http://re.test:8080/"] * 5)
@@ -75,7 +75,7 @@ async def test_an_answer_that_changes_leads_nowhere_else(tmp_path: Path):
         assert place.private.connections == 0 and place.public.connections == 2
 
 
-async def test_a_literal_is_reached_only_if_it_is_listed(tmp_path: Path):
+async def test_a_literal_address_is_reached_only_if_it_is_listed(tmp_path: Path):
     async with open_place() as place:
         urls = [f"http://{PUBLIC}:8080/", f"http://[{PUBLIC6}]:8080/", f"http://{PRIVATE}:8080/"]
         assert "welcome" not in await asked(place, tmp_path, *urls)
