@@ -44,7 +44,7 @@ async def test_nodes_run_what_the_head_leases_and_the_head_has_all_of_it(tmp_pat
             nodes = await nodes_of(site)
             assert sum(node["ended"] for node in nodes.values()) == 16
             refused = await site.call("PATCH", "/v1/pools", json={"run": 9})
-            assert refused.code == "invalid_request" and "its nodes'" in refused.body["detail"]
+            assert refused.code == "invalid_request" and "belong to its nodes" in refused.body["detail"]
             assert {node["live"] for node in nodes.values()} == {0}
             again = await site.post("/v1/rollouts/r3/rescore")
             assert again.status == 200 and again.body["scores"][-1]["reward"] == 1.0, again.body

@@ -72,8 +72,8 @@ def test_one_node_needs_no_ray_and_several_do():
 def test_an_engines_command_is_the_shells_as_it_was_typed():
     lines = lines_of(script(spec(engine_command=VLLM, nodes=3, uses_ray=True, engine_nodes=2)))
     assert """  vllm serve 'my model' --host "$ENGINE_HOST" --port "$ENGINE_PORT" --seed $SEED""" in lines
-    assert "ENGINE_NODES=2  # engines in this job, on so many of its nodes" in lines
-    with pytest.raises(SlurmError, match="where its port goes"):
+    assert "ENGINE_NODES=2  # number of this job's nodes with an engine" in lines
+    with pytest.raises(SlurmError, match=r"does not contain \{port\}"):
         spec(engine_command="vllm serve m")
 
 
@@ -86,10 +86,10 @@ def test_words_with_blanks_stay_words():
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"folder": Path("/shared/my yard")}, "cannot stand in a batch script"),
+        ({"folder": Path("/shared/my yard")}, "cannot be used in a batch script"),
         ({"scratch": "/a/very/long/path/to/scratch"}, "at most 24"),
-        ({"extra": ("--constraint=x",)}, "no line for Slurm"),
-        ({"extra": ("#SBATCH -x\nrm -r /",)}, "no line for Slurm"),
+        ({"extra": ("--constraint=x",)}, "is not an #SBATCH line"),
+        ({"extra": ("#SBATCH -x\nrm -r /",)}, "is not an #SBATCH line"),
     ],
 )
 def test_what_cannot_work_is_refused_before_it_is_submitted(fields: dict[str, object], why: str):
@@ -114,10 +114,10 @@ def test_a_scratch_folder_that_another_made_is_not_used(tmp_path: Path):
         return subprocess.run(["bash", "-c", call], env=environ, capture_output=True, text=True, check=False).stdout
 
     assert told("new") == told("new") == "made\n"
-    assert told("link") == f"{tmp_path}/link on n1 is not ours\n"
+    assert told("link") == f"{tmp_path}/link on n1 is a link or belongs to another user\n"
     if os.geteuid() == 0:
         os.chown(tmp_path / "theirs", 65534, 65534)
-        assert told("theirs") == f"{tmp_path}/theirs on n1 is not ours\n"
+        assert told("theirs") == f"{tmp_path}/theirs on n1 is a link or belongs to another user\n"
 
 
 def test_the_job_variables_are_gone_from_what_the_script_starts():
@@ -162,7 +162,7 @@ async def test_a_dry_run_prints_the_script_and_does_nothing(cli: Cli, tmp_path: 
     assert (said.status, said.err) == (0, "")
     lines = lines_of(said.out)
     assert {"export ROLLYARD_RUN_SLOTS=64", "export ROLLYARD_RUNTIME=bubblewrap", "  module load x"} <= set(lines)
-    assert f"FOLDER={tmp_path}/yard  # tokens, logs and the service's address; every node sees it" in lines
+    assert f"FOLDER={tmp_path}/yard  # tokens, logs and the service's address; shared by all nodes" in lines
     assert "ENGINES=(http://gpu1:8000)" in lines
     assert not (tmp_path / "yard").exists()
 
@@ -180,7 +180,7 @@ async def test_without_slurm_it_says_so(cli: Cli, command: str, monkeypatch: pyt
     ("argv", "says"),
     [
         (["--kind", "vllm"], "need an engine"),
-        (["--engine-command", "vllm serve m"], "where its port goes"),
+        (["--engine-command", "vllm serve m"], "does not contain {port}"),
         (["--nodes", "2", "--no-ray"], "several nodes need Ray"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A whole yard of real parts in this process: SQLite, bubblewrap, a scripted engine over HTTP."""
+"""A whole pipeline of real parts in this process: SQLite, bubblewrap, a scripted engine over HTTP."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ SETTINGS = PipelineSettings(
 
 
 def says(*turns: Reply | str) -> Rules:
-    """A script for `shell_task`; whoever asks something else (the probe of an engine) is answered "ok"."""
+    """A script for `shell_task`; any other request (the probe of an engine) is answered "ok"."""
     return Rules(rules=(("do it", tuple(Reply(turn) if isinstance(turn, str) else turn for turn in turns)),))
 
 
@@ -56,7 +56,7 @@ def shell_task(instruction: str = "do it", checks: Sequence[Json] = ("test -f do
 
 @dataclass
 class Site:
-    """What a test drives and looks at."""
+    """What a test drives and inspects."""
 
     pipeline: Pipeline
     store: SqliteStore
@@ -76,7 +76,8 @@ class Site:
         return await self.ended(await self.submit(task, **fields), within_s)
 
     async def ended(self, rollout_id: str, within_s: float = 30.0) -> Rollout:
-        """The rollout, when its end is stored and its attempt, which lets go of what it held only then, is done."""
+        """Returns the rollout when its end is stored and its attempt, which releases what it held only then, is
+        done."""
         rollout = await self.pipeline.wait(rollout_id, within_s)
         assert rollout.state is State.ENDED, f"still {rollout.state} after {within_s} s"
         async with asyncio.timeout(90):
@@ -99,7 +100,7 @@ class Site:
                 await asyncio.sleep(0.01)
 
     async def idle_run(self, within_s: float = 10.0) -> None:
-        """Waits until what ended RUN has left its slot, its sandbox with it."""
+        """Waits until what ended RUN has left its slot, and its sandbox is gone."""
         async with asyncio.timeout(within_s):
             while self.pipeline.run_pool.active:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Independent pools, a bounded READY buffer, one budget for all that lives, live resizing."""
+"""Independent pools, a bounded READY buffer, one budget for all live rollouts, resizing while they run."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ DO_IT = says(shell("touch done"), finish())
 
 
 async def settled(pipeline: Site) -> dict[str, int]:
-    """The states, once nothing has changed for a while."""
+    """Returns the states once nothing has changed for a while."""
     before: dict[str, int] = {}
     while True:
         await asyncio.sleep(0.5)
@@ -47,7 +47,7 @@ async def test_a_slow_eval_holds_no_run_slot_but_counts_in_the_budget(tmp_path: 
         assert await settled(pipeline) == {"eval": 6, "queued": 2}
 
 
-async def test_a_stage_of_size_zero_stands_still_and_goes_on_when_it_grows(tmp_path: Path):
+async def test_a_stage_of_size_zero_stops_and_continues_when_it_grows(tmp_path: Path):
     async with site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0)) as pipeline:
         rollout_id = await pipeline.submit(shell_task())
         await pipeline.until(rollout_id, State.EVAL)
@@ -56,7 +56,7 @@ async def test_a_stage_of_size_zero_stands_still_and_goes_on_when_it_grows(tmp_p
         await pipeline.ended(rollout_id)
 
 
-async def test_a_runs_quota_leaves_room_for_others(tmp_path: Path):
+async def test_a_runs_quota_leaves_room_for_other_runs(tmp_path: Path):
     async with site(tmp_path, says(shell("sleep 60")), run=Run("run", max_live=2)) as pipeline:
         await pipeline.store.put_run(Run("other"), {"id": "other"})
         pipeline.pipeline.know(Run("other"))

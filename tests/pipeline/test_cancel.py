@@ -44,10 +44,10 @@ async def test_a_cancelled_rollout_ends_once_and_leaves_nothing(tmp_path: Path, 
         await pipeline.idle()
         pipeline.nothing_left()
         assert not list((tmp_path / "sandboxes").glob("sbx_*")), "its folder is gone"
-        await pipeline.engines[0].idle()  # the engine was told to stop
+        await pipeline.engines[0].idle()  # the engine has stopped the call
 
 
-async def test_a_cancel_is_idempotent_and_an_ended_rollout_stays_as_it_is(tmp_path: Path):
+async def test_a_cancel_is_idempotent_and_does_not_change_an_ended_rollout(tmp_path: Path):
     async with site(tmp_path, DO_IT) as pipeline:
         rollout = await pipeline.rolled(shell_task())
         again = await pipeline.pipeline.cancel(rollout.id)
@@ -55,7 +55,7 @@ async def test_a_cancel_is_idempotent_and_an_ended_rollout_stays_as_it_is(tmp_pa
         assert again.ending == rollout.ending
 
 
-async def test_a_cancel_before_its_submit_wins(tmp_path: Path):
+async def test_a_cancel_before_the_submit_applies(tmp_path: Path):
     async with site(tmp_path, DO_IT) as pipeline:
         assert await pipeline.pipeline.cancel("early") is None
         rollout = await pipeline.rolled(shell_task(), rollout_id="early")
@@ -63,7 +63,7 @@ async def test_a_cancel_before_its_submit_wins(tmp_path: Path):
         assert rollout.ending.outcome is Outcome.CANCELLED
 
 
-async def test_deleting_a_run_ends_all_of_it(tmp_path: Path):
+async def test_deleting_a_run_ends_all_its_rollouts(tmp_path: Path):
     async with site(tmp_path, says(shell("sleep 60"))) as pipeline:
         ids = [await pipeline.submit(shell_task()) for _ in range(12)]
         await pipeline.until(ids[0], State.RUN)
@@ -72,7 +72,7 @@ async def test_deleting_a_run_ends_all_of_it(tmp_path: Path):
         assert (await pipeline.store.list(runs=["run"])).rollouts == ()
 
 
-async def test_who_waits_is_told_of_a_cancel_that_hits_a_rollout_on_its_way_from_the_queue(tmp_path: Path):
+async def test_a_cancel_during_admission_wakes_waiters(tmp_path: Path):
     async with site(tmp_path, DO_IT) as pipeline:
         for number in range(30):
             rollout_id = await pipeline.submit(shell_task(), f"r{number}")
@@ -86,14 +86,14 @@ async def test_who_waits_is_told_of_a_cancel_that_hits_a_rollout_on_its_way_from
             assert rollout.ending.outcome is Outcome.CANCELLED
         await pipeline.idle()
         ended = [event for event in pipeline.pipeline.event_log._ring if event.state is State.ENDED]
-        assert len(ended) == 30, "each end is told once"
+        assert len(ended) == 30, "each end is published once"
 
 
-async def test_a_cancel_of_an_attempt_that_is_being_given_back_is_not_forgotten(tmp_path: Path):
+async def test_a_cancel_while_an_attempt_is_given_back_is_not_lost(tmp_path: Path):
     async with site(tmp_path, says(shell("sleep 60"))) as pipeline:
         rollout_id = await pipeline.submit(quick(shell_task(), tool_s=60))
         await pipeline.until(rollout_id, State.RUN)
-        pipeline.pipeline.live[rollout_id].stop(Stalled("nothing moved"))  # it will be tried again
+        pipeline.pipeline.live[rollout_id].stop(Stalled("no progress"))  # it will be retried
         await pipeline.pipeline.cancel(rollout_id)
         rollout = await pipeline.ended(rollout_id, within_s=10)
         assert rollout.ending is not None
@@ -105,7 +105,7 @@ async def test_a_cancel_of_an_attempt_that_is_being_given_back_is_not_forgotten(
 
 
 class Failing(Environment):
-    """Fails in the stage that it is told to, or in none."""
+    """Fails in the stage that it is given, or in no stage."""
 
     name = "failing"
     tools = ("shell", "finish")

@@ -1,4 +1,4 @@
-"""The doorway of a task with an agent program: no model before RUN, and a sandbox whatever the plan says."""
+"""The doorway of a task with an agent program: no model before RUN, and a sandbox even if the plan needs none."""
 
 import asyncio
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ except urllib.error.HTTPError as error:
 
 @dataclass
 class Talk(Environment):
-    """Needs no sandbox of its own; in `init` it asks the doorway of the one that it gets."""
+    """Needs no sandbox of its own; its `init` calls the doorway of the one that it gets."""
 
     name: ClassVar[str] = "talk"
     said: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ def talk_task() -> Task:
     return Task("talk", agent=AgentSpec("command", runs(PROGRAM)))
 
 
-async def test_a_program_gets_a_sandbox_and_its_model_only_in_run(tmp_path: Path):
+async def test_an_agent_program_gets_a_sandbox_and_its_model_only_in_run(tmp_path: Path):
     talk = Talk()
     async with site(tmp_path, plays(["it"]), environments=Environments({"talk": talk}), pythons=pythons()) as pipeline:
         rollout = await pipeline.rolled(talk_task())
@@ -91,7 +91,7 @@ for name in ("weigh", "lift"):
 """
 
 
-async def test_a_program_finds_the_environments_tools_by_mcp(tmp_path: Path):
+async def test_an_agent_program_gets_the_environments_tools_by_mcp(tmp_path: Path):
     environments = Environments({"talk": Talk(brings_tools=True)})
     task = Task("talk", agent=AgentSpec("command", runs(BY_MCP + PROGRAM)))
     async with site(tmp_path, plays(["it"]), environments=environments, pythons=pythons()) as pipeline:
@@ -106,7 +106,7 @@ async def test_a_program_finds_the_environments_tools_by_mcp(tmp_path: Path):
     assert said == ["['weigh']", "False anvil: 7 kg", "True there is no tool 'lift'; there are: weigh"]
 
 
-async def test_a_tool_whose_world_is_gone_ends_the_programs_rollout_without_a_score(tmp_path: Path):
+async def test_a_tool_whose_server_is_down_ends_the_rollout_without_a_score(tmp_path: Path):
     @tool
     async def broken(thing: str) -> str:
         """Its server is down."""
@@ -126,7 +126,7 @@ async def test_a_tool_whose_world_is_gone_ends_the_programs_rollout_without_a_sc
 
 @dataclass
 class Odd:
-    """A tool that keeps no promise."""
+    """A tool that hangs or raises."""
 
     spec: ToolSpec
 
@@ -139,7 +139,7 @@ class Odd:
         pass
 
 
-async def test_a_tool_that_hangs_is_an_observation_and_one_with_a_bug_is_not(monkeypatch: pytest.MonkeyPatch):
+async def test_a_hanging_tool_is_an_observation_and_a_raising_tool_fails_the_rollout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mcp_tools, "GRACE_S", 0.05)
     failures: list[RollyardError] = []
     server = mcp_tools.ToolServer({name: Odd(ToolSpec(name, "", {})) for name in ("hangs", "breaks")}, tool_s=0.05)
@@ -148,11 +148,11 @@ async def test_a_tool_that_hangs_is_an_observation_and_one_with_a_bug_is_not(mon
     assert (hung.content[0].text, hung.is_error) == ("Error: hangs did not answer within 0.05 s", True)
     assert failures == []
     broken = await server._call(None, CallToolRequestParams(name="breaks"))
-    assert broken.content[0].text == "this rollout has ended", "what it raised is not for the program"
+    assert broken.content[0].text == "this rollout has ended", "the exception is not shown to the program"
     assert [failure.code for failure in failures] == ["internal_error"]
 
 
-async def test_the_name_of_the_environments_tools_is_taken(tmp_path: Path):
+async def test_the_name_of_the_environments_tools_is_reserved(tmp_path: Path):
     environments = Environments({"talk": Talk(brings_tools=True)})
     options = {**runs(PROGRAM), "mcp": {"environment": {"server": "known", "inside": True}}}
     servers = {"known": OutsideServer("http://127.0.0.1:9/mcp")}
@@ -165,7 +165,7 @@ async def test_the_name_of_the_environments_tools_is_taken(tmp_path: Path):
     assert "that name is reserved for talk's own tools" in rollout.ending.failure.detail
 
 
-def test_a_context_has_one_of_the_two_and_says_which():
+def test_a_context_without_a_gateway_names_the_missing_setting():
     context = AgentContext(Task("x"), "r", object(), {}, None, Deadline())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="set needs_gateway"):
         _ = context.gateway

@@ -1,4 +1,4 @@
-"""A task that asks for hosts, in a whole rollout: what it reaches in which stage, and what its record says."""
+"""A task that lists hosts, in a whole rollout: what it reaches in each stage, and what its record contains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fetch(port: int) -> str:
     return f"curl -sSf http://allowed.test:{port}/"
 
 
-async def test_run_reaches_what_is_listed_and_eval_stays_offline(tmp_path: Path):
+async def test_run_reaches_listed_hosts_and_eval_stays_offline(tmp_path: Path):
     async with served() as (server, names, ceiling):
         get = fetch(server.port)
         task = asking(shell_task(checks=[f"! {get}", 'test -z "$http_proxy"']), f"allowed.test:{server.port}")
@@ -55,7 +55,7 @@ async def test_run_reaches_what_is_listed_and_eval_stays_offline(tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", ["fresh", "same"])
-async def test_eval_alone_can_have_hosts(mode: str, tmp_path: Path):
+async def test_hosts_can_be_listed_for_eval_alone(mode: str, tmp_path: Path):
     async with served() as (server, names, ceiling):
         get = fetch(server.port)
         task = asking(shell_task(checks=[get], eval=mode), eval_hosts=(f"allowed.test:{server.port}",))
@@ -67,7 +67,7 @@ async def test_eval_alone_can_have_hosts(mode: str, tmp_path: Path):
             assert rollout.ending.score.reward == 1.0 and server.connections == 1
 
 
-async def test_a_set_up_that_fetched_is_not_found_by_a_task_that_may_not(tmp_path: Path):
+async def test_a_set_up_that_used_egress_is_not_shared_with_an_offline_task(tmp_path: Path):
     async with served() as (server, names, ceiling):
         task = shell_task(checks=["grep welcome got"], setup=[f"{fetch(server.port)} > got"])
         script = says(finish(), finish())
@@ -81,8 +81,8 @@ async def test_a_set_up_that_fetched_is_not_found_by_a_task_that_may_not(tmp_pat
             assert offline.ending.failure.code == "setup_failed" and server.connections == 1
 
 
-async def test_a_set_up_whose_host_is_down_is_tried_again(tmp_path: Path):
-    """Not the task's failure, and remembered for no other: the third attempt finds the host."""
+async def test_a_set_up_whose_host_is_down_is_retried(tmp_path: Path):
+    """It is not the task's failure and not remembered for other tasks: the third attempt finds the host."""
     async with served() as (server, names, ceiling):
         up = names.answers["allowed.test"]
         names.answers["allowed.test"] = []
@@ -100,7 +100,7 @@ async def test_a_set_up_whose_host_is_down_is_tried_again(tmp_path: Path):
             assert {lost.code for lost in rollout.lost} == {"tool_unreachable"}
 
 
-async def test_an_eval_whose_host_is_down_is_tried_once_more_and_then_counts(tmp_path: Path):
+async def test_an_eval_whose_host_is_down_is_retried_once_and_then_counts(tmp_path: Path):
     async with served() as (server, names, ceiling):
         names.answers["allowed.test"] = []
         task = asking(shell_task(checks=[fetch(server.port)]), eval_hosts=ceiling_texts(ceiling))
@@ -128,7 +128,7 @@ REFUSED: list[tuple[EgressOptions, EgressCeiling, type[RollyardError], str]] = [
 
 
 @pytest.mark.parametrize(("wanted", "ceiling", "error", "text"), REFUSED)
-async def test_what_the_operator_does_not_allow_is_refused_at_submit(
+async def test_egress_that_the_operator_does_not_allow_is_refused_at_submit(
     wanted: EgressOptions, ceiling: EgressCeiling, error: type[RollyardError], text: str, tmp_path: Path
 ):
     async with site(tmp_path, says(finish()), egress=ceiling) as pipeline:
@@ -137,7 +137,7 @@ async def test_what_the_operator_does_not_allow_is_refused_at_submit(
             pipeline.pipeline.resources.check(replace(task, sandbox=replace(task.sandbox, egress=wanted)), pipeline.run)
 
 
-async def test_a_ceiling_that_was_lowered_since_the_submit_holds(tmp_path: Path):
+async def test_an_egress_ceiling_lowered_since_the_submit_is_enforced(tmp_path: Path):
     async with site(tmp_path, says(finish())) as pipeline:
         rollout = await pipeline.rolled(asking(shell_task(), "allowed.test"))
         assert rollout.ending is not None and rollout.ending.failure is not None
@@ -170,7 +170,7 @@ def make_wheel(path: Path) -> bytes:
     return path.read_bytes()
 
 
-async def test_pip_npm_and_apt_find_the_operators_mirrors(tmp_path: Path):
+async def test_pip_npm_and_apt_use_the_operators_mirrors(tmp_path: Path):
     """pip installs from one whose address is private; a task that names just the mirror is allowed it."""
     index, names = Index(worker.free_port(), make_wheel(tmp_path / "hi-1-py3-none-any.whl")), Names()
     names.answers["mirror.test"] = [["127.0.0.1"]]

@@ -1,7 +1,7 @@
-"""EVAL `same`: RUN's whole file system is judged, and nothing that RUN left is *executed* by the judging.
+"""EVAL `same`: RUN's whole file system is evaluated, and the evaluation *executes* nothing that RUN left.
 
-Each hostile case plants something, sees in RUN that it works (`touch bit`), and is then met by a check that it would
-have fooled.
+Each hostile case plants something, shows in RUN that it works (`touch bit`), and then meets a check that it would have
+fooled.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def frozen(pipeline: Site) -> list[str]:
 
 
 async def gone(pipeline: Site) -> None:
-    """Waits until what was left is deleted."""
+    """Waits until RUN's files are deleted."""
     (layers,) = pipeline.pipeline.resources.layers.values()
     while layers._removals:
         await asyncio.wait(layers._removals)
@@ -64,7 +64,7 @@ async def test_without_an_image_the_checks_see_workspace_home_and_tmp(tmp_path: 
 
 @pytest.mark.parametrize("is_sif", [False, True], ids=["folder", "sif"])
 @pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime], ids=lambda kind: kind.name)
-async def test_the_checks_see_what_run_left_anywhere_and_what_the_set_up_left(tmp_path: Path, kind: Any, is_sif: bool):
+async def test_the_checks_see_all_files_of_run_and_of_the_set_up(tmp_path: Path, kind: Any, is_sif: bool):
     run = "mkdir -p /srv/data && echo 42 > /srv/data/answer && echo x > /tmp/t && echo y > ~/note && rm /workspace/b"
     task = same_task(
         "grep -qx 42 /srv/data/answer",
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("case", CASES)
-async def test_what_run_planted_does_not_fool_the_checks(tmp_path: Path, case: str, kind: Any):
+async def test_files_planted_by_run_do_not_fool_the_checks(tmp_path: Path, case: str, kind: Any):
     attack, checks = CASES[case]
     async with site(tmp_path, says(shell(attack), finish()), kind=kind) as pipeline:
         score = scored(await pipeline.rolled(same_task(BIT, *checks), within_s=50))
@@ -171,7 +171,7 @@ async def test_what_run_planted_does_not_fool_the_checks(tmp_path: Path, case: s
 
 
 class Verified(Environment):
-    """A verifier with tests of its own, bound from outside, that leaves its verdict in a file, as many do."""
+    """A verifier with its own tests, bound from outside, that leaves its verdict in a file, as many do."""
 
     name = "verified"
     tools = ("shell", "finish")
@@ -235,7 +235,7 @@ FORGED = "mkdir -p /logs && echo 1 > /logs/reward"
     ],
     ids=["honest", "reward written before", "tests linked", "tests linked, right", "logs linked", "tests planted"],
 )
-async def test_the_verifiers_tests_and_verdict_are_its_own(
+async def test_the_agent_cannot_change_the_verifiers_tests_and_verdict(
     tmp_path: Path, tests_folder: Path, attack: str, reward: float
 ):
     async with verified_site(tmp_path, Verified(tests_folder), shell(attack)) as pipeline:
@@ -244,13 +244,13 @@ async def test_the_verifiers_tests_and_verdict_are_its_own(
         await gone(pipeline)
 
 
-async def test_tests_may_be_bound_into_the_workspace_over_the_agents(tmp_path: Path, tests_folder: Path):
+async def test_tests_may_be_bound_into_the_workspace_over_the_agents_files(tmp_path: Path, tests_folder: Path):
     attack = f"{RIGHT}; mkdir evil; echo 'echo 0 > /logs/reward' > evil/run.sh; ln -s evil /workspace/tests"
     async with verified_site(tmp_path, Verified(tests_folder, "/workspace/tests"), shell(attack)) as pipeline:
         assert scored(await pipeline.rolled(verified_task(), within_s=50)).reward == 1.0
 
 
-async def test_a_second_try_begins_from_the_same_files(tmp_path: Path, tests_folder: Path):
+async def test_a_second_try_starts_from_the_same_files(tmp_path: Path, tests_folder: Path):
     environment = Verified(tests_folder)
     environment.crashes = 1
     async with verified_site(tmp_path, environment, shell(RIGHT)) as pipeline:
@@ -274,7 +274,7 @@ async def test_an_evaluation_that_keeps_crashing_leaves_nothing(tmp_path: Path, 
         pipeline.nothing_left()
 
 
-async def test_a_cancel_in_eval_deletes_what_run_left(tmp_path: Path):
+async def test_a_cancel_in_eval_deletes_runs_files(tmp_path: Path):
     async with site(
         tmp_path, says(shell("touch /made"), finish()), settings=replace(SETTINGS, eval_slots=0)
     ) as pipeline:
@@ -288,7 +288,7 @@ async def test_a_cancel_in_eval_deletes_what_run_left(tmp_path: Path):
         pipeline.nothing_left()
 
 
-async def test_after_a_restart_it_is_run_again_because_runs_files_are_gone(tmp_path: Path):
+async def test_after_a_restart_run_is_repeated_because_its_files_are_gone(tmp_path: Path):
     script = says(shell("touch /made"), finish())
     settings = replace(SETTINGS, max_attempts=1)
     async with site(tmp_path, script, settings=replace(settings, eval_slots=0)) as pipeline:
@@ -302,7 +302,7 @@ async def test_after_a_restart_it_is_run_again_because_runs_files_are_gone(tmp_p
         await gone(pipeline)
 
 
-async def test_what_a_crash_left_is_swept(tmp_path: Path):
+async def test_files_left_by_a_crash_are_deleted(tmp_path: Path):
     left = tmp_path / "sandboxes" / "layers" / ".run-l_0" / "files"
     left.mkdir(parents=True)
     async with site(tmp_path, says(finish())) as pipeline:
@@ -310,7 +310,7 @@ async def test_what_a_crash_left_is_swept(tmp_path: Path):
         assert not left.exists()
 
 
-async def test_it_cannot_be_scored_again(tmp_path: Path):
+async def test_a_rollout_with_eval_same_cannot_be_rescored(tmp_path: Path):
     async with site(tmp_path, says(shell("touch /made"), finish())) as pipeline:
         rollout = await pipeline.rolled(same_task("test -e /made"))
         assert scored(rollout).reward == 1.0
@@ -329,14 +329,14 @@ async def test_an_agent_that_ends_its_sandbox_gets_the_failing_score(tmp_path: P
         await gone(pipeline)
 
 
-def test_where_the_plans_own_variables_point_is_protected_too():
+def test_paths_in_the_plans_variables_are_protected():
     env = {"PATH": "/opt/x/bin:/workspace/.venv/bin:/usr/bin/..:relative:", "PYTHONPATH": "/srv/lib", "LANG": "C"}
     found = list(search_paths(env))
     assert {"/opt/x/bin", "/opt/x/lib", "/workspace/.venv/bin", "/workspace/.venv/pyvenv.cfg", "/srv/lib"} <= {*found}
     assert not {"/", "/lib", "relative"} & {*found}
 
 
-def test_the_work_itself_is_never_taken_back():
+def test_the_workspace_itself_is_never_protected():
     env = {
         "PATH": "/workspace/bin:/workspace",
         "PYTHONPATH": "/workspace:/workspace/://workspace",
@@ -378,7 +378,7 @@ class Ready(Environment):
     ],
     ids=["a package in it", "a start-up file"],
 )
-async def test_a_virtual_environment_in_path_and_the_home_are_the_images_own(tmp_path: Path, attack: str):
+async def test_a_virtual_environment_in_path_and_the_home_are_restored_from_the_image(tmp_path: Path, attack: str):
     task = replace(verified_task(), environment="ready")
     fooled = "(python3 -c 'raise SystemExit(1)' || bash -lc 'exit 1') && touch /workspace/bit"
     environments = Environments({"ready": Ready()})
@@ -390,7 +390,7 @@ async def test_a_virtual_environment_in_path_and_the_home_are_the_images_own(tmp
 
 
 class Retagged(Verified):
-    """While it is rolled out, its image's name comes to mean another image."""
+    """While it is rolled out, its image's name is moved to another image."""
 
     def __init__(self, retag: Callable[[], Awaitable[object]]) -> None:
         self._retag = retag
@@ -407,7 +407,7 @@ class Retagged(Verified):
         return Score(float(found.stdout == b"first\nby run\nfirst\n"))
 
 
-async def test_eval_stands_on_the_image_that_run_stood_on_whatever_its_name_means_by_now(tmp_path: Path):
+async def test_eval_uses_runs_image_even_if_its_name_was_retagged(tmp_path: Path):
     for which in ("first", "second"):
         packed = pack(tar(*busybox(), file("etc/version", f"{which}\n")), env=[f"WHICH={which}", "PATH=/bin"])
         write_layout(tmp_path / which, packed)
@@ -418,4 +418,4 @@ async def test_eval_stands_on_the_image_that_run_stood_on_whatever_its_name_mean
     async with verified_site(tmp_path, environment, shell("echo by run > /workspace/made")) as pipeline:
         pipeline.pipeline.resources = replace(pipeline.pipeline.resources, images=store)
         assert scored(await pipeline.rolled(task)).reward == 1.0
-    assert store.remove("mine").references == ("mine:latest",), "nobody holds it any more"
+    assert store.remove("mine").references == ("mine:latest",), "the image is not held any more"

@@ -1,4 +1,4 @@
-"""Events and ends."""
+"""Events, and waiting for ends."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ async def read(event_log: EventLog, after: str | None, count: int) -> list[Event
     return events
 
 
-async def test_a_reader_goes_on_after_the_last_event_it_saw():
+async def test_a_reader_continues_after_its_last_event():
     event_log = EventLog(epoch=7)
     for number in range(5):
         event_log.publish(rollout(number))
@@ -30,7 +30,7 @@ async def test_a_reader_goes_on_after_the_last_event_it_saw():
     assert [event.id for event in events] == ["7-3", "7-4", "7-5"]
 
 
-async def test_a_reader_waits_for_news():
+async def test_a_reader_waits_for_new_events():
     event_log = EventLog(epoch=1)
     reader = asyncio.create_task(read(event_log, None, 2))
     await asyncio.sleep(0)
@@ -39,7 +39,7 @@ async def test_a_reader_waits_for_news():
     assert [event.rollout for event in await reader] == ["r1", "r2"]
 
 
-async def test_a_reader_that_was_away_too_long_is_told_of_the_gap():
+async def test_a_reader_that_missed_events_gets_a_gap():
     event_log = EventLog(epoch=2, ring=3)
     for number in range(10):
         event_log.publish(rollout(number))
@@ -51,7 +51,7 @@ async def test_a_reader_that_was_away_too_long_is_told_of_the_gap():
         assert (await read(event_log, nonsense, 1))[0].kind == "gap"
 
 
-async def test_who_waits_for_an_end_is_told_and_nothing_is_kept_of_it():
+async def test_waiters_for_an_end_are_woken_and_nothing_is_kept():
     event_log = EventLog(epoch=1)
     end = event_log.end_of("r1")
     assert event_log.end_of("r1") is end

@@ -1,4 +1,4 @@
-"""What a model or an environment may leave that cannot be stored: one rollout's end, never the service's."""
+"""Results of a model or an environment that cannot be stored end one rollout, never the service."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def raw_call(name: str, arguments: str) -> str:
     [r'{"answer": "\ud800"}', '{"answer": "a", "more": ' + '{"a": ' * 400 + "1" + "}" * 400 + "}"],
     ids=["half a surrogate pair", "400 levels"],
 )
-async def test_a_tool_call_that_cannot_be_stored_is_still_scored_and_harms_nobody(tmp_path: Path, arguments: str):
+async def test_a_tool_call_that_cannot_be_stored_is_still_scored(tmp_path: Path, arguments: str):
     script = says(shell("touch done"), raw_call("finish", arguments), finish())
     async with site(tmp_path, script, settings=ONCE) as pipeline:
         rollout = await pipeline.rolled(shell_task())
@@ -45,7 +45,7 @@ async def test_a_tool_call_that_cannot_be_stored_is_still_scored_and_harms_nobod
         pipeline.nothing_left()
 
 
-async def test_a_workspace_that_became_a_file_passes_no_check_and_is_nobodys_crash(tmp_path: Path):
+async def test_a_workspace_replaced_by_a_file_passes_no_check_and_crashes_nothing(tmp_path: Path):
     script = says(shell("cd / && mv /workspace /elsewhere && echo > /workspace && test -f /workspace"), finish())
     task = replace(shell_task(checks=["true"]), sandbox=SandboxOptions(image=image(is_sif=False)))
     async with site(tmp_path, script, settings=ONCE) as pipeline:
@@ -91,7 +91,7 @@ class Untidy(Odd, Handler):
 
 
 @pytest.mark.parametrize("case", ["a bare number", "nothing", "a span that is not there", "a text that is none"])
-async def test_an_eval_that_returns_no_score_is_a_crashed_verifier(tmp_path: Path, case: str):
+async def test_an_eval_that_returns_no_valid_score_is_a_crashed_verifier(tmp_path: Path, case: str):
     async with site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"odd": Odd})) as pipeline:
         task = replace(shell_task(), environment="odd", data={"case": case})
         rollout = await pipeline.rolled(task)
@@ -101,14 +101,14 @@ async def test_an_eval_that_returns_no_score_is_a_crashed_verifier(tmp_path: Pat
         assert len((await pipeline.store.list()).rollouts) == 1, "and the listing can still be read"
 
 
-async def test_a_reward_of_another_kind_of_number_is_a_float(tmp_path: Path):
+async def test_a_reward_of_another_number_type_becomes_a_float(tmp_path: Path):
     async with site(tmp_path, says("hello"), environments=Environments({"odd": Odd})) as pipeline:
         rollout = await pipeline.rolled(replace(shell_task(), environment="odd", data={"case": "a decimal"}))
         assert rollout.ending is not None
         assert rollout.ending.score == Score(0.5, {"part": 0.5})
 
 
-async def test_what_an_agent_leaves_that_is_no_json_ends_only_its_own_rollout(tmp_path: Path):
+async def test_info_that_is_not_json_fails_only_its_own_rollout(tmp_path: Path):
     async with site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"untidy": Untidy})) as pipeline:
         rollout = await pipeline.rolled(replace(shell_task(), environment="untidy", data={"case": "a decimal"}))
         assert rollout.ending is not None

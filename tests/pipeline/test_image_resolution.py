@@ -1,4 +1,4 @@
-"""What a task's image means to its runtime: paths, names, and forms that do not fit."""
+"""What a task's image resolves to for its runtime: paths, names, and forms that do not fit."""
 
 import shutil
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_paths_are_folders_and_sif_files_below_the_operators_folders(
 
 
 @pytest.mark.skipif(shutil.which("apptainer") is None, reason="this machine has no Apptainer")
-async def test_a_name_in_a_form_that_the_runtime_does_not_read_says_which_command_mends_it(
+async def test_an_image_in_the_wrong_form_names_the_command_that_fixes_it(
     root: Path, apptainer: ApptainerRuntime, oci: OciRuntime, tmp_path: Path
 ):
     store = ImageStore(tmp_path / "images")

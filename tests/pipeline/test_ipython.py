@@ -1,4 +1,4 @@
-"""A rollout with the `ipython` tool: our own Python is built at the first need, and bound where the image has none."""
+"""A rollout with the `ipython` tool: Rollyard's Python is built when first needed, and bound if the image has none."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def cell(code: str) -> str:
     return "<tool_call>\n" + json.dumps({"name": "ipython", "arguments": {"code": code}}) + "\n</tool_call>"
 
 
-async def test_cells_share_their_names_in_an_image_without_python(tmp_path: Path) -> None:
+async def test_ipython_cells_share_variables_in_an_image_without_python(tmp_path: Path) -> None:
     script = says(cell("import sys\nx = 41"), cell("open('done', 'w').write(sys.prefix)\nx + 1"), finish())
     task = replace(
         shell_task(checks=[f"grep -qx {INSIDE} done"]),

@@ -1,4 +1,4 @@
-"""Whose doing it is when something is killed: a kill by the host costs a try, never a reward."""
+"""The blame for killed processes: a kill by the host costs a try, never a reward."""
 
 import asyncio
 import os
@@ -23,12 +23,12 @@ DO_IT = says(shell("touch done"), finish())
 
 
 def waits(mark: str) -> str:
-    """A command that waits for a signal of the host, and is content with SIGTERM."""
+    """A command that waits for a signal of the host and ends with status 0 at SIGTERM."""
     return f"sh -c 'trap \"exit 0\" TERM; while :; do sleep 0.05; done' {mark}"
 
 
 async def sent(mark: str, number: signal.Signals) -> None:
-    """To the process of this mark, once it runs."""
+    """Sends the signal to the process with this mark, once it runs."""
     await eventually(lambda: bool(alive(mark)), f"{mark} runs")
     for pid in alive(mark):
         os.kill(pid, number)
@@ -48,7 +48,7 @@ async def test_a_check_that_the_host_kills_is_run_again(tmp_path: Path, rest: st
         assert any("EVAL was tried again: a verifier command was killed" in note for note in ending.summary.notes)
 
 
-async def test_a_second_judging_is_run_again_too(tmp_path: Path):
+async def test_a_check_killed_while_rescoring_is_run_again(tmp_path: Path):
     mark = marked()
     async with site(tmp_path, DO_IT) as pipeline:
         rollout_id = await pipeline.submit(shell_task(checks=["test -f done", waits(mark)]))
@@ -60,8 +60,8 @@ async def test_a_second_judging_is_run_again_too(tmp_path: Path):
         assert [score["reward"] for score in (await again).scores] == [1.0]
 
 
-async def test_what_is_killed_in_every_try_counts_as_it_is(tmp_path: Path):
-    """Else a policy whose code kills the checks would have no reward instead of a bad one."""
+async def test_a_check_that_is_killed_in_every_try_counts(tmp_path: Path):
+    """Otherwise a policy whose code kills the checks would have no reward instead of a bad one."""
     async with site(tmp_path, DO_IT) as pipeline:
         ending = (await pipeline.rolled(shell_task(checks=["test -f done", "kill -9 $$"]))).ending
         assert ending is not None and ending.score is not None
@@ -70,7 +70,7 @@ async def test_what_is_killed_in_every_try_counts_as_it_is(tmp_path: Path):
 
 
 @pytest.mark.parametrize("files", [{}, {"shared.txt": "by a layer"}], ids=["own", "shared"])
-async def test_a_set_up_that_the_host_kills_is_tried_again_and_not_held_against_its_siblings(
+async def test_a_set_up_that_the_host_kills_is_retried_and_its_failure_is_not_remembered(
     tmp_path: Path, files: dict[str, str]
 ):
     mark = marked()
@@ -84,16 +84,16 @@ async def test_a_set_up_that_the_host_kills_is_tried_again_and_not_held_against_
         assert "killed from outside" in rollout.lost[0].detail
 
 
-async def test_a_process_that_the_machine_kills_for_want_of_memory_takes_its_stage_along(
+async def test_a_process_killed_by_the_hosts_oom_killer_fails_its_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """In RUN, whatever the model made of it, and in EVAL, whatever the check did."""
-    looks: dict[str, int] = {}  # by sandbox, in order of their starts
+    """In RUN, whatever the model did next, and in EVAL, whatever the check returned."""
+    looks: dict[str, int] = {}  # reads by sandbox, in order of start
 
     def host_kills(sandbox: LaunchedSandbox) -> int:
         looks[sandbox.id] = looks.get(sandbox.id, 0) + 1
         number = list(looks).index(sandbox.id)
-        return int((number == 0 and looks[sandbox.id] > 2) or number == 2)  # RUN after its INIT; the first EVAL
+        return int((number == 0 and looks[sandbox.id] > 2) or number == 2)  # in RUN, after its INIT; in the first EVAL
 
     monkeypatch.setattr(LaunchedSandbox, "host_kills", property(host_kills))
     async with site(tmp_path, DO_IT) as pipeline:
@@ -105,7 +105,7 @@ async def test_a_process_that_the_machine_kills_for_want_of_memory_takes_its_sta
         assert any("EVAL was tried again: sandbox_lost" in note for note in rollout.ending.summary.notes)
 
 
-async def test_an_artifacts_folder_that_is_gone_is_no_missing_file_of_the_agents(tmp_path: Path):
+async def test_a_deleted_artifacts_folder_is_not_a_missing_file_of_the_agent(tmp_path: Path):
     folder = ArtifactFolder(tmp_path / "artifacts")
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)

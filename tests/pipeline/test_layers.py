@@ -1,4 +1,4 @@
-"""Prepare once, fork n: counted, by environments that say how often they were asked."""
+"""A set-up runs once and is shared by n rollouts: counted by environments that count their calls."""
 
 import asyncio
 from dataclasses import replace
@@ -23,7 +23,7 @@ EIGHT = replace(SETTINGS, init_slots=8, max_live=32)
 
 
 class Counted(Environment):
-    """Every set-up is counted; RUN adds to what it finds, and EVAL wants to see exactly one set-up and one RUN."""
+    """Counts its set-ups. RUN adds to what it finds, and EVAL expects exactly one set-up and one RUN."""
 
     name = "counted"
     tools = ("shell", "finish")
@@ -60,7 +60,7 @@ class Failing(Counted):
 
 
 class Alone(Counted):
-    """Leaves a process, so its set-up is nobody else's."""
+    """Leaves a process, so its set-up cannot be shared."""
 
     def layer_key(self, task: Task) -> str | None:
         return None
@@ -95,7 +95,7 @@ def completed(rollouts: list[Rollout]) -> None:
         assert rollout.ending.score.reward == 1.0
 
 
-async def test_a_set_up_is_done_once_for_a_group_a_later_group_and_the_next_service(tmp_path: Path):
+async def test_a_set_up_runs_once_for_a_group_a_later_group_and_a_restarted_service(tmp_path: Path):
     environment = Counted()
     async with pipeline_of(tmp_path, environment) as pipeline:
         first = await group(pipeline, counted_task())
@@ -118,10 +118,10 @@ async def test_a_set_up_is_done_once_for_a_group_a_later_group_and_the_next_serv
         assert (layers.made, len(layers)) == (1, 2)
 
 
-async def test_members_do_not_see_what_others_write(tmp_path: Path):
+async def test_members_do_not_see_each_others_files(tmp_path: Path):
     environment = Counted()
     async with pipeline_of(tmp_path, environment) as pipeline:
-        completed(await group(pipeline, counted_task()))  # each one's mine.txt was appended to once
+        completed(await group(pipeline, counted_task()))  # each member's mine.txt was appended to once
         (layer,) = (path for path in pipeline.runtime.layer_root.iterdir() if not path.name.startswith("."))
         assert not list(layer.rglob("mine.txt"))
 
@@ -141,7 +141,7 @@ async def test_a_set_up_that_fails_runs_once_and_fails_each_rollout_with_blame_t
         assert not list(pipeline.runtime.layer_root.glob("[!.]*"))
 
 
-async def test_a_cancelled_maker_hands_its_set_up_to_another(tmp_path: Path):
+async def test_a_cancelled_rollouts_set_up_is_made_by_another_rollout(tmp_path: Path):
     environment = Counted()
     environment.gate = asyncio.Event()
     async with pipeline_of(tmp_path, environment) as pipeline:
@@ -162,7 +162,7 @@ async def test_a_cancelled_maker_hands_its_set_up_to_another(tmp_path: Path):
         pipeline.nothing_left()
 
 
-async def test_waiting_for_anothers_set_up_is_not_counted_against_init_s(tmp_path: Path):
+async def test_waiting_for_another_rollouts_set_up_does_not_count_against_init_s(tmp_path: Path):
     environment = Counted()
     environment.gate = asyncio.Event()
     async with pipeline_of(tmp_path, environment) as pipeline:
@@ -170,12 +170,12 @@ async def test_waiting_for_anothers_set_up_is_not_counted_against_init_s(tmp_pat
         await environment.begun.wait()
         waiter = await pipeline.submit(quick(counted_task(), init_s=1.0))
         await pipeline.until(waiter, State.INIT)
-        await asyncio.sleep(1.2)  # longer than the waiter's whole INIT may be
+        await asyncio.sleep(1.2)  # longer than the waiter's init_s
         environment.gate.set()
         completed([await pipeline.ended(maker), await pipeline.ended(waiter)])
 
 
-async def test_a_set_up_that_is_too_slow_is_remembered_for_its_own_deadline_only(tmp_path: Path):
+async def test_a_set_up_that_is_too_slow_is_remembered_for_its_deadline_only(tmp_path: Path):
     environment = Slow()
     async with pipeline_of(tmp_path, environment) as pipeline:
         for rollout in await group(pipeline, quick(counted_task(), init_s=1.0), 4):
@@ -189,7 +189,7 @@ async def test_a_set_up_that_is_too_slow_is_remembered_for_its_own_deadline_only
         pipeline.nothing_left()
 
 
-async def test_an_environment_without_a_key_is_set_up_for_each_rollout(tmp_path: Path):
+async def test_an_environment_without_a_layer_key_is_set_up_for_each_rollout(tmp_path: Path):
     environment = Alone()
     async with pipeline_of(tmp_path, environment) as pipeline:
         rollouts = await group(pipeline, counted_task(), 3)
@@ -198,7 +198,7 @@ async def test_an_environment_without_a_key_is_set_up_for_each_rollout(tmp_path:
         assert {rollout.ending.summary.layer for rollout in rollouts if rollout.ending} == {""}
 
 
-async def test_tasks_of_the_shell_that_differ_in_what_is_told_share_a_set_up(tmp_path: Path):
+async def test_shell_tasks_that_differ_only_in_their_instruction_share_a_set_up(tmp_path: Path):
     async with site(tmp_path, says(shell("cp given.txt done"), finish())) as pipeline:
         one = shell_task(files={"given.txt": "given"}, setup=["chmod +x given.txt"])
         other = shell_task("please do it", ["test -x done"], files={"given.txt": "given"}, setup=["chmod +x given.txt"])
@@ -219,7 +219,7 @@ async def test_a_layer_beyond_the_bound_is_pruned_once_its_rollouts_are_done(tmp
         assert (len(layers), layers.pruned) == (1, 1)
 
 
-async def test_a_runtime_that_keeps_failing_is_left_alone_and_says_why(tmp_path: Path):
+async def test_a_runtime_that_keeps_failing_is_not_tried_and_the_reason_is_reported(tmp_path: Path):
     settings = replace(SETTINGS, max_attempts=1)
     async with site(tmp_path, DO_IT, settings=settings) as pipeline:
         image = tmp_path / "broken.sif"
@@ -236,11 +236,11 @@ async def test_a_runtime_that_keeps_failing_is_left_alone_and_says_why(tmp_path:
         assert "times in a row" in details[-1] and details[-2] in details[-1]
         good = await pipeline.rolled(shell_task(checks=["true"]))
         assert good.ending is not None
-        assert good.ending.score is not None, "another image is not to blame"
+        assert good.ending.score is not None, "the breaker is closed for another image"
 
 
 @pytest.mark.parametrize("has_waited_long", [False, True])
-async def test_only_a_start_that_had_its_time_speaks_against_the_runtime(
+async def test_only_a_start_with_enough_time_counts_against_the_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_waited_long: bool
 ):
     if has_waited_long:
@@ -256,7 +256,7 @@ async def test_only_a_start_that_had_its_time_speaks_against_the_runtime(
 
 
 @pytest.mark.parametrize("told_s", [0.0, 30.0])
-def test_a_retry_waits_for_as_long_as_the_breaker_says(told_s: float):
+def test_a_retry_waits_as_long_as_the_breaker_requires(told_s: float):
     wait_s = delay_s(SandboxStartFailed("open", retry_after_s=told_s).failure("init"), 1, 0, 3)
     assert wait_s is not None
     assert wait_s >= told_s

@@ -1,4 +1,4 @@
-"""A task's MCP servers in a whole rollout: as tools, through the doorway, and when they are not there."""
+"""A task's MCP servers in a whole rollout: as tools, through the doorway, and when they are unreachable."""
 
 import json
 from dataclasses import dataclass, replace
@@ -29,13 +29,13 @@ def call(name: str, **arguments: Json) -> str:
 
 
 async def heard(pipeline: Site, rollout_id: str) -> list[str]:
-    """What the tools said."""
+    """Returns the tools' results."""
     trajectory = await pipeline.store.trajectory(rollout_id)
     assert trajectory is not None
     return [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
 
 
-async def test_a_server_in_the_sandbox_is_told_to_the_model_called_and_ended(tmp_path: Path):
+async def test_a_server_in_the_sandbox_is_offered_to_the_model_called_and_ended(tmp_path: Path):
     task = asking({"hand": {"command": ["python3", "server.py"]}}, files={"server.py": BY_HAND})
     async with site(tmp_path, says(call("hand__echo", a=1), call("hand__die"), finish())) as pipeline:
         rollout = await pipeline.rolled(task)
@@ -75,7 +75,7 @@ for name in sys.argv[1:]:
 """
 
 
-async def test_a_program_inside_uses_the_named_server_through_the_doorway_and_eval_has_none(tmp_path: Path):
+async def test_a_program_in_the_sandbox_uses_the_server_through_the_doorway_and_eval_has_none(tmp_path: Path):
     task = asking({"out": {"server": "known", "inside": True}}, files={"inside.py": INSIDE})
     nobody = f"! python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {DOORWAY_PORT}), 5)'"
     task = replace(task, data={**task.data, "checks": [nobody]})
@@ -108,7 +108,7 @@ async def test_a_task_with_a_wrong_or_unknown_server_is_refused_at_submit(tmp_pa
             check(replace(twice, agent=replace(twice.agent, options={"tools": ["shell", "shell"]})), pipeline.run)
 
 
-async def test_a_server_that_does_not_start_is_the_tasks_fault_and_one_outside_is_infrastructures(tmp_path: Path):
+async def test_a_server_that_does_not_start_has_blame_task_and_an_unreachable_one_blame_infra(tmp_path: Path):
     with loopback() as nobody:
         servers = {"away": OutsideServer(f"http://127.0.0.1:{nobody.getsockname()[1]}/mcp")}
         async with site(tmp_path, says(finish()), mcp_servers=servers) as pipeline:
@@ -121,13 +121,13 @@ async def test_a_server_that_does_not_start_is_the_tasks_fault_and_one_outside_i
             assert away.ending is not None
             assert away.ending.failure is not None
             assert (away.ending.failure.code, away.ending.failure.blame) == ("tool_unreachable", Blame.INFRA)
-            assert away.attempt == 3  # it was tried again
+            assert away.attempt == 3  # it was retried
             pipeline.nothing_left()
 
 
 @dataclass
 class Again:
-    """Another tool that calls itself finish."""
+    """Another tool named finish."""
 
     spec: ToolSpec = Finish().spec
     needs_sandbox: bool = False
@@ -152,7 +152,7 @@ class Doubled(Environment):
 
 
 class Bringing(Doubled):
-    """Brings a server's tools, as an environment may."""
+    """Brings the tools of a server."""
 
     def plan(self, task: Task) -> Plan:
         return Plan(eval_needs_sandbox=False)
@@ -164,7 +164,7 @@ class Bringing(Doubled):
         return Start(({"role": "user", "content": "do it"},), tools=(source,))
 
 
-async def test_two_tools_of_one_name_are_refused_and_an_environment_may_bring_a_server(tmp_path: Path):
+async def test_two_tools_with_one_name_are_refused_and_an_environment_may_bring_a_server(tmp_path: Path):
     environments = Environments({"doubled": Doubled(), "bringing": Bringing()})
     async with site(tmp_path, says(call("own__echo"), finish()), environments=environments) as pipeline:
         rollout = await pipeline.rolled(Task("doubled"))

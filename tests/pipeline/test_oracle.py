@@ -1,4 +1,4 @@
-"""The doors that environments are tried through: oracle, no-op, what is made after RUN, and where work begins."""
+"""Agents and hooks for trying environments: oracle, no-op, artifacts made after RUN, and the working directory."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ LIMITS = Limits(init_s=20, run_s=20, eval_s=20, tool_s=10, model_s=10, max_turns
 
 
 class Made(Environment):
-    """Its artifact is made after RUN; its place of work is a folder of its own; it tells EVAL something."""
+    """Its artifact is made after RUN, its workdir is a folder of its own, and its `init` passes info to EVAL."""
 
     name = "made"
     tools: ClassVar[tuple[str, ...]] = ("shell", "editor", "finish")
@@ -52,7 +52,7 @@ class Made(Environment):
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
         if "solution" not in context.task.data:
-            raise TaskInvalid("made: nobody knows")
+            raise TaskInvalid("made: no solution")
         result = await tools["shell"].call({"command": str(context.task.data["solution"])}, timeout_s=10)
         assert not result.is_error
         return Solution("42")
@@ -89,7 +89,7 @@ def pipeline_of(folder: Path, *turns: str, engines: int = 1) -> Any:
     return site(folder, says(*turns), environments=Environments({"made": Made()}), engines=engines)
 
 
-async def test_the_oracle_does_what_the_environment_knows_and_needs_no_engine(tmp_path: Path):
+async def test_the_oracle_applies_the_environments_solution_and_needs_no_engine(tmp_path: Path):
     async with pipeline_of(tmp_path, engines=0) as pipeline:
         rollout = await pipeline.rolled(made("oracle", solution="touch done"))
         assert scored(rollout).reward == 1.0
@@ -110,11 +110,11 @@ async def test_a_task_without_a_solution_has_no_oracle(tmp_path: Path):
     async with pipeline_of(tmp_path, engines=0) as pipeline:
         ending = (await pipeline.rolled(made("oracle"))).ending
         assert (ending.failure.code, ending.failure.blame) == ("task_invalid", Blame.TASK)
-        assert "nobody knows" in ending.failure.detail
+        assert "no solution" in ending.failure.detail
         assert ending.score is None
 
 
-async def test_tools_and_checks_begin_where_the_plan_says(tmp_path: Path):
+async def test_tools_and_checks_start_in_the_plans_workdir(tmp_path: Path):
     edit = {"command": "create", "path": "done", "file_text": "x"}
     edited = "<tool_call>\n" + json.dumps({"name": "str_replace_editor", "arguments": edit}) + "\n</tool_call>"
     async with pipeline_of(
@@ -126,14 +126,14 @@ async def test_tools_and_checks_begin_where_the_plan_says(tmp_path: Path):
         assert "as given" in str([message for message in trajectory.messages if message["role"] == "tool"])
 
 
-async def test_what_is_not_collected_in_time_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_an_artifact_that_is_not_collected_in_time_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stages, "COLLECT_S", 0.2)
     async with pipeline_of(tmp_path, finish()) as pipeline:
         assert scored(await pipeline.rolled(made(collect="hang"))).metrics == {"made": 0.0}
 
 
 @pytest.mark.parametrize("how", ["break", "late"])
-async def test_a_collect_that_breaks_is_the_environments_fault_and_no_score(tmp_path: Path, how: str):
+async def test_a_collect_that_raises_is_the_environments_fault_and_gives_no_score(tmp_path: Path, how: str):
     async with pipeline_of(tmp_path, finish()) as pipeline:
         ending = (await pipeline.rolled(made(collect=how))).ending
         assert ending.failure.code == "environment_broken"
@@ -145,7 +145,7 @@ async def test_a_collect_that_breaks_is_the_environments_fault_and_no_score(tmp_
     ("data", "code", "stage"),
     [({"collect": "spend"}, "memory_limit", "run"), ({"eval": "hang"}, "eval_deadline", "eval")],
 )
-async def test_what_the_policy_spoils_is_told_without_a_service_as_with_one_and_scored(
+async def test_policy_failures_are_reported_and_scored_alike_with_and_without_a_service(
     tmp_path: Path, data: dict[str, Json], code: str, stage: str
 ):
     async with pipeline_of(tmp_path, engines=0) as pipeline:
@@ -161,13 +161,13 @@ async def _shell(pipeline: Site, agent: str, **data: Any) -> Any:
     return await pipeline.rolled(Task("shell", task.data, agent=AgentSpec(agent), limits=task.limits))
 
 
-async def test_a_shell_task_brings_its_solution(tmp_path: Path):
+async def test_a_shell_task_has_its_own_solution(tmp_path: Path):
     async with site(tmp_path, says(), engines=0) as pipeline:
         assert scored(await _shell(pipeline, "oracle", solution=["touch half", "mv half done"])).reward == 1.0
         assert scored(await _shell(pipeline, "noop", solution=["touch done"])).reward == 0.0
 
 
-async def test_a_shell_solution_that_fails_is_told(tmp_path: Path):
+async def test_a_shell_solution_that_fails_is_reported(tmp_path: Path):
     async with site(tmp_path, says(), engines=0) as pipeline:
         ending = (await _shell(pipeline, "oracle", solution=["echo oh no >&2; false"])).ending
         assert ending.failure.code == "task_invalid"

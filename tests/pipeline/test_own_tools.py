@@ -1,4 +1,4 @@
-"""An environment may bring tools of its own, beside the agent's."""
+"""An environment may bring its own tools in addition to the agent's."""
 
 import json
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Market(Environment):
         return Score(float(evidence.answer == "7 kg"))
 
 
-async def test_the_model_is_told_of_the_environments_tool_and_can_call_it(tmp_path: Path):
+async def test_the_model_is_offered_the_environments_tool_and_can_call_it(tmp_path: Path):
     kind = ScalesKind()
     call = "<tool_call>\n" + json.dumps({"name": "weigh", "arguments": {"thing": "anvil"}}) + "\n</tool_call>"
     script = Rules(rules=(("Weigh the anvil", (Reply(call), Reply(finish("7 kg")))),))

@@ -1,4 +1,4 @@
-"""A rollout whose policy is paused: nothing of it is counted, and nothing of it is lost."""
+"""A rollout whose policy is paused: the pause counts against no bound, and nothing is lost."""
 
 import asyncio
 from pathlib import Path
@@ -10,13 +10,13 @@ from rollyard.tokens import verify
 from tests.pipeline.site import finish, quick, says, shell, shell_task, site
 
 
-async def test_a_rollout_that_stood_still_for_new_weights_has_not_stalled(tmp_path: Path):
+async def test_a_rollout_that_waited_for_new_weights_has_not_stalled(tmp_path: Path):
     async with site(tmp_path, says(Reply(shell("touch done"), stall_after=5), finish())) as pipeline:
         rollout_id = await pipeline.submit(quick(shell_task(), stall_s=2.0))
         await pipeline.engines[0].busy()
         await pipeline.router.policies.pause("default", holder="trainer")
-        await asyncio.sleep(2.5)  # more than its stall bound, all of it ours
-        # long enough for the watch to look at it, and for no bound of its own
+        await asyncio.sleep(2.5)  # more than its stall bound, all of it in the pause
+        # long enough for a stall check, and short enough for every bound
         pipeline.engines[0].script = says(Reply(shell("touch done"), latency_s=0.3), finish())
         await pipeline.router.policies.resume("default", 1)
         rollout = await pipeline.ended(rollout_id)
@@ -31,7 +31,7 @@ async def test_a_rollout_that_stood_still_for_new_weights_has_not_stalled(tmp_pa
 
 
 async def test_a_rollout_whose_engine_was_started_again_keeps_its_reward_but_is_not_trained_on(tmp_path: Path):
-    no_watch = RouterSettings(engine_wait_s=20.0, watch_s=600.0)  # so that only a reply can show it
+    no_watch = RouterSettings(engine_wait_s=20.0, watch_s=600.0)  # so that only a reply can reveal it
     async with site(tmp_path, says(shell("touch done"), finish()), router_settings=no_watch) as pipeline:
         (engine,) = pipeline.engines
         await pipeline.router.policies.pause("default", holder="trainer")

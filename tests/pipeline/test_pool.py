@@ -27,7 +27,7 @@ async def test_never_more_holders_than_slots_and_the_best_rank_first():
     assert pool.active == 0
 
 
-async def test_growing_lets_waiters_in_and_shrinking_throws_nobody_out():
+async def test_growing_admits_waiters_and_shrinking_interrupts_no_holder():
     pool, gate, order = WorkerPool("run", 0), asyncio.Event(), []
     async with asyncio.TaskGroup() as tasks:
         for number in range(3):
@@ -60,7 +60,7 @@ async def test_a_slot_granted_to_a_cancelled_waiter_goes_to_the_next():
     assert pool.active == 0
 
 
-async def test_who_waits_is_not_overtaken_by_who_just_came():
+async def test_a_newcomer_does_not_overtake_a_waiter():
     pool, gate, order = WorkerPool("run", 1), asyncio.Event(), []
     await pool.acquire()
     waiting = asyncio.create_task(hold(pool, (0, 1), order, gate))

@@ -1,4 +1,4 @@
-"""A multi-turn rollout on the real vLLM: what the engine was sent is, token for token, what the trace says."""
+"""A multi-turn rollout on the real vLLM: the engine's prompts equal the trace, token for token."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ TURNS = 3
 
 
 class Chatter(Handler):
-    """The model is too weak to act: whatever it says, it is shown what a real command printed, three times."""
+    """The model is too weak to act: whatever it writes, it gets what a real command printed, three times."""
 
     name = "chatter"
     tools = ("shell",)
@@ -45,7 +45,7 @@ class Chatter(Handler):
 
 @asynccontextmanager
 async def overheard(upstream: str) -> AsyncGenerator[tuple[str, list[list[int]]], None]:
-    """A pass-through in front of an engine that remembers the prompts it was sent."""
+    """A pass-through in front of an engine that records the prompts sent to it."""
     prompts: list[list[int]] = []
 
     async def forward(request: web.Request) -> web.Response:
@@ -71,7 +71,7 @@ async def overheard(upstream: str) -> AsyncGenerator[tuple[str, list[list[int]]]
             await runner.cleanup()
 
 
-async def test_every_prompt_is_what_the_trace_says_and_later_turns_find_their_prefix_cached(
+async def test_every_prompt_equals_the_trace_and_later_turns_find_their_prefix_cached(
     tmp_path: Path, vllm_url: str, vllm_model: Path
 ):
     environments = Environments({"chatter": Chatter()})

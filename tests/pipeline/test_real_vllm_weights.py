@@ -1,7 +1,8 @@
-"""Changing weights under the real vLLM: the versions in a trace switch at the token where the pause had cut it, and a
-trainer that is killed in between leaves the engine paused until somebody names a version.
+"""Changing weights on the real vLLM: the versions in a trace switch at the token where the pause interrupted it, and a
+trainer that is killed during an update leaves the engine paused until a version is set.
 
-The weights themselves stay what they are: what is tested is that every step of the handshake is obeyed."""
+The weights themselves do not change: the test is that every step of the handshake is obeyed.
+"""
 
 import asyncio
 import re
@@ -28,20 +29,20 @@ SAMPLING = Sampling(temperature=0.8, extra={"min_tokens": TOKENS, "ignore_eos": 
 
 
 class Vllm:
-    """The real one, as a trainer and a test see it."""
+    """The real vLLM, as a trainer and a test use it."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self._url = url
         self._http = http
 
     async def sampled(self) -> float:
-        """All tokens that it ever sampled. It has no event for that."""
+        """Returns the number of tokens that it has sampled since its start. vLLM has no event for that."""
         async with self._http.get(f"{self._url}/metrics") as reply:
             found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", await reply.text(), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
     async def goes_on(self, tokens: int = 4) -> None:
-        """Waits until it has sampled some more."""
+        """Waits until it has sampled more tokens."""
         before = await self.sampled()
         async with asyncio.timeout(120):
             while await self.sampled() < before + tokens:
@@ -58,7 +59,7 @@ class Vllm:
 
 @asynccontextmanager
 async def real(url: str) -> AsyncGenerator[Vllm, None]:
-    """It is shared: it is left as it was found."""
+    """The server is shared, so its state is restored."""
     async with aiohttp.ClientSession() as http:
         vllm = Vllm(url, http)
         try:
@@ -89,12 +90,12 @@ async def begin(site: Site, rollout_id: str, tokens: int = TOKENS) -> None:
 
 
 async def versions_of(site: Site, rollout_id: str) -> list[list[int]]:
-    """Of the sampled tokens of its trace, span by span."""
+    """Returns the versions of the sampled tokens of its trace, span by span."""
     (trace,) = (await site.get(f"/v1/rollouts/{rollout_id}/traces")).body["traces"]
     return [trace["versions"][span["start"] : span["end"]] for span in trace["spans"]]
 
 
-async def test_a_pause_in_the_midst_of_a_turn_switches_the_versions_of_its_trace_at_that_token(
+async def test_a_pause_during_a_turn_switches_the_versions_of_its_trace_at_that_token(
     tmp_path: Path, vllm_url: str, vllm_model: Path
 ) -> None:
     async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_model) as site:
@@ -116,7 +117,7 @@ async def test_a_pause_in_the_midst_of_a_turn_switches_the_versions_of_its_trace
         assert all(set(versions) == {8} for versions in later)
 
 
-async def test_kept_calls_are_frozen_and_name_their_versions_and_no_old_kv_is_left(
+async def test_kept_calls_are_frozen_and_report_their_versions_and_no_old_kv_is_left(
     vllm_url: str, vllm_model: Path
 ) -> None:
     async with real(vllm_url) as vllm, Router() as router:
@@ -142,7 +143,7 @@ async def test_kept_calls_are_frozen_and_name_their_versions_and_no_old_kv_is_le
                     model_s=200.0,
                 )
 
-            await call(TOKENS)  # which shows that it names its versions
+            await call(TOKENS)  # which shows that it reports its versions
             kept = asyncio.create_task(call(TOKENS))
             await vllm.goes_on()
             status = await router.policies.pause("default", holder="me", mode=PauseMode.KEEP)
@@ -154,7 +155,7 @@ async def test_kept_calls_are_frozen_and_name_their_versions_and_no_old_kv_is_le
         rest = await vllm.sampled() - at
         cut = generation.versions[0].end
         assert generation.versions == (VersionSpan(3, 0, cut), VersionSpan(4, cut, TOKENS)) and TOKENS - cut == rest
-        assert router.list()[0].stats.aborts == 0, "it was never cut"
+        assert router.list()[0].stats.aborts == 0, "it was never interrupted"
         assert not await cached("third"), "the cache was cleared"
 
 
@@ -170,7 +171,7 @@ with Client(sys.argv[1], sys.argv[2]) as yard:
 """
 
 
-async def test_a_trainer_killed_in_between_leaves_the_engine_quarantined_until_a_version_is_named(
+async def test_a_trainer_killed_during_an_update_leaves_the_engine_quarantined_until_a_version_is_set(
     tmp_path: Path, vllm_url: str, vllm_model: Path
 ) -> None:
     async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_model) as site:
@@ -178,8 +179,8 @@ async def test_a_trainer_killed_in_between_leaves_the_engine_quarantined_until_a
         with subprocess.Popen([sys.executable, "-c", TRAIN, site.url, TRAINER], stdin=pipe, stdout=pipe) as trainer:
             assert trainer.stdin is not None and trainer.stdout is not None
             try:
-                assert (await asyncio.to_thread(trainer.stdout.readline)).strip() == b"ready", "so that r1 is not over"
-                await begin(site, "r1", 5 * TOKENS)  # a fast engine is done with fewer before the pause is there
+                assert (await asyncio.to_thread(trainer.stdout.readline)).strip() == b"ready", "r1 must not have ended"
+                await begin(site, "r1", 5 * TOKENS)  # a fast engine would end a shorter one before the pause
                 await vllm.goes_on()
                 trainer.stdin.write(b"\n")
                 trainer.stdin.flush()
@@ -194,7 +195,7 @@ async def test_a_trainer_killed_in_between_leaves_the_engine_quarantined_until_a
         at, used_s = await vllm.sampled(), clock.used_s
         await asyncio.sleep(2.0)
         assert await vllm.sampled() == at and await vllm.is_paused(), "nothing resumed by itself"
-        assert not clock.is_running and clock.used_s == used_s, "its clock stands still"
+        assert not clock.is_running and clock.used_s == used_s, "its clock does not run"
         assert (await site.get("/v1/rollouts/r1")).body["state"] == "run"
         assert (await site.post("/v1/policies/default/resume", {"version": 1})).body["state"] == "running"
         ended = await site.ended("r1")

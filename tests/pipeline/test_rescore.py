@@ -1,4 +1,4 @@
-"""Scoring again: what may be, what it holds meanwhile, and what it never makes up."""
+"""Rescoring: what may be scored again, what it holds meanwhile, and what never gets a score."""
 
 import asyncio
 from dataclasses import replace
@@ -17,20 +17,20 @@ pytestmark = pytest.mark.slow
 DO_IT = says(shell("touch done"), finish())
 
 
-async def test_a_run_that_infrastructure_cut_short_cannot_get_a_reward_later(tmp_path: Path):
+async def test_a_run_interrupted_by_infrastructure_cannot_get_a_reward_later(tmp_path: Path):
     script = says(shell("touch done"), Reply(text="hello", fault="fewer_logprobs"))
     settings = replace(SETTINGS, max_attempts=1)
     async with site(tmp_path, script, settings=settings, router_settings=RouterSettings(engine_wait_s=0.5)) as pipeline:
         rollout = await pipeline.rolled(shell_task(checks=["true"]))
         assert rollout.ending is not None
         assert rollout.ending.score is None
-        assert await pipeline.store.trajectory(rollout.id) is not None, "its tokens are there to look at"
+        assert await pipeline.store.trajectory(rollout.id) is not None, "its tokens are available"
         with pytest.raises(InvalidRequest, match="cut short"):
             await pipeline.pipeline.rescore(rollout.id)
         assert (await pipeline.store.get(rollout.id)).scores == ()
 
 
-async def test_the_lease_of_a_rescores_sandbox_is_renewed(tmp_path: Path):
+async def test_the_lease_of_a_rescoring_sandbox_is_renewed(tmp_path: Path):
     settings = replace(SETTINGS, lease_s=1.0)
     async with site(tmp_path, DO_IT, settings=settings) as pipeline:
         rollout = await pipeline.rolled(shell_task(checks=["sleep 2.5; test -f done"]))
@@ -40,7 +40,7 @@ async def test_the_lease_of_a_rescores_sandbox_is_renewed(tmp_path: Path):
         assert [score["reward"] for score in again.scores] == [1.0]
 
 
-async def test_a_rescore_has_a_place_in_the_budget_of_live_sandboxes(tmp_path: Path):
+async def test_a_rescoring_takes_a_place_in_the_budget_of_live_sandboxes(tmp_path: Path):
     async with site(tmp_path, DO_IT, settings=replace(SETTINGS, max_live=1)) as pipeline:
         rollout = await pipeline.rolled(shell_task())
         other = await pipeline.submit(shell_task(setup=["sleep 60"]))

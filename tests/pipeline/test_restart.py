@@ -1,4 +1,4 @@
-"""What a restart finds, and a drain leaves."""
+"""What a restart recovers, and what a drain leaves."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ DO_IT = says(shell("touch done"), finish())
 SLOW = says(shell("sleep 2; touch done"), finish())
 
 
-async def test_what_was_given_back_at_a_stop_is_done_after_the_restart_and_costs_no_attempt(tmp_path: Path):
+async def test_rollouts_given_back_at_a_stop_run_after_the_restart_and_lose_no_attempt(tmp_path: Path):
     settings = replace(SETTINGS, max_attempts=1)
     async with site(tmp_path, says(shell("sleep 60")), settings=settings) as pipeline:
         rollout_id = await pipeline.submit(shell_task())
@@ -28,7 +28,7 @@ async def test_what_was_given_back_at_a_stop_is_done_after_the_restart_and_costs
         assert [lost.code for lost in rollout.lost] == ["drained"]
 
 
-async def test_what_had_ended_run_is_only_evaluated_again(tmp_path: Path):
+async def test_a_rollout_that_had_ended_run_is_only_evaluated_after_a_restart(tmp_path: Path):
     async with site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0)) as pipeline:
         rollout_id = await pipeline.submit(shell_task())
         await pipeline.until(rollout_id, State.EVAL)
@@ -42,7 +42,7 @@ async def test_what_had_ended_run_is_only_evaluated_again(tmp_path: Path):
         assert not [call for call in pipeline.engines[0].requests if call.session_id == rollout_id]
 
 
-async def test_an_evaluation_that_waits_through_many_orderly_restarts_is_not_lost_to_them(tmp_path: Path):
+async def test_many_orderly_restarts_do_not_lose_a_waiting_evaluation(tmp_path: Path):
     waiting = replace(SETTINGS, eval_slots=0, max_attempts=1)
     async with site(tmp_path, DO_IT, settings=waiting) as pipeline:
         rollout_id = await pipeline.submit(shell_task())
@@ -56,7 +56,7 @@ async def test_an_evaluation_that_waits_through_many_orderly_restarts_is_not_los
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
 
 
-async def test_a_drain_lets_run_end_and_gives_back_what_has_not_begun_it(tmp_path: Path):
+async def test_a_drain_lets_run_end_and_gives_back_what_has_not_started_it(tmp_path: Path):
     settings = replace(SETTINGS, run_slots=1)
     async with site(tmp_path, SLOW, settings=settings) as pipeline:
         running = await pipeline.submit(shell_task())

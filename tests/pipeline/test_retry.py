@@ -1,4 +1,4 @@
-"""Retries are by failure code, bounded, and spread out."""
+"""Retries depend on the failure code, are bounded, and have jitter."""
 
 from rollyard.core.failure import CODES
 from rollyard.pipeline import retry
@@ -9,14 +9,14 @@ def delays(code: str, attempts: int, excused: int = 0, max_attempts: int = 3) ->
     return [retry.delay_s(failure, attempt, excused, max_attempts) for attempt in range(1, attempts + 1)]
 
 
-def test_infrastructure_is_tried_again_up_to_the_limit():
+def test_infrastructure_failures_are_retried_up_to_the_limit():
     first, second, third = delays("sandbox_lost", 3)
     assert first is not None
     assert second is not None
     assert third is None
 
 
-def test_what_would_fail_again_is_not_tried_again():
+def test_permanent_failures_are_not_retried():
     for code in ("setup_failed", "turn_limit", "trace_invalid", "tokenizer_mismatch", "lost_to_restarts"):
         assert delays(code, 1) == [None]
 

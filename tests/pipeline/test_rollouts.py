@@ -1,4 +1,4 @@
-"""The way of one rollout, and every way it can end, with real parts."""
+"""One rollout through the stages, and every way in which it can end, with real parts."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 DO_IT = says(shell("touch done"), finish())
 
 
-async def test_a_rollout_goes_through_all_stages_and_leaves_a_proven_trajectory(tmp_path: Path):
+async def test_a_rollout_goes_through_all_stages_and_leaves_a_verified_trajectory(tmp_path: Path):
     async with site(tmp_path, DO_IT) as pipeline:
         rollout = await pipeline.rolled(shell_task())
         assert rollout.ending is not None
@@ -50,7 +50,7 @@ async def test_a_rollout_goes_through_all_stages_and_leaves_a_proven_trajectory(
         pipeline.nothing_left()
 
 
-async def test_what_the_agent_did_not_do_scores_less_and_is_still_completed(tmp_path: Path):
+async def test_an_unsolved_task_scores_less_and_is_still_completed(tmp_path: Path):
     async with site(tmp_path, says(finish())) as pipeline:
         rollout = await pipeline.rolled(shell_task(checks=["test -f done", "true"]))
         assert rollout.ending is not None
@@ -121,7 +121,7 @@ async def test_tokens_of_the_call_that_the_deadline_cut_are_in_the_trace(tmp_pat
         assert span.finish_reason == "abort"
 
 
-async def test_a_model_that_samples_nothing_in_all_of_run_is_infrastructure(tmp_path: Path):
+async def test_a_model_that_samples_nothing_in_run_is_an_infrastructure_failure(tmp_path: Path):
     script = says(Reply(text="x", latency_s=60.0))
     async with site(tmp_path, script, settings=replace(SETTINGS, max_attempts=1)) as pipeline:
         rollout = await pipeline.rolled(quick(shell_task(), run_s=0.5))
@@ -133,7 +133,7 @@ async def test_a_model_that_samples_nothing_in_all_of_run_is_infrastructure(tmp_
         pipeline.nothing_left()
 
 
-async def test_a_check_that_never_ends_is_tried_twice_then_scores_as_failing(tmp_path: Path):
+async def test_a_check_that_never_ends_is_tried_twice_and_then_gets_the_failing_score(tmp_path: Path):
     async with site(tmp_path, DO_IT) as pipeline:
         rollout = await pipeline.rolled(quick(shell_task(checks=["sleep 1000"]), eval_s=0.5))
         ending = rollout.ending
@@ -160,7 +160,7 @@ async def test_a_task_whose_setup_fails_ends_once_with_blame_task_and_no_reward(
         pipeline.nothing_left()
 
 
-async def test_a_setup_that_never_ends_is_the_tasks_fault(tmp_path: Path):
+async def test_a_setup_that_never_ends_has_blame_task(tmp_path: Path):
     async with site(tmp_path, DO_IT) as pipeline:
         rollout = await pipeline.rolled(quick(shell_task(setup=["sleep 1000"]), init_s=0.5))
         assert rollout.ending is not None
@@ -185,7 +185,7 @@ async def test_an_engine_that_lies_about_logprobs_fails_the_rollout_without_a_re
         pipeline.nothing_left()
 
 
-async def test_an_engine_that_breaks_is_tried_no_more_and_another_one_does_the_work(tmp_path: Path):
+async def test_a_broken_engine_is_not_tried_again_and_another_one_is_used(tmp_path: Path):
     async with site(tmp_path, DO_IT, engines=2) as pipeline:
         pipeline.engines[0].script = lambda _: Reply(fault=500)
         for _ in range(2):  # the least loaded of two idle engines is either
@@ -210,7 +210,7 @@ async def test_a_sandbox_that_is_killed_from_outside_costs_an_attempt_not_a_rewa
         await pipeline.ended(rollout_id)
 
 
-async def test_a_sandbox_that_ends_before_the_agent_has_begun_is_nobodys_doing_and_tried_again(
+async def test_a_sandbox_that_ends_before_the_agent_starts_is_lost_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     open_tools, opened = stages._open_tools, list[object]()
@@ -232,7 +232,7 @@ async def test_a_sandbox_that_ends_before_the_agent_has_begun_is_nobodys_doing_a
 
 
 async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score_and_no_evaluation(tmp_path: Path):
-    # The second command is there to see its end: a `finish` may still save the work of a sandbox that is just dying.
+    # The second command observes the end: a `finish` might still save the work of a sandbox that is just ending.
     script = says(shell("touch done"), shell("kill -9 -1"), shell("sleep 30"), finish())
     async with site(tmp_path, script) as pipeline:
         rollout = await pipeline.rolled(shell_task())
@@ -291,7 +291,7 @@ async def test_time_in_a_queue_does_not_count(tmp_path: Path, pool: str, state: 
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
 
 
-async def test_what_is_acknowledged_loses_its_artifacts_too(tmp_path: Path):
+async def test_acknowledging_a_rollout_deletes_its_artifacts(tmp_path: Path):
     async with site(tmp_path, DO_IT) as pipeline:
         first, second = await pipeline.rolled(shell_task()), await pipeline.rolled(shell_task())
         assert len(list((tmp_path / "artifacts").glob("*/*"))) == 2
@@ -304,7 +304,7 @@ async def test_what_is_acknowledged_loses_its_artifacts_too(tmp_path: Path):
             await pipeline.pipeline.rescore(first.id)
 
 
-async def test_a_full_queue_refuses_and_keeps_nothing_of_the_call(tmp_path: Path):
+async def test_a_full_queue_refuses_a_submit_and_stores_nothing_of_it(tmp_path: Path):
     async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as pipeline:
         first = await pipeline.submit(shell_task())
         await pipeline.submit(shell_task())
@@ -314,7 +314,7 @@ async def test_a_full_queue_refuses_and_keeps_nothing_of_the_call(tmp_path: Path
         await pipeline.submit(shell_task(), "third")
 
 
-async def test_submits_that_come_at_once_do_not_overfill_the_queue(tmp_path: Path):
+async def test_concurrent_submits_do_not_overfill_the_queue(tmp_path: Path):
     async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as pipeline:
         calls = [pipeline.submit(shell_task(), f"r{number}") for number in range(6)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -322,7 +322,7 @@ async def test_submits_that_come_at_once_do_not_overfill_the_queue(tmp_path: Pat
         assert len(await pipeline.store.queued()) == 2
 
 
-async def test_a_submit_that_is_sent_again_does_not_lie_twice_in_the_queue(tmp_path: Path):
+async def test_a_repeated_submit_is_queued_once(tmp_path: Path):
     async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0)) as pipeline:
         for _ in range(3):
             await pipeline.submit(shell_task(), "same")
@@ -330,7 +330,7 @@ async def test_a_submit_that_is_sent_again_does_not_lie_twice_in_the_queue(tmp_p
         assert [event.state for event in pipeline.pipeline.event_log._ring] == [State.QUEUED], "nothing changed"
 
 
-async def test_rescoring_appends_and_leaves_the_terminal_record_alone(tmp_path: Path):
+async def test_rescoring_appends_and_does_not_change_the_terminal_record(tmp_path: Path):
     async with site(tmp_path, DO_IT) as pipeline:
         rollout = await pipeline.rolled(shell_task())
         again = await pipeline.pipeline.rescore(rollout.id)
@@ -353,7 +353,7 @@ async def test_an_eval_whose_sandbox_does_not_start_in_time_has_no_reward(tmp_pa
         rollout_id = await pipeline.submit(quick(shell_task(), eval_s=0.5))
         await pipeline.until(rollout_id, State.EVAL)
         await pipeline.idle_run()
-        async with AsyncExitStack() as stack:  # a host that is busy starting others
+        async with AsyncExitStack() as stack:  # the host is busy starting other sandboxes
             for _ in range(pipeline.runtime._starting._value):
                 await stack.enter_async_context(pipeline.runtime._starting)
             pipeline.pipeline.resize({"eval": 1})
@@ -366,7 +366,7 @@ async def test_an_eval_whose_sandbox_does_not_start_in_time_has_no_reward(tmp_pa
 
 
 class Idle(Handler):
-    """Asks no model; its check takes for ever."""
+    """Calls no model; its check never ends."""
 
     name = "idle"
 
@@ -398,7 +398,7 @@ async def test_the_place_of_a_sandbox_that_cannot_be_proven_gone_stays_taken(tmp
     settings = replace(SETTINGS, max_attempts=1, eval_attempts=1, eval_slots=0)
     async with site(tmp_path, DO_IT, settings=settings) as pipeline:
         task = shell_task(setup=["exit 3"]) if case == "init" else shell_task()
-        never_s, in_time_s = 0.0, pipeline.runtime._kill_s  # no sandbox can be shown to be gone in 0 s
+        never_s, in_time_s = 0.0, pipeline.runtime._kill_s  # no sandbox can be proven gone in 0 s
         pipeline.runtime._kill_s = in_time_s if case == "eval" else never_s
         rollout_id = await pipeline.submit(task)
         if case != "init":
@@ -414,7 +414,7 @@ async def test_the_place_of_a_sandbox_that_cannot_be_proven_gone_stays_taken(tmp
 
 
 class Flaky(Environment):
-    """Its checks fail as infrastructure, then take for ever, then are done."""
+    """Its checks first fail because of infrastructure, then hang, then succeed."""
 
     name = "flaky"
 
@@ -436,7 +436,7 @@ class Flaky(Environment):
         return Score(1.0)
 
 
-async def test_a_failure_of_infrastructure_is_not_one_of_the_two_times_that_a_check_may_take_too_long(tmp_path: Path):
+async def test_an_infrastructure_failure_is_not_counted_as_a_slow_check(tmp_path: Path):
     async with site(tmp_path, says("hello"), environments=Environments({"flaky": Flaky})) as pipeline:
         rollout = await pipeline.rolled(quick(replace(shell_task(), environment="flaky"), eval_s=0.5))
         assert rollout.ending is not None
@@ -445,7 +445,7 @@ async def test_a_failure_of_infrastructure_is_not_one_of_the_two_times_that_a_ch
 
 
 @pytest.mark.parametrize("may_train", [False, True])
-async def test_a_slow_check_does_not_make_trainable_what_runs_deadline_cut_off(tmp_path: Path, may_train: bool):
+async def test_a_slow_check_does_not_make_a_timed_out_rollout_trainable(tmp_path: Path, may_train: bool):
     run = Run("run", trainable_on_deadline=may_train)
     async with site(tmp_path, says(shell("sleep 60")), run=run) as pipeline:
         rollout = await pipeline.rolled(quick(shell_task(checks=["sleep 60"]), run_s=1.0, eval_s=0.5, tool_s=30))
@@ -456,8 +456,8 @@ async def test_a_slow_check_does_not_make_trainable_what_runs_deadline_cut_off(t
         assert ending.is_trainable is may_train
 
 
-async def test_after_an_engines_failure_the_next_attempt_sits_at_another_one(tmp_path: Path):
-    patient = RouterSettings(engine_wait_s=5.0, trip_after=1000)  # the breaker must not do it for us
+async def test_after_an_engine_failure_the_next_attempt_uses_another_engine(tmp_path: Path):
+    patient = RouterSettings(engine_wait_s=5.0, trip_after=1000)  # the breaker must not cause this
     broken = says(Reply(text="hello", fault="fewer_logprobs"))
     good = ScriptedEngine(says(shell("touch done"), finish()), tokenizer=FolderTokenizer(tokenizer_dir()))
     async with site(tmp_path, broken, router_settings=patient) as pipeline, good:
@@ -471,4 +471,4 @@ async def test_after_an_engines_failure_the_next_attempt_sits_at_another_one(tmp
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.summary.engine == "e1"
         assert [(lost.code, lost.engine) for lost in rollout.lost] == [("engine_broken", "e0")]
-        assert first.stats.calls == calls, "the broken one was not asked again"
+        assert first.stats.calls == calls, "the broken engine was not called again"

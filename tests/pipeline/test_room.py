@@ -1,4 +1,4 @@
-"""A machine that is short of memory or disk: rollouts wait, free of charge, and everybody can see that."""
+"""A machine that is short of memory or disk: rollouts wait, no deadline runs, and the wait is visible."""
 
 import asyncio
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tests.pipeline.site import finish, says, shell, shell_task, site
 
 
 def set_pressure(runtime: Any, *, is_low: bool) -> None:
-    """As the warden tells it."""
+    """Reports memory pressure as the resource monitor does."""
     runtime._limiter._on_pressure(is_low, {})
 
 
@@ -25,7 +25,7 @@ async def test_waiting_for_room_counts_against_no_deadline(tmp_path: Path) -> No
         async with asyncio.timeout(30):
             while pipeline.runtime.waiting == 0:
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(2.0)  # twice as long as INIT may take
+        await asyncio.sleep(2.0)  # twice init_s
         assert (await pipeline.store.get(rollout_id)).state is State.INIT
         set_pressure(pipeline.runtime, is_low=False)
         rollout = await pipeline.ended(rollout_id)
@@ -33,7 +33,7 @@ async def test_waiting_for_room_counts_against_no_deadline(tmp_path: Path) -> No
         assert rollout.attempt == 1 and not rollout.lost and pipeline.runtime.waiting == 0
 
 
-async def test_a_cancel_ends_the_waiting(tmp_path: Path) -> None:
+async def test_a_cancel_ends_the_wait_for_room(tmp_path: Path) -> None:
     async with site(tmp_path, says(finish())) as pipeline:
         assert isinstance(pipeline.runtime, BubblewrapRuntime)
         set_pressure(pipeline.runtime, is_low=True)

@@ -1,5 +1,5 @@
-"""A sandbox that ends by a limit: the policy's own end, with its own code and the failing score; in a set-up, the
-task's."""
+"""A sandbox that ends at a limit: a policy failure with its own code and the failing score; in a set-up, a task
+failure."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ def limited(task: Task, options: SandboxOptions = LIMITED) -> Task:
     return replace(task, sandbox=options)
 
 
-async def test_a_disk_filled_in_run_is_the_policys_end_with_the_failing_score(tmp_path: Path):
+async def test_a_disk_filled_in_run_is_a_policy_failure_with_the_failing_score(tmp_path: Path):
     async with site(tmp_path, says(shell(FILL), finish())) as pipeline:
         rollout = await pipeline.rolled(limited(shell_task(checks=["true"])))
         assert rollout.ending is not None
@@ -28,7 +28,7 @@ async def test_a_disk_filled_in_run_is_the_policys_end_with_the_failing_score(tm
         pipeline.nothing_left()
 
 
-async def test_a_disk_filled_by_what_is_judged_is_the_failing_score_after_a_second_try(tmp_path: Path):
+async def test_a_disk_filled_in_eval_gets_the_failing_score_after_a_second_try(tmp_path: Path):
     async with site(tmp_path, says(shell("touch done"), finish())) as pipeline:
         rollout = await pipeline.rolled(limited(shell_task(checks=[FILL])))
         assert rollout.ending is not None
@@ -38,7 +38,7 @@ async def test_a_disk_filled_by_what_is_judged_is_the_failing_score_after_a_seco
         assert any("tried again" in note for note in rollout.ending.summary.notes)
 
 
-async def test_a_disk_filled_by_the_set_up_is_the_tasks_doing_and_tried_once(tmp_path: Path):
+async def test_a_disk_filled_by_the_set_up_has_blame_task_and_is_tried_once(tmp_path: Path):
     async with site(tmp_path, says(finish())) as pipeline:
         task = limited(shell_task(setup=[FILL]))
         for _ in range(3):
@@ -50,7 +50,7 @@ async def test_a_disk_filled_by_the_set_up_is_the_tasks_doing_and_tried_once(tmp
         assert pipeline.pipeline.resources.layers["bubblewrap"].failed == 1
 
 
-async def test_too_many_files_made_in_run_are_the_policys_end(tmp_path: Path):
+async def test_too_many_files_created_in_run_are_a_policy_failure(tmp_path: Path):
     fill = "mkdir d; cd d; for n in $(seq 3000); do : > $n; done; sleep 20"
     async with site(tmp_path, says(shell(fill), finish())) as pipeline:
         rollout = await pipeline.rolled(limited(shell_task(checks=["true"]), SandboxOptions(files=1000)))

@@ -1,4 +1,4 @@
-"""Who goes next."""
+"""Which queued rollout is next."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ def drain(scheduler: Scheduler, now: float = 0.0) -> list[str]:
     return order
 
 
-def test_a_run_that_comes_late_with_little_is_not_behind_one_that_came_early_with_much():
+def test_a_small_late_run_does_not_wait_for_a_large_early_one():
     scheduler = Scheduler()
     for number in range(100):
         scheduler.push(row(f"a{number}", "a", number))
@@ -33,7 +33,7 @@ def test_a_run_that_comes_late_with_little_is_not_behind_one_that_came_early_wit
     assert {"b0", "b1", "b2"} <= set(order[:6])
 
 
-def test_an_idle_run_saves_up_no_turns():
+def test_an_idle_run_does_not_save_up_turns():
     scheduler = Scheduler()
     scheduler.push(row("b0", "b", 0))
     scheduler.pop(0.0)
@@ -56,7 +56,7 @@ def test_priority_goes_before_fairness_and_order_of_submission_within_a_run():
     assert drain(scheduler) == ["high", "mine", "low0", "low1", "low2"]
 
 
-def test_a_run_at_its_quota_is_passed_over_until_one_of_its_own_is_done():
+def test_a_run_at_its_quota_is_skipped_until_one_of_its_rollouts_is_done():
     scheduler = Scheduler()
     scheduler.set_quota(Run("a", max_live=1))
     for number in range(2):
@@ -79,7 +79,7 @@ def test_a_delayed_row_waits_for_its_time_and_can_be_removed():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.booleans()), max_size=60))
-def test_every_row_comes_out_once_or_was_removed(rows: list[tuple[str, int, bool]]):
+def test_every_row_is_popped_once_or_was_removed(rows: list[tuple[str, int, bool]]):
     scheduler = Scheduler()
     kept: set[str] = set()
     for number, (run, priority, is_removed) in enumerate(rows):
@@ -94,7 +94,7 @@ def test_every_row_comes_out_once_or_was_removed(rows: list[tuple[str, int, bool
     assert len(scheduler) == 0
 
 
-def test_a_run_that_is_forgotten_leaves_nothing_of_its_cancelled_rows():
+def test_forgetting_a_run_removes_its_cancelled_rows():
     scheduler = Scheduler()
     for number in range(3):
         scheduler.push(row(f"a{number}", "a", number))

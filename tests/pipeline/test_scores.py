@@ -1,4 +1,4 @@
-"""What becomes of a score: what is refused, what is taken off for length, and what is not trained on."""
+"""Scores: which are refused, what is deducted for length, and what is not trained on."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.pipeline.site import finish, quick, says, shell, shell_task, site
 pytestmark = pytest.mark.slow
 
 
-async def test_a_run_that_masks_truncated_rollouts_does_not_train_on_them_and_says_why(tmp_path: Path):
+async def test_a_run_that_masks_truncated_rollouts_does_not_train_on_them_and_reports_why(tmp_path: Path):
     run = Run("run", mask_truncated=True)
     async with site(tmp_path, says(shell("touch done")), run=run) as pipeline:
         ending = (await pipeline.rolled(quick(shell_task(), max_turns=3))).ending
@@ -30,7 +30,7 @@ async def test_a_run_that_masks_truncated_rollouts_does_not_train_on_them_and_sa
         assert ending is not None and ending.is_trainable and not ending.untrainable
 
 
-async def test_a_slow_check_does_not_make_trainable_what_was_masked(tmp_path: Path):
+async def test_a_slow_check_does_not_make_a_masked_rollout_trainable(tmp_path: Path):
     run = Run("run", mask_truncated=True)
     async with site(tmp_path, says(shell("touch done")), run=run) as pipeline:
         ending = (await pipeline.rolled(quick(shell_task(checks=["sleep 60"]), max_turns=2, eval_s=0.5))).ending
@@ -38,7 +38,7 @@ async def test_a_slow_check_does_not_make_trainable_what_was_masked(tmp_path: Pa
         assert (ending.failure.code, ending.is_trainable) == ("eval_deadline", False)
 
 
-async def test_an_overlong_penalty_is_a_component_of_the_score_also_where_it_is_0(tmp_path: Path):
+async def test_an_overlong_penalty_is_a_component_of_the_score_even_if_it_is_0(tmp_path: Path):
     script = says(shell("touch done"), finish())
     async with site(tmp_path, script) as pipeline:
         ending = (await pipeline.rolled(shell_task())).ending
@@ -60,7 +60,7 @@ async def test_an_overlong_penalty_is_a_component_of_the_score_also_where_it_is_
 
 
 class Generous(Environment):
-    """Gives whatever score it is told to."""
+    """Returns a given score."""
 
     name = "generous"
 
@@ -89,7 +89,7 @@ class Generous(Environment):
         lambda: Score(1.0, {"overlong_penalty": 0.0}),
     ],
 )
-async def test_a_reward_that_no_trainer_can_use_is_this_rollouts_failure(tmp_path: Path, score: Callable[[], Score]):
+async def test_an_invalid_score_fails_only_its_own_rollout(tmp_path: Path, score: Callable[[], Score]):
     environments = Environments({"generous": Generous(score)})
     async with site(tmp_path, says("hello"), environments=environments) as pipeline:
         ending = (await pipeline.rolled(replace(shell_task(), environment="generous"))).ending
@@ -98,7 +98,7 @@ async def test_a_reward_that_no_trainer_can_use_is_this_rollouts_failure(tmp_pat
 
 
 @pytest.mark.parametrize(("finish_reason", "is_trained"), [("stop", True), ("length", False)])
-def test_a_last_reply_that_was_cut_off_is_masked_whatever_its_agent_made_of_it(finish_reason: str, is_trained: bool):
+def test_a_truncated_last_reply_is_masked_even_if_the_agent_completed(finish_reason: str, is_trained: bool):
     found = trajectory("r")
     (trace,) = found.traces
     found = replace(found, traces=(replace(trace, spans=(replace(trace.spans[0], finish_reason=finish_reason),)),))

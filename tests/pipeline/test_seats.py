@@ -1,4 +1,4 @@
-"""RUN admits as many as the engines have seats for: by policy, in order, nothing lost on any way out."""
+"""RUN admits as many rollouts as the engines have seats: by policy, in order, and every seat is released."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -24,7 +24,7 @@ DO_IT = says(shell("touch done"), finish())
 
 
 def patient_task() -> Task:
-    """Its calls may be held for as long as a test takes on a busy machine."""
+    """Its calls may wait as long as a test takes on a busy machine."""
     return quick(shell_task(), run_s=50, model_s=50)
 
 
@@ -35,7 +35,7 @@ async def playing(script: Any = DO_IT) -> AsyncGenerator[ScriptedEngine, None]:
 
 
 def hold(engine: ScriptedEngine) -> None:
-    """Its calls wait from now on."""
+    """Makes the engine's calls wait from now on."""
     engine._work.open.clear()
 
 
@@ -49,7 +49,7 @@ async def add(pipeline: Site, engine: ScriptedEngine, name: str, **fields: Any) 
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Waits for something that no event tells."""
+    """Waits for a condition that has no event."""
     async with asyncio.timeout(90):
         while not is_so():
             await asyncio.sleep(0.01)
@@ -68,7 +68,7 @@ def no_seat_left(pipeline: Site) -> None:
         assert (pool.seats.taken, pool.seats.waiting) == (0, 0)
 
 
-async def test_run_never_has_more_than_the_engines_have_seats_for(tmp_path: Path):
+async def test_run_never_has_more_rollouts_than_the_engines_have_seats(tmp_path: Path):
     seen: list[int] = []
 
     def script(turn: Turn) -> Any:
@@ -85,7 +85,7 @@ async def test_run_never_has_more_than_the_engines_have_seats_for(tmp_path: Path
         ids = [await pipeline.submit(patient_task()) for _ in range(12)]
         await until(lambda: engine.running == 3 and pipeline.pipeline.unseated == SETTINGS.ready_slots)
         assert pipeline.pipeline.run_pool.active == 3 and pipeline.pipeline.run_pool.free == 5
-        assert sorted(s.stats.sessions for s in pipeline.router.list()) == [1, 2]  # each took the seats that it has
+        assert sorted(s.stats.sessions for s in pipeline.router.list()) == [1, 2]  # each engine's seats are taken
         assert pipeline.pipeline.pools()["ready"] == {"size": 4, "active": 4, "waiting": 4}
         waiting = [a for a in pipeline.pipeline.live.values() if a.state is State.READY]
         assert len(waiting) == 4 and all(a.tick(1e9, 300) is None for a in waiting)  # no clock runs
@@ -96,7 +96,7 @@ async def test_run_never_has_more_than_the_engines_have_seats_for(tmp_path: Path
         no_seat_left(pipeline)
 
 
-async def test_a_full_policy_keeps_nobody_of_another_from_running(tmp_path: Path):
+async def test_a_full_policy_does_not_block_the_rollouts_of_another(tmp_path: Path):
     settings = replace(SETTINGS, run_slots=2, ready_slots=2, init_slots=1)
     async with (
         playing() as stuck,
@@ -113,7 +113,7 @@ async def test_a_full_policy_keeps_nobody_of_another_from_running(tmp_path: Path
         hold(other)
         free = [await pipeline.submit(patient_task(), run="b") for _ in range(8)]
         await until(lambda: other.running == 1 and pipeline.pipeline.run_pool.free == 0)
-        await pipeline.until(free[1], State.READY)  # INIT runs ahead for this one too
+        await pipeline.until(free[1], State.READY)  # INIT prepares rollouts of this policy, too
         let_go(other)
         await completed(pipeline, *free)  # with one RUN slot, while the other policy's rollouts wait
         assert pipeline.router.waiting() == {"full": 2, "free": 0}
@@ -123,7 +123,7 @@ async def test_a_full_policy_keeps_nobody_of_another_from_running(tmp_path: Path
         no_seat_left(pipeline)
 
 
-async def test_a_rollout_that_is_cancelled_while_it_waits_leaves_nothing(tmp_path: Path):
+async def test_a_rollout_cancelled_while_it_waits_for_a_seat_leaves_nothing(tmp_path: Path):
     async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
         await add(pipeline, engine, "e", capacity=1)
         hold(engine)
@@ -148,7 +148,7 @@ async def test_a_rollout_that_is_cancelled_while_it_waits_leaves_nothing(tmp_pat
         no_seat_left(pipeline)
 
 
-async def test_the_one_with_the_highest_priority_gets_the_next_seat(tmp_path: Path):
+async def test_the_rollout_with_the_highest_priority_gets_the_next_seat(tmp_path: Path):
     async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
         await add(pipeline, engine, "e", capacity=1)
         hold(engine)
@@ -164,10 +164,10 @@ async def test_the_one_with_the_highest_priority_gets_the_next_seat(tmp_path: Pa
         assert begun.index(high) < begun.index(low)
 
 
-async def test_when_the_cap_shrinks_nobody_is_thrown_out_and_the_next_ones_wait(tmp_path: Path):
+async def test_a_shrinking_cap_interrupts_no_rollout_and_the_next_ones_wait(tmp_path: Path):
     router_settings = RouterSettings(engine_wait_s=5.0, watch_s=0.02, cap_rules=CapRules(start=4, settle_s=0.0))
     async with playing() as engine, site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as pipeline:
-        engine.kv_use = 0.9  # no room to grow, and no trouble
+        engine.kv_use = 0.9  # the cap neither grows nor shrinks
         await add(pipeline, engine, "e", admission=Admission.ADAPTIVE)
         hold(engine)
         ids = [await pipeline.submit(patient_task()) for _ in range(10)]
@@ -177,11 +177,11 @@ async def test_when_the_cap_shrinks_nobody_is_thrown_out_and_the_next_ones_wait(
         assert (pipeline.pipeline.run_pool.active, engine.running) == (4, 4)
         await pipeline.pipeline.cancel(ids.pop(0))
         await until(lambda: pipeline.router.seats("default").taken == 3)
-        assert pipeline.pipeline.unseated == 4  # whom it left behind is one too many for the new cap
+        assert pipeline.pipeline.unseated == 4  # the remaining rollouts already fill the new cap
         await pipeline.pipeline.cancel(ids.pop(0))
         await until(
             lambda: engine.running == 3 and pipeline.pipeline.unseated == 4
-        )  # one goes, one comes from the queue
+        )  # one gets a seat, and one comes from the queue
         let_go(engine)
         await completed(pipeline, *ids)
         await pipeline.idle()
@@ -201,7 +201,7 @@ async def test_the_cap_grows_while_rollouts_wait_and_the_cache_has_room(tmp_path
         await completed(pipeline, *ids)
 
 
-async def test_an_engine_that_is_removed_takes_its_seats_with_it(tmp_path: Path):
+async def test_removing_an_engine_removes_its_seats(tmp_path: Path):
     async with playing() as staying, playing() as leaving, site(tmp_path, DO_IT, engines=0) as pipeline:
         await add(pipeline, staying, "stays", capacity=1)
         await add(pipeline, leaving, "leaves", capacity=1)
@@ -218,14 +218,14 @@ async def test_an_engine_that_is_removed_takes_its_seats_with_it(tmp_path: Path)
         no_seat_left(pipeline)
 
 
-async def test_when_the_last_engine_goes_those_who_wait_go_on_to_wait_for_another(tmp_path: Path):
+async def test_when_the_last_engine_is_removed_waiting_rollouts_wait_for_another(tmp_path: Path):
     async with playing() as leaving, playing() as coming, site(tmp_path, DO_IT, engines=0) as pipeline:
         await add(pipeline, leaving, "leaves", capacity=1)
         hold(leaving)
         ids = [await pipeline.submit(patient_task()) for _ in range(4)]
         await until(lambda: leaving.running == 1 and pipeline.pipeline.unseated == 3)
         await pipeline.router.remove("leaves")
-        await until(lambda: pipeline.pipeline.run_pool.active == 4)  # as where there never was an engine
+        await until(lambda: pipeline.pipeline.run_pool.active == 4)  # as without any engine
         await add(pipeline, coming, "comes", capacity=1)
         await completed(pipeline, *ids)
         await pipeline.idle()
@@ -247,7 +247,7 @@ async def test_an_agent_that_needs_no_model_needs_no_seat(tmp_path: Path):
         no_seat_left(pipeline)
 
 
-async def test_a_drain_gives_back_those_who_wait_for_a_seat(tmp_path: Path):
+async def test_a_drain_gives_back_rollouts_that_wait_for_a_seat(tmp_path: Path):
     async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
         await add(pipeline, engine, "e", capacity=1)
         hold(engine)

@@ -1,4 +1,4 @@
-"""Sessions in the pipeline: a client that thinks is no stall, and kill -9 invents no reward."""
+"""Sessions in the pipeline: a slow client is not a stall, and kill -9 invents no reward."""
 
 import asyncio
 from pathlib import Path
@@ -15,14 +15,14 @@ from tests.pipeline.site import says, site
 pytestmark = pytest.mark.slow
 
 
-async def test_a_silent_client_is_no_stall_of_ours(tmp_path: Path):
+async def test_a_silent_client_is_not_a_stall(tmp_path: Path):
     task = Task("session", agent=AgentSpec("session"), limits=Limits(stall_s=0.3, run_s=30))
     async with site(tmp_path, says("one")) as pipeline:
         agent = pipeline.pipeline.resources.agents.get("session")
         assert isinstance(agent, SessionAgent)
         rollout_id = await pipeline.submit(task)
         live = await agent.opened(rollout_id)
-        await asyncio.sleep(1.0)  # three times the bound, with a look every 0.05 s
+        await asyncio.sleep(1.0)  # three times the bound, checked every 0.05 s
         live.give({"reward": 1.0})
         rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None
@@ -32,7 +32,7 @@ async def test_a_silent_client_is_no_stall_of_ours(tmp_path: Path):
         pipeline.nothing_left()
 
 
-async def test_after_kill_9_a_begun_session_is_lost_and_a_saved_reward_is_not(tmp_path: Path):
+async def test_after_kill_9_an_open_session_is_lost_and_a_saved_reward_is_not(tmp_path: Path):
     async with asyncio.timeout(90), engine(tmp_path) as engine_url:
         service = Service(tmp_path, engine_url)
         await service.start()
@@ -54,7 +54,7 @@ async def test_after_kill_9_a_begun_session_is_lost_and_a_saved_reward_is_not(tm
                         break
                 await service.kill()
                 await service.start()
-                record = await rewarding  # the client asks again until it is answered
+                record = await rewarding  # the client retries until it gets an answer
                 assert (record.outcome, record.reward, record.attempt) == ("completed", 0.75, 1)
                 lost = await client.wait("begun", timeout_s=30)
                 assert (lost.outcome, lost.reward, lost.attempt) == ("failed", None, 2)

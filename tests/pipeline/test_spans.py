@@ -1,4 +1,4 @@
-"""Spans from queue to reward, as a collector would get them."""
+"""Spans from queue to reward, as a collector receives them."""
 
 from pathlib import Path
 

@@ -102,7 +102,7 @@ def test_a_higher_level_is_a_wider_interval():
 @pytest.mark.parametrize(
     ("values", "level", "wrong"),
     [
-        ([], 0.95, "no mean of nothing"),
+        ([], 0.95, "at least one value is needed"),
         ([1.0], 95, "between 0 and 1, not 95"),
         ([1.0, math.nan], 0.95, "finite"),
     ],

@@ -80,7 +80,7 @@ async def write_trajectories(client: AsyncClient, records: Sequence[Record], pat
     if path.suffix == ".arrow":
         await _write_arrow(client, records, path)
         return
-    import orjson
+    import msgspec
 
     from rollyard.core.failure import Gone, NotFound
 
@@ -92,7 +92,7 @@ async def write_trajectories(client: AsyncClient, records: Sequence[Record], pat
                 body = (await client.trajectory(record.id, run=record.run)).record.raw
             except (Gone, NotFound):
                 body = record.raw
-            file.write(orjson.dumps(body) + b"\n")
+            file.write(msgspec.json.encode(body) + b"\n")
     partial.replace(path)
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import aiohttp
-import orjson
+import msgspec
 
 from rollyard.client._errors import ServiceUnreachable, UnexpectedReply
 from rollyard.client._transport import BACKOFF_S, RetryableError, Transport, raise_for
@@ -68,8 +68,8 @@ async def _parse(stream: aiohttp.StreamReader) -> AsyncGenerator[Event, None]:
 
 def _event(fields: dict[str, str]) -> Event:
     try:
-        body = orjson.loads(fields.get("data") or "{}")
-    except orjson.JSONDecodeError as error:
+        body = msgspec.json.decode(fields.get("data") or "{}")
+    except msgspec.DecodeError as error:
         raise UnexpectedReply("an event's data is not JSON") from error
     if not isinstance(body, dict):
         raise UnexpectedReply("an event's data is not a JSON object")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 import aiohttp
-import orjson
+import msgspec
 
 from rollyard.client._discovery import ServiceAddress
 from rollyard.client._errors import ServiceUnreachable, UnexpectedReply, error_of
@@ -69,13 +69,13 @@ class Transport:
         is_repeatable: bool | None = None,
     ) -> object:
         """The JSON of the response, or None if it has no body."""
-        payload = None if body is None else orjson.dumps(body)
+        payload = None if body is None else msgspec.json.encode(body)
         data, _ = await self.call(method, path, body=payload, params=params, wait_s=wait_s, is_repeatable=is_repeatable)
         if not data:
             return None
         try:
-            return orjson.loads(data)
-        except orjson.JSONDecodeError as error:
+            return msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
             raise UnexpectedReply(f"{method} {path} returned a body that is not JSON") from error
 
     async def call(
@@ -163,8 +163,8 @@ async def raise_for(reply: aiohttp.ClientResponse, data: bytes, where: str) -> N
     if reply.status < 400:
         return
     try:
-        problem: object = orjson.loads(data)
-    except orjson.JSONDecodeError:
+        problem: object = msgspec.json.decode(data)
+    except msgspec.DecodeError:
         problem = None
     error = error_of(reply.status, problem, where)
     if reply.status == 429 or (reply.status == 503 and error.code in PASSING):

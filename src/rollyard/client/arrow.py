@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import msgspec
 
 from rollyard.client._errors import UnexpectedReply
 from rollyard.client.records import Trace
@@ -62,7 +62,7 @@ def _traces(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> list[Trace]
 def _trace(tokens: Mapping[str, Any], row: Mapping[str, Any]) -> Trace:
     sampling = row.get("sampling")
     columns = dict(row.get("columns") or ())
-    return build({**row, "sampling": orjson.loads(sampling) if sampling else {}, "columns": columns}, tokens)
+    return build({**row, "sampling": msgspec.json.decode(sampling) if sampling else {}, "columns": columns}, tokens)
 
 
 class _Column:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import msgspec
 
 from rollyard.client._errors import UnexpectedReply
 from rollyard.client.records import JsonObject, Record, Trace, read, read_object
@@ -141,8 +141,8 @@ def read_arrow_page(data: bytes) -> GroupsPage:
 
     metadata, rows = read_stream(data)
     try:
-        page = read_object(orjson.loads(metadata[b"page"]))
-    except (KeyError, orjson.JSONDecodeError) as error:
+        page = read_object(msgspec.json.decode(metadata[b"page"]))
+    except (KeyError, msgspec.DecodeError) as error:
         raise UnexpectedReply("the stream of groups has no page in its metadata") from error
     traces: dict[str, list[Trace]] = defaultdict(list)
     for trace in rows:

@@ -1,11 +1,11 @@
-"""The head of a fleet: a yard that leases (`leasing.py`), and listens to its nodes.
+"""The head of a fleet: a pipeline that leases rollouts (`leasing.py`) and receives its nodes' reports.
 
-    the node's reports ─▶ moves, the end of RUN, the end ─▶ store ─▶ whoever waits
+    the node's reports ─▶ moves, the end of RUN, the end ─▶ store ─▶ waiting clients
 
-Invariants. What a node does not hold any more is not out at it: a join tells. What cannot be stored is the failure of
-its own rollout, and keeps no other from being told. After a restart, what was out is nobody's until its node has
-joined, and is given back if none claims it within `lease_s`. A change of weights waits for every node that could still
-be believed.
+Invariants. On join, leases that the node no longer holds are released. A result that cannot be stored fails only its
+own rollout and does not keep other reports from being stored. After a restart, leased rollouts have no node until their
+node has joined, and are given back if no node claims them within `lease_s`. A change of weights waits for every node
+whose reports may still be accepted.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from rollyard.store.codec import from_json
 log = logging.getLogger("rollyard.fleet")
 
 LOOKS = 10
-"""At the nodes, per lease: so a lost one is noticed a tenth later than it could be."""
+"""Checks of the nodes per lease: a lost node is noticed a tenth of a lease late at most."""
 
 
 class HeadPipeline(LeasingPipeline):
-    """See the module."""
+    """The pipeline of a fleet's head."""
 
     async def __aenter__(self) -> HeadPipeline:
         self.resources.router.followers = self
@@ -69,10 +69,10 @@ class HeadPipeline(LeasingPipeline):
         return self
 
     def resize(self, sizes: Mapping[str, int]) -> None:
-        raise InvalidRequest("the pools of a fleet are its nodes': start them with other sizes, or drain them")
+        raise InvalidRequest("the pools of a fleet belong to its nodes: start them with other sizes, or drain them")
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """All nodes' added up; of this process only what is at work."""
+        """Returns all nodes' pools added up; of this process, only what is running."""
         pools = super().pools()
         for name in ("init", "ready", "run", "eval", "live"):
             own, others = pools[name], [node.standing.pools[name] for node in self.nodes.with_pool(name)]
@@ -81,13 +81,13 @@ class HeadPipeline(LeasingPipeline):
             own["waiting"] += sum(places.waiting for places in others)
         return pools
 
-    # --- what nodes say -------------------------------------------------------------------------------
+    # --- called by nodes ------------------------------------------------------------------------------
 
     def join(self, join: Join) -> Joined:
-        """Takes a node in. What it holds and still has the lease of stays its own."""
+        """Registers a node. The node keeps what it holds and still has the lease of."""
         if join.protocol != PROTOCOL:
             raise InvalidRequest(
-                f"node {join.name} speaks protocol {join.protocol} of the fleet and this head {PROTOCOL}: install the"
+                f"node {join.name} uses protocol {join.protocol} of the fleet and this head {PROTOCOL}: install the"
                 " same version of Rollyard on both"
             )
         check_id(join.name, "node")
@@ -108,7 +108,7 @@ class HeadPipeline(LeasingPipeline):
             kept = {key.id for key in keeps}
             for rollout_id in node.out - kept:
                 if not node.is_sent(rollout_id):
-                    self._own(partial(self._give_back, self._out[rollout_id], "has given it up"))
+                    self._own(partial(self._give_back, self._out[rollout_id], "no longer has it"))
         else:
             node.anew(join.standing)
             log.info("node joined", extra={"node": node.name, "host": node.host, "holds": len(keeps)})
@@ -117,7 +117,7 @@ class HeadPipeline(LeasingPipeline):
         return Joined(self.store.epoch, settings.lease_s, settings.hold_s, keeps)
 
     async def poll(self, poll: Poll, wait_s: float) -> Orders:
-        """What a node is to do, as soon as there is something, or nothing after that time."""
+        """Returns a node's orders as soon as there are any, or empty ones when `wait_s` is over."""
         node = self._heard(poll.session, poll)
         until = time.monotonic() + min(wait_s, self.nodes.settings.poll_s)
         while True:
@@ -131,7 +131,7 @@ class HeadPipeline(LeasingPipeline):
                 continue
 
     async def report(self, report: Report) -> Reported:
-        """Takes what a node says, durably. Items of one rollout in their order, rollouts side by side."""
+        """Stores a node's report. Items of one rollout are stored in order, rollouts concurrently."""
         node = self._heard(report.session, report)
         by_key: dict[Key, list[Item]] = {}
         for item in report.items:
@@ -148,11 +148,11 @@ class HeadPipeline(LeasingPipeline):
         return node
 
     async def _take_word(self, node: ConnectedNode, key: Key, items: Sequence[Item]) -> bool:
-        """False: it is not this node's any more."""
+        """Stores the items of one attempt. Returns False if it does not belong to this node any more."""
         leased = self._out.get(key.id)
         if leased is None or leased.node is not node or leased.rollout.attempt != key.attempt:
             return False
-        async with leased.writing:  # what is said again waits until it was written the first time
+        async with leased.writing:  # a repeated report waits until the first one is written
             for item in items:
                 if leased.is_settling:
                     return False
@@ -168,19 +168,21 @@ class HeadPipeline(LeasingPipeline):
                             await self._returned(leased, item)
                 except Stale as stale:
                     self._let_go(leased)
-                    log.info("a node was overtaken", extra={"rollout": key.id, "node": node.name, "reason": str(stale)})
+                    log.info(
+                        "a node's report is stale", extra={"rollout": key.id, "node": node.name, "reason": str(stale)}
+                    )
                     return False
                 except StoreUnusable:
-                    raise  # nothing can be written any more: the service ends with it
+                    raise  # nothing can be written any more: the service ends
                 except Exception as error:
-                    log.exception("what a node says cannot be stored", extra={"rollout": key.id, "node": node.name})
-                    broken = InternalError(f"what this rollout left cannot be stored ({type(error).__name__})")
+                    log.exception("a node's report cannot be stored", extra={"rollout": key.id, "node": node.name})
+                    broken = InternalError(f"the rollout's result cannot be stored ({type(error).__name__})")
                     await self._settle(leased, error if isinstance(error, RollyardError) else broken)
                     return False
         return True
 
     def _advance(self, leased: LeasedRollout, state: State) -> None:
-        """Through the states that lie between: each is written, in order, and not waited for."""
+        """Moves through all states up to `state`. Each move is written in order, without waiting."""
         if state not in WAY or leased.rollout.state not in WAY:
             return
         for step in WAY[WAY.index(leased.rollout.state) + 1 : WAY.index(state) + 1]:
@@ -194,7 +196,7 @@ class HeadPipeline(LeasingPipeline):
 
     async def _saved(self, leased: LeasedRollout, item: Saved) -> None:
         rollout = leased.rollout
-        if rollout.state is State.EVAL:  # said again
+        if rollout.state is State.EVAL:  # a repeated report
             return
         self._advance(leased, State.RUN)
         for blob in item.artifacts:
@@ -231,7 +233,7 @@ class HeadPipeline(LeasingPipeline):
         if is_told_so or self._is_nodes_own(leased, lost.code, item):
             await self._excuse(leased, lost)
             return
-        if item.is_excused:  # too often: now it counts, and may be the last
+        if item.is_excused:  # excused too often: now it counts, and may be the last
             detail = f"{lost.detail}; {rollout.excused} attempts before it were lost by their nodes"
             await self._settle(leased, EngineUnavailable(detail))
             return
@@ -242,7 +244,7 @@ class HeadPipeline(LeasingPipeline):
             self._let_go(leased)
 
     async def _excuse(self, leased: LeasedRollout, lost: LostAttempt) -> None:
-        """Back into the queue; the attempt does not count."""
+        """Requeues the rollout; the attempt does not count."""
         try:
             await self._settling(leased).give_back(self._at_its_node(leased, lost), delay_s=0.0, is_excused=True)
         finally:
@@ -260,7 +262,7 @@ class HeadPipeline(LeasingPipeline):
             has_others=any(it.name not in lost_at and not it.is_drained for it in self.nodes.by_name.values()),
         )
 
-    # --- what is lost ---------------------------------------------------------------------------------
+    # --- lost nodes -----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         while True:
@@ -268,14 +270,14 @@ class HeadPipeline(LeasingPipeline):
             self.nodes.look()
 
     async def _give_back_unclaimed(self) -> None:
-        """Nodes that outlived the last head had this long to say what they hold."""
+        """Gives back what no node has claimed within `lease_s` of this head's start."""
         if not self._unclaimed:
             return
         await asyncio.sleep(self.nodes.settings.lease_s)
         for rollout_id in list(self._unclaimed):
             self._unclaimed.discard(rollout_id)
             self._going_back.add(rollout_id)
-            why = "no node that outlived the last head has claimed it"
+            why = "no node has claimed it since the head was restarted"
             self._own(partial(self._give_back, self._out[rollout_id], why))
         self.nodes.tell()
 
@@ -286,7 +288,8 @@ class HeadPipeline(LeasingPipeline):
             node.news.set()
 
     async def settled(self) -> None:
-        """When every node has applied the gates as they stand now or is gone, those that may still claim included."""
+        """Waits until every node has applied the current gates or is gone, including those that may still claim
+        rollouts."""
         number = self.resources.router.gates().number
         while self._unclaimed or self._going_back or self.nodes.behind(number):
             await self.nodes.changed()

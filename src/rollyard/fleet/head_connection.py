@@ -1,8 +1,9 @@
-"""A node's calls to its head: HTTP, one at a time per loop, and what it means when one fails.
+"""A node's calls to its head: HTTP, one at a time per loop, and what follows when one fails.
 
-Three things can go wrong, and each has its own answer. `HeadUnreachable`: nobody answers, or somebody in between does; it may
-come back, here or elsewhere. `NodeUnknown`: the head has forgotten us (it was restarted, or took us for lost): join.
-`NodeRefused`: it will never have us as we are (the token, the name, the protocol): end, and say why.
+There are three kinds of failure. `HeadUnreachable`: there is no answer, or one from something in between; the head may
+come back, at this address or another. `NodeUnknown`: the head does not know this node (it was restarted, or counts the
+node as lost): join again. `NodeRefused`: the head will never accept this node as it is (the token, the name, the
+protocol): end with that reason.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ T = TypeVar("T")
 
 CONNECT_S = 10.0
 ANSWER_S = 60.0
-"""For an answer, until the head has said how long its leases are; a poll gets as much longer as it asked to be held."""
+"""Timeout of an answer until the head has reported its lease time. A poll may take as much longer as it is held."""
 
 LEAST_ANSWER_S = 5.0
-FILE_S = 60.0  # for a file of the head's
+FILE_S = 60.0  # timeout of a file from the head
 MOST_LIST_BYTES = 1 << 20
 
 Head = Callable[[], tuple[str, str]]
-"""Where the head is now, and the token for it."""
+"""Returns the head's current URL and the token for it."""
 
 
 class HeadUnreachable(Exception):
-    """It does not answer now."""
+    """The head does not answer now."""
 
 
 class NodeRefused(Exception):
-    """It will not have this node; the message says why."""
+    """The head does not accept this node; the message contains the reason."""
 
 
 class NodeNameTaken(NodeRefused):
-    """Another has this node's name."""
+    """Another process has this node's name."""
 
 
 class HeadConnection:
-    """See the module."""
+    """A node's connection to its head."""
 
     def __init__(self, head: Head, *, may_be_clear: bool = False) -> None:
-        """`may_be_clear`: plain HTTP will do, also beyond loopback."""
+        """`may_be_clear` allows plain HTTP beyond loopback."""
         self._where = head
         self._may_be_clear = may_be_clear
         self._http: aiohttp.ClientSession | None = None
-        self._is_known = False  # a head has answered us
-        self.answer_s = ANSWER_S  # then shorter than a lease: a connection to a machine that is gone says nothing
+        self._is_known = False  # a head has answered
+        self.answer_s = ANSWER_S  # later less than a lease: a dead machine does not close connections
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S))
@@ -67,7 +68,7 @@ class HeadConnection:
             await self._http.close()
 
     def _head(self) -> tuple[str, str, aiohttp.Fingerprint | bool]:
-        """Where to call, with which token, and whose certificate is expected there."""
+        """Returns the URL to call, the token, and the certificate expected there."""
         url, token = self._where()
         if not self._may_be_clear and is_clear(url):
             raise NodeRefused(f"{url} is plain HTTP, and a token would be sent in the clear: use its https:// address")
@@ -78,11 +79,11 @@ class HeadConnection:
         return plain.rstrip("/"), token, True if pin is None else aiohttp.Fingerprint(pin)
 
     async def settings(self) -> dict[str, Any]:
-        """What the head says of how rollouts run."""
+        """Returns the head's settings for running rollouts."""
         try:
             return msgspec.json.decode(await self.get_bytes("settings", MOST_LIST_BYTES), type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise HeadUnreachable(f"what answers is no head: {error}") from error
+            raise HeadUnreachable(f"what answers is not a head: {error}") from error
 
     async def join(self, join: Join) -> Joined:
         return await self._call("join", join, Joined, self.answer_s)
@@ -97,7 +98,7 @@ class HeadConnection:
         return self._decoded("head", await self.get_bytes(path, MOST_LIST_BYTES), kind)
 
     async def get_bytes(self, path: str, most_bytes: int) -> bytes:
-        """What the head has there, of at most so many bytes."""
+        """Returns the content of that path, of at most `most_bytes`."""
         assert self._http is not None
         url, token, trusted = self._head()
         headers = {"Authorization": f"Bearer {token}"}
@@ -110,7 +111,7 @@ class HeadConnection:
                 async for piece in reply.content.iter_any():
                     body += piece
                     if len(body) > most_bytes:
-                        raise HeadUnreachable(f"{url}: more than {most_bytes} bytes came for {path}")
+                        raise HeadUnreachable(f"{url}: received more than {most_bytes} bytes for {path}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise HeadUnreachable(f"{url}: {type(error).__name__}: {error}") from error
         if reply.status != 200:
@@ -132,8 +133,8 @@ class HeadConnection:
         if reply.status == 200 and reply.content_type == MEDIA_TYPE:
             self._is_known = True
             return self._decoded(url, body, kind)
-        if self._is_known and reply.status in (401, 403, 404):  # another head, which will tell us its token, or is none
-            raise HeadUnreachable(f"{url} answers {reply.status}, and had let this node in before")
+        if self._is_known and reply.status in (401, 403, 404):  # a new head with another token, or not a head
+            raise HeadUnreachable(f"{url} answers {reply.status}, and has accepted this node before")
         raise _refusal(url, reply.status, body)
 
     @staticmethod
@@ -141,14 +142,14 @@ class HeadConnection:
         try:
             return decode(body, kind)
         except InvalidRequest as error:
-            raise NodeRefused(f"{url} does not speak our protocol: {error.detail}") from error
+            raise NodeRefused(f"{url} does not use this node's protocol: {error.detail}") from error
 
 
 def _refusal(url: str, status: int, body: bytes) -> Exception:
     try:
         problem = msgspec.json.decode(body, type=dict[str, object])
     except msgspec.DecodeError:
-        return HeadUnreachable(f"{url} answers {status}, and not as a head")
+        return HeadUnreachable(f"{url} answers {status}, and is not a head")
     code, detail = problem.get("code"), str(problem.get("detail", ""))
     if code == NodeUnknown.code:
         return NodeUnknown(detail)

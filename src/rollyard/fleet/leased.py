@@ -1,4 +1,4 @@
-"""A rollout that is out at a node, as the head sees it: in `Pipeline.live`, in the place of an attempt."""
+"""A rollout that is leased to a node, as the head holds it: in `Pipeline.live`, in place of an attempt."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rollyard.pipeline.base import Shutdown
 from rollyard.store.base import Stale
 
 WAY = (State.INIT, State.READY, State.RUN)
-"""What a node moves a rollout through, in order. EVAL comes with what RUN left."""
+"""The states through which a node moves a rollout, in order. EVAL comes with RUN's result."""
 
 
 @dataclass(eq=False, slots=True)
 class LeasedRollout:
-    """See the module. `node` None: out since before this process, and not claimed yet."""
+    """A leased rollout. `node` is None if it was leased before this process started and is not claimed yet."""
 
     rollout: Rollout
     run: Run
@@ -27,10 +27,10 @@ class LeasedRollout:
     seat: Seat | None
     cancelled: Cancelled | None = None
     is_settling: bool = False  # its end, or its return to the queue, is being written
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: who comes next finds it as it is then
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # serializes writes of this rollout
     queued_s: float = 0.0
     claimant: str = ""  # the node that had it before this process
-    clock: Deadline = field(default_factory=Deadline)  # stands still: the node has the one that counts
+    clock: Deadline = field(default_factory=Deadline)  # does not run: the node has its own
 
     @property
     def state(self) -> State:
@@ -40,15 +40,15 @@ class LeasedRollout:
         self.rollout = replace(self.rollout, position=position)
 
     def stop(self, reason: RollyardError | Shutdown | Stale) -> None:
-        """A cancel goes to its node, which cleans up and says so. Nothing else ends it from here: a head that goes down
-        leaves its nodes to their work."""
+        """Sends a cancel to the node, which cleans up and reports the end. Ignores any other reason: when a head shuts
+        down, its nodes continue."""
         if isinstance(reason, Cancelled) and self.cancelled is None:
             self.cancelled = reason
             if self.node is not None:
                 self.node.cancel(Key(self.rollout.id, self.rollout.attempt), reason.detail)
 
     def tick(self, now: float, lease_s: float) -> float | None:
-        """Its node looks after it."""
+        """Returns None: the node checks for stalls."""
         return None
 
     def leave_seat(self) -> None:

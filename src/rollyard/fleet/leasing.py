@@ -1,14 +1,16 @@
-"""What leaves the queue of a fleet's head, leased to nodes, and what comes back to it when they are lost.
+"""Leases rollouts from the head's queue to nodes, and takes them back when nodes are lost.
 
-    queue ─▶ read ─▶ a node is chosen ─▶ leased (durable) ─▶ the node hears of it with its next orders
+    queue ─▶ read ─▶ a node is chosen ─▶ leased (durable) ─▶ sent to the node with its next orders
 
-Rollouts whose agent lives in this process (`session`: a client's own program, which calls our gateway) are run here, as
-a yard does. All others hold their seat at their policy from the lease to the end of RUN, and go only to nodes that
-reach one of the policy's engines that are up here. While none does, they wait in the queue, and `unserved` says so.
+Rollouts whose agent is in this process (`session`: a client's own program, which calls the gateway) run here, as in a
+pipeline without nodes. All others hold a seat at their policy from the lease to the end of RUN, and go only to nodes
+that reach one of the policy's engines that are up at the head. While no node does, they wait in the queue, and
+`unserved` contains the reason.
 
-Invariants. `live` has every rollout that has not ended and is not queued, wherever it is. One that is out has exactly
-one `LeasedRollout`; what ends it (the node's word, the node's loss) takes it first (`is_settling`), and the store lets one
-through. Whatever `_lease` took out of the queue is leased, run here, pushed back or told, and counted off its run once.
+Invariants. `live` contains every rollout that has not ended and is not queued, wherever it runs. A leased rollout has
+exactly one `LeasedRollout`; whatever ends it (the node's report, the node's loss) first sets `is_settling`, and the
+store accepts one. Whatever `_lease` took from the queue is leased, run here, pushed back or published, and counted off
+its run once.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from rollyard.store.base import QueuedRow, Store, StoreUnusable
 log = logging.getLogger("rollyard.fleet")
 
 LATER_S = 0.2
-"""Until a rollout is looked at again for which there was no place after all."""
+"""Seconds before a rollout that found no place is tried again."""
 
 MISSED_S = 0.05
-"""Until a rollout is tried again that another transaction had when it was to be leased."""
+"""Seconds before a rollout is tried again that another transaction held when it was to be leased."""
 
 Taken = tuple[QueuedRow, Seat | None]
 
 
 class LeasingPipeline(Pipeline):
-    """See the module."""
+    """A pipeline that leases rollouts to nodes."""
 
     def __init__(
         self,
@@ -58,16 +60,16 @@ class LeasingPipeline(Pipeline):
     ) -> None:
         super().__init__(store, resources, settings, metrics=metrics, tracer=tracer)
         self.nodes = Nodes(fleet, on_lost=self._lost, on_room=self.wake)
-        self._out: dict[str, LeasedRollout] = {}  # of `live`: those at nodes
+        self._out: dict[str, LeasedRollout] = {}  # those of `live` that are at nodes
         self._held_back: set[str] = set()  # policies whose seats are taken while nodes want more
         self._doomed: dict[str, str] = {}  # cancelled while they were being leased
-        self._own_runs: set[str] = set()  # that have had rollouts which only this process can run
-        self._coming_here: set[str] = set()  # that have left the queue for this process's INIT
-        self._choosing = 0  # rollouts that have left the queue, and whose nodes are not chosen yet
-        self._going_back: set[str] = set()  # of lost nodes: until the store has them in the queue, they may be claimed
-        self._unclaimed: set[str] = set()  # of `_out`: since before this process, and not claimed yet
-        self._room_for: dict[str, int] = {}  # by policy: places of nodes that can serve it, in one look at the queue
-        self._unserved: dict[str, str] = {}  # policies that have rollouts in the queue, and why no node gets them
+        self._own_runs: set[str] = set()  # runs that have had rollouts that only this process can run
+        self._coming_here: set[str] = set()  # rollouts that have left the queue for this process's INIT
+        self._choosing = 0  # rollouts that have left the queue and have no node yet
+        self._going_back: set[str] = set()  # of lost nodes; they may be claimed until they are requeued
+        self._unclaimed: set[str] = set()  # those of `_out` from before this process, not claimed yet
+        self._room_for: dict[str, int] = {}  # by policy: places of nodes that can serve it, in one pass
+        self._unserved: dict[str, str] = {}  # policies whose queued rollouts no node can serve, and why
 
     @property
     def here(self) -> int:
@@ -117,13 +119,14 @@ class LeasingPipeline(Pipeline):
 
     @property
     def _room_here(self) -> int:
-        """Rollouts that this process itself could take on their way to RUN, as a yard without nodes would."""
+        """Rollouts that this process itself could admit, as a pipeline without nodes would."""
         before_run = self.ready_slots + self.run_pool.free - self.init_pool.active - self.ready + self.unseated
         return min(self.init_pool.free, self.max_live - self.here, before_run) - len(self._coming_here)
 
     def _may_go(self, run_id: str) -> bool:
-        """Only what finds a seat is leased: what nodes have, they run. That somebody waits, engines' caps are told. And
-        only what some node with room can serve; an engine that is down here as well is no node's fault."""
+        """Whether a rollout of this run may be leased. It must find a free seat, because nodes run everything that they
+        have; otherwise the policy is marked as held back, which reports the demand to its engines' caps. And a node
+        with room must be able to serve it; this disregards engines that are down at the head, too."""
         run = self.run_of(run_id)
         if run is None:
             return True
@@ -148,22 +151,23 @@ class LeasingPipeline(Pipeline):
 
     @property
     def unserved(self) -> dict[str, str]:
-        """Policies whose rollouts wait because no node reaches an engine of theirs, and why."""
+        """Policies whose rollouts wait because no node reaches one of their engines, and why."""
         return {policy: why for policy in self._unserved if (why := self.why_unserved(policy))}
 
     def why_unserved(self, policy: str) -> str:
-        """Empty: some node can serve it, or there is no node, or no engine of it is up for anybody."""
+        """Returns why no node can serve the policy. Empty if a node can, if there is no node, or if no engine of it is
+        up at all."""
         engines, nodes = self.resources.router.up(policy), list(self.nodes.by_name.values())
         if not engines or any(node.room.serves(engines) for node in nodes):
             return ""
         return "; ".join(
-            f"node {node.name} cannot use {engine}: {node.unreachable.get(engine, 'it has not heard of it')}"
+            f"node {node.name} cannot use {engine}: {node.unreachable.get(engine, 'it does not know this engine yet')}"
             for node in nodes
             for engine in sorted(engines)
         )
 
     async def _lease_each(self, taken: Sequence[Taken]) -> None:
-        """If one of them breaks it, the others are leased without that one, which ends."""
+        """Leases the rollouts. If one of them raises, it ends, and the others are leased without it."""
         try:
             await self._lease(taken)
         except StoreUnusable:
@@ -181,7 +185,7 @@ class LeasingPipeline(Pipeline):
                 await self._lease_each([(row, None)])
 
     async def _lease(self, taken: Sequence[Taken]) -> None:
-        """Reads them, chooses nodes, writes the leases; only then the nodes hear of them."""
+        """Reads the rollouts, chooses nodes and writes the leases; only then are they sent to the nodes."""
         left = {row.id: (row, seat) for row, seat in taken}
         wanted: list[tuple[Rollout, Run, ConnectedNode]] = []
         try:
@@ -210,7 +214,7 @@ class LeasingPipeline(Pipeline):
                 elif needs_seat and not self._is_seated(left, row, run):
                     self.scheduler.push(row, time.monotonic() + LATER_S)
                 elif (node := self.nodes.place(rollout, self._engines(run, needs_seat))) is None:
-                    self.scheduler.push(row, time.monotonic() + LATER_S)  # who wanted it has gone meanwhile
+                    self.scheduler.push(row, time.monotonic() + LATER_S)  # the node that wanted it has left meanwhile
                 else:
                     if not needs_seat:
                         self._close(seat)
@@ -223,7 +227,7 @@ class LeasingPipeline(Pipeline):
                     self._send(LeasedRollout(rollout, run, node, seat, queued_s=self.queued_s(row, rollout)))
             missed = [rollout.id for rollout, _, _ in wanted if rollout.id not in got]
             for rollout in await self.store.get_many(missed) if missed else ():
-                if rollout.state is State.QUEUED:  # another transaction had it just then
+                if rollout.state is State.QUEUED:  # another transaction held it
                     self.scheduler.push(left[rollout.id][0], time.monotonic() + MISSED_S)
                 else:
                     self._not_taken(rollout)
@@ -245,23 +249,23 @@ class LeasingPipeline(Pipeline):
         return self.resources.router.up(run.policy) if needs_model else frozenset()
 
     def _is_seated(self, left: dict[str, Taken], row: QueuedRow, run: Run) -> bool:
-        """One that came out of the queue without a seat gets it now, if there is one."""
+        """Whether it has a seat. One that left the queue without a seat gets one now, if there is one."""
         if left[row.id][1] is None:
             left[row.id] = (row, self.resources.router.seats(run.policy).try_acquire())
         return left[row.id][1] is not None
 
     def _needs(self, rollout: Rollout) -> tuple[bool, bool]:
-        """Whether only this process can run it, and whether it needs a seat. One whose agent is not here any more is
-        run here: its attempt says what is missing."""
+        """Whether only this process can run it, and whether it needs a seat. A rollout whose agent is not installed any
+        more runs here: its attempt fails with what is missing."""
         try:
             return self.resources.is_head_only(rollout.task), self.resources.needs_model(rollout.task)
         except Exception as error:  # a plugin's loading may raise anything
-            log.warning("a rollout's agent is not here", extra={"rollout": rollout.id, "error": str(error)})
+            log.warning("a rollout's agent is not installed", extra={"rollout": rollout.id, "error": str(error)})
             return True, False
 
     def _not_taken(self, rollout: Rollout) -> None:
         if rollout.state is State.ENDED:
-            self.publish(rollout)  # cancelled on the way from the queue
+            self.publish(rollout)  # cancelled after it left the queue
 
     def _send(self, leased: LeasedRollout) -> None:
         queued, node = leased.rollout, leased.node
@@ -287,7 +291,7 @@ class LeasingPipeline(Pipeline):
             self._coming_here.discard(rollout.id)
         await self._live(Attempt(self, rollout, run, queued_s))
 
-    # --- what is out ----------------------------------------------------------------------------------
+    # --- leased rollouts ------------------------------------------------------------------------------
 
     def _hold(self, leased: LeasedRollout) -> None:
         self.live[leased.rollout.id] = leased
@@ -316,7 +320,7 @@ class LeasingPipeline(Pipeline):
         if seat is not None:
             seat.close()
 
-    # --- what is lost ---------------------------------------------------------------------------------
+    # --- lost nodes -----------------------------------------------------------------------------------
 
     def _lost(self, node: ConnectedNode, why: str) -> None:
         self.resources.router.left(node.name)
@@ -334,9 +338,9 @@ class LeasingPipeline(Pipeline):
                 await self._settle(leased, leased.cancelled or NodeLost(f"node {name} {why}" if name else why))
 
     async def _take_back(self, leased: LeasedRollout) -> None:
-        """From a node that never heard of it: nobody's failure."""
+        """Requeues a rollout from a node that never received it. The attempt does not count."""
         leased.is_settling = True
-        lost = LostAttempt(leased.rollout.attempt, NodeLost.code, "its node left before it heard of it", leased.state)
+        lost = LostAttempt(leased.rollout.attempt, NodeLost.code, "its node left before it received it", leased.state)
         lost = self._at_its_node(leased, lost)
         try:
             await self._settling(leased).give_back(lost, delay_s=0.0, is_excused=True)

@@ -1,10 +1,12 @@
-"""The store as a node's yard sees it: what it writes goes to the head, in order, and is kept until the head has it.
+"""The store of a node's pipeline: its writes go to the head, in order, and are kept until the head has stored them.
 
-It has as much of the door of `store.base.Store` as a yard uses that gets its rollouts by leases: nobody submits, lists
-or cancels here. What RUN left stays at the node for EVAL; a copy goes to the head at once, so that it goes once.
+It has as much of the interface `store.base.Store` as a pipeline uses that gets its rollouts by leases: nothing is
+submitted, listed or cancelled here. RUN's result stays at the node for EVAL; a copy goes to the head at once, so that
+it is sent once.
 
-Invariants. What is put into the outbox leaves it in that order, each once the head has answered for it. `end` and
-`requeue` are done when the head has committed them, or raise `Stale`: then the attempt is somebody else's, or nobody's.
+Invariants. Items leave the outbox in the order in which they were put, each when the head has answered for it. `end`
+and `requeue` are done when the head has committed them, or raise `Stale`: then the attempt belongs to another node, or
+to none.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from rollyard.store.base import QueuedRow, Recovery, Retention, Stale, SweepResu
 from rollyard.store.codec import encode_trajectory, to_json
 
 MOST_ARTIFACT_BYTES = 32 << 20
-"""Of one rollout's artifacts that go to the head. What is larger is judged here, and cannot be scored again later."""
+"""Limit on one rollout's artifacts that go to the head. Larger ones are scored here and cannot be scored again
+later."""
 
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """Something to tell the head, and who waits for the answer."""
+    """An item for the head, and the future of its answer."""
 
     item: Item
     size_bytes: int
@@ -36,10 +39,10 @@ class LedgerEntry:
 
 @dataclass(slots=True)
 class HeldRollout:
-    """A rollout that is out here."""
+    """A rollout leased to this node."""
 
     rollout: Rollout
-    saved: Trajectory | None = None  # what the head was told of RUN
+    saved: Trajectory | None = None  # RUN's result as sent to the head
 
     @property
     def key(self) -> Key:
@@ -47,7 +50,7 @@ class HeldRollout:
 
 
 class NodeLedger:
-    """See the module. `on_news` is called when there is something to tell."""
+    """The rollouts that a node holds, and its outbox. `on_news` is called when there is something to send."""
 
     epoch = 0
     recovered = Recovery()
@@ -59,12 +62,12 @@ class NodeLedger:
         self._held: dict[str, HeldRollout] = {}
         self._outbox: deque[LedgerEntry] = deque()
         self._is_closed = False
-        self._left: set[str] = set()  # went away without an end: their artifacts may still be here
+        self._left: set[str] = set()  # released without an end: their artifacts may still be here
 
-    # --- for the node ---------------------------------------------------------------------------------
+    # --- called by the node ---------------------------------------------------------------------------
 
     def accept(self, rollout: Rollout) -> bool:
-        """Takes a lease; False if it is here already (orders may come twice)."""
+        """Takes a lease. Returns False if it is here already (orders may come twice)."""
         held = self._held.get(rollout.id)
         if held is not None and held.rollout.attempt >= rollout.attempt:
             return False
@@ -84,7 +87,7 @@ class NodeLedger:
         return held is not None and held.key == key
 
     def next(self, most: int, most_bytes: int) -> list[LedgerEntry]:
-        """The oldest of what is to be told, at least one if there is any. It stays until `told` or `drop`."""
+        """Returns the oldest items to send, at least one if there is any. They stay until `told` or `drop`."""
         taken: list[LedgerEntry] = []
         size_bytes = 0
         for entry in self._outbox:
@@ -95,7 +98,7 @@ class NodeLedger:
         return taken
 
     def told(self, entries: Sequence[LedgerEntry], refused: Iterable[Key]) -> None:
-        """The head has all of these; what it refused is not ours."""
+        """Removes items that the head has answered. Those that it refused do not belong to this node."""
         stale = set(refused)
         for entry in entries:
             if self._outbox and self._outbox[0] is entry:
@@ -110,7 +113,7 @@ class NodeLedger:
                 self._forget(entry.item.key)
 
     def drop(self, key: Key) -> None:
-        """It was given back to others: nothing of it is told any more."""
+        """Discards an attempt that was given to another node: nothing of it is sent any more."""
         error = Stale(f"{key.id}, attempt {key.attempt}, was given to another node")
         for entry in [entry for entry in self._outbox if entry.item.key == key]:
             self._outbox.remove(entry)
@@ -118,19 +121,19 @@ class NodeLedger:
         self._forget(key)
 
     def close(self) -> None:
-        """Nobody tells the head any more: whoever waits for its answer, now or later, gets `Stale`."""
+        """Stops sending: waiters for an answer, now or later, get `Stale`."""
         self._is_closed = True
         for entry in self._outbox:
             _fail(entry, Stale("this node has left its head"))
         self._outbox.clear()
 
     def cancelled(self, key: Key, detail: str) -> None:
-        """One that had not begun here was cancelled."""
+        """Reports the cancel of a rollout that had not started here."""
         ending = Ending(Outcome.CANCELLED, failure=Cancelled(detail).failure(State.QUEUED))
         self._put(Ended(key, to_json(ending), None, 0))
 
     def give_back(self, key: Key, code: str = "drained", why: str = "the node was drained") -> None:
-        """One that has not begun here goes back to the queue."""
+        """Returns a rollout that has not started here to the queue."""
         self._put(Returned(key, LostAttempt(key.attempt, code, why, State.QUEUED), True))
 
     def _forget(self, key: Key) -> None:
@@ -141,7 +144,7 @@ class NodeLedger:
     def __len__(self) -> int:
         return len(self._outbox)
 
-    # --- for the yard ---------------------------------------------------------------------------------
+    # --- called by the pipeline -----------------------------------------------------------------------
 
     async def list_runs(self) -> Sequence[Run]:
         return ()
@@ -165,7 +168,7 @@ class NodeLedger:
     def move(self, rollout_id: str, at: Position, to: Position) -> asyncio.Future[None]:
         holding = self._locate(rollout_id, at)
         holding.rollout = replace(holding.rollout, position=to)
-        if to.state is State.INIT:  # so it is at the head since the lease
+        if to.state is State.INIT:  # the head has this state since the lease
             return _done()
         return self._put(Moved(holding.key, to.state))
 
@@ -185,7 +188,7 @@ class NodeLedger:
         self._put(Saved(holding.key, data, trajectory.sampled_tokens, to_json(info), blobs), size_bytes)
 
     def excuse_eval(self, rollout_id: str, at: Position) -> asyncio.Future[None]:
-        """Its EVAL was stopped: only here is what it needs, so it is run again, elsewhere."""
+        """Requeues a rollout whose EVAL was stopped: what EVAL needs is only here, so RUN is repeated elsewhere."""
         lost = LostAttempt(at.attempt, "drained", "the node was stopped", at.state)
         return self.requeue(rollout_id, at, lost, is_excused=True)
 
@@ -202,7 +205,7 @@ class NodeLedger:
         self._left.discard(rollout_id)
         return replace(holding.rollout, position=at.to(State.ENDED), ending=ending)
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- internal -------------------------------------------------------------------------------------
 
     def _locate(self, rollout_id: str, at: Position) -> HeldRollout:
         holding = self._held.get(rollout_id)

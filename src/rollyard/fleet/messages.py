@@ -1,15 +1,15 @@
-"""What goes between a head and its nodes. Nodes call; the head answers.
+"""The messages between a head and its nodes. Nodes call; the head answers.
 
-    POST /v1/fleet/join    `Join`   → `Joined`     who it is, how large, what it still holds of an earlier contact
+    POST /v1/fleet/join    `Join`   → `Joined`     the node's name and status, and what it still holds
     POST /v1/fleet/poll    `Poll`   → `Orders`     held until there is something to do: leases, cancels, gates
     POST /v1/fleet/report  `Report` → `Reported`   what happened; answered when all of it is durable
 
-Bodies are msgpack. Tokens travel once, with the end of RUN, in the store's own encoding, which the head does not read.
-Rollouts are JSON inside: integers of any size come back as they were.
+Bodies are msgpack. Tokens are sent once, with the end of RUN, in the store's own encoding, which the head does not
+decode. Rollouts are JSON inside, which preserves integers of any size.
 
-Invariants. Orders are numbered; what a node has not said to have `got` is sent again. A call of a session that the head
-does not know (any more) is answered with 409 `node_unknown`, and changes nothing: the node joins then, and says what it
-holds. Every struct is decoded strictly; whatever else comes is `InvalidRequest`.
+Invariants. Orders are numbered; what a node has not confirmed with `got` is sent again. A call of a session that the
+head does not know (any more) is answered with 409 `node_unknown` and changes nothing: the node then joins and reports
+what it holds. Every struct is decoded strictly; anything else is `InvalidRequest`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollyard.engines.weights.weight_gates import WeightGates
 from rollyard.store.codec import from_json, to_json
 
 PROTOCOL = 1
-"""Raised when an older node could not talk to a newer head, or the other way round."""
+"""Incremented when older nodes and newer heads, or the reverse, cannot communicate."""
 
 MEDIA_TYPE = "application/msgpack"
 
@@ -39,7 +39,7 @@ class Key(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolUse(msgspec.Struct, frozen=True, array_like=True):
-    """A pool as it stands."""
+    """Size and use of a pool."""
 
     size: int
     active: int
@@ -47,7 +47,7 @@ class PoolUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineUse(msgspec.Struct, frozen=True, array_like=True):
-    """What a node has of an engine now, has had of it in all, and whether it can use it."""
+    """A node's current and total use of an engine, and whether it can use it."""
 
     engine: str
     sessions: int
@@ -58,12 +58,12 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """How a node stands, said with every call."""
+    """A node's status, sent with every call."""
 
-    got: int = 0  # the last orders that it received
-    want: int = 0  # rollouts that it could take beyond those
-    gates: int = -1  # the last gates that it has applied in full
-    is_drained: bool = False  # takes nothing more, until it is told to resume
+    got: int = 0  # number of the last orders that it received
+    want: int = 0  # rollouts that it could take in addition
+    gates: int = -1  # number of the last gates that it has fully applied
+    is_drained: bool = False  # takes nothing more until it is resumed
     pools: dict[str, PoolUse] = {}
     engines: list[EngineUse] = []
 
@@ -74,7 +74,7 @@ class Join(msgspec.Struct, frozen=True):
     name: str
     session: str
     host: str
-    holds: list[Key] = []  # at work, or ended and not handed over yet
+    holds: list[Key] = []  # running, or ended and not handed over yet
     standing: NodeStatus = NodeStatus()
 
 
@@ -82,7 +82,7 @@ class Joined(msgspec.Struct, frozen=True):
     epoch: int
     lease_s: float
     hold_s: float
-    keeps: list[Key] = []  # of what it holds: still its own. The rest was given back, and is to be ended
+    keeps: list[Key] = []  # those of `holds` that it keeps; the rest was given back and must be ended
 
 
 class Poll(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class Poll(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     rollout: str  # JSON, as it was in the queue
     run: str
-    queued_s: float = 0.0  # it had waited so long at the head: clocks of machines differ
+    queued_s: float = 0.0  # time waited at the head: clocks of machines differ
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -104,10 +104,10 @@ class Cancel(msgspec.Struct, frozen=True):
 class Orders(msgspec.Struct, frozen=True):
     number: int
     leases: list[Lease] = []
-    runs: list[str] = []  # JSON: those of the leases that it does not know yet, or not as they are
+    runs: list[str] = []  # JSON: those of the leases that are new to it or have changed
     cancels: list[Cancel] = []
     gates: WeightGates | None = None
-    is_drained: bool | None = None  # None: as it was
+    is_drained: bool | None = None  # None: unchanged
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
@@ -123,7 +123,7 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True, tag="saved"):
-    """RUN is over: its trajectory, encoded, and what a later EVAL would need."""
+    """RUN is over: its encoded trajectory, and what a later EVAL needs."""
 
     key: Key
     data: bytes
@@ -135,12 +135,12 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, tag="saved"):
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     key: Key
     ending: str  # JSON
-    data: bytes | None  # its trajectory, where none was saved before
+    data: bytes | None  # its trajectory, if none was saved before
     sampled_tokens: int
 
 
 class Returned(msgspec.Struct, frozen=True, array_like=True, tag="returned"):
-    """An attempt that failed for infrastructure's sake, or was drained: to be run again."""
+    """An attempt that failed because of infrastructure, or was drained: it will run again."""
 
     key: Key
     lost: LostAttempt
@@ -154,11 +154,11 @@ class Report(msgspec.Struct, frozen=True):
     session: str
     standing: NodeStatus
     items: list[Item] = []
-    is_leaving: bool = False  # it goes away: what it still holds is given back at once
+    is_leaving: bool = False  # the node leaves: what it still holds is given back at once
 
 
 class Reported(msgspec.Struct, frozen=True):
-    refused: list[Key] = []  # not its own any more: somebody else has them, or they have ended
+    refused: list[Key] = []  # not its own any more: another node has them, or they have ended
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -170,11 +170,11 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """`InvalidRequest` for anything but a `kind`."""
+    """Decodes a `kind`. Raises `InvalidRequest` for anything else."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"this is no {kind.__name__} of the fleet's protocol {PROTOCOL}: {error}") from error
+        raise InvalidRequest(f"this is not a {kind.__name__} of the fleet's protocol {PROTOCOL}: {error}") from error
 
 
 def lease_of(rollout: Rollout, queued_s: float = 0.0) -> Lease:

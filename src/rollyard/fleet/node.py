@@ -1,12 +1,13 @@
-"""A node: joins its head, runs what it is leased in a yard of its own, and hands over how it ended.
+"""A node: joins its head, runs the rollouts leased to it in its own pipeline, and hands over how they ended.
 
-Two loops talk to the head: one polls for orders, one reports. Either may find that the head is away, or has forgotten
-us; then the first one joins again, saying what is held here, and whatever the head does not leave us is ended.
+Two loops call the head: one polls for orders, one reports. If either finds that the head is unreachable or does not
+know this node, the first one joins again and reports what is held here. What the head does not leave to this node is
+ended.
 
 Invariants. Nothing that ended is lost while this process lives and finds a head within `hold_s`; after that everything
-held here is ended, sandboxes proven gone, since others have it by then. A node that is told to drain takes no more,
-ends what it has, and says so. Closing it gives back what has not begun RUN, waits for the rest as long as the yard
-drains, hands over, and leaves.
+held here is ended and sandboxes are proven gone, since other nodes have the rollouts by then. A drained node takes no
+more, ends what it has, and reports that. Closing it gives back what has not started RUN, waits for the rest as long as
+the pipeline drains, hands over, and leaves.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ log = logging.getLogger("rollyard.fleet")
 
 MOST_ITEMS = 512
 MOST_BYTES = 16 << 20
-"""In one report; one that is larger by itself goes alone."""
+"""Limits of one report; a single item that is larger goes alone."""
 
 MOST_WHY = 300
-"""Characters of an engine's error that the head is told."""
+"""Characters of an engine's error that are sent to the head."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
 
 PREFETCH = 1.0
-"""Rollouts that wait here for INIT, per slot of INIT: by the time a slot is free, the next one has come."""
+"""Rollouts that wait here for INIT, per slot of INIT: when a slot becomes free, the next one is already here."""
 
 
 def as_store(ledger: NodeLedger) -> Store:
-    """A yard that gets its rollouts by leases uses no more of the door than a ledger has."""
+    """Returns the ledger as a store: a pipeline that gets its rollouts by leases uses only what a ledger has."""
     return cast(Store, ledger)
 
 
 class Node:
-    """See the module. `main` runs until `stop` is set, or the head will not have us (`NotWanted`)."""
+    """One node. `main` runs until `stop` is set, or the head refuses the node (`NodeRefused`)."""
 
     def __init__(
         self, name: str, link: HeadConnection, pipeline: Pipeline, ledger: NodeLedger, router: FollowerRouter
@@ -85,7 +86,7 @@ class Node:
         self._lease_s, self._hold_s = 30.0, 600.0
         self._heard_at = time.monotonic()
         self._errands: set[asyncio.Task[None]] = set()
-        self._broke: asyncio.Future[None] | None = None  # one of those ended with an error
+        self._broke: asyncio.Future[None] | None = None  # set when an errand raises
         self._said_want = 0
         self._said_reach: list[tuple[str, bool, bool]] = []
         self._is_moved = False
@@ -96,8 +97,8 @@ class Node:
         self._news.set()
 
     async def main(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
-        """Until `stop` is set, or a loop ends with an error: `NotWanted`, or what should not happen. `hurry` ends the
-        drain that follows a stop."""
+        """Runs until `stop` is set or a loop raises: `NodeRefused`, or an unexpected error. `hurry` ends the drain that
+        follows a stop."""
         loops = [asyncio.create_task(work) for work in (self._poll(), self._report(), self._hold())]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -109,7 +110,7 @@ class Node:
             for task in (stopping, *loops, *self._errands):
                 task.cancel()
             ended = await asyncio.gather(*loops, return_exceptions=True)
-            self._ledger.close()  # nobody hands over any more: what the yard still ends is the head's to give back
+            self._ledger.close()  # hands over nothing more: the head gives back what still ends here
         if self._broke.done():
             self._broke.result()
         for error in ended:
@@ -149,13 +150,13 @@ class Node:
             except NodeUnknown:
                 self._is_joined.clear()
             except HeadUnreachable as away:
-                log.info("the head is away", extra={"node": self.name, "why": str(away)})
+                log.info("the head is unreachable", extra={"node": self.name, "why": str(away)})
                 await asyncio.sleep(retry_s)
                 retry_s = self._longer(retry_s)
 
     async def _join(self) -> None:
         holds = self._ledger.holds
-        self._gates = -1  # another head counts from its own beginning
+        self._gates = -1  # another head has its own numbers
         self._joins += 1
         joined = await self._link.join(
             Join(PROTOCOL, __version__, self.name, self._session, socket.gethostname(), holds, self._standing())
@@ -173,7 +174,7 @@ class Node:
         log.info("joined", extra={"node": self.name, "epoch": joined.epoch, "holds": len(keeps)})
 
     async def _report(self) -> None:
-        """What happened, as soon as something did; and how it stands, when places became free."""
+        """Reports what happened, as soon as something did, and the status when places became free."""
         retry_s = FIRST_RETRY_S
         while True:
             await self._news.wait()
@@ -189,12 +190,12 @@ class Node:
                     self._ledger.told(entries, reported.refused)
                     self._told.set()
                     for key in reported.refused:
-                        self._end(key, "the head says that it is not this node's any more")
+                        self._end(key, "the head has given it to another node, or it has ended")
                     retry_s = FIRST_RETRY_S
                     if not len(self._ledger):
                         break
             except NodeUnknown:
-                if joins == self._joins:  # else it has joined since
+                if joins == self._joins:  # otherwise it has joined since
                     self._is_joined.clear()
                 self._news.set()
             except HeadUnreachable:
@@ -203,7 +204,7 @@ class Node:
                 retry_s = self._longer(retry_s)
 
     def _longer(self, retry_s: float) -> float:
-        """Never so long that a head that came back would have given away by then what is held here."""
+        """Returns the next delay, short enough that a restarted head has not given away what is held here."""
         return min(2 * retry_s, LAST_RETRY_S, max(FIRST_RETRY_S, self._lease_s / 5))
 
     async def _hold(self) -> None:
@@ -215,7 +216,7 @@ class Node:
                 log.error("no head was found: everything here is ended", extra={"node": self.name, "away_s": away_s})
                 for key in self._ledger.holds:
                     self._end(key, f"no head was found for {away_s:.0f} s")
-                self._is_joined.clear()  # a head that only stood still believes that all of it is here: join, and tell
+                self._is_joined.clear()  # a head that was only suspended must learn of this: join again
 
     # --- orders ---------------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class Node:
                 self._run(self._begin_later(rollout, lease.queued_s))
             else:
                 self._pipeline.enqueue([rollout], lease.queued_s)
-        if self._is_drained and orders.leases:  # they were on their way when it was drained
+        if self._is_drained and orders.leases:  # they were sent before it was drained
             self._drain(True)
         for cancel in orders.cancels:
             self._cancel(cancel.key, cancel.detail)
@@ -241,7 +242,8 @@ class Node:
             self._run(self._follow(orders.gates, self._joins))
 
     def _run(self, errand: Coroutine[object, object, None]) -> None:
-        """Beside the loops. If it breaks, so does the node: gates that were not applied must not pass for applied."""
+        """Runs an errand beside the loops. If it raises, so does `main`: gates that were not applied must not count as
+        applied."""
         task = asyncio.create_task(errand)
         self._errands.add(task)
         task.add_done_callback(self._ran)
@@ -252,7 +254,7 @@ class Node:
             self._broke.set_exception(error)
 
     async def _begin_later(self, rollout: Rollout, queued_s: float) -> None:
-        """An earlier attempt of it, which was taken from us, still cleans up here: this one begins after that."""
+        """Starts a rollout after an earlier attempt of it, which was taken from this node, has cleaned up."""
         while rollout.id in self._pipeline.live:
             await self._pipeline.changed()
         key = Key(rollout.id, rollout.attempt)
@@ -268,7 +270,7 @@ class Node:
             self.news()
 
     def _drain(self, is_drained: bool) -> None:
-        """Takes nothing more; what has not begun goes back. Or goes on."""
+        """Stops taking rollouts and gives back those that have not started, or resumes."""
         self._is_drained = is_drained
         for key in self._ledger.holds if is_drained else ():
             if self._pipeline.scheduler.remove(key.id):
@@ -281,15 +283,13 @@ class Node:
         attempt = self._pipeline.live.get(key.id)
         if attempt is not None and attempt.rollout.attempt == key.attempt:
             attempt.stop(Cancelled(detail))
-        elif self._pipeline.scheduler.remove(
-            key.id
-        ):  # it has not begun: its end is the head's to write, ours to ask for
+        elif self._pipeline.scheduler.remove(key.id):  # not started: the head writes its end
             self._ledger.cancelled(key, detail)
         else:
-            asyncio.get_running_loop().call_later(0.05, self._cancel, key, detail)  # it is just beginning
+            asyncio.get_running_loop().call_later(0.05, self._cancel, key, detail)  # it is just starting
 
     def _end(self, key: Key, why: str) -> None:
-        """It is not ours any more, or nobody's: whatever is at work for it ends, and nothing of it is told."""
+        """Stops an attempt that does not belong to this node any more; nothing of it is reported."""
         attempt = self._pipeline.live.get(key.id)
         if attempt is not None and attempt.rollout.attempt == key.attempt:
             attempt.stop(Stale(why))
@@ -297,7 +297,7 @@ class Node:
             self._pipeline.scheduler.remove(key.id)
         self._ledger.drop(key)
 
-    # --- how it stands --------------------------------------------------------------------------------
+    # --- status ---------------------------------------------------------------------------------------
 
     def _heard(self) -> None:
         self._heard_at = time.monotonic()
@@ -323,18 +323,18 @@ class Node:
         return NodeStatus(self._got, self._said_want, self._gates, self._is_drained, pools, uses)
 
     def room(self) -> None:
-        """A place may have become free: the head hears of it now, and not with the next poll."""
+        """Called when a place may have become free: reports it now instead of with the next poll."""
         if self._want() > self._said_want:
             self.news()
 
     def moved(self) -> None:
-        """An engine may have come or gone, as it is seen from here; perhaps more is to come at once."""
+        """Called when the reachability of an engine may have changed; calls in quick succession share one check."""
         if not self._is_moved:
             self._is_moved = True
             asyncio.get_running_loop().call_soon(self._reach)
 
     def _reach(self) -> None:
-        """The head hears of what has changed. What waits here for engines that cannot be reached goes to others."""
+        """Reports changed reachability, and gives back what waits here for unreachable engines."""
         self._is_moved = False
         if self._reached() == self._said_reach:
             return
@@ -347,11 +347,11 @@ class Node:
                 self._ledger.give_back(Key(rollout.id, rollout.attempt), EngineUnavailable.code, why[:MOST_WHY])
 
     def _reached(self) -> list[tuple[str, bool, bool]]:
-        """Of each engine, whether it can be used from here, and whether it has been tried at all."""
+        """Returns for each engine whether it can be used from here, and whether it has been tried at all."""
         return [(it.spec.id, it.health.is_reachable, bool(it.stats.last_error)) for it in self._router.list()]
 
     def _want(self) -> int:
-        """Places on the way to RUN that nobody has, and some to wait for INIT, less what waits here already."""
+        """Free places on the way to RUN, and some to wait for INIT, less what waits here already."""
         pipeline = self._pipeline
         if self._is_drained or pipeline.is_draining:
             return 0

@@ -1,4 +1,4 @@
-"""A node's yard: one that tells when it may have room, so that the head need not wait for the next poll to fill it."""
+"""A node's pipeline, which reports that it may have room, so that the head can fill it before the next poll."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rollyard.store.base import Store
 
 
 class NodePipeline(Pipeline):
-    """See the module. Whatever frees a place wakes the yard: a slot of a pool, the end of an attempt, a resize."""
+    """A pipeline that calls `on_room` after everything that may free a place: a slot of a pool, the end of an attempt,
+    a resize."""
 
     def __init__(
         self,

@@ -1,13 +1,12 @@
-"""The head's side of its nodes: who is there, what each was sent, what it wants, and when it counts as lost.
+"""The head's record of its nodes: which are connected, what each was sent, what it wants, and when it counts as lost.
 
-A node is there from its join until it leaves or is not heard of for `lease_s`; then its session is over for good, and
-whatever it still says is answered with `NodeUnknown`. Under one name there is one session: a join with another one ends
-it.
+A node is connected from its join until it leaves or makes no call for `lease_s`; then its session is over for good, and
+later calls of it get `NodeUnknown`. A name has one session: a join with another session ends the first.
 
-Invariants. What a node was sent and has not said to have `got` is sent again with the next orders. Numbers of orders
-only rise in a node's life, whatever becomes of its heads: what it says to have got, it has. `want` counts places that
-are neither filled nor promised. A head that stood still itself (stopped, starved) does not take its nodes for
-lost: they could not have been heard.
+Invariants. What a node was sent and has not confirmed with `got` is sent again with the next orders. Order numbers only
+rise during a node's life, even across heads, so what it confirms it has. `want` counts places that are neither filled
+nor promised. A head that was suspended itself (stopped, starved) does not count its nodes as lost: it could not have
+received their calls.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from rollyard.fleet.placement import NodeRoom, PlacementKeys, place
 from rollyard.store.codec import to_json
 
 REPLACED = 256
-"""Sessions that lost their name to another, of which so many are remembered, to be told so."""
+"""Number of remembered sessions whose name another session took; they are answered with `NodeReplaced`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    lease_s: float = 30.0  # a node that is not heard of for so long is lost
-    hold_s: float = 600.0  # so long a node keeps what it has when it finds no head
-    poll_s: float = 10.0  # a poll is answered after so long, if only to say that there is nothing
+    lease_s: float = 30.0  # a node that makes no call for so long is lost
+    hold_s: float = 600.0  # how long a node keeps what it has without a head
+    poll_s: float = 10.0  # a poll is answered after so long, even without orders
     batch: int = 256  # rollouts leased in one transaction
 
 
 @dataclass(eq=False, slots=True)
 class ConnectedNode:
-    """A node that is there."""
+    """A connected node."""
 
     name: str
     session: str
@@ -50,17 +49,18 @@ class ConnectedNode:
     joined_at: float = field(default_factory=time.time)
     standing: NodeStatus = field(default_factory=NodeStatus)
     room: NodeRoom = field(default_factory=NodeRoom)
-    out: set[str] = field(default_factory=set[str])  # ids of what it has
+    out: set[str] = field(default_factory=set[str])  # ids of the rollouts that it has
     ended: int = 0  # rollouts that it has handed over
-    promised: int = 0  # places of it whose leases are being written
+    promised: int = 0  # its places whose leases are being written
     is_over: bool = False
     drain_asked: bool | None = None
-    _runs: dict[str, Run] = field(default_factory=dict[str, Run])  # as it was told them
-    _leases: dict[str, tuple[int, Lease]] = field(default_factory=dict[str, tuple[int, Lease]])  # with the orders that
-    _cancels: list[tuple[int, Cancel]] = field(default_factory=list[tuple[int, Cancel]])  # they went in; 0: none yet
+    _runs: dict[str, Run] = field(default_factory=dict[str, Run])  # as sent to it
+    # Each with the number of the orders that it was sent in; 0: not sent yet.
+    _leases: dict[str, tuple[int, Lease]] = field(default_factory=dict[str, tuple[int, Lease]])
+    _cancels: list[tuple[int, Cancel]] = field(default_factory=list[tuple[int, Cancel]])
     _new_runs: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     _gates_sent: int = -1
-    _gates_in: int = 0  # the orders that they went in
+    _gates_in: int = 0  # the orders that they were sent in
     _sent: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,7 +73,7 @@ class ConnectedNode:
         return self.standing.is_drained if self.drain_asked is None else self.drain_asked
 
     def anew(self, standing: NodeStatus) -> None:
-        """It has joined, again maybe: what it may not have got is sent, in orders numbered on from its last."""
+        """Handles a join: what the node may not have received is sent again, in orders numbered after its last."""
         self._sent = max(self._sent, standing.got)
         self._gates_sent = -1
         self.standing = standing
@@ -83,8 +83,8 @@ class ConnectedNode:
         self._new_runs = [(0, run) for _, run in self._new_runs]
 
     def stands(self, standing: NodeStatus) -> None:
-        """What it says of itself now. Its two loops have a connection each, so one's word may be overtaken by the
-        other's, or by a join; then it is old, and what it wants has come meanwhile."""
+        """Applies a status. The node's two loops use separate connections, so a status may arrive after a newer one or
+        after a join. Then it is outdated and ignored."""
         got = standing.got
         if not self.standing.got <= got <= self._sent:
             return
@@ -115,7 +115,7 @@ class ConnectedNode:
         self.news.set()
 
     def is_sent(self, rollout_id: str) -> bool:
-        """Whether it is on its way there: the node need not know of it yet."""
+        """Whether the lease is being sent: the node may not have received it yet."""
         return rollout_id in self._leases
 
     def cancel(self, key: Key, detail: str) -> None:
@@ -129,7 +129,7 @@ class ConnectedNode:
         self.news.set()
 
     def orders(self, gates: WeightGates) -> Orders | None:
-        """All that it has not got yet, under a new number; None: there is nothing new to say."""
+        """Returns everything that the node has not confirmed, under a new number, or None if there is nothing new."""
         is_news = any(number == 0 for number, _ in (*self._leases.values(), *self._cancels))
         is_missing = bool(self._leases or self._cancels or self._new_runs) and self.standing.got < self._sent
         wants_gates = gates.number != self._gates_sent or self.standing.got < self._gates_in
@@ -154,7 +154,7 @@ class ConnectedNode:
 
 
 class Nodes:
-    """See the module. `on_lost` is told each node that is over; `on_room` that somebody may want more."""
+    """All connected nodes. `on_lost` is called with each node that is over, `on_room` when a node may want more."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Nodes:
         self.settings = settings
         self.by_name: dict[str, ConnectedNode] = {}
         self._by_session: dict[str, ConnectedNode] = {}
-        self._hungry: dict[int, ConnectedNode] = {}  # by the id of its room: all that want something, and some that did
+        self._hungry: dict[int, ConnectedNode] = {}  # by the id of its room: all that want rollouts, and some that did
         self._on_lost = on_lost
         self._on_room = on_room
         self._clock = clock
@@ -176,7 +176,8 @@ class Nodes:
         self._changed: set[asyncio.Future[None]] = set()
 
     def join(self, join: Join) -> tuple[ConnectedNode, bool]:
-        """The node, and whether it was there already. `NodeReplaced` if another has its name since."""
+        """Returns the node and whether it was connected already. Raises `NodeReplaced` if another session has its
+        name."""
         if join.session in self._replaced:
             raise NodeReplaced(f"another process has joined as {self._replaced[join.session]!r} since")
         there = self.by_name.get(join.name)
@@ -196,7 +197,7 @@ class Nodes:
         return node, False
 
     def of(self, session: str, standing: NodeStatus) -> ConnectedNode:
-        """The node of that session, which was heard of just now. `NodeUnknown`, `NodeReplaced`."""
+        """Applies a call's status and returns the session's node. Raises `NodeUnknown` or `NodeReplaced`."""
         node = self._by_session.get(session)
         if node is not None:
             node.heard_at = self._clock()
@@ -206,7 +207,7 @@ class Nodes:
             return node
         if session in self._replaced:
             raise NodeReplaced(f"another process has joined as {self._replaced[session]!r} since")
-        raise NodeUnknown("this head does not know that node, or has taken it for lost")
+        raise NodeUnknown("this head does not know that node, or counts it as lost")
 
     def named(self, name: str) -> ConnectedNode:
         if name not in self.by_name:
@@ -229,7 +230,7 @@ class Nodes:
         self.tell()
 
     def look(self) -> None:
-        """Ends the sessions of nodes that were not heard of for too long."""
+        """Ends the sessions of nodes that made no call for too long."""
         now, lease_s = self._clock(), self.settings.lease_s
         stood_still_s = now - self._looked_at
         self._looked_at = now
@@ -237,24 +238,25 @@ class Nodes:
             if stood_still_s > lease_s / 2:
                 node.heard_at = max(node.heard_at, now - lease_s / 2)
             elif now - node.heard_at > lease_s:
-                self.lose(node, f"was not heard of for {now - node.heard_at:.1f} s")
+                self.lose(node, f"made no call for {now - node.heard_at:.1f} s")
 
     # --- places ---------------------------------------------------------------------------------------
 
     @property
     def wanted(self) -> int:
-        """By all of them. Asked for all the time: so it looks only at those that have spoken since they had enough."""
+        """Rollouts that all nodes want. It is read often, so it visits only nodes that have called since they wanted
+        none."""
         for key in [key for key, node in self._hungry.items() if node.room.want <= 0]:
             del self._hungry[key]
         return sum(node.room.want for node in self._hungry.values())
 
     def wanted_for(self, engines: Collection[str]) -> int:
-        """By those that can use one of these engines."""
+        """Rollouts wanted by the nodes that can use one of these engines."""
         return sum(node.room.want for node in self._hungry.values() if node.room.serves(engines))
 
     def place(self, rollout: Rollout, engines: Collection[str] = ()) -> ConnectedNode | None:
-        """A node for it, which can use one of these engines, if there are any. Its place is promised from now on, until
-        the caller takes that back from `promised`."""
+        """Chooses a node that can use one of these engines, if any are given. Its place is promised until the caller
+        decrements `promised`."""
         needs = PlacementKeys.of(rollout)
         lost_at = {lost.node for lost in rollout.lost}
         shunned = [node.room for node in self._hungry.values() if node.name in lost_at] if lost_at else []
@@ -267,10 +269,10 @@ class Nodes:
         node.promised += 1
         return node
 
-    # --- who waits ------------------------------------------------------------------------------------
+    # --- waiters --------------------------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Something changed that somebody may wait for."""
+        """Wakes the waiters for a change."""
         for waiter in self._changed:
             if not waiter.done():
                 waiter.set_result(None)
@@ -285,5 +287,5 @@ class Nodes:
             self._changed.discard(waiter)
 
     def behind(self, gates: int) -> Iterable[ConnectedNode]:
-        """Nodes that have not applied these gates yet."""
+        """Returns the nodes that have not applied these gates yet."""
         return [node for node in self.by_name.values() if node.standing.gates < gates]

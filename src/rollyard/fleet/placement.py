@@ -1,12 +1,12 @@
-"""Which node gets a rollout. Pure rules, no I/O.
+"""Chooses the node for a rollout. Pure rules, no I/O.
 
-A node says how many rollouts it wants; those are its free places. Among the nodes that want one, the emptiest goes
-first, but one that has what the rollout needs may be somewhat fuller: the set-up that its group's other members stand
-on, which is made once a node, or its image, which is fetched once a node. A node that has lost an attempt of the
-rollout gets it again only if no other wants it.
+A node reports how many rollouts it wants; those are its free places. Among the nodes that want one, the emptiest is
+chosen, but a node that has what the rollout needs may be somewhat fuller: the set-up of its group's other members,
+which is made once per node, or its image, which is fetched once per node. A node that has lost an attempt of the
+rollout gets it again only if no other node wants it.
 
-Invariants. Nobody gets more than it wants, nor what it cannot serve: a rollout that needs a model goes where one of its
-policy's engines can be reached. What a node is remembered to have is bounded, the oldest goes first.
+Invariants. A node never gets more than it wants, nor what it cannot serve: a rollout that needs a model goes where one
+of its policy's engines can be reached. What is remembered of a node is bounded; the oldest entry is dropped first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollyard.core import Rollout
 from rollyard.store.codec import to_json
 
 SETUP_WORTH = 0.25
-"""Of a node's places: how much fuller a node may be that has the set-up."""
+"""By what share of its places a node that has the set-up may be fuller."""
 
 IMAGE_WORTH = 0.1
 
@@ -28,7 +28,8 @@ REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class PlacementKeys:
-    """What a rollout finds at a node that has had one like it: a set-up (environment, data, image), and the image."""
+    """What a rollout can reuse at a node that has had one like it: a set-up (environment, data, image), and the
+    image."""
 
     setup: str
     image: str | None
@@ -43,9 +44,9 @@ class PlacementKeys:
 
 @dataclass(slots=True)
 class NodeRoom:
-    """A node as placing sees it."""
+    """A node as placement sees it."""
 
-    places: int = 1  # in all
+    places: int = 1  # in total
     want: int = 0  # free ones
     setups: dict[str, None] = field(default_factory=dict[str, None])  # in order of last use
     images: dict[str, None] = field(default_factory=dict[str, None])  # likewise
@@ -57,7 +58,7 @@ class NodeRoom:
             _remember(self.images, needs.image)
 
     def serves(self, engines: Collection[str]) -> bool:
-        """One of these will do; none at all is asked for by what needs no model."""
+        """Whether one of these engines can be reached. `engines` is empty for what needs no model."""
         return not engines or not self.reaches.isdisjoint(engines)
 
     def worth(self, needs: PlacementKeys) -> float:
@@ -76,7 +77,7 @@ def _remember(known: dict[str, None], name: str) -> None:
 def place(
     needs: PlacementKeys, rooms: Iterable[NodeRoom], engines: Collection[str] = (), shunned: Collection[NodeRoom] = ()
 ) -> NodeRoom | None:
-    """The best of those that want one and can serve it; the caller counts it down. None: there is no such room."""
+    """Returns the best room that wants a rollout and can serve it, or None. The caller decrements its `want`."""
     best, most = None, (False, -1.0)
     for room in rooms:
         if room.want <= 0 or not room.serves(engines):

@@ -1,15 +1,15 @@
 """A node as Ray runs it: an actor, which is a process on one Ray node, with the node's event loop in its own thread.
 
-The actor begins nothing by itself. It waits until a head speaks to it (`meet`), because what it was made with may be
-old: Ray restarts an actor with its first arguments, and the head that gave those may be gone. Each head has an id; the
-newest one is obeyed, and a head that was superseded is told so.
+The actor starts nothing by itself. It waits until a head calls it (`meet`), because its arguments may be outdated: Ray
+restarts an actor with its first arguments, and the head that gave those may be gone. Each head has an id; the actor
+obeys the newest one, and its answer informs a head that was superseded.
 
-Invariants. One node in one actor. A node that ends without having been asked to takes its process along, so that Ray
-starts a new one, at most one in RESTART_EVERY_S. This module never imports Ray: it is a plain class until a driver
-makes an actor of it (`ray_driver.py`).
+Invariants. One node in one actor. A node that ends without a request to do so ends its process, too, so that Ray starts
+a new one, at most one in RESTART_EVERY_S. This module never imports Ray: it is a plain class until a driver makes an
+actor of it (`ray_driver.py`).
 
-What Ray does to an actor's process that a node must undo (tried with 2.60): its threads have SIGINT blocked, which
-every program that they start inherits; its oom_score_adj is 1000, so the kernel would take the node, which holds
+What Ray does to an actor's process that a node must undo (tested with 2.60): its threads have SIGINT blocked, which
+every program that they start inherits; its oom_score_adj is 1000, so the kernel would kill the node, which holds
 hundreds of rollouts, before any sandbox.
 """
 
@@ -38,20 +38,20 @@ from rollyard.observe import logs
 log = logging.getLogger("rollyard.fleet")
 
 RESTART_EVERY_S = 10.0
-"""A node that cannot live (a package is missing, the token is wrong) costs one start of a process in this time."""
+"""A node that cannot run (a package is missing, the token is wrong) costs one start of a process in this time."""
 
 RUN_PER_CPU, INIT_PER_CPU, EVAL_PER_CPU = 32, 2, 4
 """RUN waits for engines most of the time; INIT and EVAL compute."""
 
 RUN_BYTES = 256 << 20
-"""Of memory for a rollout in RUN, sandbox and all, where nobody says otherwise."""
+"""Memory for a rollout in RUN, including its sandbox, if no number of slots is set."""
 
 SLOTS = ("init_slots", "run_slots", "eval_slots", "ready_slots")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAddress:
-    """A head as an actor knows it. `id` names one start of it."""
+    """A head as an actor knows it. `id` identifies one start of it."""
 
     id: str
     url: str
@@ -60,19 +60,19 @@ class HeadAddress:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """How an actor stands, as it tells its head."""
+    """An actor's status, as returned to its head."""
 
     pid: int
     is_running: bool
     error: str
-    is_ours: bool  # whether the head that asks is the one that is obeyed
+    is_ours: bool  # whether the calling head is the newest one
 
 
 def sizes(
     settings: Mapping[str, Json], environ: Mapping[str, str], *, cpus: float, memory_bytes: float
 ) -> dict[str, int]:
-    """A node's slots: as its machine's environment says (ROLLYARD_RUN_SLOTS …), else as the head's settings do, else by
-    what the Ray node offers."""
+    """Returns a node's slots: from its machine's environment (ROLLYARD_RUN_SLOTS …), else from the head's settings,
+    else from what the Ray node offers."""
     by_memory = max(1, int(memory_bytes // RUN_BYTES)) if memory_bytes else sys.maxsize
     init = max(1, int(INIT_PER_CPU * cpus))
     found: dict[str, int] = {
@@ -90,18 +90,19 @@ def sizes(
         try:
             found[name] = int(str(said))
         except ValueError:
-            raise ValueError(f"{variable} is a number, not {said!r}") from None
+            raise ValueError(f"{variable} must be a number, not {said!r}") from None
         if found[name] < least:
-            raise ValueError(f"{variable} is at least {least}, not {said}")
+            raise ValueError(f"{variable} must be at least {least}, not {said}")
     return found
 
 
 def claim_folder(base: Path) -> tuple[Path, IO[bytes]]:
-    """A folder that no other node of this machine uses, and the lock on it, which lives as long as the file is open.
+    """Returns a folder that no other node of this machine uses, and its lock, which is held while the file is open.
 
-    Ray's ids change with every start of Ray; these folders do not, so what a node has fetched is there again."""
+    Ray's ids change with every start of Ray; these folders do not, so fetched files are found again.
+    """
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
-    host = socket.gethostname()  # a home on a network file system is every machine's
+    host = socket.gethostname()  # all machines may share a home on a network file system
     for number in range(1000):
         lock = (base / f"{host}-{number}.lock").open("ab")
         try:
@@ -116,7 +117,7 @@ def claim_folder(base: Path) -> tuple[Path, IO[bytes]]:
 
 
 def node_home(settings: Mapping[str, Json], environ: Mapping[str, str]) -> Path:
-    """Below which the nodes of a machine have their folders."""
+    """Returns the folder below which the nodes of a machine have their folders."""
     said = environ.get("ROLLYARD_DATA_DIR") or settings.get("data_dir")
     if said:
         return Path(str(said)).expanduser() / "nodes"
@@ -125,7 +126,7 @@ def node_home(settings: Mapping[str, Json], environ: Mapping[str, str]) -> Path:
 
 
 class NodeActor:
-    """See the module. Its methods are called by Ray, several at a time, in threads of Ray's."""
+    """The actor's class. Ray calls its methods concurrently, in threads of its own."""
 
     def __init__(self, name: str, entry: str, settings: Mapping[str, Json], cpus: float, memory_bytes: float) -> None:
         self._name = name
@@ -142,7 +143,7 @@ class NodeActor:
         self._error = ""
 
     def meet(self, head_id: str, url: str, token: str) -> NodeState:
-        """A head says where it is, and hears how this node stands."""
+        """Receives a head's address and returns this node's status."""
         with self._lock:
             is_ours = head_id not in self._past
             if is_ours:
@@ -156,7 +157,7 @@ class NodeActor:
             return NodeState(os.getpid(), is_running, self._error, is_ours)
 
     def stop(self, bound_s: float) -> bool:
-        """Asks the node to end what it has, and waits for it. Whether it did."""
+        """Requests the node to end what it has, and waits for it. Returns whether it did."""
         with self._lock:
             self._is_stopping = True
             thread, told = self._thread, self._stop
@@ -183,9 +184,9 @@ class NodeActor:
             if self._is_stopping:
                 return
             self._error = error
-        # The head sees the error meanwhile.
+        # Meanwhile `meet` returns the error to the head.
         time.sleep(max(0.0, began_s + RESTART_EVERY_S - time.monotonic()))
-        os._exit(1)  # sys.exit would only end this thread, and Ray does not restart an actor that exits in good order
+        os._exit(1)  # sys.exit would only end this thread, and Ray does not restart an actor that exits normally
 
     async def _run(self) -> None:
         module_name, _, function = self._entry.partition(":")
@@ -201,7 +202,7 @@ class NodeActor:
                 token=token,
                 data_dir=folder,
                 head=self._where,
-                plain_http=True,  # the head, whose settings allow it or not, has given us its URL
+                plain_http=True,  # the head's settings decide this; the URL comes from it
                 **slots,
                 **others,
             )
@@ -215,23 +216,23 @@ class NodeActor:
     def _where(self) -> tuple[str, str]:
         """The newest head's URL and token."""
         with self._lock:
-            assert self._head is not None  # the thread was started by its first word
+            assert self._head is not None  # `meet` sets it before it starts this thread
             return self._head.url, self._head.token
 
 
 def _told(error: BaseException) -> str:
-    """In one line. A task group's error says nothing: what it holds does."""
+    """Returns an error in one line. Of a task group's error, it describes the first exception inside."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"[:500]
 
 
 def _be_an_ordinary_process() -> None:
-    """Undoes what Ray did to this process and thread; see the module."""
+    """Undoes what Ray does to this process and thread, as listed in the module's docstring."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         Path("/proc/self/oom_score_adj").write_text("0")
     except OSError as error:
-        log.warning("this node stays the kernel's first choice when memory runs out", extra={"error": str(error)})
+        log.warning("the kernel will kill this node first when memory runs out", extra={"error": str(error)})
     level = os.environ.get("ROLLYARD_LOG_LEVEL", "info").upper()
-    logs.configure(level=level, style="json")  # into the worker's file in Ray's session folder
+    logs.configure(level=level, style="json")  # written to the worker's file in Ray's session folder

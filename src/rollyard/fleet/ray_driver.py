@@ -1,11 +1,11 @@
 """The Ray driver: a child process of the head that keeps one node on every machine of a Ray cluster.
 
-A process of its own, because Ray ends the process that it is connected from when its GCS (the head of the *Ray*
-cluster) has not been reachable for 60 s. That must not be the service. Ray also takes SIGTERM for itself, prints on
-stdout, and blocks in most of its calls; here, all of that harms nobody. The head tells the child what it wants in the
-first line on its standard input, and hears how the nodes stand in a line every LOOK_EVERY_S.
+It is a process of its own, because Ray ends the process that is connected to it when its GCS (the head of the *Ray*
+cluster) has been unreachable for 60 s. That must not be the service. Ray also handles SIGTERM itself, prints on stdout,
+and blocks in most of its calls; in this process, that does no harm. The head sends the configuration in the first line
+on the driver's standard input, and receives the nodes' status in a line every LOOK_EVERY_S.
 
-Facts about Ray that this stands on (tried with 2.60):
+Facts about Ray that this relies on (tested with 2.60):
 - A driver needs a Ray node on its own machine. RAY_AUTH_MODE=token, with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, must
   be in the environment of `ray start` on every machine and of the driver, before `import ray`. An address given by hand
   never turns it on by itself. Without the token, or with another, `ray start` and a driver are refused, after 20 s of
@@ -14,12 +14,13 @@ Facts about Ray that this stands on (tried with 2.60):
 - An actor bound to a Ray node by a hard affinity is restarted there, and fails as unschedulable when that node is gone,
   which Ray notices after some 10 s when the node was killed.
 - A new cluster of `ray.init(_node_ip_address="127.0.0.1")` listens on 127.0.0.1 only, and ends with its driver, however
-  that one ends (a reaper of Ray's).
+  that one ends (Ray has a reaper).
 - Workers inherit the environment of their raylet, not of the driver.
 - When the GCS has been gone for 60 s, all raylets end, and the nodes on them.
-- One more Ray node costs 1 s, and 190 MiB: 105 for Ray's two agents, 10 for the raylet, 75 for an actor without a yard.
+- One more Ray node costs 1 s, and 190 MiB: 105 for Ray's two agents, 10 for the raylet, 75 for an actor without a
+  pipeline.
 
-Invariants. At most one unanswered question to an actor. The parent is gone: this process ends at once, the actors stay.
+Invariants. Each actor has at most one unanswered call. When the parent is gone, this process ends at once; actors stay.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from rollyard.fleet.ray_messages import DriverConfig, DriverOrder, DriverReport,
 
 LOOK_EVERY_S = 2.0
 ASK_S = 1.0
-"""How long one look waits for actors to answer; who is slower is heard at a later one."""
+"""Seconds that one look waits for actors to answer; a later look reads slower answers."""
 
 SILENT_S = 15.0
 """An actor that has not answered for so long does not count as alive. A start takes 1 to 2 s."""
 
 MAKE_EVERY_S = 10.0
-"""An actor that cannot be made (rollyard is not installed there) is tried again after this."""
+"""Seconds before an actor that cannot be created (rollyard is not installed there) is tried again."""
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Of a cluster that we start: nothing of ours goes through it, and Ray takes no less than 75 MB."""
+"""For a cluster that the driver starts: Rollyard does not use it, and Ray takes no less than 75 MB."""
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class _ActorRecord:
     name: str
     host: str
     actor: Any = None
-    question: Any = None  # the one that is not answered yet
+    question: Any = None  # the call that is not answered yet
     heard_at_s: float = field(default_factory=time.monotonic)
     made_at_s: float = float("-inf")
     is_running: bool = False
@@ -67,7 +68,7 @@ class _ActorRecord:
 
 
 class Driver:
-    """See the module. All of it blocks; it has this process for itself."""
+    """Keeps one node on every machine. All its methods block; it has this process for itself."""
 
     def __init__(self, brief: DriverConfig) -> None:
         self._brief = brief
@@ -99,14 +100,14 @@ class Driver:
         ray.shutdown()
 
     def look(self) -> DriverReport:
-        """Makes what is missing, asks everybody, and says how they stand."""
+        """Creates missing actors, calls all of them, and returns their status."""
         import ray
 
         if self._is_superseded:
             return self._superseded()
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         for ray_id in self._kept.keys() - alive.keys():
-            del self._kept[ray_id]  # Ray ends its actor: nothing else may run it
+            del self._kept[ray_id]  # Ray ends its actor, which may run nowhere else
         for ray_id, node in alive.items():
             host = str(node["NodeManagerHostname"])
             kept = self._kept.setdefault(ray_id, _ActorRecord(name=f"{host}-{ray_id[:8]}", host=host))
@@ -121,7 +122,8 @@ class Driver:
         return DriverReport("look", tuple(self._node(ray_id, kept) for ray_id, kept in self._kept.items()))
 
     def stop_nodes(self, bound_s: float) -> DriverReport:
-        """Asks all nodes to end what they have, then ends their actors for good. Says who did not do so in time."""
+        """Requests all nodes to end what they have, then ends their actors for good. Reports those that took too
+        long."""
         import ray
         from ray.exceptions import RayError
 
@@ -151,7 +153,7 @@ class Driver:
         options = {
             "name": f"node-{ray_id}",
             "lifetime": "detached",
-            "get_if_exists": True,  # one of an earlier head goes on with all that it has
+            "get_if_exists": True,  # an earlier head's actor continues with all that it has
             "max_restarts": -1,
             "max_concurrency": 4,  # a node that is being stopped still answers
             "num_cpus": 0,  # the machine's CPUs are for sandboxes, which Ray does not count
@@ -201,12 +203,12 @@ class Driver:
         return RayNode(kept.name, ray_id, kept.host, kept.is_running and not is_silent, error)
 
     def _superseded(self) -> DriverReport:
-        self._kept.clear()  # they are not ours to stop, either
+        self._kept.clear()  # this driver must not stop them, either
         return DriverReport("superseded", error="another head has taken over the nodes of this Ray cluster")
 
 
 def main() -> None:
-    # Ray's children inherit standard input and would keep the line open after our death.
+    # Ray's children inherit standard input and would keep the connection open after this process has ended.
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     stream = connection.makefile("wb")
@@ -220,7 +222,7 @@ def main() -> None:
     def listen(lines: Any) -> None:
         for line in lines:
             orders.put(msgspec.json.decode(line, type=DriverOrder))
-        os._exit(0)  # the head is gone, and whatever Ray blocks in just now may take a minute
+        os._exit(0)  # the head is gone, and a blocked call of Ray may take a minute
 
     reader = connection.makefile("rb")
     driver = Driver(msgspec.json.decode(reader.readline(), type=DriverConfig))
@@ -238,14 +240,14 @@ def main() -> None:
             continue
         if order.what == "stop_nodes":
             tell(driver.stop_nodes(order.bound_s))
-            order = orders.get()  # no look any more: it would start them again
+            order = orders.get()  # no more looks: they would start the nodes again
         if order.what == "close":
             driver.close()
             return
 
 
 def _why(error: BaseException) -> str:
-    """A failed connection in one line; whether it was the token is at the end of a long chain."""
+    """Returns why a connection failed, in one line. An authentication error is at the end of a long chain of causes."""
     from ray.exceptions import AuthenticationError
 
     cause: BaseException | None = error
@@ -260,7 +262,7 @@ def _why(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Ray's errors are pages long."""
+    """Returns the first and last line of an error: Ray's errors are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = lines[0] if lines else type(error).__name__
     last = lines[-1] if len(lines) > 1 else ""

@@ -1,14 +1,14 @@
-"""Nodes on a Ray cluster: one on each of its machines, for as long as the machine is there.
+"""Nodes on a Ray cluster: one on each of its machines, as long as the machine belongs to the cluster.
 
     async with RayHost("10.0.0.1:6379", "http://10.0.0.1:8700", token) as host:
         host.nodes()
 
-Ray places nodes, watches and restarts them. Nothing of a rollout goes through it: a node talks to the head over HTTP,
-as one does that `rollyard node` started. Ray itself is in a child process (`ray_driver.py` says why); this module never
+Ray places nodes, watches and restarts them. No data of rollouts goes through it: a node calls the head over HTTP, like
+one that `rollyard node` started. Ray itself is in a child process (`ray_driver.py` explains why); this module never
 imports it.
 
-Invariants. At most one driver at a time; one that ends is started again, which finds the same nodes. Closing the host
-leaves the nodes alone, so that a head can be restarted under them; `stop_nodes` ends them. On a cluster that the host
+Invariants. There is at most one driver at a time; one that ends is started again and finds the same nodes. Closing the
+host leaves the nodes running, so that a head can be restarted; `stop_nodes` ends them. On a cluster that the host
 itself started (address None), they end with it. The driver never outlives this process.
 """
 
@@ -37,36 +37,37 @@ __all__ = ["RayHost", "RayNode", "RayUnavailable"]
 log = logging.getLogger("rollyard.fleet")
 
 NODE_ENTRY = "rollyard.service.node:run_node"
-"""What an actor runs, by name: that module is above this wing. Its `NodeOptions` stands beside it."""
+"""What an actor runs, by name, because that module is in a higher layer. Its `NodeOptions` is in the same module."""
 
 START_S = 120.0
-"""For the first look. Ray starts in 5 s, and takes 20 s to say that a token is wrong."""
+"""Timeout of the first look. Ray starts in 5 s, and takes 20 s to report a wrong token."""
 CLOSE_S = 15.0
 AGAIN_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-"""Before a driver is started again, by how often in a row it ended without a look."""
+"""Seconds before a driver is started again, by how often in a row it ended without a look."""
 STALE_S = 15.0
-"""Without a look: Ray does not answer the driver."""
+"""Seconds without a look after which Ray counts as not answering."""
 TAIL_BYTES = 4096
 MAX_LINE_BYTES = 64 << 20
 
 QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # else a cluster that we start reports to Ray's makers
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run rollyard serve` ships this folder to all nodes
+    "RAY_USAGE_STATS_ENABLED": "0",  # otherwise a cluster that we start sends usage data to Ray's developers
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # otherwise `uv run rollyard serve` copies this folder to all nodes
 }
 LOCAL = {
-    # of a cluster that we start: at 95 % of the machine's memory Ray would end the node, with all its rollouts
+    # for a cluster that we start: at 95 % of the machine's memory Ray would end the node, with all its rollouts
     "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_prestart_worker_first_driver": "0",  # else one idle Python process for each CPU; we need one in all
+    "RAY_prestart_worker_first_driver": "0",  # otherwise one idle Python process per CPU; one in all is enough
     "RAY_AUTH_MODE": "token",
 }
 
 
 class RayUnavailable(Exception):
-    """There is no Ray, or it will not have us. The message says what to do."""
+    """Ray is missing or refuses the connection. The message contains what to do."""
 
 
 def driver_environment(address: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """With Ray's token authentication on: always for a cluster that we start, else where a token is set."""
+    """Returns the driver's environment, with Ray's token authentication on: always for a cluster that we start, else if
+    a token is set."""
     found = {**QUIET, **environ}
     has_token = bool(environ.get("RAY_AUTH_TOKEN") or environ.get("RAY_AUTH_TOKEN_PATH"))
     if address is None:
@@ -79,8 +80,9 @@ def driver_environment(address: str | None, environ: Mapping[str, str]) -> dict[
 
 
 class RayHost:
-    """See the module. `node_settings` are NodeOptions by name; what a node's own environment says goes before them, and
-    what nobody says follows from the Ray node's CPUs and memory. A node that is there already keeps what it has."""
+    """Keeps one node on every machine of a Ray cluster. `node_settings` are NodeOptions by name. A node's own
+    environment has precedence, and what neither sets is derived from the Ray node's CPUs and memory. A running node
+    keeps its settings."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class RayHost:
         entry: str = NODE_ENTRY,
     ) -> None:
         if address is not None and "://" in address:
-            raise RayUnavailable(f"{address}: give HOST:PORT of Ray's head, or auto; a Ray client's URL does not do")
+            raise RayUnavailable(f"{address}: give HOST:PORT of Ray's head, or auto; a Ray client's URL cannot be used")
         self._brief = DriverConfig(
             address=address,
             namespace=namespace,
@@ -115,12 +117,12 @@ class RayHost:
         self.driver_pid: int | None = None
 
     def nodes(self) -> list[RayNode]:
-        """As the last look found them."""
+        """Returns the nodes as of the last look."""
         return list(self._nodes)
 
     @property
     def error(self) -> str:
-        """Why `nodes` may be old; empty when all is well."""
+        """Why `nodes` may be outdated; empty if they are not."""
         if self._error or self._looked_at_s is None:
             return self._error
         silent_s = asyncio.get_running_loop().time() - self._looked_at_s
@@ -130,7 +132,9 @@ class RayHost:
         if importlib.util.find_spec("ray") is None:
             raise RayUnavailable("Ray is not installed: pip install 'rollyard[ray]'")
         if self._brief.address is not None and self._environment.get("RAY_AUTH_MODE") != "token":
-            log.warning("Ray without a token: whoever reaches it can run code on all nodes (RAY_AUTH_MODE=token)")
+            log.warning(
+                "Ray has no token: every process that reaches it can run code on all nodes (RAY_AUTH_MODE=token)"
+            )
         self._first = asyncio.get_running_loop().create_future()
         self._tending = asyncio.create_task(self._tend(), name="ray driver")
         try:
@@ -149,7 +153,8 @@ class RayHost:
         await self._end()
 
     async def stop_nodes(self, bound_s: float = 60.0) -> None:
-        """Ends all nodes: each is asked to end what it has, and has `bound_s` for it. The host starts none any more."""
+        """Ends all nodes. Each is requested to end what it has, and has `bound_s` for it. The host starts no more
+        nodes."""
         if self._writer is None:
             raise RayUnavailable(f"no nodes were stopped: {self._error}")
         self._stopped = asyncio.get_running_loop().create_future()
@@ -184,8 +189,8 @@ class RayHost:
             if self._is_closing:
                 break
             failures = failures + 1 if self._looked_at_s == looked_before else 0
-            self._error = self._error or f"the Ray driver ended: {last_words or 'it did not say why'}"
-            log.error("the Ray driver ended, it is started again", extra={"told": self._error})
+            self._error = self._error or f"the Ray driver ended: {last_words or 'it printed no reason'}"
+            log.error("the Ray driver ended and is started again", extra={"told": self._error})
             assert self._first is not None
             if not self._first.done():
                 self._first.set_exception(RayUnavailable(self._error))
@@ -195,7 +200,7 @@ class RayHost:
             self._stopped.set_exception(RayUnavailable("the Ray driver ended before it had stopped the nodes"))
 
     async def _drive(self) -> str:
-        """One driver's whole life. Its last words."""
+        """Runs one driver until it ends. Returns the last line that it printed."""
         ours, theirs = socket.socketpair()
         heard, said = socket.socketpair()
         with theirs, said:
@@ -205,7 +210,7 @@ class RayHost:
                 stdout=said.fileno(),
                 stderr=said.fileno(),
                 env=self._environment,
-                start_new_session=True,  # an interrupt at the terminal is the service's, which then closes us
+                start_new_session=True,  # an interrupt at the terminal goes to the service, which closes this host
             )
         self.driver_pid = process.pid
         tail = bytearray()
@@ -220,7 +225,7 @@ class RayHost:
                     self._take(msgspec.json.decode(line, type=DriverReport))
                 listening.cancel()
         except* OSError as errors:
-            log.debug("the Ray driver's line broke", extra={"error": str(errors.exceptions[0])})
+            log.debug("the connection to the Ray driver broke", extra={"error": str(errors.exceptions[0])})
         finally:
             for writer in (self._writer, ear):
                 if writer is not None:
@@ -242,7 +247,7 @@ class RayHost:
                 self._stopped.set_result(report)
             return
         if report.error and report.error != self._error:
-            log.error("Ray says", extra={"told": report.error})
+            log.error("Ray reports an error", extra={"told": report.error})
         self._error = report.error
         if report.what == "superseded":
             self._nodes = ()
@@ -260,13 +265,13 @@ class RayHost:
             log.warning("a machine has left the Ray cluster", extra={"node": before[ray_id].name})
         for ray_id, node in now.items():
             if ray_id not in before:
-                log.info("a machine of the Ray cluster", extra={"node": node.name, "host": node.host})
+                log.info("a machine has joined the Ray cluster", extra={"node": node.name, "host": node.host})
             elif node.error and node.error != before[ray_id].error:
-                log.warning("a node is not well", extra={"node": node.name, "error": node.error})
+                log.warning("a node has an error", extra={"node": node.name, "error": node.error})
 
 
 async def _ended(process: subprocess.Popen[bytes], bound_s: float) -> None:
-    """A driver whose line is closed ends by itself; if it does not, it is ended."""
+    """Waits for a driver whose connection is closed to end by itself, and kills it if it does not."""
     try:
         await asyncio.to_thread(process.wait, bound_s)
     except subprocess.TimeoutExpired:
@@ -275,7 +280,8 @@ async def _ended(process: subprocess.Popen[bytes], bound_s: float) -> None:
 
 
 async def _overhear(printed: asyncio.StreamReader, tail: bytearray) -> None:
-    """Keeps the end of what Ray prints. Its processes inherit that line, so its end says nothing about the driver's."""
+    """Keeps the end of what Ray prints. Ray's processes inherit that connection, so its end does not mean the
+    driver's."""
     while chunk := await printed.read(TAIL_BYTES):
         tail += chunk
         del tail[:-TAIL_BYTES]

@@ -1,7 +1,7 @@
-"""What goes between the head and its Ray driver: JSON lines on the driver's standard input, which is a socket.
+"""The messages between the head and its Ray driver: JSON lines on the driver's standard input, which is a socket.
 
-The head says one Brief, then Orders; the driver answers with Reports. The head's token is in the Brief, and so in no
-argument list and no environment.
+The head sends one DriverConfig, then DriverOrders; the driver answers with DriverReports. The head's token is in the
+DriverConfig, and so in no argument list and no environment.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rollyard.core import Json
 
 @dataclass(frozen=True, slots=True)
 class DriverConfig:
-    """The first line: what the head wants."""
+    """The first line: the driver's configuration."""
 
-    address: str | None  # None: start a cluster on this machine, which ends with this process
+    address: str | None  # None: start a cluster on this machine that ends with this process
     namespace: str
     head_id: str
     head_url: str
@@ -36,7 +36,7 @@ class DriverOrder:
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A machine of the Ray cluster, and how the node on it stands."""
+    """A machine of the Ray cluster, and the status of the node on it."""
 
     name: str
     ray_id: str

@@ -1,22 +1,22 @@
-# ---- From here on it is the same in every job. It runs as `job.sh` on the first node, and by srun, from the shared
+# ---- From here on, every job is the same. The script runs as `job.sh` on the first node, and by srun, from the shared
 # ---- folder, as `job.sh node ADDRESS` (Ray on a further node) and `job.sh engine` (an engine).
 set -u
 umask 077
 
-# Ports follow from the job's number: above Ray's workers, below those that Linux gives out by itself. Two jobs on one
-# node get the same only if their numbers are a multiple of 1,000 apart.
+# Ports are derived from the job's number: above Ray's workers, below Linux's ephemeral ports. Two jobs on one node get
+# the same ports only if their numbers are a multiple of 1,000 apart.
 BASE=$((20000 + SLURM_JOB_ID % 1000 * 10))
 RAY_PORT=$BASE SERVICE_PORT=${PORT:-$((BASE + 1))} ENGINE_PORT=$((BASE + 2)) RAY_CLIENT_PORT=$((BASE + 3))
 SCRATCH=$SCRATCH-$SLURM_JOB_ID
 RAY=$(dirname "$PYTHON")/ray
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$FOLDER/ray-token RAY_USAGE_STATS_ENABLED=0
-export RAY_memory_monitor_refresh_ms=0 # else Ray ends a node, with all its rollouts, when memory is short
-export RAY_prestart_worker_first_driver=0 # else one idle Python process for each CPU, on every node
-export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # the service drains; Ray's own would wait for nodes that stay
+export RAY_memory_monitor_refresh_ms=0 # otherwise Ray ends a node, with all its rollouts, when memory is short
+export RAY_prestart_worker_first_driver=0 # otherwise one idle Python process per CPU, on every node
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # the service drains; Ray's own drain would wait for nodes that stay
 
 say() { printf '%(%F %T)T %s\n' -1 "$*"; }
 
-# NODE: its address, as Slurm reaches it. Some machines know their own name as 127.0.1.1, which others cannot use.
+# NODE: its address, as Slurm reaches it. Some machines resolve their own name to 127.0.1.1, which others cannot use.
 address() {
   local named found
   named=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -27,13 +27,13 @@ address() {
   esac
 }
 
-# Its name can be guessed, and /tmp is everyone's: whoever made it before us would own what lies in it.
+# Its name can be guessed, and /tmp is shared: another user who created it first would own what is in it.
 make_scratch() {
   mkdir -p "$SCRATCH" && [ -O "$SCRATCH" ] && [ ! -L "$SCRATCH" ] && return
-  say "$SCRATCH on $SLURMD_NODENAME is not ours" && exit 1
+  say "$SCRATCH on $SLURMD_NODENAME is a link or belongs to another user" && exit 1
 }
 
-# COMMAND...: in place of this shell, and without the job's variables: a leaked one can tear down the job.
+# COMMAND...: replaces this shell, without the job's variables: a leaked one can end the job.
 bare() {
   unset "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!PMI@}"
   exec "$@"
@@ -54,7 +54,7 @@ as_node() { # ADDRESS of the first node's Ray
   local ray="" is_over=0
   make_scratch
   trap 'is_over=1; kill -TERM "$ray" 2>/dev/null' TERM
-  while [ "$is_over" = 0 ]; do # what ends without being told comes again: the service sees a node that is lost and found
+  while [ "$is_over" = 0 ]; do # if Ray ends by itself, start it again: the service loses the node and gets it back
     (ray_here --address="$1" --node-ip-address="$(address "$SLURMD_NODENAME")") &
     ray=$!
     until wait "$ray" || ! kill -0 "$ray" 2>/dev/null; do :; done
@@ -63,14 +63,14 @@ as_node() { # ADDRESS of the first node's Ray
   rm -rf "$SCRATCH"
 }
 
-# What the other nodes have under way ends before the service does, as far as there is time: they end with this job.
+# The other nodes finish their rollouts before the service ends, as far as there is time: they end with this job.
 drain_nodes() {
   [ "$USES_RAY" = 1 ] && [ -s "$FOLDER/url" ] || return 0
   ROLLYARD_URL=$(<"$FOLDER/url") ROLLYARD_TOKEN=$(<"$FOLDER/token") timeout "$((${ROLLYARD_DRAIN_S%.*} + 10))" \
     "$PYTHON" -m rollyard nodes drain --all --timeout-s "$ROLLYARD_DRAIN_S" >/dev/null || say "not all nodes were drained"
 }
 
-# At INT it drains. Before it answers it does not listen to that yet (bash has it ignored), and has nothing to drain.
+# The service drains at INT. Before it answers requests it still ignores INT (set by bash) and has nothing to drain.
 drain_service() {
   [ -s "$SERVICE/url" ] && kill -INT "$service" || kill -TERM "$service"
 }
@@ -92,7 +92,7 @@ on_nodes() {
 
 as_first() {
   local host name url ray="" beside service status told="" watch names=() options=() client=()
-  trap 'say "ended before it began"; rm -rf "$SCRATCH"; exit 0' USR1
+  trap 'say "ended before it started"; rm -rf "$SCRATCH"; exit 0' USR1
   make_scratch
   host=$(address "$SLURMD_NODENAME")
   read -r -d '' -a names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -119,26 +119,26 @@ as_first() {
     done
     [ "${#names[@]}" -gt 1 ] && on_nodes "${names[*]:1}" "node-%n.log" node "$host:$RAY_PORT"
     options+=(--fleet ray --address "$host:$RAY_PORT")
-    # Nodes are sent keys and prompts: over TLS, with a certificate whose digest is in the URL, unless told otherwise.
+    # Nodes are sent keys and prompts: over TLS, with a certificate whose digest is in the URL, unless set otherwise.
     export ROLLYARD_TLS="${ROLLYARD_TLS:-own}"
   fi
 
-  # Who is let in: whoever has the token. By which names: the address, and this machine's own.
+  # Clients need the token. They may use the service's address and this machine's own names.
   export ROLLYARD_ADMIN_TOKENS=@$FOLDER/token ROLLYARD_ON_TERM=stop
   export ROLLYARD_HOSTS="${ROLLYARD_HOSTS:-},$(hostname),$(hostname -f 2>/dev/null),$SLURMD_NODENAME"
   [ -e "$FOLDER/store-url" ] && export ROLLYARD_STORE="$(<"$FOLDER/store-url")"
   (bare "${SERVICE_COMMAND[@]}" --host "$host" --port "$SERVICE_PORT" --data-dir "$SERVICE" "${options[@]}") &
   service=$!
-  # The service says in a file that it answers; here that becomes visible to those outside.
+  # The service writes a file when it answers requests; this publishes it in the job's folder.
   (
     until [ -s "$SERVICE/url" ]; do sleep 0.2; done
     cp "$SERVICE/url" "$FOLDER/.url" && mv "$FOLDER/.url" "$FOLDER/url"
   ) &
   watch=$!
 
-  # USR1 is told to this script alone (time is nearly up, or `rollyard slurm down`): the service drains, at INT. At TERM,
-  # Slurm has told every process of the job, sandboxes and engines too, and kills them soon. What goes on then is not what
-  # the agent did: the service gives everything back at once (ROLLYARD_ON_TERM), for the next start.
+  # USR1 goes to this script alone (time is nearly up, or `rollyard slurm down`): the service drains, at INT. At TERM,
+  # Slurm has signalled every process of the job, sandboxes and engines, too, and kills them soon. What happens then is
+  # not the agent's doing: the service gives everything back at once (ROLLYARD_ON_TERM), for the next start.
   beside=$ray
   trap 'told=USR1 beside=; say "draining"; drain_nodes; drain_service' USR1
   trap 'told=TERM beside=; say "Slurm ends the job"; kill -TERM "$service"' TERM
@@ -152,7 +152,7 @@ as_first() {
   status=$?
   kill "$watch" 2>/dev/null
   rm -f "$FOLDER/url"
-  [ "$told:$status" = USR1:143 ] && status=0 # it was told before it listened to signals
+  [ "$told:$status" = USR1:143 ] && status=0 # the signal came before the service handled it
   say "the service ended with $status"
   if [ -n "$ray" ]; then
     kill -TERM "$ray" 2>/dev/null
@@ -161,13 +161,13 @@ as_first() {
   rm -rf "$SCRATCH"
   [ "$told" = RAY ] && return 1
   if [ "$told" = USR1 ] && [ "$REQUEUES" = 1 ] && [ ! -e "$FOLDER/down" ]; then
-    say "the time is up: the job is queued again" # and goes on with the same store
+    say "the time is up: the job is queued again" # and continues with the same store
     scontrol requeue "$SLURM_JOB_ID" && sleep infinity & wait # until Slurm ends it
   fi
   return "$status"
 }
 
-set +u # what a site has to load is seldom written for it
+set +u # a site's set-up commands are seldom written for -u
 setup
 set -u
 case ${1:-first} in

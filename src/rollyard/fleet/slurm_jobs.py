@@ -1,7 +1,7 @@
-"""Talking to Slurm by its own commands, and the folder that a job of ours is known by.
+"""Calls Slurm's own commands, and manages the folder that identifies a job.
 
-The folder holds `cluster.json` (which job), `job.sh`, `job.log`, `token` and, while the service answers, `url`. Slurm's
-commands are the one interface that every site has; their output is asked for in fixed formats.
+The folder contains `cluster.json` (the job's number), `job.sh`, `job.log`, `token` and, while the service answers,
+`url`. Slurm's commands are the one interface that every site has; their output is requested in fixed formats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from rollyard.fleet.slurm import JobSpec, SlurmError, script
 
 COMMAND_S = 60.0
-"""For one of Slurm's commands: a busy controller takes its time."""
+"""Timeout of one of Slurm's commands: a busy controller is slow."""
 
 ENDED = frozenset(
     {
@@ -38,15 +38,15 @@ HOPELESS = frozenset(
         *("AssocMaxWallDurationPerJobLimit", "JobHeldAdmin", "JobHeldUser", "JobLaunchFailure"),
     }
 )
-"""Reasons of a waiting job that time alone does not mend."""
+"""Reasons of a waiting job that time alone does not resolve."""
 
 LOG_LINES = 5
-"""Of a failed job's log, in what is said of it."""
+"""Lines of a failed job's log that an error message contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """A job, as Slurm tells of it. `state` is GONE when Slurm has forgotten it."""
+    """A job as Slurm reports it. `state` is GONE when Slurm has no record of it any more."""
 
     id: str
     state: str
@@ -70,7 +70,7 @@ class SlurmJob:
 
 @dataclass(frozen=True, slots=True)
 class SlurmCluster:
-    """A job's folder. What is in it is ours; who deletes it gives up the service's data, too."""
+    """A job's folder. Only Rollyard writes to it; deleting it deletes the service's data, too."""
 
     folder: Path
 
@@ -80,7 +80,7 @@ class SlurmCluster:
 
     @property
     def url(self) -> str:
-        """Where the service answers; empty if it does not."""
+        """The service's URL; empty if it does not answer."""
         try:
             return (self.folder / "url").read_text().strip()
         except OSError:
@@ -88,7 +88,7 @@ class SlurmCluster:
 
     @property
     def job_id(self) -> str:
-        """Empty: nothing was ever submitted from here."""
+        """The job's number; empty if nothing was submitted from here."""
         try:
             return str(json.loads((self.folder / "cluster.json").read_text())["job_id"])
         except FileNotFoundError:
@@ -121,12 +121,12 @@ class SlurmCluster:
         told = _slurm("sbatch", "--parsable", str(self.folder / "job.sh")).strip()
         job_id = told.splitlines()[-1].partition(";")[0] if told else ""
         if not job_id.isdigit():
-            raise SlurmError(f"sbatch answered {told!r}, which is no job's number", "see squeue --me")
+            raise SlurmError(f"sbatch answered {told!r}, which is not a job's number", "see squeue --me")
         _write(self.folder / "cluster.json", json.dumps({"job_id": job_id, "nodes": spec.nodes}) + "\n")
         return job_id
 
     def drain(self, job: SlurmJob) -> None:
-        """Tells the job's script to drain and not to come back; a job that does not run is cancelled."""
+        """Signals the job's script to drain and not to requeue; a job that is not running is cancelled."""
         _write(self.folder / "down", "")
         if job.state in ("RUNNING", "STOPPED"):
             _slurm("scancel", "--signal=USR1", "--batch", job.id)
@@ -140,7 +140,7 @@ def require_slurm() -> None:
 
 
 def look(job_id: str) -> SlurmJob:
-    """How the job stands. Slurm forgets an ended one after minutes; its accounting, where there is one, does not."""
+    """Returns the job's state. Slurm drops an ended job after minutes; its accounting, if there is one, keeps it."""
     require_slurm()
     form = "--format=%T|%r|%N|%M|%S"
     told = _slurm("squeue", "--noheader", "--states=all", f"--jobs={job_id}", form, may_miss="Invalid job id").strip()
@@ -152,7 +152,7 @@ def look(job_id: str) -> SlurmJob:
 
 
 def cancel(job_id: str) -> None:
-    """Idempotent."""
+    """Cancels the job. Idempotent."""
     _slurm("scancel", job_id, may_miss="Invalid job id")
 
 
@@ -165,13 +165,13 @@ def _accounted(job_id: str) -> str:
 
 
 def _slurm(*argv: str, may_miss: str = "") -> str:
-    """stdout of one of Slurm's commands; nothing, if what it complains of is `may_miss`."""
+    """Returns stdout of one of Slurm's commands, or an empty string if its error contains `may_miss`."""
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S, check=False
         )
     except FileNotFoundError as error:
-        raise SlurmError(f"{argv[0]} is not in PATH, though sbatch is", "look at this machine's Slurm") from error
+        raise SlurmError(f"{argv[0]} is not in PATH, though sbatch is", "check this machine's Slurm") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{argv[0]} did not answer within {COMMAND_S:.0f} s", "try again: is slurmctld up?") from error
     if done.returncode == 0:
@@ -183,7 +183,7 @@ def _slurm(*argv: str, may_miss: str = "") -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for the user alone."""
+    """Writes the file atomically, readable by the user alone."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:

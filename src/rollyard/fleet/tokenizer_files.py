@@ -1,10 +1,10 @@
-"""Tokenizer files on their way from the head to nodes that lack them.
+"""Sends tokenizer files from the head to nodes that lack them.
 
 The head lists an engine's files with their digests (`TokenizerServer`); a node (`TokenizerFetcher`) compares them with
-what it has at the same path, and gets what differs into a folder of its own, named by the digest of all of them.
+its own at the same path, and downloads what differs into its own folder, named by the digest of all of them.
 
-Invariant. A node loads only files whose digests are the head's: so every node writes the same tokens. A folder appears
-in a node's cache complete or not at all. Where the head has no files, or is too old to tell, a node uses its own.
+Invariant. A node loads only files with the head's digests, so every node produces the same tokens. A folder appears in
+a node's cache complete or not at all. If the head has no files, or is too old to list them, a node uses its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollyard.tokens.tokenizer import TOKENIZER_FILES, find_folder
 log = logging.getLogger("rollyard.fleet")
 
 MOST_FILE_BYTES = 256 << 20
-"""Of one file. The largest tokenizer.json in use has about 35 MB."""
+"""Limit on one file. The largest tokenizer.json in use has about 35 MB."""
 
 _PART = ".part-"
 
@@ -39,7 +39,7 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
 
 class TokenizerList(msgspec.Struct, frozen=True):
-    """What a tokenizer consists of."""
+    """The files of a tokenizer."""
 
     name: str  # as the head calls it: a folder or a hub name
     files: list[TokenizerFile]
@@ -57,11 +57,11 @@ class TokenizerServer:
         self._known: dict[Path, tuple[tuple[int, int], TokenizerFile]] = {}
 
     async def list(self, source: str) -> TokenizerList:
-        """`NotFound` if the files are not here."""
+        """Returns the files of a tokenizer. Raises `NotFound` if they are not here."""
         return await asyncio.to_thread(self._list, source)
 
     async def read(self, source: str, sha256: str) -> bytes:
-        """One of those files, by its digest."""
+        """Returns one of those files, by its digest."""
         return await asyncio.to_thread(self._read, source, sha256)
 
     def _list(self, source: str) -> TokenizerList:
@@ -86,7 +86,7 @@ class TokenizerServer:
 
 
 class TokenizerFetcher:
-    """A node's side: finds the tokenizer of an engine, or gets it from the head into `folder`."""
+    """The node's side: finds an engine's tokenizer, or downloads it from the head into `folder`."""
 
     def __init__(self, link: HeadConnection, folder: Path) -> None:
         self._link = link
@@ -96,7 +96,7 @@ class TokenizerFetcher:
         try:
             listed = await self._link.get(f"tokenizers/{engine.spec.id}", TokenizerList)
         except (HeadUnreachable, NodeRefused, RollyardError) as error:
-            log.info("the head gives no tokenizer", extra={"engine": engine.spec.id, "why": str(error)})
+            log.info("the head offers no tokenizer", extra={"engine": engine.spec.id, "why": str(error)})
             return None
         own = engine.spec.tokenizer or engine.info.tokenizer
         if own and await asyncio.to_thread(_has, own, listed):
@@ -118,14 +118,14 @@ class TokenizerFetcher:
                     )
                 data = await self._link.get_bytes(f"tokenizers/{engine_id}/{file.sha256}", file.size_bytes)
                 if hashlib.sha256(data).hexdigest() != file.sha256:
-                    raise HeadUnreachable(f"{file.name} did not arrive as the head has it")
+                    raise HeadUnreachable(f"{file.name} arrived with another digest than the head's")
                 await asyncio.to_thread((draft / file.name).write_bytes, data)
             await asyncio.to_thread(_put_in_place, draft, folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Deletes what an earlier process had not received in full."""
+        """Deletes what an earlier process had not received completely."""
         for draft in self._folder.glob(f"{_PART}*"):
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -149,7 +149,7 @@ def _described(path: Path) -> TokenizerFile:
 
 
 def _has(source: str, listed: TokenizerList) -> bool:
-    """Whether exactly these files are there."""
+    """Whether exactly these files are present."""
     try:
         folder = find_folder(source)
         there = {name for name in TOKENIZER_FILES if (folder / name).is_file()}

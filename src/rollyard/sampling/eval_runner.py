@@ -6,8 +6,8 @@ that is killed continues where it was, and a written end never changes.
 
 Pinning. An evaluation starts while no change of weights is in progress, and from then on every token must be of that
 version. With `hold`, the next change of weights waits for the evaluation's end, unless no engine can serve that version
-any more (`engines.weights.version_pins`): then it continues if the change leaves the same version. With `fail`, or if the
-weights change anyway, it fails.
+any more (`engines.weights.version_pins`): then it continues if the change leaves the same version. With `fail`, or if
+the weights change anyway, it fails.
 """
 
 from __future__ import annotations
