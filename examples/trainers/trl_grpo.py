@@ -44,8 +44,8 @@ def options() -> argparse.Namespace:
 def main() -> None:
     args = options()
     tasks = [json.loads(line) for line in args.tasks.read_text().splitlines() if line.strip()]
-    with rollyard.Client() as yard:
-        yard.create_run(args.run)
+    with rollyard.Client() as client:
+        client.create_run(args.run)
     # TRL counts samples: a step takes as many as a batch of the draw contains, and one micro-batch is read ahead.
     worker = RollyardRolloutWorker(
         run=args.run,

@@ -35,9 +35,9 @@ class Cut(Exception):
 class Training:
     """The warm start and RL. `weights` is the digest of the adapter that the engine has."""
 
-    def __init__(self, args: argparse.Namespace, yard: rollyard.Client) -> None:
+    def __init__(self, args: argparse.Namespace, client: rollyard.Client) -> None:
         self.args = args
-        self.yard = yard
+        self.client = client
         self.name = _name(args.out)
         self.weights = ""  # the digest of the engine's adapter
         self.learner = Learner(args)
@@ -68,7 +68,7 @@ class Training:
         with self.spending("push_s"):
             folder = self.learner.save_adapter(self.args.out / "pushed")
             self.weights = sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[:12]
-            with self.yard.policy("default").update(version=version, mode="keep"):
+            with self.client.policy("default").update(version=version, mode="keep"):
                 body = json.dumps({"path": str(folder), "version": version}).encode()
                 request = urllib.request.Request(f"{self.args.engine}/update_weights_from_folder", body)
                 urllib.request.urlopen(request, timeout=120).close()
@@ -81,7 +81,7 @@ class Training:
         for attempt in range(3):  # an id identifies one evaluation of these weights for ever
             id = f"{self.name}-{what}-{self.weights}" + (f"-{attempt}" if attempt else "")
             with self.spending("score_s"):
-                found = self.yard.evaluate(
+                found = self.client.evaluate(
                     source=body, id=id, seed=self.args.seed, pool_share=1.0, by="family", defaults=defaults
                 )
             if found.state == "done" and found.result is not None:
@@ -115,15 +115,15 @@ class Training:
         kept = self.args.out / "demonstrations.npz"
         if not kept.exists():
             run = f"{self.name}-demonstrations"
-            self.yard.create_run(
+            self.client.create_run(
                 run, defaults={**self.defaults, "agent": {"name": "demonstrate", "options": self.agent}}
             )
             chosen = self._options("train", 1000 + self.args.seed, self.args.demonstrations)
             tasks = [dict(task) for task in YardworkEnvironment().generate(chosen)]
-            records = self.yard.submit(tasks, run=run, ids=[f"{run}-{n}" for n in range(len(tasks))])
+            records = self.client.submit(tasks, run=run, ids=[f"{run}-{n}" for n in range(len(tasks))])
             arrays = {}
-            for number, record in enumerate(self.yard.wait_all([record.id for record in records])):
-                for trace in self.yard.traces(record.id) if record.reward == 1.0 else ():
+            for number, record in enumerate(self.client.wait_all([record.id for record in records])):
+                for trace in self.client.traces(record.id) if record.reward == 1.0 else ():
                     arrays[f"ids{number}"], arrays[f"mask{number}"] = trace.token_ids, trace.mask
             if not arrays:
                 raise SystemExit(f"of {len(records)} demonstrations, 0 got a reward: see rollyard rollouts list")
@@ -191,11 +191,11 @@ class Training:
     # --- 2. RL
 
     def reinforce(self) -> None:
-        out, args, yard = self.args.out, self.args, self.yard
+        out, args, client = self.args.out, self.args, self.client
         done = self.learner.load(out / "rl")["step"] if has_saved(out / "rl") else 0
         self.log.rewind("rl", done)
-        yard.create_run(f"{self.name}-rl", defaults=self.defaults, seed=args.seed)
-        draw = yard.draw(
+        client.create_run(f"{self.name}-rl", defaults=self.defaults, seed=args.seed)
+        draw = client.draw(
             f"{self.name}-rl",
             source={"environment": "yardwork", "options": self._options("train", args.seed, 40 * args.steps)},
             id=f"{self.name}-rl",
@@ -301,8 +301,8 @@ def run(args: argparse.Namespace) -> None:
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    with rollyard.Client(args.service, args.token) as yard:
-        training = Training(args, yard)
+    with rollyard.Client(args.service, args.token) as client:
+        training = Training(args, client)
         try:
             if training.wants_test("raw"):
                 training.push(0)  # an untrained adapter changes nothing

@@ -180,7 +180,7 @@ async def test_after_an_infrastructure_failure_the_next_caller_makes_the_layer(l
             raise error
 
     ends = await asyncio.gather(*(layers.get("k", make) for _ in range(4)), return_exceptions=True)
-    assert [type(end).__name__ for end in ends] == ["SandboxLost", "Lease", "Lease", "Lease"]
+    assert [type(end).__name__ for end in ends] == ["SandboxLost", "LayerLease", "LayerLease", "LayerLease"]
     assert count == 2
 
 

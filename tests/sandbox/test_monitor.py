@@ -431,11 +431,11 @@ def test_a_walk_survives_concurrent_moves_and_removals(tmp_path: Path):
 
 
 def as_another(code: str, folder: Path) -> bytes:
-    """Runs Python code with `_walk` loaded, as an ordinary user, in a folder of that user. Returns its output."""
+    """Runs Python code with `disk_walk` loaded, as an ordinary user, in a folder of that user. Returns its output."""
     before = (
-        "import os, sys; sys.path.insert(0, sys.argv[1]); import _walk\n"
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import disk_walk\n"
         "os.chdir(sys.argv[2]); os.chown('.', 54321, 54321); os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
-        "walk = _walk.Walk(['.'], 1 << 50, lambda: [], lambda _: set())\n"
+        "walk = disk_walk.DiskWalk(['.'], 1 << 50, lambda: [], lambda _: set())\n"
     )
     argv = [sys.executable, "-I", "-S", "-c", before + code, str(Path(disk_walk.__file__).parent), str(folder)]
     return subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout

@@ -656,7 +656,7 @@ async def main():
         while True:
             starts = [asyncio.ensure_future(runtime.start(SandboxSpec(), lease_s=60)) for _ in range(8)]
             await asyncio.wait(starts[:1])
-            print(runtime._zygote.pid, flush=True)
+            print(runtime._fork_server.pid, flush=True)
             await asyncio.gather(*starts)
 asyncio.run(main())
 """

@@ -153,7 +153,7 @@ async def test_a_long_poll_returns_after_max_wait_s(tmp_path: Path) -> None:
 
 def waits() -> int:
     """Number of tasks of this process that belong to a waiting call."""
-    names = ("_first_ended", "Yard.wait", "disconnected", "EventStream._pump")
+    names = ("_first_ended", "Pipeline.wait", "disconnected", "EventStream._pump")
     return sum(
         any(name in getattr(task.get_coro(), "__qualname__", "") for name in names) for task in asyncio.all_tasks()
     )

@@ -3,10 +3,10 @@
 Ids are generated here if the caller passes none, so a call that was interrupted can be sent again and is still one
 rollout. The client keeps no state: a restarted trainer continues with its ids and its cursor.
 
-    async with rollyard.AsyncClient() as yard:
-        records = await yard.submit(tasks, run="grpo-7b", group_size=8)
-        for record in await yard.wait_all([record.id for record in records]):
-            traces = await yard.traces(record.id)
+    async with rollyard.AsyncClient() as client:
+        records = await client.submit(tasks, run="grpo-7b", group_size=8)
+        for record in await client.wait_all([record.id for record in records]):
+            traces = await client.traces(record.id)
 
 `Client` has the same methods without `await`; a test checks that they match.
 """

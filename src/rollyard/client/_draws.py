@@ -1,6 +1,6 @@
 """A trainer's handle of a draw: numbered batches of useful groups. Created by `AsyncClient.draw` and `get_draw`.
 
-    draw = await yard.draw(run, tasks, id="grpo-7b", group_size=8)
+    draw = await client.draw(run, tasks, id="grpo-7b", group_size=8)
     batch = await draw.batch(want=32)
 
 A batch is opened by its number and read page by page, each page from the cursor after the last. So an interrupted call

@@ -1,6 +1,6 @@
 """Changes a policy's weights while rollouts are in flight. Created by `AsyncClient.policy`.
 
-    async with yard.policy("actor").update(version=4):
+    async with client.policy("actor").update(version=4):
         push_weights()                        # the engines are paused; deadlines do not run
 
 Invariants. A block that ends without an error resumes with its version. One that raises does not resume: the weights

@@ -1,6 +1,6 @@
 """A session: a model endpoint for an agent of yours, and a call for its reward. Created by `AsyncClient.session`.
 
-    async with yard.session(run="grpo-7b") as session:
+    async with service.session(run="grpo-7b") as session:
         client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
         ...                                       # your agent, unchanged
         record = await session.reward(1.0)        # the session is a rollout like any other

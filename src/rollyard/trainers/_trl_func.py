@@ -55,11 +55,11 @@ class RollyardRolloutFunc:
         self._pushed_step = -1
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        with Client(*self._place) as pipeline:
-            self._push_weights(pipeline, trainer)
+        with Client(*self._place) as client:
+            self._push_weights(client, trainer)
             # The n copies of a prompt are adjacent; with several processes, each has a part of them.
             wanted = [(prompt, len([*copies])) for prompt, copies in itertools.groupby(prompts)]
-            rows = [row_of(rollout) for group in self._roll(pipeline, wanted) for rollout in group.rollouts]
+            rows = [row_of(rollout) for group in self._roll(client, wanted) for rollout in group.rollouts]
         if len(rows) != len(prompts):
             raise RolloutsMissing(f"{len(prompts)} prompts got {len(rows)} rollouts")
         return {
@@ -71,7 +71,7 @@ class RollyardRolloutFunc:
             "rollyard_rollout": [row.rollout for row in rows],
         }
 
-    def _roll(self, pipeline: Client, wanted: Sequence[tuple[Any, int]]) -> list[Group]:
+    def _roll(self, client: Client, wanted: Sequence[tuple[Any, int]]) -> list[Group]:
         """Returns a complete group for each prompt, in order."""
         found: dict[int, Group] = {}
         for _ in range(self._tries):
@@ -80,14 +80,14 @@ class RollyardRolloutFunc:
                 for place, (prompt, size) in enumerate(wanted):
                     if place not in found or found[place].state != "complete":
                         task = self._task_of(prompt)
-                        started[place] = pipeline.group(task, run=self._run, size=size, spares=self._spares)
+                        started[place] = client.group(task, run=self._run, size=size, spares=self._spares)
                 for place in started:
                     while not started[place].is_ended:
-                        started[place] = pipeline.get_group(started[place].id, wait_s=WAIT_S)
+                        started[place] = client.get_group(started[place].id, wait_s=WAIT_S)
             except BaseException:
                 for group in started.values():
                     with contextlib.suppress(RollyardError):
-                        pipeline.cancel_group(group.id)
+                        client.cancel_group(group.id)
                 raise
             found |= started
         short = [group for group in found.values() if group.state != "complete"]
@@ -96,13 +96,13 @@ class RollyardRolloutFunc:
                 f"{len(short)} of {len(wanted)} prompts have no complete group after {self._tries} tries; the first, "
                 f"{short[0].id}, is {short[0].state}: {short[0].reason}"
             )
-        return [pipeline.get_group(found[place].id, traces=True) for place in range(len(wanted))]
+        return [client.get_group(found[place].id, traces=True) for place in range(len(wanted))]
 
-    def _push_weights(self, pipeline: Client, trainer: Any) -> None:
+    def _push_weights(self, client: Client, trainer: Any) -> None:
         if self._push is None or trainer.state.global_step == self._pushed_step:
             return
         processes = trainer.accelerator
-        policy = pipeline.policy(str(pipeline.get_run(self._run).get("policy") or "default"))
+        policy = client.policy(str(client.get_run(self._run).get("policy") or "default"))
         # The main process pauses; the others wait for it inside.
         with (
             policy.update(int(policy.status()["version"]) + 1)

@@ -37,7 +37,7 @@ class VerlService:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end = asyncio.Event()
-        self._pipeline: AsyncClient | None = None
+        self._client: AsyncClient | None = None
         self._is_prepared = False
         self._version: int | None = None  # being sampled; None: paused, or not resumed by this process
         self._open = 0  # groups that verl waits for
@@ -64,9 +64,9 @@ class VerlService:
     async def _live(self, opened: Future[None]) -> None:
         settings = self._settings
         try:
-            async with AsyncClient(settings.url, settings.token, retry_s=settings.retry_s) as pipeline:
-                await pipeline.status()
-                self._pipeline, self._loop = pipeline, asyncio.get_running_loop()
+            async with AsyncClient(settings.url, settings.token, retry_s=settings.retry_s) as client:
+                await client.status()
+                self._client, self._loop = client, asyncio.get_running_loop()
                 opened.set_result(None)
                 await self._end.wait()
         except BaseException as error:
@@ -190,8 +190,8 @@ class VerlService:
 
     @property
     def _client(self) -> AsyncClient:
-        assert self._pipeline is not None
-        return self._pipeline
+        assert self._client is not None
+        return self._client
 
 
 def _servers(llm_client: Any) -> list[str]:

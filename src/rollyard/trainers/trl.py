@@ -108,7 +108,7 @@ class RollyardRolloutWorker:
         self._silent_since: float | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pipeline: AsyncClient | None = None
+        self._client: AsyncClient | None = None
         self._draw: AsyncDraw | None = None
         self._end: asyncio.Event | None = None
         self._policy = ""
@@ -141,7 +141,7 @@ class RollyardRolloutWorker:
             assert self._end is not None
             loop.call_soon_threadsafe(self._end.set)
             thread.join()
-            self._thread = self._loop = self._pipeline = self._draw = self._driving = self._update = None
+            self._thread = self._loop = self._client = self._draw = self._driving = self._update = None
 
     def update_model_version(self, model_version: int) -> None:
         """Resumes rollouts with the weights of that version, which are in the engines."""
@@ -163,9 +163,9 @@ class RollyardRolloutWorker:
             raise RuntimeError("the rollout worker was not started")
         if driving.done():
             raise RuntimeError(f"no more rollouts come: {driving.exception()}") from driving.exception()
-        assert self._pipeline is not None
+        assert self._client is not None
         try:
-            self._call(self._pipeline.get_run(self._run), min(HEALTH_S, stale_after_s))
+            self._call(self._client.get_run(self._run), min(HEALTH_S, stale_after_s))
             self._silent_since = None
         except (ServiceUnreachable, TimeoutError) as error:
             now = time.monotonic()
@@ -182,9 +182,9 @@ class RollyardRolloutWorker:
     def pause(self) -> None:
         """Pauses before weights are written; `update_model_version` resumes. Partial completions are kept."""
         self._open()
-        assert self._pipeline is not None
+        assert self._client is not None
         if self._update is None:
-            policy = self._pipeline.policy(self._policy)
+            policy = self._client.policy(self._policy)
             update = policy.update(self._first + self._version + 1, lease_s=LEASE_S, outlast_s=2 * LEASE_S)
             self._call(update.__aenter__())
             self._update = update
@@ -235,12 +235,12 @@ class RollyardRolloutWorker:
 
     async def _live(self, opened: Future[None]) -> None:
         try:
-            async with AsyncClient(*self._place) as pipeline:
-                self._policy = str((await pipeline.get_run(self._run)).get("policy") or "default")
-                self._first = int((await pipeline.policy(self._policy).status())["version"])
-                self._draw = await pipeline.draw(self._run, **self._request)
+            async with AsyncClient(*self._place) as client:
+                self._policy = str((await client.get_run(self._run)).get("policy") or "default")
+                self._first = int((await client.policy(self._policy).status())["version"])
+                self._draw = await client.draw(self._run, **self._request)
                 self._begin_at(self._draw.id)
-                self._loop, self._pipeline, self._end = asyncio.get_running_loop(), pipeline, asyncio.Event()
+                self._loop, self._client, self._end = asyncio.get_running_loop(), client, asyncio.Event()
                 opened.set_result(None)
                 await self._end.wait()
         except BaseException as error:

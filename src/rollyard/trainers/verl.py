@@ -45,7 +45,7 @@ class RollyardAgentLoopManager:
         refuse(config)
         self._settings = read_settings(config)
         self._rollout = config.actor_rollout_ref.rollout
-        self._pipeline = VerlService(config, self._settings, llm_client)
+        self._service = VerlService(config, self._settings, llm_client)
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: Exception | None = None  # why a group in the background was lost
 
@@ -53,12 +53,12 @@ class RollyardAgentLoopManager:
     def create(cls, *args: Any, **kwargs: Any) -> RollyardAgentLoopManager:
         """Called by verl. The service must be reachable now; verl's servers, with the first prompts."""
         manager = cls(*args, **kwargs)
-        manager._pipeline.start()
+        manager._service.start()
         return manager
 
     def close(self) -> None:
         """For callers other than verl, whose processes just end."""
-        self._pipeline.stop()
+        self._service.stop()
 
     def generate_sequences(self, prompts: Any) -> Any:
         """Returns a `DataProto` for a `DataProto`. For a `TensorDict`, returns None: rows go into the TransferQueue.
@@ -68,8 +68,8 @@ class RollyardAgentLoopManager:
         if self._broken is not None:
             raise RuntimeError(f"rollouts of an earlier batch were lost: {self._broken}") from self._broken
         if not hasattr(prompts, "non_tensor_batch"):
-            return self._pipeline.call(self._into_queue(prompts))
-        future = self._pipeline.submit(self._as_data_proto(prompts))
+            return self._service.call(self._into_queue(prompts))
+        future = self._service.submit(self._as_data_proto(prompts))
         if sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
             return asyncio.wrap_future(future)
         return future.result()
@@ -80,7 +80,7 @@ class RollyardAgentLoopManager:
         from rollyard.trainers._verl_types import rows_of
 
         asks = asks_of_prompts(rows_of(prompts), self._rollout, self._settings)
-        await self._pipeline.begin(asks)
+        await self._service.begin(asks)
         for ask in asks:
             task = asyncio.create_task(self._deliver(ask))
             self._tasks.add(task)
@@ -97,7 +97,7 @@ class RollyardAgentLoopManager:
         status = "failure"
         try:
             await put_status(ask, "running")
-            async with self._pipeline.ended(ask) as group:
+            async with self._service.ended(ask) as group:
                 found = self._harvest(ask, group)
                 if len(found.members) >= (1 if ask.is_validation else min(2, ask.size)):
                     await put_rows(ask, found.rows)
@@ -114,7 +114,7 @@ class RollyardAgentLoopManager:
 
         began = time.monotonic()
         asks, place = asks_of_repeated(prompts, self._settings)
-        await self._pipeline.begin(asks)
+        await self._service.begin(asks)
         found = await asyncio.gather(*(self._collect(ask) for ask in asks))
         if not any(each.members for each in found):
             raise RuntimeError(f"no group of {len(asks)} has a rollout to learn from: {found[0].reason}")
@@ -135,7 +135,7 @@ class RollyardAgentLoopManager:
         return data_proto(prompts, arrays, rows, figures)
 
     async def _collect(self, ask: PromptGroup) -> GroupRows:
-        async with self._pipeline.ended(ask) as group:
+        async with self._service.ended(ask) as group:
             return self._harvest(ask, group)
 
     def _harvest(self, ask: PromptGroup, group: Group) -> GroupRows:

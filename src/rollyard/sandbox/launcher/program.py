@@ -366,10 +366,10 @@ def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
             world, env = run_inner(config, kind, lifeline, vital)
             kernel.send(ctl, {"event": "env", "env": env})
         kernel.send(ctl, {"event": "ready"})
-        init_client = SandboxInit(ctl, lifeline, wake, world, refused)
+        sandbox_init = SandboxInit(ctl, lifeline, wake, world, refused)
         if kind == "bubblewrap":
-            init_client.listen()
-        init_client.serve()
+            sandbox_init.listen()
+        sandbox_init.serve()
     except BaseException as error:
         with contextlib.suppress(OSError):
             kernel.send(ctl, {"event": "failed", "step": step, "detail": str(error)})
@@ -654,7 +654,7 @@ class ForkServer:
         self.owner = os.geteuid(), os.getegid()
         spaces = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
         self.flags = 0 if kind == "local" else spaces
-        self.init_clients: set[int] = set()
+        self.inits: set[int] = set()
         self.removals: dict[int, Removal] = {}
         self.groups: list[str] = []  # to be removed once the kernel has emptied them, which may take a moment
 
@@ -698,7 +698,7 @@ class ForkServer:
                     start(message, self.kind, [fds[0], fds[1], theirs.fileno()])
                 finally:
                     os._exit(1)
-            self.init_clients.add(pid)
+            self.inits.add(pid)
             self.release(pid, message, gate)
         except OSError as error:
             step = getattr(error, "step", step)
@@ -762,10 +762,10 @@ class ForkServer:
     def on_end(self, pid: int, status: int) -> None:
         if removal := self.removals.pop(pid, None):
             self.remove(removal)
-        elif pid in self.init_clients:
-            self.init_clients.discard(pid)
+        elif pid in self.inits:
+            self.inits.discard(pid)
             if status < 0 and self.kind == "local":  # it was killed; this subreaper has adopted its orphans
-                kernel.kill_below(os.getpid(), spare=self.init_clients | self.removals.keys())
+                kernel.kill_below(os.getpid(), spare=self.inits | self.removals.keys())
 
 
 @contextlib.contextmanager
