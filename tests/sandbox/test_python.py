@@ -75,8 +75,8 @@ def test_it_has_ipython(python: PortablePython) -> None:
 def test_the_launcher_can_import_all_that_it_needs(python: PortablePython) -> None:
     names: set[str] = set()
     launcher = Path(rollyard.__file__).parent / "sandbox" / "launcher"
-    for module in ("program", "kernel", "file_jobs"):
-        for node in ast.parse((launcher / f"{module}.py").read_text()).body:
+    for name in ("program", "kernel", "file_jobs"):
+        for node in ast.parse((launcher / f"{name}.py").read_text()).body:
             names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
     names = {name for name in names if name.partition(".")[0] in sys.stdlib_module_names}
     assert {"ctypes", "json", "tarfile"} <= names

@@ -37,7 +37,7 @@ class VerlService:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end = asyncio.Event()
-        self._client: AsyncClient | None = None
+        self._opened: AsyncClient | None = None
         self._is_prepared = False
         self._version: int | None = None  # being sampled; None: paused, or not resumed by this process
         self._open = 0  # groups that verl waits for
@@ -66,7 +66,7 @@ class VerlService:
         try:
             async with AsyncClient(settings.url, settings.token, retry_s=settings.retry_s) as client:
                 await client.status()
-                self._client, self._loop = client, asyncio.get_running_loop()
+                self._opened, self._loop = client, asyncio.get_running_loop()
                 opened.set_result(None)
                 await self._end.wait()
         except BaseException as error:
@@ -190,8 +190,8 @@ class VerlService:
 
     @property
     def _client(self) -> AsyncClient:
-        assert self._client is not None
-        return self._client
+        assert self._opened is not None
+        return self._opened
 
 
 def _servers(llm_client: Any) -> list[str]:

@@ -30,7 +30,7 @@ class RollyardReplayBuffer(ReplayBufferAsync):
         batch = super().sample(global_steps, partition_id, batch_size)
         if partition_id == "train":  # after validation no weights change
             given = self.sampler_kwargs or {}
-            with Client(given.get("url"), given.get("token"), retry_s=given.get("retry_s", 600.0)) as pipeline:
-                policy = pipeline.policy(given.get("policy", "default"), holder=HOLDER)
+            with Client(given.get("url"), given.get("token"), retry_s=given.get("retry_s", 600.0)) as client:
+                policy = client.policy(given.get("policy", "default"), holder=HOLDER)
                 policy.pause(mode="abort", lease_s=given.get("lease_s", 7200.0))
         return batch
