@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from rollyard.cli._console import CommandError
+from rollyard.cli._extras import extra_of, missing
 from rollyard.core.failure import RollyardError
 
 USAGE = 2
@@ -32,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(error.detail, error.remedy)
     except TimeoutError as error:
         return complain(str(error) or "timed out")
+    except ModuleNotFoundError as error:
+        if error.name is None or extra_of(error.name) is None:
+            raise
+        trouble = missing(error.name)
+        return complain(trouble.what, trouble.remedy, trouble.status)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `rollyard … | head`: the reader has closed the pipe

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollyard.cli._console import AsJson, CommandError, err, out, print_json, run
+from rollyard.cli._extras import require
 
 if TYPE_CHECKING:
     from rollyard.cli._demo_result import DemoResult
@@ -48,6 +49,7 @@ def demo(
     SmolLM2-135M, with an adapter that was trained with Rollyard, solves held-out tasks of yardwork on the CPU.
     Requires the extra: pip install 'rollyard[local]'. The weights (89 MiB) are fetched the first time.
     """
+    require("server")
     if shutil.which("bwrap") is None:
         raise CommandError("bubblewrap, which makes the sandboxes, is not installed", "apt-get install bubblewrap")
     if base and adapter is not None:

@@ -1,0 +1,103 @@
+"""The wheel without extras, in an empty environment: the client and the remote commands, with few dependencies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.client.served import RunningService, task
+
+pytestmark = pytest.mark.slow
+
+CHECKOUT = Path(__file__).parents[2]
+MOST_DISTRIBUTIONS = 24
+
+INSTALL = """
+set -eu
+program=test
+. scripts/common.sh
+use_pip_configuration "$1"
+uv=$(dirname "$1")/uv
+"$1" -m hatchling build -t wheel -d "$2/dist" >/dev/null
+"$uv" venv -q --python "$1" "$2/bare"
+"$uv" pip install -q --python "$2/bare/bin/python" -c requirements.lock "$2"/dist/*.whl
+"""
+
+SYNC = """
+import json, sys, rollyard
+with rollyard.Client() as client:
+    record = client.wait(client.submit([json.loads(sys.argv[1])])[0].id, timeout_s=60)
+    (trace,) = client.traces(record.id)
+    print(record.reward, len(trace.token_ids) == len(trace.logprobs))
+"""
+
+ASYNC = """
+import asyncio, json, sys, rollyard
+async def main():
+    async with rollyard.AsyncClient() as client:
+        group = await client.group(json.loads(sys.argv[1]), size=2)
+        group = await client.get_group(group.id, wait_s=60, traces=True)
+        print(sorted(rollout.reward for rollout in group.rollouts))
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment in which only the wheel is installed."""
+    folder = tmp_path_factory.mktemp("bare")
+    done = subprocess.run(
+        ["bash", "-c", INSTALL, "-", sys.executable, str(folder)],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "bare" / "bin" / "python"
+
+
+async def run(python: Path, *arguments: str, env: dict[str, str] | None = None, home: Path) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        str(python), *arguments, cwd=home, env={"PATH": os.environ["PATH"], "HOME": str(home), **(env or {})},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.timeout(400)
+def test_the_client_brings_few_distributions(python: Path):
+    code = "from importlib.metadata import distributions as d; print(*sorted(each.name for each in d()))"
+    names = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "rollyard" in names and len(names) <= MOST_DISTRIBUTIONS + 1, names
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("program", "printed"), [(SYNC, "1.0 True\n"), (ASYNC, "[1.0, 1.0]\n")])
+async def test_the_client_works_against_a_service(
+    python: Path, service: RunningService, tmp_path: Path, program: str, printed: str
+):
+    found = await run(python, "-c", program, json.dumps(task()), env=service.environ(), home=tmp_path)
+    assert found == (0, printed, "")
+
+
+@pytest.mark.timeout(400)
+async def test_remote_commands_work_and_the_others_name_their_extra(
+    python: Path, service: RunningService, tmp_path: Path
+):
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task()))
+    arguments = ("-m", "rollyard", "submit", "tasks.jsonl", "--json")
+    status, out, err = await run(python, *arguments, env=service.environ(), home=tmp_path)
+    assert status == 0 and json.loads(out)["reward"] == 1.0, err
+    for command in ("serve", "demo --scripted"):
+        status, out, err = await run(python, "-m", "rollyard", *command.split(), home=tmp_path)
+        assert (status, out) == (1, "") and len(err.splitlines()) == 1
+        assert "is not installed — pip install 'rollyard[server]'" in err
