@@ -1,8 +1,8 @@
 """A fleet of processes that is broken on purpose: a head, nodes and an engine, killed and frozen while rollouts run.
 
-What happens is driven by how many rollouts have ended, not by the clock: on a slow machine as on a fast one all of it
-happens in the middle of the work. Processes are counted by descent: while we are `adopting`, whatever outlives its
-parent becomes our child, so a sandbox that is left cannot hide.
+The number of ended rollouts triggers each event, not the clock: on a slow machine as on a fast one, everything happens
+while rollouts run. Processes are counted by descent: while we are `adopting`, a process that outlives its parent
+becomes our child, so a remaining sandbox cannot hide.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SETTLE_S = 60.0
 SIZES = {"init_slots": 3, "run_slots": 8, "eval_slots": 4, "ready_slots": 4}
 
 FAIRLY_LOST = {"node_lost", "server_restarted", "lost_to_restarts", "engine_unavailable", "engine_timeout", "drained"}
-"""What killing and freezing may do to an attempt. Anything else is our own fault."""
+"""What killing and freezing may do to an attempt. Any other code is a bug."""
 
 
 def call(name: str, **arguments: str) -> str:
@@ -57,8 +57,8 @@ SCRIPT: dict[str, Json] = {
 
 
 def task(number: int) -> dict[str, Json]:
-    """Its reward is known beforehand. Of eight, one is isolated, one runs beside us, and six need no sandbox: these
-    make the numbers, and those cost the time."""
+    """Its reward is known beforehand. Of eight, one is isolated, one runs as a local process, and six need no sandbox:
+    the six give the numbers, the others cost the time."""
     word = "good" if reward(number) else "bad"
     if number % 8 > 1:
         return {"environment": "math", "data": {"question": f"say {word}", "answer": "4"}}
@@ -71,7 +71,7 @@ def reward(number: int) -> float:
 
 
 def number_of(rollout_id: str) -> int:
-    """`r7` and `g7-2` are of task 7."""
+    """Returns the task's number: `r7` and `g7-2` are of task 7."""
     return int(rollout_id[1:].partition("-")[0])
 
 
@@ -132,7 +132,7 @@ class Head:
         self._process.wait()
 
     async def stop(self) -> int:
-        """Asked, not killed."""
+        """Ends the head with a signal, without killing it."""
         assert self._process is not None
         self._process.terminate()
         return await _exit_of(self._process)
@@ -145,7 +145,7 @@ class Head:
 
 @dataclass
 class Fleet:
-    """A head and its nodes. `did` is what was done to them, with the count of ended rollouts at that moment."""
+    """A head and its nodes. `did` lists what was done to them, with the number of ended rollouts at that moment."""
 
     folder: Path
     head: Head
@@ -155,7 +155,7 @@ class Fleet:
 
     @property
     def names(self) -> set[str]:
-        """Of those that should be there."""
+        """Returns the names of the nodes that should be connected."""
         return set(self.nodes)
 
     def add_node(self) -> str:
@@ -168,7 +168,7 @@ class Fleet:
         await self.until(lambda there: set(names) <= there.keys(), f"{names} are there")
 
     async def until(self, is_so: Callable[[dict[str, Any]], bool], what: str, within_s: float = SETTLE_S) -> None:
-        """Until the head's nodes are as wanted."""
+        """Waits until the head's nodes are as required."""
         there: dict[str, Any] = {}
         async with self.head.client() as client:
             try:
@@ -178,18 +178,18 @@ class Fleet:
             except TimeoutError as error:
                 raise AssertionError(f"not within {within_s:g} s: {what}; there is {there}") from error
 
-    # --- what is done to it ---------------------------------------------------------------------------
+    # --- faults ---------------------------------------------------------------------------------------
 
     async def kill_node(self) -> None:
-        """The oldest one dies where it stands, and one of another name comes."""
+        """Kills the oldest node and starts one with another name."""
         node = self.nodes.pop(next(iter(self.nodes)))
         node.process.kill()
         node.close()
         self.add_node()
 
     async def freeze_node(self) -> None:
-        """The youngest that has work stands still until it counts as lost, and goes on: it must come back by itself.
-        (The youngest of all may come so late, on a slow machine, that the others have done everything.)"""
+        """Freezes the youngest node that has work until it counts as lost, then resumes it: it must join again by
+        itself. (The youngest of all may join so late, on a slow machine, that the others have done everything.)"""
         busy: list[str] = []
 
         def has_work(there: dict[str, Any]) -> bool:
@@ -208,7 +208,7 @@ class Fleet:
         await self.head.start()
 
     async def stop(self) -> None:
-        """All of it in order: each process ends by itself, and says that all was well."""
+        """Stops everything in order: each process ends by itself with status 0."""
         for node in self.nodes.values():
             node.process.terminate()
         for name, node in self.nodes.items():
@@ -222,7 +222,7 @@ class Fleet:
 
 
 async def submit_all(fleet: Fleet, count: int) -> set[str]:
-    """In lots, each repeated until it was answered. Half of them in groups. Returns all ids."""
+    """Submits in lots, each repeated until it was answered. Half of them are in groups. Returns all ids."""
     half = count // 2
     ids: set[str] = set()
     for first in range(0, half, LOT):
@@ -251,7 +251,7 @@ async def _submit(fleet: Fleet, tasks: list[dict[str, Json]], ids: list[str], gr
 
 
 async def break_it(fleet: Fleet, count: int, deeds: Sequence[str], within_s: float) -> list[Record]:
-    """Does what `deeds` name, spread over the run; returns the terminal records, in their order."""
+    """Applies the faults that `deeds` name, spread over the run; returns the terminal records, in their order."""
     records: list[Record] = []
     after: str | None = None
     left = list(deeds)
@@ -272,7 +272,7 @@ async def break_it(fleet: Fleet, count: int, deeds: Sequence[str], within_s: flo
 
 
 async def explain(fleet: Fleet, records: Sequence[Record]) -> None:
-    """Prints all that is known of the rollouts that did not end as their script says."""
+    """Prints all that is known of the rollouts that did not end as scripted."""
     async with fleet.head.client() as client:
         for record in [record for record in records if not _is_right(record)][:3]:
             print(record)
@@ -280,7 +280,7 @@ async def explain(fleet: Fleet, records: Sequence[Record]) -> None:
 
 
 def judge(records: Sequence[Record], ids: set[str]) -> str:
-    """Nothing is missing, twice or invented. Returns what was lost on the way, in words."""
+    """Checks that nothing is missing, duplicated or invented. Returns a description of what was lost meanwhile."""
     seen = Counter(record.id for record in records)
     assert set(seen) == ids, f"missing: {sorted(ids - set(seen))[:9]}, unknown: {sorted(set(seen) - ids)[:9]}"
     assert max(seen.values()) == 1, f"ended twice: {[one for one, times in seen.items() if times > 1]}"
@@ -311,7 +311,7 @@ def _is_right(record: Record) -> bool:
 
 
 async def at_rest(fleet: Fleet, engine_url: str) -> None:
-    """Nobody has anything any more: no node, no engine, by what each of them says."""
+    """Waits until no node and no engine has any work, by their own reports."""
     await fleet.until(
         lambda there: (
             set(there) == fleet.names
@@ -339,7 +339,7 @@ async def at_rest(fleet: Fleet, engine_url: str) -> None:
 
 
 def below_us() -> dict[int, str]:
-    """Processes below this one that live, with their command lines."""
+    """Returns the live processes below this one, with their command lines."""
     found: dict[int, str] = {}
     for pid in kernel.below({os.getpid()}, kernel.living()):
         with suppress(OSError):
@@ -348,7 +348,7 @@ def below_us() -> dict[int, str]:
 
 
 async def nobody_left(before: dict[int, str]) -> None:
-    """Until no process is there that was not there before. Then those are reaped that we adopted."""
+    """Waits until no process is left that was not there before, then reaps those that we adopted."""
     try:
         async with asyncio.timeout(SETTLE_S):
             while set(below_us()) - set(before):

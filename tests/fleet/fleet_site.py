@@ -1,4 +1,4 @@
-"""A head with a real port and nodes that join it over HTTP: in this loop, where a test can cut them off, or as
+"""A head with a real port and nodes that join it over HTTP: in this loop, where a test can disconnect them, or as
 processes."""
 
 import asyncio
@@ -21,7 +21,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @asynccontextmanager
 async def open_head(folder: Path, **values: Any) -> AsyncGenerator[Site, None]:
-    """Opening it again below the same folder is a restart."""
+    """Opens a head; opening it again below the same folder is a restart."""
     chosen: dict[str, Any] = {"fleet": "nodes", "node_lease_s": 3, "node_hold_s": 60, **SIZES, **values}
     async with open_site(folder, **chosen) as site:
         yield site
@@ -33,7 +33,7 @@ def node_token(site: Site) -> str:
 
 @dataclass
 class LoopNode:
-    """A node in this loop. `cut` makes its calls go nowhere, as if its network were gone; `heal` brings it back."""
+    """A node in this loop. `cut` makes its calls fail, as if its network were down; `heal` reconnects it."""
 
     name: str
     options: NodeOptions
@@ -52,7 +52,7 @@ class LoopNode:
 
 @asynccontextmanager
 async def loop_node(site: Site, folder: Path, name: str, **sizes: Any) -> AsyncGenerator[LoopNode, None]:
-    """Has joined when the block begins; leaves in order when it ends."""
+    """The node has joined when the block starts, and leaves in order when it ends."""
     node = LoopNode(name, NodeOptions(name, "", "", folder / name, **sizes))
     node.goes_to(site)
     node.options = NodeOptions(name, site.url, node.token, folder / name, **sizes, head=node.head)
@@ -73,7 +73,7 @@ async def loop_node(site: Site, folder: Path, name: str, **sizes: Any) -> AsyncG
 
 
 class ProcessNode:
-    """`rollyard node` as a process of its own: it can be killed and frozen."""
+    """`rollyard node` in its own process: it can be killed and frozen."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ProcessNode:
         is_plain: bool = False,
         **sizes: int,
     ) -> None:
-        """`within`: a command that runs the node, in another network say."""
+        """`within` is a command that runs the node, in another network for example."""
         self.name = name
         self.folder = folder / name
         options = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items()]
@@ -120,7 +120,7 @@ async def nodes_of(site: Site) -> dict[str, dict[str, Any]]:
 
 
 async def until(site: Site, *names: str) -> None:
-    """Until exactly these nodes are there."""
+    """Waits until exactly these nodes are connected."""
     async with asyncio.timeout(90):
         while set(await nodes_of(site)) != set(names):
             await asyncio.sleep(0.05)

@@ -1,10 +1,10 @@
-"""A place that has nothing but its own loopback: new network and PID namespaces, in which tests and scripts run.
+"""Namespaces with only their own loopback: new network and PID namespaces, in which tests and scripts run.
 
     python -m tests.fleet.netns PROGRAM [ARGUMENT …]
 
-What listens there cannot be reached from outside, and cannot reach out: a Ray cluster, which opens many ports, harms
-nobody and is harmed by nobody. All of it ends with the program, however that ends, because PID 1 of the place does.
-Root makes such namespaces itself; others need user namespaces that are not forbidden.
+What listens there cannot be reached from outside and cannot connect to the outside: so a Ray cluster, which opens many
+ports, is isolated. All of it ends with the program, however that ends, because PID 1 of the namespace ends. Root
+creates such namespaces itself; other users need user namespaces to be allowed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_inside() -> bool:
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """As which the program runs in a place of its own. Run it in the repository's root."""
+    """Returns the command that runs the program in its own namespaces. Run it in the repository's root."""
     as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
     namespaces = ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return ["unshare", *as_root, *namespaces, sys.executable, "-m", "tests.fleet.netns", "--first", *argv]
@@ -41,7 +41,7 @@ def command(argv: Sequence[str]) -> list[str]:
 
 @cache
 def why_not() -> str:
-    """Why there is no such place here; empty when there is one."""
+    """Returns why there can be no such namespaces here; empty if there can."""
     if shutil.which("unshare") is None:
         return "no network namespaces here: there is no program `unshare` (util-linux)"
     tried = subprocess.run(command(["true"]), cwd=ROOT, capture_output=True, text=True, timeout=30)
@@ -53,7 +53,7 @@ def why_not() -> str:
 def run_inside(
     argv: Sequence[str], *, limit_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A program in a place of its own, from beginning to end. The test is skipped where there is no such place."""
+    """Runs a program in its own namespaces to its end. Skips the test if namespaces cannot be created."""
     if reason := why_not():
         pytest.skip(reason)
     return subprocess.run(
@@ -68,7 +68,7 @@ def run_inside(
 
 
 def run_test_inside(node_id: str, home: Path, *, limit_s: float) -> None:
-    """A test, or a file of them, by pytest's id: all pass, and none is skipped."""
+    """Runs a test, or a file of them, by pytest's id: all must pass and not be skipped."""
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={home / 'inside'}"]
     done = run_inside([sys.executable, "-m", "pytest", *options, node_id], limit_s=limit_s)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -83,7 +83,7 @@ def _raise_loopback() -> None:
 
 
 def _be_first(argv: Sequence[str]) -> int:
-    """PID 1 of the place: it reaps what nobody else does, and ends when the program has."""
+    """PID 1 of the namespace: it reaps orphans, and ends when the program has."""
     _raise_loopback()
     os.environ[MARK] = "1"
     program = os.posix_spawnp(argv[0], list(argv), os.environ, setsigdef=(signal.SIGINT, signal.SIGQUIT))

@@ -1,9 +1,9 @@
-"""A real Slurm on this machine: munged, slurmctld and two slurmd, in network, PID and mount namespaces of their own.
+"""A real Slurm on this machine: munged, slurmctld and two slurmd, in their own network, PID and mount namespaces.
 
-Two nodes with addresses of their own (10.99.0.1 and .2, on the namespace's loopback: nothing leaves it), a partition
-`low` whose jobs are preempted by those of `high`, and everything below one folder. Whatever runs in there ends with it.
-A test does what a person at a login node does: it runs commands inside. A requeued job waits until the credentials of
-its first start have expired, which takes two minutes elsewhere and seconds here.
+It has two nodes with their own addresses (10.99.0.1 and .2, on the namespace's loopback: nothing leaves it), a
+partition `low` whose jobs are preempted by those of `high`, and everything below one folder. Whatever runs in there
+ends with it. A test acts like a person at a login node: it runs commands inside. A requeued job waits until the
+credentials of its first start have expired, which takes two minutes elsewhere and seconds here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ wait
 
 @dataclass
 class SlurmCluster:
-    """Runs commands as if on its login node."""
+    """Runs commands as on its login node."""
 
     folder: Path
     pid: int
@@ -103,7 +103,7 @@ class SlurmCluster:
         return self.run(sys.executable, "-m", "rollyard", *words, timeout_s=timeout_s)
 
     def object(self, *words: object) -> dict[str, Any]:
-        """What a command with --json says."""
+        """Returns the output of a command with --json."""
         done = self.rollyard(*words, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -112,7 +112,7 @@ class SlurmCluster:
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T").stdout.strip()
 
     def service(self, name: str, nodes: int = 0) -> dict[str, Any]:
-        """The status of the job in that folder, once its service answers and has so many nodes."""
+        """Returns the status of the job in that folder, once its service answers and has so many nodes."""
         found: dict[str, Any] = {}
 
         def has_come() -> bool:
@@ -139,7 +139,7 @@ def wait_for(has_come: Callable[[], object], what: str, within_s: float = 60.0, 
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Generator[SlurmCluster, None, None]:
-    """Ready for jobs. Skips, saying why, where it cannot be."""
+    """A cluster that is ready for jobs. Skips with the reason if it cannot be started."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: apt-get install slurm-wlm munge")
@@ -158,7 +158,7 @@ def slurm_cluster(folder: Path) -> Generator[SlurmCluster, None, None]:
         wait_for(lambda: cluster.run(*sinfo).stdout.split() == ["idle"] * len(NODES), "slurmd", START_S)
         yield cluster
     finally:
-        holder.send_signal(signal.SIGKILL)  # its child is PID 1 in there: everything ends with it
+        holder.send_signal(signal.SIGKILL)  # its child is PID 1 of the namespace: everything ends with it
         holder.wait()
         for left in Path("/tmp").glob(f"{Path(cluster.scratch).name}-*") if cluster else ():
             shutil.rmtree(left, ignore_errors=True)

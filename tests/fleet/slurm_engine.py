@@ -1,6 +1,6 @@
-"""The scripted engine on an address of one's own, as an engine's command in a job starts it: HOST PORT SCRIPT.
+"""The scripted engine on a given address, as an engine's command in a job starts it: HOST PORT SCRIPT.
 
-It listens on 127.0.0.1 by itself; connections to HOST:PORT are carried there.
+It listens on 127.0.0.1 itself; connections to HOST:PORT are forwarded there.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Nodes and heads that die and freeze in the middle of the work: every rollout ends once, as its script says.
+"""Nodes and heads that die and freeze while rollouts run: every rollout ends once, as scripted.
 
-Each run prints what was lost on the way and when which deed was done.
+Each run prints what was lost meanwhile and when each fault was applied.
 """
 
 import json
@@ -34,7 +34,7 @@ ROWS = "SELECT COUNT(*), COUNT(DISTINCT ended_seq), COUNT(node), MIN(state), MAX
 async def broken_fleet(
     folder: Path, *, nodes: int, count: int, deeds: Sequence[str], **more: Json
 ) -> AsyncGenerator[Fleet, None]:
-    """One run to its end, judged. In the block all is at rest and still up; after it nothing is left."""
+    """One run to its end, checked. Inside the block all is idle and still up; after it nothing is left."""
     (folder / "script.json").write_text(json.dumps(SCRIPT))
     with adopting():
         before = below_us()
@@ -68,7 +68,7 @@ def rows_of(fleet: Fleet) -> tuple[object, ...]:
         return store.execute(ROWS).fetchone()
 
 
-async def test_with_a_shared_store_all_of_them_do_too(tmp_path: Path, postgres: PgServer) -> None:
+async def test_rollouts_outlive_nodes_and_heads_with_a_shared_store(tmp_path: Path, postgres: PgServer) -> None:
     count = 64
     deeds = ("kill_node", "kill_head")
     url = postgres.create_database("chaos")
@@ -81,6 +81,6 @@ async def test_with_a_shared_store_all_of_them_do_too(tmp_path: Path, postgres: 
         await connection.close()
 
 
-def test_nodes_that_ray_restarts_do_too(tmp_path: Path) -> None:
+def test_rollouts_outlive_nodes_that_ray_restarts(tmp_path: Path) -> None:
     file = Path(__file__).parent / "inside" / "test_ray_chaos.py"
     netns.run_test_inside(str(file), tmp_path, limit_s=RUN_S)

@@ -22,7 +22,7 @@ async def all_ended(site: Site, count: int) -> list[dict[str, Any]]:
             await asyncio.sleep(0.05)
 
 
-async def test_nodes_run_what_the_head_leases_and_the_head_has_all_of_it(tmp_path: Path) -> None:
+async def test_nodes_run_leased_rollouts_and_the_head_has_all_results(tmp_path: Path) -> None:
     async with scripted(shell("echo hello > out.txt"), finish()) as engine:
         async with (
             open_head(tmp_path, engines=[engine_table(engine)]) as site,
@@ -51,7 +51,7 @@ async def test_nodes_run_what_the_head_leases_and_the_head_has_all_of_it(tmp_pat
         await engine.idle()
 
 
-async def test_a_cancel_reaches_what_is_out(tmp_path: Path) -> None:
+async def test_a_cancel_reaches_leased_rollouts(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=60.0)) as engine:
         async with (
             open_head(tmp_path, engines=[engine_table(engine)]) as site,
@@ -72,7 +72,7 @@ async def test_a_cancel_reaches_what_is_out(tmp_path: Path) -> None:
         await engine.idle()
 
 
-async def test_what_a_lost_node_had_is_run_elsewhere_and_the_node_is_refused_when_it_comes_back(tmp_path: Path) -> None:
+async def test_a_lost_nodes_rollouts_run_elsewhere_and_the_node_is_refused_when_it_returns(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=4.0)) as engine:
         async with (
             open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=5) as site,
@@ -112,7 +112,7 @@ async def test_nodes_outlive_their_head_and_hand_over_to_the_next(tmp_path: Path
                 await starting.__aexit__(None, None, None)
                 raise
         try:
-            await engine.idle()  # what it had has ended meanwhile, and is held
+            await engine.idle()  # its rollouts have ended meanwhile, and it holds the results
             async with open_head(tmp_path, engines=[table], node_lease_s=20) as site:
                 node.goes_to(site)
                 for one in ("r1", "r2", "r3"):
@@ -124,7 +124,7 @@ async def test_nodes_outlive_their_head_and_hand_over_to_the_next(tmp_path: Path
             await starting.__aexit__(None, None, None)
 
 
-async def test_what_nobody_claims_after_a_restart_is_run_again(tmp_path: Path) -> None:
+async def test_rollouts_that_no_node_claims_after_a_restart_run_again(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=30.0), finish()) as engine:
         table = engine_table(engine)
         async with open_head(tmp_path, engines=[table]) as site:
@@ -168,7 +168,7 @@ async def test_a_node_without_a_head_ends_what_it_has_after_a_bound(tmp_path: Pa
         await site.delete("/v1/rollouts/r1")
 
 
-async def test_a_drained_node_gives_back_what_has_not_begun_and_takes_nothing(tmp_path: Path) -> None:
+async def test_a_drained_node_gives_back_what_has_not_started_and_takes_nothing(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=1.0)) as engine,
         open_head(tmp_path, engines=[engine_table(engine)]) as site,
@@ -194,7 +194,7 @@ async def test_a_drained_node_gives_back_what_has_not_begun_and_takes_nothing(tm
         assert node.name in {record["summary"]["node"] for record in records}
 
 
-async def test_a_node_that_leaves_gives_back_at_once(tmp_path: Path) -> None:
+async def test_a_leaving_node_gives_back_its_rollouts_at_once(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=1.0)) as engine,
         open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=60) as site,
@@ -210,7 +210,7 @@ async def test_a_node_that_leaves_gives_back_at_once(tmp_path: Path) -> None:
             assert {record["reward"] for record in records} == {1.0}
 
 
-async def test_a_nodes_token_opens_only_the_fleets_door(tmp_path: Path) -> None:
+async def test_a_nodes_token_gives_access_to_the_fleet_routes_only(tmp_path: Path) -> None:
     async with open_head(tmp_path, max_body_bytes=1024) as site:
         token = node_token(site)
         assert (await site.get("/v1/fleet/settings", token=token)).status == 200
@@ -224,7 +224,7 @@ async def test_a_nodes_token_opens_only_the_fleets_door(tmp_path: Path) -> None:
         assert (await site.call("POST", "/v1/fleet/poll", data=b"\x80")).code == "invalid_request"
 
 
-async def test_a_service_without_a_fleet_says_so(tmp_path: Path) -> None:
+async def test_a_service_without_a_fleet_reports_that_it_has_none(tmp_path: Path) -> None:
     from tests.service.site import open_site
 
     async with open_site(tmp_path) as site:

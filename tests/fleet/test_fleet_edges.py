@@ -1,4 +1,4 @@
-"""What a head must not trip over: numbers of any size, a run made again, an agent that is not there any more."""
+"""Edge cases of a head: numbers of any size, a recreated run, an agent that is not installed any more."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tests.fleet.fleet_site import loop_node, open_head
 from tests.service.site import engine_table, finish, scripted, task
 
 
-async def test_a_run_that_is_made_again_runs_as_it_is_now(tmp_path: Path) -> None:
+async def test_a_recreated_run_uses_its_new_settings(tmp_path: Path) -> None:
     async with (
         scripted(finish()) as old,
         scripted(finish()) as new,
@@ -30,7 +30,7 @@ async def test_a_run_that_is_made_again_runs_as_it_is_now(tmp_path: Path) -> Non
             await site.delete_run("again")
 
 
-async def test_a_queued_rollout_whose_agent_is_gone_ends_alone(tmp_path: Path) -> None:
+async def test_a_queued_rollout_whose_agent_is_gone_fails_alone(tmp_path: Path) -> None:
     async with scripted(Reply(finish())) as engine, open_head(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("r1", "r2")
         resources = site.served.app_state.resources
@@ -72,7 +72,7 @@ async def test_sessions_run_at_the_head_with_or_without_nodes_and_within_its_slo
                 await asyncio.sleep(0.05)
 
 
-async def test_a_rollout_that_breaks_a_lease_ends_and_the_others_are_leased(
+async def test_a_rollout_that_cannot_be_leased_fails_and_the_others_are_leased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get_many = SqliteStore.get_many
@@ -96,7 +96,7 @@ async def test_a_rollout_that_breaks_a_lease_ends_and_the_others_are_leased(
                 assert (record["reward"], record["attempt"]) == (1.0, 1)
 
 
-async def test_a_node_deletes_the_artifacts_of_an_earlier_life(tmp_path: Path) -> None:
+async def test_a_node_deletes_the_artifacts_of_its_earlier_process(tmp_path: Path) -> None:
     left = tmp_path / "n1" / "artifacts" / "ab" / "abcd" / "1" / "file"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"of a rollout that the head has given to another node")

@@ -1,4 +1,4 @@
-"""What changes under a fleet while it works: nodes upgraded one after another, a head that comes back elsewhere."""
+"""Changes to a running fleet: nodes upgraded one after another, a head that is restarted elsewhere."""
 
 import asyncio
 from pathlib import Path
@@ -42,10 +42,10 @@ async def test_nodes_are_restarted_one_after_another_and_no_attempt_counts_as_lo
                 await node.__aexit__(None, None, None)
 
 
-async def test_a_head_on_another_machine_goes_on_with_the_same_database_and_nodes(
+async def test_a_head_on_another_machine_continues_with_the_same_database_and_nodes(
     tmp_path: Path, postgres: PgServer
 ) -> None:
-    """Another data folder is another machine: nothing but the database and the nodes is left of the first head."""
+    """Another data folder stands for another machine: of the first head, only the database and the nodes are left."""
     url = postgres.create_database("moves")
     async with scripted(Reply(finish(), latency_s=1.0)) as engine:
         table = engine_table(engine)
@@ -61,7 +61,7 @@ async def test_a_head_on_another_machine_goes_on_with_the_same_database_and_node
                 running.goes_to(site)
                 records = await all_ended(site, 8)
                 assert {record["reward"] for record in records} == {1.0}
-                assert {record["attempt"] for record in records} == {1}, "nobody had to begin again"
+                assert {record["attempt"] for record in records} == {1}, "no rollout had to start again"
                 running.stop.set()
                 await until(site)
         finally:

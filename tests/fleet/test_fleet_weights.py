@@ -1,4 +1,4 @@
-"""Weights change under rollouts that are out: every token of a node has the version that sampled it."""
+"""Weights change during leased rollouts: every token of a node has the version that sampled it."""
 
 import asyncio
 from pathlib import Path
@@ -45,7 +45,7 @@ async def test_a_nodes_tokens_have_the_version_that_sampled_them(tmp_path: Path,
         assert {node["gates"] for node in (await nodes_of(site)).values()} != {-1}
 
 
-async def test_a_pause_waits_for_a_node_that_is_cut_off_no_longer_than_its_lease(tmp_path: Path) -> None:
+async def test_a_pause_waits_for_a_disconnected_node_no_longer_than_its_lease(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=60.0)) as engine,
         open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=1) as site,
@@ -56,7 +56,7 @@ async def test_a_pause_waits_for_a_node_that_is_cut_off_no_longer_than_its_lease
         node.is_cut = True
         paused = await site.post("/v1/policies/default/pause", {"mode": "abort", "lease_s": 60})
         assert paused.body["state"] == "paused", paused.body
-        assert await nodes_of(site) == {}, "it was waited for until it counted as lost"
+        assert await nodes_of(site) == {}, "the pause waited until the node counted as lost"
         async with asyncio.timeout(90):
             while (record := (await site.get("/v1/rollouts/r1")).body)["state"] != "queued":
                 await asyncio.sleep(0.02)

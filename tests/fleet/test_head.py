@@ -1,4 +1,4 @@
-"""A head and a node that the test speaks for, word by word: what is said twice, too late, wrongly or not at all."""
+"""A head and a node whose messages the test sends: duplicate, late, wrong and missing ones."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -41,13 +41,13 @@ def ended(key: Key, reward: float = 0.5) -> Ended:
 
 
 class Hand:
-    """A node that says what it is told to."""
+    """A node that sends what the test gives it."""
 
     def __init__(self, head: HeadPipeline, name: str = "hand") -> None:
         self._head = head
         self._name = name
         self.got = 0
-        self.engines = {"e1": ""}  # that it has heard of, and why it cannot use them
+        self.engines = {"e1": ""}  # known engines, and why it cannot use them
 
     def join(self, *holds: Key, want: int = 8) -> Joined:
         standing = self._standing(want)
@@ -57,7 +57,7 @@ class Hand:
         return await self._head.poll(Poll(self._name, self._standing(want)), 5.0)
 
     async def poll_briefly(self) -> Orders:
-        """What comes at once, after the gates."""
+        """Returns the orders that come at once, after the gates."""
         self.got = (await self._head.poll(Poll(self._name, self._standing(8)), 0.3)).number
         return await self._head.poll(Poll(self._name, self._standing(8)), 0.3)
 
@@ -66,7 +66,7 @@ class Hand:
         return NodeStatus(got=self.got, want=want, engines=uses)
 
     async def leased(self, count: int) -> list[Key]:
-        """Polls until it has got so many."""
+        """Polls until it has received so many leases."""
         keys: list[Key] = []
         async with asyncio.timeout(90):
             while len(keys) < count:
@@ -76,14 +76,14 @@ class Hand:
         return keys
 
     async def says(self, *items: Any, want: int = 0) -> list[Key]:
-        """What the head refuses of it."""
+        """Reports the items and returns the keys that the head refuses."""
         report = Report(self._name, self._standing(want), list(items))
         return (await self._head.report(report)).refused
 
 
 @asynccontextmanager
 async def opened(folder: Path, **values: Any) -> AsyncGenerator[tuple[Site, Hand], None]:
-    """The hand has joined. Nobody else runs anything, and nothing is lost by time."""
+    """The hand has joined. No other node runs anything, and no lease expires."""
     async with (
         scripted() as engine,
         open_head(folder, engines=[engine_table(engine)], node_lease_s=600, **values) as site,
@@ -93,7 +93,7 @@ async def opened(folder: Path, **values: Any) -> AsyncGenerator[tuple[Site, Hand
         yield site, hand
 
 
-async def test_what_a_node_has_given_up_is_run_elsewhere(tmp_path: Path) -> None:
+async def test_rollouts_that_a_node_no_longer_holds_run_elsewhere(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         await site.submit("r1", "r2")
         first, second = await hand.leased(2)
@@ -103,10 +103,10 @@ async def test_what_a_node_has_given_up_is_run_elsewhere(tmp_path: Path) -> None
             assert record["attempt"] == 2 and [lost["code"] for lost in record["lost"]] == ["node_lost"], record
             assert record["summary"]["node"] == "n2" and record["reward"] == 1.0
         assert await hand.says(ended(first)) == []
-        assert (await site.ended(first.id))["attempt"] == 1, "what it kept is its own"
+        assert (await site.ended(first.id))["attempt"] == 1, "the node keeps what it still holds"
 
 
-async def test_what_is_on_its_way_at_a_join_is_sent_again(tmp_path: Path) -> None:
+async def test_leases_in_transit_at_a_join_are_sent_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         await site.submit("r1")
         async with asyncio.timeout(90):
@@ -122,12 +122,12 @@ async def test_what_is_on_its_way_at_a_join_is_sent_again(tmp_path: Path) -> Non
         assert (await site.ended("r1"))["reward"] == 0.5
 
 
-async def test_what_is_said_twice_at_once_counts_once(tmp_path: Path) -> None:
+async def test_concurrent_duplicate_reports_count_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         await site.submit("r1")
         (key,) = await hand.leased(1)
         both = await asyncio.gather(*(hand.says(Moved(key, State.RUN), saved(key)) for _ in range(2)))
-        assert both == [[], []], "the second time it is known already, and still this node's"
+        assert both == [[], []], "the second report is known already, and the attempt is still this node's"
         ends = await asyncio.gather(hand.says(ended(key, 0.25)), hand.says(ended(key, 0.75)))
         assert ends == [[], [key]]
         record = await site.ended("r1")
@@ -136,7 +136,7 @@ async def test_what_is_said_twice_at_once_counts_once(tmp_path: Path) -> None:
         assert sum(trace["mask"]) == 3
 
 
-async def test_a_node_that_is_lost_in_the_middle_of_its_word_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_node_lost_during_its_report_leaves_nothing_behind(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         await site.submit("r1")
         (key,) = await hand.leased(1)
@@ -150,7 +150,7 @@ async def test_a_node_that_is_lost_in_the_middle_of_its_word_leaves_nothing_behi
             assert record["attempt"] == 2 and record["summary"]["node"] == "n2", record
 
 
-async def test_what_cannot_be_stored_is_its_own_rollouts_failure(tmp_path: Path) -> None:
+async def test_a_report_that_cannot_be_stored_fails_only_its_own_rollout(tmp_path: Path) -> None:
     async with opened(tmp_path, max_attempts=1) as (site, hand):
         await site.submit("r1", "r2", "r3")
         keys = {key.id: key for key in await hand.leased(3)}
@@ -166,7 +166,7 @@ async def test_what_cannot_be_stored_is_its_own_rollouts_failure(tmp_path: Path)
         assert site.served.app_state.head.here == 0 and not site.served.app_state.head.live
 
 
-async def test_nobody_speaks_for_another(tmp_path: Path) -> None:
+async def test_a_node_cannot_report_for_another(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         other = Hand(site.served.app_state.head, "other")
         other.join(want=0)

@@ -1,4 +1,4 @@
-"""A node's calls to its head, against a server that answers as heads, proxies and strangers do."""
+"""A node's calls to its head, against a server that answers like heads, proxies and other servers."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ async def polled(handler: Handler) -> Orders:
         return await link.poll(POLL, 0.0)
 
 
-async def test_a_call_goes_where_the_head_is_now_with_the_token_of_now() -> None:
+async def test_a_call_uses_the_heads_current_address_and_token() -> None:
     seen: list[tuple[str, str, bytes]] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -66,13 +66,13 @@ async def test_a_call_goes_where_the_head_is_now_with_the_token_of_now() -> None
     ]
 
 
-async def test_a_head_that_has_forgotten_us_says_so() -> None:
+async def test_a_head_that_does_not_know_the_node_raises_node_unknown() -> None:
     with pytest.raises(NodeUnknown, match="so it is"):
         await polled(always(409, problem("node_unknown")))
 
 
-async def test_a_head_that_had_let_us_in_may_do_so_again() -> None:
-    """It was started again, elsewhere perhaps: whoever knows where will say so, and with which token."""
+async def test_a_refusal_by_a_head_that_accepted_the_node_before_is_temporary() -> None:
+    """The head was restarted, perhaps elsewhere: its new address and token will be given to the node."""
     answers = [(200, encode(Orders(1)), MEDIA_TYPE), (401, problem("unauthorized"), "application/problem+json")]
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -88,12 +88,12 @@ async def test_a_head_that_had_let_us_in_may_do_so_again() -> None:
 @pytest.mark.parametrize(
     ("status", "code"), [(409, "node_replaced"), (401, "unauthorized"), (403, "forbidden"), (404, "not_found")]
 )
-async def test_a_head_that_will_not_have_us_is_not_asked_again(status: int, code: str) -> None:
+async def test_a_head_that_refuses_the_node_raises_node_refused(status: int, code: str) -> None:
     with pytest.raises(NodeRefused, match="so it is"):
         await polled(always(status, problem(code)))
 
 
-async def test_another_protocol_is_not_ours() -> None:
+async def test_an_answer_in_another_protocol_is_refused() -> None:
     with pytest.raises(NodeRefused, match="protocol"):
         await polled(always(200, b"\xc1 nonsense", MEDIA_TYPE))
 
@@ -108,14 +108,14 @@ async def test_another_protocol_is_not_ours() -> None:
         always(401, b"<html>log in</html>", "text/html"),
         always(409, problem("something_else")),
     ],
-    ids=["internal", "unavailable", "no object", "a page", "somebody in between", "another conflict"],
+    ids=["internal", "unavailable", "no object", "a page", "a proxy", "another conflict"],
 )
-async def test_what_no_head_would_say_means_that_it_is_away(handler: Handler) -> None:
+async def test_an_answer_that_is_not_a_heads_means_unreachable(handler: Handler) -> None:
     with pytest.raises(HeadUnreachable):
         await polled(handler)
 
 
-async def test_a_cut_connection_means_that_it_is_away() -> None:
+async def test_a_broken_connection_means_unreachable() -> None:
     async def cut(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         request.transport.abort()
@@ -134,7 +134,7 @@ async def test_a_cut_connection_means_that_it_is_away() -> None:
             await polled(handler)
 
 
-async def test_nobody_there_means_that_it_is_away() -> None:
+async def test_a_closed_port_means_unreachable() -> None:
     async with served(always(200, b"")) as url:
         pass
     async with HeadConnection(lambda: (url, "token")) as link:
@@ -142,7 +142,7 @@ async def test_nobody_there_means_that_it_is_away() -> None:
             await link.poll(POLL, 0.0)
 
 
-async def test_one_that_never_answers_is_away_after_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_never_answers_is_unreachable_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
     ended = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""How a head fills its nodes: in batches, and taking no more out of the queue than there is room for."""
+"""How a head fills its nodes: in batches, and taking no more rollouts from the queue than there is room for."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,8 +12,11 @@ from tests.fleet.fleet_site import loop_node, open_head
 from tests.service.site import engine_table, finish, scripted
 
 
-async def test_what_nobody_has_room_for_stays_in_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While rollouts are read for places that nodes want, every word of a node makes the head look again."""
+async def test_rollouts_that_no_node_has_room_for_stay_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While rollouts are being read for places that nodes want, every call of a node triggers another admission
+    pass."""
     async with scripted(finish()) as engine:
         async with open_head(tmp_path, engines=[engine_table(engine)]) as site, loop_node(site, tmp_path, "n1"):
             pipeline = site.served.app_state.pipeline
@@ -34,6 +37,6 @@ async def test_what_nobody_has_room_for_stays_in_the_queue(tmp_path: Path, monke
             await site.submit(*ids)
             for one in ids:
                 assert (await site.ended(one))["attempt"] == 1
-            assert sorted(read) == sorted(ids), "each was read once, when its turn had come"
+            assert sorted(read) == sorted(ids), "each was read once, in its turn"
             assert most < len(ids)
         await engine.idle()

@@ -1,4 +1,4 @@
-"""The store as a node's yard sees it: what is put in goes out in order, once, and is kept until the head has it."""
+"""The store of a node's pipeline: items are sent in order, once, and kept until the head has them."""
 
 import asyncio
 import hashlib
@@ -26,7 +26,7 @@ def rollout(name: str = "r1", attempt: int = 1) -> Rollout:
 
 
 class Site:
-    """A ledger with some rollouts in RUN, and nothing to tell yet."""
+    """A ledger with some rollouts in RUN, and nothing to send yet."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.news = 0
@@ -47,7 +47,7 @@ class Site:
             at = at.to(state)
 
     def tell(self, *refused: Key) -> list[object]:
-        """As a report does that the head answers. What it told."""
+        """Sends what a report would, with an answer of the head. Returns the items."""
         entries = self.ledger.next(MANY, LARGE)
         self.ledger.told(entries, refused)
         return [entry.item for entry in entries]
@@ -68,7 +68,7 @@ async def test_a_lease_that_comes_twice_is_accepted_once(tmp_path: Path) -> None
         await site.ledger.get("r2")
 
 
-async def test_all_that_happens_is_told_in_order_and_once(tmp_path: Path) -> None:
+async def test_all_changes_are_sent_in_order_and_once(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.ledger.accept(rollout())
     site.begin("r1")
@@ -76,7 +76,7 @@ async def test_all_that_happens_is_told_in_order_and_once(tmp_path: Path) -> Non
     ending = asyncio.create_task(site.ledger.end("r1", RUNNING.to(State.EVAL), completed()))
     await asyncio.sleep(0)
     told = site.tell()
-    assert [type(item) for item in told] == [Moved, Moved, Saved, Ended], "INIT is told by the lease"
+    assert [type(item) for item in told] == [Moved, Moved, Saved, Ended], "the lease implies INIT"
     assert [item.state for item in told if isinstance(item, Moved)] == [State.READY, State.RUN]
     assert site.news >= 4
     ended = await ending
@@ -84,7 +84,7 @@ async def test_all_that_happens_is_told_in_order_and_once(tmp_path: Path) -> Non
     assert site.ledger.holds == [] and site.tell() == []
 
 
-async def test_what_was_not_answered_is_told_again(tmp_path: Path) -> None:
+async def test_unanswered_items_are_sent_again(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2")
     first = site.ledger.requeue("r1", RUNNING, LOST)
     entries = site.ledger.next(MANY, LARGE)
@@ -103,7 +103,7 @@ async def test_a_report_is_bounded_but_never_empty(tmp_path: Path) -> None:
     assert len(site.ledger.next(MANY, 1)) == 1, "one that is too large by itself goes alone"
 
 
-async def test_what_the_head_refuses_is_stale_and_not_held(tmp_path: Path) -> None:
+async def test_a_refused_attempt_is_stale_and_not_held(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2")
     mine, refused = site.ledger.requeue("r1", RUNNING, LOST), site.ledger.requeue("r2", RUNNING, LOST)
     site.tell(Key("r2", 1))
@@ -123,7 +123,7 @@ async def test_a_refusal_of_an_old_attempt_leaves_the_new_one(tmp_path: Path) ->
         site.ledger.move("r1", RUNNING, RUNNING.to(State.EVAL))
 
 
-async def test_what_was_dropped_is_told_to_nobody(tmp_path: Path) -> None:
+async def test_a_dropped_attempt_is_not_sent(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2")
     dropped, kept = site.ledger.requeue("r1", RUNNING, LOST), site.ledger.requeue("r2", RUNNING, LOST)
     in_flight = site.ledger.next(MANY, LARGE)
@@ -136,7 +136,7 @@ async def test_what_was_dropped_is_told_to_nobody(tmp_path: Path) -> None:
         await site.ledger.end("r1", RUNNING, completed())
 
 
-async def test_after_the_last_report_nobody_waits_for_an_answer(tmp_path: Path) -> None:
+async def test_a_closed_ledger_fails_all_waiters(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2")
     before = site.ledger.requeue("r1", RUNNING, LOST)
     site.ledger.close()
@@ -146,7 +146,7 @@ async def test_after_the_last_report_nobody_waits_for_an_answer(tmp_path: Path) 
     assert len(site.ledger) == 0
 
 
-async def test_a_trajectory_goes_once(tmp_path: Path) -> None:
+async def test_a_trajectory_is_sent_once(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2")
     saved = trajectory("r1")
     await site.ledger.save_run("r1", RUNNING, saved, {})
@@ -163,9 +163,7 @@ async def test_a_trajectory_goes_once(tmp_path: Path) -> None:
     assert decode_trajectory(second.data).rollout_id == "r2"
 
 
-async def test_artifacts_go_along_unless_they_are_beyond_the_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_artifacts_are_sent_unless_they_exceed_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path, "r1", "r2")
     data = b"what it left"
     left = Artifact("file", "/workspace/file", len(data), hashlib.sha256(data).hexdigest())
@@ -178,7 +176,7 @@ async def test_artifacts_go_along_unless_they_are_beyond_the_bound(
     assert told == [[Blob("file", data)], []]
 
 
-async def test_what_left_without_an_end_leaves_its_artifacts_to_the_sweep(tmp_path: Path) -> None:
+async def test_the_sweep_deletes_artifacts_of_attempts_without_an_end(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2", "r3")
     site.ledger.drop(Key("r1", 1))
     site.ledger.drop(Key("r2", 1))
@@ -195,7 +193,7 @@ async def test_what_left_without_an_end_leaves_its_artifacts_to_the_sweep(tmp_pa
     assert await site.ledger.sweep(Retention(3600.0)) == SweepResult(("r2",))
 
 
-async def test_what_has_not_begun_is_given_back_or_cancelled_by_asking(tmp_path: Path) -> None:
+async def test_rollouts_that_have_not_started_are_given_back_or_cancelled_by_the_head(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.ledger.accept(rollout("r1"))
     site.ledger.accept(rollout("r2"))

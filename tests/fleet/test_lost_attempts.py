@@ -1,4 +1,4 @@
-"""Whose fault a lost attempt is: the rules, and what a head does by them when a node says that one was lost."""
+"""Which lost attempts are a node's fault: the rules, and how a head applies them to reports."""
 
 from pathlib import Path
 
@@ -21,19 +21,19 @@ FINE = {"is_engine_up": True, "is_served": False, "has_others": True}
     ("code", "tokens", "excused", "more", "is_own"),
     [
         ("engine_unavailable", 0, 0, {}, True),
-        ("engine_unavailable", 0, 0, {"is_engine_up": False}, False),  # it is down for everybody
-        ("engine_unavailable", 1, 0, {}, False),  # it had begun
+        ("engine_unavailable", 0, 0, {"is_engine_up": False}, False),  # it is down for the head, too
+        ("engine_unavailable", 1, 0, {}, False),  # it had sampled tokens
         ("engine_unavailable", 0, MOST_EXCUSED, {}, False),
         ("tokenizer_mismatch", 0, 0, {}, True),
         ("engine_timeout", 0, 0, {}, True),
         ("engine_timeout", 0, 0, {"is_served": True}, False),  # a slow engine, not a node without one
-        ("engine_refused", 0, 0, {}, False),  # what was asked of it
+        ("engine_refused", 0, 0, {}, False),  # the request was wrong
         ("sandbox_start_failed", 0, 0, {}, True),
         ("sandbox_start_failed", 0, 0, {"has_others": False}, False),
         ("sandbox_lost", 0, 0, {}, False),
     ],
 )
-def test_a_node_is_blamed_for_what_it_lacks_and_for_nothing_else(
+def test_a_node_is_at_fault_only_for_what_it_lacks(
     code: str, tokens: int, excused: int, more: dict[str, bool], is_own: bool
 ) -> None:
     assert is_nodes_own(code, tokens, excused, **{**FINE, **more}) is is_own
@@ -47,7 +47,7 @@ def ended(key: Key, error: EngineUnavailable | TokenizerMismatch | SandboxStartF
     return Ended(key, to_json(Ending(Outcome.FAILED, failure=error.failure(State.RUN))), None, 0)
 
 
-async def test_what_a_node_without_an_engine_loses_does_not_count_until_a_bound(tmp_path: Path) -> None:
+async def test_attempts_lost_by_a_node_without_an_engine_do_not_count_up_to_a_limit(tmp_path: Path) -> None:
     async with opened(tmp_path, max_attempts=2) as (site, hand):
         await site.submit("r1")
         for _ in range(MOST_EXCUSED // 2):
@@ -59,7 +59,7 @@ async def test_what_a_node_without_an_engine_loses_does_not_count_until_a_bound(
         assert key.attempt == MOST_EXCUSED + 1
         record = (await site.get("/v1/rollouts/r1")).body
         assert {lost["node"] for lost in record["lost"]} == {"hand"} and len(record["lost"]) == MOST_EXCUSED
-        assert await hand.says(returned(key)) == []  # from now on it counts
+        assert await hand.says(returned(key)) == []  # this attempt counts
         (key,) = await hand.leased(1)
         assert await hand.says(ended(key, EngineUnavailable("no engine of default came up"))) == []
         record = await site.ended("r1")
@@ -67,21 +67,21 @@ async def test_what_a_node_without_an_engine_loses_does_not_count_until_a_bound(
         assert record["failure"]["blame"] == "infra" and record["attempt"] == MOST_EXCUSED + 2
 
 
-async def test_what_a_node_gives_back_for_want_of_an_engine_is_bounded_too(tmp_path: Path) -> None:
+async def test_attempts_given_back_for_lack_of_an_engine_do_not_count_up_to_a_limit(tmp_path: Path) -> None:
     async with opened(tmp_path, max_attempts=1) as (site, hand):
         await site.submit("r1")
         for _ in range(MOST_EXCUSED):
             (key,) = await hand.leased(1)
             assert await hand.says(returned(key, is_excused=True)) == []
         (key,) = await hand.leased(1)
-        assert await hand.says(returned(key, DRAINED, is_excused=True)) == [], "an operator drains as often as he likes"
+        assert await hand.says(returned(key, DRAINED, is_excused=True)) == [], "drains are always excused"
         (key,) = await hand.leased(1)
         assert await hand.says(returned(key, is_excused=True)) == []
         failure = (await site.ended("r1"))["failure"]
         assert failure["code"] == "engine_unavailable" and "were lost by their nodes" in failure["detail"]
 
 
-async def test_what_had_begun_counts_and_so_does_an_engine_that_is_down_for_all(tmp_path: Path) -> None:
+async def test_attempts_with_tokens_or_an_engine_that_is_down_at_the_head_count(tmp_path: Path) -> None:
     async with opened(tmp_path, max_attempts=1, health_s=600) as (site, hand):
         await site.submit("r1", "r2")
         first, second = await hand.leased(2)
@@ -106,7 +106,7 @@ async def test_a_lost_rollout_goes_to_another_node_if_one_wants_it(tmp_path: Pat
         assert (await site.get("/v1/rollouts/r1")).body["lost"][0]["node"] == "hand"
 
 
-async def test_a_node_that_cannot_use_the_engine_gets_nothing_and_status_says_why(tmp_path: Path) -> None:
+async def test_a_node_that_cannot_use_the_engine_gets_no_rollouts_and_status_shows_why(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         hand.engines = {"e1": "connection refused by http://user:secret@gpu1:8000"}
         assert await hand.says(want=8) == []

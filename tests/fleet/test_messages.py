@@ -1,4 +1,4 @@
-"""What goes between head and node: it comes as it was sent, and nothing else is taken for it."""
+"""The messages between head and node: they survive a round trip, and nothing else is accepted."""
 
 import msgspec
 import pytest
@@ -102,12 +102,12 @@ messages = st.one_of(
 
 
 @given(messages)
-def test_it_comes_as_it_was_sent(message: msgspec.Struct) -> None:
+def test_messages_survive_a_round_trip(message: msgspec.Struct) -> None:
     assert decode(encode(message), type(message)) == message
 
 
 @given(st.binary(max_size=60), st.sampled_from(MESSAGES))
-def test_garbage_is_refused_and_nothing_else_happens(data: bytes, kind: type[msgspec.Struct]) -> None:
+def test_random_bytes_raise_only_invalid_request(data: bytes, kind: type[msgspec.Struct]) -> None:
     try:
         decode(data, kind)
     except InvalidRequest as error:
@@ -115,7 +115,7 @@ def test_garbage_is_refused_and_nothing_else_happens(data: bytes, kind: type[msg
 
 
 @given(messages, st.integers(0, 400), st.integers(0, 255))
-def test_one_wrong_byte_breaks_nothing(message: msgspec.Struct, at: int, byte: int) -> None:
+def test_one_wrong_byte_raises_only_invalid_request(message: msgspec.Struct, at: int, byte: int) -> None:
     data = bytearray(encode(message))
     data[at % len(data)] = byte
     try:
@@ -125,20 +125,20 @@ def test_one_wrong_byte_breaks_nothing(message: msgspec.Struct, at: int, byte: i
 
 
 @pytest.mark.parametrize("kind", [Poll, Join, Report])
-def test_what_is_no_message_is_an_invalid_request(kind: type[msgspec.Struct]) -> None:
+def test_anything_but_a_message_is_an_invalid_request(kind: type[msgspec.Struct]) -> None:
     for data in (b"", b"nonsense", b"\xc1", b"\x80", encode(Reported([])), b"\x81\xa1x" + b"\x91" * 100_000):
         with pytest.raises(InvalidRequest):
             decode(data, kind)
 
 
 @given(st.dictionaries(text, json, max_size=3), st.integers(1, 1 << 40))
-def test_a_lease_brings_the_rollout_as_it_was_in_the_queue(data: dict[str, object], attempt: int) -> None:
+def test_a_lease_contains_the_rollout_as_it_was_queued(data: dict[str, object], attempt: int) -> None:
     rollout = Rollout("r1", "run", Task("shell", data), position=Position(State.QUEUED, attempt))  # type: ignore[arg-type]
     lease = decode(encode(Orders(1, [lease_of(rollout)])), Orders).leases[0]
     assert rollout_of(lease) == rollout and lease.run == "run"
 
 
 @given(st.dictionaries(text, json, max_size=3))
-def test_what_run_left_is_told_in_json(info: dict[str, object]) -> None:
+def test_runs_info_is_sent_as_json(info: dict[str, object]) -> None:
     saved = Saved(Key("r1", 1), b"", 0, to_json(info), [])
     assert info_of(decode(encode(saved), Saved)) == info

@@ -1,4 +1,5 @@
-"""A node in trouble: it gets back what it still cleans up, finds its head again, or never, and tells of its room."""
+"""Failures of a node: it gets back a rollout that it still cleans up, finds its head again, or never, and reports its
+room."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 class SlowToLeave(NoopAgent):
-    """Its first attempt stays until it is stopped, and then does not go before it may."""
+    """Its first attempt runs until it is stopped, and then ends only when the test allows it."""
 
     def __init__(self) -> None:
         self.began = asyncio.Event()
@@ -58,7 +59,7 @@ async def node_with(site: Site, folder: Path, agent: NoopAgent) -> AsyncGenerato
             await running
 
 
-async def test_a_rollout_that_comes_back_to_where_it_is_still_cleaned_up_is_run_after_that(tmp_path: Path) -> None:
+async def test_a_rollout_that_returns_to_its_node_starts_after_the_clean_up(tmp_path: Path) -> None:
     agent = SlowToLeave()
     async with open_head(tmp_path, node_lease_s=5) as site, node_with(site, tmp_path, agent) as node:
         try:
@@ -78,14 +79,14 @@ async def test_a_rollout_that_comes_back_to_where_it_is_still_cleaned_up_is_run_
         assert (await nodes_of(site))["n1"]["live"] == 0
 
 
-async def test_a_node_that_gave_up_tells_the_head_that_never_missed_it(tmp_path: Path) -> None:
+async def test_a_node_that_gave_up_joins_a_head_that_did_not_notice(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=600.0)) as engine,
         open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=600, node_hold_s=1) as site,
         loop_node(site, tmp_path, "n1") as node,
     ):
         nodes = site.served.app_state.head.nodes
-        nodes.settings = replace(nodes.settings, poll_s=0.2)  # one that is held already is not cut
+        nodes.settings = replace(nodes.settings, poll_s=0.2)  # a poll that is held already is not disconnected
         await site.submit("r1")
         async with asyncio.timeout(90):
             await engine.busy()
@@ -97,7 +98,7 @@ async def test_a_node_that_gave_up_tells_the_head_that_never_missed_it(tmp_path:
         assert record["attempt"] == 2 and [lost["code"] for lost in record["lost"]] == ["node_lost"], record
 
 
-async def test_a_node_whose_head_never_comes_back_ends_when_it_is_told_to(tmp_path: Path) -> None:
+async def test_a_node_whose_head_never_returns_ends_when_stopped(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=600.0)) as engine,
         open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=600, drain_s=0.5) as site,
@@ -110,7 +111,7 @@ async def test_a_node_whose_head_never_comes_back_ends_when_it_is_told_to(tmp_pa
         await engine.idle()
 
 
-async def test_a_place_is_offered_when_it_is_free_and_not_with_the_next_poll(tmp_path: Path) -> None:
+async def test_a_free_place_is_reported_before_the_next_poll(tmp_path: Path) -> None:
     judged = tmp_path / "judged"
     waits = {"instruction": "go", "checks": [f"until [ -e {judged} ]; do sleep 0.05; done"]}
     sizes: dict[str, Any] = {"init_slots": 1, "run_slots": 1, "ready_slots": 0, "eval_slots": 2}

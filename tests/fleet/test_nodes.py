@@ -1,4 +1,4 @@
-"""The head's side of its nodes: what is sent until it is known to have come, and who counts as lost. No network."""
+"""The head's record of its nodes: what is sent until it is confirmed, and which nodes count as lost. No network."""
 
 import pytest
 
@@ -64,14 +64,14 @@ def ids(orders: Orders) -> list[str]:
 # --- orders
 
 
-async def test_orders_are_sent_again_until_they_came() -> None:
+async def test_orders_are_sent_again_until_confirmed() -> None:
     node = Site().join()
     node.lease(rollout(), RUN)
     node.cancel(Key("r0", 1), "asked")
     first = orders_of(node)
     assert ids(first) == ["r1"] and [run_of(run) for run in first.runs] == [RUN] and first.gates == GATES
     assert [cancel.key.id for cancel in first.cancels] == ["r0"]
-    node.stands(NodeStatus(got=0, want=4))  # it polls again, and has not got them: the answer was lost
+    node.stands(NodeStatus(got=0, want=4))  # it polls again without having received them: the answer was lost
     again = orders_of(node)
     assert again.number > first.number
     assert (ids(again), again.runs, again.cancels, again.gates) == (["r1"], first.runs, first.cancels, GATES)
@@ -91,7 +91,7 @@ async def test_gates_alone_are_sent_again_too() -> None:
     assert orders_of(node, WeightGates(8)).gates == WeightGates(8)
 
 
-async def test_a_run_is_told_once() -> None:
+async def test_a_run_is_sent_once() -> None:
     node = Site().join()
     node.lease(rollout("r1"), RUN)
     first = orders_of(node)
@@ -101,7 +101,7 @@ async def test_a_run_is_told_once() -> None:
     assert ids(second) == ["r2"] and second.runs == [] and second.gates is None
 
 
-async def test_a_run_is_told_as_it_is_now_with_integers_of_any_size() -> None:
+async def test_a_changed_run_is_sent_again_with_integers_of_any_size() -> None:
     node = Site().join()
     node.lease(rollout("r1"), RUN)
     node.stands(NodeStatus(got=orders_of(node).number))
@@ -111,7 +111,7 @@ async def test_a_run_is_told_as_it_is_now_with_integers_of_any_size() -> None:
     assert [run_of(run) for run in sent.runs] == [made_again]
 
 
-async def test_a_drain_is_asked_for_until_it_is_so() -> None:
+async def test_a_drain_is_sent_until_confirmed() -> None:
     node = Site().join()
     node.stands(NodeStatus(got=orders_of(node).number, want=4))
     node.drain(True)
@@ -128,7 +128,7 @@ async def test_a_drain_is_asked_for_until_it_is_so() -> None:
 # --- joining again
 
 
-async def test_one_that_joins_again_gets_what_it_may_have_missed_under_higher_numbers() -> None:
+async def test_a_node_that_joins_again_gets_unconfirmed_orders_under_higher_numbers() -> None:
     site = Site()
     node = site.join()
     node.lease(rollout("r1"), RUN)
@@ -139,13 +139,13 @@ async def test_one_that_joins_again_gets_what_it_may_have_missed_under_higher_nu
     missed = orders_of(node)
     assert site.join(standing=NodeStatus(got=got, want=1)) is node
     again = orders_of(node)
-    assert again.number > missed.number, "so an answer of before cannot pass for this one"
+    assert again.number > missed.number, "so a confirmation of an earlier answer does not confirm this one"
     assert sorted(ids(again)) == ["r2", "r3"] and [run_of(run).id for run in again.runs] == ["other"]
     assert again.gates == GATES
 
 
-async def test_numbers_go_on_from_those_of_an_earlier_head() -> None:
-    """A call of before the join that comes after it must not seem to have got what was sent since."""
+async def test_order_numbers_continue_from_those_of_an_earlier_head() -> None:
+    """A call from before the join that arrives after it must not confirm what was sent since."""
     node = Site().join(standing=NodeStatus(got=40, want=4))
     node.lease(rollout(), RUN)
     sent = orders_of(node)
@@ -154,7 +154,7 @@ async def test_numbers_go_on_from_those_of_an_earlier_head() -> None:
     assert ids(orders_of(node)) == ["r1"]
 
 
-async def test_what_is_on_its_way_is_known_to_be() -> None:
+async def test_a_lease_counts_as_sent_until_confirmed() -> None:
     node = Site().join()
     node.lease(rollout(), RUN)
     assert node.is_sent("r1")
@@ -167,16 +167,16 @@ async def test_what_is_on_its_way_is_known_to_be() -> None:
 # --- places
 
 
-async def test_promised_places_are_not_given_twice() -> None:
+async def test_promised_places_are_not_assigned_twice() -> None:
     site = Site()
     node = site.join(standing=NodeStatus(want=2, pools={"live": PoolUse(8, 0, 0)}))
     assert site.nodes.place(rollout("r1")) is node and site.nodes.wanted == 1
-    site.nodes.of("s1", NodeStatus(want=2))  # said before it heard of the promise
+    site.nodes.of("s1", NodeStatus(want=2))  # sent before it received the lease
     assert site.nodes.wanted == 1
     node.lease(rollout("r1"), RUN)
     node.promised -= 1
     site.nodes.of("s1", NodeStatus(want=2))
-    assert site.nodes.wanted == 1, "the lease is on its way"
+    assert site.nodes.wanted == 1, "the lease is being sent"
     number = orders_of(node).number
     site.nodes.of("s1", NodeStatus(got=number, want=1))
     assert site.nodes.wanted == 1
@@ -184,7 +184,7 @@ async def test_promised_places_are_not_given_twice() -> None:
     assert site.nodes.place(rollout("r3")) is None
 
 
-async def test_what_was_overtaken_on_the_way_does_not_count() -> None:
+async def test_an_outdated_status_is_ignored() -> None:
     node = Site().join()
     node.lease(rollout(), RUN)
     number = orders_of(node).number
@@ -194,10 +194,10 @@ async def test_what_was_overtaken_on_the_way_does_not_count() -> None:
     assert node.orders(GATES) is None
 
 
-# --- who is there
+# --- connected nodes
 
 
-async def test_one_that_is_not_heard_of_is_lost_for_good() -> None:
+async def test_a_silent_node_is_lost_for_good() -> None:
     site = Site()
     site.join("n1", "s1")
     site.join("n2", "s2")
@@ -209,11 +209,11 @@ async def test_one_that_is_not_heard_of_is_lost_for_good() -> None:
         site.nodes.of("s1", NodeStatus())
     with pytest.raises(NotFound):
         site.nodes.named("n1")
-    assert site.join("n1", "s1").session == "s1", "it may join again, with what it has"
+    assert site.join("n1", "s1").session == "s1", "it may join again with what it holds"
     assert len(site.lost) == 1
 
 
-async def test_a_head_that_stood_still_loses_nobody() -> None:
+async def test_a_suspended_head_loses_no_node() -> None:
     site = Site()
     site.join()
     site.look_after(LEASE_S / 10, 5 * LEASE_S)
@@ -221,10 +221,10 @@ async def test_a_head_that_stood_still_loses_nobody() -> None:
     site.look_after(*[LEASE_S / 10] * 4)
     assert site.lost == []
     site.look_after(*[LEASE_S / 10] * 2)
-    assert [session for session, _ in site.lost] == ["s1"], "but it must be heard of soon"
+    assert [session for session, _ in site.lost] == ["s1"], "but it must call soon"
 
 
-async def test_under_one_name_there_is_one_session() -> None:
+async def test_a_name_has_one_session() -> None:
     site = Site()
     old = site.join("n1", "old")
     new = site.join("n1", "new")
@@ -247,7 +247,7 @@ async def test_replaced_sessions_are_remembered_within_a_bound() -> None:
         site.nodes.of("s0", NodeStatus())
 
 
-async def test_who_is_behind_is_who_has_not_said_so_and_is_there() -> None:
+async def test_connected_nodes_without_the_gates_are_behind() -> None:
     site = Site()
     site.join("n1", "s1")
     node = site.join("n2", "s2")

@@ -16,7 +16,7 @@ def room(places: int, want: int, *needs: PlacementKeys) -> NodeRoom:
     return made
 
 
-def test_the_emptiest_goes_first() -> None:
+def test_the_emptiest_node_is_chosen() -> None:
     full, half, empty = room(8, 1), room(8, 4), room(8, 8)
     assert place(NEEDS, [full, half, empty]) is empty
     assert place(NEEDS, [room(100, 40), room(10, 5)]) is not None
@@ -24,14 +24,14 @@ def test_the_emptiest_goes_first() -> None:
     assert place(NEEDS, [large, small]) is small, "by the share of its places, not by their number"
 
 
-def test_nobody_who_wants_none_gets_one() -> None:
+def test_a_node_that_wants_none_gets_none() -> None:
     assert place(NEEDS, []) is None
     assert place(NEEDS, [room(8, 0, NEEDS)]) is None
     wants = room(8, 1)
     assert place(NEEDS, [room(8, 0, NEEDS), wants]) is wants
 
 
-def test_a_set_up_is_worth_some_fullness_and_no_more() -> None:
+def test_a_node_with_the_set_up_may_be_somewhat_fuller() -> None:
     places = 100
     worth = int(SETUP_WORTH * places)
     empty = room(places, 50)
@@ -41,14 +41,14 @@ def test_a_set_up_is_worth_some_fullness_and_no_more() -> None:
     assert place(PlacementKeys("setup", None), [empty, known]) is empty
 
 
-def test_an_image_is_worth_less_than_a_set_up() -> None:
+def test_an_image_counts_less_than_a_set_up() -> None:
     same_image, same_setup = room(10, 5, PlacementKeys("other", "image")), room(10, 5, PlacementKeys("setup", None))
     assert place(NEEDS, [same_image, same_setup]) is same_setup
     assert place(NEEDS, [same_image, room(10, 5)]) is same_image
     assert place(NEEDS, [same_image, room(10, 7)]) is not same_image
 
 
-def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
+def test_remembered_keys_are_bounded_and_the_oldest_is_dropped() -> None:
     known = room(8, 8)
     for number in range(REMEMBERED):
         known.remember(PlacementKeys(str(number), f"image {number}"))
@@ -59,7 +59,7 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
     assert "image 0" in known.images and "image 1" not in known.images
 
 
-def test_rollouts_of_one_task_need_the_same() -> None:
+def test_rollouts_of_one_task_have_the_same_placement_keys() -> None:
     task = Task("shell", {"setup": ["make"]})
     assert PlacementKeys.of(Rollout("a", "run", task)) == PlacementKeys.of(Rollout("b", "other", task))
     for other in (
@@ -74,7 +74,7 @@ def test_rollouts_of_one_task_need_the_same() -> None:
 
 
 @given(wants=st.lists(st.integers(0, 6), min_size=1, max_size=5), tasks=st.lists(st.sampled_from("abc"), max_size=40))
-def test_nobody_gets_more_than_it_wants_and_nothing_waits_while_somebody_does(
+def test_no_node_gets_more_than_it_wants_and_no_rollout_waits_while_one_wants_more(
     wants: list[int], tasks: list[str]
 ) -> None:
     rooms = [NodeRoom(8, want) for want in wants]

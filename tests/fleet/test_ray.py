@@ -1,4 +1,4 @@
-"""Nodes on Ray: the rules here, and everything that needs a cluster in a place with only a loopback of its own."""
+"""Nodes on Ray: the rules are tested here, and everything that needs a cluster in its own network namespace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ assert "ray" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
 
 
-async def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+async def test_without_ray_the_error_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RayUnavailable, match=r"pip install 'rollyard\[ray\]'"):
         async with RayHost(None, "http://127.0.0.1:1", "token"):
@@ -47,7 +47,7 @@ def test_a_ray_clients_url_is_refused():
         RayHost("ray://127.0.0.1:10001", "http://127.0.0.1:1", "token")
 
 
-def test_slots_follow_cpus_and_memory():
+def test_slots_are_derived_from_cpus_and_memory():
     assert sizes({}, {}, cpus=4, memory_bytes=64 * GIB) == {
         "init_slots": 8,
         "run_slots": 128,
@@ -58,19 +58,19 @@ def test_slots_follow_cpus_and_memory():
     assert sizes({}, {}, cpus=0.25, memory_bytes=0)["init_slots"] == 1
 
 
-def test_the_machine_says_its_slots_before_the_head_does():
+def test_the_machines_environment_overrides_the_heads_slots():
     settings = {"run_slots": 10, "eval_slots": 3, "ready_slots": 0}
     found = sizes(settings, {"ROLLYARD_RUN_SLOTS": "20"}, cpus=1, memory_bytes=GIB)
     assert (found["run_slots"], found["eval_slots"], found["ready_slots"]) == (20, 3, 0)
 
 
 @pytest.mark.parametrize("said", ["many", "0", "-1", "1.5"])
-def test_slots_that_cannot_be_are_named(said: str):
+def test_an_error_names_invalid_slots(said: str):
     with pytest.raises(ValueError, match="ROLLYARD_RUN_SLOTS"):
         sizes({}, {"ROLLYARD_RUN_SLOTS": said}, cpus=1, memory_bytes=GIB)
 
 
-def test_nodes_of_one_machine_have_folders_of_their_own_which_are_used_again(tmp_path: Path):
+def test_nodes_of_one_machine_have_separate_folders_that_are_reused(tmp_path: Path):
     home = node_home({"data_dir": str(tmp_path)}, {})
     assert home == tmp_path / "nodes"
     assert node_home({"data_dir": "elsewhere"}, {"ROLLYARD_DATA_DIR": str(tmp_path)}) == home
@@ -84,13 +84,13 @@ def test_nodes_of_one_machine_have_folders_of_their_own_which_are_used_again(tmp
         assert again == first
 
 
-def test_a_cluster_of_our_own_wants_a_token_whatever_the_environment_says():
+def test_a_cluster_that_we_start_always_needs_a_token():
     found = driver_environment(None, {"RAY_AUTH_MODE": "disabled"})
     assert found["RAY_AUTH_MODE"] == "token" and len(found["RAY_AUTH_TOKEN"]) == 64
     assert driver_environment(None, {"RAY_AUTH_TOKEN": "mine"})["RAY_AUTH_TOKEN"] == "mine"
     assert "RAY_AUTH_TOKEN" not in driver_environment(None, {"RAY_AUTH_TOKEN_PATH": "file"})
 
 
-def test_elsewhere_a_token_that_is_set_is_used_and_none_is_made_up():
+def test_on_another_cluster_a_set_token_is_used_and_none_is_generated():
     assert driver_environment("head:6379", {"RAY_AUTH_TOKEN": "theirs"})["RAY_AUTH_MODE"] == "token"
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & driver_environment("head:6379", {}).keys()

@@ -1,4 +1,4 @@
-"""Nodes that cannot use an engine, as processes on machines of their own: see `apart/test_reach_apart.py`."""
+"""Nodes that cannot use an engine, as processes on simulated machines: see `apart/test_reach_apart.py`."""
 
 from pathlib import Path
 

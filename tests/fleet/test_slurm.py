@@ -1,6 +1,6 @@
-"""`rollyard slurm` against a real Slurm: a job is submitted, serves rollouts, is preempted, goes on, and ends.
+"""`rollyard slurm` against a real Slurm: a job is submitted, serves rollouts, is preempted, continues, and ends.
 
-Every rollout runs `env` in its sandbox and is right only if nothing of the job is in there.
+Every rollout runs `env` in its sandbox and succeeds only if no variable of the job is in there.
 """
 
 import json
@@ -74,8 +74,8 @@ def log(slurm: SlurmCluster, name: str) -> str:
     return (slurm.folder / name / "job.log").read_text()
 
 
-def test_a_service_goes_on_where_it_was(slurm: SlurmCluster):
-    """One service: preempted, drained when its time is up, taken down in the middle of its work, submitted again."""
+def test_a_service_continues_after_preemption_its_time_limit_and_resubmission(slurm: SlurmCluster):
+    """One service: preempted, drained when its time is up, taken down while rollouts run, submitted again."""
     up = slurm.object(*small(slurm, "yard", "--partition", "low"))
     assert up["state"] == "RUNNING" and up["url"].startswith(f"http://{NODES[up['nodes'][0]]}:")
 
@@ -93,7 +93,7 @@ def test_a_service_goes_on_where_it_was(slurm: SlurmCluster):
     assert any(record["lost"] for record in records), "the preemption hit nothing"
 
     submit(slurm, back, 6, "timed", "--no-wait")
-    slurm.run("scancel", "--signal=USR1", "--batch", up["job_id"])  # as Slurm does so long before the end
+    slurm.run("scancel", "--signal=USR1", "--batch", up["job_id"])  # as Slurm does some time before the end
     back = come_again(slurm, up, 2)
     records = submit(slurm, back, 6, "timed")
     assert [record["reward"] for record in records] == [1.0] * 6
@@ -118,14 +118,14 @@ def test_a_service_goes_on_where_it_was(slurm: SlurmCluster):
 
 
 def come_again(slurm: SlurmCluster, up: dict[str, Any], times: int) -> dict[str, Any]:
-    """The same job, once it was started so many times before and its service answers."""
+    """Returns the same job, once it was started so many times before and its service answers."""
     wait_for(lambda: f"started {times} times before" in log(slurm, "yard"), "the job to come again", 120)
     back = slurm.service("yard")
     assert back["job_id"] == up["job_id"]
     return back
 
 
-def test_a_job_that_is_ended_before_it_began_is_ended(slurm: SlurmCluster):
+def test_a_job_that_is_stopped_before_its_service_starts_ends(slurm: SlurmCluster):
     folder = ("--data-dir", slurm.folder / "early")
     up = slurm.object(*small(slurm, "early", "--wait-s", 0))
     begun = slurm.folder / "early" / "job.log"
@@ -134,7 +134,7 @@ def test_a_job_that_is_ended_before_it_began_is_ended(slurm: SlurmCluster):
     assert (down["job_id"], down["state"], down["url"]) == (up["job_id"], "COMPLETED", "")
 
 
-def test_several_nodes_are_a_fleet_on_ray_and_go_on_after_a_requeue(slurm: SlurmCluster):
+def test_several_nodes_are_a_fleet_on_ray_and_continue_after_a_requeue(slurm: SlurmCluster):
     folder = ("--data-dir", slurm.folder / "fleet")
     up = slurm.object(*small(slurm, "fleet", "--nodes", 2))
     assert up["nodes"] == list(NODES)
@@ -153,7 +153,7 @@ def test_several_nodes_are_a_fleet_on_ray_and_go_on_after_a_requeue(slurm: Slurm
     assert not Path(f"{slurm.scratch}-{up['job_id']}").exists()
 
 
-def test_a_job_that_does_not_come_to_run_says_why(slurm: SlurmCluster):
+def test_a_job_that_cannot_run_reports_why(slurm: SlurmCluster):
     def up(name: str, *more: object) -> str:
         done = slurm.rollyard("slurm", "up", "--data-dir", slurm.folder / name, *more)
         assert (done.returncode, done.stdout) == (1, ""), done

@@ -1,4 +1,4 @@
-"""The batch script of `rollyard slurm`, and what is said where there is no Slurm. Nothing is submitted here."""
+"""The batch script of `rollyard slurm`, and the errors without Slurm. Nothing is submitted here."""
 
 import os
 import re
@@ -25,11 +25,11 @@ def spec(**fields: object) -> JobSpec:
 
 
 def lines_of(text: str) -> list[str]:
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)  # it is a script
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)  # the syntax is valid
     return text.splitlines()
 
 
-def test_what_is_asked_of_slurm_stands_before_the_first_command():
+def test_all_sbatch_lines_come_before_the_first_command():
     lines = lines_of(
         script(
             spec(
@@ -57,7 +57,7 @@ def test_what_is_asked_of_slurm_stands_before_the_first_command():
     }
 
 
-def test_without_cpus_whole_nodes_are_taken_with_all_their_memory():
+def test_without_cpus_the_job_takes_whole_nodes_with_all_their_memory():
     lines = lines_of(script(spec()))
     assert "#SBATCH --exclusive" in lines and "#SBATCH --mem=0" in lines
 
@@ -69,7 +69,7 @@ def test_one_node_needs_no_ray_and_several_do():
         spec(nodes=2)
 
 
-def test_an_engines_command_is_the_shells_as_it_was_typed():
+def test_an_engines_command_is_left_to_the_shell_unchanged():
     lines = lines_of(script(spec(engine_command=VLLM, nodes=3, uses_ray=True, engine_nodes=2)))
     assert """  vllm serve 'my model' --host "$ENGINE_HOST" --port "$ENGINE_PORT" --seed $SEED""" in lines
     assert "ENGINE_NODES=2  # number of this job's nodes with an engine" in lines
@@ -77,7 +77,7 @@ def test_an_engines_command_is_the_shells_as_it_was_typed():
         spec(engine_command="vllm serve m")
 
 
-def test_words_with_blanks_stay_words():
+def test_words_with_blanks_are_quoted():
     lines = lines_of(script(spec(engines=("http://a:1", "http://b c"), settings={"images": "/a b,/c"})))
     assert "ENGINES=(http://a:1 'http://b c')" in lines
     assert "export ROLLYARD_IMAGES='/a b,/c'" in lines
@@ -92,19 +92,19 @@ def test_words_with_blanks_stay_words():
         ({"extra": ("#SBATCH -x\nrm -r /",)}, "is not an #SBATCH line"),
     ],
 )
-def test_what_cannot_work_is_refused_before_it_is_submitted(fields: dict[str, object], why: str):
+def test_invalid_job_specs_are_refused_before_the_submit(fields: dict[str, object], why: str):
     with pytest.raises(SlurmError, match=why):
         spec(**fields)
 
 
 def function(name: str) -> str:
-    """One of the script's functions, to be called by a test."""
+    """Returns one of the script's functions, to be called by a test."""
     body = script(spec())
     begin = body.index(f"\n{name}() {{")
     return body[begin : body.index("\n}\n", begin) + 3]
 
 
-def test_a_scratch_folder_that_another_made_is_not_used(tmp_path: Path):
+def test_a_scratch_folder_of_another_user_is_not_used(tmp_path: Path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     call = f'say() {{ echo "$@"; }}; SLURMD_NODENAME=n1{function("make_scratch")}make_scratch && echo made'
@@ -120,7 +120,7 @@ def test_a_scratch_folder_that_another_made_is_not_used(tmp_path: Path):
         assert told("theirs") == f"{tmp_path}/theirs on n1 is a link or belongs to another user\n"
 
 
-def test_the_job_variables_are_gone_from_what_the_script_starts():
+def test_the_jobs_variables_do_not_reach_what_the_script_starts():
     environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n", "PMIX_RANK": "0", "PMI_FD": "3"}
     more = {"SBATCH_ACCOUNT": "a", "SRUN_DEBUG": "3", "ROLLYARD_RUN_SLOTS": "4"}
     done = subprocess.run(
@@ -134,7 +134,7 @@ def test_the_job_variables_are_gone_from_what_the_script_starts():
     assert left - {"PWD", "SHLVL", "_"} == {"PATH", "ROLLYARD_RUN_SLOTS"}
 
 
-def test_secrets_are_files_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_secret_files_are_readable_by_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text("#!/bin/sh\necho '17;yard'\n")
     sbatch.chmod(0o700)
@@ -150,7 +150,7 @@ def test_secrets_are_files_of_the_user_alone(tmp_path: Path, monkeypatch: pytest
     for secret in (token, ray_token, "pa55w0rd"):
         assert secret not in files["job.sh"].read_text()
     cluster.submit(spec(folder=tmp_path / "yard"))
-    assert files["token"].read_text().strip() == token, "who has it keeps it"
+    assert files["token"].read_text().strip() == token, "an existing token is kept"
     assert not files["store-url"].exists()
 
 
@@ -168,7 +168,9 @@ async def test_a_dry_run_prints_the_script_and_does_nothing(cli: Cli, tmp_path: 
 
 
 @pytest.mark.parametrize("command", ["up", "status", "down"])
-async def test_without_slurm_it_says_so(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+async def test_without_slurm_the_command_fails_with_an_error(
+    cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     said = await cli("slurm", command)
     assert (said.status, said.out) == (1, "")
@@ -184,7 +186,7 @@ async def test_without_slurm_it_says_so(cli: Cli, command: str, monkeypatch: pyt
         (["--nodes", "2", "--no-ray"], "several nodes need Ray"),
     ],
 )
-async def test_wrong_usage_is_told(cli: Cli, argv: list[str], says: str):
+async def test_wrong_usage_is_reported(cli: Cli, argv: list[str], says: str):
     said = await cli("slurm", "up", "--dry-run", *argv)
     assert (said.status, said.out) == (2, "") and says in said.err
 
@@ -198,7 +200,7 @@ async def test_wrong_usage_is_told(cli: Cli, argv: list[str], says: str):
         ({"uses_ray": True}, "postgresql://db/yard", ""),
     ],
 )
-def test_a_shared_folder_holds_what_it_can_hold(
+def test_a_network_file_system_is_refused_for_what_it_cannot_hold(
     fields: dict[str, object], store: str, why: str, monkeypatch: pytest.MonkeyPatch
 ):
     mounts = "1 1 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /disk rw - lustre a rw\n"
@@ -211,7 +213,7 @@ def test_a_shared_folder_holds_what_it_can_hold(
         _slurm_job.check_disk(asked, store)
 
 
-async def test_the_commands_of_the_page_are_commands(cli: Cli):
+async def test_the_commands_of_the_page_exist(cli: Cli):
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md").read_text()
     found = re.findall(r"^rollyard slurm up .*$|(?<=\$\()rollyard slurm up [^)]*", page, re.MULTILINE)
     assert len(found) == 3

@@ -1,4 +1,4 @@
-"""The fleet's wire: TLS beyond loopback, a certificate that the URL names, and no secret in the clear."""
+"""The fleet's transport: TLS beyond loopback, a certificate pinned by the URL, and no secret in the clear."""
 
 import subprocess
 from pathlib import Path
@@ -35,7 +35,7 @@ def make_certificate(folder: Path) -> dict[str, Path]:
     return files
 
 
-async def test_a_fleet_with_a_certificate_of_its_own_runs_rollouts_on_a_node_that_was_given_its_digest(
+async def test_a_fleet_with_its_own_certificate_runs_rollouts_on_a_node_with_the_digest(
     tmp_path: Path,
 ) -> None:
     async with scripted() as engine:
@@ -54,10 +54,10 @@ async def test_a_fleet_with_a_certificate_of_its_own_runs_rollouts_on_a_node_tha
             finally:
                 node.close()
         async with serve(chosen) as again:
-            assert split_pin(again.url)[1] == pin, "it is made once"
+            assert split_pin(again.url)[1] == pin, "the certificate is created once"
 
 
-async def test_whoever_has_another_certificate_or_none_is_not_talked_to(tmp_path: Path) -> None:
+async def test_a_node_does_not_call_a_server_with_another_certificate_or_none(tmp_path: Path) -> None:
     chosen = settings(tmp_path, fleet="nodes", tls="own")
     async with serve(chosen) as served, aiohttp.ClientSession() as http:
         plain, pin = split_pin(served.url)
@@ -71,9 +71,7 @@ async def test_whoever_has_another_certificate_or_none_is_not_talked_to(tmp_path
             assert "mcp_servers" in await link.settings()
 
 
-async def test_a_certificate_that_is_given_is_checked_as_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_given_certificate_is_verified_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = make_certificate(tmp_path / "pki")
     chosen = settings(tmp_path, fleet="nodes", **files)
     async with serve(chosen) as served:
@@ -87,7 +85,7 @@ async def test_a_certificate_that_is_given_is_checked_as_any_other(
             assert "runtimes" in await link.settings()
 
 
-async def test_a_node_sends_no_token_in_the_clear_unless_it_is_told_to() -> None:
+async def test_a_node_sends_no_token_in_the_clear_unless_allowed() -> None:
     async with HeadConnection(lambda: ("http://10.255.255.1:9", "token")) as link:
         with pytest.raises(NodeRefused, match="in the clear"):
             await link.poll(POLL, 1.0)
@@ -109,7 +107,7 @@ async def test_a_node_sends_no_token_in_the_clear_unless_it_is_told_to() -> None
         ({"host": "127.0.0.1", "mcp_servers": MCP}, ""),
     ],
 )
-def test_a_fleet_beyond_loopback_is_encrypted_or_told_not_to_be(
+def test_a_fleet_beyond_loopback_needs_tls_unless_plain_http_is_allowed(
     tmp_path: Path, values: dict[str, Any], why: str
 ) -> None:
     if not why:
@@ -119,14 +117,14 @@ def test_a_fleet_beyond_loopback_is_encrypted_or_told_not_to_be(
         settings(tmp_path, fleet="nodes", **values)
 
 
-def test_an_engines_key_does_not_cross_in_the_clear(tmp_path: Path) -> None:
+def test_an_engines_key_is_not_sent_in_the_clear(tmp_path: Path) -> None:
     spec = EngineSpec("e1", "http://gpu1:8000", Kind.VLLM, api_key="secret")
     with pytest.raises(InvalidRequest, match="its key would be sent to the nodes in the clear"):
         check_reachable(spec, settings(tmp_path, fleet="nodes", host="10.0.0.1", plain_http_nodes=True))
     check_reachable(spec, settings(tmp_path, fleet="nodes", host="10.0.0.1", tls="own"))
 
 
-def test_files_that_are_no_certificate_are_refused_by_name(tmp_path: Path) -> None:
+def test_files_that_are_not_certificates_are_refused_by_name(tmp_path: Path) -> None:
     files = make_certificate(tmp_path)
     files["tls_key"].write_text("nonsense")
     with pytest.raises(SettingsError, match=r"cert\.pem.*cannot be used"):
@@ -137,5 +135,5 @@ def test_files_that_are_no_certificate_are_refused_by_name(tmp_path: Path) -> No
     ("url", "is_in_clear"),
     [("http://10.0.0.1", True), ("https://10.0.0.1", False), ("http://localhost:1", False), ("http://[::1]:1", False)],
 )
-def test_plain_http_is_fine_on_one_machine(url: str, is_in_clear: bool) -> None:
+def test_plain_http_is_allowed_on_one_machine(url: str, is_in_clear: bool) -> None:
     assert is_clear(url) is is_in_clear

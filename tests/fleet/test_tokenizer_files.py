@@ -1,4 +1,4 @@
-"""Tokenizer files that nodes get from their head: only those that the head has, complete, and once."""
+"""Tokenizer files that nodes get from their head: only the head's, complete, and once."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.fleet.fleet_site import loop_node, node_token, open_head
 from tests.service.site import TRAINER, engine_table, scripted
 
 
-async def test_a_list_follows_the_files_and_names_only_those_of_a_tokenizer(tmp_path: Path) -> None:
+async def test_a_list_follows_the_files_and_contains_only_those_of_a_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_dir(), folder)
     (folder / "model.safetensors").write_bytes(b"weights")
@@ -30,7 +30,7 @@ async def test_a_list_follows_the_files_and_names_only_those_of_a_tokenizer(tmp_
         await shelf.list(str(tmp_path / "nowhere"))
 
 
-async def test_a_broken_cache_is_fetched_anew_and_what_was_half_received_is_swept(tmp_path: Path) -> None:
+async def test_a_broken_cache_is_fetched_again_and_partial_downloads_are_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_dir(), folder)
     cache = tmp_path / "n1" / "tokenizers"
@@ -75,7 +75,7 @@ async def test_a_broken_cache_is_fetched_anew_and_what_was_half_received_is_swep
         async with loop_node(site, tmp_path, "n1"):
             await site.submit("r3")
             assert (await site.ended("r3"))["reward"] == 1.0
-        assert len(reads) == len(listed.files), "what it has, it does not ask for again"
+        assert len(reads) == len(listed.files), "it does not fetch again what it has"
         shelf.list = real_list  # type: ignore[method-assign]
 
 

@@ -1,6 +1,6 @@
-"""A draw driven by hand: the service's turn in its order, and a trainer and groups that do what a test says.
+"""A draw driven by hand: the steps of the service in their order, with a trainer and groups that a test controls.
 
-It keeps its own books of every group and checks the rules that hold at all times after each step (`check`).
+It records every group itself, and checks the rules that always hold after each step (`check`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def config_of(size: int | None = 100, **changes: object) -> DrawConfig:
 
 
 class Driven:
-    """See the module. Groups sample 10 tokens for each of their members."""
+    """A draw driven by hand. Groups sample 10 tokens for each of their members."""
 
     def __init__(self, config: DrawConfig, want: int = 4) -> None:
         self.config = config
         self.want = want
         self.draw_state = DrawState(Draw("d", "r", config), TaskOrder(config, config.source.size))
         self.groups: dict[str, Group] = {}
-        self.flying: dict[str, ActiveGroup] = {}  # every one there was
+        self.flying: dict[str, ActiveGroup] = {}  # all that ever existed
         self.batches: list[Batch] = []  # closed
         self.infra = Counter[tuple[int, int]]()
 
@@ -61,7 +61,7 @@ class Driven:
         self.settle()
 
     def end(self, group_id: str, *, is_kept: bool = True) -> None:
-        """All members of a group have ended."""
+        """Ends all members of a group."""
         self.draw_state.seen([0.0, 1.0] if is_kept else [0.0, 0.0])
         self._end(group_id, GroupState.COMPLETE if is_kept else GroupState.FILTERED)
         self.settle()
@@ -125,14 +125,14 @@ class Driven:
         versions = {"oldest_version": group.admitted_version, "newest_version": self.version}
         self.groups[group_id] = replace(group, state=state, stats=stats, **(versions if group.stats is None else {}))
 
-    # --- what holds at all times ----------------------------------------------------------------------
+    # --- rules that always hold -----------------------------------------------------------------------
 
     def _check_pace(self) -> None:
-        """Before the last one was begun there was room by the stated rule."""
+        """Before the last group was started, there was room by the stated rule."""
         draw_state, config, progress = self.draw_state, self.config, self.draw_state.progress
         complete, opened = len(self.of(GroupState.COMPLETE)), len(self.open()) - 1
         ahead = opened - (self._late() if config.on_stale is OnStale.DELIVER else 0)
-        rate = 1.0 if config.on_stale is OnStale.WAIT else 0.05  # the least there is; at most is tested by hand
+        rate = 1.0 if config.on_stale is OnStale.WAIT else 0.05  # the lower bound; the upper bound has its own tests
         missing = draw_state.batch.want - draw_state.batch.delivered if draw_state.batch else 0
         assert complete + ahead * rate < max(progress.want * (config.max_staleness + 1) - progress.handed, missing)
         if config.max_groups_in_flight is not None:
@@ -158,18 +158,19 @@ class Driven:
         self._check_batches()
         if draw_state.draw.is_active and draw_state.batch is not None:
             waits_for_push = draw_state.order.is_growing and not draw_state.order.has_more(draw_state.progress)
-            assert draw_state.open_count or waits_for_push, "a batch is waited for and nothing is at work"
+            assert draw_state.open_count or waits_for_push, "a batch is open and no group is running"
         if not draw_state.draw.is_active:
             assert not draw_state.flying and draw_state.batch is None
 
     def _check_items(self) -> None:
-        """A task is used up once an epoch, and at work once at a time; it returns twice at most for infrastructure."""
+        """A task is used once per epoch and runs once at a time; it is repeated at most twice after infrastructure
+        failures."""
         used = defaultdict[tuple[int, int], list[Group]](list)
         for group in self.groups.values():
             used[group.epoch, group.item].append(group)
         for item, groups in used.items():
             final = [g for g in groups if g.state not in (GroupState.FAILED, GroupState.CANCELLED, GroupState.VOID)]
-            assert len(final) <= 1, f"{item} is there twice in an epoch"
+            assert len(final) <= 1, f"{item} is used twice in an epoch"
             assert self.infra[item] <= 3
             assert [g.turn for g in groups] == list(range(len(groups)))
         for returned in self.draw_state.progress.returned:

@@ -1,4 +1,4 @@
-"""A draw's decisions, whatever its groups and its trainer do."""
+"""The decisions of a draw under any behaviour of its groups and its trainer."""
 
 from random import Random
 
@@ -35,7 +35,7 @@ CONFIGS = st.builds(
 
 
 class AnyDraw(RuleBasedStateMachine):
-    """Everything that can happen to a draw, in any order. What must hold is checked by `Driven` after each step."""
+    """Every event that a draw can have, in any order. `Driven` checks the rules after each step."""
 
     it: Driven
 
@@ -68,7 +68,7 @@ class AnyDraw(RuleBasedStateMachine):
         self.it.rewind(to, data.draw(st.integers(0, self.it.version)))
 
     def teardown(self):
-        """Whatever happened: the trainer goes on, groups end, and every group that was there has an end."""
+        """In every case the trainer continues, groups end, and every group that existed has an end."""
         there = {*self.it.open(), *(group.id for group in self.it.of(GroupState.COMPLETE))}
         while self.it.draw_state.draw.is_active and there & set(self.it.draw_state.flying):
             if self.it.draw_state.batch is None:
@@ -82,7 +82,7 @@ TestAnyDraw = AnyDraw.TestCase
 
 
 def finish(it: Driven, dice: Random, kept: float = 1.0, most: int = 10_000) -> None:
-    """Batches are asked for and groups end in any order, until the draw does."""
+    """Requests batches and ends groups in any order, until the draw ends."""
     for _ in range(most):
         if not it.draw_state.draw.is_active:
             return
@@ -96,7 +96,7 @@ def finish(it: Driven, dice: Random, kept: float = 1.0, most: int = 10_000) -> N
 
 @given(seed=st.integers(0, 2**32), epochs=st.integers(1, 3), kept=st.floats(0.3, 1))
 @settings(max_examples=40, deadline=None)
-def test_a_draw_without_failures_uses_every_task_once_an_epoch_and_is_exhausted(seed: int, epochs: int, kept: float):
+def test_a_draw_without_failures_uses_every_task_once_per_epoch_and_is_exhausted(seed: int, epochs: int, kept: float):
     it = Driven(config_of(7, epochs=epochs, patience=1000))
     finish(it, Random(seed), kept)
     assert it.draw_state.draw.reason == "exhausted"
@@ -105,7 +105,7 @@ def test_a_draw_without_failures_uses_every_task_once_an_epoch_and_is_exhausted(
     assert it.batches[-1].is_last or it.batches[-1].delivered == it.want
 
 
-def test_a_task_that_infrastructure_fails_returns_twice_and_one_that_fails_by_itself_does_not():
+def test_a_task_is_repeated_twice_after_infrastructure_failures_and_never_after_its_own():
     it = Driven(config_of(2, epochs=1), want=2)
     it.ask()
     unlucky, broken = it.open()
@@ -144,12 +144,12 @@ def test_each_budget_ends_the_draw(budget: Budget, detail: str, delivered: int |
     assert delivered is None or figures.delivered == delivered
     assert batches is None or len(it.batches) == batches
     if budget.groups is None and budget.batches is None:
-        assert figures.cancelled == 0, "what is at work when a draw may begin no more still counts"
+        assert figures.cancelled == 0, "groups that run when a draw may start no more still count"
     if budget.groups is not None:
         assert it.batches[-1].is_last and it.batches[-1].reason == "budget"
 
 
-def test_a_draw_that_keeps_nothing_gives_up_after_its_patience():
+def test_a_draw_that_keeps_nothing_ends_after_its_patience():
     it = Driven(config_of(5, patience=12))
     it.ask()
     finish(it, Random(0), kept=0.0)
@@ -161,10 +161,10 @@ def test_a_draw_that_keeps_nothing_gives_up_after_its_patience():
         if lucky.draw_state.batch is None:
             lucky.ask()
         lucky.end(lucky.open()[0], is_kept=number % 3 == 2)
-    assert lucky.draw_state.draw.is_active, "one that is kept makes it patient again"
+    assert lucky.draw_state.draw.is_active, "a kept group resets the patience"
 
 
-def test_complete_groups_are_handed_out_oldest_first():
+def test_complete_groups_are_delivered_oldest_first():
     it = Driven(config_of(max_staleness=2), want=2)
     it.ask()
     first, second, *rest = it.open()
@@ -176,7 +176,7 @@ def test_complete_groups_are_handed_out_oldest_first():
     assert [g.id for g in sorted(it.of(GroupState.DELIVERED), key=lambda g: g.place or 0)][2:] == [first, second]
 
 
-def test_surplus_cancel_ends_what_is_unfinished_and_returns_its_tasks():
+def test_surplus_cancel_ends_unfinished_groups_and_returns_their_tasks():
     it = Driven(config_of(surplus=Surplus.CANCEL), want=2)
     it.ask()
     done, gone = it.open()[:2], it.open()[2:]
@@ -188,7 +188,7 @@ def test_surplus_cancel_ends_what_is_unfinished_and_returns_its_tasks():
     assert [(item.index, item.turn) for item in again] == [(it.flying[name].item.index, 1) for name in gone]
 
 
-def test_carry_leaves_what_is_unfinished_for_the_next_batch():
+def test_unfinished_groups_are_carried_over_to_the_next_batch():
     it = Driven(config_of(), want=2)
     it.ask()
     slow, *others = it.open()
@@ -201,7 +201,7 @@ def test_carry_leaves_what_is_unfinished_for_the_next_batch():
     assert it.groups[slow].state is GroupState.DELIVERED and it.groups[slow].batch == 2
 
 
-def test_a_rewind_voids_what_is_newer_and_delivers_the_rest_again():
+def test_a_rewind_voids_newer_groups_and_delivers_the_rest_again():
     it = Driven(config_of(), want=2)
     for version in range(3):
         it.ask()
@@ -217,11 +217,11 @@ def test_a_rewind_voids_what_is_newer_and_delivers_the_rest_again():
     assert (it.draw_state.progress.batch, it.draw_state.progress.place, it.version) == (1, 2, 1)
     it.ask()
     assert {g.id for g in it.of(GroupState.DELIVERED) if g.batch == 2} == set(sorted(older)[:2])
-    assert it.batches[-1].figures["delivered"] == 2, "what was undone is not taken off the new batch"
+    assert it.batches[-1].figures["delivered"] == 2, "undone groups are not subtracted from the new batch"
     assert it.batches[-1].figures["tokens_delivered"] == 80
 
 
-def test_a_draw_that_was_over_goes_on_after_a_rewind():
+def test_an_ended_draw_continues_after_a_rewind():
     it = Driven(config_of(4, epochs=1), want=2)
     finish(it, Random(0))
     assert it.draw_state.draw.reason == "exhausted" and len(it.of(GroupState.DELIVERED)) == 4
@@ -246,7 +246,7 @@ def test_a_pushed_source_waits_for_more_and_ends_when_it_is_closed():
     assert it.draw_state.draw.reason == "exhausted" and it.batches[-1].is_last and it.batches[-1].delivered == 1
 
 
-def test_a_drawing_goes_on_from_what_was_stored():
+def test_a_draw_continues_from_its_stored_state():
     it = Driven(config_of(20, epochs=1), want=3)
     it.ask()
     it.end(it.open()[1])
@@ -263,7 +263,7 @@ def test_a_drawing_goes_on_from_what_was_stored():
     assert len({(g.epoch, g.item) for g in it.of(GroupState.DELIVERED)}) == 20
 
 
-def test_figures_before_filtering_are_over_all_that_was_judged():
+def test_figures_before_filtering_cover_all_judged_groups():
     it = Driven(config_of(), want=2)
     it.ask()
     it.end(it.open()[0], is_kept=False)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollyard.sampling.estimates import mean_interval, pass_over_tasks, reward_over_tasks
 
 
-def test_each_task_weighs_the_same_however_many_samples_it_has():
+def test_each_task_has_the_same_weight_regardless_of_its_samples():
     estimate = pass_over_tasks([[1.0], [0.0] * 9], 1)
     assert estimate is not None
     assert (estimate.mean, estimate.tasks, estimate.missing) == (0.5, 2, 0)
@@ -30,13 +30,13 @@ def test_a_task_with_too_few_samples_is_missing_and_not_wrong():
         pass_over_tasks([[]], 0)
 
 
-def test_the_threshold_says_what_is_correct():
+def test_the_threshold_decides_what_is_correct():
     samples = [[0.4, 0.6]]
     assert [pass_over_tasks(samples, 1, threshold=t).mean for t in (0.3, 0.5, 0.7)] == [1.0, 0.5, 0.0]  # type: ignore[union-attr]
 
 
-def test_the_bootstrap_is_that_of_drawing_tasks():
-    """All 3^3 draws of three tasks, instead of a sample of them."""
+def test_the_bootstrap_resamples_tasks():
+    """Compares with all 3^3 draws of three tasks, instead of a sample of them."""
     values = [0.0, 0.25, 1.0]
     means = sorted(sum(draw) / 3 for draw in [(a, b, c) for a in values for b in values for c in values])
     low, high = mean_interval(values, level=0.8) or (0.0, 0.0)
@@ -45,7 +45,7 @@ def test_the_bootstrap_is_that_of_drawing_tasks():
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(0, 2**32), st.randoms())
-def test_an_interval_depends_on_values_and_seed_only_and_lies_within_the_values(values, seed, shuffle: Random):
+def test_an_interval_depends_only_on_values_and_seed_and_is_within_the_values(values, seed, shuffle: Random):
     interval = mean_interval(values, seed=seed)
     shuffled = list(values)
     shuffle.shuffle(shuffled)
@@ -79,8 +79,8 @@ def test_wilsons_interval_is_the_known_one():
     assert mean_interval([1.0] * 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
 
 
-def test_about_as_many_intervals_hold_the_truth_as_they_say():
-    """Tasks of all difficulties, four samples each: of 100 evaluations, about 95 intervals hold the true 0.5."""
+def test_intervals_contain_the_true_value_about_as_often_as_their_level():
+    """Tasks of all difficulties, four samples each: of 100 evaluations, about 95 intervals contain the true 0.5."""
     random = Random(7)
     held = 0
     for seed in range(100):
@@ -92,7 +92,7 @@ def test_about_as_many_intervals_hold_the_truth_as_they_say():
     assert 88 <= held <= 99
 
 
-def test_a_higher_level_is_a_wider_interval():
+def test_a_higher_level_gives_a_wider_interval():
     values = [0.0, 0.0, 0.5, 1.0] * 5
     low, high = mean_interval(values) or (0.0, 0.0)
     wide_low, wide_high = mean_interval(values, level=0.999) or (0.0, 0.0)
@@ -107,7 +107,7 @@ def test_a_higher_level_is_a_wider_interval():
         ([1.0, math.nan], 0.95, "finite"),
     ],
 )
-def test_what_has_no_interval_is_refused(values, level, wrong):
+def test_values_without_an_interval_are_refused(values, level, wrong):
     with pytest.raises(ValueError, match=wrong):
         mean_interval(values, level=level)
 

@@ -1,4 +1,4 @@
-"""Which samples count, which are missing, and what is made of them."""
+"""Which samples count, which are missing, and the figures computed from them."""
 
 from math import comb
 from typing import Any
@@ -23,13 +23,13 @@ def rewards(samples: tuple[Sample, ...]) -> list[float | None]:
     return [sample.reward for sample in samples]
 
 
-def test_a_spare_has_the_place_of_what_infrastructure_lost():
+def test_a_spare_takes_the_place_of_a_lost_sample():
     places = placed([scored(3, 0.5), scored(0, 1.0), lost(1), scored(2, 0.0)], 3, 0)
     assert [sample.index for sample in places] == [0, 2, 3]
     assert rewards(places) == [1.0, 0.0, 0.5]
 
 
-def test_what_no_spare_could_replace_is_missing_once():
+def test_a_lost_sample_without_a_spare_is_missing_once():
     places = placed([scored(0, 1.0), lost(1, "stalled"), lost(2), lost(3)], 3, 0)
     task = TaskSamples("shell", places)
     assert len(places) == 3 and task.rewards == (1.0,)
@@ -40,7 +40,7 @@ def test_a_spare_that_was_not_needed_does_not_count():
     assert rewards(placed([scored(index, 1.0) for index in range(4)], 3, 0)) == [1.0] * 3
 
 
-def test_a_task_that_cannot_be_done_is_missing_as_a_whole_however_fast_its_samples_were():
+def test_all_samples_of_an_impossible_task_are_missing_even_scored_ones():
     hopeless = Sample(1, "r-1", code="setup_failed", fate=MemberFate.HOPELESS)
     cancelled = Sample(2, "r-2", code="cancelled", fate=MemberFate.CANCELLED)
     task = TaskSamples("shell", placed([scored(0, 1.0), hopeless, cancelled], 4, 0))
@@ -48,14 +48,14 @@ def test_a_task_that_cannot_be_done_is_missing_as_a_whole_however_fast_its_sampl
 
 
 def test_a_sample_of_other_weights_is_missing():
-    """Whether all of its tokens were sampled from them, or only the last."""
+    """Whether they sampled all of its tokens, or only the last."""
     mixed = Sample(2, "r-2", 1.0, oldest_version=3, newest_version=4)
     silent = Sample(3, "r-3", 0.0)  # nothing was sampled: no version
     task = TaskSamples("shell", placed([scored(0, 1.0, 3), scored(1, 1.0, 4), mixed, silent], 4, 3))
     assert task.rewards == (1.0, 0.0) and task.missing == {"version_changed": 2}
 
 
-def test_what_has_not_begun_is_missing():
+def test_samples_that_have_not_started_are_missing():
     assert TaskSamples("", placed([], 2, 0)).missing == {"not_begun": 2}
     assert TaskSamples("", placed([scored(0, 1.0)], 2, 0, "version_changed")).missing == {"version_changed": 1}
 
@@ -75,7 +75,7 @@ def by_hand(n: int, skills: tuple[int, ...], k: int) -> float:
     return sum(1 - comb(n - c, k) / comb(n, k) for c in skills) / len(skills)
 
 
-def test_pass_at_k_is_told_for_each_part_and_over_all():
+def test_pass_at_k_is_computed_for_each_part_and_overall():
     tasks = [*tasks_of(2, 4, 0, label="a"), *tasks_of(1, environment="code", label="b")]
     result = evaluated(tasks, Rules(4, 4), has_labels=True)
     told = {name: part["pass_at"] for name, part in result["environments"].items()}
@@ -86,7 +86,7 @@ def test_pass_at_k_is_told_for_each_part_and_over_all():
     assert (result["missing"], result["missing_share"]) == ({}, 0.0)
 
 
-def test_missing_samples_are_in_no_number():
+def test_missing_samples_are_in_no_figure():
     short = TaskSamples("math", placed([scored(0, 1.0), lost(1), lost(2)], 2, 0))
     gone = TaskSamples("math", placed([], 2, 0, "forgotten"))
     result = evaluated([*tasks_of(1, n=2), short, gone], Rules(2, 2))
@@ -108,7 +108,7 @@ def test_the_same_samples_give_the_same_numbers_in_any_order():
 
 
 def test_all_k_share_one_bootstrap(monkeypatch: pytest.MonkeyPatch):
-    """One of its own for each of 64 k took a minute for 5,000 tasks."""
+    """A separate one for each of 64 k took a minute for 5,000 tasks."""
     calls: list[int] = []
     once = estimates._bootstrap
 
@@ -126,5 +126,5 @@ def test_all_k_share_one_bootstrap(monkeypatch: pytest.MonkeyPatch):
         assert (told["low"], told["high"]) == pytest.approx(alone.interval)
 
 
-def test_a_label_is_what_the_data_says():
+def test_a_label_is_a_value_of_the_tasks_data():
     assert [label_of({"family": "gcd", "n": 3}, key) for key in ("family", "n", "none")] == ["gcd", "3", ""]

@@ -1,4 +1,4 @@
-"""The filters, and that a group is given up early only when its rejection is certain."""
+"""The filters, and that a group is rejected early only when its rejection is certain."""
 
 from fractions import Fraction
 from importlib.metadata import EntryPoint
@@ -35,7 +35,7 @@ def test_spread_needs_rewards_that_differ():
 
 
 @given(st.lists(st.floats(-10, 10), max_size=8), st.integers(1, 8))
-def test_a_group_of_which_anybody_is_missing_may_always_get_a_spread(rewards: list[float], missing: int):
+def test_a_group_with_a_missing_member_may_always_get_a_spread(rewards: list[float], missing: int):
     assert not KeepSpread(3.0).is_hopeless(rewards, missing)
 
 
@@ -50,15 +50,15 @@ SHARES = sorted({float(Fraction(passed, size)) for size in range(1, 6) for passe
 
 
 def certain(kept_by: KeepPassRate, rewards: list[float], missing: int) -> bool:
-    """Whether no end of the missing members gives a group that is kept, by trying them all."""
+    """Whether no outcome of the missing members gives a group that is kept, by trying all of them."""
     for rest in product(MISSING_MEMBER, repeat=missing):
         if keeps(kept_by, *rewards, *(reward for reward in rest if reward is not None)):
             return False
     return True
 
 
-def test_early_rejection_is_certain_in_every_case_there_is():
-    """Every group of up to five, however far it is, every range whose ends are reachable shares."""
+def test_early_rejection_is_certain_in_every_possible_case():
+    """Every group of up to five in every state, every range whose ends are reachable shares."""
     early = 0
     for low, high in ((low, high) for low in SHARES for high in SHARES if low <= high):
         kept_by = KeepPassRate(low, high)
@@ -69,13 +69,13 @@ def test_early_rejection_is_certain_in_every_case_there_is():
                     early += missing > 0
                     assert certain(kept_by, rewards, missing), (low, high, rewards, missing)
                 elif not missing:
-                    assert keeps(kept_by, *rewards) or not rewards, "with nobody missing it knows"
-    assert early > 400, "it does reject early"
+                    assert keeps(kept_by, *rewards) or not rewards, "with no member missing, the result is known"
+    assert early > 400, "some groups are rejected early"
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.125, 0.875), (0.0, 0.5), (0.5, 1.0), (0.25, 0.25)])
-def test_it_rejects_as_early_as_can_be(low: float, high: float):
-    """In a group of eight that are all trained on, as soon as the missing ones cannot change it."""
+def test_a_pass_rate_filter_rejects_as_early_as_possible(low: float, high: float):
+    """In a group of eight that are all trained on, it rejects as soon as the missing ones cannot change the result."""
     kept_by = KeepPassRate(low, high)
     for ended in range(9):
         for passes in range(ended + 1):

@@ -1,4 +1,4 @@
-"""Who is in a group: by index and by infrastructure, never by who was first."""
+"""The members of a group depend on index and infrastructure, never on the order of ends."""
 
 from itertools import permutations
 
@@ -50,7 +50,7 @@ def ended(failure: Failure | None, reward: float | None, outcome: Outcome, *, is
         (Blame.POLICY, MemberFate.STOOD),
     ],
 )
-def test_a_failure_without_a_score_counts_by_whose_fault_it_is(blame: Blame, fate: MemberFate):
+def test_a_failure_without_a_score_counts_by_its_blame(blame: Blame, fate: MemberFate):
     found = ended(Failure("code", blame, ""), None, Outcome.FAILED)
     assert (found.fate, found.reward, found.is_trainable, found.code) == (fate, None, False, "code")
 
@@ -66,15 +66,16 @@ def test_a_scored_rollout_keeps_its_place_and_its_lost_attempts_tokens():
 def run_through(
     group: Group, fates: list[MemberFate], order: list[int]
 ) -> tuple[Group, GroupStanding, dict[int, MemberEnd]]:
-    """Ends the started rollouts in that order of preference, beginning spares when told to, until it is over."""
+    """Ends the started rollouts in that order of preference, and starts spares when required, until the group is
+    over."""
     ends: dict[int, MemberEnd] = {}
     now = standing(group, ends)
     while not now.is_over:
         if now.start:
-            assert now.start.start == group.started, "rollouts are begun one after another"
+            assert now.start.start == group.started, "rollouts are started in order of index"
             group = Group(group.id, group.run, group.size, group.spares, group.min_members, started=now.start.stop)
         at_work = [index for index in order if index < group.started and index not in ends]
-        assert at_work, "a group that is not over has somebody at work"
+        assert at_work, "a group that is not over has a running rollout"
         index = at_work[0]
         ends[index] = MemberEnd(
             index, fates[index], 1.0 if fates[index] is MemberFate.STOOD else None, sampled_tokens=1
@@ -85,7 +86,7 @@ def run_through(
 
 @given(st.data())
 @settings(deadline=None)
-def test_the_members_do_not_depend_on_who_ends_first(data: st.DataObject):
+def test_the_members_do_not_depend_on_the_order_of_ends(data: st.DataObject):
     size, spares = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     least = data.draw(st.none() | st.integers(1, size))
     fates = data.draw(st.lists(FATES, min_size=size + spares, max_size=size + spares))
@@ -101,8 +102,8 @@ def test_the_members_do_not_depend_on_who_ends_first(data: st.DataObject):
     assert now.members == (kept if len(kept) >= enough else ())
     assert (now.failure is None) is (len(kept) >= enough)
     lost = sum(fates[index] is MemberFate.LOST for index in ends)
-    assert group.started == size + min(lost, spares), "a spare is for a lost one, and for nobody else"
-    assert set(ends) == set(range(group.started)), "nobody is left out for being slow"
+    assert group.started == size + min(lost, spares), "a spare replaces a lost member, and no other"
+    assert set(ends) == set(range(group.started)), "no rollout is left out for being slow"
 
 
 def test_a_spare_waits_for_a_loss_and_takes_that_place_only():
@@ -121,7 +122,7 @@ def test_without_spares_left_a_group_is_short_or_delivered_short():
     assert standing(Group("g", "r", 3, spares=0, min_members=2, started=3), lost).members == (0, 2)
 
 
-def test_one_that_was_cancelled_has_no_spare():
+def test_a_cancelled_member_is_not_replaced_by_a_spare():
     ends = {0: stood(0), 1: MemberEnd(1, MemberFate.CANCELLED)}
     assert standing(Group("g", "r", 2, spares=2, started=2), ends) == GroupStanding(is_over=True, failure="cancelled")
 
@@ -132,7 +133,7 @@ def test_a_task_that_cannot_be_done_fails_the_group_at_once(order: tuple[MemberF
     assert standing(Group("g", "r", 4, started=4), ends) == GroupStanding(is_over=True, failure="task_invalid")
 
 
-def test_statistics_are_over_those_that_are_trained_on():
+def test_statistics_cover_the_members_that_are_trained_on():
     ends = {
         0: stood(0, 1.0),
         1: stood(1, 0.0),
@@ -144,7 +145,7 @@ def test_statistics_are_over_those_that_are_trained_on():
     stats = stats_of(ends, (0, 1, 2, 3))
     assert (stats.members, stats.scored, stats.trainable, stats.infra_failures) == (4, 3, 2, 1)
     assert (stats.mean, stats.spread, stats.pass_rate, stats.lowest, stats.highest) == (0.5, 0.5, 0.5, 0.0, 1.0)
-    assert stats.sampled_tokens == 43, "what was lost was sampled, too"
+    assert stats.sampled_tokens == 43, "lost tokens were sampled, too"
     nobody = stats_of({}, ())
     assert (nobody.mean, nobody.spread, nobody.pass_rate, nobody.lowest) == (None, None, None, None)
 
@@ -160,7 +161,7 @@ def test_versions_are_those_of_members_that_sampled():
     assert versions_of(ends, (1,)) == (-1, -1)
 
 
-def test_a_filter_and_the_pass_rate_see_the_reward_without_the_overlong_penalty():
+def test_a_filter_and_the_pass_rate_use_the_reward_without_the_overlong_penalty():
     ends = {
         index: end_of(
             Rollout(
@@ -180,6 +181,6 @@ def test_a_filter_and_the_pass_rate_see_the_reward_without_the_overlong_penalty(
 
 
 @pytest.mark.parametrize("most", [1.0, 1e15, 1e150, 1e300])
-def test_statistics_of_a_million_members_of_any_size_are_finite(most: float):
+def test_statistics_of_a_million_members_with_any_rewards_are_finite(most: float):
     rewards = [most, -most] * 500_000
     assert spread_of(rewards) == pytest.approx(most) and mean_of(rewards) == 0.0

@@ -1,9 +1,9 @@
-"""What reaches the trainer is what was begun, however long it took: statistics over the simulated world.
+"""What reaches the trainer is what was started, however long it took: statistics over a simulation.
 
-Successes take six times as long as failures here, and some rollouts ten times as long as others. The rules by default
-must show none of that in what is delivered; the two settings that are documented as biased must, or these tests could
-not fail. Seeds are fixed; a difference counts in standard errors of the two means (which is generous to neither: most
-groups are in both, so by chance alone it stays well below one).
+Successes take six times as long as failures here, and some rollouts ten times as long as others. With the default
+rules, delivered groups must show no trace of that; the two settings that are documented as biased must, or these tests
+could not fail. Seeds are fixed; a difference is measured in standard errors of the two means (which favours neither
+result: most groups are in both, so by chance alone it stays well below one).
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ BIASED = ["cancel", "cancel, keep all", "drop", "drop, keep all"]
 
 @cache
 def drawn(rules: str) -> tuple[list[StartedGroup], list[StartedGroup]]:
-    """Groups that were begun, and that were delivered, during the counted batches; of those that the filter wants.
-    Neither is made of the other: what is in flight at the two ends of the time is in one and not in the other."""
+    """Returns the groups that were started, and those that were delivered, during the counted batches; only groups that
+    the filter keeps. Neither contains the other: groups that run at either end of the period are in only one of
+    them."""
     ours = Ours(WORLD, is_early=rules == "wait", **RULES[rules])
     tally = ours.run(followed(COUNT))
     since_s, until_s = window(tally, COUNT)
@@ -67,7 +68,7 @@ def slowest_s(begun: StartedGroup) -> float:
 def difference(
     begun: Sequence[StartedGroup], delivered: Sequence[StartedGroup], of: Callable[[StartedGroup], float]
 ) -> float:
-    """How much more the delivered have of it, in standard errors."""
+    """Returns how much more of it the delivered groups have, in standard errors."""
     ours, theirs = [of(one) for one in delivered], [of(one) for one in begun]
     error = math.sqrt(pvariance(ours) / len(ours) + pvariance(theirs) / len(theirs))
     return (fmean(ours) - fmean(theirs)) / error
@@ -75,14 +76,14 @@ def difference(
 
 @pytest.mark.parametrize("of", [pass_rate, length, slowest_s])
 @pytest.mark.parametrize("rules", FAIR)
-def test_what_is_delivered_is_like_what_was_begun(rules: str, of: Callable[[StartedGroup], float]):
+def test_delivered_groups_are_like_the_started_ones(rules: str, of: Callable[[StartedGroup], float]):
     begun, delivered = drawn(rules)
     assert len(delivered) >= COUNT * WORLD.want
     assert abs(difference(begun, delivered, of)) < 1.5
 
 
 @pytest.mark.parametrize("rules", BIASED)
-def test_what_is_documented_as_biased_is_found_to_be(rules: str):
+def test_settings_documented_as_biased_are_biased(rules: str):
     begun, delivered = drawn(rules)
     assert difference(begun, delivered, slowest_s) < -5
     assert any(one.end == "thrown" for one in begun)
@@ -90,17 +91,17 @@ def test_what_is_documented_as_biased_is_found_to_be(rules: str):
 
 @pytest.mark.parametrize("rules", ["cancel", "cancel, keep all"])
 def test_the_bias_reaches_the_pass_rate_and_the_length(rules: str):
-    assert difference(*drawn(rules), pass_rate) < -3.5, "successes are slow, and missing"
+    assert difference(*drawn(rules), pass_rate) < -3.5, "successes are slow, so they are missing"
     assert difference(*drawn(rules), length) < -2.5
 
 
 @pytest.mark.parametrize("rules", FAIR)
-def test_every_group_that_was_begun_is_delivered_or_filtered_in_the_end(rules: str):
+def test_every_started_group_is_finally_delivered_or_filtered(rules: str):
     begun, _ = drawn(rules)
     assert {one.end for one in begun} == {"delivered"}
 
 
-def test_the_reference_is_biased_against_stragglers_and_successes():
+def test_the_reference_sampler_is_biased_against_stragglers_and_successes():
     tally = reference(WORLD, followed(COUNT))
     since_s, until_s = window(tally, COUNT)
     begun = [one for one in tally.begun if one.script.has_signal and since_s <= one.begun_s < until_s]
@@ -109,7 +110,7 @@ def test_the_reference_is_biased_against_stragglers_and_successes():
     assert fmean(one.script.has_straggler for one in delivered) < 0.5 * fmean(one.script.has_straggler for one in begun)
 
 
-def test_rewards_before_filtering_are_those_of_everything_that_was_judged():
+def test_rewards_before_filtering_cover_all_judged_groups():
     ours = Ours(WORLD)
     ours.run(followed(COUNT))
     figures = ours.draw_state.progress.figures
@@ -120,6 +121,6 @@ def test_rewards_before_filtering_are_those_of_everything_that_was_judged():
     assert figures.all_one == sum(script.pass_rate == 1.0 for script in judged)
 
 
-def test_under_wait_the_world_never_makes_a_group_too_old():
+def test_under_wait_no_group_of_the_simulation_is_too_old():
     _, delivered = drawn("wait")
     assert max(one.staleness for one in delivered) <= 2

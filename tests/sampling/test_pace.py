@@ -1,4 +1,4 @@
-"""How much a draw begins, and how old a group may get: pace by the kept share, and `on_stale`."""
+"""How many groups a draw starts, and how old a group may get: the pace by the keep rate, and `on_stale`."""
 
 from random import Random
 from typing import Any
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.slow
     is_lifo=st.booleans(),
 )
 @settings(max_examples=30, deadline=None)
-def test_under_wait_nothing_is_ever_too_old(
+def test_under_wait_no_group_is_ever_too_old(
     seed: int, staleness: int, want: int, kept: float, is_early: bool, is_lifo: bool
 ):
-    """A trainer that takes one batch per version. `is_early`: it asks for the next one before it raises the version,
+    """A trainer that takes one batch per version. `is_early`: it requests the next one before it raises the version,
     which happens at any moment after that, but before that batch is taken."""
     dice = Random(seed)
     it = Driven(config_of(200, max_staleness=staleness, on_stale=OnStale.WAIT), want)
@@ -58,8 +58,10 @@ def test_under_wait_nothing_is_ever_too_old(
 )
 @given(seed=st.integers(0, 2**32), want=st.integers(1, 6), kept=st.floats(0.3, 1))
 @settings(max_examples=30, deadline=None)
-def test_a_trainer_can_take_turns(on_stale: OnStale, surplus: Surplus, seed: int, want: int, kept: float):
-    """`max_staleness` 0, and no group is at work while a batch is learned from."""
+def test_a_trainer_can_sample_and_learn_in_turns(
+    on_stale: OnStale, surplus: Surplus, seed: int, want: int, kept: float
+):
+    """With `max_staleness` 0, no group runs while the trainer learns from a batch."""
     dice = Random(seed)
     it = Driven(config_of(200, max_staleness=0, on_stale=on_stale, surplus=surplus), want)
     it.ask()
@@ -67,7 +69,7 @@ def test_a_trainer_can_take_turns(on_stale: OnStale, surplus: Surplus, seed: int
         if it.draw_state.batch is not None:
             it.end(dice.choice(it.open()), is_kept=dice.random() < kept)
             continue
-        assert not it.open(), "nothing is sampled meanwhile"
+        assert not it.open(), "no group runs meanwhile"
         it.raise_version()
         it.ask()
     assert len(it.batches) > 1
@@ -75,7 +77,7 @@ def test_a_trainer_can_take_turns(on_stale: OnStale, surplus: Surplus, seed: int
     assert on_stale is OnStale.DROP or not it.draw_state.progress.figures.dropped
 
 
-def test_under_wait_the_last_places_are_kept_for_the_oldest():
+def test_under_wait_the_last_places_are_reserved_for_the_oldest_groups():
     it = Driven(config_of(max_staleness=0, on_stale=OnStale.WAIT), want=2)
     it.ask()
     first, second = it.open()
@@ -87,8 +89,9 @@ def test_under_wait_the_last_places_are_kept_for_the_oldest():
     assert {group.id for group in it.of(GroupState.DELIVERED)} == {first, second}
 
 
-def test_under_wait_places_are_kept_while_there_still_are_enough():
-    """Two old groups, and two batches that may have them: a newer one that is done must not take a place of theirs."""
+def test_under_wait_places_are_reserved_in_time():
+    """There are two old groups, and two batches that may contain them: a newer complete group must not take one of
+    their places."""
     it = Driven(config_of(max_staleness=2, on_stale=OnStale.WAIT), want=1)
     it.ask()
     *old, first = it.open()
@@ -108,7 +111,7 @@ def test_under_wait_places_are_kept_while_there_still_are_enough():
     assert it.groups[newer].batch == 4 and it.draw_state.progress.figures.dropped == 0
 
 
-def test_a_trainer_that_skips_versions_loses_what_is_too_old_under_wait_and_drop_and_gets_it_under_deliver():
+def test_skipped_versions_drop_old_groups_under_wait_and_drop_but_not_under_deliver():
     for on_stale, dropped in ((OnStale.WAIT, 3), (OnStale.DROP, 3), (OnStale.DELIVER, 0)):
         it = Driven(config_of(max_staleness=1, on_stale=on_stale), want=1)
         it.ask()
@@ -121,14 +124,14 @@ def test_a_trainer_that_skips_versions_loses_what_is_too_old_under_wait_and_drop
         assert bool(old)
 
 
-def test_pace_is_by_the_kept_share_and_never_below_what_the_batch_lacks():
+def test_the_pace_follows_the_keep_rate_and_always_fills_the_open_batch():
     it = Driven(config_of(max_staleness=1), want=4)
-    assert it.draw_state.admit() == [], "nobody has asked for anything"
+    assert it.draw_state.admit() == [], "no batch was requested"
     it.ask()
-    assert len(it.open()) == 8, "two batches' worth, while nothing is known of what is kept"
+    assert len(it.open()) == 8, "enough for two batches, while the keep rate is unknown"
     for _ in range(4):
         it.end(it.open()[0])
-    assert (len(it.batches), len(it.open())) == (1, 4), "the version is the same: S more batches are enough"
+    assert (len(it.batches), len(it.open())) == (1, 4), "the version is unchanged: S more batches are enough"
     it.raise_version()
     assert len(it.open()) == 8
     tight = Driven(config_of(max_staleness=0, max_groups_in_flight=3), want=4)
@@ -136,8 +139,8 @@ def test_pace_is_by_the_kept_share_and_never_below_what_the_batch_lacks():
     assert len(tight.open()) == 3
 
 
-def test_what_fails_fast_does_not_make_a_draw_begin_a_thousand_groups():
-    """The first to be judged are those that failed at once; the others have signal and take long."""
+def test_fast_failures_do_not_make_a_draw_start_a_thousand_groups():
+    """The groups judged first are those that failed at once; the others have signal and take long."""
     it = Driven(config_of(10_000, max_staleness=1, patience=10_000), want=32)
     it.ask()
     for _ in range(100):
@@ -145,10 +148,10 @@ def test_what_fails_fast_does_not_make_a_draw_begin_a_thousand_groups():
         if not fast:
             break
         it.end(fast[0], is_kept=False)
-    assert len(it.open()) <= 200, "some three times what two batches need at a share of a half"
+    assert len(it.open()) <= 200, "about three times what two batches need at a keep rate of a half"
 
 
-def test_a_straggler_holds_up_nobody_once_half_a_batch_has_overtaken_it():
+def test_a_straggler_delays_no_group_once_half_a_batch_has_overtaken_it():
     it = Driven(config_of(10_000, max_staleness=1), want=4)
     it.ask()
     slow = it.open()[0]
@@ -162,11 +165,11 @@ def test_a_straggler_holds_up_nobody_once_half_a_batch_has_overtaken_it():
         handed = batch.delivered if batch is not None else 4
         overtakers = len(it.batches) * 4 + handed if batch is not None else len(it.batches) * 4
         if overtakers >= 2:
-            assert others == 8 - handed, "as many others are at work as without it"
+            assert others == 8 - handed, "as many others run as without it"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_the_long_run_as_much_is_begun_as_the_filter_needs(seed: int):
+def test_in_the_long_run_as_many_groups_start_as_the_filter_needs(seed: int):
     dice = Random(seed)
     it = Driven(config_of(10_000, max_staleness=1), want=8)
     it.ask()
@@ -177,12 +180,12 @@ def test_in_the_long_run_as_much_is_begun_as_the_filter_needs(seed: int):
             it.ask()
         it.end(dice.choice(it.open()), is_kept=dice.random() < 0.25)
         opened.append(len(it.open()))
-    # two batches of eight at a quarter are 64; ending in no order at all, most of them are overtaken at some time
-    assert 28 <= max(opened[100:]) <= 260, "by the share that was measured"
+    # two batches of eight at a quarter are 64; as they end in random order, most of them are overtaken at some time
+    assert 28 <= max(opened[100:]) <= 260, "by the measured keep rate"
 
 
 @pytest.mark.parametrize("on_stale", OnStale)
-def test_a_huge_batch_is_begun_and_handed_out_without_looking_at_all_groups_for_each(on_stale: OnStale):
+def test_starting_and_delivering_a_huge_batch_is_not_quadratic(on_stale: OnStale):
     class Counted(dict[str, ActiveGroup]):
         looks = 0
 
@@ -202,8 +205,8 @@ def test_a_huge_batch_is_begun_and_handed_out_without_looking_at_all_groups_for_
     assert flying.looks < 10
 
 
-def test_without_staleness_alone_a_trainer_does_not_take_turns():
-    """What was begun too much, by the share that was kept so far, goes on under `deliver`."""
+def test_max_staleness_0_alone_does_not_make_a_trainer_take_turns():
+    """Under `deliver`, groups that were started in excess, by the keep rate so far, continue."""
     it = Driven(config_of(200, max_staleness=0), want=3)
     dice = Random(1)
     it.ask()

@@ -1,4 +1,4 @@
-"""The order of tasks: the same for a seed, none twice in an epoch, those that came back first."""
+"""The order of tasks: determined by the seed, each task once per epoch, returned tasks first."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_every_epoch_has_each_task_once(size: int, epochs: int, shuffle: bool, s
 
 
 @given(at=st.integers(0, 150), seed=st.integers(0, 9))
-def test_two_numbers_are_enough_to_go_on_after_a_restart(at: int, seed: int):
+def test_two_numbers_are_enough_to_continue_after_a_restart(at: int, seed: int):
     wanted = config(50, seed=seed)
     whole = taken(TaskOrder(wanted, 50), DrawProgress(), 200)
     progress = DrawProgress()
@@ -49,12 +49,12 @@ def test_epochs_and_seeds_are_shuffled_differently():
     assert first != second and first != other and first != sorted(first)
 
 
-def test_without_a_bound_it_never_ends():
+def test_without_a_bound_on_epochs_the_order_never_ends():
     order, progress = TaskOrder(config(3), 3), DrawProgress()
     assert len(taken(order, progress, 1000)) == 1000 and progress.epoch == 333 and not order.is_dry(progress)
 
 
-def test_what_came_back_goes_first_and_makes_a_dry_source_wet():
+def test_returned_tasks_come_first_and_an_exhausted_source_has_them():
     order, progress = TaskOrder(config(2, epochs=1), 2), DrawProgress()
     first, _ = taken(order, progress, 9)
     assert order.is_dry(progress)
@@ -64,7 +64,7 @@ def test_what_came_back_goes_first_and_makes_a_dry_source_wet():
     assert order.is_dry(progress)
 
 
-def test_a_source_that_grows_is_taken_as_it_comes_and_once():
+def test_a_growing_source_is_taken_in_order_and_once():
     order, progress = TaskOrder(config(None, epochs=5), None, grown=2), DrawProgress()
     assert [item.index for item in taken(order, progress, 9)] == [0, 1]
     assert not order.has_more(progress) and not order.is_dry(progress), "more may be pushed"

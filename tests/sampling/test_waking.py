@@ -1,4 +1,4 @@
-"""A draw and those who wait for it are woken at once: nothing is left to the next poll, or to somebody who comes by."""
+"""A draw and its waiters are woken at once, not with the next poll or the next unrelated event."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.service.skill import skilled
 from tests.service.test_draws import closed, draw, mixed, site_with
 
 
-async def test_a_batch_is_told_before_what_it_left_over_is_cancelled(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_a_closed_batch_is_announced_before_its_surplus_is_cancelled(tmp_path: Path, monkeypatch: Any) -> None:
     """Each cancel is a write of its own, and a batch may leave hundreds."""
 
     def slow(rollout_id: str) -> float:
@@ -32,13 +32,13 @@ async def test_a_batch_is_told_before_what_it_left_over_is_cancelled(tmp_path: P
         finally:
             may_cancel.set()
         assert (batch["state"], batch["delivered"]) == ("closed", 2)
-        assert asked, "there was something to cancel"
+        assert asked, "there was a rollout to cancel"
         async with asyncio.timeout(90):
             await engine.idle()
 
 
-async def test_a_draw_that_a_rewind_brings_back_looks_at_a_full_queue_again(tmp_path: Path, monkeypatch: Any) -> None:
-    """Its earlier life had a timer for that, which ended with it."""
+async def test_a_draw_reopened_by_a_rewind_checks_a_full_queue_again(tmp_path: Path, monkeypatch: Any) -> None:
+    """The timer for that ended with the earlier `main`."""
     monkeypatch.setattr("rollyard.sampling.draw_runner.FULL_S", 3.0)
     async with skilled(mixed) as engine, site_with(tmp_path, engine, max_queued=2) as site:
         await site.hold()
@@ -58,8 +58,8 @@ async def test_a_draw_that_a_rewind_brings_back_looks_at_a_full_queue_again(tmp_
             assert (await closed(site, 1))["delivered"] == 1
 
 
-async def test_what_is_due_is_not_put_off_by_what_comes_later(tmp_path: Path, monkeypatch: Any) -> None:
-    """The end of its seconds, say, by a hold-off that begins in the same turn."""
+async def test_a_due_timer_is_not_postponed_by_a_later_one(tmp_path: Path, monkeypatch: Any) -> None:
+    """For example, the end of its seconds by a hold-off that starts in the same turn."""
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, source={"push": True})
         runner, woken = await site.served.app_state.sampler.runner("d"), asyncio.Event()

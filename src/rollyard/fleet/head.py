@@ -288,8 +288,7 @@ class HeadPipeline(LeasingPipeline):
             node.news.set()
 
     async def settled(self) -> None:
-        """Waits until every node has applied the current gates or is gone, including those that may still claim
-        rollouts."""
+        """Waits until every node, including those that may still claim rollouts, has applied the gates or is gone."""
         number = self.resources.router.gates().number
         while self._unclaimed or self._going_back or self.nodes.behind(number):
             await self.nodes.changed()

@@ -24,8 +24,7 @@ from rollyard.store.base import QueuedRow, Recovery, Retention, Stale, SweepResu
 from rollyard.store.codec import encode_trajectory, to_json
 
 MOST_ARTIFACT_BYTES = 32 << 20
-"""Limit on one rollout's artifacts that go to the head. Larger ones are scored here and cannot be scored again
-later."""
+"""Limit on one rollout's artifacts that go to the head. Larger ones are scored here and cannot be rescored."""
 
 
 @dataclass(slots=True)

@@ -242,8 +242,7 @@ class Node:
             self._run(self._follow(orders.gates, self._joins))
 
     def _run(self, errand: Coroutine[object, object, None]) -> None:
-        """Runs an errand beside the loops. If it raises, so does `main`: gates that were not applied must not count as
-        applied."""
+        """Runs an errand beside the loops. If it raises, so does `main`: unapplied gates must not count as applied."""
         task = asyncio.create_task(errand)
         self._errands.add(task)
         task.add_done_callback(self._ran)

@@ -176,8 +176,7 @@ class Nodes:
         self._changed: set[asyncio.Future[None]] = set()
 
     def join(self, join: Join) -> tuple[ConnectedNode, bool]:
-        """Returns the node and whether it was connected already. Raises `NodeReplaced` if another session has its
-        name."""
+        """Returns the node and whether it was connected. Raises `NodeReplaced` if another session has its name."""
         if join.session in self._replaced:
             raise NodeReplaced(f"another process has joined as {self._replaced[join.session]!r} since")
         there = self.by_name.get(join.name)
@@ -244,8 +243,7 @@ class Nodes:
 
     @property
     def wanted(self) -> int:
-        """Rollouts that all nodes want. It is read often, so it visits only nodes that have called since they wanted
-        none."""
+        """Rollouts that all nodes want. Read often, so it visits only nodes that have called since they wanted none."""
         for key in [key for key, node in self._hungry.items() if node.room.want <= 0]:
             del self._hungry[key]
         return sum(node.room.want for node in self._hungry.values())

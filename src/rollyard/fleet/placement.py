@@ -28,8 +28,7 @@ REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class PlacementKeys:
-    """What a rollout can reuse at a node that has had one like it: a set-up (environment, data, image), and the
-    image."""
+    """What a rollout can reuse where a similar one has run: a set-up (environment, data, image), and the image."""
 
     setup: str
     image: str | None
@@ -44,7 +43,7 @@ class PlacementKeys:
 
 @dataclass(slots=True)
 class NodeRoom:
-    """A node as placement sees it."""
+    """What placement uses of a node."""
 
     places: int = 1  # in total
     want: int = 0  # free ones

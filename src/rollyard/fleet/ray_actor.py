@@ -51,7 +51,7 @@ SLOTS = ("init_slots", "run_slots", "eval_slots", "ready_slots")
 
 @dataclass(frozen=True, slots=True)
 class HeadAddress:
-    """A head as an actor knows it. `id` identifies one start of it."""
+    """A head's address and token. `id` identifies one start of it."""
 
     id: str
     url: str

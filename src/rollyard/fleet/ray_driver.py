@@ -55,7 +55,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 @dataclass(slots=True)
 class _ActorRecord:
-    """An actor, as this driver knows it."""
+    """The driver's record of an actor."""
 
     name: str
     host: str
@@ -122,8 +122,7 @@ class Driver:
         return DriverReport("look", tuple(self._node(ray_id, kept) for ray_id, kept in self._kept.items()))
 
     def stop_nodes(self, bound_s: float) -> DriverReport:
-        """Requests all nodes to end what they have, then ends their actors for good. Reports those that took too
-        long."""
+        """Requests all nodes to end what they have, then ends their actors for good. Reports late ones."""
         import ray
         from ray.exceptions import RayError
 

@@ -153,8 +153,7 @@ class RayHost:
         await self._end()
 
     async def stop_nodes(self, bound_s: float = 60.0) -> None:
-        """Ends all nodes. Each is requested to end what it has, and has `bound_s` for it. The host starts no more
-        nodes."""
+        """Ends all nodes. Each has `bound_s` to end what it has. The host starts no more nodes."""
         if self._writer is None:
             raise RayUnavailable(f"no nodes were stopped: {self._error}")
         self._stopped = asyncio.get_running_loop().create_future()
@@ -280,8 +279,7 @@ async def _ended(process: subprocess.Popen[bytes], bound_s: float) -> None:
 
 
 async def _overhear(printed: asyncio.StreamReader, tail: bytearray) -> None:
-    """Keeps the end of what Ray prints. Ray's processes inherit that connection, so its end does not mean the
-    driver's."""
+    """Keeps the end of what Ray prints. Ray's processes inherit the connection: it may outlive the driver."""
     while chunk := await printed.read(TAIL_BYTES):
         tail += chunk
         del tail[:-TAIL_BYTES]

@@ -22,8 +22,7 @@ from pathlib import Path
 
 JOB_SH = Path(__file__).with_name("slurm_job.sh")
 DRAIN_MARGIN_S = 60
-"""Seconds between the end of a drain and the end of the job: Slurm may send the signal a minute late, and Ray has to
-end."""
+"""Seconds from the end of a drain to the end of the job: Slurm's signal may be a minute late, and Ray must end."""
 
 SCRATCH = "/tmp/rollyard"
 MAX_SCRATCH_CHARS = 24

@@ -106,8 +106,7 @@ class Attempt:
         self.last_beat = self.pipeline.clock()
 
     def tick(self, now: float, lease_s: float) -> float | None:
-        """Renews the sandbox leases. Returns the seconds since the last progress in RUN while its clock runs, else
-        None.
+        """Renews the sandbox leases. Returns the seconds without progress in RUN while its clock runs, else None.
 
         `now` is the pipeline's clock. INIT and EVAL need no stall check: the deadline of each covers the whole stage.
         """
@@ -240,8 +239,7 @@ class Attempt:
                 pipeline.run_pool.release()
 
     async def _sit_down(self) -> None:
-        """Acquires a seat at the policy if the agent needs a model. Until then the rollout is READY and no clock
-        runs."""
+        """Acquires a seat at the policy if the agent needs a model. Until then it is READY and no clock runs."""
         pipeline = self.pipeline
         if needs_model(pipeline.resources.agent_of(self.rollout.task)):
             seats = pipeline.resources.router.seats(self.run.policy)
@@ -419,8 +417,7 @@ class Attempt:
         return (-self.rollout.priority, self.rollout.seq)
 
     def _move(self, state: State) -> None:
-        """Writes the move without waiting; writes keep their order. Stops the attempt if the store reports another
-        owner."""
+        """Writes the move in order, without waiting. Stops the attempt if the store reports another owner."""
         at = self.rollout.position
         to = at.to(state)
         self.pipeline.store.move(self.rollout.id, at, to).add_done_callback(self._moved)

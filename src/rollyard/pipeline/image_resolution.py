@@ -31,8 +31,7 @@ class ResolvedImage:
 def resolve_image(
     name: str, runtime: Runtime, folders: Sequence[Path] | None, store: ImageStore | None
 ) -> ResolvedImage:
-    """Returns what `runtime` starts from. Raises `ImageMissing` with the reason. If `folders` is None, any path is
-    allowed."""
+    """Returns what `runtime` starts from, or raises `ImageMissing`. If `folders` is None, any path is allowed."""
     if not runtime.image_kinds:
         raise ImageMissing(f"image {name!r}: the runtime {runtime.name} has no images")
     if name.startswith(("/", ".")) or name.endswith(".sif"):

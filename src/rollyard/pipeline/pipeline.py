@@ -461,8 +461,7 @@ class Pipeline:
     async def _guarded(
         self, work: Callable[[], Coroutine[object, object, None]], row: QueuedRow | None, is_vital: bool
     ) -> None:
-        """A broken store ends everything that is live, once and with one reason; it is not a failure of each
-        rollout."""
+        """A broken store ends everything that is live, once and with one reason, not as a failure of each."""
         try:
             try:
                 await work()  # called here: a task cancelled before its first step leaves no unawaited coroutine

@@ -105,8 +105,7 @@ class AttemptProgress:
     # --- the end --------------------------------------------------------------------------------------
 
     def scored(self, score: Score, failure: Failure | None) -> Ending:
-        """Returns the end of an evaluated attempt. It has a score only without a failure, or with one of blame
-        `policy`."""
+        """Returns the end of an evaluated attempt. A failure of any blame but `policy` leaves it without a score."""
         if failure is not None and not (self.trajectory and self.trajectory.turns):
             failure = failure.without_model_call()
         if failure is not None and failure.blame is not Blame.POLICY:

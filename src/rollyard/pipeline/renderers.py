@@ -60,8 +60,7 @@ class Renderers:
         return self._loaded[key]
 
     async def check(self, engine: Engine) -> bool:
-        """Compares our tokens with the engine's. Returns False if the engine cannot tokenize. Raises
-        TokenizerMismatch."""
+        """Compares our tokens with the engine's; False if it cannot tokenize. Raises TokenizerMismatch."""
         renderer = await self.of(engine)
         theirs = await engine.tokenize(PROBE)
         if theirs is None:

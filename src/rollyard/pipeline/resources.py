@@ -116,8 +116,7 @@ class StageResources:
         )
 
     def image_of(self, task: Task) -> ResolvedImage | None:
-        """Returns what the task's sandbox starts from, or None for the runtime's own root. Raises ImageMissing or
-        RuntimeNotAllowed."""
+        """Returns what its sandbox starts from; None: the runtime's root. Raises ImageMissing or RuntimeNotAllowed."""
         if task.sandbox.image is None:
             return None
         return resolve_image(task.sandbox.image, self.runtime_of(task), self.image_folders, self.images)
@@ -167,8 +166,7 @@ class StageResources:
         return [*map(tool_kind, names), *mcp_sources(task.agent.options.get("mcp"), self.mcp_servers)]
 
     def served_inside(self, task: Task) -> dict[str, OutsideServer]:
-        """Returns the MCP servers that programs in this task's sandbox may use, by the names that the task gives
-        them."""
+        """Returns the MCP servers that programs in the task's sandbox may use, by the task's names for them."""
         sources = mcp_sources(task.agent.options.get("mcp"), self.mcp_servers)
         return {it.name: it.server for it in sources if it.is_reached_from_inside and it.server is not None}
 

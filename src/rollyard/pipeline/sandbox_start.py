@@ -45,8 +45,7 @@ async def start(
     lease_s: float,
     metrics: Metrics | None,
 ) -> Sandbox:
-    """Returns a running sandbox or raises SandboxStartFailed. The clock is held while the machine has no room for
-    one."""
+    """Returns a running sandbox or raises SandboxStartFailed. The clock is held while the machine has no room."""
     runtime = resources.runtime_of(task)
     with clock.held():
         await runtime.room()

@@ -111,8 +111,7 @@ async def _make(
 
 
 def late(clock: Deadline, phase: str) -> SetupDeadline | SandboxStartFailed:
-    """Returns the failure of an INIT that exceeded its deadline in this phase: only a slow set-up is the task's
-    fault."""
+    """Returns the failure of an INIT that exceeded its deadline: only a slow set-up is the task's fault."""
     detail = f"INIT was not done in {clock.budget_s:g} s; it was in {phase}"
     return SetupDeadline(detail) if phase == "set-up" else SandboxStartFailed(detail)
 

@@ -145,8 +145,7 @@ async def init(
     metrics: Metrics | None = None,
     ledger: EgressLedger | None = None,
 ) -> Workspace:
-    """Starts the sandbox, prepares files, starts services and opens tools. `ledger` records what the sandboxes
-    reach."""
+    """Starts the sandbox, prepares files, starts services, opens tools. `ledger` records what sandboxes reach."""
     task = rollout.task
     environment = resources.environment_of(task)
     with boundary(EnvironmentBroken, f"{task.environment}.plan"):

@@ -45,8 +45,7 @@ class ActiveGroups:
         return bool(self.open or self._over)
 
     def adopt(self, group: Group) -> ActiveGroup:
-        """Takes over a group that an earlier process left. An open one is evaluated once its rollouts have been
-        read."""
+        """Takes over a group that an earlier process left. An open one is evaluated once its rollouts are read."""
         is_complete = group.state is GroupState.COMPLETE
         if is_complete:
             self._complete[group.id] = group
@@ -76,8 +75,7 @@ class ActiveGroups:
         return True
 
     def look(self, changes: GroupChanges, *, may_begin: bool) -> list[bool]:
-        """Applies the ends since the last call. Returns, for each group that is over, whether infrastructure caused
-        it."""
+        """Applies the ends since the last call. Returns for each group that is over whether infra caused it."""
         touched, self._touched = self._touched, {}
         found = [self._look(self.open[name], changes, may_begin) for name in touched if name in self.open]
         return [is_infra for is_infra in found if is_infra is not None]
@@ -116,8 +114,7 @@ class ActiveGroups:
             self._complete[opened.id] = group
 
     def _is_hopeless(self, opened: OpenGroup) -> bool:
-        """Whether the filter will reject it whatever its missing members score. The spare of a lost member is
-        missing."""
+        """Whether it will be rejected whatever its missing members score. The spare of a lost one is missing."""
         stood = [index for index, end in opened.ends.items() if end.fate is MemberFate.STOOD]
         rewards = opened.rewards(stood)
         return self._keep.is_hopeless(rewards, max(0, opened.group.size - len(stood)))

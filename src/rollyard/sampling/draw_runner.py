@@ -151,8 +151,7 @@ class DrawRunner:
     # --- called by clients ----------------------------------------------------------------------------
 
     async def wholly(self, asked: Coroutine[object, object, T]) -> T:
-        """Completes a client's request even if the client has disconnected: half a decision would make memory and store
-        inconsistent."""
+        """Completes a request even if the client has disconnected: half a decision would be inconsistent."""
         task = asyncio.create_task(asked, name=f"draw {self.draw.id}")
         self._asked.add(task)
         task.add_done_callback(self._asked.discard)

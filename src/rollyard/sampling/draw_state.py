@@ -284,8 +284,7 @@ class DrawState:
         return True
 
     def too_old(self) -> list[ActiveGroup]:
-        """Returns the groups that are too old for the open batch; the caller ends them as dropped. Empty under
-        `deliver`."""
+        """Returns groups too old for the open batch; the caller ends them as dropped. Empty under `deliver`."""
         if self.batch is None or self.config.on_stale is OnStale.DELIVER:
             return []
         oldest = self.batch.version - self.config.max_staleness

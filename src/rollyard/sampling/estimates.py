@@ -53,8 +53,7 @@ class Estimate:
 def pass_over_tasks(
     rewards: Iterable[Collection[float]], k: int, *, threshold: float = 1.0, level: float = 0.95, seed: int = 0
 ) -> Estimate | None:
-    """Returns pass@k as a mean over tasks; `rewards` contains those of each task's samples. None if no task has k
-    samples."""
+    """Returns pass@k as a mean over tasks, from the rewards of each task's samples. None if no task has k samples."""
     if k < 1:
         raise ValueError(f"pass@{k}: k is 1 or more")
     counts = [(len(task), sum(is_correct(reward, threshold) for reward in task)) for task in rewards]

@@ -51,8 +51,8 @@ class Groups:
                 self._touch(group.id)
 
     async def put(self, wanted: Sequence[tuple[Group, Task, Mapping[str, Json]]]) -> list[Group]:
-        """Stores groups and queues their rollouts; durable when it returns. An existing group with the same body is
-        returned unchanged."""
+        """Stores groups and queues their rollouts; durable when it returns. An existing one with this body is
+        returned."""
         for group, task, _ in wanted:
             check_members(task, group.size)
         opened = [OpenGroup(group, task) for group, task, _ in wanted]

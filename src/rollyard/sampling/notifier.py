@@ -22,8 +22,7 @@ class Notifier:
         return asyncio.shield(self._next)
 
     async def until(self, look: Callable[[], Awaitable[T]], is_so: Callable[[T], bool], within_s: float) -> T:
-        """Returns what `look` returns as soon as `is_so` holds for it, or whatever it returns when `within_s` is
-        over."""
+        """Returns what `look` returns once `is_so` holds for it, or its result when `within_s` is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while True:

@@ -84,8 +84,7 @@ class Sampler:
     async def create(
         self, draw_id: str, run: Run, config: DrawConfig, tasks: Sequence[RawTask], body: Mapping[str, Json]
     ) -> DrawRunner:
-        """Creates a draw, or returns the one created earlier with the same body. Its tasks are read, checked and copied
-        first."""
+        """Creates a draw, after reading, checking and copying its tasks, or returns the one with the same body."""
         keep_of(config.keep)
         most, why = self._pipeline.settings.max_queued, "max_queued"
         for quota, name in (
@@ -139,8 +138,7 @@ class Sampler:
         return runner
 
     async def delete_run(self, run_id: str, within_s: float) -> bool:
-        """Deletes a run. Returns whether it is gone within `within_s`; if not, the deletion continues, also after a
-        restart."""
+        """Deletes a run. False if it takes longer than `within_s`: it continues, also after a restart."""
         await self._pipeline.cancelling.begin_deletion(run_id)
         await asyncio.wait({self._own(self._delete_run(run_id), f"delete {run_id}")}, timeout=within_s)
         return run_id not in self._pipeline.cancelling.deleting

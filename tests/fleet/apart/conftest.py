@@ -1,4 +1,4 @@
-"""These tests make networks: `tests/fleet/test_reach.py` runs them in a place of their own."""
+"""These tests create networks: `tests/fleet/test_reach.py` runs them in their own namespaces."""
 
 from tests.fleet import netns
 

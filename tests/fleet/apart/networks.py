@@ -1,7 +1,7 @@
-"""Network namespaces that stand for other machines: each has one cable to this one, and its own loopback.
+"""Network namespaces that act as other machines: each has one link to this one, and its own loopback.
 
 10.77.9.9          this machine, where services are
-10.77.N.1 ─ 10.77.N.2    the cable to machine N
+10.77.N.1 ─ 10.77.N.2    the link to machine N
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """Programs started with `within` before their command see its network."""
+    """Programs started with `within` before their command use its network."""
 
     def __init__(self, number: int) -> None:
         self._holder = subprocess.Popen(["unshare", "--net", "sleep", "600"], stdin=subprocess.DEVNULL)
@@ -50,7 +50,7 @@ class Machine:
         assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
 
     def drop(self, address: str, port: int) -> None:
-        """What goes there from now on vanishes, on open connections too."""
+        """Drops what is sent there from now on, also on open connections."""
         self._filter("-I", address, port)
 
     def let(self, address: str, port: int) -> None:
@@ -82,7 +82,7 @@ def machines(count: int) -> Generator[list[Machine], None, None]:
 
 @asynccontextmanager
 async def at_address(port: int, address: str = HERE) -> AsyncGenerator[str, None]:
-    """What listens on that port of loopback, at an address that other machines reach: its URL there."""
+    """Makes what listens on that port of loopback reachable for other machines, and returns its URL there."""
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)

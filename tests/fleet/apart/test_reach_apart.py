@@ -1,4 +1,4 @@
-"""Nodes on machines of their own, which cannot reach an engine, or lack its tokenizer: no rollout is lost for it."""
+"""Nodes on separate machines that cannot reach an engine, or lack its tokenizer: no rollout is lost."""
 
 import asyncio
 import shutil
@@ -48,7 +48,7 @@ def wide_head(folder: Path, **values: Any) -> AbstractAsyncContextManager[Site]:
     return open_head(folder, **{**WIDE, "admin_tokens": [f"@{token_file}"], "token_file": token_file, **values})
 
 
-async def test_a_node_whose_route_to_the_engine_is_cut_swallows_no_rollouts(tmp_path: Path) -> None:
+async def test_a_node_without_a_route_to_the_engine_loses_no_rollouts(tmp_path: Path) -> None:
     ids = [f"r{number}" for number in range(24)]
     with machines(2) as (first, second):
         async with (

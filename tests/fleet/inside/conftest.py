@@ -1,4 +1,4 @@
-"""These tests start Ray clusters: `tests/fleet/test_ray.py` runs them in a place with only a loopback of its own."""
+"""These tests start Ray clusters: `tests/fleet/test_ray.py` runs them in their own network namespace."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ collect_ignore_glob = [] if netns.is_inside() else ["test_*.py"]
 
 @pytest.fixture(scope="session", autouse=True)
 def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
-    """Where Ray keeps its sockets, whose paths are at most 107 bytes long: pytest's own folders are too deep."""
+    """Ray's sockets are here. Their paths have at most 107 bytes: pytest's own folders are too deep."""
     folder, home = Path(tempfile.mkdtemp(prefix="ry-", dir="/tmp")), tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", str(folder))
         patch.setenv("HOME", str(home))
-        patch.setenv("PYTHONPATH", str(netns.ROOT))  # where the nodes' entry is
+        patch.setenv("PYTHONPATH", str(netns.ROOT))  # contains the nodes' entry
         patch.setenv("ROLLYARD_DATA_DIR", str(home / "data"))
         yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -36,7 +36,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def shared_cluster(ray_folder: Path) -> Generator[Cluster, None, None]:
-    """A real Ray cluster of one node, started once; it wants a token."""
+    """A real Ray cluster of one node, started once; it requires a token."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", RAY_TOKEN)
@@ -47,7 +47,7 @@ def shared_cluster(ray_folder: Path) -> Generator[Cluster, None, None]:
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster, token: None) -> Generator[Cluster, None, None]:
-    """The shared cluster, which is as it was before when the test ends."""
+    """The shared cluster, restored when the test ends."""
     yield shared_cluster
     shared_cluster.do("restore")
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on one machine, told what to do by lines on its standard input."""
+"""A Ray cluster of several nodes on one machine, controlled by lines on its standard input."""
 
 from __future__ import annotations
 

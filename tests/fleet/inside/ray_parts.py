@@ -1,4 +1,4 @@
-"""A Ray cluster in a process of its own, a node that only says that it is there, and the head that it says so to."""
+"""A Ray cluster in its own process, a node that only says hello, and the head that receives it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()  # what it started ends with the place that we are in
+        self._process.kill()  # what it started ends with this namespace
         self._process.communicate()
 
     def do(self, what: str, **how: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """As the service's own."""
+    """Like the service's own."""
 
     name: str
     head_url: str
@@ -75,7 +75,7 @@ class NodeOptions:
 
 
 async def run_node(options: NodeOptions, stop: asyncio.Event) -> None:
-    """Says hello to its head, which holds on to it; asks where the head is when it cannot be reached."""
+    """Says hello to its head, which holds the request; reads the head's address again when it cannot be reached."""
     async with asyncio.TaskGroup() as group:
         greeting = group.create_task(_greet(options))
         await stop.wait()
@@ -101,7 +101,7 @@ async def _greet(options: NodeOptions) -> None:
 
 
 class Front:
-    """The head's HTTP face, as far as these nodes need it: it holds every hello until it closes, or breaks the node."""
+    """The head's HTTP API, as far as these nodes need it: it holds every hello until it closes, or breaks the node."""
 
     def __init__(self, token: str) -> None:
         self.token = token
@@ -126,7 +126,7 @@ class Front:
         await self._runner.cleanup()
 
     async def hello(self) -> dict[str, Any]:
-        """The next node that says hello."""
+        """Returns the next node that says hello."""
         async with asyncio.timeout(WITHIN_S):
             return await self.hellos.get()
 
@@ -148,7 +148,7 @@ async def gone(pidfd: int) -> None:
     """Returns when that process has ended."""
     ready, _, _ = await asyncio.to_thread(select.select, [pidfd], [], [], WITHIN_S)
     os.close(pidfd)
-    assert ready, "the process goes on"
+    assert ready, "the process still runs"
 
 
 def host_of(address: str | None, front: Front, **settings: int) -> RayHost:

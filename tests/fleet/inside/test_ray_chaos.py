@@ -22,7 +22,7 @@ DEEDS = ("kill_node", "kill_head")
 
 @dataclass
 class RayFleet(Fleet):
-    """Ray has the nodes' processes, and starts those again that are killed."""
+    """Ray runs the nodes' processes and restarts those that are killed."""
 
     there: set[str] = field(default_factory=set[str])
 
@@ -42,7 +42,7 @@ class RayFleet(Fleet):
 
 
 def actors() -> list[int]:
-    """Processes of this PID namespace that are nodes of ours."""
+    """Returns the processes of this PID namespace that are our nodes."""
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

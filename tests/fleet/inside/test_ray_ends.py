@@ -1,4 +1,4 @@
-"""A Ray cluster of the head's own, and its end. It counts all processes of Ray there are."""
+"""A Ray cluster that the head starts, and its end. The test counts all processes of Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RAY = (b"/raylet/raylet", b"gcs_server", b"ray::NodeActor")
 """Programs of Ray's: raylets, the GCS, and nodes."""
 
 
-async def test_a_cluster_of_our_own_is_reached_from_nowhere_and_ends_with_its_driver_and_with_us(
+async def test_a_cluster_that_we_start_is_unreachable_from_outside_and_ends_with_its_driver_and_host(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("ROLLYARD_RUN_SLOTS", "5")
@@ -28,14 +28,14 @@ async def test_a_cluster_of_our_own_is_reached_from_nowhere_and_ends_with_its_dr
         shown = subprocess.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True).stdout
         listening = {fields[1].split(":")[0] for line in shown.splitlines() if (fields := line.split())[3] == "0A"}
         assert listening <= {"0100007F", "0000000000000000FFFF00000100007F"}
-        assert not processes(b"ray::IDLE"), "a process that nothing runs in"
+        assert not processes(b"ray::IDLE"), "an idle process"
 
         first = [os.pidfd_open(pid) for pid in processes(*RAY)]
         assert first and host.driver_pid is not None
         os.kill(host.driver_pid, signal.SIGKILL)
         for process in first:
             await gone(process)
-        await front.hello()  # of a cluster that was started in its place
+        await front.hello()  # from a cluster that was started in its place
         await until(lambda: host.error == "")
         second = [os.pidfd_open(pid) for pid in processes(*RAY)]
         assert second
@@ -44,7 +44,7 @@ async def test_a_cluster_of_our_own_is_reached_from_nowhere_and_ends_with_its_dr
 
 
 def processes(*words: bytes) -> list[int]:
-    """Those of this PID namespace with one of these in their command lines."""
+    """Returns the processes of this PID namespace with one of these in their command lines."""
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,7 +1,7 @@
 """Nodes on a real Ray cluster, which all tests share; the last one breaks it.
 
-A driver and a node cost over a second of CPU time each, so one test follows a host, a node or a row of heads as far as
-it can.
+A driver and a node cost over a second of CPU time each, so one test follows a host, a node or a series of heads as far
+as possible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.fleet.inside.ray_parts import ENTRY, RAY_TOKEN, Cluster, Front, alive
 pytestmark = pytest.mark.timeout(100)
 
 
-async def test_every_ray_node_with_cpus_has_one_node_which_comes_and_goes_with_it(cluster: Cluster, front: Front):
+async def test_every_ray_node_with_cpus_has_one_node_that_joins_and_leaves_with_it(cluster: Cluster, front: Front):
     second = cluster.do("add", cpus=2)["ray_id"]
     idle = cluster.do("add", cpus=0)["ray_id"]
     async with host_of(cluster.address, front) as host:
@@ -55,7 +55,7 @@ async def test_every_ray_node_with_cpus_has_one_node_which_comes_and_goes_with_i
         assert front.hellos.empty(), "a node was started again"
 
 
-async def test_heads_follow_each_other_on_the_same_nodes(cluster: Cluster, front: Front):
+async def test_successive_heads_use_the_same_nodes(cluster: Cluster, front: Front):
     code = """
 import asyncio, sys
 from rollyard.fleet.ray_host import RayHost
@@ -81,13 +81,13 @@ asyncio.run(main())
             async with host_of(cluster.address, third) as newer:
                 await until(lambda: "another head" in old.error)
                 await second.__aexit__(None, None, None)
-                assert pids([await third.hello(), await third.hello()]) == pids(before), "a superseded head lets go"
+                assert pids([await third.hello(), await third.hello()]) == pids(before), "nodes follow the newest head"
                 await until(lambda: len(alive(newer)) == 2)
                 assert newer.error == ""
         ended = [os.pidfd_open(pid) for pid in pids(before)]
         async with host_of(cluster.address, third) as host:
             await until(lambda: len(alive(host)) == 2)
-            assert third.hellos.empty(), "a head that closed took its nodes along"
+            assert third.hellos.empty(), "closing a head ended its nodes"
             await host.stop_nodes(20)
             for process in ended:
                 await gone(process)
@@ -100,7 +100,7 @@ def pids(hellos: list[dict[str, int]]) -> list[int]:
     return sorted(hello["pid"] for hello in hellos)
 
 
-async def test_a_node_that_is_killed_or_crashes_or_was_stopped_is_started_again(cluster: Cluster, front: Front):
+async def test_a_node_that_was_killed_crashed_or_stopped_is_started_again(cluster: Cluster, front: Front):
     async with host_of(cluster.address, front, run_slots=7) as host:
         first = await front.hello()
         assert first["run_slots"] == 7
@@ -122,7 +122,7 @@ async def test_a_node_that_is_killed_or_crashes_or_was_stopped_is_started_again(
         assert (await front.hello())["pid"] != third["pid"]
 
 
-async def test_ray_wants_its_token(cluster: Cluster, front: Front, monkeypatch: pytest.MonkeyPatch):
+async def test_ray_requires_its_token(cluster: Cluster, front: Front, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", RAY_TOKEN[::-1])
     with pytest.raises(RayUnavailable, match="refused this process's token"):
         async with host_of(cluster.address, front):
@@ -133,8 +133,8 @@ async def test_ray_wants_its_token(cluster: Cluster, front: Front, monkeypatch: 
 async def test_the_head_outlives_ray(
     shared_cluster: Cluster, token: None, front: Front, monkeypatch: pytest.MonkeyPatch
 ):
-    """The last one of this file: no other can use the cluster afterwards."""
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")  # 60 where nobody says otherwise
+    """The last test of this file: no other can use the cluster afterwards."""
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")  # 60 by default
     async with host_of(shared_cluster.address, front) as host:
         await front.hello()
         driver = host.driver_pid
