@@ -51,10 +51,11 @@ soak: ## chaos, kills and endurance at full size, one table at the end (SOAK=NAM
 	@scripts/setup dev
 	@.venv/bin/python -m tests.soak $(SOAK)
 
-check: ## lint, format and types
+check: ## lint, format, words and types
 	@scripts/setup dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
+	scripts/check-words
 	.venv/bin/pyright
 
 bench: ## every benchmark, with its peers (BENCH=--quick: rough figures, sooner)

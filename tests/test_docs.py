@@ -88,6 +88,26 @@ def test_the_generated_reference_is_up_to_date():
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+def test_the_steps_of_a_rollout_are_functions_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    steps = re.findall(r"^(\d+)\. ((?:.|\n   +)+)", text, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == list(range(1, 13))
+    for number, step in steps:
+        named = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`\)", step)
+        assert named, f"step {number} names no function"
+        for name, path in named:
+            body: list[ast.stmt] = ast.parse((ROOT / "src" / "rollyard" / path).read_text()).body
+            for part in name.split("."):
+                found = [node for node in body if getattr(node, "name", None) == part]
+                assert found, f"step {number}: {path} does not define {name}"
+                body = getattr(found[0], "body", [])
+
+
+def test_words_that_the_prose_avoids_are_not_used():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "check-words"], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout
+
+
 def test_settings_named_in_the_docs_exist():
     operate = (ROOT / "docs" / "how-to" / "operate.md").read_text()
     for name in (

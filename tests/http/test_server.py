@@ -159,6 +159,23 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
 
 
 @on_both_loops
+async def test_a_refusal_to_a_client_that_has_just_closed_raises_nothing() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await reply(send, b"")
+
+    async with serving(app) as (server, port):
+        client = await slow_reader(port)
+        await asyncio.get_running_loop().sock_sendall(client, b"GET / HT")
+        while not server._group.connections:
+            await asyncio.sleep(0.001)
+        (connection,) = server._group.connections
+        assert isinstance(connection, Connection)
+        client.close()  # its kernel answers the refusal with a reset, before the server's loop runs again
+        connection._too_slow()
+        while server._group.connections:
+            await asyncio.sleep(0.001)
+
+
 async def test_a_slow_body_gets_more_time_for_each_byte() -> None:
     async with serving(echo, body_s=0.5, body_bytes_per_s=1) as (_, port):
         reader, writer = await connect(port)

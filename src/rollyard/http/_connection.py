@@ -279,7 +279,10 @@ class Connection(asyncio.Protocol):
 
     def _end_writing(self) -> None:
         if self._transport is not None and self._transport.can_write_eof():  # TLS cannot
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # the client has reset the connection, and the loop has not read that yet
+                self._transport.abort()
 
     # --- called by the parser
 
