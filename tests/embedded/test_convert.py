@@ -64,9 +64,9 @@ def test_the_same_file_gives_the_same_bytes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"general__architecture": "gemma"}, "of the kind gemma"),
-        ({"tokenizer__ggml__model": "llama"}, "a tokenizer llama"),
-        ({"llama__rope__freq_base": None}, "does not say its llama.rope.freq_base"),
+        ({"general__architecture": "gemma"}, "is a gemma model"),
+        ({"tokenizer__ggml__model": "llama"}, "a llama tokenizer"),
+        ({"llama__rope__freq_base": None}, "has no field llama.rope.freq_base"),
     ],
 )
 def test_another_kind_of_model_is_refused(tmp_path: Path, changed: dict[str, Any], says: str):

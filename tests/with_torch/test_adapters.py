@@ -104,7 +104,7 @@ def test_what_a_trainer_has_written_since_is_what_the_next_adapter_is_added_to(t
 def test_weights_that_two_modules_share_are_not_changed_by_an_adapter_of_one(tmp_path: Path):
     module = tiny("qwen3")  # its embedding is its head
     model, base = checked(module), weights_of(module)
-    with pytest.raises(Unsupported, match="another module's as well"):
+    with pytest.raises(Unsupported, match="shared with another module"):
         model.read_weights(write_adapter(tmp_path / "1", module, ("lm_head",)))
     with pytest.raises(Unsupported, match="is empty"):
         model.read_weights(write_adapter(tmp_path / "2", module, ()))
@@ -136,8 +136,8 @@ def _second(name: str) -> str:
         ({_first(UP): (RANK + 1, 32), _second(UP): (48, RANK + 1)}, f"{UP} has {RANK + 1}"),
         ({_first("model.layers.2.mlp.up_proj"): (RANK, 32)}, "not of this model: model.layers.2.mlp.up_proj"),
         ({_first(UP): (RANK, 32)}, f"not of this model: {UP}"),
-        ({f"base_model.model.{UP}.lora_magnitude_vector": (48,)}, "no part of a LoRA adapter"),
-        ({f"{UP}.weight": (48, 32)}, "no part of a LoRA adapter"),
+        ({f"base_model.model.{UP}.lora_magnitude_vector": (48,)}, "not part of a LoRA adapter"),
+        ({f"{UP}.weight": (48, 32)}, "not part of a LoRA adapter"),
     ],
     ids=["narrow", "wide", "rank", "another rank", "module", "half", "magnitude", "whole"],
 )
@@ -156,7 +156,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, tensors: dict[st
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"use_dora": True}, "use_dora = True, which is not understood"),
+        ({"use_dora": True}, "use_dora = True, which is not supported"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -164,9 +164,9 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, tensors: dict[st
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
         ({"init_lora_weights": "pissa"}, "its base is not this model"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
-        ({"r": None}, "does not say its rank"),
-        ({"r": 0}, "does not say its rank"),
-        ({"lora_alpha": "8"}, "does not say its rank"),
+        ({"r": None}, "does not specify its rank"),
+        ({"r": 0}, "does not specify its rank"),
+        ({"lora_alpha": "8"}, "does not specify its rank"),
     ],
 )
 def test_what_changes_the_meaning_of_an_adapter_is_refused(tmp_path: Path, config: dict[str, Any], says: str):

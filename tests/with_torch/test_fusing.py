@@ -60,7 +60,7 @@ def test_a_kernel_that_fails_is_not_used(caplog: pytest.LogCaptureFixture):
         raise RuntimeError("no compiler\nat all")
 
     assert fuse_rotations(tiny(), SIZE["llama"], fail) == 0
-    assert [record.message for record in caplog.records] == ["rotations stay as they are: ours failed"], "said once"
+    assert [record.message for record in caplog.records] == ["the rotary kernel failed: not fused"], "said once"
 
 
 def test_what_somebody_else_has_put_there_stays():
@@ -113,7 +113,7 @@ def test_a_model_that_our_kernels_fail_runs_as_it_came(
     model = Model(tiny())
     model.check()
     model.take_pool(64)
-    assert "our kernels cannot be used here: the plain way is taken" in caplog.text
+    assert "the Triton kernels cannot be used: using plain torch" in caplog.text
     assert not any("forward" in vars(part) for part in model._module.modules()), "as it came"
 
 
