@@ -25,5 +25,5 @@ async def test_forms_that_do_not_say_the_same_are_no_figures(monkeypatch: pytest
     seeds = iter(range(100))
     whole = arrow.groups_page
     monkeypatch.setattr(arrow, "groups_page", lambda _, *rest: whole([arrow._group(2 + next(seeds))], *rest))
-    with pytest.raises(RuntimeError, match="token_ids of a trace of bench-1-0 came out differently"):
+    with pytest.raises(RuntimeError, match="token_ids of a trace of bench-1-0 differs between Arrow and JSON"):
         await arrow.bench_arrow(quick=True)
