@@ -1,6 +1,6 @@
-"""The peers of `rollyard bench sandbox`: the same programs as a person types them, from start to output.
+"""The peers of `rollyard bench sandbox`: the same programs on the command line, from start to output.
 
-They do less than a sandbox of ours: no limits, no doorway, no seccomp filter, nobody to prove their end.
+They do less than our sandboxes: they have no limits, no doorway, no seccomp filter and no verified end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUN_S = 60.0
 
 
 def by_hand(images: Images, count: int) -> dict[str, Json]:
-    """Per peer its figures, or {"error": why}. Blocks: for a thread."""
+    """Returns the figures of each peer, or {"error": reason}. Blocks: call it in a thread."""
     bwrap = ["bwrap", "--unshare-all", "--cap-drop", "ALL", *_host_root(), "echo", "ok"]
     apptainer = ["apptainer", "--silent", "exec", "--userns", "--containall", "--net", "--network", "none"]
     by_image = {"apptainer_dir_start_p50_ms": [*apptainer, str(images.folder), "echo", "ok"]}
@@ -52,7 +52,7 @@ def _container(images: Images, count: int) -> Json:
             done = subprocess.run(argv, stdin=tar.stdout, capture_output=True, text=True, timeout=RUN_S, check=False)
         if done.returncode != 0:
             return {"error": f"import: {done.stderr.strip()[-300:]}"}
-        # Both limits, because podman as root asks for more than some machines let it have.
+        # Both limits, because podman as root requests more than some machines allow.
         limits = ["--ulimit", "nofile=4096", "--ulimit", "nproc=32768"]
         run = [*command, "run", "--rm", "--network", "none", *limits, name, "/bin/echo", "ok"]
         return _measured({"oci_start_p50_ms": run}, count)
@@ -72,7 +72,7 @@ def _measured(commands: dict[str, list[str]], count: int) -> Json:
 
 def _median_ms(argv: Sequence[str], count: int) -> float:
     times: list[float] = []
-    for _ in range(count + 1):  # the first one warms the caches up
+    for _ in range(count + 1):  # the first one warms up the caches
         began = time.perf_counter()
         done = subprocess.run(argv, capture_output=True, timeout=RUN_S, check=False, stdin=subprocess.DEVNULL)
         times.append(time.perf_counter() - began)

@@ -1,9 +1,9 @@
-"""What sandboxes leave on a machine, counted from outside: processes, mounts, descriptors, folders, cgroups.
+"""Counts what sandboxes leave on a machine, from outside: processes, mounts, descriptors, folders, cgroups.
 
-Processes are counted by descent, which nothing can fake or flee: while we are `adopting`, whatever loses its parent
-below us becomes our child (or that of a PID namespace's first process, itself below us). So launchers, keepers, FUSE
-helpers, `conmon` and daemons all are in the count, and nobody else's processes are. Mounts are those of our own mount
-namespace, the host's; cgroups and containers are ours by the mark of their runtime's root.
+Processes are counted by descent, which they cannot fake or escape: while `adopting` is active, every orphan below this
+process becomes its child (or that of the init process of a PID namespace below it). So launchers, init processes, FUSE
+helpers, `conmon` and daemons are counted, and unrelated processes are not. Mounts are those of this process's mount
+namespace, the host's; cgroups and containers are identified by the mark of their runtime's root.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rollyard.sandbox.limits.limiter import mark_of
 
 LOOK_S = 0.02
 _ENGINES = ("/containers/", "/docker/")
-"""In the mount points of container engines: counted for the runtime `oci`, anyone's otherwise."""
+"""Parts of the mount points of container engines, which are counted only for the runtime `oci`."""
 
 
 @contextlib.contextmanager
 def adopting() -> Generator[None, None, None]:
-    """Orphans below this process become its children, until the end."""
+    """Within the context, orphans below this process become its children."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
@@ -37,18 +37,18 @@ def adopting() -> Generator[None, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What was there at one moment, by name, so that a survivor can be told."""
+    """What existed at one moment, by name, so that survivors can be reported."""
 
     processes: frozenset[str]
     mounts: frozenset[str]
     folders: frozenset[str]
     cgroups: frozenset[str]
     running: frozenset[str]  # containers
-    containers: frozenset[str]  # all of them
+    containers: frozenset[str]  # running or not
     descriptors: int
 
     def more(self, before: Count) -> dict[str, int]:
-        """How many of each there are that were not there before."""
+        """Returns how many of each kind are new since `before`."""
         found = {name: len(getattr(self, name) - getattr(before, name)) for name in KINDS}
         return {**found, "descriptors": max(0, self.descriptors - before.descriptors)}
 
@@ -60,18 +60,18 @@ KINDS = ("processes", "mounts", "folders", "cgroups", "running", "containers")
 
 
 def control_of(root: Path) -> Path:
-    """Where a runtime that is to be counted has the folders of its commands."""
+    """Returns the control folder of a runtime whose folders are counted."""
     return root / "control"
 
 
 class Census:
-    """For one root of one runtime, whose control folder is `control_of` it."""
+    """Counts for one root of one runtime, whose control folder is `control_of(root)`."""
 
     def __init__(self, runtime: str, root: Path) -> None:
         self._is_oci, self._root, self._mark = runtime == "oci", root, mark_of(root)
 
     def take(self) -> Count:
-        """Blocks for some 20 ms. Reaps our orphans: only while no program of ours is being waited for."""
+        """Blocks for about 20 ms. Reaps orphans, so call it only while no child process is being waited for."""
         processes = self._processes()
         containers = self._containers() if self._is_oci else {}
         return Count(
@@ -85,7 +85,7 @@ class Census:
         )
 
     def settle(self, is_good: Callable[[Count], bool], bound_s: float) -> tuple[Count, float]:
-        """Looks until all is good, or the time is over; the last look, and how long it took."""
+        """Polls until `is_good`, or for `bound_s`. Returns the last count, and the elapsed time."""
         began = time.monotonic()
         while True:
             count = self.take()
@@ -95,7 +95,7 @@ class Census:
             time.sleep(LOOK_S)
 
     def _processes(self) -> dict[int, str]:
-        """Those below us that are not zombies, with their start times."""
+        """Returns our descendants that are not zombies, with their start times."""
         with contextlib.suppress(ChildProcessError):
             for pid in _zombies():
                 os.waitpid(pid, os.WNOHANG)
@@ -129,7 +129,7 @@ class Census:
 
 
 def _zombies() -> list[int]:
-    """Children of ours that have ended, whoever was their parent before."""
+    """Returns our children that have ended, adopted ones included."""
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A doorway's latency, timed by a client inside: our own Python, so that no image and no package is needed."""
+"""Measures the latency of a doorway from inside a sandbox, with our own Python, which needs no image or package."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ async def measure_doorway(runtime: AnyRuntime, count: int) -> dict[str, Json]:
 
 
 async def answer(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-    """The least that an app can do."""
+    """A minimal ASGI app."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})

@@ -1,18 +1,17 @@
-"""Four ways to fill a trainer's batches from one world, in virtual time. Each leaves a `Tally` that figures come from.
+"""Policies that fill a trainer's batches from one world, in virtual time. Each returns a `Tally` for the figures.
 
-- **plain**: as many groups are begun as should fill what is missing (at the true share with signal); when all of them
-  have ended, those with signal are taken, and it begins anew until there are enough; then the trainer trains, and
-  nothing else happens meanwhile. What is more than `want` is thrown away, the last begun first.
-- **reference**: asynchronous DAPO as ProRL Agent does it. The job queue is filled up whenever it runs dry, so that
-  every slot is at work; a group without signal is discarded when its last member has ended; with the `want`-th group
-  that has signal, all other jobs are cancelled, and rollouts that had finished in groups that had not are discarded
-  with them. Their prompts go to the front of the queue: prompts are carried over, rollouts are not. Then the trainer
-  trains; no rollout runs meanwhile. `is_overlapped` lets the rollouts of the next batch run while it trains, which it
-  does not do.
-- **ours**: the service's own rules (`DrawState`, `OpenGroup`, the filter), driven as the service drives them. Rollouts go
-  on while the trainer trains; the version is raised when it is done, and then the next batch is asked for.
+- **plain**: starts as many groups as should fill the batch (at the true share with signal), waits until all have ended,
+  and takes those with signal; this repeats until the batch is full. Then the trainer trains, and no rollout runs
+  meanwhile. Groups beyond `want` are thrown away, the last started first.
+- **reference**: asynchronous DAPO as in ProRL Agent. The job queue is refilled whenever it is empty, so that every slot
+  is in use; a group without signal is discarded when its last member has ended. At the `want`-th group with signal, all
+  other jobs are cancelled, and the finished rollouts of their groups are discarded. Their prompts go to the front of
+  the queue: prompts are carried over, rollouts are not. Then the trainer trains, and no rollout runs meanwhile.
+  `is_overlapped` runs the rollouts of the next batch while it trains, which ProRL Agent does not do.
+- **ours**: the service's own rules (`DrawState`, `OpenGroup`, the filter), called in the same order as in the service.
+  Rollouts continue while the trainer trains; then the version is incremented, and the next batch is requested.
 
-In all of them the trainer takes `train_s` for a batch, and the same tasks come in the same order.
+In all of them the trainer takes `train_s` for a batch, and the tasks are the same in the same order.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from rollyard.sampling.task_order import TaskOrder
 
 @dataclass(slots=True)
 class Tally:
-    """All groups that were begun, and when the training of each batch was over."""
+    """All started groups, and when the training of each batch ended."""
 
     begun: list[StartedGroup] = field(default_factory=list[StartedGroup])
     trained_s: list[float] = field(default_factory=list[float])
 
 
 Enough = Callable[[Tally], bool]
-"""Asked after each batch."""
+"""Called after each batch."""
 
 
 def config_of(world: World, **changes: object) -> DrawConfig:
@@ -53,7 +52,7 @@ def config_of(world: World, **changes: object) -> DrawConfig:
 
 
 class _Theirs:
-    """What plain and reference have in common: tasks in order, and a trainer that they wait for."""
+    """The common parts of plain and reference: tasks in order, and a trainer that they wait for."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -145,7 +144,7 @@ def reference(world: World, enough: Enough, *, is_overlapped: bool = False) -> T
 
 
 class Ours:
-    """See the module. `is_early`: the trainer asks for its next batch before it raises the version."""
+    """Our policy. With `is_early` the trainer requests its next batch before it increments the version."""
 
     def __init__(self, world: World, *, is_early: bool = False, **changes: object) -> None:
         self.world = world
@@ -167,7 +166,7 @@ class Ours:
         draw_state.ask(self.world.want)
         while draw_state.draw.is_active and not enough(self.tally):
             self._settle()
-            waiting += len(draw_state.closed)  # batches that nobody has trained on yet
+            waiting += len(draw_state.closed)  # batches that are not trained on yet
             draw_state.closed.clear()
             if waiting and not is_training:
                 waiting, is_training = waiting - 1, True
@@ -188,7 +187,7 @@ class Ours:
         return self.tally
 
     def _settle(self) -> None:
-        """The service's turn of a draw, in its order."""
+        """Runs the steps of a draw in the order of the service."""
         draw_state = self.draw_state
         while True:
             for one in draw_state.too_old():

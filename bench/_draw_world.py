@@ -1,15 +1,15 @@
-"""The world that `rollyard bench draw` and the tests of bias draw from: scripted groups, and a yard in virtual time.
+"""The simulated world of `rollyard bench draw` and the bias tests: scripted groups, and a pipeline in virtual time.
 
-Everything about a group is settled by (seed, epoch, task, times begun before): rewards, turns, the time and tokens of
-each turn, who is a straggler. So all policies meet the same groups, whatever they do with them; a task that is begun
-again is another group, as it would be.
+Everything about a group follows from (seed, epoch, task, number of earlier starts): rewards, turns, the time and tokens
+of each turn, which members are stragglers. So all policies get the same groups, whatever they do with them. A task that
+is started again is a different group, as in reality.
 
 Half of the tasks have no signal: all members pass, or all fail. In the others one to seven of eight pass. A turn takes
-a log-normal time and gives a log-normal number of tokens; a straggler is `slower` times as slow in every turn (a tool
-that hangs, a crowded machine) and no longer. So a rollout's time goes with its length, and with nothing else unless
-`success_slower` says so.
+a log-normal time and samples a log-normal number of tokens. A straggler takes `slower` times as long in every turn (a
+tool that hangs, a crowded machine) but has no more turns or tokens. So a rollout's time depends on its length, and on
+nothing else unless `success_slower` is set.
 
-The yard has rollout slots, first come first served, and a clock that jumps from event to event. Nothing sleeps.
+The pipeline has rollout slots, first come first served, and a clock that jumps from event to event. Nothing sleeps.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rollyard.core.draw import DrawItem
 
 @dataclass(frozen=True)
 class Member:
-    """How one rollout will go, if it is let."""
+    """The course of one rollout, unless it is cancelled."""
 
     reward: float
     is_straggler: bool
-    seconds: tuple[float, ...]  # from its start to the end of each turn
+    seconds: tuple[float, ...]  # from the start to the end of each turn
     tokens: tuple[int, ...]  # sampled by the end of each turn
 
     @property
@@ -44,7 +44,7 @@ class Member:
         return self.tokens[-1]
 
     def sampled_by(self, elapsed_s: float) -> int:
-        """Tokens after that time: turns that are over, and the running one's share."""
+        """Returns the tokens sampled by that time: those of finished turns, and the current turn's share."""
         turn = bisect_right(self.seconds, elapsed_s)
         if turn >= len(self.seconds):
             return self.sampled
@@ -55,7 +55,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Script:
-    """A group, as it will be if it is finished."""
+    """A group's members, unless it is cancelled."""
 
     members: tuple[Member, ...]
 
@@ -78,7 +78,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """See the module; what is stated here is what the bench's figures hold for."""
+    """The parameters of the simulation. The benchmark's figures hold for these values."""
 
     seed: int = 0
     tasks: int = 4096
@@ -89,8 +89,8 @@ class World:
     stragglers: float = 0.05  # share of rollouts
     slower: float = 10.0
     no_signal: float = 0.5  # share of tasks
-    success_slower: float = 1.0  # a rollout that passes takes so many times as long
-    turns: tuple[int, int] = (4, 20)  # any number between, alike
+    success_slower: float = 1.0  # a rollout that passes takes this many times as long
+    turns: tuple[int, int] = (4, 20)  # uniform
     turn_s: tuple[float, float] = (4.0, 0.6)  # median, and sigma of the logarithm
     turn_tokens: tuple[float, float] = (250.0, 0.6)
 
@@ -115,7 +115,7 @@ class World:
 
 @dataclass(slots=True)
 class StartedGroup:
-    """A group that a policy began: the one record that all figures are made of."""
+    """A group that a policy started. All figures are computed from these records."""
 
     item: DrawItem
     script: Script
@@ -124,14 +124,14 @@ class StartedGroup:
     ended_s: float = math.inf
     batch: int = 0
     staleness: int = 0
-    sampled: int = 0  # tokens, whatever became of them
+    sampled: int = 0  # tokens, delivered or not
     left: set[int] = field(default_factory=set[int])  # members that have not ended
     oldest: int = -1  # version that sampled its first token
 
 
 @dataclass(slots=True)
 class Ended:
-    """A rollout that has run to its end. The versions are those at its start and at its end."""
+    """A finished rollout, with the versions at its start and at its end."""
 
     begun: StartedGroup
     index: int
@@ -146,7 +146,7 @@ class _Running:
 
 
 class VirtualPipeline:
-    """Slots, a queue and a clock. `version` is the policy's; whoever trains raises it."""
+    """Slots, a queue and a clock. `version` is that of the policy; the trainer increments it."""
 
     def __init__(self, slots: int) -> None:
         self.now_s = 0.0
@@ -158,17 +158,17 @@ class VirtualPipeline:
         self._count = 0
 
     def begin(self, begun: StartedGroup) -> None:
-        """Queues all its members."""
+        """Queues all members of a group."""
         begun.left = set(range(len(begun.script.members)))
         self.queued.extend((begun, index) for index in sorted(begun.left))
         self._fill()
 
     def alarm(self, after_s: float) -> None:
-        """`next` says None once, then."""
+        """Makes `next` return None once, after that time."""
         self._push(self.now_s + after_s, None, 0)
 
     def next(self) -> Ended | None:
-        """Goes on to the next end of a rollout, or to the next alarm (None)."""
+        """Advances to the next end of a rollout, or to the next alarm (None)."""
         while True:
             self.now_s, _, begun, index = heappop(self._events)
             if begun is None:
@@ -183,7 +183,7 @@ class VirtualPipeline:
             return Ended(begun, index, running.version, self.version)
 
     def cancel(self, *given_up: StartedGroup) -> None:
-        """Ends what is left of groups; what they had sampled is counted."""
+        """Cancels the remaining members of groups; their sampled tokens are counted."""
         for begun in given_up:
             for index in begun.left:
                 running = self._running.pop((id(begun), index), None)

@@ -1,7 +1,7 @@
-"""One head under hollow nodes: at saturation, at half of that, and with nothing to do but to be polled.
+"""Measures one head with hollow nodes: at saturation, at half of that, and idle with only polls.
 
-The head is a process of its own, `rollyard serve --fleet nodes`; its CPU is read from /proc. Rollouts are queued before
-the nodes join, and that is measured apart, so a figure per rollout is of leasing, moving, saving and ending it.
+The head is a separate process, `rollyard serve --fleet nodes`; its CPU time is read from /proc. Rollouts are queued
+before the nodes join, which is measured separately, so a figure per rollout covers leasing, moving, saving and ending.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PAGE = 1_000
 WITHIN_S = 120.0
 
 AHEAD = 16
-"""Leases that wait at a node for a slot: READY's default. A real node has those that wait for INIT besides."""
+"""Leases that wait for a slot on a node: the default of READY. A real node also has leases that wait for INIT."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Hollow nodes, in all processes together."""
+    """The hollow nodes, in all processes together."""
 
     nodes: int = 64
     slots: int = 8
@@ -47,7 +47,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened between two moments."""
+    """The figures of one time window."""
 
     took_s: float
     ended: int
@@ -64,13 +64,13 @@ class Window:
 
 @dataclass(slots=True)
 class Head:
-    """A head with so many rollouts queued."""
+    """A running head with queued rollouts."""
 
     served: Served
-    token: str  # a node's
+    token: str  # for nodes
     meter: Meter
     queued: int
-    submit_cpu_ms: float = 0.0  # of the head, per rollout
+    submit_cpu_ms: float = 0.0  # CPU time of the head, per rollout
 
 
 @asynccontextmanager
@@ -94,12 +94,12 @@ async def open_head(queued: int, store: str | None = None) -> AsyncGenerator[Hea
                 yield head
             finally:
                 with suppress(ProcessLookupError):
-                    served.process.kill()  # what is still queued is nobody's
+                    served.process.kill()  # queued rollouts are discarded
                 await served.process.wait()
 
 
 class Nodes:
-    """Processes of hollow nodes, and what each told last."""
+    """The processes of hollow nodes, and the last tally of each."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -116,18 +116,18 @@ class Nodes:
         return sum(tally.joined for tally in self._told)
 
     async def listen(self, process: asyncio.subprocess.Process) -> None:
-        """Takes in what one process tells, until it ends."""
+        """Reads the tallies of one process until it ends."""
         assert process.stdout is not None
         place = len(self._told)
         self._told.append(Tally())
         async for line in process.stdout:
             self._told[place] = msgspec.json.decode(line, type=Tally)
             self._news.set()
-        self._error = "a process of hollow nodes has ended; what it said is above"
+        self._error = "a process of hollow nodes has ended; its output is above"
         self._news.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Until it holds, looked at whenever a process tells something."""
+        """Waits until `holds` returns True, called at each new tally."""
         while not holds():
             self._news.clear()
             await self._news.wait()
@@ -135,14 +135,14 @@ class Nodes:
                 raise CommandError(self._error)
 
     async def window(self, is_over: Callable[[], bool]) -> Window:
-        """From now until it is over."""
+        """Measures from now until `is_over` returns True."""
         before, began = list(self._told), time.monotonic()
         head_cpu_s, busy_s = self._head.meter.cpu_s(), machine_busy_s()
         await self.until(is_over)
         took_s = time.monotonic() - began
         if any(tally.refused for tally in self._told):
             raise CommandError(
-                "the head refused what hollow nodes told it", "it has given their leases back: is it idle here?"
+                "the head refused reports of hollow nodes", "it has released their leases: is the machine idle?"
             )
 
         def more(count: Callable[[Tally], float]) -> float:
@@ -161,9 +161,9 @@ class Nodes:
 
 @asynccontextmanager
 async def hollow_nodes(head: Head, load: Load) -> AsyncGenerator[Nodes, None]:
-    """All of them, joined."""
+    """Starts the hollow nodes and waits until all have joined."""
     nodes = Nodes(head)
-    count = min(load.nodes, max(1, len(os.sched_getaffinity(0)) - 1))  # one core is the head's
+    count = min(load.nodes, max(1, len(os.sched_getaffinity(0)) - 1))  # one core is for the head
     processes: list[asyncio.subprocess.Process] = []
     listening: list[asyncio.Task[None]] = []
     try:
@@ -192,7 +192,7 @@ async def hollow_nodes(head: Head, load: Load) -> AsyncGenerator[Nodes, None]:
 
 
 async def at_saturation(queued: int, load: Load, store: str | None = None) -> tuple[Window, Head]:
-    """From a tenth of the queue to nine tenths: the steady middle."""
+    """Measures from a tenth of the queue to nine tenths: the steady state."""
     last = queued * 9 // 10
     async with (
         open_head(queued, store) as head,
@@ -204,24 +204,24 @@ async def at_saturation(queued: int, load: Load, store: str | None = None) -> tu
 
 
 async def at_rate(per_s: float, *, nodes: int, hold_s: float, window_s: float) -> tuple[Window, float]:
-    """Nodes whose slots, all filled, would end so many a second. Also what they offer exactly."""
+    """Measures nodes whose slots, all filled, end about `per_s` rollouts a second. Also returns the exact rate."""
     slots = max(1, round(per_s * hold_s / nodes))
     offered = nodes * slots / hold_s
     load = Load(nodes, slots, AHEAD, hold_s, eval_s=0.2)
-    warm_s = 2 * hold_s + nodes * (slots + AHEAD) / per_s  # the first leases are all wanted at once
+    warm_s = 2 * hold_s + nodes * (slots + AHEAD) / per_s  # the first leases are all requested at once
     queued = int(nodes * (slots + load.ahead) + 1.2 * offered * (warm_s + window_s))
     limit_s = WITHIN_S + warm_s + window_s
     async with (
         open_head(queued) as head,
         hollow_nodes(head, load) as hollow,
-        within(limit_s, f"loading the head with {per_s:g} rollouts/s", "news of its nodes"),
+        within(limit_s, f"loading the head with {per_s:g} rollouts/s", "reports of its nodes"),
     ):
         await hollow.until(_passed(warm_s))
         return await hollow.window(_passed(window_s)), offered
 
 
 async def idle(nodes: int, window_s: float) -> Window:
-    """Polls with nothing to say, as fast as they come."""
+    """Measures idle polls, as fast as possible."""
     async with open_head(0) as head, hollow_nodes(head, Load(nodes, poll_s=0.0)) as hollow:
         return await hollow.window(_passed(window_s))
 

@@ -1,11 +1,11 @@
-"""Hollow nodes: many nodes of a fleet in one process, which take leases and hand over results, and run nothing.
+"""Hollow nodes: many nodes of a fleet in one process, which take leases and send results, and run nothing.
 
-    python -m bench._fleet_hollow        (`HollowPlan` in JSON on its standard input, with which it ends)
+    python -m bench._fleet_hollow        (`HollowPlan` as JSON on standard input; it exits when that closes)
 
-What the head sees of one is what it sees of a real node: the same structs (`fleet.wire`) over two connections, a poll
-that is held and a report whenever there is something to say; each rollout moves through READY and RUN, leaves a trace
-at the end of RUN, and ends after EVAL; some leases wait ahead of the slots. What a node costs is left out, so that the
-head is what is measured. Every TELL_S it prints what has happened so far (`Tally`), bytes of HTTP and all.
+To the head they look like real nodes: they send the same structs (`fleet.messages`) over two connections, a long poll
+and a report whenever there is news. Each rollout moves through READY and RUN, saves a trace at the end of RUN, and ends
+after EVAL; some leases wait for a slot. They have almost no cost of their own, so that the head is measured. Every
+TELL_S they print their progress (`Tally`), including bytes of HTTP.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from rollyard.fleet.messages import (
 )
 
 TELL_S = 0.2
-MOST_ITEMS = 512  # in one report, as of a real node
+MOST_ITEMS = 512  # in one report, as in a real node
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class HollowPlan:
-    """`slots` and `ahead` are of each node. `hold_s` 0: everything ends at once."""
+    """`slots` and `ahead` are per node. With `hold_s` 0 everything ends immediately."""
 
     url: str
     token: str
@@ -72,7 +72,7 @@ class HollowPlan:
 
 @dataclass(slots=True)
 class Tally:
-    """What one process of hollow nodes has done so far."""
+    """The progress of one process of hollow nodes."""
 
     at_s: float = 0.0
     joined: int = 0
@@ -85,7 +85,7 @@ class Tally:
 
 
 class _Brief(msgspec.Struct):
-    """Of a leased rollout, what a hollow node reads."""
+    """The fields of a leased rollout that a hollow node reads."""
 
     id: str
     position: Position
@@ -111,10 +111,10 @@ class HeadLine(Line):
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(head + body)
         status, answer = await self._done
-        self._tally.calls += 1  # now, as with what ended: else a window would have calls of what ends after it
+        self._tally.calls += 1  # after the response, as for endings: a window must not count one without the other
         self._tally.bytes_out += len(head) + len(body)
         if status != 200:
-            raise RuntimeError(f"the head answers {status} to {path}: {answer[:500]!r}")
+            raise RuntimeError(f"the head returned {status} for {path}: {answer[:500]!r}")
         return decode(answer, kind)
 
     def data_received(self, data: bytes) -> None:
@@ -130,7 +130,7 @@ class HollowNode:
     tally: Tally
     got: int = 0
     gates: int = -1
-    engines: list[EngineUse] = field(default_factory=list[EngineUse])  # all that it has heard of: it needs none
+    engines: list[EngineUse] = field(default_factory=list[EngineUse])  # all known engines; they are not used
     held: int = 0
     running: int = 0
     begun: int = 0
@@ -178,7 +178,7 @@ class HollowNode:
             self.tally.ended += ended
             self.held -= ended
             if ended and not self.plan.hold_s:
-                self.news.set()  # places became free: so the head hears of them
+                self.news.set()  # report the free places to the head
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -225,8 +225,9 @@ class HollowNode:
 
 
 def _share(is_first: bool) -> float:
-    """Of `hold_s`: from 0.75 to 1.25. What is begun first is found in the middle, as if it had gone on for long: a long
-    one is found more often, and any moment of it as often as another. So as many end at first as ever after."""
+    """Returns a factor for `hold_s`, from 0.75 to 1.25. The first rollouts get the remaining time of a rollout that is
+    observed at a random moment of a steady state (longer ones are observed more often, each moment equally often), so
+    that the rate of endings is constant from the start."""
     if not is_first:
         return random.uniform(0.75, 1.25)
     return random.random() * math.sqrt(random.uniform(0.75**2, 1.25**2))

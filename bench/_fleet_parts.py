@@ -1,8 +1,8 @@
-"""What the rollouts of `rollyard bench fleet` are made of: an agent that only waits, and a result that looks real.
+"""The rollouts of `rollyard bench fleet`: an agent that only waits, and a realistic result.
 
-The agent and its environment are found as any other package's are, by entry points. Those stand in a folder that is on
-PYTHONPATH for this bench alone (`write_entry_points`), so its head is a plain `rollyard serve` and its nodes are plain
-nodes. They need no sandbox and no model, so what is left is what the fleet itself costs.
+The agent and its environment are found by entry points, like those of any other package. The entry points are in a
+folder that is on PYTHONPATH for this bench only (`write_entry_points`), so its head is a plain `rollyard serve` and its
+nodes are plain nodes. They need no sandbox and no model, so the bench measures the cost of the fleet itself.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from rollyard.store.codec import encode_trajectory, to_json
 NAME = "bench-wait"
 
 TOKENS, TURNS = 2_000, 5
-"""Of a trace of a hollow node's result; half of the tokens are sampled."""
+"""The size of the trace in a hollow node's result; half of the tokens are sampled."""
 
 
 class WaitEnvironment(Environment):
-    """`data.seconds`: how long the agent waits."""
+    """An environment without a sandbox. `data.seconds` is how long the agent waits."""
 
     name: ClassVar[str] = NAME
 
     def check(self, task: Task) -> None:
         if not isinstance(task.data.get("seconds"), int | float):
-            raise TaskInvalid(f"{NAME}: data.seconds is a number")
+            raise TaskInvalid(f"{NAME}: data.seconds must be a number")
 
     def plan(self, task: Task) -> Plan:
         return Plan(needs_sandbox=False, eval_needs_sandbox=False)
@@ -65,7 +65,7 @@ class WaitAgent:
     needs_model: ClassVar[bool] = False
 
     def check(self, task: Task) -> None:
-        """The environment has looked at it."""
+        """Does nothing: the environment checks the task."""
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         seconds = context.task.data["seconds"]
@@ -81,7 +81,7 @@ def wait_task(seconds: float) -> dict[str, Json]:
 
 
 def write_entry_points(folder: Path) -> None:
-    """Makes of the folder what an installed package would be, for whoever has it on PYTHONPATH."""
+    """Writes the metadata of an installed package into the folder, for processes that have it on PYTHONPATH."""
     about = folder / "rollyard_bench-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: rollyard-bench\nVersion: 1\n")
@@ -92,7 +92,7 @@ def write_entry_points(folder: Path) -> None:
 
 
 def math_task(number: int) -> dict[str, Json]:
-    """What hollow nodes are leased: a task of the usual size, which nobody works at."""
+    """Returns a task of the usual size for hollow nodes, which do not run it."""
     question = f"Question {number}: what is 2 + 2? " + "Think it over before you answer. " * 8
     return {
         "environment": "math",
@@ -102,7 +102,7 @@ def math_task(number: int) -> dict[str, Json]:
 
 
 class Result:
-    """A finished rollout as a node hands it over: one trace of TOKENS tokens, the messages, a score, timings."""
+    """A finished rollout as a node sends it: one trace of TOKENS tokens, the messages, a score, timings."""
 
     def __init__(self) -> None:
         random = Random(0)

@@ -1,10 +1,10 @@
-"""A place that has nothing but its own loopback: new network and PID namespaces, in which a Ray cluster is started.
+"""Runs a Ray cluster in new network and PID namespaces with only a loopback interface.
 
-Ray opens many ports, some of them on every interface. In such a place nobody else reaches them, and all of Ray ends
-with the program, however that ends, because PID 1 of the place does. Root makes such namespaces itself; others need
-user namespaces that are not forbidden.
+Ray opens many ports, some of them on every interface. In such a namespace no other process can reach them, and all of
+Ray ends with the program, however it ends, because PID 1 of the namespace ends. Root can create these namespaces; other
+users need user namespaces that are not disabled.
 
-    python -m bench._fleet_place PROGRAM [ARGUMENT …]      (PID 1 of the place)
+    python -m bench._fleet_place PROGRAM [ARGUMENT …]      (PID 1 of the namespace)
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 
 
 def inside(argv: Sequence[str]) -> list[str]:
-    """As which a program runs in a place of its own. `CommandError` where there can be none."""
+    """Returns the command that runs a program in new namespaces. Raises CommandError if they cannot be created."""
     remedy = "run it as root, or where `unshare --map-root-user --net true` works"
     if shutil.which("unshare") is None:
-        raise CommandError("Ray is only started in a network namespace, and there is no program `unshare`", remedy)
+        raise CommandError("Ray is only started in a network namespace, but there is no program `unshare`", remedy)
     tried = subprocess.run(_command(["true"]), capture_output=True, text=True, timeout=TRY_S, check=False)
     if tried.returncode:
         said = tried.stderr.strip().splitlines()
-        raise CommandError(f"no network namespace can be made here: {said[-1] if said else 'unshare failed'}", remedy)
+        raise CommandError(f"cannot create a network namespace here: {said[-1] if said else 'unshare failed'}", remedy)
     return _command(argv)
 
 
@@ -52,7 +52,7 @@ def _raise_loopback() -> None:
 
 
 def be_first(argv: Sequence[str]) -> int:
-    """PID 1 of the place: it reaps what nobody else does, and ends when the program has."""
+    """Runs as PID 1 of the namespace: reaps orphans, and exits with the program."""
     _raise_loopback()
     program = os.posix_spawnp(argv[0], list(argv), os.environ, setsigdef=(signal.SIGINT, signal.SIGQUIT))
     while True:

@@ -1,11 +1,11 @@
-"""A fleet on 1, 2, 4 and 8 Ray nodes, in a place with only a loopback of its own: does each node carry as much?
+"""Measures the throughput per node of a fleet on 1, 2, 4 and 8 Ray nodes, in a namespace with only a loopback.
 
     python -m bench._fleet_ray PLAN RESULT      (JSON; inside `_fleet_place`)
 
-The cluster wants a token. The head is `rollyard serve --fleet ray` as a process; its nodes are the actors that it puts
-on the Ray nodes, with a fixed pool each. Rollouts wait, all about as long; the first ones evenly shorter, so that from
-the beginning as many end in each moment as ever after. What is counted is what the head has as ended, per node, in a
-window in the middle, in which more is queued than can begin.
+The cluster requires a token. The head is a `rollyard serve --fleet ray` process; its nodes are the actors that it
+starts on the Ray nodes, with a fixed pool each. All rollouts wait about equally long, except that the first ones have
+evenly distributed shorter times, so that the rate of endings is constant from the start. The bench counts the rollouts
+that the head reports as ended, per node, in a window in the middle, while more are queued than can start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollyard.core import Json
 PAGE = 1_000
 WITHIN_S = 90.0
 LOOK_S = 0.25
-OBJECT_STORE_BYTES = 80 << 20  # Ray takes no less than 75 MB, and nothing of ours goes through it
+OBJECT_STORE_BYTES = 80 << 20  # Ray requires at least 75 MB; we do not use it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class RayPlan:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Of so many nodes."""
+    """The throughput with a number of nodes."""
 
     nodes: int
     per_node_s: float  # rollouts per second and node
-    least_node_s: float  # of the slowest node
+    least_node_s: float  # the slowest node
     busy_share: float  # of the whole machine
 
 
 async def measure(plan: RayPlan) -> list[Throughput]:
-    with tempfile.TemporaryDirectory(prefix="ry-", dir="/tmp") as name:  # Ray's sockets must not have long paths
+    with tempfile.TemporaryDirectory(prefix="ry-", dir="/tmp") as name:  # the paths of Ray's sockets must be short
         folder = Path(name)
         write_entry_points(folder / "package")
         os.environ |= {
@@ -68,13 +68,13 @@ async def measure(plan: RayPlan) -> list[Throughput]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_BACKEND_LOG_LEVEL": "error",  # it warns of a machine without a network, which this is meant to be
+            "RAY_BACKEND_LOG_LEVEL": "error",  # without a network it prints warnings
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_prestart_worker_first_driver": "0",
-            "ROLLYARD_DATA_DIR": name,  # of the nodes; the head has its own
+            "ROLLYARD_DATA_DIR": name,  # for the nodes; the head has its own
             "ROLLYARD_LOG_LEVEL": "warning",
         }
-        # Ray blocks, and only in the main thread may it set its signal handlers. Nobody else waits meanwhile.
+        # Ray blocks, and must set its signal handlers in the main thread. No other task is waiting here.
         cluster = _cluster()
         settings: dict[str, Json] = {
             "fleet": "ray",
@@ -123,7 +123,7 @@ async def _steady(client: AsyncClient, plan: RayPlan, count: int) -> Throughput:
     after, took_s = await _ended(client), time.monotonic() - began
     busy_s = machine_busy_s() - busy_s
     if (await client.status())["pools"]["queue"]["active"] == 0:
-        raise RuntimeError(f"the queue ran out with {count} nodes: nothing steady was measured")
+        raise RuntimeError(f"the queue ran out with {count} nodes: there was no steady state")
     await client.delete_run(run)
     each = [after[name] - before[name] for name in after]
     busy_share = busy_s / took_s / len(os.sched_getaffinity(0))
@@ -131,7 +131,7 @@ async def _steady(client: AsyncClient, plan: RayPlan, count: int) -> Throughput:
 
 
 def waits(plan: RayPlan, count: int) -> list[dict[str, Json]]:
-    """The first that begin end evenly from now on; the others take `wait_s`, give or take a tenth."""
+    """Returns tasks: the first ones end evenly distributed in time, the others take `wait_s` ± 10 %."""
     random = Random(count)
     places = plan.slots * count
     begun = [plan.wait_s * (index + 0.5) / places for index in range(places)]

@@ -19,7 +19,7 @@ from rollyard.core import Json
 
 @dataclass(frozen=True)
 class GatewayProcess:
-    """The gateway's process: `recorded` is what it had recorded and proven in the end."""
+    """The gateway's process. `recorded` is what it recorded and verified, set at the end."""
 
     process: asyncio.subprocess.Process
     urls: list[str]
@@ -30,7 +30,7 @@ class GatewayProcess:
         return Meter(self.process.pid)
 
     async def stall_ms(self) -> float:
-        """The longest time that its event loop was held since the last call."""
+        """Returns the longest time that its event loop was blocked since the last call."""
         self.process.send_signal(signal.SIGUSR1)
         found = (await _line(self.process))["stall_ms"]
         assert isinstance(found, float)
@@ -80,5 +80,5 @@ async def _line(process: asyncio.subprocess.Process) -> dict[str, Json]:
     async with within(START_S, "a process of the bench", "a line on standard output"):
         line = await process.stdout.readline()
     if not line:
-        raise RuntimeError("a process of the bench ended without a word")
+        raise RuntimeError("a process of the bench ended without output")
     return json.loads(line)

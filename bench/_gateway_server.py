@@ -1,8 +1,7 @@
-"""The gateway alone, in a process of its own: so many sessions on so many loopback ports, one engine.
+"""The gateway alone, in a separate process: many sessions, each on its own loopback port, and one engine.
 
-It prints one line of JSON with its `urls` when it is ready, one with `stall_ms` for each SIGUSR1 (the longest time that
-its loop was held since the last one), and when it is told to end (SIGTERM) what it recorded, after every trace has been
-proven.
+It prints one line of JSON with its `urls` when it is ready, and one with `stall_ms` for each SIGUSR1 (the longest time
+that its event loop was blocked since the last one). On SIGTERM it verifies every trace and prints what it recorded.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ async def main(engine_url: str, count: int) -> None:
 
 
 class _Stalls:
-    """The longest time that this process held its loop: how late a tick came that was due after a millisecond. Of that,
-    no more counts than the CPU time that the process used meanwhile: what is beyond it, other processes took."""
+    """The longest time that this process blocked its event loop: the delay of a tick that is due every millisecond. It
+    is limited to the CPU time that the process used meanwhile: the rest was taken by other processes."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
-"""`generate` of transformers in a process of its own, for `rollyard bench engine`.
+"""Runs `generate` of transformers in a separate process, for `rollyard bench engine`.
 
-Started with the options of `rollyard engine` that say which model and how; prints one line when it is ready. Then each
-line of stdin is {"prompts", "tokens", "has_logprobs"}, and is answered by the sampled ids. The model is loaded by the
-engine's own rules, so that device, dtype and weights are the same; all else is as transformers has it.
+It takes the model options of `rollyard engine` and prints one line when it is ready. Then each line of stdin is
+{"prompts", "tokens", "has_logprobs"}, and is answered with the sampled ids. The model is loaded by the engine's own
+rules, so that device, dtype and weights are the same; everything else is the default of transformers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def main() -> None:
 
 
 def _answer(model: Any, prompts: list[list[int]], tokens: int, has_logprobs: bool) -> list[list[int]]:
-    """What a user would write who wants the tokens and the logprobs that they were sampled with."""
+    """Samples tokens and their logprobs as a user of transformers would."""
     import torch
 
     ids = torch.tensor(prompts, device=model.device)
-    # the model's own defaults may cut: all of the distribution is asked for, as of the engine
+    # the model's own defaults may use top_k or top_p: sample from the whole distribution, as the engine does
     made = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -58,7 +58,7 @@ def _answer(model: Any, prompts: list[list[int]], tokens: int, has_logprobs: boo
         scores = model.compute_transition_scores(made.sequences, made.logits, normalize_logits=True)
         found = scores.tolist()
         if len(found) != len(prompts) or any(len(row) != tokens for row in found):
-            raise RuntimeError(f"generate gave {len(found)} rows of logprobs, not {len(prompts)} of {tokens}")
+            raise RuntimeError(f"generate returned {len(found)} rows of logprobs, not {len(prompts)} of {tokens}")
     return made.sequences[:, ids.shape[1] :].tolist()
 
 

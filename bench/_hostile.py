@@ -1,7 +1,7 @@
-"""Requests that cost the sender little and a careless server seconds, for `rollyard bench gateway`.
+"""Requests that are cheap to send but can cost a server seconds, for `rollyard bench gateway`.
 
-Two sessions send them, one after the other, beside a third that has ordinary conversations. What counts is the longest
-time for which the gateway's event loop was held: everybody's stream stands still for that long.
+Two sessions send them, one after the other, while a third has ordinary conversations. The result is the longest time
+that the gateway's event loop was blocked: every stream stalls for that long.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollyard.cli._console import note
 from rollyard.core import Json
 
 CONTEXT = 1 << 18
-MOST = 8 << 20  # for that context, the gateway reads 8.25 MiB
+MOST = 8 << 20  # the gateway accepts 8.25 MiB for that context
 HOSTILE_SESSIONS = 2
 
 
 def _list(item: Json, **fields: Json) -> bytes:
-    """As many of an item as a body can hold."""
+    """Returns a body with as many copies of an item as fit."""
     one = orjson.dumps(item) + b","
     rest = orjson.dumps({"model": "policy", **fields})[1:]
     return b'{"messages":[' + (one * (MOST // len(one)))[:-1] + b"]," + rest
@@ -66,7 +66,7 @@ def requests() -> Mapping[str, bytes]:
 
 
 def _attack(url: str, path: str, body: bytes) -> None:
-    """In a thread: what is sent beside it is timed in this process."""
+    """Runs in a thread, because this process also times the ordinary requests."""
     connection = HTTPConnection(url.removeprefix("http://"), timeout=600)
     try:
         connection.request("POST", path, body, {"content-type": "application/json"})
@@ -76,7 +76,7 @@ def _attack(url: str, path: str, body: bytes) -> None:
 
 
 async def hostile(gateway: GatewayProcess, path: str, honest: Callable[[str], bytes]) -> dict[str, Json]:
-    """`honest` makes the body of an ordinary request, given a text."""
+    """Sends hostile requests and returns the figures. `honest` returns the body of an ordinary request for a text."""
     bodies = requests()
     stalls: dict[str, float] = {}
     waits: list[float] = []

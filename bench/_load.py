@@ -1,6 +1,6 @@
-"""A client that costs little: HTTP/1.1 on one kept connection, requests as bytes, answers as bytes.
+"""A cheap HTTP/1.1 client: one kept connection, requests and responses as bytes.
 
-An SDK would use most of a core for what it sends here, and be what is measured.
+An SDK would use most of a core for the same requests, and the benchmark would measure the SDK.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Line(asyncio.Protocol):
         self._head_end = -1
         self._length: int | None = None  # None: chunked
         self._done: asyncio.Future[tuple[int, bytes]] | None = None
-        self.first_at = 0.0  # when the first byte of the answer's body came
+        self.first_at = 0.0  # when the first byte of the response's body arrived
 
     @classmethod
     async def open(cls, url: str) -> Line:
@@ -30,14 +30,14 @@ class Line(asyncio.Protocol):
         return line
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's own is no subclass
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_exception(ConnectionError(str(exc or "the connection was closed")))
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body; of a chunked answer, as it is framed."""
+        """Returns the status and the body. A chunked body keeps its framing."""
         assert self._transport is not None
         self._got.clear()
         self._head_end = -1

@@ -1,7 +1,7 @@
-"""What the benches of sandboxes are made with: runtimes by name, and an image of our own.
+"""Common parts of the sandbox benchmarks: runtimes by name, and a minimal image.
 
-The image is the smallest that all of them can start: one static busybox, or where there is none the host's own `sh`,
-`cat`, `echo` and `sleep` with the libraries that they load. No network, no registry.
+The image is the smallest that all runtimes can start: one static busybox, or else the host's `sh`, `cat`, `echo` and
+`sleep` with their libraries. It needs no network and no registry.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ AnyRuntime = BubblewrapRuntime | ApptainerRuntime | OciRuntime | LocalRuntime
 PROGRAMS = ("sh", "cat", "echo", "sleep")
 BUILD_S = 120.0
 AT_ONCE = 50
-"""Starts that a bench may have in progress: more than a service would, so that each moment of one is met."""
+"""Starts in progress in a bench: more than in a service, so that kills hit every phase of a start."""
 
 
 class Missing(Exception):
-    """This machine has no such part; the text says which, and how to get it."""
+    """This machine lacks a part; the message has its name, and how to install it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """`sif` is None where nothing here can build one."""
+    """The image as a folder and as a SIF file; `sif` is None if it cannot be built here."""
 
     folder: Path
     sif: Path | None
 
 
 def make_images(place: Path) -> Images:
-    """Below `place`, in a second or two. Blocks: for a thread."""
+    """Builds the images below `place`, in a second or two. Blocks: call it in a thread."""
     folder = place / "image"
     for name in ("bin", "etc", "tmp", "proc", "dev", "root", "var"):
         (folder / name).mkdir(parents=True)
@@ -74,14 +74,14 @@ def make_images(place: Path) -> Images:
 
 
 def _libraries(program: str) -> list[Path]:
-    """What it loads, its loader among them; empty: it is static."""
+    """Returns the libraries of a program, including its loader. A static program has none."""
     said = subprocess.run(["ldd", program], capture_output=True, text=True, timeout=10, check=False).stdout
     return [Path(path) for path in re.findall(r"(/\S+) \(0x", said)]
 
 
 def make_runtime(name: str, root: Path, *, images: Images | None = None, control: Path | None = None) -> AnyRuntime:
-    """Not open yet. Up to AT_ONCE starts at once, except for Apptainer, which has a gate of its own per image.
-    `control` is for the folders of commands where they are to be counted; None: on tmpfs, where they are fast."""
+    """Returns a runtime that is not open yet. It starts up to AT_ONCE at once, except for Apptainer, which has a limit
+    per image. `control` is the folder for control folders that are counted; None: on tmpfs, which is fast."""
     match name:
         case "bubblewrap":
             return BubblewrapRuntime(root=root, control_root=control, max_starting=AT_ONCE)
@@ -98,14 +98,14 @@ def make_runtime(name: str, root: Path, *, images: Images | None = None, control
 
 
 async def forget_image(runtime: AnyRuntime, images: Images | None) -> None:
-    """The image of ours that a container engine has imported goes before its folder does."""
+    """Removes our image from the container engine. Call it before the image's folder is deleted."""
     if isinstance(runtime, OciRuntime) and images is not None:
         await runtime.forget(str(images.folder))
 
 
 @functools.cache
 def engine() -> tuple[str, ...]:
-    """The container engine as the operator's settings name it, else the first that can run something here."""
+    """Returns the container engine of the operator's settings, else the first that works here."""
     named = os.environ.get("ROLLYARD_OCI_COMMAND", "")
     if named:
         return tuple(shlex.split(named))
@@ -115,7 +115,7 @@ def engine() -> tuple[str, ...]:
         )
         try:
             host = json.loads(said.stdout)["host"]
-            # crun takes no machine that has cgroups of both kinds.
+            # crun does not support machines with cgroups of both versions.
             if host["ociRuntime"]["name"] == "crun" and host["cgroupVersion"] == "v1" and shutil.which("runc"):
                 return ("podman", "--runtime", "runc")
         except (ValueError, KeyError, TypeError):
@@ -127,6 +127,6 @@ def engine() -> tuple[str, ...]:
 
 
 def quantiles_ms(times_s: Sequence[float]) -> tuple[float, float]:
-    """Median and 99th percentile."""
+    """Returns the median and the 99th percentile."""
     ordered = sorted(times_s)
     return round(ordered[len(ordered) // 2] * 1000, 2), round(ordered[int(len(ordered) * 0.99)] * 1000, 2)

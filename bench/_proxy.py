@@ -1,4 +1,4 @@
-"""What the gateway is measured beside: a proxy that passes every byte on and understands none. Prints its `url`."""
+"""The proxy that the gateway is compared with: it forwards bytes without parsing them. Prints its `url`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The service that `rollyard bench survive` kills, run as a module with RUNTIME ROOT FOLDER SIF TALLY.
 
-It keeps AT_ONCE starts in progress for as long as it lives: whatever stands runs a daemon that would outlive it, and
-is ended while the next one starts. How many are in progress is in the file TALLY at every moment, mapped into
-memory, so that it can be read after the kill.
+It keeps AT_ONCE starts in progress until it is killed. Each started sandbox runs a daemon that would outlive it, and is
+ended while the next one starts. The file TALLY, mapped into memory, always contains the number of starts in progress,
+so that it can be read after the kill.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def main(name: str, root: str, folder: str, sif: str, tally: str) -> None:
 
         for _ in range(AT_ONCE):
             group.create_task(start())
-        await asyncio.sleep(0)  # each of them runs until it has asked
+        await asyncio.sleep(0)  # each task runs until it has requested a start
         sys.stdout.write("open\n")
         sys.stdout.flush()
 

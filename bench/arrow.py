@@ -1,9 +1,9 @@
-"""`rollyard bench arrow`: what a trainer's batch costs on its way, as Arrow and as JSON.
+"""`rollyard bench arrow`: the cost of encoding and decoding a trainer's batch, as Arrow and as JSON.
 
-One page of a draw with 256 traces of 8,000 tokens, the same both ways: written by the service's own encoders, and read
-to groups with numpy columns by the client's own decoders, as `draw.batch()` does. The two take turns, round by round;
-the median counts, in milliseconds of CPU, which others on the machine change little. What both decode is compared, so
-neither may leave anything out. Not in it: the store, HTTP, the network.
+It uses one page of a draw with 256 traces of 8,000 tokens for both: encoded by the service's encoders, and decoded to
+groups with numpy columns by the client's decoders, as `draw.batch()` does. The two alternate, round by round; the
+result is the median in milliseconds of CPU time, which other processes affect little. The decoded pages are compared,
+so neither format can omit anything. The store, HTTP and the network are not included.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rollyard.service.group_pages import LoadedGroup, cursor, groups_page, group
 from rollyard.service.records import encode
 
 GROUPS, MEMBERS, TOKENS = 32, 8, 8_000
-TURNS = 8  # of a trace: as much prompt or tool output as sampled tokens in each
+TURNS = 8  # of a trace; each has as many prompt or tool tokens as sampled ones
 
 T = TypeVar("T")
 
 
 async def bench_arrow(*, quick: bool = False) -> dict[str, Json]:
-    """`metrics` are Arrow's, `versus` JSON's, under the same names."""
+    """Returns `metrics` of Arrow and `versus` of JSON, with the same names."""
     rounds = 2 if quick else 9
     loaded = [_group(place) for place in range(1, GROUPS + 1)]
     batch = Batch("bench", 1, GROUPS, 3, 0, delivered=GROUPS, is_open=False)
@@ -51,7 +51,7 @@ async def bench_arrow(*, quick: bool = False) -> dict[str, Json]:
 
 
 class _Measured:
-    """One form of the page, over the rounds."""
+    """The measurements of one format, over all rounds."""
 
     def __init__(self) -> None:
         self._size_bytes = 0
@@ -64,7 +64,7 @@ class _Measured:
         return _timed(self._decode_ms, lambda: decoder(data))
 
     def figures(self) -> dict[str, Json]:
-        """The first round only warms up."""
+        """Returns medians without the first round, which only warms up."""
         return {
             "size_mb": round(self._size_bytes / 1e6, 3),
             "bytes_per_token": round(self._size_bytes / (GROUPS * MEMBERS * TOKENS), 2),
@@ -74,7 +74,7 @@ class _Measured:
 
 
 def _timed(times_ms: list[float], work: Callable[[], T]) -> T:
-    gc.collect()  # of the round before: its garbage is not this one's doing
+    gc.collect()  # the garbage of the previous round must not count
     began = time.process_time()
     made = work()
     times_ms.append((time.process_time() - began) * 1000)
@@ -93,7 +93,7 @@ def _check(ours: GroupsPage, theirs: GroupsPage) -> None:
     for one, other in pairs:
         for name in ("token_ids", "mask", "logprobs", "versions"):
             if not np.array_equal(getattr(one, name), getattr(other, name)):
-                raise RuntimeError(f"{name} of a trace of {one.rollout_id} came out differently")
+                raise RuntimeError(f"{name} of a trace of {one.rollout_id} differs between Arrow and JSON")
 
 
 def _group(place: int) -> LoadedGroup:
@@ -125,7 +125,7 @@ def _group(place: int) -> LoadedGroup:
 
 
 def _trace(seed: int) -> Trace:
-    """Ids as of a vocabulary of 150,000; logprobs as an engine gives them, with all their digits."""
+    """Returns a trace with ids of a vocabulary of 150,000, and logprobs with full precision, as engines return them."""
     random = Random(seed)
     part = TOKENS // (2 * TURNS)
     mask = (bytes(part) + b"\1" * part) * TURNS

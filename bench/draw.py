@@ -1,17 +1,16 @@
-"""`rollyard bench draw`: what a trainer waits for, throws away and never sees, by four ways to fill its batches.
+"""`rollyard bench draw`: time, waste and bias of four policies that fill a trainer's batches.
 
-A simulation in virtual time (`_draw_world.py`: the world; `_draw_policies.py`: the ways): the same tasks with the same
-scripted latencies for all, our own rules as the service runs them, no engine. It says what the rules do, not how fast
-this machine is; the same seed gives the same figures anywhere.
+A simulation in virtual time (`_draw_world.py`: the world; `_draw_policies.py`: the policies). All policies get the same
+tasks with the same scripted latencies; ours uses the rules of the service; there is no engine. It measures the rules,
+not this machine: the same seed gives the same figures anywhere.
 
-The defaults: rollout slots for what a batch needs at the share that has signal (two batches of rollouts), and a trainer
-that takes as long for a batch as the reference's rollouts do, as where the two are bought to match.
+The defaults: as many rollout slots as a batch needs at the share of groups with signal (two batches of rollouts), and a
+trainer that takes as long for a batch as the reference's rollouts do, as if the two were sized to match.
 
-How it is counted. The first batches are left out, until stragglers have had the time to arrive. Times and tokens are
-those of the counted batches. Shares are of the groups with signal that were begun during them, each followed to its
-end: the simulation goes on until the last one has ended, so what is in flight when the counting stops is neither for
-nor against anybody. A task that is begun again is a new group. Tokens of groups without signal are counted apart:
-everybody pays them for what is judged.
+How it counts. The first batches are left out, until stragglers have had time to arrive. Times and tokens are those of
+the counted batches. Shares are of the groups with signal that started during them, each followed to its end: the
+simulation continues until the last one has ended, so groups in flight at the end of counting favour no policy. A task
+that is started again is a new group. Tokens of groups without signal are counted separately: every policy pays them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from rollyard.core import Json
 from rollyard.core.draw import Surplus
 
 WARM = 12
-"""Batches before counting: a straggler takes as long as about five of them."""
+"""Batches before counting: a straggler takes about as long as five of them."""
 
 FOLLOWED = 400
-"""Batches after which a group that has not ended is a mistake of the policy, not of patience."""
+"""Batches after the counted ones. A group that has not ended by then is a defect of the policy."""
 
 
 async def bench_draw(
@@ -78,9 +77,9 @@ WAYS: Mapping[str, Callable[[World, Enough], Tally]] = {
 
 
 def followed(count: int, warm: int = WARM) -> Enough:
-    """Until that many batches were counted, and every group that was begun in them has ended."""
+    """Returns a function that is True once that many batches are counted and every group started in them has ended."""
 
-    looked_at = warm + count - 1  # batches: between two of them nothing need be looked at
+    looked_at = warm + count - 1  # in batches: checked only after a new batch
 
     def enough(tally: Tally) -> bool:
         nonlocal looked_at
@@ -96,12 +95,12 @@ def followed(count: int, warm: int = WARM) -> Enough:
 
 
 def window(tally: Tally, count: int, warm: int = WARM) -> tuple[float, float]:
-    """When the counted batches began and ended."""
+    """Returns the start and end of the counted batches."""
     return tally.trained_s[warm - 1], tally.trained_s[warm + count - 1]
 
 
 def figures(tally: Tally, count: int, world: World) -> dict[str, Json]:
-    """See the module. Of one policy."""
+    """Returns the figures of one policy; the module docstring defines how they are counted."""
     since_s, until_s = window(tally, count)
     ended = [begun for begun in tally.begun if since_s <= begun.ended_s < until_s]
     by_end = {how: [begun for begun in ended if begun.end == how] for how in ("delivered", "filtered", "thrown")}
@@ -129,6 +128,6 @@ def figures(tally: Tally, count: int, world: World) -> dict[str, Json]:
 
 
 def _ratio(one: Json, other: Json) -> float | None:
-    """None: there is nothing to compare with."""
+    """Returns None if `other` is 0."""
     assert isinstance(one, int | float) and isinstance(other, int | float)
     return round(one / other, 4) if other else None

@@ -1,9 +1,9 @@
 """`rollyard bench endurance`: what ten thousand sandboxes, started and ended, leave behind.
 
-Eight at a time, each with a doorway, from the host's /usr, an image folder and a SIF file in turn, each answering one
-command. Counted before and after, both with the runtime open (so that its launcher and its warden are looked into,
-too) and before its opening and after its closing; `…_more` is the larger difference. See `_census.py` for what is
-counted. `per_s` is how many sandboxes a second were started and ended.
+It runs eight at a time, each with a doorway, from the host's /usr, an image folder and a SIF file in turn; each runs
+one command. It counts before and after, both while the runtime is open (which includes its launcher and its resource
+monitor) and before opening and after closing it; `…_more` is the larger difference. `_census.py` lists what is counted.
+`per_s` is the number of sandboxes started and ended per second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def bench_endurance(
         try:
             made = make_runtime(runtime, root, images=images, control=control_of(root))
         except Missing as error:
-            raise CommandError("this runtime cannot be tried here", str(error)) from None
+            raise CommandError("this runtime cannot be measured here", str(error)) from None
         census = Census(runtime, root)
         closed_before = await asyncio.to_thread(census.take)
         async with made as opened:
@@ -80,7 +80,7 @@ async def _cycle(runtime: AnyRuntime, images: Images, count: int) -> None:
             finally:
                 await sandbox.kill()
             if result.stdout != b"ok\n":
-                raise RuntimeError(f"echo gave {result}")
+                raise RuntimeError(f"echo returned {result}")
 
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_A_TIME):

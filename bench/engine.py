@@ -1,18 +1,18 @@
-"""`rollyard bench engine`: tokens per second of the embedded engine, beside `generate` of transformers.
+"""`rollyard bench engine`: tokens per second of the embedded engine, compared with `generate` of transformers.
 
-- `tokens_per_s_N`: N requests at once, each with a prompt of its own, from the first request to the last answer, with
-  prompts, logprobs and exactly the tokens that were asked for. Ours over HTTP, by the client that the service uses,
-  from a real `rollyard engine`; theirs inside its own process, as one batch.
+- `tokens_per_s_N`: N requests at once, each with its own prompt, from the first request to the last answer, including
+  prompts, logprobs and exactly the requested number of tokens. Ours is measured over HTTP, with the client of the
+  service, from a real `rollyard engine`; theirs within its own process, as one batch.
 - `prefill_tokens_per_s`: the same with one new token, per token of the prompts, eight at once.
-- `turns_per_s`: eight sessions of four turns, each of which extends its own history. Ours reuses what it has computed,
-  and no session waits for another; `generate` is called anew for each turn, with all sessions as one batch.
+- `turns_per_s`: eight sessions of four turns, each of which extends its own history. Ours reuses its caches, and no
+  session waits for another; `generate` is called again for each turn, with all sessions as one batch.
 
-Both have the same weights, dtype, device, threads and prompts. They take turns, round by round, and only one of them
-works at any time; the median of the rounds counts. All prompts of a batch have one length, so `generate` pads nothing,
-and nobody ends early: that is its best case, and where prompts and answers differ in length it computes more in vain.
-`generate_no_logprobs` is what it gives if it is not asked for logprobs; ours always tells them.
+Both have the same weights, dtype, device, threads and prompts. They alternate, round by round, and only one of them
+runs at any time; the result is the median of the rounds. All prompts of a batch have the same length, so `generate`
+pads nothing, and no sequence ends early. That is its best case: where lengths differ, it computes padding.
+`generate_no_logprobs` is `generate` without logprobs; ours always returns them.
 
-This process needs no torch: what is measured runs in child processes of this Python.
+This process needs no torch: both engines run in child processes of this Python.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rollyard.engines import Engine, EngineSpec, GenerateRequest, Kind, make_eng
 AT_ONCE = (1, 8, 32)
 SESSIONS, TURNS = 8, 4
 PROMPT_TOKENS, TOKENS = 128, 64
-IDS = range(100, 1000)  # of prompts: every vocabulary has these, and none of them is special
-START_S = 600.0  # large models are read slowly
+IDS = range(100, 1000)  # of prompts: every vocabulary has these ids, and they are not special tokens
+START_S = 600.0  # large models load slowly
 CALL_S = 600.0
 
 Prompts = list[list[int]]
 Complete = Callable[[Prompts, int], Awaitable[Prompts]]
-"""Prompts, and how many tokens each is to get: those tokens."""
+"""Takes prompts and the number of tokens for each, and returns those tokens."""
 
 
 async def bench_engine(
@@ -60,7 +60,7 @@ async def bench_engine(
     tokens: int = TOKENS,
     prompt: int = PROMPT_TOKENS,
 ) -> dict[str, Json]:
-    """`metrics`, and `versus` by the same names."""
+    """Returns `metrics`, and `versus` with the same names."""
     from rollyard.embedded import missing_packages
     from rollyard.embedded.weights import KNOWN
 
@@ -75,7 +75,7 @@ async def bench_engine(
         engine, context = await stack.enter_async_context(_served(options, place))
         if TURNS * (prompt + tokens) > context:
             told = f"{TURNS} turns of {prompt} + {tokens} tokens do not fit into the model's {context}"
-            raise CommandError(told, "smaller --prompt or --tokens", 2)
+            raise CommandError(told, "use a smaller --prompt or --tokens", 2)
         ways = {"ours": _Way(_Ours(engine).complete, _Ours(engine).converse)}
         peer: _Generate | None = None
         if peers:
@@ -94,11 +94,11 @@ async def bench_engine(
 
 
 class _Way:
-    """One of those that are compared, and what was measured of it."""
+    """One of the compared engines, and its measurements."""
 
     def __init__(self, complete: Complete, converse: Callable[[Prompts, int], Awaitable[None]] | None) -> None:
         self.complete = complete
-        self.converse = converse  # the new tokens of each turn, one session after the other
+        self.converse = converse  # takes the new tokens of each turn, one session after the other
         self._found: dict[str, list[float]] = {}
 
     def take(self, name: str, per_s: float) -> None:
@@ -109,14 +109,14 @@ class _Way:
 
 
 class _Load:
-    """What all of them are asked for: the same in a round, and never the same again."""
+    """The requests: the same for all engines in a round, and different in each round."""
 
     def __init__(self, prompt_tokens: int, tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
         self._tokens = tokens
 
     async def warm_up(self, ways: Mapping[str, _Way], *, is_whole: bool) -> None:
-        """A GPU records and plans for each size that it meets, so it meets all of them; a CPU needs a few tokens."""
+        """Warms up. A GPU records graphs for each size, so all sizes are run; a CPU needs a few tokens."""
         note("warming up")
         for way in ways.values():
             for count in AT_ONCE if is_whole else AT_ONCE[:2]:
@@ -176,13 +176,13 @@ class _Ours:
         async with within(CALL_S, "sampling with rollyard engine", f"{tokens} tokens after a prompt of {len(prompt)}"):
             found = await self._engine.generate(request)
         if len(found.token_ids) != tokens or found.logprobs is None or not all(map(math.isfinite, found.logprobs)):
-            raise RuntimeError(f"the engine gave {len(found.token_ids)} tokens of {tokens}, or no logprobs for them")
+            raise RuntimeError(f"the engine returned {len(found.token_ids)} of {tokens} tokens, or no logprobs")
         return list(found.token_ids)
 
 
 @asynccontextmanager
 async def _served(options: Sequence[str], place: Path) -> AsyncGenerator[tuple[Engine, int], None]:
-    """`rollyard engine` as a process of its own, and the longest sequence that it takes."""
+    """Runs `rollyard engine` as a separate process; also yields its maximum context."""
     argv = [sys.executable, "-m", "rollyard", "engine", "--port", "0", "--json", *options]
     async with _child("rollyard engine", argv, place / "engine.log") as (_, said), open_http() as http:
         engine = make_engine(EngineSpec("bench", said["url"], Kind.VLLM), http)
@@ -197,11 +197,11 @@ async def _served(options: Sequence[str], place: Path) -> AsyncGenerator[tuple[E
 
 
 class _Generate:
-    """`_generate.py` in a process of its own: one line in, one line out."""
+    """`_generate.py` in a separate process: one line in, one line out."""
 
     def __init__(self, process: asyncio.subprocess.Process, about: Mapping[str, Any]) -> None:
         self._process = process
-        self.about = about  # threads, device, dtype: as it has them, and as ours has them by the same rules
+        self.about = about  # threads, device, dtype; ours has the same
 
     async def complete(self, prompts: Prompts, tokens: int, *, has_logprobs: bool = True) -> Prompts:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -238,7 +238,7 @@ async def _generate(options: Sequence[str], place: Path) -> AsyncGenerator[_Gene
 async def _child(
     name: str, argv: Sequence[str], log: Path
 ) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Any], None]:
-    """A process of this Python, and the object that it prints when it is ready."""
+    """Runs a process of this Python; also yields the object that it prints when it is ready."""
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -253,7 +253,7 @@ async def _child(
                 line = await process.stdout.readline()
             if not line:
                 said = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
-                raise CommandError(said[-1].removeprefix("rollyard: ") if said else f"{name} ended and said nothing")
+                raise CommandError(said[-1].removeprefix("rollyard: ") if said else f"{name} ended without output")
             yield process, json.loads(line)
         finally:
             await stop(process)

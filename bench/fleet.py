@@ -1,15 +1,15 @@
-"""`rollyard bench fleet`: what a fleet carries, and what it costs its head.
+"""`rollyard bench fleet`: the throughput of a fleet, and the cost for its head.
 
-- 1, 2, 4 and 8 Ray nodes on this machine, rollouts that only wait, a fixed pool per node: `efficiency_N` is what a node
-  carries among N over what it carries alone. All of Ray is in a network namespace of its own (`_fleet_place`).
-- Waiting is easy, so the head is driven to its end as well, by nodes that run nothing and hand over real results
-  (`_fleet_hollow`): `leases_per_s`, and CPU and bytes of the head per rollout. Then by as many nodes as make half of
-  that rate, each with as many rollouts a second as one of NODE_SLOTS has that take NODE_ROLLOUT_S:
-  `efficiency_at_half_head` is what ended over what was offered.
-- What the store alone leases, and what a poll costs that has nothing to say.
+- 1, 2, 4 and 8 Ray nodes on this machine, rollouts that only wait, a fixed pool per node: `efficiency_N` is the
+  throughput of a node among N divided by that of a single node. Ray runs in its own network namespace (`_fleet_place`).
+- Waiting is a light load, so the head is also saturated by nodes that run nothing and send realistic results
+  (`_fleet_hollow`): `leases_per_s`, and CPU time and bytes of the head per rollout. Then it is loaded at half of that
+  rate by nodes of NODE_SLOTS slots with rollouts of NODE_ROLLOUT_S: `efficiency_at_half_head` is the number of ended
+  rollouts divided by the offered number.
+- The lease rate of the store alone, and the cost of an idle poll.
 
-PostgreSQL, where it is installed, stands beside SQLite: a server of its own on this machine, durable as SQLite is. Its
-CPU is not the head's, but on a small machine it is taken from the same cores.
+PostgreSQL, if it is installed, is compared with SQLite: a separate server on this machine, as durable as SQLite. Its
+CPU time is not counted for the head, but on a small machine it uses the same cores.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ FULL = RayPlan(nodes=(1, 2, 4, 8), slots=32, wait_s=4.0, warm_s=6.0, window_s=20
 QUICK = RayPlan(nodes=(1, 2), slots=32, wait_s=4.0, warm_s=4.0, window_s=4.0)
 
 NODE_SLOTS, NODE_ROLLOUT_S = 256, 60.0
-"""A node as the page about scale has it; what a head feeds is told in such nodes."""
+"""The size of a node in docs/how-to/scale.md; the capacity of a head is given in such nodes."""
 
 RAY_S = 400.0
-DURABLE = ("-c", "max_connections=100")  # fsync is on unless one turns it off
+DURABLE = ("-c", "max_connections=100")  # fsync is on by default
 
 
 async def bench_fleet(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
@@ -75,19 +75,19 @@ async def bench_fleet(*, quick: bool = False, peers: bool = True) -> dict[str, J
     fed = nodes_fed(per_s)
     metrics["nodes_fed_of_256_slots_at_60_s"] = fed
     note(
-        f"one head feeds {fed} nodes of {NODE_SLOTS} slots with rollouts of {NODE_ROLLOUT_S:g} s"
+        f"one head serves {fed} nodes of {NODE_SLOTS} slots with rollouts of {NODE_ROLLOUT_S:g} s"
         f" ({per_s:.0f} rollouts a second); plan with half of that"
     )
     return {"metrics": metrics, "versus": versus}
 
 
 def nodes_fed(per_s: float) -> int:
-    """Nodes whose slots, all of them always in use, end so many rollouts a second."""
+    """Returns the number of nodes that end `per_s` rollouts a second with all slots in use."""
     return int(per_s * NODE_ROLLOUT_S / NODE_SLOTS)
 
 
 async def _on_ray(plan: RayPlan) -> list[Throughput]:
-    """In a place of its own: this process stays where it is."""
+    """Measures in a child process with its own namespaces."""
     if importlib.util.find_spec("ray") is None:
         raise CommandError("Ray is not installed", "pip install 'rollyard[ray]'")
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
@@ -104,10 +104,10 @@ async def _on_ray(plan: RayPlan) -> list[Throughput]:
                 status = await process.wait()
         finally:
             if process.returncode is None:
-                process.kill()  # PID 1 of the place goes with it, and all of Ray with that
+                process.kill()  # this ends PID 1 of the namespace, and with it all of Ray
                 await process.wait()
         if status != 0:
-            raise CommandError("the fleet on Ray could not be measured", "what went wrong is above")
+            raise CommandError("the fleet on Ray could not be measured", "the error is above")
         return msgspec.json.decode(result.read_bytes(), type=list[Throughput])
 
 

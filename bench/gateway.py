@@ -1,20 +1,21 @@
-"""`rollyard bench gateway`: what the gateway adds to a completion, and how many it carries.
+"""`rollyard bench gateway`: the latency that the gateway adds to a completion, and its throughput.
 
-- latency: 64 streams, an engine that takes about a second for each completion, token by token. `added_…` is what a
-  stream takes through the gateway beyond the median that the same stream takes straight from the engine; the engine's
-  own jitter counts against us. What is between client and engine has a core of its own, as it would with an engine on
-  another machine. The engine alone is timed before and after each round (a machine that others share is not equally
-  fast from one minute to the next), and of five rounds the median counts. That core is kept from falling asleep (by a
-  spinner of the idle class, which yields to anything): a virtual core that has halted takes its time to come back, and
-  then begins with cold caches. `halting_added_…` are the figures without that, of three rounds.
-- throughput, apart: an engine that answers at once. Every completion is rendered, spliced onto what was sampled before,
-  recorded, and in the end proven (`verify` of every trace, in the gateway's process).
-- hostile requests (`_hostile.py`): `hostile_loop_stall_ms` is the longest time that they held the gateway's event loop.
+- Latency: 64 streams, with an engine that takes about a second for each completion, token by token. `added_…` is the
+  time of a stream through the gateway minus the median time of the same stream directly from the engine; the engine's
+  own jitter counts against us. The gateway (or proxy) has its own core, as if the engine were on another machine. The
+  engine alone is timed before and after each round (the speed of a shared machine varies from minute to minute), and
+  the result is the median of five rounds. That core is kept awake (by a spinner of the idle class, which yields to any
+  other process): a halted virtual core takes time to resume, and then starts with cold caches. `halting_added_…` are
+  the figures without the spinner, of three rounds.
+- Throughput, measured separately: an engine that answers immediately. Every completion is rendered, spliced onto the
+  earlier samples, recorded, and finally verified (`verify` of every trace, in the gateway's process).
+- Hostile requests (`_hostile.py`): `hostile_loop_stall_ms` is the longest time that they blocked the gateway's event
+  loop.
 
-Beside it a proxy that passes bytes on and understands none, in the same run with the same client and engine. Client,
-engine and gateway are processes of their own; all of them share the machine, and the CPU of each is reported.
+The peer is a proxy that forwards bytes without parsing them, in the same run with the same client and engine. Client,
+engine and gateway are separate processes; all of them share the machine, and the CPU time of each is reported.
 
-The conversations are an agent's: a system prompt, a tool, eight turns, each a tool call and its result.
+The conversations are those of an agent: a system prompt, a tool, eight turns, each a tool call and its result.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def script(tokens_per_s: float | None) -> dict[str, Json]:
 
 
 class Conversation:
-    """What an agent would send: its whole history with every request. The script says what it will be told."""
+    """The requests of an agent, each with the whole history. The replies are known from the script."""
 
     def __init__(self, number: int, *, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -104,7 +105,7 @@ class Conversation:
 
 
 class Asking:
-    """One worker's requests: whole conversations to the gateway, to the engine (or a proxy of it) their prompts."""
+    """One worker's requests: conversations for the gateway, rendered prompts for the engine (or a proxy of it)."""
 
     def __init__(self, worker: int, path: str, *, is_stream: bool) -> None:
         self.path = path
@@ -134,7 +135,7 @@ class Asking:
 
 @cache
 def prompts() -> list[list[int]]:
-    """What the gateway sends to the engine in a conversation: so the engine has the same to read without it."""
+    """Returns the prompts that the gateway sends to the engine in a conversation, for requests without the gateway."""
     renderer = ChatML(Tokenizers().load(str(tokenizer_dir())))
     conversation = Conversation(0, is_stream=False)
     rendered: list[list[int]] = []
@@ -172,7 +173,7 @@ async def _hostile() -> dict[str, Json]:
 
 
 async def _latency(*, each: int, versus: dict[str, Json] | None) -> dict[str, Json]:
-    """Rounds of all of them in turn, and of each figure the median: a neighbour on the machine spoils one round."""
+    """Runs rounds of all of them in turn, and takes medians: another process on the machine may disturb one round."""
     rate = 60 / ENGINE_S  # the replies have about 60 tokens
     ours, theirs, halting = _Rounds(), _Rounds(), _Rounds()
     base: list[tuple[float, float]] = []
@@ -228,8 +229,8 @@ def _median(rounds: Sequence[Added]) -> dict[str, Json]:
 
 @contextmanager
 def _apart() -> Generator[set[int], None, None]:
-    """Yields the last core, for what is between client and engine: these, which this process is and starts, share the
-    others. It is to be measured, not how three processes share two cores. With one core, all have that."""
+    """Yields the last core, for the gateway or proxy. This process and its other children share the remaining cores, so
+    that the gateway is measured and not how three processes share two cores. With one core, all use it."""
     cores = os.sched_getaffinity(0)
     own = {max(cores)}
     os.sched_setaffinity(0, cores - own or cores)
@@ -241,7 +242,7 @@ def _apart() -> Generator[set[int], None, None]:
 
 @asynccontextmanager
 async def _awake(cores: set[int]) -> AsyncGenerator[None, None]:
-    """Somebody who always has something to do there, and gives way to everybody else."""
+    """Keeps these cores busy with a process that yields to every other one."""
     argv = [
         sys.executable,
         "-c",
@@ -262,12 +263,12 @@ def _at(times: Sequence[tuple[float, float]], share: float, column: int) -> floa
 
 
 async def _timed(urls: Sequence[str], path: str, each: int) -> list[tuple[float, float]]:
-    """(all of it, until its first byte) of every completion but each worker's first, in seconds."""
+    """Returns (total time, time to first byte) in seconds of every completion except each worker's first."""
     times: list[tuple[float, float]] = []
 
     async def work(worker: int, url: str) -> None:
         asking = Asking(worker, path, is_stream=True)
-        await asyncio.sleep(random.Random(worker).random() * ENGINE_S)  # not all at the same moment
+        await asyncio.sleep(random.Random(worker).random() * ENGINE_S)  # not all at the same time
         line = await Line.open(url)
         for count in range(each + 1):
             body = asking.next()
@@ -323,7 +324,7 @@ async def _throughput(*, window_s: float, versus: dict[str, Json] | None) -> dic
 async def _carried(
     urls: Sequence[str], path: str, window_s: float, middle: Meter, engine: Meter
 ) -> tuple[float, tuple[float, float, float]]:
-    """Completions a second in the steady state, and CPU ms per completion of the middle, the engine and the client."""
+    """Returns completions per second in the steady state, and CPU ms per completion of middle, engine and client."""
     done = 0
     is_over = False
 

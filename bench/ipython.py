@@ -1,9 +1,9 @@
-"""`rollyard bench ipython`: how fast cells go through a sandbox's Python, beside a Jupyter kernel.
+"""`rollyard bench ipython`: latency of cells in a sandbox's Python, compared with a Jupyter kernel.
 
-Ours is the tool itself in a sandbox: with IPython by our own Python, which is the one that is compared (`cell_…`), and
-with the plain Python of an image that has no IPython (`plain_cell_…`). The kernel runs bare on this machine, driven by
-`jupyter_client`; both run the same cell, which prints a line and shows a value. `start_ms` is from nothing to the first
-value: the sandbox stands already, and the kernel needs none.
+Ours is the tool itself in a sandbox: with IPython from our own Python, which is the compared one (`cell_…`), and with
+the plain Python of an image that has no IPython (`plain_cell_…`). The kernel runs directly on this machine, driven by
+`jupyter_client`. Both run the same cell, which prints a line and shows a value. `start_ms` is the time from the start
+to the first value: the sandbox is already running, and the kernel needs none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM_UP = 20
 
 
 async def bench_ipython(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
-    """`metrics` and `versus`; a peer that cannot be measured is {"error": why}."""
+    """Returns `metrics` and `versus`; a peer that cannot be measured is {"error": reason}."""
     cells, starts = (100, 5) if quick else (500, 15)
     python = await asyncio.to_thread(portable_python, CACHE / "python")
     ours: Command = (python.argv, python.env)
@@ -60,7 +60,7 @@ async def _cells(sandbox: Sandbox, python: Command, count: int, name: str) -> di
 
 async def _starts(sandbox: Sandbox, python: Command, count: int) -> float:
     times: list[float] = []
-    for _ in range(count + 1):  # the first one reads it from the disk
+    for _ in range(count + 1):  # the first one reads from the disk
         began = time.perf_counter()
         async with PythonSession(sandbox, [python], output_bytes=1 << 20) as session:
             await _cell(session, "0", "0\n")
@@ -71,4 +71,4 @@ async def _starts(sandbox: Sandbox, python: Command, count: int) -> float:
 async def _cell(session: PythonSession, code: str, expected: str) -> None:
     result = await session.run(code, 60.0)
     if result.outcome is not CellOutcome.COMPLETED or result.output != expected:
-        raise RuntimeError(f"a cell gave {result}")
+        raise RuntimeError(f"a cell returned {result}")

@@ -1,8 +1,8 @@
-"""The peers' drivers: where they are, and the virtual environment that each of them runs in.
+"""Finds the peers' drivers, and creates the virtual environment of each.
 
-A driver is `bench/peers/NAME.py`. One that needs packages has them pinned, all of them, in `NAME.txt` beside it; they
-are installed on first use below ~/.cache/rollyard/bench, never into our own environment. A peer that cannot be
-installed or measured is a `PeerError`, which a bench reports as {"error": why}: it never fails the bench.
+A driver is `bench/peers/NAME.py`. If it needs packages, all of them are pinned in `NAME.txt` beside it; they are
+installed on first use below ~/.cache/rollyard/bench, never into our own environment. A peer that cannot be installed or
+measured raises `PeerError`, which a bench reports as {"error": reason}: the bench does not fail.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DRIVERS = Path(rollyard.__file__).parents[2] / "bench" / "peers"
 CACHE = Path.home() / ".cache" / "rollyard" / "bench"
 INSTALL_S = 300.0
 PEER_S = 180.0
-TAIL = 500  # characters of what a failing peer said
+TAIL = 500  # characters of a failing peer's output
 
 
 class PeerError(Exception):
-    """Why a peer has no figures."""
+    """A peer cannot be measured; the message gives the reason."""
 
 
 def driver_argv(peer: str) -> list[str]:
-    """What runs the peer's driver, its packages installed. Blocks: for a thread."""
+    """Installs the packages of a peer's driver and returns its command. Blocks: call it in a thread."""
     driver, requirements = DRIVERS / f"{peer}.py", DRIVERS / f"{peer}.txt"
     if not driver.is_file():
         raise PeerError("the peers' drivers are in the repository's bench folder, not in the installed package")
@@ -40,12 +40,12 @@ def driver_argv(peer: str) -> list[str]:
         raise PeerError(f"its installation ended with {error.returncode}: {error.stderr.strip()[-TAIL:]}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerError(f"it was not installed: {error}"[-TAIL:]) from None
-    # -P: a driver may bear the name of the package that it drives, and must not be imported in its place.
+    # -P: a driver may have the name of the package that it uses, and must not be imported instead.
     return [str(python), "-P", str(driver)]
 
 
 def measure(peer: str, count: int) -> Json:
-    """The figures of a driver that measures itself, `count` times. Blocks: for a thread."""
+    """Returns the figures of a driver that measures itself, `count` times. Blocks: call it in a thread."""
     try:
         argv = [*driver_argv(peer), str(count)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=PEER_S, check=True)
@@ -58,7 +58,7 @@ def measure(peer: str, count: int) -> Json:
 
 
 def _environment(peer: str, requirements: Path) -> Path:
-    """The Python of the peer's own virtual environment, made on first use; another pin is another environment."""
+    """Returns the Python of the peer's virtual environment, created on first use and for each change of its pins."""
     pins = requirements.read_bytes() + sys.version.encode()
     folder = CACHE / f"{peer}-{blake2b(pins, digest_size=6).hexdigest()}"
     python = folder / "bin" / "python"

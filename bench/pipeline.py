@@ -1,11 +1,11 @@
-"""`rollyard bench pipeline`: how many turns a second the service carries, and what a turn costs it.
+"""`rollyard bench pipeline`: turns per second of the service, and the cost of a turn.
 
-Two loads, both with a real bubblewrap sandbox per rollout and an `echo` in its shell in every turn:
-- latency-bound: a thousand rollouts in flight, an engine that takes its time. Ideal is in flight / latency; what is
-  missing from it is what the service adds. Memory is what a rollout in flight costs the service.
-- service-bound: an engine that answers at once. What limits is CPU; the best of a few numbers of slots counts.
+There are two loads, both with a real bubblewrap sandbox per rollout and an `echo` in its shell in every turn:
+- latency-bound: a thousand rollouts in flight, and a slow engine. The ideal rate is rollouts in flight / latency; the
+  difference is the overhead of the service. Memory is the service's memory per rollout in flight.
+- service-bound: an engine that answers immediately. The limit is CPU; the result is the best of a few numbers of slots.
 
-The engine, the service and this client are processes of their own; all of them share the machine.
+The engine, the service and this client are separate processes; all of them share the machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rollyard.cli.rig import Rig, machine_busy_s, rig
 from rollyard.core import Json
 
 SERVICE_TURNS = 20
-"""Of a rollout in the service-bound load. It is to measure turns, so a rollout is as long as real ones are; what a
-short one costs besides (a sandbox of its own, most of all) is measured with TURNS as well, and reported apart."""
+"""Turns of a rollout in the service-bound load. It measures turns, so rollouts are as long as real ones. The additional
+cost of short ones (mainly their own sandbox) is measured with TURNS, and reported separately."""
 
 FILL_S = 120.0
-"""For a thousand rollouts to reach RUN."""
+"""Limit for a thousand rollouts to reach RUN."""
 
 
 def _call(name: str, **arguments: Json) -> str:
@@ -33,14 +33,14 @@ def _call(name: str, **arguments: Json) -> str:
 
 
 def script(turns: int = TURNS) -> dict[str, Json]:
-    """An `echo` in every turn; the last one ends as well."""
+    """Returns a script with an `echo` in every turn, and `finish` in the last."""
     replies = [_call("shell", command=f"echo turn {turn}") for turn in range(1, turns + 1)]
     replies[-1] += "\n" + _call("finish", answer="4")
     return {"rules": [], "default": replies}
 
 
 def task(number: int) -> dict[str, Json]:
-    """Each has a prompt of its own: rollouts of one task share their first prompt's tokens, which would flatter us."""
+    """Returns a task with a unique prompt: equal tasks share the tokens of the first prompt, which would favour us."""
     return {
         "environment": "math",
         "data": {"question": f"Question {number}: what is 2 + 2?", "answer": "4"},
@@ -64,7 +64,7 @@ async def bench_pipeline(*, quick: bool = False, peers: bool = True) -> dict[str
 
 async def _latency_bound(*, in_flight: int, latency_s: float, quick: bool) -> dict[str, Json]:
     window_s = latency_s * TURNS * (1 if quick else 2)
-    # All of them start together, so they end together: READY holds enough of the next ones to take their places.
+    # All of them start together, so they end together: READY must hold enough rollouts to replace them.
     settings: dict[str, Json] = {
         "run_slots": in_flight,
         "init_slots": 32,
@@ -81,7 +81,7 @@ async def _latency_bound(*, in_flight: int, latency_s: float, quick: bool) -> di
             await asyncio.sleep(window_s / 2)
             turns, took_s = await _calls(bench) - calls, time.monotonic() - begun
             cpu_s = bench.service.cpu_s() - cpu
-    if reached < in_flight:  # RUN may have filled further
+    if reached < in_flight:  # more may have reached RUN since then
         reached = max(1, middle)
     return {
         "rollouts_wanted": in_flight,
@@ -121,7 +121,7 @@ async def _service_bound(slots: tuple[int, ...], *, turns: int, window_s: float)
 
 
 class _load:
-    """Rollouts enough for the whole measurement; what is left of them is cancelled."""
+    """Submits enough rollouts for the whole measurement, and cancels the rest at the end."""
 
     def __init__(self, bench: Rig, count: int) -> None:
         self._bench = bench
@@ -139,13 +139,13 @@ class _load:
 
 
 async def fill(bench: Rig, wanted: int) -> int:
-    """How many rollouts are in RUN: those that were wanted, or what a slow machine reaches in FILL_S."""
+    """Waits until `wanted` rollouts are in RUN, at most FILL_S. Returns how many are."""
     deadline = time.monotonic() + FILL_S
     while (reached := await _in_flight(bench)) < wanted:
         if time.monotonic() > deadline:
             if not reached:
                 raise CommandError(
-                    f"filling RUN: waited {FILL_S:g} s for {wanted} rollouts, and none is in flight", REMEDY
+                    f"filling RUN: waited {FILL_S:g} s for {wanted} rollouts, but none is in flight", REMEDY
                 )
             note(f"{reached} of {wanted} rollouts are in flight after {FILL_S:g} s; the figures are for {reached}")
             break

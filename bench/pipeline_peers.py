@@ -1,9 +1,9 @@
-"""The peers of `rollyard bench pipeline`, under its service-bound load: an engine that answers at once, the same turns.
+"""Measures the peers of `rollyard bench pipeline` under its service-bound load: an immediate engine, the same turns.
 
-A driver (bench/peers) keeps its rollouts going while it is measured from here, with the instruments that measure our
-own service: turns are what the engine answered, CPU is read from /proc. What each peer does in a turn is the easier
-thing: mini-swe-agent runs a real `echo` in a new shell, bare on this machine (its CPU is that of the children);
-verifiers calls a Python function. Neither has a sandbox, a durable record or token ids.
+A driver (bench/peers) runs rollouts continuously while it is measured from here, in the same way as our service: turns
+are counted by the engine, CPU time is read from /proc. Each peer does less in a turn: mini-swe-agent runs a real `echo`
+in a new shell, directly on this machine (its CPU time is that of the children); verifiers calls a Python function.
+Neither has a sandbox, a durable record or token ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TURNS = 5
 """Turns of a rollout in the latency-bound load, and in the peers' figures."""
 
 CONCURRENCY = 64
-STEADY_S = 120.0  # to import a peer, and to end its first rollouts
+STEADY_S = 120.0  # to import a peer, and to finish its first rollouts
 
 
 def _bash(command: str) -> str:
@@ -39,7 +39,7 @@ def _echo(text: str) -> str:
 
 
 def _script(peer: str, turns: int) -> dict[str, Json]:
-    """What the engine says to this peer: a tool in every turn, and the end in the last."""
+    """Returns the script of the engine for this peer: a tool call in every turn, and the end in the last."""
     texts = [f"turn {turn}" for turn in range(1, turns + 1)]
     if peer == "mini_swe_agent":
         replies = [_bash(f"echo {text}") for text in texts[:-1]]
@@ -49,7 +49,7 @@ def _script(peer: str, turns: int) -> dict[str, Json]:
 
 
 async def run_peers(*, quick: bool, turns: int = TURNS) -> dict[str, Json]:
-    """Each peer's figures, under the names of ours; {"error": why} for one that cannot be measured."""
+    """Returns each peer's figures, with the names of ours, or {"error": reason} if it cannot be measured."""
     found: dict[str, Json] = {}
     for name, peer in (("mini-swe-agent", "mini_swe_agent"), ("verifiers", "verifiers")):
         try:
@@ -62,7 +62,7 @@ async def run_peers(*, quick: bool, turns: int = TURNS) -> dict[str, Json]:
 async def measure_peer(
     peer: str, script: Mapping[str, Json], *, turns: int = TURNS, window_s: float
 ) -> dict[str, Json]:
-    """The figures of one driver in its steady state. PeerError: there are none, and why."""
+    """Returns the figures of one driver in its steady state. Raises PeerError if it cannot be measured."""
     argv = await asyncio.to_thread(driver_argv, peer)
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -102,15 +102,15 @@ async def measure_peer(
 async def _driver(
     argv: list[str], folder: Path
 ) -> AsyncGenerator[tuple[asyncio.subprocess.Process, dict[str, Json]], None]:
-    """A driver in its steady state, and what it says of its rollouts."""
-    home = folder / "home"  # what peers leave in caches and settings goes with the folder
+    """Starts a driver and waits for its steady state; also yields the object that it prints about its rollouts."""
+    home = folder / "home"  # peers' caches and settings are deleted with the folder
     home.mkdir()
-    # Nothing else of ours: no keys, no proxies.
+    # Nothing else of our environment: no keys, no proxies.
     environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "LANG": "C.UTF-8"}
     with (folder / "stderr").open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             *argv,
-            stdin=asyncio.subprocess.PIPE,  # its lifeline: a driver ends when we do
+            stdin=asyncio.subprocess.PIPE,  # a driver ends when this pipe closes, also if we are killed
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             env=environment,
@@ -118,7 +118,7 @@ async def _driver(
         )
     try:
         yield process, await _steady(process)
-    except (_DriverEnded, OSError):  # OSError: /proc knows it no longer
+    except (_DriverEnded, OSError):  # OSError: it is no longer in /proc
         text = (folder / "stderr").read_text(errors="replace").strip()
         raise PeerError(f"its driver ended with {process.returncode}: {text[-TAIL:]}") from None
     finally:
@@ -126,7 +126,7 @@ async def _driver(
 
 
 async def _steady(process: asyncio.subprocess.Process) -> dict[str, Json]:
-    """Waits for the one object that a driver prints, after whatever its peer prints at import."""
+    """Waits for the one object that a driver prints, after the output of the peer's import."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(STEADY_S):
@@ -144,7 +144,7 @@ class _DriverEnded(Exception):
 
 
 async def _turns(http: aiohttp.ClientSession, url: str) -> int:
-    """How many completions the engine has given."""
+    """Returns how many completions the engine has answered."""
     async with http.get(f"{url}/metrics") as response:
         lines = (await response.text()).splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("vllm:request_success_total"))

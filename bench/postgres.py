@@ -1,9 +1,9 @@
-"""A PostgreSQL server for tests and benchmarks: the real one, in a temporary folder, on 127.0.0.1.
+"""A real PostgreSQL server for tests and benchmarks, in a temporary folder, on 127.0.0.1.
 
     with PgServer() as server:
         store = await PostgresStore.open(server.url)
 
-PostgreSQL does not run as root: then its own user, `postgres`, must be there, as Debian's package makes it.
+PostgreSQL does not run as root: a root process uses the user `postgres`, which Debian's package creates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPTIONS = ("-c", "fsync=off", "-c", "max_connections=100")
 
 
 def find_postgres() -> Path | None:
-    """The folder with `initdb` and `postgres`: on PATH, or the newest that Debian has put beside it."""
+    """Returns the folder with `initdb` and `postgres`: on PATH, or else the newest of Debian's packages."""
     if (found := shutil.which("initdb")) is not None:
         return Path(found).resolve().parent
     folders = [file.parent for file in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
@@ -30,11 +30,11 @@ def find_postgres() -> Path | None:
 
 
 class PgServer:
-    """See the module. `stop` and `start` are for tests of what happens then; leaving the `with` deletes everything."""
+    """A server, used as a context manager. Everything is deleted on exit. `stop` and `start` simulate failures."""
 
     def __init__(self, *options: str, port: int | None = None) -> None:
-        """Options of `postgres`, instead of OPTIONS (which are fast, and lose data when the machine fails). Without a
-        port it takes one that is free now."""
+        """`options` of `postgres` replace OPTIONS (which are fast, but lose data when the machine fails). Without a
+        port it uses a free one."""
         programs = find_postgres()
         if programs is None:
             raise FileNotFoundError("PostgreSQL's initdb was not found: apt-get install postgresql")
@@ -50,7 +50,7 @@ class PgServer:
 
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="rollyard-postgres-"))
-        self._folder.chmod(0o755)  # PostgreSQL's user has to come through
+        self._folder.chmod(0o755)  # PostgreSQL's user must have access
         password = self._folder / "password"
         password.write_text(PASSWORD + "\n")
         (self._folder / "data").mkdir(mode=0o700)
@@ -74,19 +74,19 @@ class PgServer:
         shutil.rmtree(self._folder)
 
     def start(self) -> None:
-        """Returns when it takes connections."""
+        """Returns when the server accepts connections."""
         where = ("-k", str(self._folder), "-h", "127.0.0.1", "-p", str(self.port))
         self._run("pg_ctl", "start", "-w", "-D", "data", "-l", "log", "-o", " ".join((*where, *self._options)))
         self._is_up = True
 
     def stop(self) -> None:
-        """At once: it ends every connection and saves nothing on the way, as when it is killed."""
+        """Stops immediately: closes every connection and saves nothing, as when it is killed."""
         if self._is_up:
             self._run("pg_ctl", "stop", "-w", "-D", "data", "-m", "immediate")
             self._is_up = False
 
     def create_database(self, name: str, *options: str) -> str:
-        """Its URL."""
+        """Creates a database and returns its URL."""
         self._run("createdb", *options, name, env=self._env)
         return self.url.removesuffix("yard") + name
 

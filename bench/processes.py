@@ -1,4 +1,4 @@
-"""Processes of the benchmarks that run one of these modules."""
+"""Commands that run modules of this package as processes."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ _RUN = (
 
 
 def module_argv(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command that runs `module` of this package, whatever its working directory is."""
+    """Returns the command that runs `module` of this package from any working directory."""
     return [python, "-c", _RUN, str(CHECKOUT), f"bench.{module}", *arguments]

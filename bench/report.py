@@ -25,10 +25,10 @@ from rollyard.cli.bench import BENCHES
 
 
 def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool, as_json: bool) -> None:
-    """Measures `name`, or `all`, and prints the result. Options that are None are left at the benchmark's default."""
+    """Measures `name`, or `all`, and prints the result. Options that are None keep the benchmark's default."""
     if name == "all":
         if chosen := [option for option, value in options.items() if value is not None]:
-            raise CommandError(f"{chosen[0]} is for one bench", f"leave --{chosen[0].replace('_', '-')} away", 2)
+            raise CommandError(f"{chosen[0]} is for one bench", f"remove --{chosen[0].replace('_', '-')}", 2)
         run_all(quick=quick, peers=peers, as_json=as_json)
         return
     measure = getattr(import_module(f"bench.{name}"), f"bench_{name}")
@@ -36,7 +36,7 @@ def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool
     known = inspect.signature(measure).parameters
     for option, value in options.items():
         if value is not None and option not in known:
-            raise CommandError(f"bench {name} has no choice of {option}", f"leave --{option.replace('_', '-')} away", 2)
+            raise CommandError(f"bench {name} has no option {option}", f"remove --{option.replace('_', '-')}", 2)
     chosen = {key: value for key, value in wanted.items() if key in known and value is not None}
     note(f"measuring {name}{' (quick)' if quick else ''}; the machine should be idle")
     found = _measured(name, measure(**chosen))
@@ -48,7 +48,7 @@ def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool
 
 
 def _measured(name: str, measuring: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """What a bench returns. A deadline without a name of its own is at least that of this bench."""
+    """Runs a bench. The error for a timeout names the bench."""
     try:
         return run(measuring)
     except subprocess.TimeoutExpired as error:
@@ -59,7 +59,7 @@ def _measured(name: str, measuring: Coroutine[Any, Any, dict[str, Any]]) -> dict
 
 
 def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
-    """Each in its own process, whose memory and children are only its own. A bench that fails does not end the rest."""
+    """Runs each bench in its own process, with its own memory and children. If one fails, the others still run."""
     options = [flag for flag, is_on in (("--quick", quick), ("--no-peers", not peers), ("--json", as_json)) if is_on]
     failed: list[str] = []
     for name in BENCHES:
@@ -73,7 +73,7 @@ def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
 
 
 def machine() -> dict[str, object]:
-    """Where the figures are from: without this they mean little."""
+    """Describes the machine, without which the figures mean little."""
     from rollyard.core.version import __version__
 
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -88,7 +88,7 @@ def machine() -> dict[str, object]:
 
 
 def _cpu() -> str:
-    """The model's name; ARM kernels give only its numbers."""
+    """Returns the model's name; ARM kernels report only its numbers."""
     found: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -101,7 +101,7 @@ def _cpu() -> str:
 
 
 def show_result(result: Mapping[str, Any]) -> None:
-    """Our figures and the peers' side by side."""
+    """Prints our figures and the peers' side by side."""
     versus: Mapping[str, Any] = result["versus"]
     made = table("metric", "rollyard", *versus, right=("rollyard", *versus))
     names = dict.fromkeys(result["metrics"])
@@ -124,13 +124,13 @@ HEADLINES = (
     "run_throughput_ratio",
     "tokens_per_s_32",
 )
-"""What a bench is about: drawn as bars, where there is a peer to draw beside it."""
+"""The main metrics: drawn as bars, if there is a peer to compare with."""
 
 WIDTH = 40
 
 
 def picture(result: Mapping[str, Any]) -> list[str]:
-    """One bar for us and one per peer; by the logarithm where they are more than a hundredfold apart."""
+    """Returns one bar for us and one per peer; logarithmic if they differ by more than a factor of 100."""
     lines: list[str] = []
     for metric in HEADLINES:
         figures = {"rollyard": result["metrics"].get(metric)}
@@ -148,7 +148,7 @@ def picture(result: Mapping[str, Any]) -> list[str]:
 
 
 def _beside(theirs: object, ours: object) -> str:
-    """A peer's figure, and how many times ours it is."""
+    """Returns a peer's figure, and its ratio to ours."""
     text = number(theirs)
     if isinstance(theirs, int | float) and isinstance(ours, int | float) and ours and theirs is not ours:
         text += f" ({number(round(theirs / ours, 2))}×)"

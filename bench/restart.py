@@ -1,7 +1,7 @@
-"""`rollyard bench restart`: how long a service that was killed takes until it serves again.
+"""`rollyard bench restart`: the time until a killed service serves again.
 
-Ten thousand rollouts are queued, the service is killed with SIGKILL, and started again on the same data. The time runs
-from the start of the process (Python and its imports included) until it answers, with all of them there.
+It queues ten thousand rollouts, kills the service with SIGKILL, and starts it again on the same data. It measures the
+time from the start of the process (including Python and its imports) until it responds, with all rollouts present.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def _start_s(folder: Path, queued: int) -> float:
     async with service(folder, SETTINGS) as served, AsyncClient(served.url, served.token) as client:
         states = (await client.status())["states"]
         if sum(states.values()) != queued:
-            raise RuntimeError(f"{queued} rollouts were queued, and after the restart there are {states}")
+            raise RuntimeError(f"{queued} rollouts were queued, but after the restart there are {states}")
         took_s = time.monotonic() - begun
         served.process.kill()
         await served.process.wait()

@@ -1,18 +1,19 @@
 """`rollyard bench sandbox`: starts, forks, memory and doorways of sandboxes, all in one run.
 
-- `…_start_p50_ms`: from `runtime.start()` to the output of the first command in it, one after another. `bubblewrap` has
-  the host's /usr, `…_dir` an image folder, `…_sif` a SIF file of the same.
-- `fork16_s`: a group of 16 whose set-up takes 2 s, from asking for it to the last of them reading a file of the set-up.
-- `concurrent_200_s`: 200 at once, from asking to the last one's answer; `concurrent_200_ok`: whether all answered.
-- `rss_mb_per_sandbox`: of those 200 while they stand: the proportional set size (PSS, which counts a page shared by n
-  processes as 1/n) of every process below this one, plus what this process itself has grown by, less the launcher and
-  the warden as they were before; divided by 200. Of processes that the kernel hides from an ordinary user, it is their
-  private memory. Files in the page cache are not counted.
-- `doorway_p50_ms`: an HTTP request from inside to an app of ours, over one connection, timed by the client inside;
+- `…_start_p50_ms`: from `runtime.start()` to the output of the first command, one sandbox after another. `bubblewrap`
+  has the host's /usr, `…_dir` an image folder, `…_sif` a SIF file of the same image.
+- `fork16_s`: a group of 16 whose set-up takes 2 s, from the request until the last member has read a file of the
+  set-up.
+- `concurrent_200_s`: 200 at once, from the request to the last response; `concurrent_200_ok`: whether all responded.
+- `rss_mb_per_sandbox`: of those 200 while they run: the proportional set size (PSS, which counts a page shared by n
+  processes as 1/n) of every process below this one, plus the growth of this process, minus the launcher and the
+  resource monitor as they were before; divided by 200. For processes that the kernel hides from an ordinary user, it is
+  their private memory. Files in the page cache are not counted.
+- `doorway_p50_ms`: an HTTP request from inside to an app outside, over one connection, timed by the client inside;
   `doorway_new_p50_ms`: each over a new connection.
 
-A figure that this machine cannot give is null, and `…_null` says why. The peers are the same programs by hand, from
-start to output, in the same run.
+A figure that cannot be measured on this machine is null, and `…_null` has the reason. The peers are the same programs
+on the command line, from start to output, in the same run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LEASE_S = 600.0
 
 
 async def bench_sandbox(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
-    """`metrics` and `versus`; a peer that cannot be measured is {"error": why}."""
+    """Returns `metrics` and `versus`; a peer that cannot be measured is {"error": reason}."""
     count, slow_count = (20, 5) if quick else (200, 40)
     metrics: dict[str, Json] = {}
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
@@ -73,7 +74,7 @@ async def bench_sandbox(*, quick: bool = False, peers: bool = True) -> dict[str,
 
 
 async def _try(metrics: dict[str, Json], name: str, work: Callable[[], Awaitable[dict[str, Json]]]) -> None:
-    """A part that this machine lacks is a null with its reason, and not the end of the bench."""
+    """Runs one part. If this machine lacks it, its metric is null with a reason, and the bench continues."""
     try:
         metrics |= await work()
     except (Missing, RollyardError, OSError, RuntimeError) as error:
@@ -88,7 +89,7 @@ async def _starts(
         raise Missing("no SIF file can be built here; install Apptainer")
     times: list[float] = []
     async with make_runtime(runtime, root, images=images) as opened:
-        for _ in range(count + 2):  # the first ones start the launcher, and warm the caches up
+        for _ in range(count + 2):  # the first ones start the launcher and warm up the caches
             began = time.perf_counter()
             sandbox = await opened.start(SandboxSpec(image=image, owner="bench"), lease_s=LEASE_S)
             await _answers(sandbox)
@@ -102,18 +103,18 @@ async def _starts(
 async def _answers(sandbox: Sandbox) -> None:
     result = await sandbox.exec(["echo", "ok"], timeout_s=60.0)
     if result.stdout != b"ok\n":
-        raise RuntimeError(f"echo gave {result}")
+        raise RuntimeError(f"echo returned {result}")
 
 
 async def _fork(runtime: BubblewrapRuntime) -> dict[str, Json]:
-    """As the pipeline does it: the first member makes the layer, the others wait for it, each starts on it."""
+    """As in the pipeline: the first member creates the layer, the others wait for it, and each starts on it."""
 
     async def prepare(target: Path) -> None:
         sandbox = await runtime.start(SandboxSpec(owner="bench"), lease_s=LEASE_S)
         try:
             done = await sandbox.exec(PREPARE, timeout_s=60.0)
             if done.status != 0:
-                raise RuntimeError(f"the set-up gave {done}")
+                raise RuntimeError(f"the set-up returned {done}")
             await sandbox.freeze(target)
         finally:
             await sandbox.kill()
@@ -137,7 +138,7 @@ async def _fork(runtime: BubblewrapRuntime) -> dict[str, Json]:
 
 
 async def _many(runtime: BubblewrapRuntime) -> dict[str, Json]:
-    await (await runtime.start(SandboxSpec(owner="bench"), lease_s=LEASE_S)).kill()  # the launcher is there before
+    await (await runtime.start(SandboxSpec(owner="bench"), lease_s=LEASE_S)).kill()  # so that the launcher is running
 
     async def one() -> Sandbox:
         sandbox = await runtime.start(SandboxSpec(owner="bench"), lease_s=LEASE_S)
@@ -150,7 +151,7 @@ async def _many(runtime: BubblewrapRuntime) -> dict[str, Json]:
     took_s = time.perf_counter() - began
     sandboxes = [sandbox for sandbox in found if not isinstance(sandbox, BaseException)]
     used = await asyncio.to_thread(_pss_bytes) - before
-    # All of them stand at once, and still answer.
+    # All of them run at the same time, and still respond.
     again = await asyncio.gather(*[_answers(sandbox) for sandbox in sandboxes], return_exceptions=True)
     await asyncio.gather(*[sandbox.kill() for sandbox in sandboxes])
     return {
@@ -161,7 +162,7 @@ async def _many(runtime: BubblewrapRuntime) -> dict[str, Json]:
 
 
 def _pss_bytes() -> int:
-    """Of this process and all below it."""
+    """Returns the PSS of this process and all its descendants."""
     pids = {os.getpid()} | kernel.below({os.getpid()}, kernel.living())
     return sum(_pss_of(pid) for pid in pids)
 

@@ -1,7 +1,7 @@
-"""`rollyard bench shell`: how fast commands go through a sandbox's shell, beside other people's shells.
+"""`rollyard bench shell`: latency and throughput of commands in a sandbox's shell, compared with other shells.
 
-Ours runs inside a sandbox (`--runtime` says of which kind); the peers run bare on this machine, which is the easier
-thing. SWE-ReX is installed on first use into a virtual environment of its own below ~/.cache/rollyard/bench.
+Ours runs inside a sandbox (of the kind `--runtime`); the peers run directly on this machine, which is easier. SWE-ReX
+is installed on first use into its own virtual environment below ~/.cache/rollyard/bench.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SHELLS = 200
 
 
 async def bench_shell(*, quick: bool = False, runtime: str = "bubblewrap", peers: bool = True) -> dict[str, Json]:
-    """`metrics` and `versus`; a peer that cannot be measured is {"error": why}."""
+    """Returns `metrics` and `versus`; a peer that cannot be measured is {"error": reason}."""
     calls = 100 if quick else 500
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
         images = await asyncio.to_thread(make_images, Path(name)) if runtime == "oci" else None
         try:
             made = make_runtime(runtime, Path(name, "root"), images=images)
         except Missing as error:
-            raise CommandError("this runtime cannot be tried here", str(error)) from None
+            raise CommandError("this runtime cannot be measured here", str(error)) from None
         async with made as opened:
             metrics = await _starts(opened, 15 if quick else 50)
             metrics |= await _echoes(opened, calls)
@@ -46,7 +46,7 @@ async def bench_shell(*, quick: bool = False, runtime: str = "bubblewrap", peers
 
 async def _starts(runtime: AnyRuntime, count: int) -> dict[str, Json]:
     times: list[float] = []
-    for _ in range(count + 1):  # the first one starts the launcher, too
+    for _ in range(count + 1):  # the first one also starts the launcher
         began = time.perf_counter()
         sandbox = await runtime.start(SandboxSpec(owner="bench"), lease_s=600.0)
         times.append((time.perf_counter() - began) * 1000)
@@ -91,4 +91,4 @@ async def _many(runtime: AnyRuntime, each: int) -> dict[str, Json]:
 async def _echo(shell: Shell, number: int) -> None:
     result = await shell.run(f"echo hello {number}", 60.0)
     if result.outcome is not ShellOutcome.COMPLETED or result.output != f"hello {number}\n":
-        raise RuntimeError(f"echo gave {result}")
+        raise RuntimeError(f"echo returned {result}")

@@ -1,8 +1,8 @@
-"""`rollyard bench stages`: does a slow EVAL slow down RUN? It must not: the pools are independent.
+"""`rollyard bench stages`: whether a slow EVAL slows down RUN. It must not: the pools are independent.
 
-The same load twice, latency-bound in RUN: once with a check that is done at once, once with a check that takes long in
-a tenth of the rollouts and an EVAL pool that can hold them. The ratio of the two RUN throughputs is the answer. A
-design in which EVAL holds the worker that ran the agent would lose `coupled_ratio_expected` instead.
+It runs the same load twice, latency-bound in RUN: once with a fast check, once with a check that is slow in a tenth of
+the rollouts and an EVAL pool that can hold them. The result is the ratio of the two RUN throughputs. The computed ratio
+of a design in which EVAL holds the worker that ran the agent is in `versus`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def bench_stages(*, quick: bool = False, peers: bool = True) -> dict[str, 
 
 
 async def _throughput(slow_s: float, window_s: float) -> float:
-    """Rollouts per second that leave RUN, once the slow ones have filled EVAL."""
+    """Returns the rollouts per second that leave RUN, once the slow ones have filled EVAL."""
     rate = SLOTS / (TURNS * LATENCY_S)
     warm_s = 3 * TURNS * LATENCY_S + slow_s
     settings: dict[str, Json] = {

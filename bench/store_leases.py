@@ -1,4 +1,4 @@
-"""How fast a store is at what a fleet asks of it most: many rollouts, leased in batches that are durable one by one."""
+"""Measures how fast a store leases many rollouts, in batches that are each durable: the main load of a fleet."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rollyard.core import Rollout, Run, State, Task
 from rollyard.store.base import Store, Submission
 
 BATCH = 256
-"""Rollouts of one lease: about what a head hands out in one answer to a node."""
+"""Rollouts of one lease: about as many as a head sends in one response to a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRate:
     count: int
-    submit_s: float  # to submit all of them, before
+    submit_s: float  # to submit all of them first
     lease_s: float
     slowest_batch_s: float
 
@@ -25,7 +25,7 @@ class LeaseRate:
 
 
 async def measure_leases(store: Store, count: int, *, batch: int = BATCH, nodes: int = 8) -> LeaseRate:
-    """Submits so many rollouts to a run of its own and leases them all, one batch after the other, to several nodes."""
+    """Submits `count` rollouts to a new run and leases them all, one batch after the other, to several nodes."""
     name = f"bench-leases-{store.epoch}-{time.time_ns()}"
     await store.put_run(Run(name), {})
     ids = [f"{name}-{i}" for i in range(count)]

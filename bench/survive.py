@@ -1,13 +1,13 @@
 """`rollyard bench survive`: what is left of 50 starting sandboxes when their service is killed with SIGKILL.
 
-A process that has the runtime open, with 50 starts in progress (`_victim.py`), is killed at a random moment, again and
-again. With bubblewrap all 50 are under way; the others let four through at a time (Apptainer four per image, of which
-there are three), and the rest wait for their turn.
+It repeatedly kills a process that has the runtime open, with 50 starts in progress (`_victim.py`), at a random moment.
+With bubblewrap all 50 start at the same time; the other runtimes start four at a time (Apptainer four per image, of
+which there are three), and the rest wait.
 
-Then all that descends from it is looked for, until there is none or a bound is over (see `_census.py` for how).
-`survivors` are processes, FUSE helpers among them, mounts in the host's namespace and running containers. What a dead
-service cannot take with it is folders, empty cgroups and ended containers (with the mounts that the engine keeps until
-they are removed): `swept` of them were there when the runtime was opened again, `left_after_sweep` after that.
+It then polls until no descendant is left or a time limit is reached (see `_census.py`). `survivors` are processes,
+including FUSE helpers, mounts in the host's namespace and running containers. A killed service cannot remove folders,
+empty cgroups and ended containers (with the mounts that the engine keeps until they are removed): `swept` is their
+number when the runtime was opened again, `left_after_sweep` the number after that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rollyard.core import Json
 KILLS, QUICK_KILLS = 60, 5
 GONE_S = 10.0
 ENGINE_GONE_S = 60.0
-"""A container engine's own program goes on after its caller is dead, and starts containers that then end."""
+"""A container engine continues after its caller was killed, and starts containers that then end."""
 
 WITHIN_S = {"bubblewrap": 1.0, "apptainer": 2.0, "oci": 6.0, "local": 1.0}
-"""The kill is somewhere in the first so many seconds: from the first starts to a full house."""
+"""The kill is within this many seconds: from the first starts to the full number of sandboxes."""
 
 
 async def bench_survive(
@@ -50,7 +50,7 @@ async def bench_survive(
         try:
             make_runtime(runtime, root, images=images)
         except Missing as error:
-            raise CommandError("this runtime cannot be tried here", str(error)) from None
+            raise CommandError("this runtime cannot be measured here", str(error)) from None
         census = Census(runtime, root)
         before = await asyncio.to_thread(census.take)
         for _ in range(kills):
@@ -66,7 +66,7 @@ async def bench_survive(
                 note(f"survived: {', '.join(now.names(before)[:20])}")
             swept += _left(now, before)
             async with make_runtime(runtime, root, images=images, control=control_of(root)):
-                pass  # opening it sweeps
+                pass  # opening the runtime sweeps
             now = await asyncio.to_thread(census.take)
             if found := _left(now, before):
                 left += found
@@ -85,14 +85,14 @@ async def bench_survive(
 
 
 def _kill_one(runtime: str, root: Path, images: Images, tally: Path, after_s: float) -> int:
-    """Starts a service, kills it, and says how many starts were in progress."""
+    """Starts a service, kills it, and returns how many starts were in progress."""
     tally.write_bytes(b"\0")
     argv = module_argv("_victim", runtime, str(root), str(images.folder), str(images.sif or ""), str(tally))
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stderr is not None
         if process.stdout.readline() != b"open\n":
             said = process.stderr.read().decode(errors="replace").strip()
-            raise CommandError("the service that was to be killed did not start", said.splitlines()[-1] if said else "")
+            raise CommandError("the service to be killed did not start", said.splitlines()[-1] if said else "")
         time.sleep(after_s)
         if process.poll() is not None:
             said = process.stderr.read().decode(errors="replace").strip()

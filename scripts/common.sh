@@ -1,12 +1,12 @@
-# Sourced by the scripts that install something.
+# Sourced by the installation scripts.
 #
 #   step NAME COMMAND…          run a command quietly and print one line: its name and how long it took. If it fails,
 #                               print the end of its output and return its status. `step -q`: no line for a command
 #                               that had nothing to do (under 2 s).
 #   python_install PYTHON ARGUMENT…   install packages into that Python's environment: with uv, which takes a tenth of
-#                               the time, or with pip where uv cannot be had.
+#                               the time, or with pip if uv is not available.
 #
-# Set `program` to the name that starts each line, and `uv` to a path (see `find_uv`).
+# Set `program` to the prefix of each line, and `uv` to a path (see `find_uv`).
 
 say() { echo "$program: $*" >&2; }
 
@@ -32,8 +32,8 @@ find_uv() { # prints the path of uv, or nothing
   command -v uv 2>/dev/null || { [ -x .venv/bin/uv ] && echo "$PWD/.venv/bin/uv"; } || true
 }
 
-# uv does not read pip's configuration. Where a machine has one (a mirror, a folder of wheels, a certificate), uv gets
-# the same. pip's extra indexes are left out: uv would prefer them, and the hashes of the lock files are PyPI's.
+# uv does not read pip's configuration (a mirror, a folder of wheels, a certificate), so it is passed on. pip's extra
+# indexes are left out: uv would prefer them, and the hashes of the lock files are PyPI's.
 use_pip_configuration() { # PYTHON
   local name value
   while IFS='=' read -r name value; do
@@ -52,17 +52,17 @@ python_install() {
   shift
   if [ -n "${uv:-}" ]; then
     "$uv" pip install --python "$python" "$@" && return 0
-    echo "uv could not do it; trying pip"
+    echo "uv failed; trying pip"
   fi
   local arguments=() argument
-  for argument in "$@"; do # what pip does not know: it compiles by itself
+  for argument in "$@"; do # without options that pip does not have; it always compiles
     case $argument in --compile-bytecode | --torch-backend=*) ;; *) arguments+=("$argument") ;; esac
   done
   "$python" -m pip install --disable-pip-version-check "${arguments[@]}"
 }
 
-# A CPU build of torch: from the folder of wheels that pip is configured with, else from PyTorch's own index for CPUs,
-# which uv knows by name, else whatever the package index has.
+# Install a CPU build of torch: from the folder of wheels in pip's configuration, else from PyTorch's index for CPUs,
+# which uv has built in, else from the package index.
 install_torch() { # PYTHON torch==VERSION
   if [ -z "${UV_FIND_LINKS:-}" ] && [ -n "${uv:-}" ]; then
     "$uv" pip install --python "$1" --torch-backend=cpu "$2" && return 0

@@ -56,7 +56,7 @@ async def test_a_machine_too_slow_for_the_full_load_is_measured_at_the_load_reac
     monkeypatch.setattr(pipeline, "FILL_S", 0.05)
     assert await pipeline.fill(_rig(3, 7), 10) == 7
     assert capsys.readouterr().err == "7 of 10 rollouts are in flight after 0.05 s; the figures are for 7\n"
-    with pytest.raises(CommandError, match=r"filling RUN: waited 0.05 s for 10 rollouts, and none is in flight"):
+    with pytest.raises(CommandError, match=r"filling RUN: waited 0.05 s for 10 rollouts, but none is in flight"):
         await pipeline.fill(_rig(0), 10)
 
 
@@ -121,7 +121,7 @@ async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkey
 async def test_bench_all_refuses_options_of_one_bench(cli: Cli) -> None:
     said = await cli("bench", "all", "--train-s", 3)
     assert said.status == 2
-    assert "train_s is for one bench — leave --train-s away" in said.err
+    assert "train_s is for one bench — remove --train-s" in said.err
 
 
 def test_make_bench_runs_all_benches() -> None:

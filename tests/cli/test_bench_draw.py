@@ -57,7 +57,7 @@ def test_without_stragglers_or_training_the_slots_are_the_limit():
 
 async def test_options_of_draw_are_refused_by_other_benches(cli: Cli):
     said = await cli("bench", "restart", "--train-s", "5")
-    assert said.status == 2 and "bench restart has no choice of train_s" in said.err and "--train-s" in said.err
+    assert said.status == 2 and "bench restart has no option train_s" in said.err and "--train-s" in said.err
     done = await cli("bench", "draw", "--quick", "--batches", "8", "--want", "2", "--seed", "3", "--json")
     (figures,) = done.json
     assert figures["bench"] == "draw" and (figures["metrics"]["batches"], figures["metrics"]["seed"]) == (2, 3)

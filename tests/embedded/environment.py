@@ -1,4 +1,4 @@
-"""The embedded engine as a process of its own, in its own virtual environment (scripts/trainer-env local)."""
+"""Runs the embedded engine as a separate process, in its own virtual environment (scripts/trainer-env local)."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ save_file({name: torch.randn_like(one) for name, one in tensors.items()}, adapte
 
 
 def environ(home: Path) -> dict[str, str]:
-    """One thread: beside other tests, more of them only wait for each other."""
+    """The environment, with one thread: with other tests running, more threads only wait for each other."""
     paths = {"PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **paths, **quiet}
 
 
 def make_tiny_model(folder: Path) -> None:
-    """A model with random weights and a real tokenizer, `folder/tiny`, and an adapter for it, `folder/adapter`."""
+    """Creates a model with random weights and a real tokenizer, `folder/tiny`, and an adapter, `folder/adapter`."""
     command = [str(trainer_python("local")), "-c", MAKE, str(folder), str(tokenizer_dir())]
     done = subprocess.run(
         command, cwd=ROOT / "examples" / "yardwork", env=environ(folder), capture_output=True, text=True, timeout=120
@@ -69,7 +69,7 @@ for number, argv in enumerate(json.load(open("argvs.json"))):
 
 
 def commands(folder: Path, *argvs: Sequence[str], limit_s: float = 240.0) -> list[subprocess.CompletedProcess[str]]:
-    """`rollyard …` several times, in one process: most of the time of each would be the import of torch."""
+    """Runs `rollyard …` several times in one process, because the import of torch takes most of the time."""
     home = folder / "commands"
     home.mkdir()
     (home / "argvs.json").write_text(json.dumps(argvs))
@@ -86,7 +86,7 @@ def commands(folder: Path, *argvs: Sequence[str], limit_s: float = 240.0) -> lis
 
 
 def run_inside(folder: Path, home: Path, limit_s: float) -> None:
-    """A folder of tests, in a process of that environment: all of them pass. If one was skipped, so is the caller."""
+    """Runs a folder of tests in a process of that environment. If one was skipped, the caller is skipped as well."""
     options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", f"--basetemp={home / 'inside'}"]
     done = subprocess.run(
         [str(trainer_python("local")), "-m", "pytest", *options, str(folder)],
@@ -103,7 +103,7 @@ def run_inside(folder: Path, home: Path, limit_s: float) -> None:
 
 @contextmanager
 def serving(model: Path, log: Path, *options: str) -> Generator[dict[str, Any], None, None]:
-    """What it says when it is ready, while it runs."""
+    """Runs the engine, and yields the object that it prints when it is ready."""
     command = [str(trainer_python("local")), "-m", "rollyard", "engine", "--model", str(model), "--port", "0", "--json"]
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -123,4 +123,4 @@ def serving(model: Path, log: Path, *options: str) -> Generator[dict[str, Any], 
                 process.wait()
                 process.stdout.close()
     assert status == 0, log.read_text(errors="replace")[-3000:]
-    assert not Path(f"/tmp/perf-{process.pid}.map").exists(), "torch's oneDNN left something"
+    assert not Path(f"/tmp/perf-{process.pid}.map").exists(), "torch's oneDNN left a file"

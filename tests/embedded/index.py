@@ -1,4 +1,4 @@
-"""A package index and a hub on 127.0.0.1, real HTTP, that a test can hold in the middle of a download."""
+"""A package index and a hub on 127.0.0.1, with real HTTP. A test can stop a download halfway."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPOSITORY = "someone/tiny"
 
 
 class Index:
-    """`/simple/tiny-weights/` has one wheel; `/someone/tiny/resolve/REVISION/…` the files of a folder."""
+    """Serves one wheel at `/simple/tiny-weights/`, and the files of a folder at `/someone/tiny/resolve/REVISION/…`."""
 
     def __init__(self, wheel: Path | None = None, folder: Path | None = None) -> None:
         self.wheel = wheel
@@ -22,11 +22,11 @@ class Index:
         self.url = ""
         self.downloads = 0
         self.goes_on = threading.Event()
-        """Cleared: a wheel's download stops in its middle until it is set."""
+        """While it is cleared, the download of a wheel stops halfway."""
         self.goes_on.set()
         self.is_halfway = threading.Event()
         self.was_left = threading.Event()
-        """Whoever downloaded went away in the middle."""
+        """Set when the client disconnects halfway."""
 
     def answer(self, path: str) -> bytes | None:
         if self.wheel and path == "/simple/tiny-weights/":

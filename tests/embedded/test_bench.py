@@ -1,4 +1,4 @@
-"""`rollyard bench engine` as a person types it, with a tiny model: what is measured, not how fast it is."""
+"""`rollyard bench engine` on the command line, with a tiny model: which metrics it reports, not their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ SPEEDS = {"tokens_per_s_1", "tokens_per_s_8", "tokens_per_s_32"}
 ALL = SPEEDS | {"prefill_tokens_per_s", "turns_per_s"}
 
 
-def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_the_extra_the_error_names_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "torch", None)  # `make demo` may have installed it
     assert main(["bench", "engine", "--json"]) == 1
     said = capsys.readouterr()
@@ -32,7 +34,7 @@ def test_an_option_of_another_bench_is_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.local
 @pytest.mark.timeout(500)
-def test_both_are_measured_under_the_same_names(tiny_model: Path, tmp_path: Path):
+def test_both_engines_report_the_same_metric_names(tiny_model: Path, tmp_path: Path):
     bench, model = ["bench", "engine", "--quick", "--json", "--device", "cpu", "--model"], str(tiny_model)
     done, too_long, nothing = commands(
         tmp_path,
@@ -47,7 +49,7 @@ def test_both_are_measured_under_the_same_names(tiny_model: Path, tmp_path: Path
     assert versus["generate"].keys() == ALL and versus["generate_no_logprobs"].keys() == SPEEDS
     assert all(figures[name] > 0 for figures in (ours, *versus.values()) for name in figures.keys() & ALL)
     assert ours.keys() >= ALL and (ours["tokens"], ours["prompt_tokens"]) == (3, 6)
-    assert (ours["device"], ours["dtype"], ours["threads"]) == ("cpu", "float32", 1), "as the environment says"
+    assert (ours["device"], ours["dtype"], ours["threads"]) == ("cpu", "float32", 1), "as set in the environment"
 
     assert too_long.returncode == 2 and "do not fit into the model's 8192" in too_long.stderr
     assert nothing.returncode == 1 and "cannot be loaded" in nothing.stderr.splitlines()[-1]

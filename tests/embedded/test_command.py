@@ -1,5 +1,5 @@
-"""`rollyard engine` as a person types it, without torch: what is wrong is one line that says what to do.
-tests/with_torch/test_command.py has what is found with it."""
+"""`rollyard engine` on the command line, without torch: an error is one line with a remedy. The errors that need torch
+are in tests/with_torch/test_command.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 from rollyard.cli import engine, main
 
 
-def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_the_extra_the_error_names_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "torch", None)  # `make demo` may have installed it
     assert main(["engine", "--model", "anything"]) == 1
     said = capsys.readouterr().err
@@ -21,7 +23,7 @@ def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that would be served: torch seems to be here, and cannot be imported."""
+    """The models that would be served. torch appears to be installed, but cannot be imported."""
     models: list[str] = []
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr("rollyard.embedded.missing_packages", list)
@@ -30,9 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return models
 
 
-def test_a_port_that_is_taken_is_refused_before_torch_is_imported(
-    started: list[str], capsys: pytest.CaptureFixture[str]
-):
+def test_a_port_in_use_is_refused_before_torch_is_imported(started: list[str], capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["engine", "--model", "anything", "--port", str(port)]) == 1

@@ -1,4 +1,4 @@
-"""`rollyard engine` with a tiny model: the conformance suite that every engine passes, over HTTP, in a real process."""
+"""The conformance suite of engines, run against `rollyard engine` with a tiny model, over HTTP, in a real process."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ async def test_the_embedded_engine_conforms(check: EngineCheck, engine: dict[str
             await client.close()
 
 
-async def test_the_probe_finds_all_that_a_trainer_needs(engine: dict[str, Any], tiny_model: Path):
+async def test_the_probe_reports_everything_that_a_trainer_needs(engine: dict[str, Any], tiny_model: Path):
     async with open_http() as http:
         client = make_engine(EngineSpec("e1", engine["url"], Kind.VLLM), http)
         info = await client.probe()
         assert (info.model, info.max_context, info.tokenizer) == ("tiny", 8192, str(tiny_model))
         assert (info.logprobs_kind, info.reports_versions, info.api) == ("processed", True, "inference/v1/generate")
-        assert info.notes == (), "it streams, schedules by priority, and can be told to pause"
+        assert info.notes == (), "it streams, schedules by priority, and can be paused"
         assert await client.control.version() == "default"

@@ -1,4 +1,4 @@
-"""GGUF files become folders: what is in them, and what is refused. (inside/test_convert.py: next to others' code.)"""
+"""Conversion of GGUF files to folders: their content, and refusals. (tests/with_torch compares with other packages.)"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder_of(tmp_path: Path, name: str = "folder", **changed: Any) -> Path:
     return folder
 
 
-def test_the_folder_says_what_the_file_says(tmp_path: Path):
+def test_the_config_and_template_match_the_file(tmp_path: Path):
     folder = folder_of(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert (config["hidden_size"], config["num_key_value_heads"], config["head_dim"]) == (64, 2, 16)
@@ -32,12 +32,12 @@ def test_the_folder_says_what_the_file_says(tmp_path: Path):
     assert (folder / "chat_template.jinja").read_text() == TEMPLATE
 
 
-def test_the_tokenizer_is_exact_and_knows_its_special_tokens(tmp_path: Path):
+def test_the_tokenizer_is_lossless_and_has_its_special_tokens(tmp_path: Path):
     tokenizer = Tokenizer.from_file(str(folder_of(tmp_path) / "tokenizer.json"))
     text = "<|im_start|>in the näh 漢\n<|im_end|>"
     found = tokenizer.encode(text)
     assert found.ids[0] == SPECIAL.index("<|im_start|>") and found.ids[-1] == SPECIAL.index("<|im_end|>")
-    assert "Ġthe" in found.tokens, "merged as the file says"
+    assert "Ġthe" in found.tokens, "merged by the rules of the file"
     assert tokenizer.decode(found.ids, skip_special_tokens=False) == text
 
 
@@ -64,17 +64,17 @@ def test_the_same_file_gives_the_same_bytes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"general__architecture": "gemma"}, "of the kind gemma"),
-        ({"tokenizer__ggml__model": "llama"}, "a tokenizer llama"),
-        ({"llama__rope__freq_base": None}, "does not say its llama.rope.freq_base"),
+        ({"general__architecture": "gemma"}, "is a gemma model"),
+        ({"tokenizer__ggml__model": "llama"}, "a llama tokenizer"),
+        ({"llama__rope__freq_base": None}, "has no field llama.rope.freq_base"),
     ],
 )
-def test_another_kind_of_model_is_refused(tmp_path: Path, changed: dict[str, Any], says: str):
+def test_an_unsupported_kind_of_model_is_refused(tmp_path: Path, changed: dict[str, Any], says: str):
     with pytest.raises(BadGguf, match=says):
         folder_of(tmp_path, **changed)
 
 
-def test_what_is_no_whole_file_is_refused(tmp_path: Path):
+def test_an_invalid_or_truncated_file_is_refused(tmp_path: Path):
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     for bad, says in (
         (b"", "empty"),

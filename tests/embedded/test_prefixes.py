@@ -1,4 +1,4 @@
-"""Kept caches: whatever is kept, taken and forgotten, the one that is found agrees with as much as any does."""
+"""Kept caches: after any sequence of operations, `find` returns a cache with the longest matching prefix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def found(prefixes: PrefixCache, tokens: list[int], salt: str = "", session: str
     return None if one is None else (one[0].kv, one[1])
 
 
-def test_the_sessions_own_is_found_however_short_and_anothers_from_a_grain_on():
+def test_a_sessions_own_prefix_may_be_shorter_than_grain_but_not_that_of_another_session():
     prefixes = PrefixCache()
     own = kept(prefixes, [1, 2, 3], session="a")
     assert found(prefixes, [1, 2, 3, 4], session="a") == (own, 3)
@@ -46,17 +46,17 @@ def test_the_sessions_own_is_found_however_short_and_anothers_from_a_grain_on():
     other = kept(prefixes, list(range(GRAIN + 3)), session="c")
     assert found(prefixes, [*range(GRAIN + 1), 99], session="b") == (other, GRAIN + 1)
     assert found(prefixes, [*range(GRAIN - 1), 99], session="b") is None
-    assert found(prefixes, list(range(GRAIN)), salt="s", session="c") is None, "never under another salt"
+    assert found(prefixes, list(range(GRAIN)), salt="s", session="c") is None, "found with another salt"
 
 
-def test_another_sessions_that_agrees_with_more_comes_before_half_of_ones_own():
+def test_a_longer_match_of_another_session_is_preferred_to_a_partial_match_of_the_own():
     prefixes = PrefixCache()
     kept(prefixes, [*range(20), 7, 7, 7], session="a")
     other = kept(prefixes, list(range(40)), session="b")
     assert found(prefixes, list(range(50)), session="a") == (other, 40)
 
 
-def test_what_a_session_went_beyond_is_freed():
+def test_a_prefix_that_the_session_has_extended_is_freed():
     prefixes = PrefixCache()
     first = kept(prefixes, [1, 2], session="a")
     fork = kept(prefixes, [1, 3], session="a")
@@ -65,7 +65,7 @@ def test_what_a_session_went_beyond_is_freed():
     assert prefixes.capacity_tokens == fork.capacity + second.capacity
 
 
-def test_the_least_recently_used_is_forgotten_first_and_one_may_be_spared():
+def test_the_least_recently_used_is_evicted_first_and_one_may_be_spared():
     prefixes = PrefixCache()
     caches = [kept(prefixes, [n] * GRAIN, session=str(n)) for n in range(3)]
     oldest = prefixes.find([0] * GRAIN, "", "")
@@ -79,11 +79,11 @@ def test_the_least_recently_used_is_forgotten_first_and_one_may_be_spared():
 
 
 @given(st.integers(0, 10_000))
-def test_it_finds_as_much_as_looking_through_all_of_them(seed: int):
+def test_find_matches_as_much_as_a_linear_search(seed: int):
     chance = random.Random(seed)
 
     def history(length: int) -> list[int]:
-        """Few beginnings, so that many share one."""
+        """Few different prefixes, so that many histories share one."""
         start = [chance.randrange(3)] * chance.randrange(1, 3 * GRAIN)
         return (start + [chance.randrange(2) for _ in range(length)])[:length]
 

@@ -1,4 +1,4 @@
-"""The real SmolLM2 from the package index: fetched, converted, and at work in `rollyard demo`."""
+"""The real SmolLM2 from the package index: fetched, converted, and used in `rollyard demo`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_the_real_wheel_gives_the_pinned_weights(real_models: Path):
 
 
 @pytest.mark.timeout(300)
-def test_the_real_folder_is_the_one_that_transformers_makes(real_models: Path, vllm_folder: Path):
-    """scripts/install-vllm-cpu reads the same GGUF file with transformers, and saves what it has read."""
+def test_the_real_folder_equals_the_one_saved_by_transformers(real_models: Path, vllm_folder: Path):
+    """scripts/install-vllm-cpu reads the same GGUF file with transformers, and saves the model."""
     ours, theirs = real_models / "smollm2-pypi", vllm_folder / "smollm2"
     for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert file_sha256(ours / name) == file_sha256(theirs / name), name
@@ -58,10 +58,10 @@ def test_the_real_folder_is_the_one_that_transformers_makes(real_models: Path, v
 @pytest.mark.local
 @pytest.mark.skipif(not shipped_adapter().is_dir(), reason="this checkout has no trained adapter")
 @pytest.mark.timeout(900)
-def test_the_trained_model_solves_what_the_base_does_not(
+def test_the_trained_model_solves_tasks_that_the_base_does_not(
     real_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """The folder that was fetched and converted, served by the engine, without and with the adapter of the package.
+    """Serves the fetched and converted folder by the engine, without and with the adapter of the package.
 
     One task of the demo's first four is enough, if it is solved; the second is solved in few turns.
     """
@@ -73,7 +73,7 @@ def test_the_trained_model_solves_what_the_base_does_not(
     def pass_rate(tasks: list[dict[str, Any]], *options: str) -> float:
         monkeypatch.setattr(_demo_model, "demo_tasks", lambda _: tasks)
         assert main([*command, "--tasks", str(len(tasks)), *options]) == 0, capfd.readouterr().err
-        body = json.loads(capfd.readouterr().out)  # nothing else is on stdout
+        body = json.loads(capfd.readouterr().out)  # stdout contains nothing else
         assert (body["tasks"], body["temperature"]) == (len(tasks), 0.0)
         assert body["pass_rate"] == body["solved"] / len(tasks)
         counted = [rollout["summary"]["sampled_tokens"] for rollout in body["rollouts"]]
@@ -81,7 +81,7 @@ def test_the_trained_model_solves_what_the_base_does_not(
         return body["pass_rate"]
 
     tasks = four[1:2]
-    if not (trained := pass_rate(tasks)):  # another CPU samples another token
+    if not (trained := pass_rate(tasks)):  # another CPU may sample another token
         tasks = four
         trained = pass_rate(tasks)
     base = pass_rate(tasks, "--base")

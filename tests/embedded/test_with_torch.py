@@ -1,4 +1,4 @@
-"""The tests of `tests/with_torch`, in one process of the embedded engine's own environment."""
+"""Runs the tests of `tests/with_torch` in one process of the embedded engine's own environment."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LIMIT_S = 900.0
 @pytest.mark.local
 @pytest.mark.timeout(960)
 @pytest.mark.xdist_group("torch")
-def test_all_that_needs_torch_passes(tmp_path: Path):
+def test_the_tests_that_need_torch_pass(tmp_path: Path):
     run_inside(INSIDE, tmp_path, LIMIT_S)
 
 
-def test_the_package_is_imported_without_its_extra():
+def test_the_package_can_be_imported_without_its_extra():
     code = """
 import sys
 import rollyard.embedded, rollyard.embedded.server, rollyard.embedded.worker, rollyard.embedded.batching

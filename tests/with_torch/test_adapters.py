@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Adapters: added to the weights that came, one in place of the other, refused whole; by hand and over HTTP."""
+"""Adapters are added to the base weights, replace each other, and are refused as a whole; directly and over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANK, ALPHA = 4, 8.0
 def write_adapter(
     folder: Path, module: Any, modules: tuple[str, ...] = (UP, QUERY), seed: int = 0, **config: Any
 ) -> Path:
-    """With random matrices, large enough to be seen."""
+    """Writes an adapter with random matrices, large enough to have an effect."""
     torch.manual_seed(seed)
     tensors = {}
     for name in modules:
@@ -46,7 +46,7 @@ def weights_of(module: Any) -> dict[str, torch.Tensor]:
 
 
 def added(base: dict[str, torch.Tensor], folder: Path, scale: float = ALPHA / RANK) -> dict[str, torch.Tensor]:
-    """What the weights are with the adapter of a folder, computed here."""
+    """Returns the weights with the adapter of a folder added, computed independently."""
     tensors = load_file(folder / WEIGHTS)
     found = dict(base)
     for name in tensors:
@@ -61,7 +61,7 @@ def assert_weights(module: Any, expected: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(dict(module.state_dict()), expected)
 
 
-def test_the_next_adapter_takes_the_place_of_the_last(tmp_path: Path):
+def test_a_new_adapter_replaces_the_previous_one(tmp_path: Path):
     module = tiny()
     model, base = checked(module), weights_of(module)
     first, second = write_adapter(tmp_path / "1", module), write_adapter(tmp_path / "2", module, (QUERY,), seed=1)
@@ -76,7 +76,7 @@ def test_the_next_adapter_takes_the_place_of_the_last(tmp_path: Path):
     assert_weights(module, added(base, second))
 
 
-def test_whole_weights_are_what_the_next_adapter_is_added_to(tmp_path: Path):
+def test_an_adapter_is_added_to_the_last_full_weights(tmp_path: Path):
     module, other = tiny(), tiny(seed=1)
     model = checked(module)
     other.save_pretrained(tmp_path / "other")
@@ -88,7 +88,7 @@ def test_whole_weights_are_what_the_next_adapter_is_added_to(tmp_path: Path):
     assert_weights(module, added(weights_of(other), adapter))
 
 
-def test_what_a_trainer_has_written_since_is_what_the_next_adapter_is_added_to(tmp_path: Path):
+def test_an_adapter_is_added_to_weights_that_a_trainer_has_written_since(tmp_path: Path):
     module = tiny()
     model = checked(module)
     model.write_weights(model.read_weights(write_adapter(tmp_path / "1", module)))
@@ -101,17 +101,17 @@ def test_what_a_trainer_has_written_since_is_what_the_next_adapter_is_added_to(t
     torch.testing.assert_close(found[f"{UP}.weight"], added(now, second)[f"{UP}.weight"])
 
 
-def test_weights_that_two_modules_share_are_not_changed_by_an_adapter_of_one(tmp_path: Path):
-    module = tiny("qwen3")  # its embedding is its head
+def test_an_adapter_for_weights_shared_by_two_modules_is_refused(tmp_path: Path):
+    module = tiny("qwen3")  # its embedding and its head are tied
     model, base = checked(module), weights_of(module)
-    with pytest.raises(Unsupported, match="another module's as well"):
+    with pytest.raises(Unsupported, match="shared with another module"):
         model.read_weights(write_adapter(tmp_path / "1", module, ("lm_head",)))
     with pytest.raises(Unsupported, match="is empty"):
         model.read_weights(write_adapter(tmp_path / "2", module, ()))
     assert_weights(module, base)
 
 
-def test_the_scale_is_as_peft_has_it(tmp_path: Path):
+def test_the_scale_is_that_of_peft(tmp_path: Path):
     module = tiny()
     model, base = checked(module), weights_of(module)
     adapter = write_adapter(tmp_path / "1", module, use_rslora=True, lora_alpha=6)
@@ -136,13 +136,13 @@ def _second(name: str) -> str:
         ({_first(UP): (RANK + 1, 32), _second(UP): (48, RANK + 1)}, f"{UP} has {RANK + 1}"),
         ({_first("model.layers.2.mlp.up_proj"): (RANK, 32)}, "not of this model: model.layers.2.mlp.up_proj"),
         ({_first(UP): (RANK, 32)}, f"not of this model: {UP}"),
-        ({f"base_model.model.{UP}.lora_magnitude_vector": (48,)}, "no part of a LoRA adapter"),
-        ({f"{UP}.weight": (48, 32)}, "no part of a LoRA adapter"),
+        ({f"base_model.model.{UP}.lora_magnitude_vector": (48,)}, "not part of a LoRA adapter"),
+        ({f"{UP}.weight": (48, 32)}, "not part of a LoRA adapter"),
     ],
     ids=["narrow", "wide", "rank", "another rank", "module", "half", "magnitude", "whole"],
 )
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path, tensors: dict[str, tuple[int, ...]], says: str):
-    """A good pair beside it is not written either."""
+    """A valid pair in the same adapter is not written either."""
     module = tiny()
     model, base = checked(module), weights_of(module)
     good = {_first(QUERY): torch.ones(RANK, 32), _second(QUERY): torch.ones(32, RANK)}
@@ -156,7 +156,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, tensors: dict[st
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"use_dora": True}, "use_dora = True, which is not understood"),
+        ({"use_dora": True}, "use_dora = True, which is not supported"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -164,12 +164,12 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, tensors: dict[st
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
         ({"init_lora_weights": "pissa"}, "its base is not this model"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
-        ({"r": None}, "does not say its rank"),
-        ({"r": 0}, "does not say its rank"),
-        ({"lora_alpha": "8"}, "does not say its rank"),
+        ({"r": None}, "does not specify its rank"),
+        ({"r": 0}, "does not specify its rank"),
+        ({"lora_alpha": "8"}, "does not specify its rank"),
     ],
 )
-def test_what_changes_the_meaning_of_an_adapter_is_refused(tmp_path: Path, config: dict[str, Any], says: str):
+def test_unsupported_settings_of_an_adapter_are_refused(tmp_path: Path, config: dict[str, Any], says: str):
     module = tiny()
     model, base = checked(module), weights_of(module)
     with pytest.raises(Unsupported, match=says):
@@ -177,7 +177,7 @@ def test_what_changes_the_meaning_of_an_adapter_is_refused(tmp_path: Path, confi
     assert_weights(module, base)
 
 
-def test_what_peft_writes_for_nothing_special_is_understood(tmp_path: Path):
+def test_the_default_settings_of_peft_are_accepted(tmp_path: Path):
     module = tiny()
     model, base = checked(module), weights_of(module)
     plain = {"use_dora": False, "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": {}, "bias": "none"}
@@ -187,7 +187,7 @@ def test_what_peft_writes_for_nothing_special_is_understood(tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, file: str):
+def test_an_unreadable_file_is_refused(tmp_path: Path, file: str):
     module = tiny()
     model, base = checked(module), weights_of(module)
     adapter = write_adapter(tmp_path / "1", module)
@@ -196,13 +196,13 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, file: str):
         with pytest.raises(Unsupported, match="cannot be read"):
             model.read_weights(adapter)
     (adapter / file).unlink()
-    says = "cannot be read" if file == WEIGHTS else "cannot be loaded"  # without its settings it is no adapter's folder
+    says = "cannot be read" if file == WEIGHTS else "cannot be loaded"  # without a config it is not an adapter
     with pytest.raises(Unsupported, match=says):
         model.read_weights(adapter)
     assert_weights(module, base)
 
 
-async def test_a_push_over_http_changes_what_is_sampled_and_its_version(tmp_path: Path):
+async def test_a_push_over_http_changes_the_samples_and_their_version(tmp_path: Path):
     module = tiny()
     adapter, other = write_adapter(tmp_path / "1", module), write_adapter(tmp_path / "2", module, seed=1)
     wrong = write_adapter(tmp_path / "3", module, use_dora=True)
@@ -220,10 +220,10 @@ async def test_a_push_over_http_changes_what_is_sampled_and_its_version(tmp_path
         await post(engine, "/update_weights_from_folder", {"path": str(other), "version": 5})
         await post(engine, "/update_weights_from_folder", {"path": str(adapter), "version": 6})
         again = await client.generate(request("r4"))
-        assert (again.token_ids, again.logprobs) == (after.token_ids, after.logprobs), "it took the other's place"
+        assert (again.token_ids, again.logprobs) == (after.token_ids, after.logprobs), "it replaced the other adapter"
 
 
-async def test_an_engine_begins_with_its_adapter(tmp_path: Path):
+async def test_an_engine_can_start_with_an_adapter(tmp_path: Path):
     module = tiny()
     adapter = write_adapter(tmp_path / "1", module)
     async with served(module) as (engine, client):

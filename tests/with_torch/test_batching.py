@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Whatever shares a step, a cache or a memory, each sequence is what it would have been alone."""
+"""Sequences that share steps, caches and memory give the same results as alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def alone(module: Any, request: Request) -> tuple[list[int], list[float]]:
     return ids_of(steps), logprobs_of(steps)
 
 
-def test_logprobs_are_those_of_a_plain_forward_of_the_whole_sequence(module: Any):
+def test_logprobs_equal_those_of_a_plain_forward_pass(module: Any):
     for request, steps in zip(MIXED, run(batcher_of(module), MIXED), strict=True):
         assert len(steps) == request.max_tokens and steps[-1].finish == "length"
         assert logprobs_of(steps) == pytest.approx(plain_logprobs(module, request, ids_of(steps)), abs=1e-4)
@@ -58,7 +58,7 @@ def test_batched_equals_alone(settings: dict[str, int], apart: int):
         assert logprobs_of(steps) == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_a_continuation_with_the_same_seed_gives_the_tokens_that_an_uninterrupted_one_gives():
+def test_a_continuation_with_the_same_seed_equals_an_uninterrupted_completion():
     module = tiny()
     request = ask(prompt_of(12), 16)
     ids, _ = alone(module, request)
@@ -68,7 +68,7 @@ def test_a_continuation_with_the_same_seed_gives_the_tokens_that_an_uninterrupte
     assert ids_of(steps) == ids[6:]
 
 
-def test_a_stop_token_ends_it_and_is_kept():
+def test_a_stop_token_ends_the_completion_and_is_kept():
     module = tiny()
     ids, _ = alone(module, ask(prompt_of(5), 20))
     stop = ids[4]
@@ -80,7 +80,7 @@ def test_a_stop_token_ends_it_and_is_kept():
 
 
 def turns(module: Any, batcher: Batcher, **fields: Any) -> tuple[list[int], list[int]]:
-    """Two turns of a session: the cached tokens of the second, and its tokens."""
+    """Runs two turns of a session. Returns the cached tokens of the second, and its tokens."""
     first = ask(prompt_of(40), 8, session="s", **fields)
     ((*steps,),) = run(batcher, [first])
     second = ask([*first.prompt, *ids_of(steps), *prompt_of(6, 9)], 8, session="s", **fields)
@@ -90,15 +90,15 @@ def turns(module: Any, batcher: Batcher, **fields: Any) -> tuple[list[int], list
     return [step.job.cached_tokens or 0 for step in more[:1]], ids_of(more)
 
 
-def test_the_next_turn_of_a_session_finds_its_prefix_and_nothing_changes(module: Any):
+def test_the_next_turn_of_a_session_reuses_its_prefix_without_changing_the_result(module: Any):
     batcher = batcher_of(module)
     (cached,), _ = turns(module, batcher)
-    assert cached == 40 + 8 - 1, "all but the last token, which nobody had computed yet"
+    assert cached == 40 + 8 - 1, "all but the last token, which had not been computed"
     assert batcher.counts.cached_tokens == cached
-    assert len(batcher.prefixes) == 1, "what it went beyond is not kept twice"
+    assert len(batcher.prefixes) == 1, "the extended prefix is kept only once"
 
 
-def test_another_salt_finds_nothing():
+def test_a_prefix_is_not_found_with_another_salt():
     module = tiny()
     batcher = batcher_of(module)
     run(batcher, [ask(prompt_of(40), 4, session="s", salt="p:1")])
@@ -106,7 +106,7 @@ def test_another_salt_finds_nothing():
     assert step.job.cached_tokens == 0
 
 
-def test_a_sibling_copies_the_common_prefix_and_the_owner_keeps_its_own():
+def test_another_session_copies_the_common_prefix_and_the_owner_keeps_its_cache():
     module = tiny()
     batcher = batcher_of(module)
     run(batcher, [ask(prompt_of(40), 4, session="a")])
@@ -118,14 +118,14 @@ def test_a_sibling_copies_the_common_prefix_and_the_owner_keeps_its_own():
     assert step.job.cached_tokens == 39
 
 
-def test_a_cleared_cache_is_found_by_nobody_and_what_runs_computes_it_anew():
+def test_a_cleared_cache_is_not_found_and_running_sequences_compute_it_again():
     module = tiny()
     batcher = batcher_of(module)
     run(batcher, [ask(prompt_of(40), 4, session="a")])
     request = ask(prompt_of(20, 5), 12, session="b")
     job = batcher.add(request)
     found = [step for _ in range(2) for step in batcher.step()]
-    assert batcher.clear(with_running=False) is False, "a running sequence holds its own"
+    assert batcher.clear(with_running=False) is False, "a running sequence keeps its cache"
     assert batcher.clear(with_running=True) is True
     while batcher.has_work:
         found += batcher.step()
@@ -144,7 +144,7 @@ def held_bytes(batcher: Batcher) -> int:
 
 
 def small_batcher(module: Any, contexts: float, **settings: Any) -> Batcher:
-    """Memory for so many sequences of the longest context, which is short."""
+    """Returns a batcher with memory for `contexts` sequences of the longest context, which is short."""
     from rollyard.embedded.batching import Settings
     from rollyard.embedded.model import Model
 
@@ -154,7 +154,7 @@ def small_batcher(module: Any, contexts: float, **settings: Any) -> Batcher:
     return Batcher(model, Settings(**{**SETTINGS, "cache": CACHES[-1], **settings, "cache_bytes": memory}))
 
 
-def test_those_that_lose_their_memory_come_back_and_give_the_same():
+def test_preempted_sequences_resume_with_the_same_result():
     module = tiny()
     batcher = small_batcher(module, 2.0)
     requests = [ask(prompt_of(60 + n, n), 90, n) for n in range(6)]
@@ -163,7 +163,7 @@ def test_those_that_lose_their_memory_come_back_and_give_the_same():
     assert batcher.counts.preemptions > 0
 
 
-def test_memory_is_never_exceeded_whatever_comes_and_goes():
+def test_memory_is_never_exceeded():
     module, rng = tiny(), random.Random(4)
     batcher = small_batcher(module, 1.5, max_running=5, chunk_tokens=48)
     live: list[Any] = []
@@ -190,7 +190,7 @@ def test_memory_is_never_exceeded_whatever_comes_and_goes():
     assert all(job.sampled == count for job, count in expected.items())
 
 
-def test_a_memory_that_does_not_hold_one_context_is_refused():
+def test_a_cache_smaller_than_one_context_is_refused():
     with pytest.raises(ValueError, match="fewer than the context"):
         small_batcher(tiny(), 0.9)
 
@@ -198,7 +198,7 @@ def test_a_memory_that_does_not_hold_one_context_is_refused():
 # --- versions and order
 
 
-def test_a_version_holds_from_the_next_token_on():
+def test_a_version_applies_from_the_next_token():
     batcher = batcher_of(tiny())
     batcher.add(ask(prompt_of(5), 6))
     found = batcher.step() + batcher.step()
@@ -207,10 +207,10 @@ def test_a_version_holds_from_the_next_token_on():
     while batcher.has_work:
         found += batcher.step()
     assert [step.version for step in found] == ["default"] * before + ["7"] * (6 - before)
-    assert before in (2, 5), "the first step is the prompt's; the second may be a burst"
+    assert before in (2, 5), "the first step is the prompt; the second may be a burst"
 
 
-def test_the_more_urgent_begins_first():
+def test_a_more_urgent_request_starts_first():
     batcher = batcher_of(tiny(), max_running=1)
     late, early = ask(prompt_of(4), 2, priority=0), ask(prompt_of(4, 1), 2, priority=-5)
     jobs = [batcher.add(late), batcher.add(early)]
@@ -220,11 +220,11 @@ def test_the_more_urgent_begins_first():
     assert order == jobs[::-1]
 
 
-def test_prompts_wait_for_each_other_a_few_steps_and_no_longer():
+def test_prompts_are_gathered_for_a_limited_number_of_steps():
     batcher = batcher_of(tiny(), gather_steps=2, burst=1)
     busy = [batcher.add(ask(prompt_of(4, n), 30, n)) for n in range(9)]
     batcher.step()
-    assert batcher.running == busy, "with nothing else to do nobody waits"
+    assert batcher.running == busy, "prompts do not wait if nothing is running"
     late = batcher.add(ask(prompt_of(6), 30))
     begun = []
     for _ in range(3):
@@ -239,8 +239,8 @@ def test_prompts_wait_for_each_other_a_few_steps_and_no_longer():
     assert all(one in batcher.running for one in some), "three of ten are many"
 
 
-def test_weights_that_give_no_numbers_leave_nothing_behind():
-    """What a masked place holds is multiplied by zero: it must be a number."""
+def test_non_finite_weights_leave_nothing_behind():
+    """Masked values are multiplied by zero, so they must be finite."""
     module = tiny()
     request = ask(prompt_of(9), 6)
     ids, _ = alone(module, request)
@@ -250,7 +250,7 @@ def test_weights_that_give_no_numbers_leave_nothing_behind():
     with torch.no_grad():
         weight.fill_(float("nan"))
         batcher.add(request)
-        batcher.step()  # the first chunk of the prompt, which nothing is sampled from
+        batcher.step()  # the first chunk of the prompt, before any sampling
         weight.copy_(good)
     batcher.clear(with_running=True)
     found: list[int] = []

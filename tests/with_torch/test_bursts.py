@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""A burst gives what as many single steps give, and no more than anybody may have."""
+"""A burst samples the same tokens as single steps, and respects the limits of every request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN = [
 
 
 def kept(graphs: Graphs, size: Any, make: Callable[[], Any], act: Callable[[Any], Any]) -> Any:
-    """As on a GPU: what is worked on was used before, by whoever recorded it and by all that came since."""
+    """As on a GPU: the tensors are reused, so they contain values of the recording and of earlier bursts."""
     if size not in graphs._made:
         made = make()
         act(made)
@@ -34,9 +34,9 @@ def kept(graphs: Graphs, size: Any, make: Callable[[], Any], act: Callable[[Any]
     return graphs._made[size]
 
 
-@pytest.fixture(params=["as they are", "padded", "padded and kept"])
+@pytest.fixture(params=["unpadded", "padded", "padded and kept"])
 def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param != "as they are":
+    if request.param != "unpadded":
         monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
     if request.param == "padded and kept":
         monkeypatch.setattr(Graphs, "of", kept)
@@ -48,7 +48,7 @@ def paged(module: Any, burst: int, **settings: Any) -> Batcher:
 
 
 def sizes(batcher: Batcher) -> list[int]:
-    """How many tokens each step gave."""
+    """Returns how many tokens each step sampled."""
     found: list[int] = []
     while batcher.has_work:
         found.append(len(batcher.step()))
@@ -59,7 +59,7 @@ def sizes(batcher: Batcher) -> list[int]:
     ("burst", "apart", "chunk_tokens"),
     [(2, 0, 512), (5, 2, 512), (99, 2, 512), (5, 0, 1)],  # a chunk of 1: token by token
 )
-def test_a_burst_gives_what_single_steps_give(module: Any, burst: int, apart: int, chunk_tokens: int):
+def test_a_burst_samples_the_same_as_single_steps(module: Any, burst: int, apart: int, chunk_tokens: int):
     single, bursts = paged(module, 1), paged(module, burst, chunk_tokens=chunk_tokens)
     for one, many in zip(run(single, PLAIN, apart=apart), run(bursts, PLAIN, apart=apart), strict=True):
         assert ids_of(many) == ids_of(one)
@@ -67,7 +67,7 @@ def test_a_burst_gives_what_single_steps_give(module: Any, burst: int, apart: in
         assert [step.finish for step in many] == [step.finish for step in one]
 
 
-def test_a_burst_is_as_long_as_the_one_that_may_have_least(module: Any):
+def test_a_burst_is_limited_by_the_smallest_max_tokens(module: Any):
     batcher = paged(module, 8)
     for request in (ask(prompt_of(5), 20), ask(prompt_of(9), 6)):
         batcher.add(request)
@@ -79,16 +79,16 @@ def test_a_burst_is_as_long_as_the_one_that_may_have_least(module: Any):
 
 
 class Blind(TorchDispatchMode):
-    """As a GPU while it records: whoever wants to know a number, or a size that depends on one, fails."""
+    """As a GPU while it records: reading a value, or a size that depends on one, fails."""
 
     LOOKS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket not in self.LOOKS, f"{func} looks at a number"
+        assert func.overloadpacket not in self.LOOKS, f"{func} reads a value"
         return func(*args, **(kwargs or {}))
 
 
-def test_a_burst_can_be_recorded_since_it_looks_at_no_number(module: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_burst_reads_no_value_so_it_can_be_recorded(module: Any, monkeypatch: pytest.MonkeyPatch):
     recorded: list[Any] = []
 
     def blindly(rows: Any, run: Any) -> None:
@@ -99,11 +99,11 @@ def test_a_burst_can_be_recorded_since_it_looks_at_no_number(module: Any, monkey
     monkeypatch.setattr("rollyard.embedded.paged.advance", blindly)
     (steps,) = run(paged(module, 8), [ask(prompt_of(5), 20)])
     assert len(steps) == 20 and recorded
-    with pytest.raises(AssertionError, match="looks at a number"), Blind():
+    with pytest.raises(AssertionError, match="reads a value"), Blind():
         torch.ones(3)[torch.tensor([True, False, True])].sum().item()
 
 
-def test_a_stop_within_a_burst_ends_it_there_and_its_cache_is_good(module: Any):
+def test_a_stop_within_a_burst_ends_the_sequence_and_its_cache_is_valid(module: Any):
     (steps,) = run(paged(module, 1), [ask(prompt_of(5), 20)])
     ids = ids_of(steps)
     stop = next(token for token in ids[3:6] if token not in ids[:3])
@@ -113,33 +113,33 @@ def test_a_stop_within_a_burst_ends_it_there_and_its_cache_is_good(module: Any):
     assert ids_of(found) == ids[: ids.index(stop) + 1] and found[-1].finish == "stop"
     rest = ask([*request.prompt, *ids_of(found), 7, 8], 6, session="s")
     (after,) = run(batcher, [rest])
-    assert after[0].job.cached_tokens == 5 + len(found) - 1, "all but the last, which nobody has computed"
+    assert after[0].job.cached_tokens == 5 + len(found) - 1, "all but the last token, which has not been computed"
     assert ids_of(after) == ids_of(run(paged(module, 1), [rest])[0])
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_p": 0.9}, {"top": 2}], ids=str)
-def test_whoever_wants_more_than_a_plain_draw_goes_step_by_step(module: Any, fields: dict[str, Any]):
+def test_requests_with_cuts_or_top_logprobs_are_sampled_step_by_step(module: Any, fields: dict[str, Any]):
     batcher = paged(module, 8)
     batcher.add(ask(prompt_of(5), 4, **fields))
     batcher.add(ask(prompt_of(6), 4))
     assert sizes(batcher) == [2, 2, 2, 2]
 
 
-def test_prompts_that_wait_shorten_a_burst_and_begin_after_one(module: Any):
+def test_waiting_prompts_shorten_a_burst_and_start_after_it(module: Any):
     batcher = paged(module, 8, gather_steps=2)
     for n in range(9):
         batcher.add(ask(prompt_of(4, n), 40, n))
     assert len(batcher.step()) == 9
     late = batcher.add(ask(prompt_of(6), 40))
-    assert len(batcher.step()) == 9 * 2, "as many steps as it may be made to wait"
+    assert len(batcher.step()) == 9 * 2, "at most gather_steps steps while a prompt waits"
     assert late not in batcher.running
     assert len(batcher.step()) == 10
     assert len(batcher.step()) == 10 * 8
     later = batcher.add(ask(prompt_of(6, 1), 30))
-    assert len(batcher.step()) == 11 and later in batcher.running, "it may have waited for the burst already"
+    assert len(batcher.step()) == 11 and later in batcher.running, "the burst counts as waiting"
 
 
-def test_whoever_comes_in_a_burst_has_waited_as_long_as_it_took_and_no_longer(module: Any):
+def test_the_length_of_a_burst_counts_as_waiting_for_prompts_that_arrive_in_it(module: Any):
     batcher = paged(module, 4, gather_steps=4)
     for n in range(9):
         batcher.add(ask(prompt_of(4, n), 40, n))
@@ -147,7 +147,7 @@ def test_whoever_comes_in_a_burst_has_waited_as_long_as_it_took_and_no_longer(mo
     late = batcher.add(ask(prompt_of(6), 30))
     assert len(batcher.step()) == 10 and late in batcher.running
     batcher.add(ask(prompt_of(6, 1), 1))
-    assert len(batcher.step()) == 10 * 4, "it came after the step, and waits"
+    assert len(batcher.step()) == 10 * 4, "it arrived after the step, and waits"
 
 
 def small(module: Any, burst: int, blocks: int) -> Batcher:
@@ -158,22 +158,24 @@ def small(module: Any, burst: int, blocks: int) -> Batcher:
     )
 
 
-def test_where_memory_is_short_nothing_is_lost(module: Any):
+def test_results_are_the_same_when_memory_is_short(module: Any):
     requests: list[Request] = [ask(prompt_of(25 + n, n), 30, n) for n in range(5)]
     one, many = (run(small(module, burst, 4), requests) for burst in (1, 8))
     assert [ids_of(steps) for steps in many] == [ids_of(steps) for steps in one]
 
 
-def test_nothing_that_is_kept_is_forgotten_for_a_burst_that_does_not_fit(module: Any):
+def test_no_kept_cache_is_evicted_for_a_burst_that_does_not_fit(module: Any):
     batcher = small(module, 8, 6)
     run(batcher, [ask(prompt_of(9, 9), 2, session="kept")])
     for n in range(5):
         batcher.add(ask(prompt_of(29, n), 30, n))
-    assert [len(batcher.step()) for _ in range(2)] == [5, 5], "a block for each, full after these; none for a burst"
+    assert [len(batcher.step()) for _ in range(2)] == [5, 5], (
+        "one block for each, full after these tokens; none for a burst"
+    )
     assert len(batcher.prefixes) == 1
 
 
-def test_a_trainer_that_computes_in_another_dtype_by_default_changes_nothing(module: Any):
+def test_another_default_dtype_changes_nothing(module: Any):
     before = torch.get_default_dtype()
     (expected,) = run(paged(module, 1), PLAIN[1:2])
     batcher = paged(module, 8)
@@ -186,12 +188,12 @@ def test_a_trainer_that_computes_in_another_dtype_by_default_changes_nothing(mod
     assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-5)
 
 
-def test_weights_that_give_no_numbers_fail_a_burst(module: Any):
+def test_non_finite_weights_fail_a_burst(module: Any):
     batcher = paged(module, 8)
     batcher.add(ask(prompt_of(5), 20))
     found: list[SampledToken] = batcher.step()
     assert len(found) == 1
     with torch.no_grad():
         module.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ArithmeticError, match="not numbers"):
+    with pytest.raises(ArithmeticError, match="not finite"):
         batcher.step()

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""How busy the GPU was, out of what its driver writes."""
+"""The utilization of the GPU, from the output of its driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import overlap
 import pytest
 
 
-def test_only_the_time_that_counts_is_looked_at(tmp_path: Path):
+def test_only_samples_within_the_window_count(tmp_path: Path):
     file = tmp_path / "gpu.csv"
     rows = ["2026/11/16 10:00:00.000, 100", "2026/11/16 10:00:01.500, 40", "2026/11/16 10:00:02.000, 60"]
     file.write_text("\n".join([*rows, "2026/11/16 10:00:02.500, [N/A]", "2026/11/16 10:00:09.000, 7", "2026/11"]))

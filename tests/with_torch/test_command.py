@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""`rollyard engine` as a person types it: what cannot be served is one line that says why."""
+"""`rollyard engine` on the command line: a model that cannot be served gives a one-line error with the reason."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["--max-context", "9000"], 1, "made for 8192"),
         (["--cache-gib", "0.001"], 1, "fewer than the context"),
         (["--device", "nowhere"], 1, "cannot be used"),
-        (["--host", "192.0.2.1"], 1, "cannot be listened on"),  # of no machine
+        (["--host", "192.0.2.1"], 1, "cannot be listened on"),  # reserved for documentation
         (["--dtype", "int3"], 2, "--dtype"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(
+def test_an_unusable_option_prints_one_line(
     model: str,
     options: list[str],
     status: int,
@@ -39,7 +39,7 @@ def test_what_cannot_be_served_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.chdir(tmp_path)  # where "nothing" is
+    monkeypatch.chdir(tmp_path)  # "nothing" does not exist there
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["engine", "--port", "0", "--model", model, *options]) == status
     last = capsys.readouterr().err.splitlines()[-1]

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""What we make of a GGUF file, against what the packages `gguf` and `transformers` make of the same."""
+"""Compares our reading of a GGUF file with that of the packages `gguf` and `transformers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollyard.embedded.model import Model, load_module
 from tests.embedded.tiny_gguf import write_gguf
 
 
-def test_tensors_are_those_that_gguf_unpacks(tmp_path: Path):
+def test_tensors_equal_those_of_the_gguf_package(tmp_path: Path):
     file = write_gguf(tmp_path / "tiny.gguf")
     reader = gguf.GGUFReader(file)
     with Gguf(file) as ours:
@@ -28,7 +28,7 @@ def test_tensors_are_those_that_gguf_unpacks(tmp_path: Path):
             assert ours.values[name] == reader.fields[name].contents()
 
 
-def test_the_folder_is_loaded_and_run(tmp_path: Path):
+def test_the_folder_can_be_loaded_and_run(tmp_path: Path):
     folder = tmp_path / "tiny"
     folder.mkdir()
     convert(write_gguf(tmp_path / "tiny.gguf"), folder)
@@ -36,14 +36,14 @@ def test_the_folder_is_loaded_and_run(tmp_path: Path):
     assert module.dtype is torch.bfloat16 and module.config.rope_parameters["rope_theta"] == 50000.0
     module = module.float()
     Model(module).check()
-    # bfloat16 keeps eight bits: what was rounded is next to what the file says.
+    # The weights equal those of the file, rounded to bfloat16.
     with Gguf(tmp_path / "tiny.gguf") as ours:
         v = torch.from_numpy(ours.tensor("blk.0.attn_v.weight"))
     assert torch.equal(module.model.layers[0].self_attn.v_proj.weight, v.to(torch.bfloat16).float())
 
 
-def test_q_and_k_are_turned_as_transformers_turns_them(tmp_path: Path):
-    """The angle of a pair of neighbours in the file is that of a pair half a head apart in the folder."""
+def test_q_and_k_have_the_row_order_of_transformers(tmp_path: Path):
+    """Adjacent rows of the file are half a head apart in the folder."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     convert(write_gguf(tmp_path / "tiny.gguf"), folder)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""What is put in the place of transformers' own is used, and gives the same; where it would not, it is not put."""
+"""Replacements of transformers' functions are used and give the same results; if they differ, they are not used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = {"llama": SHAPE["hidden_size"] // SHAPE["num_attention_heads"], "qwen3": 
 
 
 class Turn:
-    """Llama's rotation, and how often it was asked for."""
+    """Llama's rotation, with a counter of calls."""
 
     def __init__(self, sign: float = 1.0) -> None:
         self.calls = 0
@@ -39,16 +39,16 @@ def logits(module: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", SIZE)
-def test_rotations_are_ours_and_the_same(kind: str):
+def test_fused_rotations_give_the_same_result(kind: str):
     module = tiny(kind)
     other, turn = copy.deepcopy(module), Turn()
     assert fuse_rotations(module, SIZE[kind], turn) == SHAPE["num_hidden_layers"]
     tried = turn.calls
     assert torch.equal(logits(module), logits(other))
-    assert turn.calls == tried + SHAPE["num_hidden_layers"], "and only in the model that was given"
+    assert turn.calls == tried + SHAPE["num_hidden_layers"], "only in the given model"
 
 
-def test_other_rotations_are_left_alone():
+def test_a_different_rotation_is_not_replaced():
     module = tiny()
     before = logits(module)
     assert fuse_rotations(module, SIZE["llama"], Turn(sign=-1.0)) == 0
@@ -60,18 +60,18 @@ def test_a_kernel_that_fails_is_not_used(caplog: pytest.LogCaptureFixture):
         raise RuntimeError("no compiler\nat all")
 
     assert fuse_rotations(tiny(), SIZE["llama"], fail) == 0
-    assert [record.message for record in caplog.records] == ["rotations stay as they are: ours failed"], "said once"
+    assert [record.message for record in caplog.records] == ["the rotary kernel failed: not fused"], "logged once"
 
 
-def test_what_somebody_else_has_put_there_stays():
+def test_a_replaced_forward_is_not_changed():
     module = tiny()
     for layer in module.model.layers:
         layer.self_attn.forward = layer.self_attn.forward
     assert fuse_rotations(module, SIZE["llama"], Turn()) == 0
 
 
-def test_what_was_not_tried_goes_to_theirs():
-    """Only a part of each head is turned by some, or by angles for all heads, or what is turned lies with gaps."""
+def test_untested_arguments_use_the_original_function():
+    """Covers an additional argument, tensors with gaps, and angles of another dtype."""
     module, turn = tiny(), Turn()
     fuse_rotations(module, SIZE["llama"], turn)
     ours = module.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"]
@@ -94,7 +94,7 @@ def test_what_was_not_tried_goes_to_theirs():
 
 
 class Broken:
-    """What passes when it is tried, and fails at the model's own sizes."""
+    """Kernels that pass the comparison but fail for the sizes of the model."""
 
     attend_one = None
 
@@ -105,7 +105,7 @@ class Broken:
         return modeling_llama.apply_rotary_pos_emb(query, key, cos, sin)
 
 
-def test_a_model_that_our_kernels_fail_runs_as_it_came(
+def test_a_model_for_which_the_kernels_fail_runs_unchanged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("rollyard.embedded.model.FUSED", {"cpu"})
@@ -113,11 +113,13 @@ def test_a_model_that_our_kernels_fail_runs_as_it_came(
     model = Model(tiny())
     model.check()
     model.take_pool(64)
-    assert "our kernels cannot be used here: the plain way is taken" in caplog.text
-    assert not any("forward" in vars(part) for part in model._module.modules()), "as it came"
+    assert "the Triton kernels cannot be used: using plain torch" in caplog.text
+    assert not any("forward" in vars(part) for part in model._module.modules()), "the model is unchanged"
 
 
-def test_a_model_that_they_suit_has_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_model_for_which_the_kernels_work_uses_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     turn = Turn()
     monkeypatch.setattr("rollyard.embedded.model.FUSED", {"cpu"})
     monkeypatch.setattr("rollyard.embedded.model.find_kernels", lambda: Namespace(rotate=turn, attend_one=None))
@@ -127,12 +129,12 @@ def test_a_model_that_they_suit_has_them(monkeypatch: pytest.MonkeyPatch, caplog
     assert turn.calls >= 2 * SHAPE["num_hidden_layers"] and not caplog.records
 
 
-def test_a_model_without_rotations_has_none():
+def test_a_model_without_rotations_is_not_changed():
     plain = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
     assert fuse_rotations(plain, 8, Turn()) == 0
 
 
-def test_norms_are_the_same():
+def test_fused_norms_give_the_same_result():
     module = tiny()
     before = logits(module)
     fuse_norms(module)

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false
-"""Our kernels give what plain torch gives (by Triton's interpreter, which needs no GPU), and a GPU's compiler takes
-them. How fast they are is `rollyard bench engine`'s business."""
+"""Our kernels give the results of plain torch (in Triton's interpreter, which needs no GPU), and compile for a GPU.
+`rollyard bench engine` measures their speed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ for dtype in ("fp32", "fp16", "bf16"):
     ("heads", "kv_heads", "size", "value_size", "window"),
     [(9, 3, 64, 64, None), (4, 4, 16, 16, None), (8, 2, 24, 40, 40), (9, 3, 64, 64, 7), (14, 2, 16, 16, None)],
 )
-def test_a_new_token_looks_at_its_sequence(heads: int, kv_heads: int, size: int, value_size: int, window: int | None):
+def test_attend_one_equals_plain_attention(heads: int, kv_heads: int, size: int, value_size: int, window: int | None):
     torch.manual_seed(0)
     shape, device = LayerShape(kv_heads, size, value_size), torch.device("cpu")
     blocks = [length // BLOCK_TOKENS + 1 for length in LENGTHS]
@@ -67,11 +67,11 @@ def test_a_new_token_looks_at_its_sequence(heads: int, kv_heads: int, size: int,
     )
     torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
     for ours, theirs in zip(*(pool.layers[0] for pool in pools), strict=True):
-        assert torch.equal(ours, theirs), "what is new is stored"
+        assert torch.equal(ours, theirs), "the new keys and values were not stored"
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 64), (3, 24), (1, 6)])
-def test_queries_and_keys_are_turned(rows: int, size: int):
+def test_rotate_equals_the_rotation_of_transformers(rows: int, size: int):
     torch.manual_seed(0)
     query, key = (torch.randn(3, 5, heads, size).transpose(1, 2) for heads in (9, 3))
     cos, sin = torch.randn(2, rows, 5, size)
@@ -81,8 +81,8 @@ def test_queries_and_keys_are_turned(rows: int, size: int):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_a_compiler_for_gpus_takes_them():
-    """Triton keeps what it has compiled, by source and by its own version: only kernels that changed take time."""
+def test_the_kernels_compile_for_a_gpu():
+    """Triton caches compiled kernels by source and by its own version: only changed kernels take time."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(CACHE), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment)

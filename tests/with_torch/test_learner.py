@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""What the trainer learns from a batch: the loss, whatever the micro-batches are, and the same after a cut."""
+"""The trainer: the loss is independent of micro-batches, and training can be resumed with the same result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def learner(model: Path, micro_tokens: int = 4096, *, bf16: bool = False) -> Lea
 
 
 def rows(salt: int = 0) -> list[dict[str, Any]]:
-    """Of different lengths, with sampled spans in the middle and at the end, and logprobs that are somewhat off."""
+    """Returns rows of different lengths, with sampled spans in the middle and at the end, and inexact logprobs."""
     found: list[dict[str, Any]] = []
     random = np.random.default_rng(salt)
     for number, length in enumerate((21, 9, 16, 12, 30)):
@@ -52,14 +52,14 @@ def demonstrated(salt: int = 0) -> list[dict[str, Any]]:
 
 
 def anchored(salt: int = 0) -> list[dict[str, Any]]:
-    """Rollouts, and demonstrations as if they had just been sampled."""
+    """Returns rollouts, and demonstrations as if they had just been sampled."""
     nothing = [np.full(len(row["ids"]), np.nan, np.float32) for row in demonstrated(salt + 1)]
     more = [{**row, "old": old, "advantage": 1.0} for row, old in zip(demonstrated(salt + 1), nothing, strict=True)]
     return [*rows(salt), *more]
 
 
 def expected_norm(model: Path, batch: list[dict[str, Any]]) -> float:
-    """Of the gradient, with a row at a time and every token in its place."""
+    """Returns the norm of the gradient, computed row by row and token by token."""
     mine = learner(model)
     total: Any = 0.0
     for row in batch:
@@ -70,7 +70,7 @@ def expected_norm(model: Path, batch: list[dict[str, Any]]) -> float:
             old = float(row["old"][at]) if "old" in row else math.nan
             ratio = 1.0 if math.isnan(old) else float((one.detach() - old).exp())
             gain = float(row.get("advantage", 1.0))
-            if (ratio > 1 - LOW) if gain < 0 else (ratio < 1 + HIGH):  # else it has come far enough
+            if (ratio > 1 - LOW) if gain < 0 else (ratio < 1 + HIGH):  # else it is clipped
                 total = total - min(ratio, CAP) * gain * one
     (total / sum(int(row["mask"].sum()) for row in batch)).backward()
     return float(torch.stack([m.grad.norm() for m in mine.lora.parameters() if m.grad is not None]).norm())
@@ -78,7 +78,7 @@ def expected_norm(model: Path, batch: list[dict[str, Any]]) -> float:
 
 @pytest.mark.parametrize("micro_tokens", [4096, 64, 1])
 @pytest.mark.parametrize("make", [rows, demonstrated, anchored])
-def test_the_loss_is_a_mean_over_tokens_with_weights_that_are_cut_off(model: Path, make: Any, micro_tokens: int):
+def test_the_loss_is_a_mean_over_tokens_with_capped_weights(model: Path, make: Any, micro_tokens: int):
     norm, logprobs = learner(model, micro_tokens).learn(make(), 1e-3)
     assert norm == pytest.approx(expected_norm(model, make()), rel=1e-4)
     whole = learner(model).learn(make(), 1e-3)[1]
@@ -86,8 +86,8 @@ def test_the_loss_is_a_mean_over_tokens_with_weights_that_are_cut_off(model: Pat
     torch.testing.assert_close(logprobs, whole, atol=1e-4, rtol=1e-4)
 
 
-def test_the_weights_of_some_tokens_are_cut_off_and_of_others_are_not(model: Path):
-    """Else the test above would say less than it seems to."""
+def test_the_weights_of_only_some_tokens_are_capped(model: Path):
+    """Ensures that the test above covers both cases."""
     batch = rows()
     new = torch.cat(learner(model).learn(batch, 0.0)[1]).numpy()
     ratios = np.exp(new - np.concatenate([row["old"][row["mask"] == 1] for row in batch]))
@@ -97,7 +97,7 @@ def test_the_weights_of_some_tokens_are_cut_off_and_of_others_are_not(model: Pat
         assert is_far.any() and not is_far.all()
 
 
-def test_what_is_rewarded_becomes_likelier_and_the_rest_less(model: Path):
+def test_rewarded_tokens_become_more_likely_and_others_less(model: Path):
     mine, batch = learner(model), rows()
     for row, now in zip(batch, mine.learn(batch, 0.0)[1], strict=True):
         row["old"][row["mask"] == 1] = now.numpy()
@@ -106,7 +106,7 @@ def test_what_is_rewarded_becomes_likelier_and_the_rest_less(model: Path):
         assert np.sign(float((new - old).sum())) == np.sign(row["advantage"])
 
 
-def test_bfloat16_is_left_where_the_device_would_only_pretend(
+def test_bfloat16_is_not_used_where_the_device_only_emulates_it(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("learner.can_bf16", lambda device: False)
@@ -115,7 +115,7 @@ def test_bfloat16_is_left_where_the_device_would_only_pretend(
     assert "float32 is faster" in capsys.readouterr().out
 
 
-def test_cut_and_loaded_it_goes_on_as_if_it_had_not_been_cut(model: Path, tmp_path: Path):
+def test_training_resumed_from_a_checkpoint_equals_uninterrupted_training(model: Path, tmp_path: Path):
     whole = learner(model)
     norms = [whole.learn(rows(salt), 1e-2)[0] for salt in range(4)]
     first = learner(model)
@@ -129,9 +129,9 @@ def test_cut_and_loaded_it_goes_on_as_if_it_had_not_been_cut(model: Path, tmp_pa
         assert torch.equal(mine, its)
 
 
-def test_a_checkpoint_takes_the_place_of_the_last_one_whole(model: Path, tmp_path: Path):
+def test_a_checkpoint_replaces_the_previous_one_completely(model: Path, tmp_path: Path):
     mine = learner(model)
-    for name in ("rl.new", "rl.old"):  # what a process left that was killed while it saved
+    for name in ("rl.new", "rl.old"):  # left by a process that was killed while saving
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("")
     for step in (1, 2):
@@ -143,12 +143,12 @@ def test_a_checkpoint_takes_the_place_of_the_last_one_whole(model: Path, tmp_pat
     assert json.loads((tmp_path / "rl" / "state.json").read_text())["step"] == 2
 
 
-def test_a_checkpoint_that_was_about_to_be_replaced_is_put_back(model: Path, tmp_path: Path):
+def test_a_checkpoint_is_restored_if_its_replacement_was_interrupted(model: Path, tmp_path: Path):
     folder = tmp_path / "rl"
     assert not has_saved(folder)
     mine = learner(model)
     mine.save(folder, {"step": 1})
-    folder.rename(tmp_path / "rl.old")  # and then it was killed
+    folder.rename(tmp_path / "rl.old")  # simulates a kill at this point
     (tmp_path / "rl.new").mkdir()
     assert has_saved(folder) and mine.load(folder)["step"] == 1
     assert not (tmp_path / "rl.old").exists()
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_was_about_to_be_replaced_is_put_back(model: Path, tmp
 # --- log.py
 
 
-def test_a_log_forgets_the_steps_that_the_checkpoint_does_not_know(tmp_path: Path):
+def test_rewind_removes_log_entries_after_the_checkpoint(tmp_path: Path):
     log = Log(tmp_path)
     log.write("warm", 1, loss=2.0)
     log.write("test", 0, what="warm", result={"a": 1})
@@ -176,7 +176,7 @@ def test_a_log_forgets_the_steps_that_the_checkpoint_does_not_know(tmp_path: Pat
     assert log.has_tested("warm") and not log.has_tested("rl")
 
 
-def test_half_a_line_that_a_killed_process_left_is_none(tmp_path: Path):
+def test_an_incomplete_line_of_a_killed_process_is_ignored(tmp_path: Path):
     Log(tmp_path).write("warm", 1, loss=2.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "warm", "st')
@@ -184,7 +184,7 @@ def test_half_a_line_that_a_killed_process_left_is_none(tmp_path: Path):
     assert [line["step"] for line in Log(tmp_path).lines()] == [1, 2]
 
 
-def test_the_gap_to_the_engine_is_told_by_lag():
+def test_the_gap_to_the_engine_is_reported_by_lag():
     row: dict[str, Any] = {
         "mask": np.array([0, 0, 1, 1, 1]),
         "old": np.array([0, 0, -1.0, -2.0, -3.0], dtype=np.float32),
@@ -197,33 +197,33 @@ def test_the_gap_to_the_engine_is_told_by_lag():
     }
 
 
-def test_each_round_learns_from_every_row_once_in_another_order():
+def test_each_round_uses_every_row_once_in_another_order():
     parts = in_rounds(range(10), "7/3", rounds=3, minibatches=4)
     assert [len(part) for part in parts] == [3, 3, 3, 1] * 3
     rounds = [[row for part in parts[start : start + 4] for row in part] for start in (0, 4, 8)]
     assert all(sorted(one) == list(range(10)) for one in rounds)
     assert len({tuple(one) for one in rounds}) == 3
-    assert in_rounds(range(10), "7/3", 3, 4) == parts, "the same after a cut"
+    assert in_rounds(range(10), "7/3", 3, 4) == parts, "the same after a restart"
 
 
-def test_demonstrations_come_along_as_many_as_asked_for_and_the_same_ones_again():
+def test_the_requested_number_of_demonstrations_is_chosen_deterministically():
     known = demonstrated() + demonstrated(1)
     first, again, other = (anchors(known, seed, 4) for seed in ("3/7/0", "3/7/0", "3/7/1"))
     assert len(first) == 4 and all(row["advantage"] == 1.0 and np.isnan(row["old"]).all() for row in first)
     ids = [[row["ids"].tolist() for row in some] for some in (first, again, other)]
     assert ids[0] == ids[1] != ids[2]
-    assert len(anchors(known, "3/7/0", 400)) == 10, "each of them once"
+    assert len(anchors(known, "3/7/0", 400)) == 10, "each row at most once"
     assert anchors([], "3/7/0", 4) == anchors(known, "3/7/0", 0) == []
 
 
-def test_the_rate_rises_to_what_was_asked_for_and_falls_until_the_last_step():
+def test_the_rate_rises_to_its_maximum_and_falls_until_the_last_step():
     found = [rate(1e-3, step, 4, 14, 0.1) for step in (1, 2, 4, 9, 14)]
     assert found == pytest.approx([2.5e-4, 5e-4, 1e-3, 5.5e-4, 1e-4])
     assert [rate(1e-3, step, 4, 14, 1.0) for step in (4, 9, 14)] == [1e-3] * 3
-    assert rate(1e-3, 3, 5, 3, 0.1) == pytest.approx(6e-4), "it may have no time to fall"
+    assert rate(1e-3, 3, 5, 3, 0.1) == pytest.approx(6e-4), "there may be no time to fall"
 
 
 def test_a_draw_without_staleness_is_strict():
-    assert pace(1, oversample=False) == {"max_staleness": 1}, "all else by default, as runs that were cut had it"
+    assert pace(1, oversample=False) == {"max_staleness": 1}, "everything else is the default, as in earlier runs"
     assert pace(0, oversample=False) == {"max_staleness": 0, "on_stale": "wait"}
     assert pace(0, oversample=True) == {"max_staleness": 0, "on_stale": "drop", "surplus": "cancel"}

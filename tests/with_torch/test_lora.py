@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The trainer's adapter is the one that the engine adds: the same sum, the same files, and a gradient for all of it."""
+"""The trainer's adapter equals the one that the engine adds: the same sum and files, and gradients for all matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [name for names in PROJECTIONS.values() for name in names]
 
 @torch.no_grad()
 def random_lora(module: Any, seed: int = 3) -> Lora:
-    """One that changes much: both of its matrices are random."""
+    """Returns an adapter with a large effect: both matrices are random."""
     lora = Lora(module, RANK, ALPHA)
     torch.manual_seed(seed)
     for matrix in lora.parameters():
@@ -30,7 +30,7 @@ def random_lora(module: Any, seed: int = 3) -> Lora:
 
 @torch.no_grad()
 def merged(module: Any, lora: Lora) -> Any:
-    """A model that has the sums as its weights, layer by layer."""
+    """Returns a copy of the model with the adapter added to its weights."""
     whole = copy.deepcopy(module)
     for number, layer in enumerate(whole.model.layers):
         for block, names in PROJECTIONS.items():
@@ -50,13 +50,13 @@ def ids() -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_at_first_it_changes_nothing(ids: torch.Tensor):
+def test_a_new_adapter_changes_nothing(ids: torch.Tensor):
     module = tiny()
     torch.testing.assert_close(logits_of(Lora(module, RANK, ALPHA), ids), module(input_ids=ids).logits)
 
 
 @torch.no_grad()
-def test_it_is_the_model_with_the_products_added(ids: torch.Tensor):
+def test_the_result_is_that_of_the_model_with_the_products_added(ids: torch.Tensor):
     module = tiny()
     before = module(input_ids=ids).logits
     lora = random_lora(module)
@@ -74,7 +74,7 @@ def test_padding_on_the_right_changes_nothing_before_it():
     torch.testing.assert_close(padded[:1, :9], alone, atol=1e-4, rtol=1e-4)
 
 
-def test_every_matrix_is_learned_and_the_model_is_not(ids: torch.Tensor):
+def test_every_matrix_gets_a_gradient_and_the_model_does_not(ids: torch.Tensor):
     module = tiny()
     lora = random_lora(module)
     logits_of(lora, ids).log_softmax(-1)[..., 5].sum().backward()
@@ -86,8 +86,8 @@ def test_every_matrix_is_learned_and_the_model_is_not(ids: torch.Tensor):
     assert all(weight.grad is None for weight in module.parameters())
 
 
-def test_its_gradient_is_that_of_the_sum(ids: torch.Tensor):
-    """For W + s·BA, by the chain rule: dB = s·dW·Aᵀ and dA = s·Bᵀ·dW, with dW from a model that has the sums."""
+def test_the_gradient_is_that_of_the_sum(ids: torch.Tensor):
+    """For W + s·BA, by the chain rule: dB = s·dW·Aᵀ and dA = s·Bᵀ·dW, with dW from the merged model."""
     module = tiny()
     lora = random_lora(module)
     whole = merged(module, lora).requires_grad_(True)
@@ -102,7 +102,7 @@ def test_its_gradient_is_that_of_the_sum(ids: torch.Tensor):
             torch.testing.assert_close((first.grad[number], second.grad[number]), expected, atol=1e-5, rtol=1e-3)
 
 
-def test_the_engine_adds_what_was_saved(tmp_path: Path):
+def test_the_engine_reads_and_adds_a_saved_adapter(tmp_path: Path):
     module = tiny()
     lora = random_lora(module)
     lora.save(tmp_path / "saved", "somewhere")
@@ -114,7 +114,7 @@ def test_the_engine_adds_what_was_saved(tmp_path: Path):
 
 
 @torch.no_grad()
-def test_loaded_it_is_what_was_saved(tmp_path: Path, ids: torch.Tensor):
+def test_a_loaded_adapter_equals_the_saved_one(tmp_path: Path, ids: torch.Tensor):
     module = tiny()
     lora, other = random_lora(module), random_lora(module, seed=4)
     lora.save(tmp_path / "saved", "somewhere")
@@ -126,7 +126,7 @@ def test_loaded_it_is_what_was_saved(tmp_path: Path, ids: torch.Tensor):
 
 
 @torch.no_grad()
-def test_it_can_be_saved_smaller(tmp_path: Path):
+def test_an_adapter_can_be_saved_in_bfloat16(tmp_path: Path):
     module = tiny()
     lora, other = random_lora(module), Lora(module, RANK, ALPHA)
     lora.save(tmp_path / "half", "somewhere", torch.bfloat16)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""A model run in pieces, several sequences at once, computes what it computes in one plain forward pass."""
+"""A model run in pieces, over several sequences at once, gives the results of a plain forward pass."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def plain(module: Any, ids: list[int]) -> torch.Tensor:
     return module(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
 
 
-def test_sequences_in_pieces_of_any_size_give_the_logits_of_the_whole(module: Any):
+def test_pieces_of_any_size_give_the_logprobs_of_the_whole_sequence(module: Any):
     model = checked(module)
     longs = [prompt_of(40), prompt_of(23, 1), prompt_of(31, 2)]
     caches = [model.new_kv() for _ in longs]
-    for size in (1, 5, 1, 9, 3, 2):  # past the window of 8, too
+    for size in (1, 5, 1, 9, 3, 2):  # also beyond the window of 8
         pieces = [Piece(ids[kv.length : kv.length + size], kv, True) for ids, kv in zip(longs, caches, strict=True)]
         found = model.forward(pieces).log_softmax(-1)
         for row, ids, kv in zip(found, longs, caches, strict=True):
             torch.testing.assert_close(row, plain(module, ids)[kv.length - 1], atol=1e-4, rtol=0)
 
 
-def test_a_cut_or_copied_cache_goes_on_as_if_the_rest_had_never_been(module: Any):
+def test_a_cut_or_copied_cache_continues_without_the_removed_tokens(module: Any):
     model, ids = checked(module), prompt_of(30)
     kv = model.new_kv()
     model.forward([Piece(ids, kv, False)])
@@ -43,13 +43,13 @@ def test_a_cut_or_copied_cache_goes_on_as_if_the_rest_had_never_been(module: Any
         torch.testing.assert_close(row, plain(module, other)[-1], atol=1e-4, rtol=0)
 
 
-def test_a_model_with_another_kind_of_memory_is_refused():
+def test_a_model_with_another_kind_of_state_is_refused():
     mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2))
     with pytest.raises(Unsupported):
         checked(mamba)
 
 
-def test_the_given_model_stays_as_it_was_and_shares_its_weights():
+def test_the_given_model_is_unchanged_and_shares_its_weights():
     module = tiny().train()
     attention = module.config._attn_implementation
     model = checked(module)
@@ -84,12 +84,12 @@ def test_weights_of_another_model_are_refused_before_any_is_written(tmp_path: Pa
     torch.testing.assert_close(plain(module, prompt_of(9)), before)
 
 
-def test_a_context_beyond_the_model_is_refused():
+def test_a_context_longer_than_the_models_is_refused():
     with pytest.raises(Unsupported, match="made for 8192"):
         Model(tiny(), max_context=8193)
 
 
-def test_an_attention_that_takes_more_is_refused_however_little_it_shows():
+def test_an_attention_with_more_inputs_is_refused_even_if_the_results_are_close():
     shape = {**SHAPE, "head_dim": 8, "initializer_range": 0.02}
     with pytest.raises(Unsupported, match="takes more than queries, keys and values"):
         checked(Gemma2ForCausalLM(Gemma2Config(**shape, attn_logit_softcapping=50.0)).eval())

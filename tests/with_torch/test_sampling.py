@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""What is drawn has the distribution that was asked for, and its logprobs are those of that distribution."""
+"""Samples have the requested distribution, and their logprobs are those of that distribution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw(place: int = 0, **fields: float) -> SamplingRule:
 
 
 def by_hand(temperature: float, top_k: int, top_p: float) -> dict[int, float]:
-    """Probabilities, from the definition: scale, keep the k likeliest, then the fewest with enough mass."""
+    """Returns probabilities by the definition: scale, keep the k most likely, then the fewest with enough mass."""
     weights = {i: math.exp(float(v) / temperature) for i, v in enumerate(LOGITS)}
     order = sorted(weights, key=lambda i: -weights[i])
     order = order[:top_k] if top_k > 0 else order
@@ -38,7 +38,7 @@ def by_hand(temperature: float, top_k: int, top_p: float) -> dict[int, float]:
 @pytest.mark.parametrize("top_k", [-1, 1, 3, 100])
 @pytest.mark.parametrize("top_p", [0.3, 0.75, 1.0])
 def test_logprobs_are_those_of_the_processed_distribution(temperature: float, top_k: int, top_p: float):
-    other = draw(temperature=2.0)  # in the same batch, and not to be touched by it
+    other = draw(temperature=2.0)  # in the same batch, and must not be affected
     row, plain = processed(
         torch.stack([LOGITS, LOGITS]), [draw(temperature=temperature, top_k=top_k, top_p=top_p), other]
     )
@@ -54,21 +54,21 @@ def test_tokens_are_as_frequent_as_they_are_likely(top_k: int, top_p: float):
     draws = [draw(place, temperature=1.3, top_k=top_k, top_p=top_p) for place in range(count)]
     drawn = sample(LOGITS.expand(count, -1), draws)
     seen, expected = Counter(one.token for one in drawn), by_hand(1.3, top_k, top_p)
-    assert seen.keys() == expected.keys(), "what is cut is never drawn"
+    assert seen.keys() == expected.keys(), "an excluded token was sampled"
     for token, chance in expected.items():
         assert seen[token] / count == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / count))
     for one in drawn[:50]:
         assert one.logprob == pytest.approx(math.log(expected[one.token]), abs=1e-5)
 
 
-def test_temperature_0_takes_the_likeliest_and_tells_its_logprob_at_1():
+def test_temperature_0_takes_the_most_likely_token_with_its_logprob_at_1():
     (one,) = sample(LOGITS[None], [draw(temperature=0.0, top=2)])
     assert one.token == 0
     assert one.logprob == pytest.approx(math.log(by_hand(1.0, -1, 1.0)[0]), abs=1e-5)
     assert [token for token, _ in one.tops] == [0, 3]
 
 
-def test_a_draw_depends_on_its_seed_and_place_alone():
+def test_a_sample_depends_only_on_its_seed_and_position():
     alone = [sample(LOGITS[None], [draw(place)])[0].token for place in range(64)]
     batch = sample(LOGITS.expand(64, -1), [draw(place) for place in reversed(range(64))])
     assert [one.token for one in reversed(batch)] == alone
@@ -78,7 +78,7 @@ def test_a_draw_depends_on_its_seed_and_place_alone():
 
 
 @pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK, 49_152, 50_257])
-def test_a_number_finds_its_token_in_the_whole_cumulative_distribution(size: int):
+def test_invert_equals_a_search_in_the_whole_cumulative_distribution(size: int):
     generator = torch.Generator().manual_seed(size)
     logprobs = (3 * torch.randn((64, size), generator=generator)).log_softmax(dim=-1)
     numbers = torch.rand((64, 1), generator=generator, dtype=torch.float64)
@@ -86,11 +86,11 @@ def test_a_number_finds_its_token_in_the_whole_cumulative_distribution(size: int
     expected = torch.searchsorted(masses, numbers * masses[:, -1:], right=True)
     assert torch.equal(_invert(logprobs, numbers), expected)
     alone = [_invert(logprobs[row : row + 1], numbers[row : row + 1]).item() for row in range(64)]
-    assert alone == expected[:, 0].tolist(), "a row depends on no other"
+    assert alone == expected[:, 0].tolist(), "a row depends on another"
 
 
-def test_no_number_finds_a_token_without_mass():
-    """The first and the last with mass, at the edges of blocks, with blocks of none around them."""
+def test_a_token_without_mass_is_never_sampled():
+    """Tokens with mass at the edges of blocks, surrounded by blocks without mass."""
     for tokens in ([BLOCK], [2 * BLOCK - 1], [BLOCK - 1, BLOCK], [BLOCK + 3, 3 * BLOCK + 1, 3 * BLOCK + 2]):
         logits = torch.full((1, 5 * BLOCK + 7), -math.inf)
         logits[0, tokens] = torch.linspace(0.1, 0.7, len(tokens))
@@ -101,6 +101,6 @@ def test_no_number_finds_a_token_without_mass():
         assert drawn == set(tokens)
 
 
-def test_logits_that_are_no_numbers_are_an_error():
+def test_non_finite_logits_raise_an_error():
     with pytest.raises(ArithmeticError):
         sample(torch.full((1, 4), math.nan), [draw()])

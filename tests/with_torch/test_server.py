@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The server, spoken to by Rollyard's own engine: pauses, versions, aborts, other weights, refusals."""
+"""The server with Rollyard's own client: pauses, versions, aborts, weight updates, refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request(name: str = "r", length: int = 10, max_tokens: int = 12, **fields: A
 
 
 class Streaming:
-    """A streamed call, and what came of it so far."""
+    """A streamed call, and its tokens so far."""
 
     def __init__(self, client: VllmEngine, wanted: GenerateRequest) -> None:
         self.told: list[int] = []
@@ -53,14 +53,14 @@ async def post(engine: Engine, path: str, body: Any = None) -> tuple[int, Any]:
         return reply.status, await reply.json()
 
 
-async def test_a_kept_call_is_frozen_and_goes_on_as_if_nothing_had_been():
+async def test_a_kept_call_is_frozen_and_continues_with_the_same_result():
     async with served(tiny()) as (engine, client):
         streaming = Streaming(client, request("cut", max_tokens=5000))
         await streaming.at_least(3)
         assert await client.control.pause(PauseMode.KEEP)
         sampled = engine._batcher.running[0].sampled
         await client.healthy()
-        assert engine._batcher.running[0].sampled == sampled < 5000, "nothing is sampled after the reply"
+        assert engine._batcher.running[0].sampled == sampled < 5000, "nothing is sampled after the response"
         assert not streaming.task.done()
         assert await client.control.clear_cache()
         assert await client.control.resume()
@@ -70,7 +70,7 @@ async def test_a_kept_call_is_frozen_and_goes_on_as_if_nothing_had_been():
         assert found == (await client.generate(request("whole", max_tokens=sampled + 20))).token_ids
 
 
-async def test_a_pause_that_aborts_answers_with_what_was_sampled():
+async def test_a_pause_that_aborts_returns_the_tokens_sampled_so_far():
     async with served(tiny()) as (_, client):
         streaming = Streaming(client, request(max_tokens=5000))
         whole = asyncio.create_task(client.generate(request("whole", max_tokens=5000)))
@@ -86,7 +86,7 @@ async def test_a_pause_that_aborts_answers_with_what_was_sampled():
         assert len((await late).token_ids) == 12
 
 
-async def test_a_pause_that_waits_lets_what_runs_end_first():
+async def test_a_pause_that_drains_waits_for_running_calls():
     async with served(tiny()) as (_, client):
         streaming = Streaming(client, request(max_tokens=150))
         await streaming.at_least(1)
@@ -98,7 +98,7 @@ async def test_a_pause_that_waits_lets_what_runs_end_first():
         assert streaming.task.done() or len((await streaming.task).token_ids) == 150
         assert not late.done()
         await client.abort("late")
-        assert (await late).finish_reason == "abort", "also of one that has not begun"
+        assert (await late).finish_reason == "abort", "also if it has not started"
         await client.control.resume()
 
 
@@ -106,7 +106,7 @@ async def _is_paused(client: VllmEngine) -> bool:
     return b"true" in await client._wire.get("/is_paused")
 
 
-async def test_versions_change_at_the_token_from_which_they_hold():
+async def test_version_spans_change_at_the_right_token():
     async with served(tiny()) as (_, client):
         streaming = Streaming(client, request(max_tokens=5000))
         await streaming.at_least(2)
@@ -125,7 +125,7 @@ async def test_versions_change_at_the_token_from_which_they_hold():
 
 
 def check_spans(module: Any, wanted: GenerateRequest, found: Generation, weights: dict[int, Any]) -> None:
-    """The tokens of each span have the logprobs of its weights, over the whole sequence before them."""
+    """Checks that the tokens of each span have the logprobs of its weights, given all earlier tokens."""
     assert found.logprobs is not None
     asked = ask(list(wanted.prompt_ids))
     for span in found.versions:
@@ -157,7 +157,7 @@ async def test_a_trainer_in_the_same_process_writes_weights_between_two_tokens()
     check_spans(tiny(), wanted, found, weights)
 
 
-async def test_weights_come_from_a_folder_in_the_midst_of_a_call(tmp_path: Path):
+async def test_weights_can_be_loaded_from_a_folder_during_a_call(tmp_path: Path):
     module, other = tiny(), tiny(seed=1)
     weights = {n: {k: v.clone() for k, v in m.state_dict().items()} for n, m in ((-1, module), (2, other))}
     other.save_pretrained(tmp_path / "v2")
@@ -181,7 +181,7 @@ async def test_weights_come_from_a_folder_in_the_midst_of_a_call(tmp_path: Path)
     check_spans(tiny(), wanted, found, weights)
 
 
-async def test_a_stream_that_is_cut_still_says_its_versions():
+async def test_a_stream_that_is_cut_still_has_its_versions():
     async with served(tiny()) as (_, client):
         await client.control.set_version(3)
         streaming = Streaming(client, request(max_tokens=5000))
@@ -191,7 +191,7 @@ async def test_a_stream_that_is_cut_still_says_its_versions():
         assert found.versions == (VersionSpan(3, 0, len(found.token_ids)),)
 
 
-async def test_the_next_turn_finds_the_prefix_and_the_load_is_told():
+async def test_the_next_turn_reuses_the_prefix_and_metrics_report_the_load():
     async with served(tiny()) as (engine, client):
         first = await client.generate(request(length=50))
         ids = [*prompt_of(50), *first.token_ids, 5, 6, 7]
@@ -212,7 +212,7 @@ async def test_the_next_turn_finds_the_prefix_and_the_load_is_told():
         assert told['rollyard_engine_step_seconds_total{kind="tokens"}'] > 0
 
 
-async def test_what_would_not_be_obeyed_is_refused():
+async def test_unsupported_parameters_are_refused():
     async with served(tiny()) as (engine, client):
         for extra in ({"min_p": 0.1}, {"presence_penalty": 0.5}):
             with pytest.raises(EngineRefused, match=next(iter(extra))):
@@ -235,7 +235,7 @@ async def test_what_would_not_be_obeyed_is_refused():
         assert (await post(engine, "/v1/chat/completions", {"messages": 5}))[0] == 400
 
 
-async def test_more_calls_than_it_may_hold_are_sent_away():
+async def test_calls_beyond_the_limit_are_refused():
     async with served(tiny(), settings=Settings(max_calls=1)) as (_, client):
         streaming = Streaming(client, request(max_tokens=5000))
         await streaming.at_least(1)
@@ -246,7 +246,7 @@ async def test_more_calls_than_it_may_hold_are_sent_away():
         assert len((await client.generate(request("third"))).token_ids) == 12
 
 
-async def test_the_context_bounds_a_completion():
+async def test_the_context_limits_a_completion():
     async with served(tiny(), max_context=64) as (_, client):
         found = await client.generate(request(length=60, max_tokens=100))
         assert (len(found.token_ids), found.finish_reason) == (4, "length")
@@ -256,14 +256,14 @@ async def test_an_abort_is_answered_while_the_model_is_busy():
     async with served(tiny()) as (engine, client):
         streaming = Streaming(client, request(max_tokens=5000))
         await streaming.at_least(2)
-        with engine.weights():  # as long as it is held, the worker can do nothing
+        with engine.weights():  # while it is held, the worker is blocked
             await client.abort("r")
             assert (await streaming.task).finish_reason == "abort"
             assert await client.healthy()
         assert len((await client.generate(request("after"))).token_ids) == 12
 
 
-async def test_what_is_sampled_for_a_call_that_is_over_is_ignored():
+async def test_tokens_for_a_finished_call_are_ignored():
     wanted = ask(prompt_of(4))
     (steps,) = run(batcher_of(tiny()), [wanted])
     call = Call("r", wanted, has_logprobs=True)
@@ -277,8 +277,8 @@ async def test_what_is_sampled_for_a_call_that_is_over_is_ignored():
 
 
 @pytest.mark.parametrize("can_clear", [True, False])
-async def test_a_step_that_fails_fails_its_calls_and_not_the_engine(can_clear: bool, monkeypatch: pytest.MonkeyPatch):
-    """Also if what it left cannot be cleared, as after an error of the GPU itself."""
+async def test_a_failed_step_fails_its_calls_but_not_the_engine(can_clear: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also if the cache cannot be cleared, as after an error of the GPU itself."""
     module = tiny()
     async with served(module) as (engine, client):
         if not can_clear:
@@ -287,10 +287,10 @@ async def test_a_step_that_fails_fails_its_calls_and_not_the_engine(can_clear: b
         good = weight.detach().clone()
         with engine.weights(), torch.no_grad():
             weight.fill_(float("nan"))
-        with pytest.raises(EngineUnavailable, match="not numbers"):
+        with pytest.raises(EngineUnavailable, match="not finite"):
             await client.generate(request())
         streamed: list[int] = []
-        with pytest.raises(EngineUnavailable, match="not numbers"):
+        with pytest.raises(EngineUnavailable, match="not finite"):
             await client.generate(request("s"), streamed.extend)
         with engine.weights(), torch.no_grad():
             weight.copy_(good)
@@ -299,7 +299,7 @@ async def test_a_step_that_fails_fails_its_calls_and_not_the_engine(can_clear: b
 
 
 def _broken_once() -> Callable[[object], None]:
-    """Fails at the first call after a step; a change of weights clears, too, and comes before."""
+    """Fails at the second call, the one after the failed step; the change of weights before it also clears."""
     calls = iter([None, RuntimeError("an illegal memory access was encountered")])
 
     def forget(_: object) -> None:
@@ -309,7 +309,7 @@ def _broken_once() -> Callable[[object], None]:
     return forget
 
 
-async def test_many_calls_at_once_are_each_what_they_are_alone():
+async def test_concurrent_calls_give_the_same_results_as_single_ones():
     async with served(tiny()) as (_, client):
         wanted = [request(f"r{n}", 5 + n, 30, seed=n) for n in range(24)]
         together = await asyncio.gather(*map(client.generate, wanted))
@@ -317,7 +317,7 @@ async def test_many_calls_at_once_are_each_what_they_are_alone():
             assert (await client.generate(one)).token_ids == found.token_ids
 
 
-async def test_an_engine_that_ends_answers_what_goes_on_and_leaves_no_thread():
+async def test_a_stopping_engine_answers_open_calls_and_leaves_no_thread():
     async with served(tiny()) as (engine, client):
         streaming = Streaming(client, request(max_tokens=8000))
         await streaming.at_least(1)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""`rollyard engine --tf32` says it to torch, before anything is loaded."""
+"""`rollyard engine --tf32` sets torch's precision before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollyard.cli import engine as command
 
 
 @pytest.mark.parametrize(("is_asked", "precision"), [(True, "high"), (False, "highest")])
-def test_the_precision_is_what_was_asked_for(is_asked: bool, precision: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_option_sets_the_matmul_precision(is_asked: bool, precision: str, monkeypatch: pytest.MonkeyPatch):
     seen: list[str] = []
 
     def run(served: Coroutine[Any, Any, None]) -> None:

@@ -1,37 +1,38 @@
-"""The embedded engine: a causal language model served in this process, by the part of vLLM's API that Rollyard uses.
+"""The embedded engine: serves a causal language model in this process by the part of vLLM's API that Rollyard uses.
 
-It is for laptops, tests, small models and trainers that sample and train on the same device, and correct before fast. A
-cluster wants vLLM or SGLang. What speaks to it is `rollyard.engines.VllmEngine`, unchanged, and it passes the same
-conformance suite.
+It is for laptops, tests, small models, and trainers that sample and train on the same device. It puts correctness
+before speed; on a cluster use vLLM or SGLang. Its client is `rollyard.engines.VllmEngine`, unchanged, and it passes the
+same conformance suite.
 
     model.py      a transformers model, run over sequences of different lengths at once, sharing a trainer's weights
-    llama.py      a model of Llama's kind on a CPU, computed here without transformers
-    checkpoint.py such a model's folder: its shape, and its weights by name
-    linears.py    products with weights in the layout of the CPU's kernels
+    llama.py      Llama-like models on a CPU, without transformers
+    checkpoint.py reads the folder of such a model: its shape, and its weights by name
+    linears.py    matrix products with weights in the layout of the CPU's kernels
     stacked.py    the keys and values of a sequence in one tensor, for llama.py
-    loading.py    a model and its tokenizer, without transformers where possible
-    attention.py  the keys and values of each sequence, and attention over them, as a CPU wants it
-    paged.py      the same in blocks of one pool, in padded batches, as a GPU wants it
-    graphs.py     what a GPU is told, recorded and played again
-    bursts.py     several tokens for each sequence before anybody looks at one
-    kernels.py    a single token's attention over those blocks, and rotary embeddings, as Triton kernels
-    fusing.py     one kernel in the place of several of transformers'
+    loading.py    loads a model and its tokenizer, without transformers where possible
+    attention.py  per-sequence key/value caches and attention over them, for CPUs
+    paged.py      the same in blocks of one pool, in padded batches, for GPUs
+    graphs.py     records GPU work as CUDA graphs and replays it
+    bursts.py     samples several tokens for each sequence on the device, without returning to Python
+    kernels.py    Triton kernels: a single token's attention over those blocks, and rotary embeddings
+    fusing.py     replaces several kernels of transformers by one
     adapters.py   LoRA adapters, added to the weights
-    sampling.py   temperature, top_k, top_p, seeds, and the exact logprobs of what was sampled from
+    sampling.py   temperature, top_k, top_p, seeds, and the exact logprobs of the sampled distribution
     batching.py   which sequences go into a step: joining, leaving, chunks of prompts, memory
-    prefixes.py   what ended sequences leave for the next turn of their session
+    prefixes.py   the caches of finished sequences, kept for the next turn of their session
     worker.py     the one thread that runs the model
-    calls.py      one request as the event loop sees it, and the bodies of its answers
-    desk.py       which calls there are, between the event loop and that thread
-    requests.py   the bodies of requests, read strictly
+    calls.py      one request in the event loop, and its response bodies
+    call_registry.py  the open calls, between the event loop and that thread
+    requests.py   request bodies, validated strictly
     texts.py      chat templates and plain text
-    server.py     the routes, and an engine's life
-    weights.py    models by a short name: fetched once, checked, kept
+    server.py     the routes, and the engine's start and stop
+    weights.py    models by a short name: fetched once, verified, cached
     sources.py    where they come from: a package index, the Hugging Face hub
-    convert.py    a GGUF file made into an ordinary model's folder
-    gguf.py       what is in such a file
+    convert.py    converts a GGUF file to an ordinary model folder
+    gguf.py       reads GGUF files
+    base.py       types that models, caches and batcher share
 
-Importing this wing needs none of the packages of the extra `rollyard[local]`; running a model does.
+Importing this package does not need the packages of the extra `rollyard[local]`; running a model does.
 """
 
 from __future__ import annotations
@@ -42,5 +43,5 @@ NEEDED = ("torch", "transformers")
 
 
 def missing_packages() -> tuple[str, ...]:
-    """Which packages of `rollyard[local]` are not installed."""
+    """Returns the packages of `rollyard[local]` that are not installed."""
     return tuple(name for name in NEEDED if find_spec(name) is None)

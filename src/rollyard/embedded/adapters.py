@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""LoRA adapters, in the layout of PEFT's folders: added to the weights that they were trained beside.
+"""Reads LoRA adapters from PEFT folders and adds them to the weights of their base model.
 
-A push of new weights is then a few megabytes, and the model runs as fast as without. What an adapter changes is kept
-as it was, so the next adapter takes the place of the last.
+A weight update is then a few megabytes, and the model runs as fast as without an adapter. The original of each changed
+weight is kept, so a new adapter replaces the previous one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _PLAIN: Mapping[str, object] = {
     "alpha_pattern": {},
     "alora_invocation_tokens": None,
 }
-_STARTS = (None, True, False, "gaussian", "orthogonal")  # others of `init_lora_weights` have changed the base
-"""All that is understood. Other values change what the weights mean."""
+_STARTS = (None, True, False, "gaussian", "orthogonal")  # other values of `init_lora_weights` change the base
+"""The supported settings. Other values change the meaning of the weights."""
 
 
 class BadAdapter(Exception):
-    """A folder that holds no adapter for this model; the message says why."""
+    """The folder contains no adapter for this model; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """By name of a weight: the two thin matrices whose product, times the scale, is added to it."""
+    """By weight name, the two low-rank matrices whose product, times the scale, is added to the weight."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     scale: float
@@ -53,7 +53,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter(folder: Path, known: Mapping[str, Tensor]) -> Adapter:
-    """Read whole and checked against the model's weights."""
+    """Reads an adapter and checks it against the model's weights."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -63,23 +63,23 @@ def read_adapter(folder: Path, known: Mapping[str, Tensor]) -> Adapter:
     except (OSError, ValueError, SafetensorError) as error:
         raise BadAdapter(f"the adapter in {folder} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise BadAdapter(f"the adapter in {folder} cannot be read: its {CONFIG} is no JSON object")
+        raise BadAdapter(f"the adapter in {folder} cannot be read: its {CONFIG} is not a JSON object")
     for name, plain in _PLAIN.items():
         value = config.get(name, plain)
         if value != plain and (value or plain):
-            raise BadAdapter(f"the adapter in {folder} has {name} = {value!r}, which is not understood here")
+            raise BadAdapter(f"the adapter in {folder} has {name} = {value!r}, which is not supported")
     if (start := config.get("init_lora_weights")) not in _STARTS:
         raise BadAdapter(f"the adapter in {folder} has init_lora_weights = {start!r}: its base is not this model")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
-        raise BadAdapter(f"the adapter in {folder} does not say its rank (r) and lora_alpha")
+        raise BadAdapter(f"the adapter in {folder} does not specify its rank (r) and lora_alpha")
     pairs = {}
     if not tensors:
         raise BadAdapter(f"the adapter in {folder} is empty")
     owners = Counter(weight.data_ptr() for weight in known.values())
     for name in tensors:
         if not name.startswith(_PREFIX) or not name.endswith((_FIRST, _SECOND)):
-            raise BadAdapter(f"the adapter in {folder} has {name}, which is no part of a LoRA adapter")
+            raise BadAdapter(f"the adapter in {folder} has {name}, which is not part of a LoRA adapter")
         module = name.removeprefix(_PREFIX).removesuffix(_FIRST).removesuffix(_SECOND)
         first, second = (tensors.get(f"{_PREFIX}{module}{end}") for end in (_FIRST, _SECOND))
         weight = known.get(f"{module}.weight")
@@ -88,8 +88,8 @@ def read_adapter(folder: Path, known: Mapping[str, Tensor]) -> Adapter:
         if (second.shape[0], first.shape[1]) != weight.shape or first.shape[0] != second.shape[1]:
             raise BadAdapter(f"the adapter in {folder} is not of this model: {module} has another size")
         if owners[weight.data_ptr()] > 1:
-            raise BadAdapter(f"the adapter in {folder} changes {module}, whose weights are another module's as well")
+            raise BadAdapter(f"the adapter in {folder} changes {module}, whose weights are shared with another module")
         if first.shape[0] != rank:
-            raise BadAdapter(f"the adapter in {folder} says r = {rank}, and {module} has {first.shape[0]}")
+            raise BadAdapter(f"the adapter in {folder} specifies r = {rank}, but {module} has {first.shape[0]}")
         pairs[f"{module}.weight"] = (first, second)
     return Adapter(pairs, alpha / (rank**0.5 if config.get("use_rslora") else rank))

@@ -1,12 +1,12 @@
 # pyright: reportMissingImports=false
-"""The keys and values of each sequence, and attention over sequences of different lengths in one forward pass.
+"""Per-sequence key/value caches, and attention over sequences of different lengths in one forward pass.
 
-The tokens of a step lie behind one another in a batch of one ("ragged"), so that every matrix multiplication is over
-all of them; only attention looks at one sequence at a time, through a function that transformers calls by name. There
-is no padding and no mask between sequences, so nothing of one sequence can reach another. That is what a CPU wants; for
-a GPU see `paged.py`.
+The tokens of a step are concatenated in a batch of one ("ragged"), so that every matrix multiplication covers all of
+them. Only attention processes one sequence at a time, through a function that transformers calls by name. There is no
+padding and no mask between sequences, so sequences cannot affect each other. This layout is fast on a CPU; for GPUs see
+`paged.py`.
 
-Invariant: `Kv.length` tokens of a sequence are in its cache, the same number in every layer, between two forwards.
+Invariant: between two forward passes, a cache contains `Kv.length` tokens of its sequence in every layer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from rollyard.embedded.paged import LayerShape, Paged, paged_attention
 
 NAME = "rollyard"
-BLOCK_TOKENS = 128  # a cache grows by whole blocks, and by a quarter of itself: appending costs little on average
+BLOCK_TOKENS = 128  # a cache grows by whole blocks and by at least a quarter: appending is cheap on average
 
 
 def capacity_for(tokens: int, capacity: int, max_tokens: int) -> int:
-    """What a cache of some capacity grows to when so many tokens have to fit."""
+    """Returns the capacity to which a cache of `capacity` grows to hold `tokens`."""
     if tokens <= capacity:
         return capacity
     wanted = max(tokens, capacity + capacity // 4)
@@ -34,7 +34,7 @@ def capacity_for(tokens: int, capacity: int, max_tokens: int) -> int:
 
 
 class Kv:
-    """One sequence's cache. Tensors are (heads, capacity, dim), made when a layer first writes."""
+    """One sequence's cache. Tensors are (heads, capacity, dim), created when a layer first writes."""
 
     def __init__(self, max_tokens: int) -> None:
         self.length = 0
@@ -43,7 +43,7 @@ class Kv:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def capacity_for(self, tokens: int) -> int:
-        """What it will have room for when so many tokens have to fit."""
+        """Returns the capacity that the cache would have after `reserve(tokens)`."""
         return capacity_for(tokens, self.capacity, self._max_tokens)
 
     def reserve(self, tokens: int) -> None:
@@ -51,17 +51,17 @@ class Kv:
         if capacity == self.capacity:
             return
         self.capacity = capacity
-        for layer, pair in self._layers.items():  # one layer after the other: little is held twice
+        for layer, pair in self._layers.items():  # layer by layer: only one layer is in memory twice
             self._layers[layer] = (self._grown(pair[0]), self._grown(pair[1]))
 
     def put(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the new tokens of a layer behind what is there; returns all keys and values of it, (heads, n, dim)."""
+        """Appends the new tokens of a layer; returns all keys and values of the layer, (heads, n, dim)."""
         new = key.shape[1]
         end = self.length + new
         if layer not in self._layers:
             self._layers[layer] = (self._empty(key), self._empty(value))
         keys, values = self._layers[layer]
-        # by narrow, not by index: this runs for each layer and sequence of a step, and costs half so
+        # `narrow` takes half the time of indexing, and this runs for each layer and sequence of a step
         keys.narrow(1, self.length, new).copy_(key)
         values.narrow(1, self.length, new).copy_(value)
         return keys.narrow(1, 0, end), values.narrow(1, 0, end)
@@ -70,16 +70,16 @@ class Kv:
         self.length += tokens
 
     def free(self) -> None:
-        """Its memory is wanted by somebody else; it is not used again."""
+        """Frees the memory. The cache is not used again."""
         self._layers.clear()
         self.length = self.capacity = 0
 
     def cut(self, length: int) -> None:
-        """Forgets all but the first tokens."""
+        """Keeps only the first `length` tokens."""
         self.length = min(self.length, length)
 
     def copy(self, length: int, room: int) -> Kv:
-        """The first tokens, in a cache of their own with room for so many."""
+        """Returns a new cache with the first `length` tokens and a capacity of at least `room`."""
         made = Kv(self._max_tokens)
         made.length = min(length, self.length)
         made.capacity = made.capacity_for(max(room, made.length))
@@ -107,7 +107,7 @@ class Kv:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where a sequence's new tokens lie in the step, [start, end), and its cache."""
+    """The range of a sequence's new tokens in the step, [start, end), and its cache."""
 
     kv: Kv
     start: int
@@ -127,7 +127,7 @@ def attention(
     rollyard_paged: Paged | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: tensors are (1, heads, tokens of the step, dim), or a padded batch."""
+    """Called by transformers in each layer. Tensors are (1, heads, tokens of the step, dim), or a padded batch."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise TypeError("its attention takes more than queries, keys and values (softcap, sinks)")
     if rollyard_paged is not None:
@@ -143,17 +143,17 @@ def attention(
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """The new tokens, the last of the sequence, over all of it: causal, and no further back than the window.
-    Given (1, heads, new, size); made (1, new, heads, size). Sums are in float32, whatever the dtype."""
+    """Causal attention of the new tokens, the last of the sequence, over the sequence or the last `window` tokens.
+    Takes (1, heads, new, size) and returns (1, new, heads, size). Sums are in float32, whatever the dtype."""
     (heads, new, size), (kv_heads, total) = query.shape[1:], keys.shape[1:3]
-    if window is not None and total > window + new - 1:  # what no new token can see
+    if window is not None and total > window + new - 1:  # drop what is outside the window of every new token
         keys, values = keys[:, :, total - (window + new - 1) :], values[:, :, total - (window + new - 1) :]
         total = window + new - 1
     groups = heads // kv_heads
     if new == total and (window is None or total <= window):
         made = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return made.transpose(1, 2)
-    mask = None  # a single token sees all that is left
+    mask = None  # a single token attends to all remaining keys
     if new > 1:
         place = torch.arange(total - new, total, device=query.device)[:, None]
         column = torch.arange(total, device=query.device)[None]
@@ -161,8 +161,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, w
         if window is not None:
             mask &= column > place - window
         mask = mask.repeat(groups, 1)
-    # Query heads that share a key head are to that head so many queries more: one call, and no key is repeated. For one
-    # token on a CPU that takes half of what it took by hand, and grouped queries with a mask have no fast kernel.
+    # Query heads that share a key head are passed as additional queries of that head: one call, and no key is repeated.
+    # For one token on a CPU this takes half the time of explicit products, and grouped queries with a mask have no
+    # fast kernel.
     grouped = query.reshape(1, kv_heads, groups * new, size)
     made = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
     return made.reshape(1, heads, new, values.shape[3]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What the models, caches and batcher share. Imports neither torch nor another module of this package."""
+"""Types that the models, caches and batcher share. Imports neither torch nor another module of this package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_BURST = 16
     slots=True
 )  # not frozen: one is created for each token, and a frozen one costs as much as the rest of a step
 class Piece:
-    """The next tokens of a sequence, behind those in its cache."""
+    """The next tokens of a sequence, after those in its cache."""
 
     tokens: Sequence[int]
     kv: Any  # the cache that the model's `new_kv` returned

@@ -1,17 +1,17 @@
 """Continuous batching: sequences join and leave between two steps of the model.
 
-A step takes the next token of every running sequence, and as many tokens of prompts as fit into `chunk_tokens`, so a
-long prompt does not stop the others. A sequence is only its tokens: those that are not in its cache yet are what it
-has to compute next. That makes one thing of a prompt, a continuation, a sequence that lost its cache to another
-(preempted), and one whose cache was cleared because the weights changed.
+A step computes the next token of every running sequence, and as many prompt tokens as fit into `chunk_tokens`, so a
+long prompt does not block the others. The state of a sequence is its tokens: those that are not in its cache yet are
+computed next. A prompt, a continuation, a sequence that lost its cache to another (preempted), and one whose cache was
+cleared because the weights changed are therefore the same case.
 
-Memory is a bound on all caches, running and kept (`prefixes.py`). Kept ones give way first; then the youngest running
-sequence goes back to the queue, and computes its cache anew when there is room. One sequence of the longest context
-always fits, so the oldest always goes on.
+All caches, running and kept (`prefixes.py`), share one memory limit. Kept caches are evicted first; then the youngest
+running sequence returns to the queue, and computes its cache again when there is room. One sequence of the longest
+context always fits, so the oldest always continues.
 
-Why not transformers' own continuous batching (5.22): it tells logprobs of the processed distribution, cancels and
-shares prefixes, but it has one random stream for all requests (no seeds), tells no likeliest tokens, leaves a cancelled
-request without its answer, and cannot clear the caches of running requests or say which weights a token came from.
+Why not transformers' own continuous batching (5.22): it returns logprobs of the processed distribution, cancels
+requests and shares prefixes. But it has one random stream for all requests (no seeds), returns no top logprobs, does
+not answer a cancelled request, and cannot clear the caches of running requests or report which weights sampled a token.
 
 Not thread-safe: the worker's thread owns it.
 """
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
 Finish = Literal["stop", "length"]
 Kind = Literal["prompts", "tokens", "burst"]
-"""Of a step: with parts of prompts in it, one token for each sequence, or several."""
+"""The kind of a step: with parts of prompts in it, one token for each sequence, or several."""
 
 KINDS: tuple[Kind, ...] = ("prompts", "tokens", "burst")
 
-MANY = 4  # prompts are many when there is one for so many that run
+MANY = 4  # prompts start at once if at least one waits for each 4 running sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How much is done at once."""
+    """Limits of batching and memory."""
 
     max_running: int = 64  # sequences in a step
-    chunk_tokens: int = 512  # of prompts, in a step
+    chunk_tokens: int = 512  # prompt tokens in a step
     cache_bytes: int = 2 << 30  # for keys and values, running and kept
-    max_calls: int = 4096  # running and waiting; one more is answered with 503
+    max_calls: int = 4096  # running and waiting; a further call gets status 503
     gather_steps: int | None = None  # see `_is_begun`; None: on a GPU 8, else 0
     burst: int | None = None  # see `_burst_size`, and `bursts.py`; None: on a GPU 8, else 1
     cache: Literal["auto", "ragged", "paged"] = "auto"  # paged on a GPU (`paged.py`), else ragged (`attention.py`)
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be sampled; checked, and with a seed of its own."""
+    """A validated sampling request with its own seed."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -71,22 +71,22 @@ class Request:
     top: int = 0
     salt: str = ""
     session: str = ""
-    priority: int = 0  # the lower the earlier
+    priority: int = 0  # lower is earlier
 
     @property
     def is_plain(self) -> bool:
-        """Sampled out of all tokens, and no other is told."""
+        """Whether it samples from all tokens and returns no top logprobs."""
         return self.top_k <= 0 and self.top_p >= 1.0 and self.top == 0
 
 
 class BatchedSequence:
-    """A sequence at work: its request, and its tokens so far."""
+    """A waiting or running sequence: its request, and its tokens so far."""
 
     def __init__(self, request: Request, number: int) -> None:
         self.request = request
         self.tokens = list(request.prompt)
         self.kv: Kv | PagedKv | StackedKv | None = None  # while it runs
-        self.cached_tokens: int | None = None  # of its prompt, that it found; known when it has begun
+        self.cached_tokens: int | None = None  # prompt tokens found in a kept cache; known once it has started
         self.order = (request.priority, number)
 
     @property
@@ -94,26 +94,26 @@ class BatchedSequence:
         return len(self.tokens) - len(self.request.prompt)
 
     def draw(self) -> SamplingRule:
-        """How its next token is sampled."""
+        """Returns how its next token is sampled."""
         from rollyard.embedded.sampling import SamplingRule
 
         r = self.request
         return SamplingRule(r.temperature, r.top_p, r.top_k, r.seed, len(self.tokens), r.top)
 
 
-@dataclass(slots=True)  # not frozen: see `model.Piece`
+@dataclass(slots=True)  # not frozen: see `base.Piece`
 class SampledToken:
     """One new token of a sequence."""
 
     job: BatchedSequence
     drawn: SampledDraw
-    version: str  # of the weights that it came from
+    version: str  # of the weights that sampled it
     finish: Finish | None
 
 
 @dataclass(slots=True)
 class BatcherCounts:
-    """Since it started."""
+    """Counters since the start."""
 
     preemptions: int = 0
     prompt_tokens: int = 0
@@ -124,18 +124,18 @@ class BatcherCounts:
 
 
 class Batcher:
-    """See the module."""
+    """Chooses the sequences of each step, runs the model, and manages the memory of all caches."""
 
     def __init__(self, model: Model | Llama, settings: Settings) -> None:
         self.model = model
         self.settings = settings
-        self.version = "default"  # vLLM's word for weights that nobody has named
+        self.version = "default"  # vLLM's name for weights without a version
         self.counts = BatcherCounts()
-        self.running: list[BatchedSequence] = []  # in the order in which they go on
+        self.running: list[BatchedSequence] = []  # oldest first: the order in which they get memory
         self.waiting: list[BatchedSequence] = []
         self.prefixes = PrefixCache()
         self._numbers = 0
-        self._gathered = 0  # steps for which somebody has waited, or may have, in a burst
+        self._gathered = 0  # steps during which a prompt has waited, or may have waited in a burst
         is_gpu = model.device.type == "cuda"
         self._gather_steps = (8 if is_gpu else 0) if settings.gather_steps is None else settings.gather_steps
         self._most_tokens = settings.cache_bytes // model.bytes_per_token
@@ -157,14 +157,14 @@ class Batcher:
         return made
 
     def drop(self, job: BatchedSequence) -> None:
-        """It is not wanted any more; what it has computed is kept. An ended one is ignored."""
+        """Removes a sequence and keeps its cache for reuse. A sequence that has ended is ignored."""
         if job in self.running:
             self._end(job)
         elif job in self.waiting:
             self.waiting.remove(job)
 
     def clear(self, *, with_running: bool) -> bool:
-        """Forgets all caches. Whether none is left: those that running sequences hold go only if it is said so."""
+        """Clears kept caches, and those of running sequences if `with_running`. Returns whether no cache is left."""
         self.prefixes.clear()
         held = [job for job in self.running if job.kv is not None and job.kv.length]
         if with_running:
@@ -181,12 +181,12 @@ class Batcher:
 
     @property
     def use(self) -> float:
-        """How much of the memory the running sequences hold: what is kept gives way to them."""
+        """The fraction of the memory that running sequences hold. Kept caches do not count: they can be evicted."""
         return min(1.0, self._running_tokens() / self._most_tokens)
 
     def give_up(self) -> list[BatchedSequence]:
-        """After a step that failed: all running sequences; if there are none, those that wait, since beginning one is
-        what failed. No cache is left: what was written may be half of it, or no numbers."""
+        """After a failed step, removes and returns all running sequences; if there are none, all waiting ones, because
+        starting one of them failed. Clears every cache: its content may be incomplete or not finite."""
         if self.running:
             failed, self.running = self.running, []
         else:
@@ -215,12 +215,12 @@ class Batcher:
         return found
 
     def _choose(self) -> list[tuple[BatchedSequence, Piece]]:
-        """Who takes part in this step, with what it computes."""
+        """Returns the sequences of this step, each with the tokens that it computes."""
         chosen: list[tuple[BatchedSequence, Piece]] = []
         budget = self.settings.chunk_tokens
         for job in list(self.running):
             if job.kv is None:
-                continue  # an older one took its memory
+                continue  # preempted by an older sequence
             piece = self._piece(job, budget)
             if piece is not None:
                 budget -= len(piece.tokens) if len(piece.tokens) > 1 else 0
@@ -248,8 +248,9 @@ class Batcher:
         return [self._take(job, one) for job, one in zip(ready, drawn, strict=True)]
 
     def _burst_size(self, chosen: Sequence[tuple[BatchedSequence, Piece]]) -> int:
-        """How many tokens each of them gets before anybody looks: 1, unless all have one to compute, none is cut, and
-        there is room; no more than any of them may have, or than those that wait are made to wait."""
+        """Returns how many tokens each sequence samples on the device before Python reads them. It is 1 unless every
+        sequence has one token to compute, every request `is_plain`, and there is room. No sequence exceeds its
+        max_tokens, and no prompt waits longer than `gather_steps`."""
         count = min(self._burst_tokens, *(job.request.max_tokens - job.sampled for job, _ in chosen))
         if self.waiting:
             count = min(count, self._gather_steps + 1 - self._gathered)
@@ -259,7 +260,7 @@ class Batcher:
         caches = [piece.kv for _, piece in chosen]
         more = sum(kv.capacity_for(kv.length + count) - kv.capacity for kv in caches)
         if self._running_tokens() + more > self._most_tokens or not self._make_room(more):
-            return 1  # asked first: nothing that is kept is forgotten for a burst that does not come
+            return 1  # checked first: no kept cache is evicted for a burst that does not happen
         for kv in caches:
             kv.reserve(kv.length + count)
         return count
@@ -277,10 +278,10 @@ class Batcher:
         return steps
 
     def _is_begun(self) -> bool:
-        """Whether prompts are begun in this step. On a GPU a few cost as much as many, and hold up everybody else: so
-        they wait for each other, `gather_steps` at most, unless there are many of them or nothing else to do."""
+        """Whether prompts start in this step. On a GPU a few prompts cost as much as many and delay all running
+        sequences, so they are gathered for at most `gather_steps` steps, unless many wait or nothing is running."""
         if not self.waiting:
-            self._gathered = 1  # for whoever comes during the step that begins now
+            self._gathered = 1  # for prompts that arrive during this step
             return False
         self._gathered += 1
         if self.running and len(self.waiting) * MANY < len(self.running) and self._gathered <= self._gather_steps:
@@ -289,7 +290,7 @@ class Batcher:
         return True
 
     def _piece(self, job: BatchedSequence, budget: int) -> Piece | None:
-        """What it computes in this step; None: nothing, the step is full or its memory is gone."""
+        """Returns what a sequence computes in this step, or None if the step is full or the sequence was preempted."""
         kv = job.kv
         assert kv is not None
         todo = len(job.tokens) - kv.length
@@ -303,7 +304,7 @@ class Batcher:
             self._preempt(youngest)
             if youngest is job:
                 return None
-        kv.reserve(kv.length + count)  # at once: the next one asks what is left
+        kv.reserve(kv.length + count)  # at once: the next sequence needs to know what is left
         return Piece(job.tokens[kv.length : kv.length + count], kv, count == todo)
 
     def _take(self, job: BatchedSequence, drawn: SampledDraw) -> SampledToken:
@@ -321,17 +322,18 @@ class Batcher:
     # --- joining and leaving
 
     def _begin(self, job: BatchedSequence) -> bool:
-        """Moves the first that waits among the running, with the best prefix there is; False: no room for it yet."""
+        """Starts the first waiting sequence with the longest kept prefix. Returns False if there is no room yet."""
         request, size = job.request, len(job.tokens)
         fresh = self.model.new_kv()
-        found = self.prefixes.find(job.tokens[:-1], request.salt, request.session)  # the last gives the logits
+        # without the last token: it must be computed to get the logits
+        found = self.prefixes.find(job.tokens[:-1], request.salt, request.session)
         if found is None:
             if not self._make_room(fresh.capacity_for(size)):
                 return False
             kv = fresh
         else:
             kept, shared = found
-            # a session that goes on, not one that went back to its beginning: that may return to where it was
+            # a session that continues, not one that went back to its start: that one may continue where it was
             is_own = request.session and kept.session == request.session and 2 * shared >= len(kept.tokens)
             if is_own or not self._make_room(fresh.capacity_for(size), kept):
                 self.prefixes.take(kept)
@@ -347,7 +349,7 @@ class Batcher:
         self.waiting.remove(job)
         job.kv = kv
         bisect.insort(self.running, job, key=_order)
-        if job.cached_tokens is None:  # not again, when it comes back
+        if job.cached_tokens is None:  # counted once, also after a preemption
             job.cached_tokens = kv.length
             self.counts.prompt_tokens += size
             self.counts.cached_tokens += kv.length
@@ -373,7 +375,7 @@ class Batcher:
     # --- memory
 
     def _make_room(self, tokens: int, spared: CachedPrefix | None = None) -> bool:
-        """Forgets kept caches until so many more tokens fit. What it forgot is gone, whether that was enough or not."""
+        """Evicts kept caches until `tokens` more fit. Evicted caches are lost even if it returns False."""
         while tokens > 0 and self._running_tokens() + self.prefixes.capacity_tokens + tokens > self._most_tokens:
             if not self.prefixes.forget_oldest(spared):
                 return False

@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false
-"""Several tokens for each sequence before anybody looks at one: a burst.
+"""A burst: samples several tokens for each sequence on the device before Python reads any of them.
 
-Between two steps of a small model on a GPU, Python takes about as long as the GPU did for the step: it makes the batch,
-draws, tells. In a burst each token is sampled on the device and is the next step's input there. What a burst samples is
-what as many single steps would have sampled, up to rounding: each token has its own random number (`sampling.py`), and
-no sequence sees anything of another. A sequence that ends within a burst is driven on to its end, and the rest is
-thrown away: that is its price, with prompts that wait for its end.
+Between two steps of a small model on a GPU, Python takes about as long as the GPU took for the step: it builds the
+batch, samples and reports. In a burst each token is sampled on the device and is the input of the next step there. A
+burst samples the same tokens as single steps would, up to rounding: each token has its own random number
+(`sampling.py`), and sequences do not affect each other. The costs: a sequence that ends within a burst is computed to
+the end of the burst and the surplus discarded, and new prompts wait for that end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollyard.embedded.sampling import GREEDY, SamplingRule, draw_plain, uniform
 
 @dataclass(slots=True)
 class Rows:
-    """What a burst works on, on the device. The first two columns of `packed` and `count` change with each token."""
+    """The device tensors of a burst. The first two columns of `packed`, and `count`, change with each token."""
 
     packed: Tensor  # (rows, 2 + blocks): the next token, its place (−1: padding), the blocks of its sequence
     heat: Tensor  # (rows, 1)
@@ -30,7 +30,7 @@ class Rows:
     numbers: Tensor  # (rows, MOST_BURST), one for each token
     tokens: Tensor  # (rows, MOST_BURST): what was sampled
     logprobs: Tensor  # (rows, MOST_BURST)
-    count: Tensor  # (1,): of the tokens so far
+    count: Tensor  # (1,): tokens sampled so far
 
     @classmethod
     def padding(cls, rows: int, blocks: int, device: torch.device) -> Rows:
@@ -57,7 +57,7 @@ class Rows:
 
 
 def advance(rows: Rows, run: Callable[[Tensor, int], Tensor]) -> None:
-    """One more token for each row. Looks at no number, so it can be recorded."""
+    """Samples one more token for each row. Reads no value on the host, so it can be recorded as a CUDA graph."""
     numbers = rows.numbers.index_select(1, rows.count)
     tokens, logprobs = draw_plain(run(rows.packed, 1), rows.heat, numbers, rows.is_greedy)
     rows.tokens.index_copy_(1, rows.count, tokens)

@@ -1,7 +1,8 @@
-"""Between the event loop and the worker's thread: which calls there are, and what becomes of them when it is paused.
+"""Connects the event loop and the worker thread: registers the open calls, and pauses, resumes and aborts them.
 
-Everything here belongs to the loop, but for what is handed to the worker, which is done in its thread. A call is over
-when the loop says so; what the worker samples for it afterwards is ignored. So an abort never waits for a step.
+Everything here runs in the event loop, except the functions passed to the worker, which run in its thread. The loop
+decides when a call is over; tokens that the worker samples for it afterwards are ignored. So an abort never waits for
+a step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PAUSE_MODES: Mapping[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep"
 
 
 class CallRegistry:
-    """See the module."""
+    """The calls of one engine, and the worker that runs them."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.worker = Worker(batcher, self._told, self._told_failed)
@@ -30,17 +31,17 @@ class CallRegistry:
         self.ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._max_calls = batcher.settings.max_calls
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, Call] = {}  # that are not over, by identity
+        self._calls: dict[int, Call] = {}  # open calls, by identity
         self._by_job: dict[BatchedSequence, Call] = {}
-        self._held: list[Call] = []  # came while it was paused
-        self._change = asyncio.Event()  # a call ended, or it was resumed: whoever waits for that looks again
+        self._held: list[Call] = []  # arrived during a pause
+        self._change = asyncio.Event()  # set when a call ends, and on resume
 
     @property
     def held(self) -> int:
         return len(self._held)
 
     async def tell(self, order: Callable[[Batcher], T]) -> T:
-        """Done by the worker, between two steps."""
+        """Runs `order` in the worker thread, between two steps."""
         return await asyncio.wrap_future(self.worker.do(order))
 
     # --- one call
@@ -48,7 +49,7 @@ class CallRegistry:
     def start(self, call: Call) -> None:
         most = self._max_calls
         if len(self._calls) >= most and sum(not one.is_over for one in self._calls.values()) >= most:
-            raise Refused(f"{most} calls are running or waiting already", 503)
+            raise Refused(f"{most} calls are already running or waiting", 503)
         self._calls[id(call)] = call
         if self.is_paused:
             self._held.append(call)
@@ -56,7 +57,7 @@ class CallRegistry:
             self._submit(call)
 
     def end(self, call: Call) -> None:
-        """On every way out of a call, once."""
+        """Called exactly once for each call, however it ends."""
         call.abort()
         del self._calls[id(call)]
         self.ended[call.finish or "error"] += 1
@@ -67,15 +68,15 @@ class CallRegistry:
         self._change.set()
 
     def abort(self, names: frozenset[str] | None = None) -> None:
-        """Those that are known by these names; None: all. They are answered at once."""
+        """Aborts the calls with these names, or all if None. They are answered immediately."""
         for call in list(self._calls.values()):
             if names is None or call.known_as in names:
                 call.abort()
 
-    # --- all of them
+    # --- all calls
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when no step goes on and none will begin, unless it is resumed meanwhile."""
+        """Returns when no step is running and none will start, or when it is resumed meanwhile."""
         self.is_paused = True
         if mode == "abort":
             self.abort()

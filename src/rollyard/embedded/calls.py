@@ -1,7 +1,7 @@
-"""One request as the event loop sees it: what was sampled so far, and the bodies in which that is told, as vLLM does.
+"""One request in the event loop: the tokens sampled so far, and the response bodies in vLLM's format.
 
-Beyond vLLM, every event of a stream says the weight versions of all tokens so far, not only the last: a stream that
-breaks off can still be numbered.
+In addition to vLLM's fields, every event of a stream contains the weight versions of all tokens so far, not only the
+last event: the tokens of a broken stream still have their versions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Body = dict[str, Any]
 
 
 class Call:
-    """Belongs to the loop. Once it has a `finish` or an `error` it does not change any more."""
+    """One call. Used in the event loop only. It no longer changes once `finish` or `error` is set."""
 
     def __init__(self, known_as: str, request: Request, *, has_logprobs: bool) -> None:
         self.known_as = known_as
         self.request = request
-        self.job: BatchedSequence | None = None  # set by the worker's thread, read there only
+        self.job: BatchedSequence | None = None  # written and read by the worker's thread only
         self.drawn: list[SampledDraw] = []
         self.finish: Literal["stop", "length", "abort"] | None = None
         self.error = ""
@@ -32,7 +32,7 @@ class Call:
         self._cached = 0
         self._spans: list[tuple[str, int, int]] = []
         self._news = asyncio.Event()
-        self._end = asyncio.Event()  # apart: who waits for the whole is not woken for each token
+        self._end = asyncio.Event()  # separate: waiting for the end does not wake for each token
 
     @property
     def is_over(self) -> bool:
@@ -62,7 +62,7 @@ class Call:
             self._tell()
 
     async def news(self) -> None:
-        """Waits until something has changed since the last time."""
+        """Waits until something has changed since the previous call of `news`."""
         if not self.is_over:
             await self._news.wait()
             self._news.clear()
@@ -78,7 +78,7 @@ class Call:
     # --- bodies
 
     def choice(self, start: int = 0) -> Body:
-        """Its tokens from `start` on."""
+        """Returns the response body's choice with the tokens from `start` on."""
         drawn = self.drawn[start:]
         made: Body = {
             "index": 0,

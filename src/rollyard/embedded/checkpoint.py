@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""A model's folder, read without transformers: which kind of Llama it is, and its weights by their usual names.
+"""Reads a model's folder without transformers: the kind of Llama model, and its weights by their usual names.
 
 Only models that `llama.py` computes exactly are accepted (`Shape`). Everything else, such as another architecture or
 another kind of rotary scaling, raises `NotKnown`, and the caller uses transformers.
@@ -24,16 +24,16 @@ KINDS = {
 }
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_THETA = 10000.0  # of every kind above, where a config does not say it
+_THETA = 10000.0  # the default of every kind above
 
 
 class NotKnown(Exception):
-    """No model that is run here without transformers; the message says why."""
+    """The model cannot be run without transformers; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """How Llama 3.1 and later stretch their rotary embeddings."""
+    """The scaling of rotary embeddings in Llama 3.1 and later."""
 
     factor: float
     low: float
@@ -43,7 +43,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is computed with the weights."""
+    """The architecture of a model."""
 
     kind: str
     layers: int
@@ -67,7 +67,7 @@ class Shape:
         return self.kind == "qwen3"
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight, by name."""
+        """Returns the shape of every weight, by name."""
         query, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocabulary, self.size), LAST_NORM: (self.size,)}
         if not self.is_tied:
@@ -96,7 +96,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model as its folder has it; weights keep the dtype of the files."""
+    """The content of a model's folder; weights keep the dtype of the files."""
 
     folder: Path
     shape: Shape
@@ -105,7 +105,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Raises NotKnown for everything else: transformers then loads it, or says what is wrong with it."""
+    """Raises NotKnown for anything else; the caller then uses transformers, which loads it or reports an error."""
     try:
         config = json.loads((folder / "config.json").read_text())
         shape = _shape(config)
@@ -115,13 +115,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise NotKnown(f"{folder}: {error}") from error
     if shape.is_tied and HEAD in weights:
         if not torch.equal(weights[HEAD], weights.get(EMBEDDING, weights[HEAD])):
-            raise NotKnown(f"{folder}: {HEAD} is not the embedding, though it is said to be tied")
+            raise NotKnown(f"{folder}: {HEAD} differs from the embedding, but the config declares them tied")
         del weights[HEAD]
     return Checkpoint(folder, shape, eos_ids, weights)
 
 
 def misfits(weights: Mapping[str, Tensor], shape: Shape) -> list[str]:
-    """The names of weights that are missing, too many or of another size."""
+    """Returns the names of weights that are missing, unexpected or of another size."""
     sizes = shape.sizes()
     missing = sorted(sizes.keys() ^ weights.keys())
     return missing or sorted(name for name, size in sizes.items() if tuple(weights[name].shape) != size)
@@ -142,7 +142,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         raise NotKnown(f"{folder}: {error}") from error
     if any(not one.is_floating_point() for one in found.values()):
         raise NotKnown(f"{folder}: quantized weights")
-    # older files have them; they follow from the config
+    # some older files contain these; they are computed from the config
     return {name: one for name, one in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
@@ -151,14 +151,14 @@ def _shape(config: Mapping[str, Any]) -> Shape:
     if kind not in KINDS or config.get("architectures", [KINDS[kind]]) != [KINDS[kind]]:
         raise NotKnown(f"a model of type {kind}, {config.get('architectures')}")
     if config.get("quantization_config") or config.get("auto_map") or config.get("hidden_act", "silu") != "silu":
-        raise NotKnown("quantized, with code of its own, or with another activation")
+        raise NotKnown("quantized, with custom code, or with another activation")
     if _has_window(kind, config):
         raise NotKnown("with a sliding window")
     heads, size = config["num_attention_heads"], config["hidden_size"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or (128 if kind == "qwen3" else size // heads)
     if heads % kv_heads or head_size % 2:
-        raise NotKnown("heads that cannot be grouped or turned")
+        raise NotKnown("heads that cannot be grouped or rotated")
     theta, scaling = _rotation(config)
     has_bias = bool(config.get("attention_bias", False))
     return Shape(
@@ -190,9 +190,9 @@ def _has_window(kind: str, config: Mapping[str, Any]) -> bool:
 
 
 def _rotation(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
-    """Newer configs have all of it in `rope_parameters`, older ones beside each other."""
+    """Reads the rotary settings: newer configs have them in `rope_parameters`, older ones as separate fields."""
     if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotKnown("heads of which only a part is turned")
+        raise NotKnown("heads that are rotated only in part")
     given: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(given.get("rope_theta") or config.get("rope_theta") or _THETA)
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -209,7 +209,7 @@ def _rotation(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """Where the model ends by itself; the generation's own config comes first, as in `model._eos_ids`."""
+    """Returns the end-of-sequence tokens; generation_config.json comes first, as in `model._eos_ids`."""
     path = folder / "generation_config.json"
     for source in (json.loads(path.read_text()) if path.is_file() else {}, config):
         if (found := source.get("eos_token_id")) is not None:

@@ -1,12 +1,12 @@
-"""A GGUF file of the Llama kind, made into the folder that transformers, vLLM and everyone else reads.
+"""Converts a GGUF file of a Llama model to the folder layout that transformers and vLLM read.
 
-    config.json, generation_config.json      what the model is
-    model.safetensors                        its weights, in bfloat16
-    tokenizer.json, tokenizer_config.json    its tokenizer, byte-level BPE
-    chat_template.jinja                      how a conversation becomes text
+    config.json, generation_config.json      the architecture and defaults
+    model.safetensors                        the weights, in bfloat16
+    tokenizer.json, tokenizer_config.json    the tokenizer, byte-level BPE
+    chat_template.jinja                      the chat template
 
-Invariant: the same file gives the same weights and the same tokenizer, byte for byte, and they are those that
-transformers saves after it has read the file. (A test compares them.) Nothing of `rollyard[local]` is needed here.
+Invariant: the same file gives the same weights and the same tokenizer, byte for byte, and they equal those that
+transformers saves after reading the file (a test compares them). This module does not need `rollyard[local]`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollyard.embedded.gguf import BadGguf, Floats, Gguf, Values
 
 WEIGHTS = "model.safetensors"
 
-_CONTROL = 3  # the type of a token that never stands for text
+_CONTROL = 3  # the type of control tokens, which are never text
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 _IN_A_LAYER = {
     "attn_norm": "input_layernorm",
@@ -47,12 +47,12 @@ _BESIDE = {
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Writes the folder, which exists and is empty. BadGguf: it is not a file of this kind."""
+    """Writes the model to `folder`, which exists and is empty. Raises BadGguf if the file is not supported."""
     with Gguf(file) as gguf:
         values = gguf.values
         kinds = (values.get("general.architecture"), values.get("tokenizer.ggml.model"))
         if kinds != ("llama", "gpt2"):
-            raise BadGguf(f"{file.name} is of the kind {kinds[0]} with a tokenizer {kinds[1]}, not llama with gpt2")
+            raise BadGguf(f"{file.name} is a {kinds[0]} model with a {kinds[1]} tokenizer, not llama with gpt2")
         try:
             _write_json(folder / "config.json", _config(values, is_tied="output.weight" not in gguf.names))
             _write_json(folder / "generation_config.json", {"use_cache": True, **_special_ids(values)})
@@ -60,7 +60,7 @@ def convert(file: Path, folder: Path) -> None:
             _write_json(folder / "tokenizer_config.json", _tokenizer_config(values))
             (folder / "chat_template.jinja").write_text(values["tokenizer.chat_template"])
         except KeyError as error:
-            raise BadGguf(f"{file.name} does not say its {error.args[0]}") from error
+            raise BadGguf(f"{file.name} has no field {error.args[0]}") from error
         _write_weights(gguf, folder / WEIGHTS)
 
 
@@ -68,7 +68,7 @@ def convert(file: Path, folder: Path) -> None:
 
 
 def _write_weights(gguf: Gguf, file: Path) -> None:
-    """One tensor at a time: the largest is all that is held in memory. In the order of their names, as is usual."""
+    """Writes one tensor at a time, so memory holds no more than the largest. They are sorted by name, as usual."""
     names = sorted((_name(name), name) for name in gguf.names if name != "rope_freqs.weight")
     tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -85,13 +85,13 @@ def _write_weights(gguf: Gguf, file: Path) -> None:
 
 
 def _bfloat16(numbers: Floats) -> NDArray[np.uint16]:
-    """The upper halves, rounded to the nearest, ties to even."""
+    """Returns the upper halves, rounded to the nearest, ties to even."""
     bits = np.ascontiguousarray(numbers).view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype("<u2")
 
 
 def _unpermuted(gguf: Gguf, name: str) -> Floats:
-    """llama.cpp turns pairs of neighbours, transformers turns the halves of a head: rows of q and k change places."""
+    """Reorders the rows of q and k: llama.cpp rotates adjacent pairs, transformers the two halves of a head."""
     tensor = gguf.tensor(name)
     heads = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
     found = _LAYER.fullmatch(name)
@@ -106,11 +106,11 @@ def _name(name: str) -> str:
         return _BESIDE[name]
     found = _LAYER.fullmatch(name)
     if found is None or found[2] not in _IN_A_LAYER:
-        raise BadGguf(f"a tensor {name} is not of the Llama kind")
+        raise BadGguf(f"the tensor {name} does not belong to a Llama model")
     return f"model.layers.{found[1]}.{_IN_A_LAYER[found[2]]}.weight"
 
 
-# --- what it is ---------------------------------------------------------------------------------------
+# --- config -------------------------------------------------------------------------------------------
 
 
 def _config(values: Values, *, is_tied: bool) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _config(values: Values, *, is_tied: bool) -> dict[str, Any]:
         "num_key_value_heads": values["llama.attention.head_count_kv"],
         "rms_norm_eps": values["llama.attention.layer_norm_rms_epsilon"],
         "rope_parameters": {"rope_theta": base, "rope_type": "default"},
-        "rope_theta": base,  # where transformers before 5 looks; without it, it takes 10000 and says nothing
+        "rope_theta": base,  # read by transformers before 5, which silently uses 10000 without it
         "tie_word_embeddings": is_tied,
         "use_cache": True,
         "vocab_size": len(values["tokenizer.ggml.tokens"]),
@@ -152,7 +152,7 @@ def _specials(values: Values) -> Iterator[tuple[str, int]]:
             yield ours, id
 
 
-# --- its tokenizer ------------------------------------------------------------------------------------
+# --- tokenizer ----------------------------------------------------------------------------------------
 
 
 def _tokenizer(values: Values) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""Fewer things for a GPU to be told: where transformers computes by many small kernels what one can do.
+"""Replaces sequences of small kernels in transformers by a single one, so a GPU has fewer kernels to launch.
 
-Only a model's own modules are changed (`model._twin`), not their classes. What is put in the place of something is
-tried against it, and whoever fuses compares the whole model afterwards.
+Only the modules of the engine's copy of a model are changed (`model._twin`), not their classes. A replacement is
+compared with the original, and the caller compares the whole model afterwards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.nn.functional import rms_norm
 
 log = logging.getLogger("rollyard.embedded")
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-PLAIN = "apply_rotary_pos_emb"  # as transformers calls it in the module of each model
+PLAIN = "apply_rotary_pos_emb"  # its name in the module of each model in transformers
 _CLOSE, _HALF_CLOSE = 1e-5, 0.02
 
 
 def fuse_norms(module: Any) -> None:
-    """One kernel for each norm of Llama's kind, where transformers has six."""
+    """Computes each Llama RMSNorm by one kernel instead of six."""
     for norm in module.modules():
         if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
             shape, epsilon = tuple(norm.weight.shape), norm.variance_epsilon
@@ -31,7 +31,7 @@ def fuse_norms(module: Any) -> None:
 
 
 def find_kernels() -> Any:
-    """The module of ours, if there is Triton, else None."""
+    """Returns the module `kernels` if Triton is installed, else None."""
     try:
         from rollyard.embedded import kernels
     except ImportError:
@@ -40,13 +40,14 @@ def find_kernels() -> Any:
 
 
 def fuse_rotations(module: Any, size: int, rotate: Rotate) -> int:
-    """Rotary embeddings by `rotate`, where heads of that size are turned as Llama's are. In how many layers."""
+    """Uses `rotate` for rotary embeddings where heads of that size are rotated as in Llama. Returns how many layers
+    were changed."""
     like, tried, count = next(module.parameters()), dict[Any, bool](), 0
     for part in module.modules():
         forward: Any = type(part).forward
         plain = getattr(forward, "__globals__", {}).get(PLAIN)
         if plain is None or not type(part).__name__.endswith("Attention") or "forward" in vars(part):
-            continue  # the last: somebody has put their own there
+            continue  # the last condition: the module's forward is already replaced
         if plain not in tried:
             tried[plain] = _is_same(plain, rotate, size, like)
         if tried[plain]:
@@ -59,7 +60,7 @@ def fuse_rotations(module: Any, size: int, rotate: Rotate) -> int:
 
 
 def _in_place_of(plain: Callable[..., Any], rotate: Rotate) -> Callable[..., Any]:
-    """What was tried goes to ours, everything else to theirs."""
+    """Returns a function that calls `rotate` for arguments of the tested kind, and `plain` for all others."""
 
     def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> Any:
         is_plain = rest or more or cos.dim() != 3 or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype
@@ -81,9 +82,9 @@ def _is_same(plain: Callable[..., Any], rotate: Rotate, size: int, like: Tensor)
     try:
         pairs = zip(plain(*given), rotate(*given), strict=True)
         is_same = all(torch.allclose(theirs, ours, rtol=close, atol=close) for theirs, ours in pairs)
-    except Exception as error:  # a kernel's compiler may raise anything, and a model's own code, too
-        log.warning("rotations stay as they are: ours failed", extra={"error": str(error).splitlines()[:1]})
+    except Exception as error:  # the compiler of a kernel and a model's own code may raise anything
+        log.warning("the rotary kernel failed: not fused", extra={"error": str(error).splitlines()[:1]})
         return False
     if not is_same:
-        log.info("rotations stay as they are: this model's are not Llama's")
+        log.info("the rotary embedding of this model differs from Llama's: not fused")
     return is_same

@@ -1,11 +1,11 @@
-"""A GGUF file: what it says of a model, and its tensors as float32.
+"""Reads GGUF files: the metadata of a model, and its tensors as float32.
 
-It is read here, by numpy alone, for two reasons. The weights that come out are the same whatever version of another
-package is installed, so that their digest can be pinned; and it takes a second, where transformers parses the same
-vocabulary five times on the way (34 s for SmolLM2-135M, and it wants accelerate besides).
+It uses numpy alone, for two reasons. The resulting weights do not depend on the installed version of another package,
+so their digest can be pinned. And it takes a second, while transformers parses the same vocabulary five times (34 s for
+SmolLM2-135M) and needs accelerate.
 
-Only the kinds of tensor that known models have are here; another is refused by name. Numbers are little-endian, of
-version 2 or 3 of the format.
+Only the tensor types of known models are supported; others are refused by name. Numbers are little-endian, of version
+2 or 3 of the format.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from numpy.typing import NDArray
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Where tensors begin, unless `general.alignment` says otherwise."""
+"""The alignment of tensors, unless `general.alignment` is set."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 Floats = NDArray[np.float32]
 Values = dict[str, Any]
-"""The fields of a file by name: numbers, truth values, strings, and lists of them."""
+"""The fields of a file by name: numbers, booleans, strings, and lists of them."""
 
 
 class BadGguf(Exception):
-    """Not a file that can be read here; the message says why."""
+    """The file cannot be read; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How numbers are packed: so many in a block of so many bytes."""
+    """How numbers are packed: `numbers` of them in each block."""
 
     numbers: int
     block: np.dtype[Any]
@@ -56,7 +56,7 @@ def _q8_0(blocks: Any) -> Floats:
 
 
 def _q4_1(blocks: Any) -> Floats:
-    """Two numbers in a byte: the low halves are the first sixteen of a block, the high halves the others."""
+    """Two numbers per byte: the low halves are the first sixteen of a block, the high halves the others."""
     packed = blocks["x"]
     numbers = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
     return numbers * blocks["scale"].astype(np.float32)[:, None] + blocks["least"].astype(np.float32)[:, None]
@@ -78,7 +78,7 @@ class _Place:
 
 
 class Gguf:
-    """A file that was opened; `with` it. `values` are its fields, `names` those of its tensors."""
+    """An open file, used as a context manager. `values` are its fields, `names` the names of its tensors."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -106,19 +106,19 @@ class Gguf:
         return tuple(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Rows first, as everywhere but in GGUF itself."""
+        """Returns the shape with rows first, unlike GGUF itself."""
         return self._places[name].shape
 
     def tensor(self, name: str) -> Floats:
-        """A copy, of that shape."""
+        """Returns a copy of the tensor."""
         place = self._places[name]
         kind = _KINDS.get(place.kind)
         if kind is None:
-            raise BadGguf(f"{name} is packed in a way (number {place.kind}) that is not read here")
+            raise BadGguf(f"{name} has the type {place.kind}, which is not supported")
         count, begin = prod(place.shape), self._start + place.offset
         if count % kind.numbers or begin + count // kind.numbers * kind.block.itemsize > len(self._bytes):
             raise BadGguf(f"{name} is cut off")
-        # Out of a copy: an array over the map itself would keep the map from being closed.
+        # From a copy: an array over the map itself would prevent the map from being closed.
         size_bytes = count // kind.numbers * kind.block.itemsize
         blocks = np.frombuffer(self._bytes[begin : begin + size_bytes], kind.block)
         return kind.unpack(blocks).reshape(place.shape)
@@ -135,7 +135,7 @@ class _Header:
         self._at = 4
         version = self._number("I")
         if version not in VERSIONS:
-            raise BadGguf(f"version {version} of GGUF is not read here")
+            raise BadGguf(f"version {version} of GGUF is not supported")
         tensors, fields = self._number("Q"), self._number("Q")
         values: Values = {}
         for _ in range(fields):
@@ -157,7 +157,7 @@ class _Header:
                 return list(self._numbers(f"<{count}{_NUMBERS[inner]}"))
             return [self._value(inner) for _ in range(count)]
         if kind not in _NUMBERS:
-            raise BadGguf(f"a field of an unknown kind, {kind}")
+            raise BadGguf(f"a field has the unknown type {kind}")
         return self._number(_NUMBERS[kind])
 
     def _number(self, letter: str) -> Any:
@@ -172,5 +172,5 @@ class _Header:
         begin = self._number("Q") + self._at
         self._at, begin = begin, self._at
         if self._at > len(self._data):
-            raise BadGguf("a string goes on beyond the end")
+            raise BadGguf("a string extends beyond the end of the file")
         return self._data[begin : self._at].decode()

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""What a GPU is told, recorded once for each size as a CUDA graph and played again.
+"""Records the work of a step as a CUDA graph, once for each size, and replays it.
 
-A step of a small model is many hundred small orders; giving them takes longer than doing them. On the CPU there is
-nothing to record, and everything is done as it is.
+A step of a small model consists of many hundred small kernels, and launching them takes longer than running them. On a
+CPU nothing is recorded, and the work runs directly.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ R = TypeVar("R")
 
 
 def at_device(device: torch.device) -> AbstractContextManager[object]:
-    """Whoever launches something of their own says where: else it is the first GPU."""
+    """Selects the device for custom kernel launches, which use the first GPU otherwise."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Graphs:
-    """See the module. A size that cannot be recorded is done as it is, from then on."""
+    """The recorded graphs of one device. A size that cannot be recorded runs directly from then on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[Hashable, tuple[Any, Callable[[], Any]]] = {}
         self._memory: Any = None
-        self._stream: Any = None  # one for all: memory is shared only within a stream
+        self._stream: Any = None  # one for all graphs: memory is shared only within a stream
         self._unrecorded: set[Hashable] = set()
 
     def of(self, size: Hashable, make: Callable[[], S], act: Callable[[S], R]) -> tuple[S, Callable[[], R]]:
-        """What is worked on, to be filled before it is played, and what plays it once. `make` gives it as it harms
-        nobody: recording plays it. What playing returns is overwritten by whatever is played next."""
+        """Returns the input of `act`, to be filled before each replay, and a function that replays `act` once. `make`
+        returns an input that is safe to run: recording runs it. The next replay of any graph overwrites the result."""
         is_new = size not in self._made and size not in self._unrecorded
         if is_new and self._device.type == "cuda":
             try:
-                with torch.cuda.stream(torch.cuda.current_stream(self._device)):  # which a failure might leave changed
+                # restores the current stream after a failure
+                with torch.cuda.stream(torch.cuda.current_stream(self._device)):
                     self._made[size] = self._record(make, act)
-            except RuntimeError as error:  # the model waits for the GPU in its own code, or memory is short
+            except RuntimeError as error:  # the model's code synchronizes with the GPU, or memory is short
                 log.warning("a step cannot be recorded as a CUDA graph", extra={"error": str(error).splitlines()[0]})
                 self._unrecorded.add(size)
                 if isinstance(error, torch.OutOfMemoryError):
@@ -60,7 +61,7 @@ class Graphs:
         current = torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            act(given)  # libraries make their plans in a first run
+            act(given)  # libraries initialize in a first run
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):

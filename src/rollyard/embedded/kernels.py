@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false
-"""Kernels of our own, for what a small model's step is made of: many small things that a GPU is told one after another.
+"""Triton kernels that replace the many small kernels of a small model's step.
 
-`attend_one`: a new token's key and value are stored, and it looks at all of its sequence, block by block. In plain
-torch every step has to gather all keys and values of all rows. `rotate`: rotary embeddings of queries and keys at once,
-where transformers tells ten things. Triton comes with a torch that is built for CUDA. Where it is not there, or gives
-other numbers (`Model.take_pool` and `fusing.py` try), the plain way is taken. Both compute in float32, and a row's
-result depends on nothing but itself.
+`attend_one` stores a new token's key and value and computes its attention over its sequence, block by block. In plain
+torch every step has to gather all keys and values of all rows. `rotate` computes the rotary embeddings of queries and
+keys in one launch, where transformers needs ten. Triton comes with CUDA builds of torch. Where it is missing, or its
+results differ (`Model.take_pool` and `fusing.py` compare them), plain torch is used. Both kernels compute in float32,
+and the result of a row depends on that row only.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from rollyard.embedded.base import BLOCK_TOKENS
 
-MOST_SUMS = 256  # queries × size of a value in one program; 64 registers of each thread
+MOST_SUMS = 256  # queries × value size in one program: 64 registers per thread
 
 
 @triton.jit
 def _look(asked, some, given, is_seen, scale, most, total, mixed):
-    """One query looks at one block. Each place within a block keeps a sum of its own, so nothing has to be added up
-    across threads before the end."""
+    """Adds one block to the attention of one query. Each position within a block has its own sum, so nothing is
+    summed across threads before the end."""
     score = tl.where(is_seen, tl.sum(some * asked[None, :], 1) * scale, -1e30)
     higher = tl.maximum(most, score)
     share, fade = tl.where(is_seen, tl.exp(score - higher), 0.0), tl.exp(most - higher)
@@ -34,7 +34,7 @@ def _look(asked, some, given, is_seen, scale, most, total, mixed):
 
 @triton.jit
 def _finish(asked, new_key, new_value, scale, most, total, mixed):
-    """What the places have, and the new token itself, added up."""
+    """Combines the sums of all positions and the new token itself."""
     own = tl.sum(asked * new_key, 0) * scale
     top = tl.maximum(tl.max(most, 0), own)
     weight, more = tl.exp(most - top), tl.exp(own - top)
@@ -67,7 +67,7 @@ def _attend(
     token, k_at, v_at = tl.arange(0, BLOCK), tl.arange(0, KEY), tl.arange(0, VALUE)
     is_key, is_value = k_at < KEY_SIZE, v_at < VALUE_SIZE
     place = tl.load(places + row)
-    # The new token itself: stored for those that come after it. Programs of the same head store the same.
+    # Store the new token for later ones. Programs of the same head store the same values.
     own = row * kv_heads + head
     new_key = tl.load(key + own * KEY_SIZE + k_at, mask=is_key, other=0.0)
     new_value = tl.load(value + own * VALUE_SIZE + v_at, mask=is_value, other=0.0)
@@ -75,7 +75,7 @@ def _attend(
     tl.store(keys + home * KEY_SIZE + k_at, new_key, mask=is_key)
     tl.store(values + home * VALUE_SIZE + v_at, new_value, mask=is_value)
     new_key, new_value = new_key.to(tl.float32), new_value.to(tl.float32)
-    # Where queries do not fill the last program, it takes the last of them more than once, and stores the same again.
+    # If the queries do not fill the last program, it repeats the last query and stores the same result again.
     m0, last = own * groups + first_member, own * groups + groups - 1
     m1, m2, m3 = tl.minimum(m0 + 1, last), tl.minimum(m0 + 2, last), tl.minimum(m0 + 3, last)
     q0 = tl.load(query + m0 * KEY_SIZE + k_at, mask=is_key, other=0.0).to(tl.float32)
@@ -129,13 +129,14 @@ def attend_one(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """`query` is (rows, heads, 1, size), `new` its key and value, `pool` a layer's, where they go to. As the query."""
+    """`query` is (rows, heads, 1, size), `new` the key and value, `pool` those of the layer, where they are stored.
+    Returns a tensor shaped as the query."""
     rows, heads, _, size = query.shape
     kv_heads, value_size = new[1].shape[1], new[1].shape[-1]
     made = torch.empty((rows, heads, 1, value_size), dtype=query.dtype, device=query.device)
     groups = heads // kv_heads
     count = max(1, min(groups, 4, MOST_SUMS // triton.next_power_of_2(value_size)))
-    launch: Any = _attend  # Triton's own way to be called
+    launch: Any = _attend  # Triton's launch syntax has no types
     launch[(rows, kv_heads, -(-groups // count))](
         query.contiguous(),
         new[0].contiguous(),
@@ -189,8 +190,8 @@ def _rotate(
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`query` and `key` are (rows, heads, tokens, size), the last without gaps; `cos` and `sin` (rows or 1, tokens,
-    size)."""
+    """`query` and `key` are (rows, heads, tokens, size), contiguous in the last dimension; `cos` and `sin` are (rows
+    or 1, tokens, size)."""
     rows, heads, tokens, size = query.shape
     made, more = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key))
     cos, sin = cos.contiguous(), sin.contiguous()

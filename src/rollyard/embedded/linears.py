@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
-"""Products with weights that do not change, as a CPU wants them: laid out beforehand for its own kernels.
+"""Matrix products on a CPU with constant weights, stored in the layout of its kernels.
 
-oneDNN (with Arm's Compute Library on that kind of CPU) takes about half the time with weights in its own layout: 1.4 ms
-instead of 2.6 ms for 12 × 576 × 3072 on one Neoverse N1. All is float32. What it computes is compared with the plain
-product once; where it differs, or where torch has no such kernels, the plain product is taken.
+oneDNN (with the Arm Compute Library on Arm CPUs) takes about half the time with weights in its own layout: 1.4 ms
+instead of 2.6 ms for 12 × 576 × 3072 on one Neoverse N1. Everything is float32. The result is compared with the plain
+product once; where it differs, or where torch has no such kernels, the plain product is used.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-ROWS = 16  # for how many the layout is chosen, where that matters; it is right for any number
-_CLOSE = 1e-4  # of the largest number
+ROWS = 16  # the row count that the layout is optimized for; it is correct for any number
+_CLOSE = 1e-4  # relative to the largest value
 
 
 class Linear:
-    """A weight of (out, in), and perhaps a bias."""
+    """A weight of (out, in), with an optional bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
@@ -38,7 +38,7 @@ def _packed(weight: Tensor) -> Tensor | None:
     try:
         made = torch.ops.mkldnn._reorder_linear_weight.default(weight, ROWS)
         found = torch.ops.mkldnn._linear_pointwise.default(tried, made, None, "none", [], "")
-    except (RuntimeError, AttributeError):  # not built in, or not for such a weight
+    except (RuntimeError, AttributeError):  # not built in, or not for this kind of weight
         return None
     expected = linear(tried, weight)
     gap, most = float((found - expected).abs().max()), float(expected.abs().max())

@@ -1,15 +1,15 @@
 # pyright: reportMissingImports=false
-"""A model of Llama's kind on a CPU, computed here: neither transformers nor one module per tensor is needed.
+"""Runs Llama-like models on a CPU without transformers and without one module per tensor.
 
-It starts in less time (transformers takes longer to import than torch) and runs faster, because little is left but
-products with large weights: one for queries, keys and values, one for both halves of the MLP, in the layout
-of the CPU's own kernels (`linears.py`). The rows of queries and keys are stored so that the two numbers which a rotary
-embedding turns lie side by side: a rotation is one product of complex numbers, and attention does not depend on the
-order within a head.
+It starts in less time (transformers takes longer to import than torch) and runs faster, because little remains except
+products with large weights: one for queries, keys and values, one for both halves of the MLP, in the layout of the
+CPU's kernels (`linears.py`). The rows of queries and keys are stored so that the two numbers that a rotary embedding
+rotates are adjacent: a rotation is one product of complex numbers, and attention does not depend on the order within a
+head.
 
-Invariants. Its logprobs are those of transformers to 1e-4: `tests/with_torch/test_llama.py` compares them for every
-kind that `checkpoint.py` takes. Weights keep their usual names and the dtype of their file; what is computed with is
-made from them whenever they change.
+Invariants. Logprobs equal those of transformers to 1e-4: `tests/with_torch/test_llama.py` compares them for every kind
+that `checkpoint.py` accepts. Weights keep their usual names and the dtype of their file; the tensors used in
+computation are derived from them whenever they change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rollyard.embedded.stacked import Layout, StackedKv
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer computes with."""
+    """The weights of one layer, ready for computation."""
 
     before_attention: Tensor
     before_mlp: Tensor
@@ -56,7 +56,7 @@ class Layer:
 
 
 class Llama:
-    """See the module. Used by one thread at a time; `batching.Batcher` calls it as it calls `model.Model`."""
+    """A Llama-like model, with the methods of `model.Model` that the batcher calls. Used by one thread at a time."""
 
     has_bursts = False
 
@@ -67,14 +67,14 @@ class Llama:
         self.vocabulary = shape.vocabulary
         self.max_context = max_context or shape.context
         if self.max_context > shape.context:
-            raise Unsupported(f"a context of {self.max_context} tokens, where the model was made for {shape.context}")
+            raise Unsupported(f"a context of {self.max_context} tokens, but the model was made for {shape.context}")
         self.eos_ids = checkpoint.eos_ids
         self.device = torch.device("cpu")
         self._layout = Layout(shape.layers, shape.kv_heads, shape.head_size, self.max_context)
         self.bytes_per_token = self._layout.bytes_per_token
         self._turns = _turns(shape)
         self._weights = dict(checkpoint.weights)  # without any adapter
-        self._changed: frozenset[str] = frozenset()  # those that an adapter is added to
+        self._changed: frozenset[str] = frozenset()  # weights that an adapter is added to
         self._layers: list[Layer] = []
         self._lay_out({})
 
@@ -82,10 +82,10 @@ class Llama:
         return StackedKv(self._layout)
 
     def take_pool(self, tokens: int) -> int:
-        raise Unsupported("a paged cache needs a model of transformers")
+        raise Unsupported("a paged cache needs a model run by transformers")
 
     def forget_numbers(self) -> None:
-        """Nothing is left by weights that gave no numbers: each sequence has its own cache, and no padding."""
+        """Does nothing: each sequence has its own cache and there is no padding, so non-finite values cannot spread."""
 
     def burst(self, pieces: Sequence[Piece], draws: Sequence[SamplingRule], count: int) -> list[list[SampledDraw]]:
         raise AssertionError("`has_bursts` is False: the batcher samples one token at a time")
@@ -94,7 +94,7 @@ class Llama:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """The logits after the last token of each piece that wants them. Their caches have the tokens afterwards."""
+        """Returns the logits after the last token of each piece with `wants_logits`. Extends the caches."""
         ids: list[int] = []
         places: list[int] = []
         wanted: list[int] = []
@@ -120,7 +120,7 @@ class Llama:
         angles = torch.tensor(places, dtype=torch.float32)[:, None] * self._turns
         turns = torch.polar(torch.ones_like(angles), angles)[:, None]
         caches = [piece.kv.places(len(piece.tokens)) for piece in pieces]
-        # by layer: where keys and then values of each piece go, and what is there with them
+        # by layer: where the keys and values of each piece are written, and all keys and values including them
         written = [[one[0][n] for one in caches for n in (2 * at, 2 * at + 1)] for at in range(shape.layers)]
         there = [[(one[1][2 * at], one[1][2 * at + 1]) for one in caches] for at in range(shape.layers)]
         states = torch.embedding(self._weights[EMBEDDING], torch.tensor(ids)).float()
@@ -142,7 +142,7 @@ class Llama:
         goals: list[Tensor],
         known: Iterable[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Attention: each piece's new tokens over all of its sequence."""
+        """Computes attention of each piece's new tokens over its whole sequence."""
         shape, count = self._shape, given.shape[0]
         turned = shape.heads + shape.kv_heads
         heads = layer.query_key_value(given).view(count, turned + shape.kv_heads, shape.head_size)
@@ -158,7 +158,7 @@ class Llama:
         groups = shape.heads // shape.kv_heads
         queries = heads[:, : shape.heads].unflatten(1, (shape.kv_heads, groups)).split(sizes)
         for query, size, (all_keys, all_values) in zip(queries, sizes, known, strict=True):
-            if size == 1:  # sees all; the queries that share a key head are so many queries of it
+            if size == 1:  # no mask; query heads that share a key head are passed as its queries
                 made.append(scaled_dot_product_attention(query, all_keys, all_values))
             else:
                 found = attend(query.flatten(1, 2).transpose(0, 1)[None], all_keys, all_values, None, None)
@@ -168,7 +168,7 @@ class Llama:
     # --- other weights
 
     def read_weights(self, folder: Path) -> Mapping[str, Tensor] | Adapter:
-        """What is in a folder, whole weights or an adapter, checked to be of this model. Nothing is written yet."""
+        """Reads weights or an adapter from a folder and checks that they fit this model. Writes nothing."""
         if is_adapter(folder):
             known = self._weights if not self._shape.is_tied else {**self._weights, HEAD: self._weights[EMBEDDING]}
             try:
@@ -200,7 +200,7 @@ class Llama:
 
     @torch.inference_mode()
     def _lay_out(self, merged: Mapping[str, Tensor]) -> None:
-        """Makes what is computed with; only of the layers that change, when an adapter comes or goes."""
+        """Derives the tensors used in computation; for a change of adapter, only those of the changed layers."""
         changed = self._changed | merged.keys()
         self._changed = frozenset(merged)
         taken = _Taken(self._shape, self._weights, merged)
@@ -218,7 +218,7 @@ class Llama:
 
 
 class _Taken:
-    """The weights in float32, with an adapter added, fused as a layer wants them."""
+    """The weights in float32, with an adapter added, and fused for each layer."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> None:
         self._shape = shape
@@ -244,7 +244,7 @@ class _Taken:
         )
 
     def _linear(self, *names: str, heads: Sequence[int] = ()) -> Linear:
-        """Several as one, one's rows behind the other's; the first are of so many heads that are turned."""
+        """Concatenates the rows of several weights. `heads`: head counts of the first ones, which are rotated."""
 
         def all_of(end: str) -> Tensor:
             parts = [self(name + end) for name in names]
@@ -256,12 +256,12 @@ class _Taken:
 
 
 def _paired(rows: Tensor, heads: int) -> Tensor:
-    """The rows of each head in another order: those that a rotation turns together lie side by side."""
+    """Reorders the rows of each head so that the two of each rotation are adjacent."""
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def _turns(shape: Shape) -> Tensor:
-    """By how much each pair of a head is turned from one place to the next."""
+    """Returns the angle by which each pair of a head is rotated per position."""
     turns = 1.0 / (shape.theta ** (torch.arange(0, shape.head_size, 2, dtype=torch.int64).float() / shape.head_size))
     if (scaling := shape.scaling) is None:
         return turns

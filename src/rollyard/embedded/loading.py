@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
-"""A model and its tokenizer by what a person calls them: without transformers where that is possible, else with it.
+"""Loads a model and its tokenizer by name, without transformers where that is possible.
 
-Importing transformers takes longer than importing torch, so nothing here does so before it is needed.
+Importing transformers takes longer than importing torch, so it is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollyard.tokens.tokenizer import Tokenizer, find_folder
 
 
 def load_model(name: str | Path, *, device: str, dtype: Any = "auto") -> Checkpoint | Any:
-    """What `Engine.serve` takes: a folder's weights for a CPU (`llama.py`), or a module of transformers."""
+    """Returns a model for `Engine.serve`: a folder's weights for a CPU (`llama.py`), or a transformers module."""
     if device == "cpu" and dtype is torch.float32:
         try:
             return read_checkpoint(Path(name))
@@ -28,7 +28,7 @@ def load_model(name: str | Path, *, device: str, dtype: Any = "auto") -> Checkpo
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """Ours, if the folder has all that it needs; else that of transformers."""
+    """Returns a `rollyard.tokens` tokenizer if the folder has the necessary files, else one of transformers."""
     folder, more = weights_place(name)
     if not more and Path(folder).is_dir():
         try:

@@ -1,13 +1,13 @@
 # pyright: reportMissingImports=false
-"""A causal language model of transformers, run over many sequences of different lengths in one forward pass.
+"""Runs a transformers causal language model over many sequences of different lengths in one forward pass.
 
-The model that is given stays as it is: what runs here is a second tree of modules with the *same* parameters and
-buffers, in evaluation mode and with the attention of `attention.py`. A trainer may keep its own mode, its own attention
-and its own hooks, and weights that it writes in place are these weights. (Parameters that it replaces are not.)
+The given model is not modified: the engine runs a second tree of modules with the *same* parameters and buffers, in
+evaluation mode and with the attention of `attention.py`. A trainer may keep its own mode, attention and hooks, and the
+engine uses the weights that it writes in place. (Parameters that it replaces are not shared.)
 
-Whether a model can be run this way is tried, not looked up: `check` compares with a plain forward pass of the model
-as it came. A model with a state beside keys and values (Mamba, linear attention), or with an attention that takes more
-than these, is refused with the difference that was found.
+Whether a model can be run this way is tested, not looked up: `check` compares the result with a plain forward pass of
+the given model. A model with state other than keys and values (Mamba, linear attention), or whose attention takes more
+inputs than these, is refused with the measured difference.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from rollyard.embedded.sampling import NO_NUMBERS, SampledDraw, SamplingRule
 log = logging.getLogger("rollyard.embedded")
 
 CHECK_TOKENS = 12
-FUSED = frozenset({"cuda"})  # where kernels of our own are tried
+FUSED = frozenset({"cuda"})  # devices on which our Triton kernels are tried
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # nats; half precision rounds sums in another order
 _COARSE_TOLERANCE, _HALF_TOLERANCE = 0.1, 0.5
 
 
 class Unsupported(Exception):
-    """A model, a folder or weights that cannot be used; the message says why."""
+    """A model, a folder or weights that cannot be used; the message gives the reason."""
 
 
 class Model:
-    """See the module. Used by one thread at a time."""
+    """A transformers model, sharing the weights of the given module. Used by one thread at a time."""
 
     def __init__(self, module: Any, max_context: int | None = None) -> None:
         from transformers import AttentionInterface
@@ -58,15 +58,15 @@ class Model:
         longest = getattr(config, "max_position_embeddings", None)
         self.max_context = int(max_context or longest or 4096)
         if longest and self.max_context > longest:
-            raise Unsupported(f"a context of {self.max_context} tokens, where the model was made for {longest}")
+            raise Unsupported(f"a context of {self.max_context} tokens, but the model was made for {longest}")
         if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-            raise Unsupported(f"{type(module).__name__} attends in chunks, which is not done here")
+            raise Unsupported(f"{type(module).__name__} uses chunked attention, which is not supported")
         self.eos_ids = _eos_ids(module)
         self.bytes_per_token = 1
         self._shapes: dict[int, LayerShape] = {}
         self._pool: BlockPool | None = None
         self._batches: Batches | None = None
-        self._bases: dict[str, tuple[Tensor, int]] = {}  # weights that an adapter was added to, as they were; see below
+        self._bases: dict[str, tuple[Tensor, int]] = {}  # originals of weights that the adapter changed
 
     def new_kv(self) -> Kv | PagedKv:
         return Kv(self.max_context) if self._pool is None else PagedKv(self._pool)
@@ -77,7 +77,7 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """The logits after the last token of each piece that wants them. Their caches have the tokens afterwards."""
+        """Returns the logits after the last token of each piece with `wants_logits`. Extends the caches."""
         for piece in pieces:
             if (size := piece.kv.length + len(piece.tokens)) > piece.kv.capacity:
                 piece.kv.reserve(size)
@@ -92,8 +92,8 @@ class Model:
 
     @torch.inference_mode()
     def burst(self, pieces: Sequence[Piece], draws: Sequence[SamplingRule], count: int) -> list[list[SampledDraw]]:
-        """So many tokens for each piece, which is a single one and whose cache has room for them. Caches are not
-        advanced: whoever takes a token does that."""
+        """Samples `count` tokens for each piece, which has a single token and whose cache has room for them. The caller
+        advances the caches by the tokens that it uses."""
         assert self._batches is not None
         tokens, logprobs = (found.tolist() for found in self._batches.burst(pieces, draws, count))
         made = [[SampledDraw(*one) for one in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)]
@@ -122,27 +122,27 @@ class Model:
         )
         return made.logits[0] if wanted else made.logits[0, :0]
 
-    # --- getting ready
+    # --- preparation
 
     def check(self) -> None:
-        """Compares with a plain forward pass of the model as it was given; Unsupported if they differ."""
+        """Raises Unsupported if the result differs from a plain forward pass of the given model."""
         self._pool = self._batches = None
         self.bytes_per_token, self._shapes = self._compare()
 
     def take_pool(self, tokens: int) -> int:
-        """From now on caches are blocks of one pool, which is taken at once. For how many tokens: whole blocks."""
+        """Allocates a block pool for all later caches. Returns its capacity in tokens, rounded down to whole blocks."""
         dtype = next(self._module.parameters()).dtype
         try:
             self._pool = BlockPool(self._shapes, tokens // BLOCK_TOKENS + 1, dtype, self.device)
         except RuntimeError as error:
-            raise Unsupported(f"there is no memory for a cache of {tokens} tokens: take a smaller one") from error
+            raise Unsupported(f"not enough memory for a cache of {tokens} tokens: choose a smaller one") from error
         if self.device.type not in FUSED or not self._take_fused(self._pool):
             self._batches = Batches(self._module, self._pool, self.device)
             self._compare()
         return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
     def _take_fused(self, pool: BlockPool) -> bool:
-        """With kernels of our own, if the model gives the same by them; else it is as it was."""
+        """Uses our Triton kernels if the results agree, else restores the model. Returns whether they are used."""
         kernels = find_kernels()
         with at_device(self.device):
             fuse_norms(self._module)
@@ -153,20 +153,20 @@ class Model:
         try:
             self._compare()
         except Unsupported as error:
-            log.warning("our kernels cannot be used here: the plain way is taken", extra={"error": str(error)})
+            log.warning("the Triton kernels cannot be used: using plain torch", extra={"error": str(error)})
             self._module = _twin(self._given)
             self._module.set_attn_implementation(NAME)
             return False
         return True
 
     def forget_numbers(self) -> None:
-        """After weights that gave no numbers: none of what they left may be multiplied by zero."""
+        """Clears the pool after non-finite values were computed: they would not vanish when multiplied by zero."""
         if self._pool is not None:
             self._pool.clear()
 
     @torch.inference_mode()
     def _compare(self) -> tuple[int, dict[int, LayerShape]]:
-        """Unsupported if pieces give other logprobs than the whole. What a token takes in bytes, and layer by layer."""
+        """Raises Unsupported if pieces give other logprobs than the whole. Returns bytes per token and layer shapes."""
         ids = [(7 * n + 1) % self.vocabulary for n in range(CHECK_TOKENS)]
         plain = _twin(self._given)(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
         first, second = self.new_kv(), self.new_kv()
@@ -175,7 +175,7 @@ class Model:
             self.forward([Piece(ids[:half], first, True), Piece(ids[:-1], second, False)])
             ours = self.forward([Piece(ids[half:-1], first, True), Piece(ids[-1:], second, True)])
             sizes = (first.bytes_per_token, first.shapes) if isinstance(first, Kv) else (0, {})
-        except Exception as error:  # a model's own code may raise anything at what it does not know
+        except Exception as error:  # a model's own code may raise anything for unknown arguments
             raise Unsupported(f"{type(self._given).__name__} cannot be run here: {error}") from error
         finally:
             first.free()
@@ -191,7 +191,7 @@ class Model:
     # --- other weights
 
     def read_weights(self, folder: Path) -> Mapping[str, Tensor] | Adapter:
-        """What is in a folder, whole weights or an adapter, checked to be of this model. Nothing is written yet."""
+        """Reads weights or an adapter from a folder and checks that they fit this model. Writes nothing."""
         if is_adapter(folder):
             try:
                 return read_adapter(folder, self._module.state_dict())
@@ -210,8 +210,8 @@ class Model:
 
     @torch.no_grad()
     def write_weights(self, weights: Mapping[str, Tensor] | Adapter) -> None:
-        """In place. Whoever calls sees to it that nothing is being sampled, and that caches are cleared. An adapter is
-        added to the weights as they were before the last one; those that a trainer has written since count as such."""
+        """Writes in place. The caller ensures that nothing is being sampled, and clears all caches. An adapter is added
+        to the weights without the previous adapter; a weight that a trainer has written since then is taken as is."""
         known = self._module.state_dict()
         if not isinstance(weights, Adapter):
             self._bases.clear()
@@ -219,9 +219,9 @@ class Model:
                 known[name].copy_(tensor)
             return
         for name, (_, version) in [*self._bases.items()]:
-            if known[name]._version != version:  # written by somebody else since: what is there now is the base
+            if known[name]._version != version:  # written by a trainer since then: the current value is the base
                 del self._bases[name]
-        for name in self._bases.keys() - weights.pairs.keys():  # the last adapter's, and not this one's
+        for name in self._bases.keys() - weights.pairs.keys():  # changed by the previous adapter only
             known[name].copy_(self._bases.pop(name)[0])
         for name in weights.pairs:
             base = self._bases[name][0] if name in self._bases else known[name].clone()
@@ -230,7 +230,7 @@ class Model:
 
 
 def _tolerance(logits: Tensor) -> float:
-    """In nats. Where float32 products are computed more coarsely, they round in another order, too."""
+    """In nats. Larger where float32 products are computed with fewer bits, because they round differently."""
     if logits.dtype == torch.float32 and logits.is_cuda and torch.get_float32_matmul_precision() != "highest":
         return _COARSE_TOLERANCE
     return _TOLERANCE.get(logits.dtype, _HALF_TOLERANCE)
@@ -247,14 +247,14 @@ def choose_device(name: str) -> str:
 
 
 def choose_dtype(name: str, device: str) -> Any:
-    """The CPU computes in float32 unless it is told otherwise: many have no arithmetic for less."""
+    """On a CPU `auto` is float32: many CPUs have no arithmetic of lower precision."""
     if name == "auto":
         return torch.float32 if device == "cpu" else "auto"
     return getattr(torch, name)
 
 
 def load_module(name: str | Path, *, device: str, dtype: Any = "auto") -> Any:
-    """A model from a folder, a GGUF file (or a folder with one), or a hub name that is cached."""
+    """Loads a model from a folder, a GGUF file (or a folder with one), or a cached hub name."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -273,13 +273,13 @@ def load_module(name: str | Path, *, device: str, dtype: Any = "auto") -> Any:
 
 
 def _twin(module: Any) -> Any:
-    """The same modules once more, with the same tensors, in evaluation mode."""
+    """Returns a copy of the module tree with the same tensors, in evaluation mode."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors}).eval()
 
 
 def weights_place(name: str | Path) -> tuple[str, dict[str, Any]]:
-    """The folder or hub name that transformers is given, and what else."""
+    """Returns the folder or hub name for transformers, and further arguments."""
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), {"gguf_file": path.name}
@@ -291,7 +291,7 @@ def weights_place(name: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def _eos_ids(module: Any) -> frozenset[int]:
-    """Where the model ends by itself."""
+    """Returns the end-of-sequence tokens."""
     for source in (getattr(module, "generation_config", None), module.config):
         found = getattr(source, "eos_token_id", None)
         if found is not None:

@@ -1,16 +1,16 @@
 # pyright: reportMissingImports=false
-"""Keys and values in blocks of one pool, and many sequences through the model as one padded batch: what a GPU wants.
+"""Keeps keys and values in blocks of one pool, and runs many sequences as one padded batch, for GPUs.
 
-A GPU is slowed by the number of things it is told to do, not by padding. So the pieces of a step are put into few
-batches of (rows, tokens), rounded up to sizes that come again and again, and on CUDA each size is recorded once as a
-graph and replayed. On the CPU it is the other way round: see `attention.py`.
+The cost on a GPU is the number of kernel launches, not padding. So the pieces of a step are grouped into few batches of
+(rows, tokens), rounded up to a small number of sizes, and on CUDA each size is recorded once as a graph and replayed.
+On a CPU padding is what costs: see `attention.py`.
 
-A row is padded on the left, so that its last token is the last of the batch. Padding has the place −1; what it writes
-goes to block 0, which belongs to nobody. Nothing of one sequence can reach another: a row sees only the blocks in its
-own table, up to its own place.
+A row is padded on the left, so that its last token is the last of the batch. Padding has the position −1, and writes to
+block 0, which belongs to no cache. Sequences cannot affect each other: a row reads only the blocks in its own table, up
+to its own position.
 
-Invariants. A block belongs to one cache, or is free; whoever drops a cache frees it. All numbers in the pool are
-finite: what is masked out is multiplied by zero, and would not vanish otherwise (`BlockPool.clear`).
+Invariants. A block belongs to one cache, or is free; the code that drops a cache frees its blocks. All numbers in the
+pool are finite: masked values are multiplied by zero, which does not remove a NaN or infinity (`BlockPool.clear`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rollyard.embedded.graphs import Graphs, at_device
 if TYPE_CHECKING:
     from rollyard.embedded.sampling import SamplingRule
 
-LEAST_BLOCKS = 16  # a table is no narrower, where sizes are rounded
-LEAST_ROWS = 8  # and a batch of single tokens has no fewer rows
+LEAST_BLOCKS = 16  # minimum width of a block table, where sizes are rounded
+LEAST_ROWS = 8  # minimum rows of a batch of single tokens
 Pair = tuple[Tensor, Tensor]
 Kernel = Callable[[Tensor, Pair, Pair, Tensor, Tensor, float, int | None], Tensor]
 PROMPT_SIZES = (16, 64, 256, 512, 1024, 4096, 16384, 65536)  # of pieces with more than one token
-MERGED_TOKENS = 1024  # a batch of prompts of several sizes has no more, with padding
-ROUNDED = frozenset({"cuda"})  # where batches have rounded sizes
+MERGED_TOKENS = 1024  # maximum tokens, with padding, of a batch of prompts of several sizes
+ROUNDED = frozenset({"cuda"})  # devices on which batches have rounded sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class LayerShape:
 
 
 class BlockPool:
-    """Each layer's keys and values: (blocks × heads, tokens of a block, size). Layers that are alike lie in one tensor:
-    a cache is copied by two things that the GPU is told, not by two for each layer."""
+    """Each layer's keys and values: (blocks × heads, tokens of a block, size). Layers of the same shape share one
+    tensor, so copying a cache takes two kernels, not two for each layer."""
 
     def __init__(self, shapes: Mapping[int, LayerShape], blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers: dict[int, Pair] = {}
@@ -69,7 +69,7 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         if count > len(self._free):
-            raise MemoryError(f"{count} blocks are wanted, and {len(self._free)} are free")
+            raise MemoryError(f"{count} blocks are needed, but {len(self._free)} are free")
         return [self._free.pop() for _ in range(count)]
 
     def give(self, blocks: Sequence[int]) -> None:
@@ -86,7 +86,7 @@ class BlockPool:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Zeros everywhere: after weights that gave no numbers."""
+        """Sets everything to zero, after non-finite values were computed."""
         for stack in self._stacks:
             stack.zero_()
 
@@ -115,13 +115,13 @@ class PagedKv:
         self.length = min(self.length, length)
 
     def free(self) -> None:
-        """Its blocks go back, once."""
+        """Returns the blocks to the pool."""
         blocks, self.blocks = self.blocks.tolist(), self.blocks[:0]
         self.length = self.capacity = 0
         self._pool.give(blocks)
 
     def copy(self, length: int, room: int) -> PagedKv:
-        """The first tokens, in a cache of their own with room for so many."""
+        """Returns a new cache with the first `length` tokens and a capacity of at least `room`."""
         made = PagedKv(self._pool)
         made.reserve(max(length, room))
         used = -(-length // BLOCK_TOKENS)
@@ -132,29 +132,29 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """What every layer of a forward pass is told."""
+    """The arguments of attention in every layer of a forward pass."""
 
     pool: BlockPool
     table: Tensor  # (rows, blocks)
-    places: Tensor  # (rows, tokens), of each token in its sequence
+    places: Tensor  # (rows, tokens): positions of the tokens in their sequences
     is_token: Tensor  # (rows, tokens): not padding
-    kernel: Kernel | None = None  # for one token a row
-    _made: dict[object, Tensor] = field(default_factory=dict[object, Tensor])  # once for all layers that are alike
+    kernel: Kernel | None = None  # for one token per row
+    _made: dict[object, Tensor] = field(default_factory=dict[object, Tensor])  # shared by layers of the same shape
 
     def put(self, layer: int, new: tuple[Tensor, Tensor]) -> None:
-        """Writes what is new, (rows, heads, tokens, size)."""
+        """Writes the new keys and values, (rows, heads, tokens, size)."""
         target = self._once("target", new[0].shape[1], self._target)
         for pool, one in zip(self.pool.layers[layer], new, strict=True):
             pool.view(-1, pool.shape[-1])[target] = one.reshape(-1, one.shape[-1])
 
     def all(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole tables, (rows, heads, tokens of a table, size)."""
+        """Returns all keys and values of the block tables, (rows, heads, tokens of a table, size)."""
         source = self._once("source", heads, self._source)
         keys, values = (pool[source].flatten(2, 3) for pool in self.pool.layers[layer])
         return keys, values
 
     def seen(self, window: int | None) -> Tensor:
-        """(rows, tokens, tokens of a table): what each token may look at."""
+        """Returns the attention mask, (rows, tokens, tokens of a table)."""
         return self._once("seen", window, self._seen)
 
     def _once(self, name: str, what: Any, make: Callable[[Any], Tensor]) -> Tensor:
@@ -196,7 +196,7 @@ def paged_attention(
 
 
 class Batches:
-    """The pieces of a step, through the model. Used by one thread at a time."""
+    """Runs the pieces of a step through the model, in batches. Used by one thread at a time."""
 
     def __init__(self, module: Any, pool: BlockPool, device: torch.device, kernel: Kernel | None = None) -> None:
         self._kernel = kernel
@@ -207,12 +207,12 @@ class Batches:
         self._graphs = Graphs(device)
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """The logits after the last token of each piece that wants them, in their order."""
+        """Returns the logits after the last token of each piece with `wants_logits`, in their order."""
         with at_device(self._device):
             return self._forward(pieces)
 
     def burst(self, pieces: Sequence[Piece], draws: Sequence[SamplingRule], count: int) -> tuple[Tensor, Tensor]:
-        """So many tokens for each piece, which is one token, and their logprobs: (pieces, count)."""
+        """Samples `count` tokens for each piece of one token. Returns them and their logprobs, (pieces, count)."""
         rows, blocks = len(pieces), max(_blocks_of(piece, count) for piece in pieces)
         if self._is_rounded:
             rows, blocks = _power(rows, LEAST_ROWS), _power(blocks, LEAST_BLOCKS)
@@ -247,7 +247,7 @@ class Batches:
         return whole if order == list(range(len(places))) else whole[order]
 
     def _groups(self, pieces: Sequence[Piece]) -> dict[tuple[int, int], list[int]]:
-        """Which pieces go into one batch. A few prompts that are not alike do, too: padding costs less than a batch."""
+        """Groups pieces into batches. A few prompts of different sizes share one: padding costs less than a batch."""
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, piece in enumerate(pieces):
             groups[self._kind_of(piece)].append(index)
@@ -259,8 +259,9 @@ class Batches:
         return groups
 
     def _kind_of(self, piece: Piece) -> tuple[int, int]:
-        """Pieces of one kind go into one batch: its tokens, and where that matters how long the sequences are. Our
-        kernel reads of a table only what is there; gathering reads it whole, for all rows."""
+        """Returns the key by which pieces are grouped: the number of tokens, and the length of the sequence where it
+        affects the cost. The Triton kernel reads only the used part of a table; gathering reads all of it, for all
+        rows."""
         tokens = len(piece.tokens)
         if not self._is_rounded:
             return tokens, _blocks_of(piece)
@@ -274,7 +275,7 @@ class Batches:
         return self._run_packed(_packed(pieces, rows, tokens, blocks), tokens)
 
     def _run_packed(self, packed: np.ndarray[Any, Any], tokens: int) -> Tensor:
-        """The result is overwritten by the next one."""
+        """The next call overwrites the result."""
 
         def padding() -> Tensor:
             made = torch.zeros(packed.shape, dtype=torch.int32, device=self._device)
@@ -286,7 +287,7 @@ class Batches:
         return play()
 
     def _run(self, packed: Tensor, tokens: int) -> Tensor:
-        """One forward pass of a whole batch; everything that it depends on is in `packed`, so it can be recorded."""
+        """Runs one forward pass of a batch. It depends on `packed` only, so it can be recorded as a CUDA graph."""
         ids, places, table = packed.split((tokens, tokens, packed.shape[1] - 2 * tokens), dim=1)
         is_token = places >= 0
         places = places.clamp(min=0).long()
@@ -298,7 +299,7 @@ class Batches:
 
 
 def _packed(pieces: Sequence[Piece], rows: int, tokens: int, blocks: int) -> np.ndarray[Any, Any]:
-    """One row each: ids, places (−1 is padding), table of blocks. All that is sent to the device, in one go."""
+    """Packs all input of the device into one array. Each row has token ids, positions (−1 is padding), block table."""
     packed = np.zeros((rows, 2 * tokens + blocks), dtype=np.int32)
     packed[:, tokens : 2 * tokens] = -1
     if tokens == 1:

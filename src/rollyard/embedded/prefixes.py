@@ -1,13 +1,13 @@
-"""What ended sequences leave behind: their caches, for the next turn of their session, or for whoever begins alike.
+"""Keeps the caches of finished sequences, for the next turn of their session and for prompts with the same prefix.
 
-The next prompt of a session begins with its last prompt and completion, so the session's own cache is taken whole and
-cut to what agrees. Somebody else's cache (the same system prompt, a sibling of a group) is copied up to where they
-agree, if there is room for both. The least recently used is forgotten first, when memory is needed.
+The next prompt of a session starts with its last prompt and completion, so the session's own cache is taken and cut to
+the common prefix. The cache of another session (the same system prompt, another member of a group) is copied up to the
+common prefix, if there is room for both. When memory is needed, the least recently used cache is evicted first.
 
-Hundreds are kept, and one is looked for in every turn: so each is found by its session, and by marks, which are hashes
-of its first GRAIN tokens, its first 2 × GRAIN, and so on. What a mark finds is compared token by token.
+Hundreds are kept, and every turn looks for one. They are indexed by session and by marks, which are hashes of the first
+GRAIN tokens, the first 2 × GRAIN, and so on. A cache found by a mark is compared token by token.
 
-Invariant: a cache is only ever used under the salt that it was made with, and for the tokens that it was made of.
+Invariant: a cache is only used with the salt and the tokens with which it was created.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from rollyard.embedded.paged import PagedKv
     from rollyard.embedded.stacked import StackedKv
 
-GRAIN = 16  # tokens; fewer of another session's are not worth a copy
-_LOOKS = 8  # of those that share a longest mark, so many are compared, the last used first
+GRAIN = 16  # tokens; a shorter prefix of another session is not worth a copy
+_LOOKS = 8  # how many caches that share the longest mark are compared, most recently used first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """A cache, and the tokens that are in it."""
+    """A cache, and the tokens that it contains."""
 
     tokens: array[int]
     kv: Kv | PagedKv | StackedKv
@@ -39,11 +39,11 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """See the module."""
+    """The kept caches, indexed by session and by prefix."""
 
     def __init__(self) -> None:
-        self.capacity_tokens = 0  # of all of them
-        self._kept: dict[CachedPrefix, None] = {}  # the least recently used first, here and below
+        self.capacity_tokens = 0  # of all kept caches
+        self._kept: dict[CachedPrefix, None] = {}  # least recently used first, here and below
         self._by_session: dict[str, dict[CachedPrefix, None]] = {}
         self._by_mark: dict[int, dict[CachedPrefix, None]] = {}
 
@@ -56,15 +56,15 @@ class PrefixCache:
             return
         own = array("i", tokens[: kv.length])
         made = CachedPrefix(own, kv, salt, session, tuple(_marks(own, salt)))
-        for one in [*self._by_session.get(session, ())] if session else ():  # what it left before and went beyond now
+        for one in [*self._by_session.get(session, ())] if session else ():  # shorter prefixes of the same session
             if one.salt == salt and _begins(made, one.tokens):
                 self.take(one)
                 one.kv.free()
         self._put(made)
 
     def find(self, tokens: Sequence[int], salt: str, session: str) -> tuple[CachedPrefix, int] | None:
-        """A cache that agrees with the most of these tokens, to within GRAIN, and with how many. The session's own
-        comes before others', at once if all of it agrees."""
+        """Returns the cache with the longest common prefix, to within GRAIN tokens, and its length. A cache of the
+        session itself is preferred, and is returned immediately if all of it matches."""
         wanted = array("i", tokens)
         best: tuple[CachedPrefix, int] | None = None
         best_rank = (0, False)
@@ -84,7 +84,7 @@ class PrefixCache:
         return best
 
     def take(self, kept: CachedPrefix) -> None:
-        """It is no longer here; its cache belongs to whoever took it."""
+        """Removes an entry; the caller owns its cache."""
         del self._kept[kept]
         self.capacity_tokens -= kept.kv.capacity
         for places, key in self._places(kept):
@@ -97,7 +97,7 @@ class PrefixCache:
         self._put(kept)
 
     def forget_oldest(self, spared: CachedPrefix | None = None) -> bool:
-        """Whether there was one to forget."""
+        """Evicts the least recently used cache. Returns False if there is none."""
         for one in self._kept:
             if one is not spared:
                 self.take(one)
@@ -116,7 +116,7 @@ class PrefixCache:
             places.setdefault(key, {})[kept] = None
 
     def _places(self, kept: CachedPrefix) -> Iterator[tuple[dict[Any, dict[CachedPrefix, None]], str | int]]:
-        """Where it is found."""
+        """Returns the indexes that contain it, and its key in each."""
         if kept.session:
             yield self._by_session, kept.session
         for mark in kept.marks:
@@ -135,11 +135,11 @@ def _begins(kept: CachedPrefix, tokens: array[int]) -> bool:
 
 
 def common_prefix(one: array[int], other: array[int]) -> int:
-    """How many first tokens they share, in a few comparisons of whole arrays."""
+    """Returns the length of the common prefix, by a few comparisons of array slices."""
     high = min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
-    low = 0  # up to here they agree; up to `high` they do not
+    low = 0  # they are equal up to here, and differ before `high`
     while high - low > 1:
         middle = (low + high) // 2
         if one[low:middle] == other[low:middle]:

@@ -1,4 +1,4 @@
-"""The bodies of requests, read strictly: a sampling parameter that would not be obeyed is refused, not ignored."""
+"""Validates request bodies strictly: an unsupported sampling parameter is refused, not ignored."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "logit_bias": ({},),
     "prompt_logprobs": (),
-    "skip_special_tokens": (True, False),  # ids are told, not text
+    "skip_special_tokens": (True, False),  # responses contain ids, not text
     "spaces_between_special_tokens": (True, False),
     "detokenize": (True, False),
     "include_stop_str_in_output": (True, False),
 }
-"""What vLLM knows and this engine does not: allowed with the values that change nothing, or none at all."""
+"""Parameters of vLLM that this engine does not support: only null and the values that change nothing are accepted."""
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """A response with a status other than 200."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -91,7 +91,7 @@ def read_params(given: Mapping[str, Any]) -> Params:
         if name not in NEUTRAL:
             known[name] = value
         elif value is not None and value not in NEUTRAL[name]:
-            raise Refused(f"sampling parameter {name} = {value!r} is not known to this engine")
+            raise Refused(f"sampling parameter {name} = {value!r} is not supported by this engine")
     try:
         params = msgspec.convert(known, Params)
     except msgspec.ValidationError as error:
@@ -118,7 +118,7 @@ def make_request(
     session: str = "",
     priority: int = 0,
 ) -> Request:
-    """Checked against the model."""
+    """Builds a request and checks it against the model's limits."""
     if not prompt:
         raise Refused("the prompt is empty")
     if min(prompt) < 0 or max(prompt) >= vocabulary:

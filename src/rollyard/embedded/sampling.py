@@ -1,14 +1,14 @@
 # pyright: reportMissingImports=false
-"""From logits to sampled tokens, with the logprobs of exactly the distribution that they were sampled from.
+"""Samples tokens from logits, and returns the logprobs of exactly the distribution that was sampled.
 
 A token is drawn from softmax(logits / temperature), cut to top_k and then to top_p, by inverting its cumulative
-distribution at one random number. That number is a hash of the request's seed and of the token's place in its whole
-sequence. So it depends neither on the batch nor on time, and a completion that was cut and is continued with the same
-seed from the tokens so far is the one that was not cut; up to rounding, since a prompt and single tokens are summed in
-another order, and in half precision that can turn a token.
+distribution at one random number. That number is a hash of the request's seed and of the token's position in its
+sequence, so it depends neither on the batch nor on time. A completion that is interrupted and continued with the same
+seed equals an uninterrupted one, up to rounding: a prompt and single tokens are summed in a different order, and in
+half precision that can change a token.
 
-At temperature 0 the likeliest token is taken. Its logprob is then that at temperature 1, as vLLM tells it: of the
-distribution that it really came from, all mass on one token, the logprob would say nothing.
+At temperature 0 the most likely token is taken, and its logprob is the one at temperature 1, as in vLLM. In the actual
+distribution all mass is on one token, so its logprob would carry no information.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
-NO_NUMBERS = "the model's logits are not numbers"
-BLOCK = 256  # tokens of the vocabulary whose mass is summed before any of them is looked at
+GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM
+NO_NUMBERS = "the model's logits are not finite"
+BLOCK = 256  # tokens of the vocabulary whose mass is summed first; see `_invert`
 
 
-@dataclass(slots=True)  # not frozen: see `model.Piece`
+@dataclass(slots=True)  # not frozen: see `base.Piece`
 class SamplingRule:
-    """How one token is sampled."""
+    """How to sample one token."""
 
     temperature: float
     top_p: float
     top_k: int  # ≤ 0: all tokens
     seed: int
-    place: int  # in the whole sequence
-    top: int = 0  # so many of the likeliest tokens are told as well
+    place: int  # position in the whole sequence
+    top: int = 0  # how many top logprobs to return
 
 
 @dataclass(slots=True)
 class SampledDraw:
     token: int
     logprob: float
-    tops: tuple[tuple[int, float], ...] = ()  # the likeliest; only those that could be sampled
+    tops: tuple[tuple[int, float], ...] = ()  # most likely first; only tokens that could be sampled
 
 
 def uniform(seed: int, place: int) -> float:
-    """A number in [0, 1), the same on every machine."""
+    """Returns a number in [0, 1), the same on every machine."""
     raw = hashlib.blake2b(b"%d:%d" % (seed, place), digest_size=8).digest()
-    return (int.from_bytes(raw, "little") >> 12) / (1 << 52)  # 52 bits: times any mass it stays below that mass
+    return (int.from_bytes(raw, "little") >> 12) / (1 << 52)  # 52 bits: the product with any mass stays below that mass
 
 
 def sample(logits: Tensor, draws: Sequence[SamplingRule]) -> list[SampledDraw]:
-    """One token for each row of logits."""
+    """Samples one token for each row of logits."""
     logprobs = processed(logits, draws)
     numbers = torch.tensor([uniform(one.seed, one.place) for one in draws], dtype=torch.float64, device=logits.device)
     tokens = _invert(logprobs, numbers[:, None])
@@ -76,18 +76,18 @@ def sample(logits: Tensor, draws: Sequence[SamplingRule]) -> list[SampledDraw]:
 
 
 def draw_plain(logits: Tensor, heat: Tensor, numbers: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and their logprobs, as `sample` gives them without top_k and top_p; all that is given is (rows, …) and on
-    the device. Nothing of it is looked at, so a GPU can be told it beforehand."""
+    """Returns tokens and logprobs as `sample` does without top_k and top_p. All arguments are (rows, …) on the device.
+    No value is read on the host, so it can be recorded as a CUDA graph."""
     logprobs = (logits.float() / heat).log_softmax(dim=-1)
     tokens = torch.where(is_greedy, logits.argmax(dim=-1, keepdim=True), _invert(logprobs, numbers))
     return tokens, logprobs.gather(1, tokens)
 
 
 def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
-    """The token at which each row's cumulative distribution passes its number in [0, 1), as (rows, 1).
+    """Returns the token at which each row's cumulative distribution passes its number in [0, 1), as (rows, 1).
 
-    In two steps, first among blocks and then in one of them: a sum over the whole vocabulary has to be in float64
-    (float32 loses its tail), and so most of it is not. No row depends on another, nor on how many there are."""
+    It works in two steps, first among blocks and then within one: a cumulative sum needs float64 (float32 loses the
+    tail), and this way most of the vocabulary avoids it. No row depends on another or on the number of rows."""
     rows, size = logprobs.shape
     blocks = -(-size // BLOCK)
     mass = logprobs.new_empty((rows, blocks * BLOCK))
@@ -96,17 +96,17 @@ def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
     mass = mass.view(rows, blocks, BLOCK)
     ends = mass.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     goals = numbers * ends[:, -1:]
-    # right: a goal that meets a boundary belongs to the next one, so one without mass is never drawn
+    # right: a goal on a boundary belongs to the next block or token, so one without mass is never drawn
     block = torch.searchsorted(ends, goals, right=True).clamp_(max=blocks - 1)
     begins = ends.gather(1, (block - 1).clamp_(min=0)) * (block > 0)
     inner = mass.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(dim=-1)
-    # the block's mass, summed in another order, may be less in the last bit: the goal stays below it
+    # the block's mass, summed in another order, may be lower in the last bit: keep the goal below it
     goals = torch.minimum(goals - begins, inner[:, -1:] * (1 - 2**-52))
     return (block * BLOCK + torch.searchsorted(inner, goals, right=True)).clamp_(max=size - 1)
 
 
 def processed(logits: Tensor, draws: Sequence[SamplingRule]) -> Tensor:
-    """The logprobs of the distribution that is sampled from; −inf for what it leaves out."""
+    """Returns the logprobs of the sampled distribution; −inf for tokens that it excludes."""
     heat = [one.temperature if one.temperature >= GREEDY else 1.0 for one in draws]
     logits = logits.float()
     if any(one != 1.0 for one in heat):
@@ -118,14 +118,15 @@ def processed(logits: Tensor, draws: Sequence[SamplingRule]) -> Tensor:
 
 
 def _cut(logits: Tensor, draws: Sequence[SamplingRule]) -> Tensor:
-    """−inf for what is outside top_k, and then top_p: the fewest of the likeliest that have at least that mass."""
+    """Sets tokens outside top_k, and then outside top_p, to −inf. top_p keeps the smallest set of most likely tokens
+    with at least that mass."""
     size, device = logits.shape[-1], logits.device
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     kept = torch.tensor([one.top_k if 0 < one.top_k < size else size for one in draws], device=device)
     is_out = torch.arange(size, device=device)[None] >= kept[:, None]
     ordered = ordered.masked_fill(is_out, float("-inf"))
     before = ordered.double().softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
-    before[:, 0] = -1.0  # the likeliest always stays
+    before[:, 0] = -1.0  # the most likely token always stays
     mass = torch.tensor([one.top_p if one.top_p < 1.0 else 2.0 for one in draws], dtype=torch.float64, device=device)
     ordered = ordered.masked_fill(before >= mass[:, None], float("-inf"))
     return torch.empty_like(ordered).scatter_(1, order, ordered)

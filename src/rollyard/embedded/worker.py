@@ -1,8 +1,8 @@
-"""The one thread that runs the model. Everything else tells it what to do between two steps.
+"""The one thread that runs the model. Other code submits functions that it runs between two steps.
 
-Invariants. Only this thread, or whoever holds `weights`, touches the batcher and the model. What is told is done in the
-order in which it was told. While it is paused no step begins; `do(pause)` that has returned means that none goes on.
-A step that fails (out of memory, say) fails the sequences that were running, and the thread goes on.
+Invariants. Only this thread, or the holder of `weights`, touches the batcher and the model. Submitted functions run in
+the order of submission. While it is paused no step starts; when the future of `pause` is done, no step is running. A
+step that fails (for example, out of memory) fails the running sequences, and the thread continues.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rollyard.embedded.batching import BatchedSequence, Batcher, SampledToken
 log = logging.getLogger("rollyard.embedded")
 T = TypeVar("T")
 
-SWITCH_S = 0.0005  # Python's 5 ms, which the event loop may take before a step goes on, are as long as a step on a GPU
+SWITCH_S = 0.0005  # Python's default, 5 ms, lets the event loop delay a step for as long as a step takes on a GPU
 
 Tell = Callable[[Sequence[SampledToken]], None]
 TellFailed = Callable[[Sequence[BatchedSequence], str], None]
 
 
 class Worker:
-    """See the module. `tell` and `tell_failed` are called in its thread."""
+    """Runs the batcher's steps in a thread. Calls `tell` and `tell_failed` in that thread."""
 
     def __init__(self, batcher: Batcher, tell: Tell, tell_failed: TellFailed) -> None:
         self.is_paused = False
@@ -37,7 +37,7 @@ class Worker:
         self._tell_failed = tell_failed
         self._turn = threading.Condition()
         self._orders: deque[Callable[[], None]] = deque()
-        self._is_busy = False  # the thread is at the batcher
+        self._is_busy = False  # the thread is using the batcher
         self._is_ending = False
         self._writers = 0
         self._writing = threading.Lock()
@@ -48,7 +48,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Waits for the step that goes on. What was told before is still done."""
+        """Waits for the current step. Functions submitted before still run."""
         with self._turn:
             self._is_ending = True
             self._turn.notify_all()
@@ -59,7 +59,7 @@ class Worker:
         return self._thread.is_alive()
 
     def do(self, order: Callable[[Batcher], T]) -> Future[T]:
-        """Done between two steps, also while paused."""
+        """Runs `order` in the thread between two steps, also while paused."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -83,9 +83,9 @@ class Worker:
 
     @contextmanager
     def weights(self, version: str | None = None) -> Generator[None, None, None]:
-        """While it is held, nothing is sampled and weights may be written, by the thread that holds it. Afterwards no
-        cache of the old weights is left, and new tokens have the version, unless it failed. Blocks until the step at
-        hand is done."""
+        """While it is held, nothing is sampled and the holding thread may write weights. Afterwards all caches of the
+        old weights are cleared, and new tokens have the version, unless the block raised. Blocks until the current
+        step is done."""
         with self._writing:
             with self._turn:
                 self._writers += 1
@@ -94,7 +94,7 @@ class Worker:
                     self._turn.wait_for(lambda: not self._is_busy)
                 try:
                     yield
-                finally:  # also after a failure: nobody knows what was written
+                finally:  # also after a failure: part of the weights may have been written
                     self._batcher.clear(with_running=True)
                 if version is not None:
                     self._batcher.version = version
@@ -136,8 +136,8 @@ class Worker:
             self._tell_failed(failed, f"{type(error).__name__}: {error}")
             try:
                 self._batcher.model.forget_numbers()
-            except Exception:  # a GPU that has failed once may fail at everything; whoever comes next is told
-                log.exception("what a failed step left cannot be cleared")
+            except Exception:  # a GPU that has failed may fail at everything; the next step reports it
+                log.exception("cannot clear the cache after a failed step")
             return
         if steps:
             self._tell(steps)

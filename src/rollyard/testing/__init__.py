@@ -1,6 +1,6 @@
-"""For people who write environments, engines, runtimes or stores: a scripted engine, and the conformance suites.
+"""Tools for testing environments, engines, runtimes and stores: a scripted engine, and the conformance suites.
 
-The names below are loaded when they are first used, so that `python -m rollyard.testing.scripted_engine` is clean.
+The names below are imported on first use, so that `python -m rollyard.testing.scripted_engine` prints no warning.
 """
 
 from __future__ import annotations

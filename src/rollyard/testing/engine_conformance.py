@@ -1,10 +1,10 @@
-"""What every engine must do, as a list of checks: run them against your own.
+"""Conformance checks for engines: run them against your own.
 
     for check in CHECKS:
         await check.run(engine, Context(prompt_ids, stop_token_ids))
 
-A check raises AssertionError, or lets the engine's own error through. The engine has been probed before. Checks keep
-generations short, so that they can be run against a real model on a CPU.
+A check raises AssertionError, or the engine's own error. Probe the engine before the first check. Generations are
+short, so that the checks can be run against a real model on a CPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _numbers = count(1)
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the checks need to know of the model behind the engine."""
+    """The properties of the model that the checks need."""
 
-    prompt_ids: Sequence[int]  # something that it answers with more than `long_tokens` tokens
-    long_tokens: int = 400  # long enough that an abort finds it generating
+    prompt_ids: Sequence[int]  # a prompt whose answer has more than `long_tokens` tokens
+    long_tokens: int = 400  # long enough that an abort arrives during generation
     extra: dict[str, bool] = field(default_factory=lambda: {"ignore_eos": True})
 
     def request(self, max_tokens: int, name: str = "", **fields: object) -> GenerateRequest:
@@ -52,9 +52,9 @@ def _check(function: Callable[[Engine, Context], Awaitable[None]]) -> Callable[[
 
 
 def check_shape(generation: Generation, max_tokens: int) -> None:
-    """Ids and logprobs one to one, versions over all or none of them."""
+    """Checks that each id has one logprob, and that versions cover all ids or no id."""
     ids = generation.token_ids
-    assert len(ids) <= max_tokens, "it gave more tokens than were asked for"
+    assert len(ids) <= max_tokens, "it returned more tokens than requested"
     assert ids.typecode == "i" and all(token >= 0 for token in ids)
     if generation.logprobs is not None:
         assert len(generation.logprobs) == len(ids), "logprobs and tokens differ in number"
@@ -84,7 +84,7 @@ async def a_generation_has_one_logprob_per_token(engine: Engine, context: Contex
     generation = await engine.generate(context.request(4, "shape"))
     assert len(generation.token_ids) == 4 and generation.finish_reason == "length"
     assert generation.prompt_tokens == len(context.prompt_ids)
-    assert generation.logprobs is not None, "an engine that trains gives logprobs"
+    assert generation.logprobs is not None, "training needs logprobs"
     check_shape(generation, 4)
 
 
@@ -94,7 +94,7 @@ async def a_stop_token_ends_it_and_is_kept(engine: Engine, context: Context) -> 
     stop = free.token_ids[2]
     first = list(free.token_ids).index(stop)
     stopped = await engine.generate(context.request(6, "stop", stop_token_ids=(stop,)))
-    if stopped.finish_reason == "stop":  # without a repeatable seed it may have sampled something else
+    if stopped.finish_reason == "stop":  # without a repeatable seed it may sample something else
         assert stopped.token_ids[-1] == stop
         assert len(stopped.token_ids) <= first + 1 or stopped.token_ids[:first] != free.token_ids[:first]
     check_shape(stopped, 6)
@@ -105,7 +105,7 @@ async def an_abort_keeps_what_was_sampled(engine: Engine, context: Context) -> N
     request = context.request(context.long_tokens, "abort")
     task = asyncio.create_task(engine.generate(request))
     try:
-        for _ in range(100):  # an abort may overtake its request
+        for _ in range(100):  # an abort may arrive before its request
             await asyncio.wait({task}, timeout=0.2)
             if task.done():
                 break
@@ -122,7 +122,7 @@ async def an_abort_keeps_what_was_sampled(engine: Engine, context: Context) -> N
 
 @_check
 async def an_abort_of_an_unknown_id_does_nothing(engine: Engine, context: Context) -> None:
-    await engine.abort("conformance-nobody")
+    await engine.abort("conformance-unknown")
     assert await engine.healthy()
 
 
@@ -132,12 +132,12 @@ async def a_cancelled_call_leaves_the_engine_working(engine: Engine, context: Co
     await asyncio.wait({task}, timeout=0.2)
     task.cancel()
     await asyncio.wait({task})
-    assert task.cancelled(), "it swallowed the cancel"
+    assert task.cancelled(), "it suppressed the cancellation"
     check_shape(await engine.generate(context.request(2, "after")), 2)
 
 
 class _Streaming:
-    """A streamed call that goes on, and what it has told."""
+    """A streamed call in progress, and the tokens reported so far."""
 
     def __init__(self, engine: Engine, request: GenerateRequest) -> None:
         self.told: list[int] = []
@@ -145,7 +145,7 @@ class _Streaming:
         self.task = asyncio.create_task(engine.generate(request, self._tell))
 
     def _tell(self, ids: Sequence[int]) -> None:
-        assert len(ids) > 0, "it told of no tokens"
+        assert len(ids) > 0, "it reported an empty list of tokens"
         self.told += ids
         self.began.set()
 
@@ -167,7 +167,7 @@ class _Streaming:
 async def a_stream_tells_exactly_the_generation(engine: Engine, context: Context) -> None:
     told: list[int] = []
     streamed = await engine.generate(context.request(8, "stream"), told.extend)
-    assert told == list(streamed.token_ids), "what it told is not what it returned"
+    assert told == list(streamed.token_ids), "the streamed tokens differ from the returned ones"
     check_shape(streamed, 8)
     whole = await engine.generate(context.request(8, "whole"))
     assert (len(streamed.token_ids), streamed.finish_reason) == (8, "length")
@@ -184,7 +184,7 @@ async def a_stream_stops_where_a_whole_reply_does(engine: Engine, context: Conte
     stopped = await engine.generate(request, told.extend)
     assert told == list(stopped.token_ids)
     if stopped.finish_reason == "stop":
-        assert stopped.token_ids[-1] == free.token_ids[2], "the stop token is kept"
+        assert stopped.token_ids[-1] == free.token_ids[2], "the stop token was not kept"
     check_shape(stopped, 6)
 
 
@@ -208,7 +208,7 @@ async def a_stream_that_is_hung_up_on_keeps_what_was_told(engine: Engine, contex
     assert generation.finish_reason == "abort"
     assert streaming.told == list(generation.token_ids)
     check_shape(generation, context.long_tokens)
-    engine.hang_up("conformance-nobody")
+    engine.hang_up("conformance-unknown")
 
 
 @_check
@@ -216,7 +216,7 @@ async def a_cancelled_stream_leaves_the_engine_working(engine: Engine, context: 
     async with _Streaming(engine, context.request(context.long_tokens, "stream-cancel")) as streaming:
         streaming.task.cancel()
         await asyncio.wait({streaming.task})
-        assert streaming.task.cancelled(), "it swallowed the cancel"
+        assert streaming.task.cancelled(), "it suppressed the cancellation"
     check_shape(await engine.generate(context.request(2, "after")), 2)
 
 

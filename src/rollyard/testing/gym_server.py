@@ -1,17 +1,17 @@
-"""A small resources server of the NeMo Gym kind, to try the environment `gym` with: real HTTP, no Gym needed.
+"""A small resources server in the style of NeMo Gym, for testing the environment `gym`: real HTTP, no Gym needed.
 
     async with GymServer() as server:
         environment = GymEnvironment({"counter": server.url})
 
-or as a process of its own, which prints one line of JSON with its `url` when it is ready; `--rows 8` prints rows of its
+or as a separate process, which prints one line of JSON with its `url` when it is ready; `--rows 8` prints rows of its
 dataset instead:
 
     python -m rollyard.testing.gym_server --port 9001
 
-A session is a counter with two tools. The reward is 1 if the counter stands where the row expects it and the last
-message tells that number. Who calls is known by a signed cookie, a new one with each reply: only the newest is taken,
-so a client that does not carry cookies forward is found out. Counters are in memory, as in Gym's own servers: a server
-that was started again knows none. A count above `MOST` is a bug that it has on purpose.
+A session is a counter with two tools. The reward is 1 if the counter has the value that the row expects and the last
+message contains that number. A session is identified by a signed cookie, a new one with each reply: only the newest is
+accepted, so a client that does not carry cookies forward fails. Counters are in memory, as in Gym's own servers: a
+restart loses them. A count above `MOST` causes an intentional failure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "name": "get_counter_value",
-        "description": "Says where the counter stands.",
+        "description": "Returns the value of the counter.",
         "parameters": {"type": "object", "properties": {}, "required": [], "additionalProperties": False},
         "strict": True,
     },
@@ -57,7 +57,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def row(initial: int = 3, *counts: int) -> dict[str, Any]:
-    """A row of its dataset: from there, add these. Its `solution` is for the importer's option `oracle`."""
+    """Returns a row of its dataset: start at `initial`, add `counts`. Its `solution` is for the importer's `oracle`."""
     wanted = f"Add {', then '.join(map(str, counts)) or 'nothing'}; then get the counter's value and tell it."
     expected = initial + sum(counts)
     steps: list[dict[str, Any]] = [{"tool": "increment_counter", "arguments": {"count": count}} for count in counts]
@@ -71,7 +71,7 @@ def row(initial: int = 3, *counts: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Counter:
-    """One session."""
+    """The state of one session."""
 
     value: int
     serial: int = 0  # of its newest cookie
@@ -79,7 +79,7 @@ class Counter:
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """A response with a status other than 200."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -87,14 +87,14 @@ class Refused(Exception):
 
 
 class GymServer:
-    """See the module. `async with` serves it. A port of 0 is any free one; started again, it has the same."""
+    """The server, started by `async with`. Port 0 selects any free port; a restart uses the same one."""
 
     cookie = "CounterServer___counter"
 
     def __init__(self, *, port: int = 0) -> None:
         self.port = port
         self.counters: dict[str, Counter] = {}
-        self.verified: list[Mapping[str, Any]] = []  # bodies of /verify, as they came
+        self.verified: list[Mapping[str, Any]] = []  # the bodies of /verify requests
         self._runner: web.ServerRunner | None = None
         self._paths: Mapping[str, Callable[[Counter, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]] = {
             "/increment_counter": self.increment_counter,
@@ -147,7 +147,7 @@ class GymServer:
         return response
 
     def _session(self, cookie: str) -> str | None:
-        """Whose it is, if it is the newest of a session that we have."""
+        """Returns the session of a cookie, if the cookie is the newest of a known session."""
         try:
             session = base64.b64decode(cookie.partition(".")[0]).decode().partition(":")[0]
         except ValueError:
@@ -156,11 +156,11 @@ class GymServer:
         return session if counter is not None and cookie == self._signed(session, counter.serial) else None
 
     def _signed(self, session: str, serial: int) -> str:
-        """Signed as Gym does it, with a key that everybody knows."""
+        """Signs as Gym does, with a key that is not secret."""
         told = base64.b64encode(f"{session}:{serial}".encode())
         return f"{told.decode()}.{hmac.digest(self.cookie.encode(), told, 'sha256').hex()}"
 
-    # --- what it serves
+    # --- tools and verification
 
     async def increment_counter(self, counter: Counter, body: Mapping[str, Any]) -> Mapping[str, Any]:
         count = _integer(body, "count")
@@ -196,7 +196,7 @@ def _last_words(response: Mapping[str, Any]) -> str:
 
 
 async def serve(server: GymServer) -> None:
-    """Until SIGTERM or SIGINT; its first line of output is JSON with its url."""
+    """Serves until SIGTERM or SIGINT. The first line of output is JSON with the url."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -208,10 +208,10 @@ async def serve(server: GymServer) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rollyard.testing.gym_server", description="A resources server of the NeMo Gym kind."
+        prog="python -m rollyard.testing.gym_server", description="A resources server in the style of NeMo Gym."
     )
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--rows", type=int, default=0, help="print so many rows of its dataset, and end")
+    parser.add_argument("--port", type=int, default=0, help="Port to listen on; 0 takes any free one.")
+    parser.add_argument("--rows", type=int, default=0, help="Print this many rows of the dataset and exit.")
     args = parser.parse_args()
     for number in range(args.rows):
         sys.stdout.write(json.dumps(row(number, number + 1, 2 * number + 1)) + "\n")

@@ -1,18 +1,18 @@
-"""What every sandbox runtime must do, as checks that anyone can run against theirs.
+"""Conformance checks for sandbox runtimes: run them against your own.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
     async def test_conformance(check, runtime):
         await check.run(runtime)
 
-A check gets an open runtime and leaves nothing behind; one runtime may serve all of them. It raises AssertionError, or
-what the runtime raised. A check that `needs_isolation` is for runtimes that say `is_isolated`. `decided_by` names the
-part of a runtime that can change its outcome. Two checks start a second process that makes a runtime
-of the same kind as `type(runtime)(root=FOLDER)`. Commands name files relative to their directory: a runtime
-without mounts has no /workspace. No check names an image: a runtime that cannot do without one is given as a
-subclass whose `start` fills it in. The file is long because it is one list of short checks.
+A check takes an open runtime and leaves nothing behind; all checks may share one runtime. It raises AssertionError, or
+the runtime's own error. A check with `needs_isolation` is for runtimes with `is_isolated`. `decided_by` is the part of
+a runtime that can change the outcome. Two checks start a second process, which creates a runtime of the same kind by
+`type(runtime)(root=FOLDER)`. Commands use file names relative to their directory: a runtime without mounts has no
+/workspace. No check names an image: for a runtime that needs one, pass a subclass whose `start` fills it in. The file
+is long because it is one list of short checks.
 """
 
-# Small files of the host, in checks that nobody waits for.
+# Blocking calls are acceptable here: they access small files of the host.
 # ruff: noqa: ASYNC220, ASYNC240
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
 from rollyard.sandbox.base import WORKDIR, Runtime, Sandbox, SandboxSpec
 
 SECONDS = 20.0
-"""Bounds whatever should take a moment."""
+"""The limit for everything that should be quick."""
 LOOKS = 300
 
 
 class RuntimePart(IntEnum):
-    """The part of a runtime that decides a check. A runtime that shares a part with another one that conforms needs
-    only the checks that are decided by the parts after it."""
+    """The part of a runtime that decides a check. A runtime that shares a part with another conforming runtime needs
+    only the checks that are decided by later parts."""
 
-    LAUNCHER = 1  # exec, spawn and leases: the launcher, which all runtimes of this package share
-    PROGRAM = 2  # what makes the namespaces and enters the root: bubblewrap, Apptainer, a container engine, nothing
-    ROOT = 3  # what the root is made of: the host's /usr, an image's folder, a SIF file
+    LAUNCHER = 1  # exec, spawn and leases: the launcher, shared by all runtimes of this package
+    PROGRAM = 2  # creates namespaces and enters the root: bubblewrap, Apptainer, a container engine, nothing
+    ROOT = 3  # the content of the root: the host's /usr, an image's folder, a SIF file
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxCheck:
-    """One promise of a runtime. `run` raises if it is not kept."""
+    """One requirement of a runtime. `run` raises if it is not met."""
 
     name: str
     run: Callable[[Runtime], Awaitable[None]]
@@ -93,12 +93,12 @@ async def output(sandbox: Sandbox, command: str) -> str:
 
 
 def marked() -> str:
-    """A number of seconds to sleep for that no other process sleeps for."""
+    """Returns a unique number of seconds to sleep, by which a process can be found."""
     return f"{1_000_000 + int.from_bytes(os.urandom(4), 'big')}"
 
 
 def alive(mark: str) -> list[int]:
-    """Live processes of this machine with that word in their command line; a zombie is not alive."""
+    """Returns the live processes of this machine with that word in their command line; zombies do not count."""
     found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -109,8 +109,8 @@ def alive(mark: str) -> list[int]:
 
 
 async def eventually(happened: Callable[[], bool], what: str, left: Callable[[], object] | None = None) -> None:
-    """For ends that nobody announces: looks until it is so, for SECONDS and LOOKS times: a machine that stood still
-    meanwhile has had no time to end anything. `left` tells what is still there, for whoever reads of the failure."""
+    """Polls until `happened`. Fails only after SECONDS and at least LOOKS polls, because on a stalled machine nothing
+    had time to end. `left` returns what still exists, for the error message."""
     until, looks = time.monotonic() + SECONDS, 0
     while not happened():
         looks += 1
@@ -195,7 +195,7 @@ async def a_process_left_behind_does_not_hold_exec(runtime: Runtime) -> None:
         mark = marked()
         result = await sandbox.exec(f"sleep {mark} & echo done", timeout_s=SECONDS)
         assert (result.status, result.stdout, result.is_timed_out) == (0, b"done\n", False)
-        await eventually(lambda: bool(alive(mark)), "it goes on")
+        await eventually(lambda: bool(alive(mark)), "it continues to run")
 
 
 @check(RuntimePart.LAUNCHER)
@@ -213,7 +213,7 @@ async def stdin_is_given_and_ends(runtime: Runtime) -> None:
         big = os.urandom(1 << 20) * 8
         result = await sandbox.exec("wc -c", timeout_s=SECONDS, stdin=big)
         assert int(result.stdout) == len(big)
-        assert (await sandbox.exec("true", timeout_s=SECONDS, stdin=big)).status == 0  # nobody reads it
+        assert (await sandbox.exec("true", timeout_s=SECONDS, stdin=big)).status == 0  # its input is not read
 
 
 @check(RuntimePart.LAUNCHER)
@@ -237,7 +237,7 @@ async def no_descriptor_of_the_host_is_inherited(runtime: Runtime) -> None:
         os.set_inheritable(secret.fileno(), True)
         async with started(runtime) as sandbox:
             listed = await output(sandbox, "exec ls /proc/self/fd")
-            assert set(listed.split()) == {"0", "1", "2", "3"}, listed  # 3: the folder that ls reads
+            assert set(listed.split()) == {"0", "1", "2", "3"}, listed  # 3 is the folder that ls reads
 
 
 # --- spawn --------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ async def spawn_gives_a_terminal_of_its_own(runtime: Runtime) -> None:
             assert Path(f"/proc/{process.pid}/comm").exists()
             process.kill(signal.SIGTERM)
             assert await process.wait() == -signal.SIGTERM
-            process.kill()  # nothing happens
+            process.kill()  # has no effect
         finally:
             os.close(master)
             os.close(slave)
@@ -310,17 +310,17 @@ async def missing_and_odd_files_are_errors(runtime: Runtime) -> None:
             except kind:
                 continue
             raise AssertionError(f"reading {name} should raise {kind.__name__}")
-        assert await sandbox.read("l", limit_bytes=2) == b"x\n"  # a link is followed, inside
+        assert await sandbox.read("l", limit_bytes=2) == b"x\n"  # a link is followed, within the sandbox
         try:
             await sandbox.read("r", limit_bytes=1)
         except ValueError:
             pass
         else:
-            raise AssertionError("two bytes are more than one")
+            raise AssertionError("a file above the limit was read")
         with contextlib.suppress(IsADirectoryError):
             await sandbox.write("d", b"")
-            raise AssertionError("a folder is not overwritten")
-        await sandbox.write("f", b"a file now")  # replaced, not waited for
+            raise AssertionError("a folder was overwritten")
+        await sandbox.write("f", b"a file now")  # the FIFO is replaced, not written to
         assert await output(sandbox, "cat f") == "a file now"
 
 
@@ -349,13 +349,13 @@ async def folders_go_in_and_come_out(runtime: Runtime) -> None:
             for path in ("tree", "one.sh"):
                 with contextlib.suppress(ValueError):
                     await sandbox.download(path, target, limit_bytes=5)
-                    raise AssertionError("the limit was passed")
+                    raise AssertionError("the limit was exceeded")
             assert sorted(entry.name for entry in Path(name).iterdir()) == ["source", "target"]
 
 
 @check(RuntimePart.ROOT)
 async def what_its_owner_made_of_a_folder_never_keeps_it_in(runtime: Runtime) -> None:
-    """Deep, forbidden, odd: it comes out as it is, or is refused. An OSError would pass for trouble of the host."""
+    """A deep, unreadable or odd folder is downloaded as is, or refused. An OSError would look like a host failure."""
     async with started(runtime) as sandbox:
         deep = "import os\nfor _ in range(1200):\n os.mkdir('d'); os.chdir('d')"
         assert (await sandbox.exec(["python3", "-c", deep], timeout_s=SECONDS)).status == 0
@@ -384,7 +384,7 @@ async def a_folder_deeper_than_any_path_is_refused(runtime: Runtime) -> None:
         assert (await sandbox.exec(["python3", "-c", deep], timeout_s=SECONDS)).status == 0
         await sandbox.write("plain", b"")
         with tempfile.TemporaryDirectory() as name:
-            for path in (".", "plain/below"):  # the second: no folder on the way
+            for path in (".", "plain/below"):  # the second: a file in place of a folder
                 with contextlib.suppress(ValueError):
                     await sandbox.download(path, Path(name, "target"), limit_bytes=16 << 20)
                     raise AssertionError(f"{path} was not refused")
@@ -404,8 +404,8 @@ async def each_has_namespaces_of_its_own(runtime: Runtime) -> None:
 
 @isolated(RuntimePart.ROOT)
 async def no_setting_of_the_kernel_can_be_changed(runtime: Runtime) -> None:
-    """They are the machine's: a service run as root would otherwise let a sandbox set core_pattern, and with it run
-    anything as root. Only asked, never tried: where this fails, trying would do it."""
+    """They apply to the whole machine: if the service runs as root, a sandbox could set core_pattern and run anything
+    as root. Only permissions are checked: where the check fails, a write would succeed."""
     async with started(runtime) as sandbox:
         found = "find /proc -maxdepth 1 -type f -writable -exec test -f {} ';' -print; find /proc/sys -type f -writable"
         result = await sandbox.exec(found, timeout_s=SECONDS)
@@ -431,7 +431,7 @@ async def links_never_lead_out(runtime: Runtime) -> None:
             assert [entry.name for entry in Path(name).iterdir()] == ["secret"]
 
 
-# --- its life -----------------------------------------------------------------------------------------
+# --- lifetime -----------------------------------------------------------------------------------------
 
 
 @check(RuntimePart.ROOT)
@@ -451,7 +451,7 @@ async def kill_proves_that_all_is_gone(runtime: Runtime) -> None:
         await sandbox.exec("true", timeout_s=1.0)
     except SandboxLost:
         return
-    raise AssertionError("a killed sandbox runs nothing")
+    raise AssertionError("a killed sandbox ran a command")
 
 
 @check(RuntimePart.PROGRAM)
@@ -479,21 +479,21 @@ async def a_lease_that_is_not_renewed_ends_it(runtime: Runtime) -> None:
 
 @isolated(RuntimePart.PROGRAM)
 async def who_kills_all_inside_harms_only_itself(runtime: Runtime) -> None:
-    """Where the sandbox's first process can be reached it ends, and is known to have been ended from inside."""
+    """If the init process can be killed from inside, the sandbox ends with the reason `ended_inside`."""
     async with started(runtime) as sandbox:
         with contextlib.suppress(SandboxEndedByPolicy):
             await sandbox.exec("kill -9 -1", timeout_s=SECONDS)
             after = await sandbox.exec("echo it lives", timeout_s=SECONDS)
             if after.status == 0:
                 return
-            assert after.status == -signal.SIGKILL, after  # begun while its first process was on its way out
+            assert after.status == -signal.SIGKILL, after  # started while the init process was ending
         async with asyncio.timeout(SECONDS):
             assert (await sandbox.ended()).reason == "ended_inside"
         try:
             await sandbox.exec("true", timeout_s=1.0)
         except SandboxEndedByPolicy:
             return
-    raise AssertionError("an ended sandbox runs nothing")
+    raise AssertionError("an ended sandbox ran a command")
 
 
 @check(RuntimePart.ROOT)
@@ -506,8 +506,8 @@ async def a_cancelled_start_leaves_nothing(runtime: Runtime) -> None:
         await asyncio.wait([task])
         if not task.cancelled():
             await task.result().kill()
-    # The launcher itself may be new, and its helpers take a moment to be gone.
-    await eventually(lambda: len(_descendants() - before) <= 1, "no process is left of cancelled starts")
+    # The launcher itself may be new, and its helpers take a moment to exit.
+    await eventually(lambda: len(_descendants() - before) <= 1, "cancelled starts leave no process")
 
 
 def _descendants() -> set[int]:
@@ -550,12 +550,12 @@ async def server_gone_sandbox_gone_and_the_next_one_sweeps(runtime: Runtime) -> 
             assert server.stdout is not None
             try:
                 assert await asyncio.to_thread(server.stdout.readline) == b"up\n"
-                # more than the server, which has the mark in its arguments; what is told to start starts a little later
+                # more than the server, which has the mark in its arguments; background commands start a little later
                 await eventually(lambda: len(alive(mark)) > 3, "each sandbox runs something")
             finally:
                 server.kill()
                 server.wait()
-        await eventually(lambda: not alive(mark), "nothing of a killed server's sandboxes is left")
+        await eventually(lambda: not alive(mark), "a killed server's sandboxes leave no process")
         async with kind(root=Path(root)) as successor:  # type: ignore[call-arg]
             left = [entry.name for entry in Path(root).glob("sbx_*")]
             assert not left, left
@@ -596,7 +596,7 @@ async def a_layer_lies_below_the_runtimes_own_folder(runtime: Runtime) -> None:
         except ValueError:
             assert sandbox.end is not None
             return
-    raise AssertionError("a layer was put outside")
+    raise AssertionError("a layer was created outside")
 
 
 _ASK = """
@@ -659,7 +659,7 @@ async def host_and_other_sandboxes_are_unseen(runtime: Runtime) -> None:
     with tempfile.NamedTemporaryFile(prefix="host-secret-") as secret:
         async with started(runtime) as sandbox, started(runtime) as other:
             await other.write("mine", b"not yours")
-            places = _HOST_PLACES if sandbox.spec.image is None else ()  # an image has such folders of its own
+            places = _HOST_PLACES if sandbox.spec.image is None else ()  # an image has its own
             seen = await sandbox.exec(["ls", secret.name, *places, str(other.control_dir)], timeout_s=SECONDS)
             assert seen.stdout == b"", seen.stdout
             assert await output(sandbox, "ls -A") == ""
@@ -680,5 +680,5 @@ async def privileges_cannot_be_had(runtime: Runtime) -> None:
         assert status["NoNewPrivs"] == "1"
         for command in ("unshare -U true", "unshare -m true", "mount -t tmpfs x /tmp", "ip link set lo down"):
             assert (await sandbox.exec(command, timeout_s=SECONDS)).status != 0, command
-        if sandbox.spec.image is None:  # an image is written to, in private
+        if sandbox.spec.image is None:  # an image is writable, privately
             assert (await sandbox.exec(["touch", "/usr/x"], timeout_s=SECONDS)).status != 0

@@ -1,8 +1,8 @@
-"""What a scripted engine says: replies, and the scripts that choose them.
+"""The replies of a scripted engine, and the scripts that choose them.
 
 A script is any function of a `Turn`. `Rules` is the declarative one: it decides from the prompt alone (a marker in
-its text, and how many assistant turns it holds), so it says the same after a restart, on another engine, and when a
-call is tried again:
+its text, and the number of its assistant turns), so its reply is the same after a restart, on another engine, and when
+a call is retried:
 
     {"rules": [{"if": "fix the bug", "turns": ["```bash\\nls\\n```", "done"]}], "default": ["I do not know."]}
 
@@ -24,20 +24,20 @@ import orjson
 START, END, EOT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 Fault = Literal[
-    "cut",  # the connection is closed without an answer
-    "hang",  # never answers, and ignores aborts; a stream tells `stall_after` tokens before
+    "cut",  # the connection is closed without a response
+    "hang",  # never responds, and ignores aborts; a stream sends `stall_after` tokens before
     "not_json",
     "no_token_ids",
     "two_choices",
-    "wrong_ids",  # a token id that is a text
+    "wrong_ids",  # token ids that are strings
     "fewer_logprobs",
     "no_logprobs",
     "missing_logprob",  # vLLM's −9999.0 for one of them
     "positive_logprob",
-    "bad_version",  # a weight version that is no number
-    "unasked_abort",  # as when somebody else aborts all calls
-    "cut_midway",  # a stream's connection is closed after `stall_after` tokens, or half; else like "cut"
-    "error_midway",  # a stream tells an error there; else status 500
+    "bad_version",  # a weight version that is not a number
+    "unasked_abort",  # as when another client aborts all calls
+    "cut_midway",  # a stream is closed after `stall_after` tokens, or half of them; without a stream like "cut"
+    "error_midway",  # a stream sends an error there; without a stream status 500
 ]
 
 
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes; then the three specials of ChatML. Needs no files."""
+    """Ids 0 to 255 are bytes, followed by the three special tokens of ChatML. Needs no files."""
 
     vocab = 259
     _specials: ClassVar[dict[str, int]] = {START: 256, END: 257, EOT: 258}
@@ -71,7 +71,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The `tokenizer.json` of a model's folder."""
+    """A tokenizer from the `tokenizer.json` of a model's folder."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer as Loaded
@@ -87,26 +87,26 @@ class FolderTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer, and how it comes. None: the engine's own setting."""
+    """One answer, and how it is delivered. None: the engine's own setting."""
 
     text: str = ""
     token_ids: tuple[int, ...] | None = None  # instead of a text
     ends: bool = True  # a text is followed by the stop token
     latency_s: float | None = None  # before the first token
     tokens_per_s: float | None = None  # None: all at once
-    stall_after: int | None = None  # samples so many tokens, then nothing more until it is aborted
-    fault: Fault | int | None = None  # an int: that HTTP status
+    stall_after: int | None = None  # stops sampling after this many tokens until it is aborted
+    fault: Fault | int | None = None  # an int is an HTTP status
 
 
 class Turn:
-    """What a script decides from."""
+    """The input of a script."""
 
     def __init__(
         self, prompt_ids: Sequence[int], tokenizer: Tokenizer, marker: array[int], session_id: str, call: int
     ) -> None:
         self.prompt_ids = prompt_ids
         self.session_id = session_id
-        self.call = call  # of this session on this engine, from 0; a stateless script does not need it
+        self.call = call  # number of the call in this session on this engine, from 0
         self._tokenizer = tokenizer
         self._marker = marker
 
@@ -116,7 +116,7 @@ class Turn:
 
     @cached_property
     def _assistants(self) -> list[int]:
-        """Where each assistant turn of the prompt begins, after its `<|im_start|>assistant`."""
+        """The start of each assistant turn of the prompt, after its `<|im_start|>assistant`."""
         ids, marker = array("i", self.prompt_ids), self._marker
         places: list[int] = []
         at = -1
@@ -130,11 +130,11 @@ class Turn:
 
     @property
     def number(self) -> int:
-        """How many assistant turns lie behind; the one to be sampled is begun by the prompt and not counted."""
+        """The number of earlier assistant turns, without the one to be sampled, which the prompt starts."""
         return max(0, len(self._assistants) - 1)
 
     def rest_of(self, ids: list[int], newline: list[int]) -> list[int]:
-        """What is left to say of a reply of which the prompt's last turn holds the beginning already."""
+        """Returns the rest of a reply whose start is already in the prompt's last turn."""
         if not self._assistants:
             return ids
         tail = list(self.prompt_ids[self._assistants[-1] :])
@@ -151,7 +151,7 @@ Script = Callable[[Turn], Reply | str | Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The declarative script of the module's text."""
+    """The declarative script that the module docstring describes."""
 
     rules: tuple[tuple[str, tuple[Reply, ...]], ...] = ()
     default: tuple[Reply, ...] = field(default_factory=lambda: (Reply("ok"),))
@@ -164,7 +164,7 @@ class Rules:
     def read(cls, script: Mapping[str, Any]) -> Rules:
         unknown = set(script) - {"rules", "default"}
         if unknown:
-            raise ValueError(f"a script has rules and default, not {', '.join(sorted(unknown))}")
+            raise ValueError(f"a script has the keys rules and default, not {', '.join(sorted(unknown))}")
         rules = tuple((str(rule["if"]), _replies(rule["turns"])) for rule in script.get("rules", ()))
         return cls(rules, _replies(script.get("default", ["ok"])))
 
@@ -179,5 +179,5 @@ class Rules:
 
 def _replies(turns: Sequence[Any]) -> tuple[Reply, ...]:
     if not turns or isinstance(turns, str):
-        raise ValueError("turns is a list of at least one")
+        raise ValueError("turns must be a list of at least one turn")
     return tuple(Reply(turn) if isinstance(turn, str) else Reply(**turn) for turn in turns)

@@ -1,7 +1,7 @@
-"""What a scripted engine does when it is told to pause, to name its weights, to clear its cache and to go on.
+"""The control routes of a scripted engine: pause, set the weight version, clear the cache, resume.
 
-Each step can be made to fail: `fail("clear", 2, 500)`. `log` has all that it was told, in order, as "pause abort",
-"version 3", "clear", "resume"; a step that failed has its fault behind it: "clear 500".
+Each step can be made to fail: `fail("clear", 2, 500)`. `log` contains all steps in order, as "pause abort",
+"version 3", "clear", "resume"; a failed step is followed by its fault: "clear 500".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollyard.testing.scripted_work import ScriptedGenerations
 
 Step = Literal["pause", "version", "clear", "resume"]
 ControlFault = int | Literal["hang", "held"]
-"""A status; no answer at all; or "held": an answer that says that it did not work (of a clear)."""
+"""An HTTP status; "hang": no response; or "held": a response that reports failure (for a clear)."""
 
 PATHS: Mapping[str, Step] = {
     "/pause": "pause",
@@ -31,7 +31,7 @@ Answer = tuple[int, Mapping[str, Any]]
 
 
 class Controls:
-    """See the module. `is_there` off: it has no such routes at all, like a vLLM that was not started with them."""
+    """Handles the control routes. With `is_there` off they do not exist, like in a vLLM started without them."""
 
     def __init__(self, work: ScriptedGenerations, abort: Callable[[Sequence[str]], None]) -> None:
         self.is_there = True
@@ -47,7 +47,7 @@ class Controls:
         return not self._work.open.is_set()
 
     def fail(self, step: Step, count: int, fault: ControlFault) -> None:
-        """The next so many steps of this kind fail this way; then they work again."""
+        """Makes the next `count` steps of this kind fail with `fault`."""
         faults = self._faults.setdefault(step, deque())
         for _ in range(count):
             faults.append(fault)
@@ -65,7 +65,7 @@ class Controls:
             if fault == "hang":
                 await asyncio.get_running_loop().create_future()
             return fault if isinstance(fault, int) else 500, {
-                "error": {"message": f"{step} was to fail", "code": fault}
+                "error": {"message": f"a fault of {step} was requested", "code": fault}
             }
         self.log.append(said)
         if step == "pause":

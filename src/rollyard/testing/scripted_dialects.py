@@ -1,9 +1,8 @@
-"""The voices of engines: the bodies in which each hands over what it sampled, whole or streamed, and how such a body
-can be spoilt.
+"""The response bodies of each kind of engine, whole or streamed, and the faults that can be put into them.
 
-A whole body is that of one `Sampled`. An event of a stream is the body of a part of it, with what a real engine tells
-only at the end left out: vLLM sends what is new, and its weight versions with the last event; SGLang sends all tokens
-so far each time, or what is new where it is told to.
+A whole body contains one `Sampled`. An event of a stream contains a part of it, without the fields that a real engine
+sends only at the end. vLLM sends the new tokens, and weight versions with the last event; SGLang sends all tokens so
+far each time, or only the new ones if it is configured to.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class ReplyFormat(Protocol):
 @runtime_checkable
 class StreamFormat(ReplyFormat, Protocol):
     def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
-        """Tells the tokens [start, end)."""
+        """Returns the events for the tokens [start, end)."""
         ...
 
 
@@ -94,7 +93,7 @@ class CompletionFormat:
 
 @dataclass(frozen=True, slots=True)
 class SglangFormat:
-    """SGLang's /generate: one weight version, that of now."""
+    """SGLang's /generate: one weight version, the current one."""
 
     known_as: str
     version: Callable[[], str]
@@ -143,18 +142,18 @@ class ChatFormat:
     def whole(self, done: Sampled) -> Body:
         text = self.tokenizer.decode(done.ids).removesuffix(END)
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": done.finish}
-        head = {"id": "chat", "object": "chat.completion", "created": 0, "model": self.model}  # clients insist on them
+        head = {"id": "chat", "object": "chat.completion", "created": 0, "model": self.model}  # clients require them
         return {**head, "choices": [choice], "usage": done.usage()}
 
 
 def _with_usage(body: Body, done: Sampled, has_usage: bool) -> list[Body]:
-    """vLLM tells usage in an event of its own, after the last, if it was asked to."""
+    """vLLM sends usage in a separate event after the last one, if the client requests it."""
     del body["usage"]
     return [body, {**body, "choices": [], "usage": done.usage()}] if has_usage else [body]
 
 
 def spoil(done: Sampled, body: Body) -> Body:
-    """The body with the fault in its token ids or its choices that was asked for."""
+    """Returns the body with the requested fault in its token ids or choices."""
     if done.fault == "two_choices" and body.get("choices"):
         body["choices"] = body["choices"] * 2
     if done.fault not in ("no_token_ids", "wrong_ids"):
@@ -170,6 +169,6 @@ def spoil(done: Sampled, body: Body) -> Body:
 
 
 def chat_prompt(messages: list[Mapping[str, Any]], start: str) -> str:
-    """ChatML, as the scripted model reads it."""
+    """Renders messages as ChatML, for the scripted model."""
     turns = [f"{start}{message['role']}\n{message.get('content') or ''}{END}\n" for message in messages]
     return "".join(turns) + f"{start}assistant\n"

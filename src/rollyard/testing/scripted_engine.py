@@ -1,22 +1,22 @@
-"""An engine that says what it is told: a real HTTP server that speaks vLLM's API (or SGLang's, or
-the reference system's) without a model.
+"""An engine with scripted replies: a real HTTP server with vLLM's API (or SGLang's, or the reference system's) and no
+model.
 
     async with ScriptedEngine(script=lambda turn: "hello") as engine:
         spec = EngineSpec("e1", engine.url, Kind.VLLM)
 
-or as a process of its own, which prints one line of JSON with its `url` when it is ready:
+or as a separate process, which prints one line of JSON with its `url` when it is ready:
 
     python -m rollyard.testing.scripted_engine --script script.json --latency-s 0.5
 
-With `stream` tokens come at their rate, a few ticks a second; without a rate all at once, in one event.
+With `stream`, tokens are sent at their rate, many per event; without a rate all at once, in one event.
 
-Everything that it says is determined: the reply by the script, each logprob by the token, its place and the token
-before it (`scripted_logprob`), so a completion that is interrupted and continued, here or on another scripted
-engine, is the same as one that is not. `cached_tokens` is the true common prefix with the session's last call.
+All output is deterministic: the script determines the reply, and the token, its position and the token before it
+determine each logprob (`scripted_logprob`). So a completion that is interrupted and continued, here or on another
+scripted engine, equals an uninterrupted one. `cached_tokens` is the true common prefix with the session's last call.
 
-It is cheap on purpose (benchmarks put thousands of calls a second through it): a bare `web.Server` with a table of
-paths, replies encoded once, and no timer for an answer that comes at once. The file is long because it is a whole
-server: one short handler per path.
+It is designed to be cheap (benchmarks send it thousands of calls a second): a bare `web.Server` with a table of paths,
+replies encoded once, and no timer for an immediate answer. The file is long because it is a whole server: one short
+handler per path.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ _METRICS: Mapping[str, Mapping[str, str]] = {
         "preemptions": "sglang:num_retracted_requests_total",
     },
 }
-MAX_SESSIONS = 16_384  # whose last prompt is remembered, for cached_tokens and call numbers
+MAX_SESSIONS = 16_384  # sessions whose last prompt is kept, for cached_tokens and call numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A request as it came."""
+    """A received request."""
 
     path: str
     body: Mapping[str, Any]
@@ -103,7 +103,7 @@ class Recorded:
 
 
 class ScriptedEngine:
-    """See the module. Attributes may be changed while it runs."""
+    """A scripted engine, started by `async with` or `start`. Attributes may be changed while it runs."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ScriptedEngine:
     ) -> None:
         self.script: Script = script or Rules()
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
-        self.can_tokenize = True  # off: it has no /tokenize, so nobody can say which tokenizer it has
+        self.can_tokenize = True  # off: it has no /tokenize, so its tokenizer cannot be determined
         self.dialect = dialect
         self.model = model
         self.root = root
@@ -137,16 +137,16 @@ class ScriptedEngine:
         self.has_old_logprobs = has_old_logprobs
         self.is_incremental = is_incremental  # SGLang's --incremental-streaming-output
         self.is_healthy = True
-        self.kv_use: float | Callable[[], float] | None = None  # as /metrics tells; None: it does not
-        self.preemptions = 0  # as /metrics tells, beside `kv_use`
-        self.started_at: float | None = time.time()  # as /metrics tells; None: it does not
+        self.kv_use: float | Callable[[], float] | None = None  # in /metrics; None: not included
+        self.preemptions = 0  # in /metrics, with `kv_use`
+        self.started_at: float | None = time.time()  # in /metrics; None: not included
         self.requests: deque[Recorded] = deque(maxlen=record)
         self.aborted: deque[str] = deque(maxlen=1000)
         self.total = 0
         self._port = port
         self._faults: deque[Fault | int] = deque()
         self._work = ScriptedGenerations()
-        self.control = Controls(self._work, self._end)  # what it was told of its weights
+        self.control = Controls(self._work, self._end)  # pauses and weight updates
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._prefixes: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._encoded: dict[tuple[str, bool], list[int]] = {}
@@ -155,7 +155,7 @@ class ScriptedEngine:
         self._newline = self.tokenizer.encode("\n")
         self._paths = self._routes()
 
-    # --- its life
+    # --- start and stop
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -165,7 +165,7 @@ class ScriptedEngine:
         await self.stop()
 
     async def start(self) -> None:
-        """Listens; a second start takes the same port again."""
+        """Starts to listen; a second start uses the same port."""
         server = web.Server(self._handle, request_factory=_large_request, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
         await self._runner.setup()
@@ -174,7 +174,7 @@ class ScriptedEngine:
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Cuts every connection. What was running is lost, as with a real one."""
+        """Closes every connection. Running generations are lost, as with a real engine."""
         runner, self._runner = self._runner, None
         if runner is not None:
             server = runner.server
@@ -187,7 +187,7 @@ class ScriptedEngine:
             await runner.cleanup()
 
     async def restart(self) -> None:
-        """As when its process is replaced: the same address, and weights that nobody has given a version."""
+        """Simulates a new process: the same address, and weights without a version."""
         await self.stop()
         self.control.version = "default"
         self._work.new_version("default")
@@ -198,21 +198,21 @@ class ScriptedEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    # --- what a test asks and tells
+    # --- for tests
 
     def fail_next(self, count: int, fault: Fault | int) -> None:
-        """The next so many generations fail this way; then it works again."""
+        """Makes the next `count` generations fail with `fault`."""
         for _ in range(count):
             self._faults.append(fault)
 
     @property
     def calls(self) -> list[Recorded]:
-        """The recorded generations that belong to sessions: no probes."""
+        """The recorded generations that belong to sessions, without probes."""
         return [request for request in self.requests if request.session_id and request.prompt_ids]
 
     @property
     def version(self) -> str:
-        """Of its weights, as it says."""
+        """The weight version that the engine reports."""
         return self.control.version
 
     @version.setter
@@ -228,7 +228,7 @@ class ScriptedEngine:
         await self._work.idle.wait()
 
     async def busy(self) -> None:
-        """Waits until something is."""
+        """Waits until something is being generated."""
         await self._work.busy.wait()
 
     # --- HTTP
@@ -242,7 +242,7 @@ class ScriptedEngine:
             "/update_weight_version": self._control,
             "/metrics": self._metrics,
         }
-        if self.dialect == "prorl":  # that is all it has
+        if self.dialect == "prorl":  # its only route
             return {"/generate": self._prorl}
         if self.dialect == "sglang":
             return common | {
@@ -332,7 +332,7 @@ class ScriptedEngine:
     async def _sglang_abort(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
         rid = "" if body.get("abort_all") else body["rid"]
-        self._end([name for name in self._work.running if name.startswith(rid)] or [rid])  # a prefix, as SGLang does
+        self._end([name for name in self._work.running if name.startswith(rid)] or [rid])  # by prefix, as in SGLang
         return web.Response()
 
     def _end(self, request_ids: Sequence[str]) -> None:
@@ -379,7 +379,7 @@ class ScriptedEngine:
         voice = ChatFormat(self.model, self.tokenizer)
         return await self._serve(request, body, prompt, body, body.get("max_tokens", 4096), "", voice)
 
-    # --- the sampling that they share
+    # --- sampling, shared by all dialects
 
     async def _serve(
         self,
@@ -407,7 +407,7 @@ class ScriptedEngine:
         if fault in MIDWAY and not (is_stream and ids):
             fault = "cut" if fault == "cut_midway" else 500
         if isinstance(fault, int):
-            raise _Refusal(f"a fault of status {fault} was asked for", fault)
+            raise _Refusal(f"a fault of status {fault} was requested", fault)
         if fault == "cut":
             if request.transport is not None:
                 request.transport.abort()
@@ -422,7 +422,7 @@ class ScriptedEngine:
             cached = self._cached(session_id, salt, prompt, ids[:count])
             return replace(plan, ids=ids[:count], finish=how, cached=cached)
 
-        if is_stream and isinstance(voice, StreamFormat):  # a chat is whole, whatever it was asked
+        if is_stream and isinstance(voice, StreamFormat):  # a chat is never streamed
             return await stream_out(request, self._work, known_as, piece, plan, end, voice)
         how = await self._work.do(known_as, piece)
         if how == "stopped":
@@ -446,13 +446,13 @@ class ScriptedEngine:
             )
 
     def _number(self, session_id: str) -> int:
-        """Which call of its session this is, from 0."""
+        """Returns the number of this call in its session, from 0."""
         number = self._numbers.get(session_id, 0)
         _remember(self._numbers, session_id, number + 1)
         return number
 
     def _cached(self, session_id: str, salt: str, prompt: list[int], sampled: list[int]) -> int:
-        """How much of the prompt the session's last call left in the cache; the last token is never taken from it."""
+        """Returns how many prompt tokens the session's last call left in the cache, without the last prompt token."""
         if not session_id:
             return 0
         known = self._prefixes.get((session_id, salt))
@@ -521,7 +521,7 @@ def _remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
 
 
 async def serve(engine: ScriptedEngine) -> None:
-    """Runs until SIGTERM or SIGINT; its first line of output is JSON with its url."""
+    """Serves until SIGTERM or SIGINT. The first line of output is JSON with the url."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -536,15 +536,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m rollyard.testing.scripted_engine", description="A scripted engine."
     )
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--script", type=Path, help="a JSON file with rules and default")
-    parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json; default: bytes")
+    parser.add_argument("--port", type=int, default=0, help="Port to listen on; 0 takes any free one.")
+    parser.add_argument("--script", type=Path, help="JSON file with rules and default.")
+    parser.add_argument("--tokenizer", type=Path, help="Folder with tokenizer.json. [default: bytes]")
     parser.add_argument("--model", default="scripted")
     parser.add_argument("--dialect", choices=["vllm", "sglang", "prorl"], default="vllm")
     parser.add_argument("--max-context", type=int, default=32_768)
     parser.add_argument("--latency-s", type=float, default=0.0)
     parser.add_argument("--tokens-per-s", type=float)
-    parser.add_argument("--record", type=int, default=0, help="how many requests to remember")
+    parser.add_argument("--record", type=int, default=0, help="How many requests to keep for inspection.")
     args = parser.parse_args()
     engine = ScriptedEngine(
         Rules.load(args.script) if args.script else None,

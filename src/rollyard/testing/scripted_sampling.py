@@ -1,4 +1,4 @@
-"""What a scripted engine pretends to have sampled: ids, and numbers about them that follow from the ids alone."""
+"""The simulated samples of a scripted engine: token ids, and logprobs computed from the ids alone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rollyard.testing.script import Fault, Tokenizer
 LogprobsMode = Literal["processed", "raw"]
 Finish = Literal["stop", "length", "abort"]
 
-MASKED = -9999.0  # vLLM's word for "not among the tokens that could be sampled"
+MASKED = -9999.0  # vLLM's logprob of tokens that could not be sampled
 
 
 def scripted_logprob(before: int, position: int, token: int) -> float:
-    """The logprob at T = 1 of `token` at that place of the whole sequence, after the token `before`."""
+    """Returns the logprob at T = 1 of `token` at that position of the whole sequence, after the token `before`."""
     mixed = (token * 2654435761 ^ position * 40503 ^ (before + 1) * 2246822519) & 0xFFFFFFFF
     return -0.001 - (mixed * 2654435761 & 0xFFFFFFFF) / 0xFFFFFFFF * 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One generation. At temperature 1 without a cut its logprobs are `scripted_logprob`; otherwise each token has a
-    few made-up neighbours, and theirs and its own are scaled and cut as an engine of that mode would."""
+    """One generation. At temperature 1 without top_k its logprobs are `scripted_logprob`. Otherwise each token has a
+    few made-up alternatives, and all logprobs are scaled and cut as an engine of that mode does."""
 
     prompt: Sequence[int]
     ids: list[int]
@@ -58,7 +58,7 @@ class Sampled:
         return values
 
     def tops(self, index: int) -> dict[int, float]:
-        """The sampled token and its neighbours; the sampled one is the likeliest."""
+        """Returns the sampled token and its alternatives; the sampled one is the most likely."""
         token = self.ids[index]
         raw = {token + step: self._raw(index) - 0.5 * step for step in range(max(1, self.top, 5))}
         if self.logprobs_mode == "raw":
@@ -74,7 +74,7 @@ class Sampled:
         }
 
     def part(self, start: int, end: int) -> Sampled:
-        """Its tokens [start, end) as if they alone had been sampled, after the others."""
+        """Returns the tokens [start, end) as a generation whose prompt includes the earlier ones."""
         before = [*self.prompt, *self.ids[:start]] if start else self.prompt
         return replace(self, prompt=before, ids=self.ids[start:end])
 
@@ -105,7 +105,7 @@ class Sampled:
 
 
 def cut_at_text(ids: list[int], stops: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """Up to the token with which the first of these texts is complete."""
+    """Cuts ids after the token that completes the first of these texts."""
     for end in range(1, len(ids) + 1) if stops else ():
         text = tokenizer.decode(ids[:end])
         if any(stop in text for stop in stops):
@@ -116,7 +116,7 @@ def cut_at_text(ids: list[int], stops: Sequence[str], tokenizer: Tokenizer) -> l
 def cut_reply(
     ids: list[int], max_tokens: int, stop_token_ids: Sequence[int]
 ) -> tuple[list[int], Literal["stop", "length"]]:
-    """What an engine would have given: up to the first stop token, and no more than was asked for."""
+    """Cuts ids as an engine does: after the first stop token, and at `max_tokens`. Also returns the finish reason."""
     for stop in stop_token_ids:
         if stop in ids:
             ids = ids[: ids.index(stop) + 1]
@@ -124,12 +124,12 @@ def cut_reply(
 
 
 def common_prefix(known: array[int], prompt: Sequence[int]) -> int:
-    """How many first tokens two sequences share. The usual case, all of the known, is one comparison."""
+    """Returns the length of the common prefix. The usual case, all of `known`, takes one comparison."""
     new = array("i", prompt)
     size = min(len(known), len(new))
     if known[:size] == new[:size]:
         return size
-    low, high = 0, size  # known[:low] agrees, known[:high] does not
+    low, high = 0, size  # known[:low] is equal, known[:high] is not
     while high - low > 1:
         middle = (low + high) // 2
         if known[low:middle] == new[low:middle]:

@@ -1,8 +1,8 @@
-"""How a scripted engine streams: server-sent events while tokens are sampled, and the faults that hit a stream.
+"""The streams of a scripted engine: server-sent events while tokens are sampled, and the faults of a stream.
 
-A reply that comes at once is one event in one plain response, which costs hardly more than an unstreamed one. One with
-a rate is at least two events, however busy the machine. A fault in the reply's body (a missing logprob, say) is in its
-last event, so what was told before it is good.
+A reply without a rate is one event in one plain response, which costs hardly more than an unstreamed one. A reply with
+a rate is at least two events, however busy the machine is. A fault in the body (for example, a missing logprob) is in
+the last event, so all earlier events are valid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def stream_out(
     end: Callable[[int, Finish], Sampled],
     voice: StreamFormat,
 ) -> web.StreamResponse:
-    """Streams `plan` as its `piece` is worked off; `end` says what came of it."""
+    """Streams `plan` while `piece` progresses; `end` returns the final result."""
     fault = plan.fault
     good = plan.without_fault()
     response: web.StreamResponse | None = None
@@ -46,7 +46,7 @@ async def stream_out(
 
     async def tell() -> int:
         count = piece.sampled()
-        await tell_up_to(count if piece.is_stalling else min(count, len(plan.ids) - 1))  # the last comes with the end
+        await tell_up_to(count if piece.is_stalling else min(count, len(plan.ids) - 1))  # the last is sent at the end
         if fault in MIDWAY and told >= piece.limit:
             piece.end("stopped")
         return told
@@ -58,7 +58,7 @@ async def stream_out(
             await response.write(_lines([_FAILED]) + DONE)
             return response
         if request.transport is not None:
-            request.transport.close()  # which sends what is in its buffer first
+            request.transport.close()  # sends its buffer first
         return response or web.Response()
     if how == "done" and piece.tokens_per_s and not told:
         await tell_up_to(len(plan.ids) // 2)

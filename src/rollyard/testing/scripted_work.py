@@ -1,4 +1,4 @@
-"""The generations of a scripted engine that take time: how far each is, and what ends it early."""
+"""The timed generations of a scripted engine: their progress, and what ends them early."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Literal
 How = Literal["done", "abort", "stopped"]
 
 TICK_S = 0.02
-"""The least time between two parts of a stream: what is sampled in one is told together, as real engines do."""
+"""The minimum time between two events of a stream. Tokens sampled in between are sent together, as real engines do."""
 
 
 @dataclass(eq=False, slots=True)
 class ScriptedGeneration:
-    """One generation. `stall_after` tokens it goes no further by itself."""
+    """One generation. After `stall_after` tokens it does not progress."""
 
     total: int
     latency_s: float = 0.0
@@ -38,13 +38,13 @@ class ScriptedGeneration:
 
     @property
     def limit(self) -> int:
-        """How far it goes by itself."""
+        """The number of tokens that it samples unless it is ended."""
         if self.stall_after is not None:
             return min(self.total, self.stall_after)
         return 0 if self.ignores_aborts else self.total
 
     def sampled(self) -> int:
-        """How many tokens there are by now."""
+        """Returns the number of tokens sampled so far."""
         now = asyncio.get_running_loop().time() if self.frozen_at is None else self.frozen_at
         passed_s = now - self.started - self.latency_s
         count = self.limit if passed_s >= 0 else 0
@@ -53,7 +53,7 @@ class ScriptedGeneration:
         return count
 
     def due_s(self, told: int) -> float | None:
-        """How long until there may be more than was told; None: there will not be by itself."""
+        """Returns the time until there may be more than `told` tokens, or None if there will be no more."""
         if told >= self.limit:
             return None
         wait_s = self.started + self.latency_s - asyncio.get_running_loop().time()
@@ -66,7 +66,7 @@ class ScriptedGeneration:
             self.ended.set_result(how)
 
     def arm(self) -> None:
-        """It is done when its time is over, unless it is frozen before."""
+        """Schedules the end. A freeze before that cancels it."""
         self.disarm()
         loop = asyncio.get_running_loop()
         self.timer = loop.call_at(max(loop.time(), self.started + self.takes_s), self.end, "done")
@@ -78,7 +78,7 @@ class ScriptedGeneration:
 
 
 class ScriptedGenerations:
-    """All that is being generated. A piece that takes no time never enters."""
+    """All running generations. A generation that takes no time is not added."""
 
     def __init__(self) -> None:
         self.running: dict[str, ScriptedGeneration] = {}
@@ -89,8 +89,8 @@ class ScriptedGenerations:
         self.open.set()
 
     async def do(self, name: str, piece: ScriptedGeneration, tell: Callable[[], Awaitable[int]] | None = None) -> How:
-        """Returns when the piece would have been sampled, or is ended. Meanwhile `tell` is called whenever there is
-        more, and says how many tokens it has told."""
+        """Returns when the generation is complete or is ended. Meanwhile it calls `tell` whenever there are new tokens;
+        `tell` returns how many it has sent in total."""
         if piece.takes_s <= 0 and not piece.is_stalling and self.open.is_set():
             return "done"
         key = f"{name}#{id(piece)}" if not name or name in self.running else name
@@ -123,14 +123,14 @@ class ScriptedGenerations:
                 piece.end("abort")
 
     def freeze(self) -> None:
-        """Nothing is sampled from now on; what is in flight stays where it is."""
+        """Stops sampling; generations in flight keep their progress."""
         for piece in self.running.values():
             if piece.frozen_at is None:
                 piece.frozen_at = asyncio.get_running_loop().time()
                 piece.disarm()
 
     def thaw(self) -> None:
-        """All goes on."""
+        """Resumes all generations."""
         self.open.set()
         for piece in self.running.values():
             if piece.frozen_at is not None:

@@ -1,4 +1,4 @@
-"""What every store must do for tokens, owners and keys: more checks, like those of `store_conformance`."""
+"""Conformance checks of stores for tokens, owners and keys. They are run like those of `store_conformance`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def keys_are_looked_up_with_their_runs(open_store: Open) -> None:
         assert await store.runs_of(ItemKind.ROLLOUT, []) == {}
         assert await store.named(ItemKind.ROLLOUT, "r") == {"a~r": "a", "b~r": "b"}
         assert await store.named(ItemKind.ROLLOUT, "only-b") == {"b~only-b": "b"}
-        assert await store.named(ItemKind.ROLLOUT, "a~r") == {"a~r": "a"}, "a key is its own"
+        assert await store.named(ItemKind.ROLLOUT, "a~r") == {"a~r": "a"}, "a key also names itself"
         assert await store.named(ItemKind.GROUP, "g") == {"a~g": "a", "b~g": "b"}
         assert await store.named(ItemKind.EVAL, "r") == {}
 

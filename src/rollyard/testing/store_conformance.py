@@ -1,12 +1,12 @@
-"""What every store must do, as checks that a test runs one by one: public, for those who write a store.
+"""Conformance checks for stores, which a test runs one by one. They are public, for authors of other stores.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     async def test_store(check, tmp_path):
         await check(Opener(tmp_path))
 
-An `Open` opens the same store each time it is called, like a server that starts again; with `is_forced` it does so
-although another process seems to have it, as when a lock was lost. A check closes what it opened. The file is long
-because it is one list of short checks.
+An `Open` opens the same store each time it is called, like a server that restarts. With `is_forced` it does so
+although another process holds the store, as when a lock was lost. A check closes the stores that it opens. The file is
+long because it is one list of short checks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def completed(reward: float = 1.0) -> Ending:
 async def opened(
     open_store: Open, *, max_attempts: int = 3, is_forced: bool = False, keeps_leases: bool = False
 ) -> AsyncGenerator[Store, None]:
-    """The store, with the run "run" in it."""
+    """Opens the store and creates the run "run"."""
     store = await open_store(max_attempts=max_attempts, is_forced=is_forced, keeps_leases=keeps_leases)
     try:
         await store.put_run(Run("run"), {})
@@ -100,7 +100,7 @@ async def opened(
 
 
 async def advance(store: Store, rollout_id: str, to: State, attempt: int = 1) -> Position:
-    """A queued rollout, moved up to a state. Nothing is awaited but the last write."""
+    """Moves a queued rollout up to a state. Awaits only the last write."""
     at = Position(State.QUEUED, attempt)
     for state in (State.INIT, State.READY, State.RUN):
         if at.state is to:
@@ -116,7 +116,7 @@ async def advance(store: Store, rollout_id: str, to: State, attempt: int = 1) ->
 
 
 async def raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Awaitable[object]) -> str:
-    """Awaits a call that must fail so; its message."""
+    """Awaits a call that must raise `kind`, and returns the message."""
     try:
         await call
     except kind as error:
@@ -125,7 +125,7 @@ async def raises(kind: type[BaseException] | tuple[type[BaseException], ...], ca
 
 
 async def ended_ids(store: Store, limit: int = 100, run: str | None = None) -> list[str]:
-    """All that have ended, page by page."""
+    """Returns the ids of all ended rollouts, read page by page."""
     found: list[str] = []
     cursor: str | None = None
     while True:
@@ -185,7 +185,7 @@ async def a_conflicting_submit_stores_nothing(open_store: Open) -> None:
         await raises(IdConflict, store.submit([submission("b"), submission("a", note="other body")]))
         await raises(IdConflict, store.submit([submission("b"), submission("a", run="other")]))
         await raises(IdConflict, store.submit([submission("b"), submission("b")]))
-        await raises(NotFound, store.submit([submission("b"), submission("c", run="nobody's")]))
+        await raises(NotFound, store.submit([submission("b"), submission("c", run="unknown")]))
         assert [row.id for row in await store.queued()] == ["a"]
 
 
@@ -218,7 +218,7 @@ async def a_rollout_goes_its_way(open_store: Open) -> None:
         assert ended == await store.get("a")
         assert ended.ending is not None and ended.ending.score == Score(0.5) and ended.ended_seq is not None
         assert await store.trajectory("a") == trajectory("a")
-        assert await store.saved_run("a") == saved  # for scoring again
+        assert await store.saved_run("a") == saved  # kept for rescoring
         await store.submit([submission("f")])
         final = replace(trajectory("f"), ended_by="later")
         await store.end("f", await advance(store, "f", State.EVAL), completed(), final)
@@ -235,13 +235,13 @@ async def a_move_from_elsewhere_is_stale(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
         await raises(Stale, store.move("a", INIT, READY))
-        await raises(Stale, store.move("nobody", QUEUED, INIT))
+        await raises(Stale, store.move("unknown", QUEUED, INIT))
         await store.move("a", QUEUED, INIT)
         message = await raises(Stale, store.move("a", QUEUED, INIT))
         assert "init" in message
         await store.requeue("a", INIT, LostAttempt(1, "engine_unavailable", "", "init"))
         await raises(Stale, store.end("a", INIT, completed()))
-        await raises(Stale, store.end("a", QUEUED, completed()))  # the right state, the attempt before
+        await raises(Stale, store.end("a", QUEUED, completed()))  # the right state, but the previous attempt
         assert (await store.get("a")).position == Position(State.QUEUED, 2)
 
 
@@ -252,7 +252,7 @@ async def a_lost_attempt_stands_in_the_record(open_store: Open) -> None:
         lost = [LostAttempt(1, "sandbox_lost", "gone", "eval", 3), LostAttempt(2, "drained", "", "run")]
         at = await advance(store, "a", State.EVAL)
         await store.requeue("a", at, lost[0])
-        assert await store.trajectory("a") is None  # it was the lost attempt's
+        assert await store.trajectory("a") is None  # it belonged to the lost attempt
         at = await advance(store, "a", State.RUN, attempt=2)
         await store.requeue("a", at, lost[1], is_excused=True)
         rollout = await store.get("a")
@@ -319,7 +319,7 @@ async def a_cancel_ends_what_is_queued_and_marks_what_is_live(open_store: Open) 
         at = await advance(store, "l", State.RUN)
         marked = await store.request_cancel("l", "no need")
         assert marked is not None and marked.is_cancel_requested and marked.position == at
-        ended = await store.end("l", at, completed())  # it was faster; the pipeline decides
+        ended = await store.end("l", at, completed())  # it ended before the cancel; the pipeline decides
         assert await store.request_cancel("l", "again") == ended
 
 
@@ -331,14 +331,14 @@ async def many_are_cancelled_at_once(open_store: Open) -> None:
         at = await advance(store, "r000", State.RUN)
         done = await advance(store, "r001", State.RUN)
         before = await store.end("r001", done, completed())
-        assert set(await store.cancel_many([*ids, "nobody"], "no need")) == set(ids[2:])
+        assert set(await store.cancel_many([*ids, "unknown"], "no need")) == set(ids[2:])
         assert await store.cancel_many(ids, "again") == []
         marked = await store.get("r000")
         assert marked.is_cancel_requested and marked.position == at
         assert await store.get("r001") == before
         assert all(_is_cancelled(one) for one in await store.get_many(ids[2:]))
-        (came,) = await store.submit([submission("nobody")])
-        assert not _is_cancelled(came), "an id that was not there leaves no tombstone"
+        (came,) = await store.submit([submission("unknown")])
+        assert not _is_cancelled(came), "an unknown id must leave no tombstone"
 
 
 @_check
@@ -364,7 +364,7 @@ async def a_run_that_is_being_deleted_takes_nothing_and_begins_nothing(open_stor
     async with opened(open_store) as store:
         await store.put_run(Run("old"), {})
         await store.submit([submission("a", run="old"), submission("b", run="old"), submission("other")])
-        await raises(NotFound, store.begin_deletion("nobody's"))
+        await raises(NotFound, store.begin_deletion("unknown"))
         await store.begin_deletion("old")
         await raises(NotFound, store.submit([submission("c", run="old")]))
         await raises(IdConflict, store.put_run(Run("old"), {}))
@@ -542,7 +542,7 @@ async def the_terminal_order_is_the_order_of_commits(open_store: Open) -> None:
             return ended.ended_seq
 
         _, *numbers = await asyncio.gather(watch(), *(finish(rollout_id) for rollout_id in ids))
-        # Read while others ended: nothing was missed, nothing came twice, and a later reading agrees.
+        # Read while rollouts ended: none was missed or duplicated, and a later listing is the same.
         by_number = [rollout_id for _, rollout_id in sorted(zip(numbers, ids, strict=True))]
         assert len(set(numbers)) == len(ids) and seen == by_number == await ended_ids(store)
         assert (await store.list(state=State.ENDED, after=cursor)).next_cursor is None
@@ -587,7 +587,7 @@ async def a_wrong_cursor_or_limit_is_refused(open_store: Open) -> None:
             await raises(InvalidRequest, store.list(state=state, after=cursor))
         for limit in (0, -1, 1_000_000):
             await raises(InvalidRequest, store.list(limit=limit))
-        for cursor in ("s:0", "nonsense", "e:1"):  # the last is ahead of everything that has ended
+        for cursor in ("s:0", "nonsense", "e:1"):  # the last is beyond every ended rollout
             await raises(InvalidRequest, store.acknowledge("run", cursor))
 
 
@@ -612,7 +612,7 @@ async def what_is_acknowledged_loses_its_trajectory(open_store: Open) -> None:
         assert await store.trajectory("r120") is not None and await store.trajectory("theirs") is not None
         assert set((await store.sweep(Retention(3600))).rollouts) == {f"r{i:03}" for i in range(120)}
         assert await store.sweep(Retention(3600)) == SweepResult()
-        await raises(NotFound, store.acknowledge("nobody's", cursor))
+        await raises(NotFound, store.acknowledge("unknown", cursor))
 
 
 @_check
@@ -625,11 +625,11 @@ async def a_sweep_deletes_what_is_old(open_store: Open) -> None:
         assert await store.sweep(Retention(3600)) == SweepResult()
         assert len((await store.sweep(Retention(0))).rollouts) == 130
     async with opened(open_store) as store:
-        assert len((await store.sweep(Retention(0))).rollouts) == 130  # not proven to have been deleted: named again
+        assert len((await store.sweep(Retention(0))).rollouts) == 130  # their deletion was not confirmed: listed again
         assert await store.sweep(Retention(0)) == SweepResult()
         assert (await store.counts())["ended"] == 0 and (await store.get("queued")).position == QUEUED
         (came,) = await store.submit([submission("never came")])
-        assert not _is_cancelled(came)  # its tombstone was old
+        assert not _is_cancelled(came)  # its tombstone had expired
         ended = await store.end("queued", QUEUED, completed())
         assert before is not None and ended.ended_seq is not None and ended.ended_seq > int(before[2:])
 
@@ -641,7 +641,7 @@ async def a_deleted_run_takes_its_rollouts_along(open_store: Open) -> None:
         await _end_all(store, [f"r{i:03}" for i in range(130)])
         await store.submit([submission("live"), submission("theirs", run="other")])
         await raises(Stale, store.delete_run("run"))
-        await raises(NotFound, store.delete_run("nobody's"))
+        await raises(NotFound, store.delete_run("unknown"))
         assert (await store.counts())["ended"] == 130
         await store.request_cancel("live", "")
         await store.delete_run("run")
@@ -651,7 +651,7 @@ async def a_deleted_run_takes_its_rollouts_along(open_store: Open) -> None:
         (again,) = await store.submit([submission("r000")])
         assert again.position == QUEUED
         leavings = (await store.sweep(Retention(3600))).rollouts
-        assert len(leavings) == 130 and "r000" not in leavings  # that id is in use again: its files stay
+        assert len(leavings) == 130 and "r000" not in leavings  # the id is in use again: its files stay
 
 
 @_check

@@ -1,4 +1,4 @@
-"""What every store must do for groups, draws and evaluations: more checks, like those of `store_conformance`."""
+"""Conformance checks of stores for groups, draws and evaluations. They are run like those of `store_conformance`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def a_step_is_all_or_nothing(open_store: Open) -> None:
         await raises(NotFound, store.get_batch("d", 2))
         assert await store.get_batch("d", 1) == batch
         assert (await store.get("d.0.0.0-1")).state is State.QUEUED
-        await raises(NotFound, store.step(Decision(draw=draw("nobody's"))))
+        await raises(NotFound, store.step(Decision(draw=draw("unknown"))))
 
 
 @_check
@@ -95,7 +95,7 @@ async def draws_are_idempotent_and_listed(open_store: Open) -> None:
         await raises(IdConflict, store.put_draw(draw("d"), {"a": 2}))
         await store.put_draw(draw("e"), {})
         assert [one.id for one in await store.list_draws()] == ["d", "e"]
-        await raises(NotFound, store.get_draw("nobody's"))
+        await raises(NotFound, store.get_draw("unknown"))
 
 
 @_check
@@ -124,11 +124,11 @@ async def tasks_of_a_draw_are_kept_and_pushed_once(open_store: Open) -> None:
         assert await store.push_items("p", [("a", {"n": 1}), ("b", {"n": 3})]) == 3
         await raises(IdConflict, store.push_items("p", [("c", {"n": 4}), ("a", {"n": 5})]))
         assert await store.count_items("p") == 3 and await store.get_item("p", 2) == {"n": 3}
-        assert await store.push_items("p", [("a", {"n": 1})], closed="no more") == 3, "sent again: nothing new"
+        assert await store.push_items("p", [("a", {"n": 1})], closed="no more") == 3, "a repeated push added items"
         said = await raises(SourceClosed, store.push_items("p", [("b", {"n": 3}), ("d", {"n": 6})], closed="no more"))
         assert said == "no more" and await store.count_items("p") == 3
         await store.put_items("d", 0, [{"n": 7}])
-        assert await store.count_items("d") == 1, "what was there from the first number on is gone"
+        assert await store.count_items("d") == 1, "items from the first number on were not replaced"
 
 
 @_check
@@ -143,16 +143,16 @@ async def what_a_live_draw_has_not_been_told_to_let_go_stays(open_store: Open) -
         await store.submit([stranger])
         await store.end("mine", QUEUED, completed(), trajectory("mine"))
         assert await store.acknowledge_draw("d", 1) == 1
-        assert await store.trajectory("mine") is not None, "it names the group, and is not of it"
+        assert await store.trajectory("mine") is not None, "it names the group but is not a member"
         assert await store.acknowledge_draw("d", 1) == 0
         assert await store.trajectory("acked-0") is None and await store.trajectory("unacked-0") is not None
         swept = (await store.sweep(Retention(0))).rollouts
-        assert set(swept) == {"acked-0", "acked-1", "mine"}  # that one is only old
+        assert set(swept) == {"acked-0", "acked-1", "mine"}  # deleted because of its age
         assert (await store.get("unacked-1")).state is State.ENDED and (await store.get_group("unacked")).place == 2
         await raises(NotFound, store.get_group("acked"))
         await store.step(Decision(draw=draw(is_active=False)))
         await store.sweep(Retention(3600))
-        assert await store.trajectory("unacked-0") is not None, "its draw has only just ended"
+        assert await store.trajectory("unacked-0") is not None, "its draw ended just now"
         assert (await store.sweep(Retention(0))).draws == ("d",)
         await raises(NotFound, store.get("unacked-1"))
 
@@ -172,7 +172,7 @@ async def an_acknowledged_run_keeps_what_was_not_delivered(open_store: Open) -> 
         await store.end("lone-0", QUEUED, completed(), trajectory("lone-0"))
         cursor = (await store.list(state=State.ENDED)).next_cursor
         assert cursor is not None
-        assert await store.acknowledge("run", cursor) == 2, "only the two of the group that nobody waits for"
+        assert await store.acknowledge("run", cursor) == 2, "only the two members of the filtered group"
         for name in ("waits-0", "works-1", "delivered-0", "lone-0"):
             assert await store.trajectory(name) is not None, name
         assert await store.acknowledge_draw("d", 1) == 1
@@ -180,7 +180,7 @@ async def an_acknowledged_run_keeps_what_was_not_delivered(open_store: Open) -> 
         await store.end("lone-1", QUEUED, completed(), trajectory("lone-1"))
         await store.step(Decision(groups=(group("lone", state=GroupState.COMPLETE),)))
         cursor = (await store.list(state=State.ENDED, after=cursor)).next_cursor
-        assert cursor is not None and await store.acknowledge("run", cursor) == 2, "both of it, now that it is whole"
+        assert cursor is not None and await store.acknowledge("run", cursor) == 2, "both members of the complete group"
         assert await store.acknowledge("run", cursor) == 0
 
 
@@ -208,7 +208,7 @@ async def a_sweep_deletes_draws_evaluations_and_runs_that_are_over(open_store: O
         assert await store.count_items(eval_items("evals")) == 0
         assert (await store.get("running.0-0")).state is State.ENDED, "its evaluation is not over"
         await raises(NotFound, store.get_batch("d", 1))
-        assert await store.get_batch("d", 2), "a rewind may go there"
+        assert await store.get_batch("d", 2), "a rewind may need it"
         await store.step(Decision(draw=draw(is_active=False, progress=progress)))
         swept = await store.sweep(Retention(0))
         assert (set(swept.rollouts) - {"evals.0-0"}, swept.draws, swept.runs) == ({"g-0", "g-1"}, ("d",), ("run",))
@@ -239,7 +239,7 @@ async def evaluations_are_kept(open_store: Open) -> None:
         await raises(IdConflict, store.put_eval(record, {"k": 3}))
     async with opened(open_store) as store:
         assert await store.get_eval("e") == done and list(await store.list_evals()) == [done]
-        await raises(NotFound, store.get_eval("nobody's"))
+        await raises(NotFound, store.get_eval("unknown"))
 
 
 @_check

@@ -1,4 +1,4 @@
-"""What every store must do for rollouts that are out at nodes: more checks, like those of `store_conformance`."""
+"""Conformance checks of stores for rollouts leased to nodes. They are run like those of `store_conformance`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollyard.testing.store_conformance import (
 LEASE_CHECKS: list[Check] = []
 """Every check, in the order of this file."""
 
-GIVEN_BACK = LostAttempt(1, "node_lost", "it was not heard of", "init")
+GIVEN_BACK = LostAttempt(1, "node_lost", "the node sent nothing", "init")
 
 
 def _check(check: Check) -> Check:
@@ -44,7 +44,7 @@ async def leased(
     *,
     is_reevaluable: bool = False,
 ) -> Position:
-    """A queued rollout, leased and moved up to a state; what its RUN left is saved before EVAL."""
+    """Leases a queued rollout and moves it up to a state. Saves the result of RUN before EVAL."""
     assert list(await store.lease([(rollout_id, attempt, node)])) == [rollout_id]
     at = Position(State.INIT, attempt)
     for state in (State.READY, State.RUN):
@@ -70,7 +70,7 @@ async def a_lease_takes_what_is_queued_with_that_attempt(open_store: Open) -> No
         assert list(await store.lease([])) == []
         assert [(await store.get(rollout_id)).position for rollout_id in "ae"] == [INIT, INIT]
         assert [row.id for row in await store.queued()] == ["d"]
-        assert list(await store.lease([("d", 1, "n1"), ("d", 1, "n2")])) == ["d"]  # once, however often it is asked for
+        assert list(await store.lease([("d", 1, "n1"), ("d", 1, "n2")])) == ["d"]  # once, however often it is requested
     async with opened(open_store, keeps_leases=True) as store:
         assert [(one.id, one.node) for one in store.recovered.leased] == [("a", "n2"), ("d", "n1"), ("e", "n1")]
 
@@ -127,7 +127,7 @@ async def leases_outlive_the_head_that_keeps_them(open_store: Open) -> None:
         await store.end("ended", await leased(store, "ended"), completed())
         await leased(store, "unwanted", State.RUN)
         await store.request_cancel("unwanted", "enough")
-    for _ in range(2):  # it makes no difference how often
+    for _ in range(2):  # opening again changes nothing
         async with opened(open_store, max_attempts=1, keeps_leases=True) as store:
             assert store.recovered.leased == tuple(LeasedRow(state, 1, f"n-{state}", state) for state in states)
             assert store.recovered.evals == ()
@@ -166,7 +166,7 @@ async def what_a_node_saved_is_judged_here_by_an_opener_that_keeps_no_leases(ope
         await store.submit([submission("a"), submission("b")])
         await leased(store, "a", State.EVAL, is_reevaluable=True)
         await leased(store, "b", State.EVAL, is_reevaluable=False)
-    async with opened(open_store, keeps_leases=True) as store:  # they are out, whatever was saved
+    async with opened(open_store, keeps_leases=True) as store:  # still leased, whatever was saved
         assert store.recovered.leased == (LeasedRow("a", 1, "n1", State.EVAL), LeasedRow("b", 1, "n1", State.EVAL))
         assert store.recovered.evals == () and (await store.get("a")).position == EVAL
         assert await store.saved_run("a") == (trajectory("a"), {"is_reevaluable": True})
@@ -174,7 +174,7 @@ async def what_a_node_saved_is_judged_here_by_an_opener_that_keeps_no_leases(ope
         assert (store.recovered.evals, store.recovered.requeued, store.recovered.leased) == (("a",), 1, ())
         assert await store.saved_run("a") == (trajectory("a"), {"is_reevaluable": True})
         assert [(await store.get(one)).position for one in "ab"] == [EVAL, Position(State.QUEUED, 2)]
-    async with opened(open_store, keeps_leases=True) as store:  # it is out at no node any more
+    async with opened(open_store, keeps_leases=True) as store:  # it is no longer leased to a node
         assert (store.recovered.evals, store.recovered.leased) == (("a",), ())
         assert (await store.end("a", EVAL, completed())).state is State.ENDED
 
@@ -184,7 +184,7 @@ async def many_are_read_in_the_order_given(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission(rollout_id) for rollout_id in ("a", "b", 'q"uote', "ü")])
         await store.end("b", QUEUED, completed(0.1))
-        ids = ["ü", "nobody", "b", 'q"uote', "b"]
+        ids = ["ü", "unknown", "b", 'q"uote', "b"]
         found = await store.get_many(ids)
-        assert list(found) == [await store.get(rollout_id) for rollout_id in ids if rollout_id != "nobody"]
+        assert list(found) == [await store.get(rollout_id) for rollout_id in ids if rollout_id != "unknown"]
         assert list(await store.get_many([])) == []
