@@ -104,7 +104,9 @@ def test_the_steps_of_a_rollout_are_functions_that_exist():
 
 
 def test_words_that_the_prose_avoids_are_not_used():
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "check-words"], capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "check-words"], capture_output=True, text=True, timeout=50
+    )
     assert done.returncode == 0, done.stdout
 
 

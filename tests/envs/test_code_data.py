@@ -34,7 +34,7 @@ GOOD = {"question": "Add.", "tests": [{"input": "1 2", "output": "3"}]}
         ),
         ({"language": "cobol", "command": "cobol x"}, "data.language: one of"),
         ({"command": "pypy solution.py"}, "data.file: the name of the file that data.command runs"),
-        ({"compile": "make"}, "data.command: what runs the solution"),
+        ({"compile": "make"}, "data.command: the command that runs the solution"),
         ({"file": "a/b", "command": "x"}, f"data.file: the name of a file in {WORKDIR}"),
         ({"file": "..", "command": "x"}, "data.file: the name of a file"),
         ({"language": "bash", "tests": None, "asserts": ["assert 1"]}, "data.language: python, the only language"),

@@ -95,7 +95,7 @@ def test_a_link_that_points_outside_its_folder_is_refused(tmp_path: Path, target
 
 def test_files_beyond_the_size_limit_of_a_task_are_refused(tmp_path: Path):
     half = b"x" * (MOST_BYTES // 2)
-    with pytest.raises(TaskInvalid, match=r"have more than 8 MiB in all; .* larger data belongs into the image"):
+    with pytest.raises(TaskInvalid, match=r"have more than 8 MiB in all; .* larger data belongs in the image"):
         imported(write(tmp_path, {"tests/a": half, "solution/b": half}))
 
 
@@ -406,7 +406,7 @@ def test_run_lines_of_a_dockerfile_run_at_set_up_with_the_option(tmp_path: Path)
         dockered(tmp_path, fetches, run="prepare")
     toml = NO_IMAGE.replace("allow_internet = false", "allow_internet = true")
     networked = {"task.toml": toml, "environment/Dockerfile": fetches}
-    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: RUN apt-get .* needs root, which sandboxes have not"):
+    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: RUN apt-get .* needs root, which sandboxes do not have"):
         imported(write(tmp_path / "root", networked), run="prepare")
     networked["environment/Dockerfile"] = "FROM x\nRUN pip install y\n"
     assert imported(write(tmp_path / "pip", networked), run="prepare")["data"]["setup"]

@@ -72,7 +72,7 @@ import os, sys, time
 for line in sys.stdin:
     if "bad" in line:
         sys.exit(3)
-    print("told", sys.argv[1:], line.strip(), os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
+    print("got", sys.argv[1:], line.strip(), os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
     print("this training is over", flush=True)
     if "endless" in line:
         time.sleep(3600)
@@ -89,7 +89,7 @@ except KeyError:
 """
     done = inside(tmp_path, script, program)
     assert done.stdout.splitlines() == ["True True False", "gone"], done.stderr
-    assert "told ['--fixed', '-'] --out 'a b' 30\n" in done.stderr and "told ['--fixed', '-'] good 30\n" in done.stderr
+    assert "got ['--fixed', '-'] --out 'a b' 30\n" in done.stderr and "got ['--fixed', '-'] good 30\n" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -296,7 +296,7 @@ async def test_a_bad_request_raises_the_sdks_bad_request_error() -> None:
         with pytest.raises(anthropic.BadRequestError) as caught:
             await sdk.messages.create(model="m", max_tokens=10, messages=[{"role": "user", "content": [document]}])
         assert caught.value.type == "invalid_request_error"
-        assert "messages.0.content.0: blocks of type 'document'" in caught.value.message
+        assert "messages.0.content.0: a block of type 'document'" in caught.value.message
         assert site.session.info()["requests"] == 0
 
 

@@ -86,8 +86,8 @@ client = {"name": "test", "version": "1"}
 rpc(0, "initialize", protocolVersion="2025-06-18", capabilities={}, clientInfo=client)
 print([tool["name"] for tool in rpc(1, "tools/list")["tools"]])
 for name in ("weigh", "lift"):
-    told = rpc(2, "tools/call", name=name, arguments={"thing": "anvil"})
-    print(told["isError"], told["content"][0]["text"])
+    result = rpc(2, "tools/call", name=name, arguments={"thing": "anvil"})
+    print(result["isError"], result["content"][0]["text"])
 """
 
 

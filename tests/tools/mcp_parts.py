@@ -36,7 +36,7 @@ def add(number: int) -> str:
 
 @server.tool()
 def where() -> dict:
-    "Tells where it runs."
+    "Returns where it runs."
     import os
     return {"cwd": os.getcwd(), "secret": os.environ.get("SECRET")}
 

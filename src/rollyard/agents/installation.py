@@ -172,7 +172,7 @@ def _pip(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
 
 
 def _npm(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
-    """Unpacks each package below its name. For programs that are one binary: no code of theirs runs during the
+    """Unpacks each package below its name. For programs that are one binary: none of their code runs during the
     installation, and no dependency is fetched."""
     for package in preset.install.resolved():
         name, _, version = package.rpartition("@")

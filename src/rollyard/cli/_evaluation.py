@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollyard.client import Evaluation, Record
 
 ALL = "all"
-TOLD = 10  # maximum of tasks with too few samples that are listed
+SHOWN = 10  # maximum of tasks with too few samples that are listed
 ALL_ROWS = 8  # up to this k the table has every pass@j, beyond it powers of two; the JSON always has all
 
 
@@ -163,8 +163,8 @@ def tell_missing(evaluation: EvalReport) -> None:
         return
     causes = ", ".join(f"{count} {code}" for code, count in missing.most_common())
     note(f"{missing.total()} samples have no score and are not counted: {causes}")
-    for place, count in evaluation.too_few[:TOLD]:
+    for place, count in evaluation.too_few[:SHOWN]:
         note(f"{place}: {count} scored samples; it is not counted in pass@k beyond {count}" if count else
              f"{place}: no scored sample; it is not counted")  # fmt: skip
-    if len(evaluation.too_few) > TOLD:
-        note(f"… and {len(evaluation.too_few) - TOLD} more tasks have fewer than {evaluation.k} scored samples")
+    if len(evaluation.too_few) > SHOWN:
+        note(f"… and {len(evaluation.too_few) - SHOWN} more tasks have fewer than {evaluation.k} scored samples")

@@ -16,7 +16,7 @@ from rollyard.tools.mcp_tools import NAME, ToolServer
 
 TOOLS = f"{PREFIX}{NAME}"
 
-_CLOSED = b'{"error": {"message": "there is no model here: RUN has not begun, or is over", "code": "ended"}}'
+_CLOSED = b'{"error": {"message": "no model is available: RUN has not started, or has ended", "code": "ended"}}'
 
 
 class DoorwayApp:

@@ -170,9 +170,9 @@ async def the_environment_is_clean(runtime: Runtime) -> None:
 async def a_timeout_kills_all_that_the_command_started(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         mark = marked()
-        command = f"setsid sleep {mark} & (sleep {mark} &) ; echo begun; sleep {mark}"
+        command = f"setsid sleep {mark} & (sleep {mark} &) ; echo started; sleep {mark}"
         result = await sandbox.exec(command, timeout_s=0.5)
-        assert result.is_timed_out and result.status == -signal.SIGKILL and result.stdout == b"begun\n"
+        assert result.is_timed_out and result.status == -signal.SIGKILL and result.stdout == b"started\n"
         assert not alive(mark)
         assert await output(sandbox, "echo still here") == "still here\n"
 

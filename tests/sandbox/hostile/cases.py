@@ -105,7 +105,7 @@ async def said(sandbox: Sandbox, script: str, *arguments: str, timeout_s: float 
 
 
 async def answers(sandbox: Sandbox) -> None:
-    """It still does what it is told."""
+    """The sandbox still runs commands."""
     result = await sandbox.exec(["echo", "on"], timeout_s=SECONDS)
     assert (result.status, result.stdout) == (0, b"on\n"), result
 

@@ -70,7 +70,7 @@ for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0
 
 @hostile
 async def the_doorways_port_taken_first(runtime: Runtime) -> None:
-    """It listens before anything inside runs, and shares its port with nobody: no other socket can be in its place."""
+    """It listens before anything inside runs, and does not share its port: no other socket can take its place."""
     async with started(runtime, SPEC) as sandbox:
         assert sandbox.doorway is not None
         assert await said(sandbox, _SQUAT, str(sandbox.doorway.port)) == ""
@@ -98,7 +98,7 @@ except OSError:
 
 @hostile
 async def the_doorways_interface_taken_down(runtime: Runtime) -> None:
-    """The network namespace belongs to nobody inside: `lo` stays up, with its address."""
+    """No process inside owns the network namespace: `lo` stays up, with its address."""
     async with open_door(runtime, "mine") as sandbox:
         assert await said(sandbox, _LO_DOWN) == ""
         await sandbox.exec(

@@ -1,6 +1,6 @@
 """Attacks on ends: on the sandbox's own, on what comes after it, and on everything that it can reach."""
 
-# Small files of the host, in cases that nobody waits for.
+# Small files of the host: blocking calls are short.
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def kill_9_of_everything(runtime: Runtime) -> None:
 
 @hostile
 async def a_daemon_that_would_outlive_its_sandbox(runtime: Runtime) -> None:
-    """PID 1's end is everyone's: a session of its own, ignored signals and a lost parent help nobody."""
+    """The end of PID 1 ends every process, also those with their own session, ignored signals or a dead parent."""
     mark = marked()
     async with started(runtime) as sandbox:
         await sandbox.exec(_DAEMON.format(mark=mark), timeout_s=SECONDS)

@@ -4,7 +4,7 @@ The host's tools run inside the sandbox's own mounts, so a link leads where it l
 regular file of a bounded size, or it is refused with ValueError. An OSError would pass for trouble of the host.
 """
 
-# Small files of the host, in cases that nobody waits for.
+# Small files of the host: blocking calls are short.
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def writing_to_the_control_folder(runtime: Runtime) -> None:
 
 @hostile
 async def folders_without_end(runtime: Runtime) -> None:
-    """No walk of ours recurses or trusts a path's length: it comes out, or is refused, and is deleted either way."""
+    """File walks do not recurse and do not trust a path's length: the tree is downloaded or refused, and deleted."""
     async with started(runtime) as sandbox:
         deep = "import os\nfor _ in range(4000):\n os.mkdir('deep-down'); os.chdir('deep-down')"
         assert (await python(sandbox, deep, timeout_s=LONG_S)).status == 0

@@ -106,7 +106,7 @@ for path in paths:  # asked, never tried: where this fails, trying would do it
 
 @hostile
 async def settings_and_memory_of_the_kernel(runtime: Runtime) -> None:
-    """/proc/sys and /sys are read-only, whoever runs the service: core_pattern alone would run anything as root."""
+    """/proc/sys and /sys are read-only for every user of the service: core_pattern alone would run anything as root."""
     async with started(runtime) as sandbox:
         seen = await said(sandbox, _SETTINGS)
         assert seen == "", seen[:1000]
@@ -138,7 +138,7 @@ for change in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups(
 
 @hostile
 async def setuid_programs(runtime: Runtime) -> None:
-    """no_new_privs, and no capability in any set: a setuid bit or a file capability gives nobody anything."""
+    """no_new_privs, and no capability in any set: a setuid bit or a file capability grants nothing."""
     async with started(runtime) as sandbox:
         assert await said(sandbox, _SETUID) == ""
         shell = await Shell.open(sandbox)

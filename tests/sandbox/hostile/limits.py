@@ -1,6 +1,6 @@
 """Attacks on what a machine has only so much of: processes, memory, disk, and the server's attention.
 
-Each case shows the limit at work: the attack is refused, or its process is killed, or its sandbox ends with the
+Each case shows that the limit works: the attack is refused, or its process is killed, or its sandbox ends with the
 limit's own reason. Where `limits_in_force` says "none" there is nothing more to show than that it says so.
 """
 
@@ -182,7 +182,7 @@ async def memory_by_many_processes(runtime: Runtime) -> None:
 @hostile
 async def memory_by_tmpfs(runtime: Runtime) -> None:
     """Files in memory count, wherever one can be written: no process has them, and a tmpfs may take half of the
-    machine unless it is told."""
+    machine unless it is given a size."""
     async with started(runtime) as sandbox:
         places = (await said(sandbox, _PLACES)).split()
     for place in places:

@@ -1,7 +1,7 @@
-"""Attacks on the shell: on the status it reports, on the terminal, on whoever reads what comes out of it.
+"""Attacks on the shell: on the status it reports, on the terminal, on the reader of its output.
 
 Its status only informs the model, and code in the same shell can forge it. What must hold is that a forgery is over
-when its command is: the next command's output and status are its own, or the model is told that the shell was lost.
+when its command is: the next command's output and status are its own, or the model reads that the shell was lost.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ async def output_that_is_no_text(runtime: Runtime) -> None:
 
 @hostile
 async def programs_that_wait_for_input(runtime: Runtime) -> None:
-    """Whoever reads the terminal is found and interrupted; a command has an empty stdin and no terminal at all."""
+    """A process that reads the terminal is found and interrupted; a command has an empty stdin and no terminal at all."""
     async with started(runtime) as sandbox:
         for command in ("cat", "read x", "python3 -i", "sh -c 'read x < /dev/tty'"):
             result = await sandbox.exec(command, timeout_s=SECONDS)
