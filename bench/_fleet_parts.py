@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
-from rollyard.agents.base import AgentContext
+from rollyard.agents.base import Agent, AgentContext
 from rollyard.core import (
     Ending,
     Json,
@@ -59,9 +59,8 @@ class WaitEnvironment(Environment):
         return Score(1.0)
 
 
-class WaitAgent:
+class WaitAgent(Agent):
     name: ClassVar[str] = NAME
-    default_tools: ClassVar[tuple[str, ...]] = ()
     needs_model: ClassVar[bool] = False
 
     def check(self, task: Task) -> None:

@@ -49,7 +49,7 @@ def _script(peer: str, turns: int) -> dict[str, Json]:
 
 
 async def run_peers(*, quick: bool, turns: int = TURNS) -> dict[str, Json]:
-    """Returns each peer's figures, under the same names as Rollyard's, or {"error": reason} if it cannot be measured."""
+    """Returns each peer's figures, under Rollyard's names, or {"error": reason} if it cannot be measured."""
     found: dict[str, Json] = {}
     for name, peer in (("mini-swe-agent", "mini_swe_agent"), ("verifiers", "verifiers")):
         try:

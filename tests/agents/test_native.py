@@ -1,6 +1,7 @@
 """The native loop, with a scripted engine over HTTP as the model."""
 
 import asyncio
+from importlib.metadata import EntryPoint
 
 import msgspec
 import pytest
@@ -282,6 +283,13 @@ def test_valid_options_are_accepted():
     NativeAgent().check(Task("shell", agent=AgentSpec("native", {"format": "bash_block", "system_prompt": None})))
     for options in ({"schemas": False}, {"schemas": True, "tool_latency_s": 0}, {"tool_latency_s": 60}):
         NativeAgent().check(Task("shell", agent=AgentSpec("native", options)))
+
+
+def test_an_entry_point_that_is_not_an_agent_is_refused(monkeypatch: pytest.MonkeyPatch):
+    found = [EntryPoint("odd", "builtins:dict", "rollyard.agents")]
+    monkeypatch.setattr("rollyard.agents.registry.plugins", lambda group: found)
+    with pytest.raises(UnknownAgent, match=r"'odd' cannot be used: dict is not a rollyard.agents.Agent"):
+        Agents().get("odd")
 
 
 def test_agents_are_found_by_entry_point_and_may_be_added():

@@ -28,7 +28,7 @@ def test_a_body_contains_the_whole_task(tmp_path: Path):
             "workdir": "/app",
             "tests": {"test.sh": TEST},
             "solution": {"solve.sh": SOLVE},
-            "metadata": {"author_name": "Somebody", "difficulty": "easy", "tags": ["trivial"]},
+            "metadata": {"author_name": "An Author", "difficulty": "easy", "tags": ["trivial"]},
             "notes": ["the image's own working folder is not known: the task starts in /app (--set workdir=PATH)"],
         },
         "limits": {"eval_s": 150.0, "run_s": 90.0},

@@ -8,6 +8,7 @@ to the conversation or the gateway, not to the agent.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
@@ -80,7 +81,7 @@ class AgentContext:
     metrics: Metrics | None = None
     lost: Sequence[LostAttempt] = ()  # earlier attempts at this rollout
     seq: int = 0  # the rollout's number in the order of submission; unique
-    python: PortablePython | None = None  # Rollyard's Python in the sandbox, if `outfit` requested it
+    python: PortablePython | None = None  # Rollyard's Python in the sandbox, if `sandbox_needs` requested it
     solve: Callable[[], Awaitable[Solved]] | None = None  # runs the environment's reference solution
 
     @property
@@ -105,36 +106,28 @@ class SandboxNeeds:
     binds: tuple[Bind, ...] = ()
 
 
-class Agent(Protocol):
-    """Drives RUN. Optional attributes: `needs_gateway: ClassVar[bool]` (the context then has a gateway, and no tools),
-    `needs_model: ClassVar[bool]` (if False, no engine is requested and the conversation cannot sample), and
-    `outfit(task) -> SandboxNeeds`."""
+class Agent(ABC):
+    """Drives RUN. One instance serves all rollouts, so it holds no state of a rollout."""
 
     name: ClassVar[str]
-    default_tools: ClassVar[tuple[str, ...]]
+    default_tools: ClassVar[tuple[str, ...]] = ()
 
-    def check(self, task: Task) -> None:
+    needs_gateway: ClassVar[bool] = False
+    """The context then has a gateway, and no tools."""
+
+    needs_model: ClassVar[bool] = True
+    """If False, no engine is requested and the conversation cannot sample."""
+
+    is_head_only: ClassVar[bool] = False
+    """The agent works only in the process that has the service's port, so other nodes cannot run it."""
+
+    def check(self, task: Task) -> None:  # noqa: B027  # optional
         """Raises TaskInvalid for invalid options. Called when a task is submitted: no I/O."""
-        ...
 
+    def sandbox_needs(self, task: Task) -> SandboxNeeds:
+        """What the agent needs in the task's sandbox. Called when a task is submitted and in INIT: no I/O."""
+        return SandboxNeeds()
+
+    @abstractmethod
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         """Runs the agent on the environment's messages. Returns why it ended ("stop", "finish")."""
-        ...
-
-
-def needs_gateway(agent: Agent) -> bool:
-    return bool(getattr(agent, "needs_gateway", False))
-
-
-def needs_model(agent: Agent) -> bool:
-    return bool(getattr(agent, "needs_model", True))
-
-
-def is_head_only(agent: Agent) -> bool:
-    """Whether the agent works only in the process that has the service's port, so that other nodes cannot run it."""
-    return bool(getattr(agent, "is_head_only", False))
-
-
-def outfit_of(agent: Agent, task: Task) -> SandboxNeeds:
-    find: Callable[[Task], SandboxNeeds] | None = getattr(agent, "outfit", None)
-    return SandboxNeeds() if find is None else find(task)

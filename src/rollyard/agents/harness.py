@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollyard.agents.base import AgentContext, SandboxNeeds
+from rollyard.agents.base import Agent, AgentContext, SandboxNeeds
 from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import HOME_INSIDE, INSTALL_INSIDE, Preset
 from rollyard.agents.program import Program
@@ -54,14 +54,14 @@ BEATS = 3  # within limits.stall_s
 _NOT_THE_PRESETS = frozenset({*NAMES, "mcp"})  # options of the gateway and of the pipeline
 
 
-class HarnessAgent:
+class HarnessAgent(Agent):
     """Runs the program of one preset. It holds no state of a rollout."""
 
     default_tools: ClassVar[tuple[str, ...]] = ()  # the program has its own tools
     needs_gateway: ClassVar[bool] = True
 
     def __init__(self, preset: Preset, shelf: AgentInstalls | None = None) -> None:
-        self.name = preset.name
+        self.name = preset.name  # pyright: ignore[reportAttributeAccessIssue]  # one class, an instance per preset
         self.preset = preset
         self.shelf = shelf
 
@@ -73,7 +73,7 @@ class HarnessAgent:
         if self.preset.is_installable and self._installed is None:
             raise AgentMissing(f"the agent {self.name} {self.preset.version} is not installed on this machine")
 
-    def outfit(self, task: Task) -> SandboxNeeds:
+    def sandbox_needs(self, task: Task) -> SandboxNeeds:
         """Raises SandboxStartFailed if the program was uninstalled after the task was submitted."""
         binds: tuple[Bind, ...] = ()
         if self.preset.is_installable:

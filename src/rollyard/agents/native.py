@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rollyard.agents.arguments import wrong_arguments
-from rollyard.agents.base import AgentContext
+from rollyard.agents.base import Agent, AgentContext
 from rollyard.core import DeadlineExpired, Json, Message, Task
 from rollyard.core.failure import RunDeadline, TaskInvalid, TokenLimit, TurnLimit
 from rollyard.observe.spans import tool_span
@@ -40,7 +40,7 @@ BASH_BLOCK_PROMPT = (
 )
 
 
-class NativeAgent:
+class NativeAgent(Agent):
     """The native agent loop. Options: `format`, `tools` (names; by default the environment's), `mcp` (servers),
     `system_prompt`, `schemas` (false: the prompt does not contain the tools, for a policy that was trained with them),
     and `tool_latency_s`: delays every tool call, to measure the effect of slow tools on a trainer."""

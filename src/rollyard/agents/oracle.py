@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rollyard.agents.base import AgentContext
+from rollyard.agents.base import Agent, AgentContext
 from rollyard.core import Message, Task, Trace
 from rollyard.core.failure import TaskInvalid
 from rollyard.tokens.base import Parsed, ToolSchema
@@ -47,7 +47,7 @@ class SilentConversation:
         return ()
 
 
-class NoopAgent:
+class NoopAgent(Agent):
     """Ends RUN without doing anything."""
 
     name: ClassVar[str] = "noop"

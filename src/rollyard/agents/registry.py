@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import cast
 
 from rollyard.agents.base import Agent
 from rollyard.agents.harness import HarnessAgent
@@ -56,12 +55,18 @@ class Agents:
         """Returns the agent of that name. It holds no state of a rollout, so rollouts share it."""
         if name not in self._made:
             if name in self._found:
-                self._made[name] = cast("Agent", self._found[name].load()())
+                self._made[name] = self._installed(name)
             elif name in self._presets:
                 return self._preset_agent(name)
             else:
                 raise UnknownAgent(f"there is no agent {name!r}; there are: {', '.join(self.names)}")
         return self._made[name]
+
+    def _installed(self, name: str) -> Agent:
+        made: object = self._found[name].load()()
+        if not isinstance(made, Agent):
+            raise UnknownAgent(f"agent {name!r} cannot be used: {type(made).__name__} is not a rollyard.agents.Agent")
+        return made
 
     def _preset_agent(self, name: str) -> Agent:
         if name in self._made:
@@ -75,7 +80,5 @@ class Agents:
                 raise PresetError("name", f"{name!r} was expected, like the file's name")
         except PresetError as error:
             raise UnknownAgent(f"the preset {name!r} cannot be used: {error}") from error
-        agent = self._made[name] = cast(
-            "Agent", HarnessAgent(preset, self.shelf)
-        )  # its name is an instance attribute, not a class attribute
+        agent = self._made[name] = HarnessAgent(preset, self.shelf)
         return agent

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from rollyard.agents.base import AgentContext
+from rollyard.agents.base import Agent, AgentContext
 from rollyard.core import CODES, DeadlineExpired, Json, LostAttempt, Message, State, Task
 from rollyard.core.failure import (
     EngineFailure,
@@ -59,7 +59,7 @@ class LiveSession:
             raise SessionConflict("this session already has another reward")
 
 
-class SessionAgent:
+class SessionAgent(Agent):
     """The agent of all sessions. It holds the open ones."""
 
     name: ClassVar[str] = NAME

@@ -196,7 +196,6 @@ async def _try(
 ) -> PlayResult:
     from dataclasses import replace
 
-    from rollyard.agents.base import needs_model
     from rollyard.cli._playing import add_engine, open_resource_sets
     from rollyard.core import AgentSpec, RollyardError
     from rollyard.pipeline.local_rollout import play
@@ -210,7 +209,7 @@ async def _try(
             wanted = resource_sets.placed(wanted)
             resources = await resource_sets.of(wanted)
             doer = resources.agent_of(wanted)
-            if needs_model(doer):
+            if doer.needs_model:
                 if engine is None:
                     raise CommandError(
                         f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import msgspec
 
-from rollyard.agents.base import needs_model
 from rollyard.core import (
     Blame,
     Deadline,
@@ -241,7 +240,7 @@ class Attempt:
     async def _sit_down(self) -> None:
         """Acquires a seat at the policy if the agent needs a model. Until then it is READY and no clock runs."""
         pipeline = self.pipeline
-        if needs_model(pipeline.resources.agent_of(self.rollout.task)):
+        if pipeline.resources.agent_of(self.rollout.task).needs_model:
             seats = pipeline.resources.router.seats(self.run.policy)
             self._seat = seats.try_acquire()
             if self._seat is None:

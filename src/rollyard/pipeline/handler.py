@@ -25,17 +25,14 @@ A task that names such an environment and no agent runs the environment's `run`;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
-from rollyard.agents.base import AgentContext
+from rollyard.agents.base import Agent, AgentContext
 from rollyard.core import Message
 from rollyard.envs.base import Environment
 
 
-class Handler(Environment):
+class Handler(Environment, Agent):
     """An environment that is also an agent. `check` validates the whole task."""
-
-    default_tools: ClassVar[tuple[str, ...]] = ()
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         """Works from the messages of `init`. Returns why it ended ("stop", "finish")."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollyard.agents.base import Agent, is_head_only, needs_gateway, needs_model, outfit_of
+from rollyard.agents.base import Agent
 from rollyard.agents.registry import Agents
 from rollyard.core import Run, Task
 from rollyard.core.ceilings import Ceilings
@@ -75,7 +75,7 @@ class StageResources:
             raise RuntimeNotAllowed(f"runtime {task.sandbox.runtime!r} is not among the allowed ones ({allowed})")
         self.served_inside(task)
         runtime, agent = self.runtime_of(task), self.agent_of(task)
-        if outfit_of(agent, task).needs_doorway and not runtime.is_isolated:
+        if agent.sandbox_needs(task).needs_doorway and not runtime.is_isolated:
             raise TaskInvalid(
                 f"the agent {agent.name} is a program that reaches its model from inside a sandbox, and the runtime"
                 f" {runtime.name} provides none: choose another"
@@ -144,15 +144,15 @@ class StageResources:
 
     def is_head_only(self, task: Task) -> bool:
         """Whether only the process that has the service's port can run the task."""
-        return is_head_only(self.agent_of(task))
+        return self.agent_of(task).is_head_only
 
     def needs_model(self, task: Task) -> bool:
-        return needs_model(self.agent_of(task))
+        return self.agent_of(task).needs_model
 
     def tools_of(self, task: Task) -> list[ToolKind | ToolSource]:
         """Returns the agent's tools: those that the task names, else the environment's, else the agent's defaults; and
         the MCP servers that the task names. Empty for an agent behind the gateway, which brings its own tools."""
-        if needs_gateway(self.agent_of(task)):
+        if self.agent_of(task).needs_gateway:
             return []
         named = task.agent.options.get("tools")
         if named is not None:
@@ -179,7 +179,7 @@ class StageResources:
     async def python_of(self, task: Task, kinds: Sequence[ToolKind | ToolSource]) -> PortablePython | None:
         """Returns Rollyard's own Python as this task's runtime starts it, if the agent or a tool needs it. The first
         call may take seconds."""
-        is_needed = any(kind.needs_python for kind in kinds) or outfit_of(self.agent_of(task), task).needs_python
+        is_needed = any(kind.needs_python for kind in kinds) or self.agent_of(task).sandbox_needs(task).needs_python
         if self.pythons is None or not is_needed:
             return None
         python = await self.pythons.get()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollyard.agents.base import AgentContext, Conversation, needs_gateway, needs_model, outfit_of
+from rollyard.agents.base import AgentContext, Conversation
 from rollyard.agents.conversation import converse
 from rollyard.agents.oracle import SilentConversation
 from rollyard.core import (
@@ -151,11 +151,11 @@ async def init(
     with boundary(EnvironmentBroken, f"{task.environment}.plan"):
         workspace = Workspace(environment.plan(task))
     kinds = resources.tools_of(task)
-    outfit = outfit_of(resources.agent_of(task), task)
+    needs = resources.agent_of(task).sandbox_needs(task)
     spec: SandboxSpec | None = None
     phase = "start"
     try:
-        if workspace.plan.needs_sandbox or outfit.needs_doorway or any(kind.needs_sandbox for kind in kinds):
+        if workspace.plan.needs_sandbox or needs.needs_doorway or any(kind.needs_sandbox for kind in kinds):
             workspace.holding.enter_context(resources.holding_image(task))
             spec = resources.spec_of(task, workspace.plan, rollout.id)
             spec = replace(spec, egress=resources.egress_of(task, ledger or EgressLedger()))
@@ -167,8 +167,8 @@ async def init(
                 spec = replace(spec, layers=(workspace.lease.path,))
         async with clock.counting():
             if spec is not None:
-                has_doorway = outfit.needs_doorway or bool(resources.served_inside(task))
-                spec = replace(spec, binds=(*spec.binds, *outfit.binds), has_doorway=has_doorway)
+                has_doorway = needs.needs_doorway or bool(resources.served_inside(task))
+                spec = replace(spec, binds=(*spec.binds, *needs.binds), has_doorway=has_doorway)
                 init_lease_s = max(lease_s, task.limits.init_s + INIT_GRACE_S)
                 workspace.sandbox = await start(resources, task, spec, clock, lease_s=init_lease_s, metrics=metrics)
                 await _serve_inside(workspace, resources, task, rollout.id)
@@ -181,7 +181,7 @@ async def init(
                 workspace.start = await environment.init(context)
             phase = "tools"
             await _open_tools(workspace, [*kinds, *workspace.start.tools], task)
-            if workspace.tools and needs_gateway(resources.agent_of(task)):
+            if workspace.tools and resources.agent_of(task).needs_gateway:
                 await _serve_tools(workspace, resources, task)
     except DeadlineExpired:
         await to_its_end(workspace.close)
@@ -299,7 +299,7 @@ async def run(
         async with AsyncExitStack() as stack:
             session: Session | None = None
             model: Conversation | GatewaySession = SilentConversation()
-            if needs_model(agent):
+            if agent.needs_model:
                 avoid = {lost.engine for lost in rollout.lost if lost.code in ENGINE_CODES}
                 session = await stack.enter_async_context(
                     resources.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid)
@@ -380,7 +380,7 @@ async def _model(
     """Returns the conversation or gateway session of the agent. Raises EngineRefused if it needs token ids and the
     engine returns none."""
     task = rollout.task
-    if not needs_gateway(resources.agent_of(task)):
+    if not resources.agent_of(task).needs_gateway:
         return await converse(
             session,
             resources.renderers.of,

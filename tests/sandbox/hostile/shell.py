@@ -200,7 +200,7 @@ async def output_that_is_no_text(runtime: Runtime) -> None:
 
 @hostile
 async def programs_that_wait_for_input(runtime: Runtime) -> None:
-    """A process that reads the terminal is found and interrupted; a command has an empty stdin and no terminal at all."""
+    """A reader of the terminal is found and interrupted; a command has an empty stdin and no terminal at all."""
     async with started(runtime) as sandbox:
         for command in ("cat", "read x", "python3 -i", "sh -c 'read x < /dev/tty'"):
             result = await sandbox.exec(command, timeout_s=SECONDS)
