@@ -124,12 +124,12 @@ def scene(renderer: ChatML) -> Stage:
                 )
                 opened = [Jotter(), await FINISH.open(None)] if tools is None else tools  # type: ignore[arg-type]
                 context = AgentContext(
-                    task,
-                    rollout_id,
-                    conversation,
-                    {tool.spec.name: tool for tool in opened},
-                    None,
-                    clock,
+                    task=task,
+                    rollout_id=rollout_id,
+                    model=conversation,
+                    tools={tool.spec.name: tool for tool in opened},
+                    sandbox=None,
+                    clock=clock,
                     beat=lambda: beats.append(1),
                 )
                 yield Scene(engine, context, renderer, beats)

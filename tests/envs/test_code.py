@@ -55,7 +55,9 @@ async def scored(resources: StageResources, data: dict[str, Any], solution: str 
     said = {"role": "assistant", "content": f"```\n{solution or data['solution']}\n```"}
     trajectory = Trajectory(rollout.id, 1, messages=(said,))
     clock = Deadline(given.limits.eval_s)
-    return await evaluate(resources, rollout, trajectory, clock, lease_s=600.0, watch=lambda _: None)
+    return await evaluate(
+        resources.resolve(rollout.task), rollout.id, trajectory, clock, lease_s=600.0, watch=lambda _: None
+    )
 
 
 async def test_the_oracle_scores_1_and_the_no_op_0(any_resources: StageResources):

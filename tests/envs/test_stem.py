@@ -48,7 +48,7 @@ async def test_every_example_of_the_how_to_page_is_a_task_with_an_oracle():
 
 async def test_only_the_tools_need_a_sandbox(stem):
     async with open_resources("bubblewrap") as resources:
-        kinds = resources.tools_of(to_play({"environment": "stem", "data": GASES}, "bubblewrap"))
+        kinds = resources.resolve(to_play({"environment": "stem", "data": GASES}, "bubblewrap")).tools
     assert [kind.spec.name for kind in kinds] == ["ipython", "finish"]  # type: ignore[union-attr]
     plan = stem.plan(task("stem", GASES))
     assert (plan.needs_sandbox, plan.eval_needs_sandbox) == (False, False)

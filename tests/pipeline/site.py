@@ -165,7 +165,7 @@ async def site(
             layers={kind.name: layers},
             pythons=pythons,
             egress=egress or EgressCeiling(),
-            resolve=resolve or SystemResolver(),
+            resolve_name=resolve or SystemResolver(),
         )
         run = run or Run("run")
         await store.put_run(run, {"id": run.id})

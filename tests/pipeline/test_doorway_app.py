@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from mcp_types import CallToolRequestParams
@@ -166,7 +166,8 @@ async def test_the_name_of_the_environments_tools_is_reserved(tmp_path: Path):
 
 
 def test_a_context_without_a_gateway_names_the_missing_setting():
-    context = AgentContext(Task("x"), "r", object(), {}, None, Deadline())  # type: ignore[arg-type]
+    model: Any = object()
+    context = AgentContext(task=Task("x"), rollout_id="r", model=model, tools={}, sandbox=None, clock=Deadline())
     with pytest.raises(RuntimeError, match="set needs_gateway"):
         _ = context.gateway
     assert context.conversation is context.model

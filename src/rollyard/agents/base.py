@@ -65,7 +65,7 @@ class Conversation(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentContext:
     """Everything that an agent receives. `beat` reports progress to the stall watch."""
 

@@ -108,7 +108,8 @@ async def _checked(
     try:
         task = resource_sets.placed(to_task(line.task, {}, ()))
         resources = await resource_sets.of(task)
-        resources.environment_of(task)
+        resolved = resources.resolve(task)
+        environment = resolved.environment
     except InvalidRequest as error:
         finding.problems += _each_field(error)
         return None
@@ -119,10 +120,10 @@ async def _checked(
         finding.problems.append(f"sandbox.runtime: {error.what}; {error.remedy}")
         return None
     parts = (
-        lambda: resources.environment_of(task).check(task),
-        lambda: resources.agent_of(task).check(task),
-        lambda: resources.tools_of(task),
-        lambda: resources.image_of(task),
+        lambda: environment.check(task),
+        lambda: resolved.agent.check(task),
+        lambda: resolved.tools,
+        lambda: resolved.image(),
         lambda: resources.check(task, Run("validate")),  # what remains: the agent together with the runtime
     )
     for part in parts:

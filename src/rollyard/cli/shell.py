@@ -20,9 +20,8 @@ from rollyard.cli._solo import default_runtime, local_resources
 from rollyard.cli._tasks import TaskLine, read_task
 
 if TYPE_CHECKING:
-    from rollyard.core import Artifact, Message, Rollout, Score
-    from rollyard.pipeline import StageResources
-    from rollyard.pipeline.stages import Workspace
+    from rollyard.core import Message, Score, Trajectory
+    from rollyard.pipeline.runner import StageRunner
 
 LEASE_S = 7 * 86_400.0  # for a person; if this process dies, the lifeline ends the sandbox
 
@@ -63,8 +62,9 @@ def shell(
 
 async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: str | None) -> ShellVisit:
     from rollyard.cli._terminal import interact, pipe
-    from rollyard.core import Deadline, Rollout, RollyardError, Run
-    from rollyard.pipeline import stages
+    from rollyard.core import Deadline, Rollout, RollyardError, Run, Trajectory
+    from rollyard.pipeline.runner import StageRunner
+    from rollyard.pipeline.stages import RunResult
     from rollyard.service.models import to_task
 
     try:
@@ -76,7 +76,9 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
             resources = await stack.enter_async_context(local_resources(Path(folder), name))
             rollout = Rollout(id="shell", run="shell", task=wanted)
             resources.check(wanted, Run("shell"))
-            workspace = await stages.init(resources, rollout, Deadline(wanted.limits.init_s), lease_s=LEASE_S)
+            runner = StageRunner(resources, rollout, Run("shell"), lease_s=LEASE_S)
+            stack.callback(runner.forget)
+            workspace = await runner.init(Deadline(wanted.limits.init_s))
             try:
                 if workspace.sandbox is None:
                     raise CommandError(f"{line.place}: this task has no sandbox")
@@ -84,38 +86,25 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
                 status = await (interact if sys.stdin.isatty() else pipe)(workspace.sandbox)
                 if not evaluate:
                     return ShellVisit(status)
-                saved = await stages.collect(resources, rollout, workspace)
-                if workspace.plan.eval_mode == "same":
-                    await workspace.freeze(resources.layers_of(wanted))
+                said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
+                messages = (*workspace.start.messages, *said)
+                trajectory = Trajectory(rollout.id, rollout.attempt, messages=messages, ended_by="finish")
+                result = await runner.collect(RunResult(trajectory, None, "", 0))
             finally:
-                await workspace.close()
-            try:
-                return ShellVisit(status, await _score(resources, rollout, workspace, saved, answer))
-            finally:
-                workspace.forget()
+                await runner.close()
+            if result.failure is not None:
+                raise CommandError(f"{line.place}: {result.failure.detail}")
+            return ShellVisit(status, await _score(runner, result.trajectory))
     except RollyardError as error:
         raise CommandError(f"{line.place}: {error.detail}", error.remedy) from error
 
 
-async def _score(
-    resources: StageResources, rollout: Rollout, workspace: Workspace, saved: list[Artifact], answer: str | None
-) -> Score:
-    from rollyard.core import Deadline, DeadlineExpired, Trajectory
-    from rollyard.pipeline.evaluation import evaluate
+async def _score(runner: StageRunner, trajectory: Trajectory) -> Score:
+    from rollyard.core import Deadline, DeadlineExpired
 
-    said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
-    trajectory = Trajectory(
-        rollout.id,
-        rollout.attempt,
-        messages=(*workspace.start.messages, *said),
-        artifacts=tuple(saved),
-        ended_by="finish",
-    )
-    clock = Deadline(rollout.task.limits.eval_s)
+    clock = Deadline(runner.resolved.task.limits.eval_s)
     try:
-        return await evaluate(
-            resources, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None, layers=workspace.eval_layers
-        )
+        return await runner.evaluate(trajectory, clock)
     except DeadlineExpired:
         raise CommandError(f"EVAL did not finish in {clock.budget_s:g} s", "raise limits.eval_s") from None
 

@@ -208,7 +208,7 @@ async def _try(
         async with open_resource_sets(runtime) as resource_sets:
             wanted = resource_sets.placed(wanted)
             resources = await resource_sets.of(wanted)
-            doer = resources.agent_of(wanted)
+            doer = resources.resolve(wanted).agent
             if doer.needs_model:
                 if engine is None:
                     raise CommandError(

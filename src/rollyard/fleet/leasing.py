@@ -258,7 +258,8 @@ class LeasingPipeline(Pipeline):
         """Whether only this process can run it, and whether it needs a seat. A rollout whose agent is not installed any
         more runs here: its attempt fails with what is missing."""
         try:
-            return self.resources.is_head_only(rollout.task), self.resources.needs_model(rollout.task)
+            agent = self.resources.resolve(rollout.task).agent
+            return agent.is_head_only, agent.needs_model
         except Exception as error:  # a plugin's loading may raise anything
             log.warning("a rollout's agent is not installed", extra={"rollout": rollout.id, "error": str(error)})
             return True, False

@@ -39,14 +39,15 @@ from rollyard.core.failure import (
 )
 from rollyard.engines.pool.seats import Seat
 from rollyard.observe.spans import rollout_span, stage_span
-from rollyard.pipeline import retry, stages
+from rollyard.pipeline import retry
 from rollyard.pipeline.base import AttemptHost, Shutdown, Verdict
-from rollyard.pipeline.evaluation import CheckKilled, evaluate
+from rollyard.pipeline.evaluation import CheckKilled
 from rollyard.pipeline.progress import AttemptProgress
-from rollyard.pipeline.sandbox_start import ENDS, ended_by_policy
+from rollyard.pipeline.runner import StageRunner
+from rollyard.pipeline.sandbox_start import ENDS
 from rollyard.pipeline.settlement import Settlement
+from rollyard.pipeline.stages import RunObserver, RunResult, Workspace
 from rollyard.pipeline.worker_pool import Rank
-from rollyard.sandbox.base import Sandbox
 from rollyard.store.base import Stale
 from rollyard.tokens import verify
 
@@ -68,10 +69,18 @@ class Attempt:
         self.clock = Deadline()  # of the current stage
         self.quarantined = 0  # its sandboxes that could not be proven gone
         self.is_seated = rollout.state is State.EVAL  # has a seat or needs none
-        self._progress = AttemptProgress(rollout, run, Summary(node=pipeline.settings.node), queued_s=queued_s)
-        self._workspace: stages.Workspace | None = None
+        self._runner = StageRunner(
+            pipeline.resources, rollout, run, lease_s=pipeline.settings.lease_s, metrics=pipeline.metrics
+        )
         self._seat: Seat | None = None  # at its policy's engines, from just before RUN to its end
-        self._eval_sandbox: Sandbox | None = None
+        self._progress = AttemptProgress(
+            rollout,
+            run,
+            Summary(node=pipeline.settings.node),
+            queued_s=queued_s,
+            running=self._runner.state,
+            ledger=self._runner.ledger,
+        )
         self._stop: RollyardError | Shutdown | Stale | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_settling = False
@@ -109,9 +118,7 @@ class Attempt:
 
         `now` is the pipeline's clock. INIT and EVAL need no stall check: the deadline of each covers the whole stage.
         """
-        for sandbox in (self._workspace.sandbox if self._workspace else None, self._eval_sandbox):
-            if sandbox is not None:
-                sandbox.renew(lease_s)
+        self._runner.renew(lease_s)
         if not self.clock.is_running:
             self.last_beat = now  # Rollyard stopped the clock (a paused policy, for example): not a stall
         return now - self.last_beat if self.state is State.RUN and self.clock.is_running else None
@@ -177,14 +184,7 @@ class Attempt:
             self._move(State.INIT)
             self.clock = Deadline(self.rollout.task.limits.init_s, pipeline.clock)
             with stage_span(progress.span, "init"):
-                self._workspace = await stages.init(
-                    pipeline.resources,
-                    self.rollout,
-                    self.clock,
-                    lease_s=pipeline.settings.lease_s,
-                    metrics=pipeline.metrics,
-                    ledger=progress.ledger,
-                )
+                workspace = await self._runner.init(self.clock)
             progress.mark("ready")
             self._move(State.READY)
             pipeline.ready += 1
@@ -192,7 +192,7 @@ class Attempt:
             raise SandboxLost(f"the sandbox ended before the agent started: {error.detail}") from error
         finally:
             pipeline.init_pool.release()
-        sandbox, lease = self._workspace.sandbox, self._workspace.lease
+        sandbox, lease = workspace.sandbox, workspace.lease
         if sandbox is not None:
             progress.summary = replace(progress.summary, limits_in_force=dict(sandbox.limits_in_force))
         if lease is not None:
@@ -202,7 +202,6 @@ class Attempt:
     async def _run(self) -> tuple[Failure | None, bool]:
         """Executes RUN. Returns its failure, if any, and whether the policy ended its own sandbox."""
         pipeline, progress = self.pipeline, self._progress
-        assert self._workspace is not None
         try:
             await self._sit_down()  # before the slot: a policy that is full must not hold RUN slots of others
             await pipeline.run_pool.acquire(self._rank)
@@ -217,17 +216,14 @@ class Attempt:
             self._move(State.RUN)
             self.clock = Deadline(self.rollout.task.limits.run_s, pipeline.clock)
             self.beat()
-            with stage_span(progress.span, "run", agent=pipeline.resources.agent_of(self.rollout.task).name) as span:
-                watch = stages.RunObserver(self.beat, span, pipeline.metrics)
-                ran = await stages.run(
-                    pipeline.resources, self.rollout, self.run, self._workspace, progress.running, self.clock, watch
-                )
+            with stage_span(progress.span, "run", agent=self._runner.resolved.agent.name) as span:
+                ran = await self._runner.run(self.clock, RunObserver(self.beat, span, pipeline.metrics))
             progress.ran(ran)
             pipeline.metrics.run_ended(ran.trajectory)
             verify(ran.trajectory)
             if ran.failure is not None and ran.failure.blame is not Blame.POLICY:
                 raise _Ended(ran.failure)
-            ran = await self._save(self._workspace, ran)
+            ran = await self._save(ran)
             progress.mark("eval_wait")
             return ran.failure, ran.is_sandbox_gone
         finally:
@@ -240,7 +236,7 @@ class Attempt:
     async def _sit_down(self) -> None:
         """Acquires a seat at the policy if the agent needs a model. Until then it is READY and no clock runs."""
         pipeline = self.pipeline
-        if pipeline.resources.agent_of(self.rollout.task).needs_model:
+        if self._runner.resolved.agent.needs_model:
             seats = pipeline.resources.router.seats(self.run.policy)
             self._seat = seats.try_acquire()
             if self._seat is None:
@@ -257,34 +253,25 @@ class Attempt:
         if self._seat is not None:
             self._seat.close()
 
-    async def _save(self, workspace: stages.Workspace, ran: stages.RunResult) -> stages.RunResult:
+    async def _save(self, ran: RunResult) -> RunResult:
         """Moves from RUN to EVAL: saves the artifacts, then writes one durable row with everything that EVAL needs."""
-        progress, rollout = self._progress, self.rollout
-        gone = ended_by_policy(workspace.sandbox)
-        if workspace.sandbox is not None and not ran.is_sandbox_gone:
-            try:
-                artifacts = await stages.collect(self.pipeline.resources, rollout, workspace)
-                progress.trajectory = replace(ran.trajectory, artifacts=tuple(artifacts))
-                if workspace.plan.eval_mode == "same":
-                    await workspace.freeze(self.pipeline.resources.layers_of(rollout.task))
-            except PolicyFailure as error:
-                ran, gone = replace(ran, is_sandbox_gone=True), error
-            except SandboxStuck as stuck:
-                raise SandboxLost(stuck.detail) from stuck  # the clean-up that follows counts it as stuck
-        if ran.is_sandbox_gone and ran.failure is None and gone is not None:
-            ran = replace(ran, failure=gone.failure("run"))
-        progress.is_reevaluable = workspace.plan.is_reevaluable and workspace.plan.eval_mode == "fresh"
+        progress, rollout, plan = self._progress, self.rollout, self._runner.resolved.plan
+        try:
+            ran = await self._runner.collect(ran)
+        except SandboxStuck as stuck:
+            raise SandboxLost(stuck.detail) from stuck  # the clean-up that follows counts it as stuck
+        progress.trajectory = ran.trajectory
+        progress.is_reevaluable = plan.is_reevaluable and plan.eval_mode == "fresh"
         info: dict[str, Json] = {
             "is_reevaluable": progress.is_reevaluable,
-            "eval_mode": workspace.plan.eval_mode,
+            "eval_mode": plan.eval_mode,
             "is_sandbox_gone": ran.is_sandbox_gone,
             "failure": msgspec.to_builtins(ran.failure),
             "summary": msgspec.to_builtins(progress.told(progress.summary)),
             "timings": msgspec.to_builtins(progress.timings()),
         }
         at = rollout.position
-        assert progress.trajectory is not None
-        saving = asyncio.ensure_future(self.pipeline.store.save_run(rollout.id, at, progress.trajectory, info))
+        saving = asyncio.ensure_future(self.pipeline.store.save_run(rollout.id, at, ran.trajectory, info))
         try:
             await asyncio.shield(saving)
         except asyncio.CancelledError:
@@ -310,7 +297,7 @@ class Attempt:
 
     async def _eval(self, failure: Failure | None, *, is_sandbox_gone: bool) -> Ending:
         pipeline, progress = self.pipeline, self._progress
-        failing_score = pipeline.resources.environment_of(self.rollout.task).plan(self.rollout.task).failing_score
+        failing_score = self._runner.resolved.plan.failing_score
         if is_sandbox_gone:
             return progress.scored(failing_score, failure)
         broken, overruns = 0, 0  # separate: a host failure does not show that the checks are slow
@@ -333,8 +320,6 @@ class Attempt:
                     self._quarantine(error)
                 progress.note(f"EVAL was tried again: {error.code}")
                 await asyncio.sleep(retry.Backoff(first_s=0.2).delay_s(broken))
-            finally:
-                self._eval_sandbox = None
 
     async def _score(self, *, is_last: bool) -> Score:
         """Runs EVAL once, in a slot of EVAL's pool."""
@@ -345,24 +330,7 @@ class Attempt:
             self.clock = Deadline(self.rollout.task.limits.eval_s, pipeline.clock)
             self.beat()
             with stage_span(progress.span, "eval"):
-                return await evaluate(
-                    pipeline.resources,
-                    self.rollout,
-                    progress.trajectory,
-                    self.clock,
-                    lease_s=pipeline.settings.lease_s,
-                    watch=self._hold,
-                    metrics=pipeline.metrics,
-                    layers=self._workspace.eval_layers if self._workspace is not None else (),
-                    ran_on=self._workspace.sandbox.spec
-                    if self._workspace is not None and self._workspace.sandbox is not None
-                    else None,
-                    is_last=is_last,
-                    ledger=progress.ledger,
-                )
-
-    def _hold(self, sandbox: Sandbox) -> None:
-        self._eval_sandbox = sandbox
+                return await self._runner.evaluate(progress.trajectory, self.clock, is_last=is_last)
 
     def _overrun(self, error: Exception, failure: Failure | None) -> Failure:
         """Returns the failure of an EVAL that exceeded its deadline, or ended its sandbox, in every try."""
@@ -381,17 +349,16 @@ class Attempt:
 
     async def _dispose(self) -> None:
         """Closes everything the attempt holds, or reports it as stuck. A cancel does not interrupt it."""
-        if self._workspace is not None and self._closing is None:
-            self._closing = asyncio.ensure_future(self._close(self._workspace))
+        if self._runner.workspace is not None and self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(self._runner.workspace))
         if self._closing is not None:
             await asyncio.shield(self._closing)
 
     def _forget(self) -> None:
         """Releases the shared layer and deletes RUN's files. Call it once no sandbox uses them."""
-        if self._workspace is not None:
-            self._workspace.forget()
+        self._runner.forget()
 
-    async def _close(self, workspace: stages.Workspace) -> None:
+    async def _close(self, workspace: Workspace) -> None:
         try:
             await workspace.close()
         except SandboxStuck as stuck:

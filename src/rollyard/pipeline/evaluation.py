@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from rollyard.core import Artifact, Deadline, DeadlineExpired, Message, Rollout, Score, Trajectory
+from rollyard.core import Artifact, Deadline, DeadlineExpired, Message, Score, Trajectory
 from rollyard.core.failure import ArtifactLost, SandboxStartFailed, VerifierCrashed
 from rollyard.core.overlong import COMPONENT
 from rollyard.core.score import MOST_REWARD
@@ -19,7 +19,7 @@ from rollyard.engines.base import ChatReply
 from rollyard.envs.base import EnvContext, Evidence, Judge
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.boundary import boundary
-from rollyard.pipeline.resources import StageResources
+from rollyard.pipeline.resources import ResolvedTask, StageResources
 from rollyard.pipeline.sandbox_start import check_whole, start, to_its_end
 from rollyard.pipeline.set_up_layers import eval_spec
 from rollyard.sandbox.base import Sandbox, SandboxSpec
@@ -35,8 +35,8 @@ class CheckKilled(Exception):
 
 
 async def evaluate(
-    resources: StageResources,
-    rollout: Rollout,
+    resolved: ResolvedTask,
+    rollout_id: str,
     trajectory: Trajectory,
     clock: Deadline,
     *,
@@ -57,9 +57,7 @@ async def evaluate(
     """
     ledger = ledger or EgressLedger()
     troubles = ledger.troubles
-    task = rollout.task
-    environment = resources.environment_of(task)
-    plan = environment.plan(task)
+    resources, task, plan = resolved.resources, resolved.task, resolved.plan
     if plan.eval_mode == "same" and not layers:
         raise ArtifactLost("the files that RUN left are gone with the process that ran it; EVAL `same` needs them")
     async with AsyncExitStack() as stack:
@@ -71,22 +69,22 @@ async def evaluate(
                     if plan.eval_mode == "same" and ran_on is not None:
                         spec = replace(ran_on, binds=(), has_doorway=False)
                     else:
-                        stack.enter_context(resources.holding_image(task))
-                        spec = resources.spec_of(task, plan, rollout.id)
-                    egress = resources.egress_of(task, ledger, is_eval=True)
+                        stack.enter_context(resolved.holding_image())
+                        spec = resolved.spec(rollout_id)
+                    egress = resolved.egress(ledger, is_eval=True)
                     spec = replace(eval_spec(spec, plan, layers), egress=egress)
-                    sandbox = await start(resources, task, spec, clock, lease_s=lease_s, metrics=metrics)
+                    sandbox = await start(resolved, spec, clock, lease_s=lease_s, metrics=metrics)
                     stack.push_async_callback(to_its_end, sandbox.kill)
                     watch(sandbox)
                     if plan.eval_mode == "fresh":
-                        artifacts = await _unpack(resources, sandbox, trajectory, rollout.id)
+                        artifacts = await _unpack(resources, sandbox, trajectory, rollout_id)
         except DeadlineExpired:
             raise SandboxStartFailed(f"EVAL's sandbox did not start within {clock.budget_s:g} s") from None
         async with clock.counting():
-            context = EnvContext(task, rollout.id, sandbox, _PatientJudge(resources.router, clock))
+            context = EnvContext(task, rollout_id, sandbox, _PatientJudge(resources.router, clock))
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
             with boundary(VerifierCrashed, f"{task.environment}.eval"):
-                score = await environment.eval(context, evidence)
+                score = await resolved.environment.eval(context, evidence)
             _check_score(score, trajectory, f"{task.environment}.eval")
             if sandbox is not None:
                 check_whole(sandbox)

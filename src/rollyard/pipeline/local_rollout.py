@@ -24,10 +24,9 @@ from rollyard.core import (
     new_id,
 )
 from rollyard.core.failure import EvalDeadline, PolicyFailure
-from rollyard.pipeline import stages
-from rollyard.pipeline.evaluation import evaluate
 from rollyard.pipeline.resources import StageResources
-from rollyard.pipeline.sandbox_start import ended_by_policy, to_its_end
+from rollyard.pipeline.runner import StageRunner
+from rollyard.pipeline.sandbox_start import to_its_end
 
 LEASE_S = 86_400.0
 """This lease is not renewed: the task's own limits end the sandbox long before."""
@@ -57,64 +56,41 @@ async def play(
     resources.check(task, owner)
     marks = [time.monotonic()]
     trajectory: Trajectory | None = None
+    runner = StageRunner(resources, rollout, owner, lease_s=LEASE_S)
     try:
-        workspace = await stages.init(resources, rollout, Deadline(task.limits.init_s), lease_s=LEASE_S)
         try:
-            marks.append(time.monotonic())
             try:
-                clock = Deadline(task.limits.run_s)
-                ran = await stages.run(
-                    resources, rollout, owner, workspace, stages.RunState(), clock, stages.RunObserver()
-                )
-                trajectory = ran.trajectory
-                if ran.failure is not None and ran.failure.blame is not Blame.POLICY:
-                    return _told(marks, None, ran.failure, trajectory)
-                failure = ran.failure
-                gone: PolicyFailure | None = None
-                if not ran.is_sandbox_gone:
-                    try:
-                        saved = await stages.collect(resources, rollout, workspace)
-                        trajectory = replace(trajectory, artifacts=tuple(saved))
-                        if workspace.plan.eval_mode == "same":
-                            await workspace.freeze(resources.layers_of(task))
-                    except PolicyFailure as error:
-                        gone = error
-                gone = gone or ended_by_policy(workspace.sandbox)
-                if gone is not None:
-                    return _told(marks, workspace.plan.failing_score, failure or gone.failure("run"), trajectory)
+                await runner.init(Deadline(task.limits.init_s))
+                marks.append(time.monotonic())
+                result = await runner.run(Deadline(task.limits.run_s))
+                trajectory = result.trajectory
+                if result.failure is not None and result.failure.blame is not Blame.POLICY:
+                    return _told(marks, None, result.failure, trajectory)
+                result = await runner.collect(result)
+                trajectory = result.trajectory
             finally:
-                await to_its_end(workspace.close)
+                await to_its_end(runner.close)
+            if result.is_sandbox_gone:
+                return _told(marks, runner.resolved.plan.failing_score, result.failure, trajectory)
             marks.append(time.monotonic())
-            score, overran = await _scored(resources, rollout, trajectory, workspace)
-            return _told(marks, score, overran or failure, trajectory)
+            score, overran = await _scored(runner, trajectory)
+            return _told(marks, score, overran or result.failure, trajectory)
         finally:
-            workspace.forget()
+            runner.forget()
     except RollyardError as error:
         stage = ("init", "run", "eval")[min(len(marks) - 1, 2)]
         return _told(marks, None, error.failure(stage), trajectory)
 
 
-async def _scored(
-    resources: StageResources, rollout: Rollout, trajectory: Trajectory, workspace: stages.Workspace
-) -> tuple[Score, Failure | None]:
-    clock = Deadline(rollout.task.limits.eval_s)
+async def _scored(runner: StageRunner, trajectory: Trajectory) -> tuple[Score, Failure | None]:
+    clock = Deadline(runner.resolved.task.limits.eval_s)
     try:
-        score = await evaluate(
-            resources,
-            rollout,
-            trajectory,
-            clock,
-            lease_s=LEASE_S,
-            watch=lambda _: None,
-            layers=workspace.eval_layers,
-            ran_on=workspace.sandbox.spec if workspace.sandbox is not None else None,
-        )
-        return score, None
+        return await runner.evaluate(trajectory, clock), None
     except DeadlineExpired:
         failure = EvalDeadline(f"EVAL was not done in {clock.budget_s:g} s").failure("eval")
-        return workspace.plan.failing_score, failure
+        return runner.resolved.plan.failing_score, failure
     except PolicyFailure as error:
-        return workspace.plan.failing_score, error.failure("eval")
+        return runner.resolved.plan.failing_score, error.failure("eval")
 
 
 def _told(

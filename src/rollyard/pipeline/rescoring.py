@@ -7,15 +7,15 @@ Rescoring works like the EVAL of an attempt: it takes a slot of EVAL's pool and 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from rollyard.core import Deadline, Json, Rollout, Score, State, Trajectory
 from rollyard.core.failure import Gone, InvalidRequest, SandboxStuck
 from rollyard.pipeline.base import AttemptHost
-from rollyard.pipeline.evaluation import CheckKilled, evaluate
-from rollyard.sandbox.base import Sandbox
+from rollyard.pipeline.evaluation import CheckKilled
+from rollyard.pipeline.runner import StageRunner
 
 
 class RescoringHost(AttemptHost, Protocol):
@@ -36,13 +36,13 @@ class Rescoring:
 
     def __init__(self, pipeline: RescoringHost) -> None:
         self._pipeline = pipeline
-        self._sandboxes: set[Sandbox] = set()
+        self._runners: set[StageRunner] = set()
         self.active = 0  # rescorings with a place in the budget
         self.waiting = 0  # rescorings that wait for a place
 
     def tick(self) -> None:
-        for sandbox in self._sandboxes:
-            sandbox.renew(self._pipeline.settings.lease_s)
+        for runner in self._runners:
+            runner.renew(self._pipeline.settings.lease_s)
 
     async def rescore(self, rollout_id: str) -> Rollout:
         """Returns the record with the new score appended. Raises Gone, or InvalidRequest with the reason, if nothing
@@ -50,26 +50,27 @@ class Rescoring:
         pipeline = self._pipeline
         rollout = await pipeline.store.get(rollout_id)
         trajectory = await self._saved(rollout)
-        held: set[Sandbox] = set()
+        run, lease_s = await pipeline.store.get_run(rollout.run), pipeline.settings.lease_s
+        runner = StageRunner(pipeline.resources, rollout, run, lease_s=lease_s, metrics=pipeline.metrics)
 
-        def hold(sandbox: Sandbox) -> None:
-            held.add(sandbox)
-            self._sandboxes.add(sandbox)
+        async def evaluate(*, is_last: bool) -> Score:
+            clock = Deadline(rollout.task.limits.eval_s, pipeline.clock)
+            return await runner.evaluate(trajectory, clock, is_last=is_last)
 
         async with self._place(), pipeline.eval_pool.slot((-rollout.priority, rollout.seq)):
+            self._runners.add(runner)
             try:
                 try:
-                    score = await self._score(rollout, trajectory, hold, is_last=False)
+                    score = await evaluate(is_last=False)
                 except CheckKilled:
-                    score = await self._score(rollout, trajectory, hold, is_last=True)
+                    score = await evaluate(is_last=True)
             except SandboxStuck:
                 pipeline.quarantined += 1
                 raise
             finally:
-                self._sandboxes -= held
-        penalty = (await pipeline.store.get_run(rollout.run)).overlong_penalty
-        if penalty is not None:
-            score = penalty.applied(score, trajectory.sampled_tokens)
+                self._runners.remove(runner)
+        if run.overlong_penalty is not None:
+            score = run.overlong_penalty.applied(score, trajectory.sampled_tokens)
         entry: dict[str, Json] = {
             "at": time.time(),
             "reward": score.reward,
@@ -77,21 +78,6 @@ class Rescoring:
             "metrics": dict(score.metrics),
         }
         return await pipeline.store.add_score(rollout_id, entry)
-
-    async def _score(
-        self, rollout: Rollout, trajectory: Trajectory, hold: Callable[[Sandbox], None], *, is_last: bool
-    ) -> Score:
-        pipeline = self._pipeline
-        return await evaluate(
-            pipeline.resources,
-            rollout,
-            trajectory,
-            Deadline(rollout.task.limits.eval_s, pipeline.clock),
-            lease_s=pipeline.settings.lease_s,
-            watch=hold,
-            metrics=pipeline.metrics,
-            is_last=is_last,
-        )
 
     async def _saved(self, rollout: Rollout) -> Trajectory:
         store = self._pipeline.store

@@ -1,26 +1,36 @@
 """What the stages use on this machine: runtimes, engines, environments, agents, tools, renderers.
 
-Created once when the service starts, and shared by all rollouts.
+`StageResources` is created once when the service starts, and shared by all rollouts. `ResolvedTask` is a task together
+with what it names of them, looked up once per attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from rollyard.agents.base import Agent
+from rollyard.agents.base import Agent, SandboxNeeds
 from rollyard.agents.registry import Agents
 from rollyard.core import Run, Task
 from rollyard.core.ceilings import Ceilings
 from rollyard.core.egress import EgressCeiling, rules_of
-from rollyard.core.failure import EgressNotAllowed, ImageMissing, RuntimeNotAllowed, SandboxStartFailed, TaskInvalid
+from rollyard.core.failure import (
+    EgressNotAllowed,
+    EnvironmentBroken,
+    ImageMissing,
+    RuntimeNotAllowed,
+    SandboxStartFailed,
+    TaskInvalid,
+)
 from rollyard.engines.clients.sampling_extra import check_extra
 from rollyard.engines.routing.router import Router
 from rollyard.envs.base import Environment, Plan
 from rollyard.envs.registry import Environments
 from rollyard.pipeline.artifacts import ArtifactFolder
+from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.handler import Handler
 from rollyard.pipeline.image_resolution import ResolvedImage, resolve_image
 from rollyard.pipeline.renderers import Renderers
@@ -60,28 +70,29 @@ class StageResources:
     mcp_servers: Mapping[str, OutsideServer] = field(default_factory=dict[str, OutsideServer])  # the operator's
     ceilings: Ceilings = field(default_factory=Ceilings)
     egress: EgressCeiling = field(default_factory=EgressCeiling)
-    resolve: Resolve = field(default_factory=SystemResolver)  # for the names that sandboxes may reach
+    resolve_name: Resolve = field(default_factory=SystemResolver)  # for the names that sandboxes may reach
+
+    def resolve(self, task: Task) -> ResolvedTask:
+        return ResolvedTask(self, task)
 
     def check(self, task: Task, run: Run) -> None:
         """Raises the specific error for a task that can never run here. It must be fast: every submit calls it."""
-        environment = self.environments.get(task.environment)
+        resolved = self.resolve(task)
+        environment = resolved.environment
         self.ceilings.check(task)
         environment.check(task)
-        self.agent_of(task).check(task)
-        self.tools_of(task)
+        resolved.agent.check(task)
+        _ = resolved.tools
         check_extra(task.sampling, self.router.kinds(run.policy))
-        if task.sandbox.runtime is not None and task.sandbox.runtime not in self.runtimes:
-            allowed = ", ".join(sorted(self.runtimes))
-            raise RuntimeNotAllowed(f"runtime {task.sandbox.runtime!r} is not among the allowed ones ({allowed})")
-        self.served_inside(task)
-        runtime, agent = self.runtime_of(task), self.agent_of(task)
-        if agent.sandbox_needs(task).needs_doorway and not runtime.is_isolated:
+        runtime, agent = resolved.runtime, resolved.agent
+        _ = resolved.served_inside
+        if resolved.needs.needs_doorway and not runtime.is_isolated:
             raise TaskInvalid(
                 f"the agent {agent.name} is a program that reaches its model from inside a sandbox, and the runtime"
                 f" {runtime.name} provides none: choose another"
             )
         self._check_egress(task, runtime)
-        self.image_of(task)
+        resolved.image()
 
     def _check_egress(self, task: Task, runtime: Runtime) -> None:
         wanted = task.sandbox.egress
@@ -93,105 +104,94 @@ class StageResources:
             )
         self.egress.check(wanted)
 
-    def egress_of(self, task: Task, ledger: EgressLedger, *, is_eval: bool = False) -> Egress | None:
-        """Returns what a sandbox of this task may reach, or None if it is offline."""
-        wanted = task.sandbox.egress
-        hosts = () if wanted is None else wanted.eval_hosts if is_eval else wanted.hosts
-        if wanted is None or not hosts:
-            return None
-        ceiling = self.egress
-        try:
-            ceiling.check(wanted)
-        except EgressNotAllowed as error:  # the operator has changed the setting
-            raise TaskInvalid(f"since the submit: {error.detail}") from error
-        return Egress(
-            rules=(*rules_of(hosts, "sandbox.egress"), *ceiling.mirror_hosts),
-            resolve=self.resolve,
-            methods=wanted.methods,
-            private=(*ceiling.private, *ceiling.mirror_hosts),
-            bounds=ProxyBounds(connections=ceiling.connections, most_bytes=ceiling.most_bytes),
-            env=egress_env(ceiling.mirrors, CONTROL_DIR),
-            mirrors=ceiling.mirrors,
-            ledger=ledger,
-        )
 
-    def image_of(self, task: Task) -> ResolvedImage | None:
-        """Returns what its sandbox starts from; None: the runtime's root. Raises ImageMissing or RuntimeNotAllowed."""
-        if task.sandbox.image is None:
-            return None
-        return resolve_image(task.sandbox.image, self.runtime_of(task), self.image_folders, self.images)
+class ResolvedTask:
+    """A task with its environment, plan, agent, tools and runtime. Each is looked up at most once, when it is first
+    used: EVAL of a rollout still works if its agent has been uninstalled."""
 
-    @contextmanager
-    def holding_image(self, task: Task) -> Generator[None, None, None]:
-        """Protects the task's image from pruning. Raises SandboxStartFailed if it was pruned since the submit."""
-        with ExitStack() as stack:
-            try:
-                resolved = self.image_of(task)
-                if resolved is not None and resolved.image is not None and self.images is not None:
-                    stack.enter_context(self.images.hold(resolved.image))
-            except ImageMissing as error:
-                raise SandboxStartFailed(f"since the submit: {error.detail}") from error
-            yield
+    def __init__(self, resources: StageResources, task: Task) -> None:
+        self.resources = resources
+        self.task = task
 
-    def environment_of(self, task: Task) -> Environment:
-        return self.environments.get(task.environment)
+    @cached_property
+    def environment(self) -> Environment:
+        return self.resources.environments.get(self.task.environment)
 
-    def agent_of(self, task: Task) -> Agent:
-        environment = self.environments.get(task.environment)
-        if not task.agent.name and isinstance(environment, Handler):
-            return environment
-        return self.agents.get(task.agent.name or NATIVE)
+    @cached_property
+    def plan(self) -> Plan:
+        with boundary(EnvironmentBroken, f"{self.task.environment}.plan"):
+            return self.environment.plan(self.task)
 
-    def is_head_only(self, task: Task) -> bool:
-        """Whether only the process that has the service's port can run the task."""
-        return self.agent_of(task).is_head_only
+    @cached_property
+    def agent(self) -> Agent:
+        if not self.task.agent.name and isinstance(self.environment, Handler):
+            return self.environment
+        return self.resources.agents.get(self.task.agent.name or NATIVE)
 
-    def needs_model(self, task: Task) -> bool:
-        return self.agent_of(task).needs_model
+    @cached_property
+    def needs(self) -> SandboxNeeds:
+        return self.agent.sandbox_needs(self.task)
 
-    def tools_of(self, task: Task) -> list[ToolKind | ToolSource]:
-        """Returns the agent's tools: those that the task names, else the environment's, else the agent's defaults; and
-        the MCP servers that the task names. Empty for an agent behind the gateway, which brings its own tools."""
-        if self.agent_of(task).needs_gateway:
-            return []
-        named = task.agent.options.get("tools")
+    @cached_property
+    def runtime(self) -> Runtime:
+        runtimes, name = self.resources.runtimes, self.task.sandbox.runtime or self.resources.default_runtime
+        if name not in runtimes:
+            raise RuntimeNotAllowed(f"runtime {name!r} is not among the allowed ones ({', '.join(sorted(runtimes))})")
+        return runtimes[name]
+
+    @property
+    def layers(self) -> LayerCache | None:
+        return self.resources.layers.get(self.runtime.name)
+
+    @cached_property
+    def tools(self) -> tuple[ToolKind | ToolSource, ...]:
+        """The agent's tools: those that the task names, else the environment's, else the agent's defaults; and the MCP
+        servers that the task names. Empty for an agent behind the gateway, which brings its own tools."""
+        if self.agent.needs_gateway:
+            return ()
+        options = self.task.agent.options
+        named = options.get("tools")
         if named is not None:
             if not isinstance(named, (list, tuple)) or not all(isinstance(name, str) for name in named):
                 raise TaskInvalid("agent.options.tools: a list of tool names was expected")
             names = tuple(str(name) for name in named)
         else:
-            names = self.environment_of(task).tools or self.agent_of(task).default_tools
+            names = self.environment.tools or self.agent.default_tools
         if twice := next((name for name in names if names.count(name) > 1), ""):
             raise TaskInvalid(f"agent.options.tools: {twice!r} is named twice")
-        return [*map(tool_kind, names), *mcp_sources(task.agent.options.get("mcp"), self.mcp_servers)]
+        return (*map(tool_kind, names), *mcp_sources(options.get("mcp"), self.resources.mcp_servers))
 
-    def served_inside(self, task: Task) -> dict[str, OutsideServer]:
-        """Returns the MCP servers that programs in the task's sandbox may use, by the task's names for them."""
-        sources = mcp_sources(task.agent.options.get("mcp"), self.mcp_servers)
+    @cached_property
+    def served_inside(self) -> Mapping[str, OutsideServer]:
+        """The MCP servers that programs in the task's sandbox may use, by the task's names for them."""
+        sources = mcp_sources(self.task.agent.options.get("mcp"), self.resources.mcp_servers)
         return {it.name: it.server for it in sources if it.is_reached_from_inside and it.server is not None}
 
-    def runtime_of(self, task: Task) -> Runtime:
-        name = task.sandbox.runtime or self.default_runtime
-        if name not in self.runtimes:
-            raise RuntimeNotAllowed(f"runtime {name!r} is not among the allowed ones")
-        return self.runtimes[name]
+    # --- looked up at each start of a sandbox, because the operator may change them ---
 
-    async def python_of(self, task: Task, kinds: Sequence[ToolKind | ToolSource]) -> PortablePython | None:
-        """Returns Rollyard's own Python as this task's runtime starts it, if the agent or a tool needs it. The first
-        call may take seconds."""
-        is_needed = any(kind.needs_python for kind in kinds) or self.agent_of(task).sandbox_needs(task).needs_python
-        if self.pythons is None or not is_needed:
+    def image(self) -> ResolvedImage | None:
+        """Returns what its sandbox starts from; None: the runtime's root. Raises ImageMissing or RuntimeNotAllowed."""
+        if self.task.sandbox.image is None:
             return None
-        python = await self.pythons.get()
-        return python if self.runtime_of(task).is_isolated else python.on_host()
+        resources = self.resources
+        return resolve_image(self.task.sandbox.image, self.runtime, resources.image_folders, resources.images)
 
-    def layers_of(self, task: Task) -> LayerCache | None:
-        return self.layers.get(self.runtime_of(task).name)
+    @contextmanager
+    def holding_image(self) -> Generator[None, None, None]:
+        """Protects the task's image from pruning. Raises SandboxStartFailed if it was pruned since the submit."""
+        with ExitStack() as stack:
+            try:
+                resolved = self.image()
+                if resolved is not None and resolved.image is not None and self.resources.images is not None:
+                    stack.enter_context(self.resources.images.hold(resolved.image))
+            except ImageMissing as error:
+                raise SandboxStartFailed(f"since the submit: {error.detail}") from error
+            yield
 
-    def spec_of(self, task: Task, plan: Plan, owner: str) -> SandboxSpec:
-        image = self.image_of(task)  # resolved again: a link may have changed
+    def spec(self, owner: str) -> SandboxSpec:
+        image = self.image()  # resolved again: a link may have changed
+        plan, wanted = self.plan, self.task.sandbox
         env = {**image.env, **plan.env} if image is not None else plan.env
-        wanted = task.sandbox
         limits = SandboxLimits(
             memory_bytes=wanted.memory_bytes,
             processes=wanted.processes,
@@ -202,3 +202,34 @@ class StageResources:
         )
         path = None if image is None else str(image.path)
         return SandboxSpec(image=path, workdir=plan.workdir, env=env, limits=limits, owner=owner)
+
+    def egress(self, ledger: EgressLedger, *, is_eval: bool = False) -> Egress | None:
+        """Returns what a sandbox of this task may reach, or None if it is offline."""
+        wanted = self.task.sandbox.egress
+        hosts = () if wanted is None else wanted.eval_hosts if is_eval else wanted.hosts
+        if wanted is None or not hosts:
+            return None
+        ceiling = self.resources.egress
+        try:
+            ceiling.check(wanted)
+        except EgressNotAllowed as error:  # the operator has changed the setting
+            raise TaskInvalid(f"since the submit: {error.detail}") from error
+        return Egress(
+            rules=(*rules_of(hosts, "sandbox.egress"), *ceiling.mirror_hosts),
+            resolve=self.resources.resolve_name,
+            methods=wanted.methods,
+            private=(*ceiling.private, *ceiling.mirror_hosts),
+            bounds=ProxyBounds(connections=ceiling.connections, most_bytes=ceiling.most_bytes),
+            env=egress_env(ceiling.mirrors, CONTROL_DIR),
+            mirrors=ceiling.mirrors,
+            ledger=ledger,
+        )
+
+    async def python(self) -> PortablePython | None:
+        """Returns Rollyard's own Python as this task's runtime starts it, if the agent or a tool needs it. The first
+        call may take seconds."""
+        is_needed = any(kind.needs_python for kind in self.tools) or self.needs.needs_python
+        if self.resources.pythons is None or not is_needed:
+            return None
+        python = await self.resources.pythons.get()
+        return python if self.runtime.is_isolated else python.on_host()

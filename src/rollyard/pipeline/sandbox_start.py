@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 
-from rollyard.core import Deadline, RollyardError, Task
+from rollyard.core import Deadline, RollyardError
 from rollyard.core.failure import (
     DiskLimit,
     FileLimit,
@@ -19,7 +19,7 @@ from rollyard.core.failure import (
 )
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.boundary import boundary
-from rollyard.pipeline.resources import StageResources
+from rollyard.pipeline.resources import ResolvedTask
 from rollyard.sandbox.base import Sandbox, SandboxEnd, SandboxSpec
 
 ENDS: dict[str, type[PolicyFailure]] = {
@@ -37,8 +37,7 @@ milliseconds, or one whose set-up has used up most of it, would open the breaker
 
 
 async def start(
-    resources: StageResources,
-    task: Task,
+    resolved: ResolvedTask,
     spec: SandboxSpec,
     clock: Deadline,
     *,
@@ -46,12 +45,12 @@ async def start(
     metrics: Metrics | None,
 ) -> Sandbox:
     """Returns a running sandbox or raises SandboxStartFailed. The clock is held while the machine has no room."""
-    runtime = resources.runtime_of(task)
+    runtime, breakers = resolved.runtime, resolved.resources.breakers
     with clock.held():
         await runtime.room()
     begun = time.monotonic()
     try:
-        with boundary(SandboxStartFailed, "the runtime"), resources.breakers.guard(runtime.name, spec.image):
+        with boundary(SandboxStartFailed, "the runtime"), breakers.guard(runtime.name, spec.image):
             sandbox = await runtime.start(spec, lease_s=lease_s)
     except RollyardError as error:
         if metrics is not None:
@@ -60,7 +59,7 @@ async def start(
     except asyncio.CancelledError:
         waited_s = time.monotonic() - begun
         if waited_s >= FAIR_START_S:
-            resources.breakers.failed(runtime.name, spec.image, f"the start was abandoned after {waited_s:.0f} s")
+            breakers.failed(runtime.name, spec.image, f"the start was abandoned after {waited_s:.0f} s")
         raise
     if metrics is not None:
         metrics.sandbox_started(runtime.name, time.monotonic() - begun)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rollyard.core import Deadline, DeadlineExpired, Rollout
+from rollyard.core import Deadline, DeadlineExpired
 from rollyard.core.failure import (
     EnvironmentBroken,
     PolicyFailure,
@@ -29,11 +29,11 @@ from rollyard.core.failure import (
     ToolUnreachable,
 )
 from rollyard.core.version import __version__
-from rollyard.envs.base import EnvContext, Environment, Plan
+from rollyard.envs.base import EnvContext, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.boundary import boundary
-from rollyard.pipeline.resources import StageResources
+from rollyard.pipeline.resources import ResolvedTask
 from rollyard.pipeline.sandbox_start import check_whole, start, to_its_end
 from rollyard.sandbox.base import Sandbox, SandboxSpec
 from rollyard.sandbox.egress import Egress
@@ -44,19 +44,17 @@ INIT_GRACE_S = 60.0
 
 
 async def prepared(
-    resources: StageResources, rollout: Rollout, spec: SandboxSpec, clock: Deadline, *, metrics: Metrics | None
+    resolved: ResolvedTask, rollout_id: str, spec: SandboxSpec, clock: Deadline, *, metrics: Metrics | None
 ) -> LayerLease | None:
     """Returns the layer of this task's `prepare`, made or found. None: it is not shared, and `prepare` has not run."""
-    task = rollout.task
-    runtime, layers = resources.runtime_of(task), resources.layers_of(task)
-    environment = resources.environment_of(task)
+    task, runtime, layers = resolved.task, resolved.runtime, resolved.layers
     with boundary(EnvironmentBroken, f"{task.environment}.layer_key"):
-        own = environment.layer_key(task)
+        own = resolved.environment.layer_key(task)
     if own is None or layers is None:
         return None
 
     async def make(target: Path) -> None:
-        await _make(resources, rollout, spec, environment, clock, target, metrics)
+        await _make(resolved, rollout_id, spec, clock, target, metrics)
 
     # What a set-up writes depends on what it could fetch.
     parts = [own, task.environment, __version__, runtime.name, image_identity(spec.image), *_reachable(spec.egress)]
@@ -82,25 +80,24 @@ def _reachable(egress: Egress | None) -> list[str]:
 
 
 async def _make(
-    resources: StageResources,
-    rollout: Rollout,
+    resolved: ResolvedTask,
+    rollout_id: str,
     spec: SandboxSpec,
-    environment: Environment,
     clock: Deadline,
     target: Path,
     metrics: Metrics | None,
 ) -> None:
     """Runs `prepare` in a sandbox and freezes its files. The sandbox is proven gone, also after a failure."""
-    task = rollout.task
+    task = resolved.task
     phase = "start"
     try:
         async with clock.counting():
             lease_s = task.limits.init_s + INIT_GRACE_S
-            sandbox = await start(resources, task, spec, clock, lease_s=lease_s, metrics=metrics)
+            sandbox = await start(resolved, spec, clock, lease_s=lease_s, metrics=metrics)
             try:
                 phase = "set-up"
                 with setting_up(f"{task.environment}.prepare", sandbox):
-                    await environment.prepare(EnvContext(task, rollout.id, sandbox, resources.router))
+                    await resolved.environment.prepare(EnvContext(task, rollout_id, sandbox, resolved.resources.router))
                 phase = "freeze"
                 with boundary(SandboxStartFailed, "freezing the set-up"):
                     await sandbox.freeze(target)

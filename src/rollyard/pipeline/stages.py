@@ -53,7 +53,7 @@ from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.doorway_app import DoorwayApp
-from rollyard.pipeline.resources import StageResources
+from rollyard.pipeline.resources import ResolvedTask
 from rollyard.pipeline.sandbox_start import check_whole, ended_by_policy, start, to_its_end
 from rollyard.pipeline.set_up_layers import INIT_GRACE_S, late, left_out, prepared, setting_up
 from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
@@ -137,8 +137,8 @@ class Workspace:
 
 
 async def init(
-    resources: StageResources,
-    rollout: Rollout,
+    resolved: ResolvedTask,
+    rollout_id: str,
     clock: Deadline,
     *,
     lease_s: float,
@@ -146,34 +146,30 @@ async def init(
     ledger: EgressLedger | None = None,
 ) -> Workspace:
     """Starts the sandbox, prepares files, starts services, opens tools. `ledger` records what sandboxes reach."""
-    task = rollout.task
-    environment = resources.environment_of(task)
-    with boundary(EnvironmentBroken, f"{task.environment}.plan"):
-        workspace = Workspace(environment.plan(task))
-    kinds = resources.tools_of(task)
-    needs = resources.agent_of(task).sandbox_needs(task)
+    task, environment, needs, kinds = resolved.task, resolved.environment, resolved.needs, resolved.tools
+    workspace = Workspace(resolved.plan)
     spec: SandboxSpec | None = None
     phase = "start"
     try:
         if workspace.plan.needs_sandbox or needs.needs_doorway or any(kind.needs_sandbox for kind in kinds):
-            workspace.holding.enter_context(resources.holding_image(task))
-            spec = resources.spec_of(task, workspace.plan, rollout.id)
-            spec = replace(spec, egress=resources.egress_of(task, ledger or EgressLedger()))
-            workspace.python = await resources.python_of(task, kinds)
-            if workspace.python is not None and resources.runtime_of(task).is_isolated:
+            workspace.holding.enter_context(resolved.holding_image())
+            spec = resolved.spec(rollout_id)
+            spec = replace(spec, egress=resolved.egress(ledger or EgressLedger()))
+            workspace.python = await resolved.python()
+            if workspace.python is not None and resolved.runtime.is_isolated:
                 spec = replace(spec, binds=(*spec.binds, Bind(workspace.python.folder, INSIDE)))
-            workspace.lease = await prepared(resources, rollout, spec, clock, metrics=metrics)
+            workspace.lease = await prepared(resolved, rollout_id, spec, clock, metrics=metrics)
             if workspace.lease is not None:
                 spec = replace(spec, layers=(workspace.lease.path,))
         async with clock.counting():
             if spec is not None:
-                has_doorway = needs.needs_doorway or bool(resources.served_inside(task))
+                has_doorway = needs.needs_doorway or bool(resolved.served_inside)
                 spec = replace(spec, binds=(*spec.binds, *needs.binds), has_doorway=has_doorway)
                 init_lease_s = max(lease_s, task.limits.init_s + INIT_GRACE_S)
-                workspace.sandbox = await start(resources, task, spec, clock, lease_s=init_lease_s, metrics=metrics)
-                await _serve_inside(workspace, resources, task, rollout.id)
+                workspace.sandbox = await start(resolved, spec, clock, lease_s=init_lease_s, metrics=metrics)
+                await _serve_inside(workspace, resolved, rollout_id)
             phase = "set-up"
-            context = EnvContext(task, rollout.id, workspace.sandbox, resources.router)
+            context = EnvContext(task, rollout_id, workspace.sandbox, resolved.resources.router)
             if workspace.lease is None:
                 with setting_up(f"{task.environment}.prepare", workspace.sandbox):
                     await environment.prepare(context)
@@ -181,8 +177,8 @@ async def init(
                 workspace.start = await environment.init(context)
             phase = "tools"
             await _open_tools(workspace, [*kinds, *workspace.start.tools], task)
-            if workspace.tools and resources.agent_of(task).needs_gateway:
-                await _serve_tools(workspace, resources, task)
+            if workspace.tools and resolved.agent.needs_gateway:
+                await _serve_tools(workspace, resolved)
     except DeadlineExpired:
         await to_its_end(workspace.close)
         raise late(clock, phase) from None
@@ -192,23 +188,24 @@ async def init(
     return workspace
 
 
-async def _serve_inside(workspace: Workspace, resources: StageResources, task: Task, rollout_id: str) -> None:
+async def _serve_inside(workspace: Workspace, resolved: ResolvedTask, rollout_id: str) -> None:
     """Serves the MCP servers that programs inside may use, and later the gateway, at the sandbox's doorway."""
     if workspace.sandbox is None or not workspace.sandbox.spec.has_doorway:
         return
     if workspace.sandbox.doorway is None:
-        name = resources.runtime_of(task).name
+        name = resolved.runtime.name
         raise TaskInvalid(f"the runtime {name} has no doorway, so nothing can be served inside: choose another runtime")
-    servers = resources.served_inside(task)
+    servers = resolved.served_inside
     workspace.door = DoorwayApp(McpProxy(servers, owner=rollout_id) if servers else None)
     await workspace.sandbox.doorway.serve(workspace.door)
 
 
-async def _serve_tools(workspace: Workspace, resources: StageResources, task: Task) -> None:
+async def _serve_tools(workspace: Workspace, resolved: ResolvedTask) -> None:
     """Serves the environment's own tools by MCP, the only way an agent program can use them."""
+    task = resolved.task
     if workspace.door is None:
-        raise TaskInvalid(f"{task.environment} brings tools, and {resources.agent_of(task).name} has no doorway")
-    if TOOLS_NAME in resources.served_inside(task):
+        raise TaskInvalid(f"{task.environment} brings tools, and {resolved.agent.name} has no doorway")
+    if TOOLS_NAME in resolved.served_inside:
         raise TaskInvalid(f"agent.options.mcp.{TOOLS_NAME}: that name is reserved for {task.environment}'s own tools")
     workspace.door.tools = ToolServer(workspace.tools, tool_s=task.limits.tool_s)
     await workspace.door.tools.open()
@@ -280,7 +277,7 @@ class RunObserver:
 
 
 async def run(
-    resources: StageResources,
+    resolved: ResolvedTask,
     rollout: Rollout,
     run: Run,
     workspace: Workspace,
@@ -289,8 +286,7 @@ async def run(
     watch: RunObserver,
 ) -> RunResult:
     """Runs the agent. Policy and infra failures are returned, with what was sampled; only cancels raise."""
-    task = rollout.task
-    agent = resources.agent_of(task)
+    agent = resolved.agent
     failure: Failure | None = None
     engine = ""
     ended_by = ""
@@ -302,26 +298,26 @@ async def run(
             if agent.needs_model:
                 avoid = {lost.engine for lost in rollout.lost if lost.code in ENGINE_CODES}
                 session = await stack.enter_async_context(
-                    resources.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid)
+                    resolved.resources.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid)
                 )
                 engine = session.engine.spec.id
-                model = await _model(resources, rollout, run, session, clock, watch)
+                model = await _model(resolved, rollout.id, run, session, clock, watch)
             running.conversation = model
             context = AgentContext(
-                task,
-                rollout.id,
-                model,
-                workspace.tools,
-                workspace.sandbox,
-                clock,
-                watch.beat,
-                running.info,
-                watch.span,
-                watch.metrics,
-                rollout.lost,
-                rollout.seq,
-                workspace.python,
-                partial(_solved, resources, rollout, workspace),
+                task=resolved.task,
+                rollout_id=rollout.id,
+                model=model,
+                tools=workspace.tools,
+                sandbox=workspace.sandbox,
+                clock=clock,
+                beat=watch.beat,
+                info=running.info,
+                span=watch.span,
+                metrics=watch.metrics,
+                lost=rollout.lost,
+                seq=rollout.seq,
+                python=workspace.python,
+                solve=partial(_solved, resolved, rollout.id, workspace),
             )
             try:
                 if workspace.door is not None and isinstance(model, GatewaySession):
@@ -350,53 +346,53 @@ async def run(
     return RunResult(trajectory, failure, engine, prompt_tokens, ended_by_policy(workspace.sandbox) is not None)
 
 
-async def _solved(resources: StageResources, rollout: Rollout, workspace: Workspace) -> Solution:
-    environment = resources.environment_of(rollout.task)
-    with boundary(EnvironmentBroken, f"{rollout.task.environment}.solve"):
-        return await environment.solve(EnvContext(rollout.task, rollout.id, workspace.sandbox), workspace.tools)
+async def _solved(resolved: ResolvedTask, rollout_id: str, workspace: Workspace) -> Solution:
+    task = resolved.task
+    with boundary(EnvironmentBroken, f"{task.environment}.solve"):
+        return await resolved.environment.solve(EnvContext(task, rollout_id, workspace.sandbox), workspace.tools)
 
 
-async def collect(resources: StageResources, rollout: Rollout, workspace: Workspace) -> list[Artifact]:
+async def collect(resolved: ResolvedTask, rollout: Rollout, workspace: Workspace) -> list[Artifact]:
     """Saves what RUN left as artifacts. The environment's `collect` first creates those that do not exist yet."""
     if workspace.sandbox is None:
         return []
-    environment = resources.environment_of(rollout.task)
     guard = asyncio.timeout(COLLECT_S)
     with boundary(EnvironmentBroken, f"{rollout.task.environment}.collect"):
         try:
             async with guard:
-                await environment.collect(EnvContext(rollout.task, rollout.id, workspace.sandbox))
+                await resolved.environment.collect(EnvContext(rollout.task, rollout.id, workspace.sandbox))
         except TimeoutError:
             if not guard.expired():  # from a call that the environment made: not caused by what RUN left
                 raise
-    saved = await resources.artifacts.save(workspace.sandbox, workspace.plan.artifacts, rollout.id, rollout.attempt)
+    artifacts = resolved.resources.artifacts
+    saved = await artifacts.save(workspace.sandbox, workspace.plan.artifacts, rollout.id, rollout.attempt)
     check_whole(workspace.sandbox)  # last: covers RUN's commands and those that packed their files
     return saved
 
 
 async def _model(
-    resources: StageResources, rollout: Rollout, run: Run, session: Session, clock: Deadline, watch: RunObserver
+    resolved: ResolvedTask, rollout_id: str, run: Run, session: Session, clock: Deadline, watch: RunObserver
 ) -> Conversation | GatewaySession:
     """Returns the conversation or gateway session of the agent. Raises EngineRefused if it needs token ids and the
     engine returns none."""
-    task = rollout.task
-    if not resources.agent_of(task).needs_gateway:
+    task, renderers = resolved.task, resolved.resources.renderers
+    if not resolved.agent.needs_gateway:
         return await converse(
             session,
-            resources.renderers.of,
+            renderers.of,
             task=task,
             run=run,
-            rollout_id=rollout.id,
+            rollout_id=rollout_id,
             clock=clock,
             span=watch.span,
             metrics=watch.metrics,
         )
     return await open_gateway(
         session,
-        resources.renderers.of,
+        renderers.of,
         task=task,
         run=run,
-        rollout_id=rollout.id,
+        rollout_id=rollout_id,
         clock=clock,
         beat=watch.beat,
         span=watch.span,

@@ -198,7 +198,7 @@ async def open_stage_resources(
             mcp_servers=mcp_servers(settings),
             ceilings=settings.ceilings,
             egress=settings.egress,
-            resolve=resolver,
+            resolve_name=resolver,
         )
         yield resources, probes
 
