@@ -166,7 +166,7 @@ def test_a_job_that_cannot_run_reports_why(slurm: SlurmCluster):
 
     slurm.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 300")
     said = up("queued", "--wait-s", 4)
-    assert "is PENDING (" in said and "it stays" in said
+    assert "is PENDING (" in said and "the job remains" in said
     down = slurm.object("slurm", "down", "--data-dir", slurm.folder / "queued")
     assert down["state"] == "CANCELLED"
 

@@ -145,7 +145,7 @@ async def test_a_draw_cannot_be_rewound_to_an_open_batch(tmp_path: Path) -> None
         await take(site, 2, 1)
         await site.post("/v1/draws/d/batches", {"want": 3, "number": 2})
         refused = await site.post("/v1/draws/d/rewind", {"batch": 2, "version": 0})
-        assert refused.status == 422 and "closed is 1" in refused.body["detail"], refused.body
+        assert refused.status == 422 and "the last closed batch is 1" in refused.body["detail"], refused.body
         assert (await site.post("/v1/draws/d/rewind", {"batch": 1, "version": 0})).body["batch"] == 1
 
 
