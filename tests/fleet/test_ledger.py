@@ -146,12 +146,11 @@ async def test_a_closed_ledger_fails_all_waiters(tmp_path: Path) -> None:
     assert len(site.ledger) == 0
 
 
-async def test_a_trajectory_is_sent_once(tmp_path: Path) -> None:
+async def test_a_trajectory_is_sent_when_it_is_saved_or_else_at_the_end(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2")
-    saved = trajectory("r1")
-    await site.ledger.save_run("r1", RUNNING, saved, {})
+    await site.ledger.save_run("r1", RUNNING, trajectory("r1"), {})
     ends = [
-        asyncio.create_task(site.ledger.end("r1", RUNNING.to(State.EVAL), completed(), saved)),
+        asyncio.create_task(site.ledger.end("r1", RUNNING.to(State.EVAL), completed())),
         asyncio.create_task(site.ledger.end("r2", RUNNING, completed(), trajectory("r2"))),
     ]
     await asyncio.sleep(0)

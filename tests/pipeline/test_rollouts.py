@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from rollyard.agents.base import AgentContext
-from rollyard.core import Blame, Message, Mode, Outcome, Run, Score, State, Task
+from rollyard.core import Blame, Message, Mode, Outcome, Run, Score, State, Task, Trajectory
 from rollyard.core.failure import Gone, JudgeUnreachable, QueueFull
 from rollyard.engines import EngineSpec, Kind, RouterSettings
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
 from rollyard.pipeline import Handler, stages
+from rollyard.store import _sql_store
 from rollyard.testing.script import FolderTokenizer, Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
@@ -48,6 +49,21 @@ async def test_a_rollout_goes_through_all_stages_and_leaves_a_verified_trajector
         sent = [call.prompt_ids for call in pipeline.engines[0].requests if call.session_id == rollout.id]
         assert [list(prompt) for prompt in sent] == [list(trace.token_ids[: span.start]) for span in trace.spans]
         pipeline.nothing_left()
+
+
+async def test_a_trajectory_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    encode, written = _sql_store.encode_trajectory, list[str]()
+
+    def counted(trajectory: Trajectory) -> bytearray:
+        written.append(trajectory.rollout_id)
+        return encode(trajectory)
+
+    monkeypatch.setattr(_sql_store, "encode_trajectory", counted)
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
+        assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
+        assert await pipeline.store.trajectory(rollout.id) is not None
+        assert written == [rollout.id]  # at the end of RUN, and not again with the terminal record
 
 
 async def test_an_unsolved_task_scores_less_and_is_still_completed(tmp_path: Path):

@@ -76,7 +76,7 @@ def file_system(data_dir: Path, mountinfo: str) -> DoctorCheck:
 
 def _images(settings: Settings) -> DoctorCheck:
     from rollyard.sandbox.images import ImageStore
-    from rollyard.service.build import IMAGES
+    from rollyard.service.machine import IMAGES
 
     try:
         images = ImageStore(settings.data_dir / IMAGES).list()

@@ -62,7 +62,7 @@ async def _probe(spec: EngineSpec) -> dict[str, Any]:
     from rollyard.core import RollyardError
     from rollyard.engines import Router
     from rollyard.pipeline.renderers import Renderers
-    from rollyard.service.build import vet
+    from rollyard.service.machine import vet
     from rollyard.service.records import engine_object
 
     renderers = Renderers()

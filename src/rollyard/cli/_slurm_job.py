@@ -24,7 +24,7 @@ REACH_S = 30.0
 
 
 def folder_of(given: Path | None) -> Path:
-    from rollyard.service.settings import data_home
+    from rollyard.core.paths import data_home
 
     return (given.expanduser() if given else data_home(os.environ) / "slurm").absolute()
 

@@ -27,7 +27,7 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
     from rollyard.pipeline import ArtifactFolder, Renderers, StageResources
     from rollyard.sandbox.layers import LayerCache
     from rollyard.sandbox.python import PythonBuilds
-    from rollyard.service.build import AGENTS, all_environments, mcp_servers
+    from rollyard.service.machine import AGENTS, all_environments, mcp_servers
     from rollyard.service.runtimes import NAMES, make_runtime
     from rollyard.service.settings import load_settings
 
@@ -59,7 +59,7 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
 def _image_store() -> ImageStore:
     """Returns the service's image store, so that tasks may name the same images."""
     from rollyard.sandbox.images import ImageStore
-    from rollyard.service.build import IMAGES
+    from rollyard.service.machine import IMAGES
     from rollyard.service.settings import load_settings
 
     return ImageStore(load_settings({}, os.environ).settings.data_dir / IMAGES)

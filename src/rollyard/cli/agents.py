@@ -144,7 +144,7 @@ def _settings(file: Path | None, data_dir: Path | None) -> Settings:
 def _registry(settings: Settings) -> Agents:
     from rollyard.agents.installation import AgentInstalls
     from rollyard.agents.registry import Agents
-    from rollyard.service.build import AGENTS
+    from rollyard.service.machine import AGENTS
 
     return Agents(shelf=AgentInstalls(settings.data_dir / AGENTS))
 
@@ -186,7 +186,7 @@ def _row(registry: Agents, name: str) -> dict[str, Any]:
 
 
 def _install(agent: HarnessAgent, settings: Settings, source: Path | None) -> Path:
-    from rollyard.service.build import open_data_dir
+    from rollyard.service.machine import open_data_dir
 
     assert agent.shelf is not None
     shelf = agent.shelf

@@ -191,7 +191,7 @@ def _settings(file: Path | None, data_dir: Path | None) -> Settings:
 
 def _store(settings: Settings) -> ImageStore:
     from rollyard.sandbox.images import ImageStore
-    from rollyard.service.build import IMAGES, open_data_dir
+    from rollyard.service.machine import IMAGES, open_data_dir
 
     open_data_dir(settings.data_dir)
     return ImageStore(settings.data_dir / IMAGES)

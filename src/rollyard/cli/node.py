@@ -56,10 +56,11 @@ def node(
     with quick_imports():
         import uvloop
 
+        from rollyard.core.paths import data_home
         from rollyard.fleet.head_connection import NodeRefused
         from rollyard.observe import logs
         from rollyard.service.node import NodeOptions, run_node
-        from rollyard.service.settings import SettingsError, data_home
+        from rollyard.service.settings import SettingsError
 
     logs.configure(level=log_level.upper(), style=log_format)
     called = name or socket.gethostname()

@@ -53,7 +53,7 @@ def import_(
     """
     from rollyard.cli._import import ImportOptions, import_tasks, read_options
     from rollyard.core.failure import TaskInvalid
-    from rollyard.service.build import all_environments
+    from rollyard.service.machine import all_environments
     from rollyard.service.settings import load_settings
 
     out = None if out == Path("-") else out

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rollyard.core.address import split_pin
 from rollyard.core.failure import InvalidRequest, Unauthorized
+from rollyard.core.paths import data_home
 
 HOST = "127.0.0.1"
 PORT = 8127
@@ -37,8 +38,7 @@ def find(url: str | None, token: str | None, environ: Mapping[str, str] | None =
     def setting(name: str, default: str) -> str:
         return environ.get(f"ROLLYARD_{name.upper()}") or str(settings.get(name, "")) or default
 
-    home = environ.get("XDG_DATA_HOME") or "~/.local/share"
-    data_dir = Path(setting("data_dir", f"{home}/rollyard")).expanduser()
+    data_dir = Path(setting("data_dir", str(data_home(environ)))).expanduser()
     if not url:
         told = environ.get("ROLLYARD_URL") or _announced(data_dir / "url")
         url = told or _address(setting("host", HOST), setting("port", str(PORT)))

@@ -41,7 +41,6 @@ class HeldRollout:
     """A rollout leased to this node."""
 
     rollout: Rollout
-    saved: Trajectory | None = None  # RUN's result as sent to the head
 
     @property
     def key(self) -> Key:
@@ -181,7 +180,6 @@ class NodeLedger:
         blobs = await self._blobs(trajectory, rollout_id, at.attempt)
         holding = self._locate(rollout_id, at)
         data = bytes(encode_trajectory(trajectory))
-        holding.saved = trajectory
         holding.rollout = replace(holding.rollout, position=at.to(State.EVAL))
         size_bytes = len(data) + sum(len(blob.data) for blob in blobs)
         self._put(Saved(holding.key, data, trajectory.sampled_tokens, to_json(info), blobs), size_bytes)
@@ -197,7 +195,7 @@ class NodeLedger:
     async def end(self, rollout_id: str, at: Position, ending: Ending, trajectory: Trajectory | None = None) -> Rollout:
         holding = self._locate(rollout_id, at)
         data, tokens = None, 0
-        if trajectory is not None and trajectory is not holding.saved:
+        if trajectory is not None:
             data, tokens = bytes(encode_trajectory(trajectory)), trajectory.sampled_tokens
         await self._put(Ended(holding.key, to_json(ending), data, tokens), len(data or b""))
         await self._artifacts.delete(rollout_id)

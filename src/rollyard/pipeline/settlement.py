@@ -75,7 +75,8 @@ class Settlement:
     async def _end(self, ending: Ending) -> None:
         progress = self._progress
         rollout = progress.rollout
-        progress.rollout = await self._pipeline.store.end(rollout.id, rollout.position, ending, progress.trajectory)
+        unsaved = None if rollout.state is State.EVAL else progress.trajectory  # EVAL began by saving it
+        progress.rollout = await self._pipeline.store.end(rollout.id, rollout.position, ending, unsaved)
         end_rollout_span(progress.span, ending)
         self._pipeline.publish(progress.rollout)
 

@@ -12,58 +12,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import resource
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.agents.session import SessionAgent
 from rollyard.core import RollyardError
-from rollyard.core.failure import EngineFailure, TokenizerMismatch
-from rollyard.engines.base import Engine, EngineSpec, Kind, Role
+from rollyard.engines.base import EngineSpec
 from rollyard.engines.routing.router import Router, RouterSettings
 from rollyard.envs.registry import Environments
 from rollyard.fleet.head import HeadPipeline
 from rollyard.fleet.nodes import FleetSettings
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, Tracer, open_tracer
-from rollyard.pipeline import ArtifactFolder, Pipeline, PipelineSettings, Renderers, StageResources
+from rollyard.pipeline import Pipeline, Renderers, StageResources
 from rollyard.sampling.sampler import Sampler
-from rollyard.sandbox import Runtime
-from rollyard.sandbox.egress import SystemResolver
-from rollyard.sandbox.images import ImageStore
-from rollyard.sandbox.layers import LayerCache
-from rollyard.sandbox.python import PythonBuilds
 from rollyard.service.app_state import AppState
 from rollyard.service.bounds import end_all
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.keys import load_keys
+from rollyard.service.machine import (
+    AGENTS,
+    all_environments,
+    open_data_dir,
+    open_stage_resources,
+    pipeline_settings,
+    raise_descriptor_limit,
+    vet,
+)
 from rollyard.service.models import EngineBody, check_body
 from rollyard.service.prometheus import snapshot
-from rollyard.service.runtimes import make_runtime
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.service.tasks import checked_task
 from rollyard.service.tokens import Tokens, load_tokens
 from rollyard.store import open_store
 from rollyard.store.base import Store, StoreUnusable
-from rollyard.tools.mcp import OutsideServer
 
 log = logging.getLogger("rollyard.service")
-
-IMAGES = "images"  # below data_dir: the store that `rollyard images` fills
-AGENTS = "agents"  # below data_dir: the operator's presets, and the programs that `rollyard agents install` installed
-
-MOST_DESCRIPTORS = 1 << 20  # some hosts allow a billion, and some programs close them one by one
 
 ENGINES_S = 3.0  # engines get this long to respond before the service is ready; slower ones are added later
 
 STORED_EVERY_S = 5.0  # interval at which the stored bytes of tokens with such a quota are measured
-
-PROBE_S = 30.0  # for a runtime's probe at start; a slower host is reported, and the start continues
 
 
 @asynccontextmanager
@@ -165,44 +156,6 @@ async def _stored_quotas(store: Store, pipeline: Pipeline, tokens: Tokens) -> As
         await end_all(watching)
 
 
-@asynccontextmanager
-async def open_stage_resources(
-    settings: Settings, router: Router, environments: Environments, agents: Agents, renderers: Renderers
-) -> AsyncGenerator[tuple[StageResources, dict[str, Mapping[str, str]]], None]:
-    """The resources of the stages on this machine, a head's or a node's, and the result of each runtime's probe."""
-    async with AsyncExitStack() as stack:
-        runtimes: dict[str, Runtime] = {}
-        for name in settings.runtimes:
-            runtimes[name] = await stack.enter_async_context(make_runtime(name, settings))
-        layers = {
-            name: await stack.enter_async_context(
-                LayerCache(runtime.layer_root, settings.layer_bytes, remove=runtime.remove)
-            )
-            for name, runtime in runtimes.items()
-        }
-        probes = {name: await _probe(name, runtime) for name, runtime in runtimes.items()}
-        resolver = SystemResolver()
-        stack.callback(resolver.close)
-        resources = StageResources(
-            runtimes=runtimes,
-            default_runtime=settings.runtime,
-            router=router,
-            environments=environments,
-            agents=agents,
-            renderers=renderers,
-            artifacts=ArtifactFolder(settings.data_dir / "artifacts"),
-            image_folders=settings.image_folders,
-            images=ImageStore(settings.data_dir / IMAGES),
-            layers=layers,
-            pythons=PythonBuilds(settings.data_dir / "python"),
-            mcp_servers=mcp_servers(settings),
-            ceilings=settings.ceilings,
-            egress=settings.egress,
-            resolve_name=resolver,
-        )
-        yield resources, probes
-
-
 def make_pipeline(
     store: Store, resources: StageResources, settings: Settings, *, metrics: Metrics, tracer: Tracer
 ) -> Pipeline:
@@ -214,90 +167,11 @@ def make_pipeline(
     return HeadPipeline(store, resources, sizes, fleet, metrics=metrics, tracer=tracer)
 
 
-def raise_descriptor_limit() -> None:
-    """Raises the soft limit: a sandbox needs about five descriptors, so the usual 1024 suffice for 200 of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def open_data_dir(path: Path) -> None:
-    """Creates the folder, accessible to this user only: it holds prompts, tokens and keys."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
-    except OSError as error:
-        raise SettingsError(f"data_dir {path} cannot be used: {error}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise SettingsError(f"data_dir {path} cannot be written to")
-
-
-def pipeline_settings(settings: Settings) -> PipelineSettings:
-    return PipelineSettings(
-        init_slots=settings.init_slots,
-        run_slots=settings.run_slots,
-        eval_slots=settings.eval_slots,
-        ready_slots=settings.ready_slots,
-        max_live=settings.max_live,
-        max_queued=settings.max_queued,
-        max_attempts=settings.max_attempts,
-        eval_attempts=settings.eval_attempts,
-        drain_s=settings.drain_s,
-        retain_s=settings.retain_s,
-    )
-
-
 def _sessions(agents: Agents) -> SessionAgent:
     agent = agents.get(SessionAgent.name)
     if not isinstance(agent, SessionAgent):
         raise SettingsError(f"an installed package uses the agent name {SessionAgent.name!r}, which is reserved")
     return agent
-
-
-async def _probe(name: str, runtime: Runtime) -> Mapping[str, str]:
-    try:
-        async with asyncio.timeout(PROBE_S):
-            found = await runtime.probe()
-    except TimeoutError:
-        found = {"probe": f"not finished within {PROBE_S:g} s"}
-    for feature, state in found.items():
-        if state != "ok":
-            log.warning("a runtime lacks a feature", extra={"runtime": name, "feature": feature, "state": state})
-    return found
-
-
-async def vet(engine: Engine, renderers: Renderers) -> bool:
-    """Raises `TokenizerMismatch` if the tokens cannot be reproduced exactly. Returns False if that is unverified."""
-    if engine.spec.role is not Role.POLICY or engine.spec.kind is Kind.OPENAI:
-        return True
-    try:
-        is_verified = await renderers.check(engine)
-    except EngineFailure:
-        raise
-    except Exception as error:  # a tokenizer's files can make their reader raise anything
-        why = error.detail if isinstance(error, RollyardError) else f"{type(error).__name__}: {error}"
-        raise TokenizerMismatch(f"engine {engine.spec.id}: its tokenizer cannot be used: {why}") from error
-    if not is_verified:
-        is_trusted = engine.spec.trust_tokenizer
-        log.warning("an engine's tokenizer is not verified", extra={"engine": engine.spec.id, "is_trusted": is_trusted})
-    return is_verified
-
-
-def all_environments(settings: Settings) -> Environments:
-    """The installed environments, with the operator's settings applied."""
-    if not settings.gym_servers:
-        return Environments()
-    from rollyard.envs.gym import GymEnvironment
-
-    return Environments({"gym": GymEnvironment(settings.gym_servers)})
-
-
-def mcp_servers(settings: Settings) -> dict[str, OutsideServer]:
-    return {
-        name: OutsideServer(it.url, {header: value.get_secret_value() for header, value in it.headers.items()})
-        for name, it in settings.mcp_servers.items()
-    }
 
 
 def engine_spec(engine: EngineSettings) -> EngineSpec:

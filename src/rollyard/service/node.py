@@ -28,7 +28,7 @@ from rollyard.fleet.tokenizer_files import TokenizerFetcher
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, open_tracer
 from rollyard.pipeline import ArtifactFolder, Renderers
-from rollyard.service.build import (
+from rollyard.service.machine import (
     AGENTS,
     all_environments,
     open_data_dir,

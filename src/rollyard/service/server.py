@@ -37,7 +37,8 @@ from rollyard.http import HttpServer, ListenerBounds, Refusals
 from rollyard.observe import TracingUnavailable, logs
 from rollyard.service.app import create_app
 from rollyard.service.app_state import AppState
-from rollyard.service.build import open_app, open_data_dir
+from rollyard.service.build import open_app
+from rollyard.service.machine import open_data_dir
 from rollyard.service.settings import Settings, SettingsError
 from rollyard.service.tls import Tls, open_tls
 from rollyard.service.tokens import node_token

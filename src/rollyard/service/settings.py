@@ -24,6 +24,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from rollyard.core.ceilings import Ceilings
 from rollyard.core.egress import EgressCeiling
+from rollyard.core.paths import data_home
 from rollyard.sandbox.base import SandboxLimits
 from rollyard.service.egress import Host, Method, Mirrors, PrivateHost, ceiling_of
 
@@ -73,13 +74,6 @@ Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SomePath = Annotated[Path, BeforeValidator(_expand)]
-
-
-def data_home(environ: Mapping[str, str]) -> Path:
-    """The default data folder: $XDG_DATA_HOME/rollyard, else ~/.local/share/rollyard."""
-    base = environ.get("XDG_DATA_HOME")
-    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
-    return (Path(base).expanduser() if base else home / ".local" / "share") / "rollyard"
 
 
 class EngineSettings(BaseModel):
