@@ -33,8 +33,8 @@ from typing import Any
 from bench.processes import module_argv
 from rollyard.cli._console import CommandError, note
 from rollyard.cli._deadline import within
+from rollyard.cli.commands.weights import get_model
 from rollyard.cli.rig import stop
-from rollyard.cli.weights import get_model
 from rollyard.core import Json, Sampling
 from rollyard.engines import Engine, EngineSpec, GenerateRequest, Kind, make_engine, open_http
 

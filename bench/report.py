@@ -21,7 +21,7 @@ from typing import Any
 
 from rollyard.cli._console import CommandError, note, number, out, print_json, run, show, table
 from rollyard.cli._deadline import REMEDY
-from rollyard.cli.bench import BENCHES
+from rollyard.cli.commands.bench import BENCHES
 
 
 def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool, as_json: bool) -> None:

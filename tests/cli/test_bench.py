@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from bench import pipeline, report
-from rollyard.cli import bench, rig
+from rollyard.cli import rig
 from rollyard.cli._console import CommandError
 from rollyard.cli._deadline import within
+from rollyard.cli.commands import bench
 from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.cli import main
-from rollyard.cli._demo_model import TRAINED, demo_tasks
+from rollyard.cli.demo.model import TRAINED, demo_tasks
 from rollyard.embedded.weights import weights_digest
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def test_missing_bubblewrap_is_reported_first(
 def test_a_package_without_an_adapter_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("rollyard.cli.demo.shipped_adapter", lambda: tmp_path)
+    monkeypatch.setattr("rollyard.cli.commands.demo.shipped_adapter", lambda: tmp_path)
     assert main(["demo", "--model", str(tmp_path), *ANY_PYTHON]) == 1
     said = capsys.readouterr().err
     assert "no trained adapter" in said and "--base" in said and len(said.splitlines()) == 1

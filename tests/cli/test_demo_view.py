@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollyard.cli._demo_model import DemoModel, DemoResult, demo_tasks, roll
-from rollyard.cli._demo_view import show_best, show_results
+from rollyard.cli.demo.model import DemoModel, DemoResult, demo_tasks, roll
+from rollyard.cli.demo.view import show_best, show_results
 from rollyard.cli.rig import rig
 from rollyard.client import Record
 from rollyard.envs.yardwork import demonstration, make

@@ -11,11 +11,11 @@ import pytest
 
 from bench.peer_drivers import CACHE
 from bench.sandbox import _try
-from rollyard.cli._doctor_check import DoctorCheck
-from rollyard.cli._doctor_data import file_system, nearest, room
-from rollyard.cli._doctor_inside import look_inside
-from rollyard.cli._doctor_machine import apparmor_remedy, kernel_version, machine_checks
-from rollyard.cli.doctor import _held, runtime_checks
+from rollyard.cli.commands.doctor import _held, runtime_checks
+from rollyard.cli.doctor.check import DoctorCheck
+from rollyard.cli.doctor.data import file_system, nearest, room
+from rollyard.cli.doctor.inside import look_inside
+from rollyard.cli.doctor.machine import apparmor_remedy, kernel_version, machine_checks
 from rollyard.core import Json
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox import BubblewrapRuntime

@@ -231,7 +231,7 @@ async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_
 
 
 def test_a_temporary_service_shares_only_installed_files(tmp_path: Path):
-    from rollyard.cli.evaluate import _in_folder
+    from rollyard.cli.commands.evaluate import _in_folder
 
     engines = [{"url": "http://127.0.0.1:1", "role": "judge"}, {"url": "http://127.0.0.1:2"}]
     flags = {"data_dir": tmp_path / "data", "engines": engines, "admin_tokens": ["x" * 40], "store": "elsewhere.db"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.report import machine, picture, show_result
-from rollyard.cli.bench import BENCHES
+from rollyard.cli.commands.bench import BENCHES
 from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.slow

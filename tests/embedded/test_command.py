@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli import engine, main
+from rollyard.cli import main
+from rollyard.cli.commands import engine
 
 
 def test_without_the_extra_the_error_names_what_to_install(

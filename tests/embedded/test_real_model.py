@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollyard.cli import _demo_model, main
-from rollyard.cli.demo import shipped_adapter
+from rollyard.cli import main
+from rollyard.cli.commands.demo import shipped_adapter
+from rollyard.cli.demo import model
 from rollyard.embedded.sources import WeightsError, file_sha256
 from rollyard.embedded.weights import KNOWN, find_model
 from tests.embedded.environment import environ
@@ -67,11 +68,11 @@ def test_the_trained_model_solves_tasks_that_the_base_does_not(
     """
     for name, value in environ(tmp_path).items():
         monkeypatch.setenv(name, value)
-    four = _demo_model.demo_tasks(4)
+    four = model.demo_tasks(4)
     command = ["demo", "--engine-python", str(trainer_python("local")), "--json"]
 
     def pass_rate(tasks: list[dict[str, Any]], *options: str) -> float:
-        monkeypatch.setattr(_demo_model, "demo_tasks", lambda _: tasks)
+        monkeypatch.setattr(model, "demo_tasks", lambda _: tasks)
         assert main([*command, "--tasks", str(len(tasks)), *options]) == 0, capfd.readouterr().err
         body = json.loads(capfd.readouterr().out)  # stdout contains nothing else
         assert (body["tasks"], body["temperature"]) == (len(tasks), 0.0)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollyard.cli import engine as engine_command
 from rollyard.cli import main
+from rollyard.cli.commands import engine as engine_command
 from rollyard.embedded.convert import convert
 from rollyard.embedded.sources import Wheel, file_sha256
 from rollyard.embedded.weights import KnownModel

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.cli._solo import local_resources
+from rollyard.cli._local_resources import local_resources
 from rollyard.core import Task
 from rollyard.pipeline import StageResources
 from rollyard.pipeline.local_rollout import PlayResult, play

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollyard.cli.top import frame
+from rollyard.cli.commands.top import frame
 from tests.service.site import engine_table, open_site, scripted
 
 

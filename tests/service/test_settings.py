@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.config import masked
+from rollyard.cli.commands.config import masked
 from rollyard.service.node_settings import for_nodes, node_settings
 from rollyard.service.runtimes import uids_of
 from rollyard.service.settings import Settings, SettingsError, load_settings

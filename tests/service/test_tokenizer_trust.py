@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.cli._doctor_engines import engine_checks
+from rollyard.cli.doctor.engines import engine_checks
 from rollyard.client import AsyncClient
 from rollyard.service.settings import Settings
 from rollyard.testing.scripted_engine import ScriptedEngine

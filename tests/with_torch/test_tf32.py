@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollyard.cli import engine as command
+from rollyard.cli.commands import engine as command
 
 
 @pytest.mark.parametrize(("is_asked", "precision"), [(True, "high"), (False, "highest")])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rollyard.cli._console import CommandError
-from rollyard.cli._playing import ResourcesByRuntime, played_body, progress
+from rollyard.cli._local_play import ResourcesByRuntime, played_body, progress
 from rollyard.cli._tasks import TaskLine
 from rollyard.core.passk import TOLERANCE
 

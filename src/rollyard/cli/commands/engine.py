@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from rollyard.cli._console import AsJson, CommandError, note, print_json, run
-from rollyard.cli._importing import quick_imports
-from rollyard.cli.weights import get_model
+from rollyard.cli._quick_imports import quick_imports
+from rollyard.cli.commands.weights import get_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

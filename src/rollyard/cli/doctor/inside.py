@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from pathlib import Path
 from typing import Any
 
-from rollyard.cli._doctor_check import DELEGATE, DoctorCheck, State
+from rollyard.cli.doctor.check import DELEGATE, DoctorCheck, State
 from rollyard.core import RollyardError
 from rollyard.core.failure import MemoryLimit
 from rollyard.sandbox import Bind, Sandbox, SandboxLimits, SandboxSpec

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollyard.cli._console import AsJson, CommandError, note, print_json, run
-from rollyard.cli._solo import default_runtime, local_resources
+from rollyard.cli._local_resources import default_runtime, local_resources
 from rollyard.cli._tasks import TaskLine, read_task
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rollyard.cli._console import CommandError
-from rollyard.cli._importing import quick_imports
+from rollyard.cli._quick_imports import quick_imports
 
 
 def serve(

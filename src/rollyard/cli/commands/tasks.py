@@ -17,7 +17,7 @@ from rollyard.cli._console import AsJson, CommandError, note, plain, print_json,
 from rollyard.cli._tasks import TaskLine, read_task, scan_tasks
 
 if TYPE_CHECKING:
-    from rollyard.cli._import import ImportResult
+    from rollyard.cli._task_import import ImportResult
     from rollyard.cli._validate import Finding
     from rollyard.pipeline.local_rollout import PlayResult
 
@@ -51,7 +51,7 @@ def import_(
     required fields of a row and the importer's options. A row that cannot be converted is reported with its place, and
     nothing is written.
     """
-    from rollyard.cli._import import ImportOptions, import_tasks, read_options
+    from rollyard.cli._task_import import ImportOptions, import_tasks, read_options
     from rollyard.core.failure import TaskInvalid
     from rollyard.service.machine import all_environments
     from rollyard.service.settings import load_settings
@@ -92,7 +92,7 @@ def validate(
     --run, each task also runs twice in real sandboxes: with its reference solution, which must get the highest reward,
     and with an agent that does nothing, which must get less. Exits with 1 if a task has a problem or was not run.
     """
-    from rollyard.cli._playing import open_resource_sets
+    from rollyard.cli._local_play import open_resource_sets
     from rollyard.cli._validate import validate as look
 
     lines: list[TaskLine | CommandError] = list(islice(scan_tasks(files), limit))
@@ -171,7 +171,7 @@ def try_task(
     oracle applies the task's reference solution, noop does nothing: neither needs a model. The exit status is 1 if
     there is no score.
     """
-    from rollyard.cli._playing import played_body, show_played
+    from rollyard.cli._local_play import played_body, show_played
 
     if tokenizer and engine is None:
         raise CommandError("--tokenizer needs --engine", "give the engine", 2)
@@ -196,7 +196,7 @@ async def _try(
 ) -> PlayResult:
     from dataclasses import replace
 
-    from rollyard.cli._playing import add_engine, open_resource_sets
+    from rollyard.cli._local_play import add_engine, open_resource_sets
     from rollyard.core import AgentSpec, RollyardError
     from rollyard.pipeline.local_rollout import play
     from rollyard.service.models import to_task

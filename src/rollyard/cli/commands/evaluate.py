@@ -21,7 +21,7 @@ import typer
 
 from rollyard.cli._console import AsJson, CommandError, Token, Url, connect, err, note, print_json, run, show
 from rollyard.cli._tasks import TaskLine, read_defaults, read_tasks
-from rollyard.cli.submit import RETRY_S
+from rollyard.cli.commands.submit import RETRY_S
 
 if TYPE_CHECKING:
     from rollyard.cli._evaluation import EvalReport
@@ -226,7 +226,7 @@ def _task_number(record: Record) -> int:
 @asynccontextmanager
 async def _service(engine: str, tokenizer: str, policy: str) -> AsyncGenerator[AsyncClient, None]:
     """Runs a whole service on a free loopback port, with one engine."""
-    from rollyard.cli._playing import add_engine
+    from rollyard.cli._local_play import add_engine
     from rollyard.client import AsyncClient
     from rollyard.service.server import serve
     from rollyard.service.settings import load_settings

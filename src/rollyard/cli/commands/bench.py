@@ -11,7 +11,7 @@ import typer
 
 from rollyard.cli._console import AsJson, CommandError, out, print_json
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[4]
 
 BENCHES = {
     "shell": "commands in a sandbox's shell: latency and throughput",

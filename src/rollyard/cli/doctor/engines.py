@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._doctor_check import DoctorCheck
+from rollyard.cli.doctor.check import DoctorCheck
 
 if TYPE_CHECKING:
     from rollyard.core import EngineSpec
