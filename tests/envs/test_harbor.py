@@ -338,5 +338,5 @@ async def test_a_task_that_needs_a_network_runs_where_the_operator_allows_it(tmp
         async with open_resources(runtime) as resources:
             with pytest.raises(EgressNotAllowed, match="setting egress_hosts"):
                 await rewards(resources, body)
-            assert await rewards(replace(resources, egress=ceiling, resolve=names), body) == (1.0, 0.0)
+            assert await rewards(replace(resources, egress=ceiling, resolve_name=names), body) == (1.0, 0.0)
         assert server.connections == 3, "the oracle and two verifiers"
