@@ -28,6 +28,7 @@
         ├── SessionConflict  BatchConflict  SourceClosed  VersionConflict
         ├── NodeUnknown  NodeReplaced
         ├── PolicyConflict  PolicyPinned  PolicyStuck
+        ├── MalformedRequest  RequestTimedOut  HeadersTooLarge  TooManyConnections
         └── BodyTooLarge  QueueFull  QuotaExceeded  RateLimited  StoreLost  Draining
 
 Invariants. A code never changes: trainers switch on it. Blame follows the cause, and blame infra needs positive
