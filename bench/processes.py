@@ -13,6 +13,6 @@ _RUN = (
 )
 
 
-def module_argv(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+def module_argv(module: str, *arguments: str) -> list[str]:
     """Returns the command that runs `module` of this package from any working directory."""
-    return [python, "-c", _RUN, str(CHECKOUT), f"bench.{module}", *arguments]
+    return [sys.executable, "-c", _RUN, str(CHECKOUT), f"bench.{module}", *arguments]

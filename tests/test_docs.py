@@ -103,6 +103,21 @@ def test_the_steps_of_a_rollout_are_functions_that_exist():
                 body = getattr(found[0], "body", [])
 
 
+def test_words_to_avoid_are_found_in_prose_and_not_in_code(tmp_path: Path):
+    (tmp_path / "scripts").mkdir()
+    for name in ("check-words", "words.txt"):
+        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    (tmp_path / "page.md").write_text("Fine.\nNobody reads `whoever`.\n")
+    (tmp_path / "code.py").write_text('told = f"a {told} b"  # begun\nerror = "the client was told"\n')
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    argv = [sys.executable, tmp_path / "scripts" / "check-words"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and done.stderr.startswith("3 words")
+    found = [line.split(": write")[0] for line in done.stdout.splitlines()]
+    assert found == ["code.py:1: 'begun'", "code.py:2: 'told'", "page.md:2: 'Nobody'"]
+
+
 def test_settings_named_in_the_docs_exist():
     operate = (ROOT / "docs" / "how-to" / "operate.md").read_text()
     for name in (

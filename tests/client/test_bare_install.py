@@ -101,3 +101,5 @@ async def test_remote_commands_work_and_the_others_name_their_extra(
         status, out, err = await run(python, "-m", "rollyard", *command.split(), home=tmp_path)
         assert (status, out) == (1, "") and len(err.splitlines()) == 1
         assert "is not installed — pip install 'rollyard[server]'" in err
+    status, out, err = await run(python, "-m", "rollyard", "bench", "shell", home=tmp_path)
+    assert (status, out) == (1, "") and "the benchmarks are not part of the installed package" in err

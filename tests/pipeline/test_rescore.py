@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rollyard.agents import Agent
 from rollyard.core import Outcome, State
-from rollyard.core.failure import InvalidRequest
+from rollyard.core.failure import InvalidRequest, UnknownAgent
 from rollyard.engines import RouterSettings
 from rollyard.testing.script import Reply
 from tests.pipeline.site import SETTINGS, finish, says, shell, shell_task, site
@@ -28,6 +29,18 @@ async def test_a_run_interrupted_by_infrastructure_cannot_get_a_reward_later(tmp
         with pytest.raises(InvalidRequest, match="cut short"):
             await pipeline.pipeline.rescore(rollout.id)
         assert (await pipeline.store.get(rollout.id)).scores == ()
+
+
+async def test_a_rollout_is_rescored_after_its_agent_was_uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
+
+        def uninstalled(name: str) -> Agent:
+            raise UnknownAgent(f"there is no agent {name!r}")
+
+        monkeypatch.setattr(pipeline.pipeline.resources.agents, "get", uninstalled)
+        again = await pipeline.pipeline.rescore(rollout.id)
+        assert [score["reward"] for score in again.scores] == [1.0]
 
 
 async def test_the_lease_of_a_rescoring_sandbox_is_renewed(tmp_path: Path):

@@ -88,7 +88,7 @@ async def test_run_never_has_more_rollouts_than_the_engines_have_seats(tmp_path:
         assert sorted(s.stats.sessions for s in pipeline.router.list()) == [1, 2]  # each engine's seats are taken
         assert pipeline.pipeline.pools()["ready"] == {"size": 4, "active": 4, "waiting": 4}
         waiting = [a for a in pipeline.pipeline.live.values() if a.state is State.READY]
-        assert len(waiting) == 4 and all(a.tick(1e9, 300) is None for a in waiting)  # no clock runs
+        assert len(waiting) == 4 and all(a.tick(1e9) is None for a in waiting)  # no clock runs
         let_go(engine)
         await completed(pipeline, *ids)
         assert max(seen) == 3

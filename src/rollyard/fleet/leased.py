@@ -47,7 +47,7 @@ class LeasedRollout:
             if self.node is not None:
                 self.node.cancel(Key(self.rollout.id, self.rollout.attempt), reason.detail)
 
-    def tick(self, now: float, lease_s: float) -> float | None:
+    def tick(self, now: float) -> float | None:
         """Returns None: the node checks for stalls."""
         return None
 

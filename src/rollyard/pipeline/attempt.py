@@ -113,12 +113,12 @@ class Attempt:
     def beat(self) -> None:
         self.last_beat = self.pipeline.clock()
 
-    def tick(self, now: float, lease_s: float) -> float | None:
+    def tick(self, now: float) -> float | None:
         """Renews the sandbox leases. Returns the seconds without progress in RUN while its clock runs, else None.
 
         `now` is the pipeline's clock. INIT and EVAL need no stall check: the deadline of each covers the whole stage.
         """
-        self._runner.renew(lease_s)
+        self._runner.renew()
         if not self.clock.is_running:
             self.last_beat = now  # Rollyard stopped the clock (a paused policy, for example): not a stall
         return now - self.last_beat if self.state is State.RUN and self.clock.is_running else None

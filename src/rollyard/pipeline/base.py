@@ -37,7 +37,7 @@ class LiveRollout(Protocol):
 
     def stop(self, reason: RollyardError | Shutdown | Stale) -> None: ...
 
-    def tick(self, now: float, lease_s: float) -> float | None:
+    def tick(self, now: float) -> float | None:
         """Renews what it holds. Returns the seconds since the last progress in RUN, if this process can observe it."""
         ...
 

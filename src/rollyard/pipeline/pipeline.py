@@ -504,7 +504,7 @@ class Pipeline:
             now = self.clock()
             self.rescoring.tick()
             for attempt in list(self.live.values()):
-                idle_s = attempt.tick(now, self.settings.lease_s)
+                idle_s = attempt.tick(now)
                 bound_s = attempt.rollout.task.limits.stall_s
                 if idle_s is not None and idle_s > bound_s:
                     attempt.stop(Stalled(f"no progress in {attempt.state} for {idle_s:.1f} s (bound: {bound_s:g} s)"))

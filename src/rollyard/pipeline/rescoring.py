@@ -42,7 +42,7 @@ class Rescoring:
 
     def tick(self) -> None:
         for runner in self._runners:
-            runner.renew(self._pipeline.settings.lease_s)
+            runner.renew()
 
     async def rescore(self, rollout_id: str) -> Rollout:
         """Returns the record with the new score appended. Raises Gone, or InvalidRequest with the reason, if nothing

@@ -82,10 +82,9 @@ class StageResources:
         self.ceilings.check(task)
         environment.check(task)
         resolved.agent.check(task)
-        _ = resolved.tools
+        _ = resolved.tools, resolved.served_inside  # raises if one is unknown
         check_extra(task.sampling, self.router.kinds(run.policy))
         runtime, agent = resolved.runtime, resolved.agent
-        _ = resolved.served_inside
         if resolved.needs.needs_doorway and not runtime.is_isolated:
             raise TaskInvalid(
                 f"the agent {agent.name} is a program that reaches its model from inside a sandbox, and the runtime"

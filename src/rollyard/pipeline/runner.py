@@ -96,11 +96,11 @@ class StageRunner:
     def _hold(self, sandbox: Sandbox) -> None:
         self._eval_sandbox = sandbox
 
-    def renew(self, lease_s: float) -> None:
+    def renew(self) -> None:
         """Renews the leases of its sandboxes."""
         for sandbox in (self.workspace.sandbox if self.workspace else None, self._eval_sandbox):
             if sandbox is not None:
-                sandbox.renew(lease_s)
+                sandbox.renew(self._lease_s)
 
     async def close(self) -> None:
         """Ends the workspace and proves its sandbox gone. RUN's files remain for EVAL until `forget`."""

@@ -1,16 +1,16 @@
-"""What a stranger's model may try in a sandbox, one case per control, against any runtime that says `is_isolated`.
+"""Attacks that a model may try from inside a sandbox: one case per control, for every runtime with `is_isolated`.
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     async def test_hostile(case, runtime):
         await case.run(runtime)
 
-A case gets an open runtime and attacks from inside a sandbox of it. It raises AssertionError where the attack has
-gone through; its docstring (`case.control`) names the control that it proves, and without that control it fails. An
-attack is bounded by itself, in count, in bytes and in time: a machine that lacks the control comes to no harm. The
-sandboxes need python3, bash and the usual programs. They name no image: a runtime that cannot do without one
-is given as a subclass whose `start` fills it in. The doorway and layers are needed too.
+A case gets an open runtime and attacks from inside one of its sandboxes. It raises AssertionError if the attack
+succeeds. Its docstring (`case.control`) names the control that it tests; without that control the case fails. Each
+attack bounds its own count, bytes and time, so a machine without the control is not harmed. The sandboxes need python3,
+bash, the usual programs, the doorway and layers. They name no image: a runtime that needs one is passed as a subclass
+whose `start` sets it.
 
-Attacks on the score (files left for the verifier) are no business of a sandbox; the pipeline's tests have them.
+Attacks on the score (files left for the verifier) are tested in tests/pipeline.
 """
 
 from __future__ import annotations
