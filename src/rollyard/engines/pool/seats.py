@@ -3,100 +3,73 @@
 A rollout takes its seat before RUN and keeps it until it leaves RUN. The bound is the sum of the engines' session caps
 (`admission.py`); it changes while seats are taken. The pool then chooses the engine of the session.
 
-Invariants. `taken` exceeds `bound` only after the bound fell, until enough holders leave; no holder is evicted. A seat
-is released once, however often it is closed. Waiters are served by rank, the lowest first. A waiter that is cancelled
-leaves no entry, and a seat just granted to it goes to the next one. No rollout waits while a seat is free.
+A seat is released once, however often it is closed; the other invariants are those of `core/semaphore.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import heapq
 from collections.abc import Callable
-from itertools import count
 
-Rank = tuple[int, int]
-"""(−priority, order of submission)."""
+from rollyard.core.semaphore import PrioritySemaphore, Rank
 
 
 class Seat:
     """One rollout's seat at a policy."""
 
-    __slots__ = ("_is_open", "_seats")
+    __slots__ = ("_is_open", "_semaphore")
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
+    def __init__(self, semaphore: PrioritySemaphore) -> None:
+        self._semaphore = semaphore
         self._is_open = True
 
     def close(self) -> None:
         """Releases the seat. Idempotent."""
         if self._is_open:
             self._is_open = False
-            self._seats.left()
+            self._semaphore.release()
 
 
 class Seats:
     """The seats of one policy. `bound` None: unlimited."""
 
     def __init__(self) -> None:
-        self.bound: int | None = None
-        self.taken = 0
         self.held_back = 0  # rollouts that stay queued until there is a seat, instead of waiting here
         self.on_free: Callable[[], None] = lambda: None  # called when a seat is free for those
-        self._waiters: list[tuple[Rank, int, asyncio.Future[Seat]]] = []
-        self._tie = count()
+        self._semaphore = PrioritySemaphore(None, self._freed)
+
+    @property
+    def bound(self) -> int | None:
+        return self._semaphore.bound
+
+    @property
+    def taken(self) -> int:
+        return self._semaphore.taken
 
     @property
     def free(self) -> int | None:
         """None: unlimited."""
-        return None if self.bound is None else max(0, self.bound - self.taken)
+        return self._semaphore.free
 
     @property
     def waiting(self) -> int:
-        return len(self._waiters) + self.held_back
+        return self._semaphore.waiting + self.held_back
 
     def set_bound(self, bound: int | None) -> None:
-        self.bound = bound
-        self._grant()
+        self._semaphore.set_bound(bound)
 
     def try_acquire(self) -> Seat | None:
-        if self.bound is not None and (self._waiters or self.taken >= self.bound):
-            return None
-        self.taken += 1
-        return Seat(self)
+        return Seat(self._semaphore) if self._semaphore.try_acquire() else None
 
     def take(self) -> Seat:
         """A seat, beyond the bound if necessary: for a rollout that already runs."""
-        self.taken += 1
-        return Seat(self)
+        self._semaphore.take()
+        return Seat(self._semaphore)
 
     async def acquire(self, rank: Rank = (0, 0)) -> Seat:
         """Waits for a seat. The caller bounds the wait by cancelling it."""
-        if (seat := self.try_acquire()) is not None:
-            return seat
-        future: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
-        waiter = (rank, next(self._tie), future)
-        heapq.heappush(self._waiters, waiter)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                future.result().close()
-            elif waiter in self._waiters:  # a short list: the pipeline bounds how many rollouts get this far
-                self._waiters.remove(waiter)
-                heapq.heapify(self._waiters)
-            raise
+        await self._semaphore.acquire(rank)
+        return Seat(self._semaphore)
 
-    def left(self) -> None:
-        """Called by a seat that is closed."""
-        self.taken -= 1
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiters and (self.bound is None or self.taken < self.bound):
-            _, _, future = heapq.heappop(self._waiters)
-            if not future.done():
-                self.taken += 1
-                future.set_result(Seat(self))
-        if self.held_back and self.free != 0:
+    def _freed(self) -> None:
+        if self.held_back:
             self.on_free()
