@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tarfile
 from collections.abc import AsyncGenerator
@@ -382,7 +383,7 @@ async def test_of_two_processes_one_pulls_and_the_other_reports_that_it_waits(re
     second = await puller(store, reference)
     assert second.stdout is not None and first.stdout is not None
     line = await asyncio.wait_for(second.stdout.readline(), 30)
-    assert line.decode().startswith(f"waiting process {first.pid} is making this image")
+    assert line.decode().startswith(f"waiting pid {first.pid} on {socket.gethostname()} is making this image")
     assert store.find(reference) is None
     layer_hold.set()
     said = [(await asyncio.wait_for(process.communicate(), 30))[0].decode() for process in (first, second)]

@@ -11,8 +11,6 @@ be used. Its digest covers everything that it was made from. It is readable by a
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import gzip
 import importlib.util
 import json
@@ -25,12 +23,13 @@ import sys
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
 from rollyard.agents.preset import Preset, PresetError, presets_in
 from rollyard.agents.template import machine_values
+from rollyard.core.locks import locked
 
 log = logging.getLogger("rollyard.agents")
 
@@ -100,7 +99,7 @@ class AgentInstalls:
         if place.is_dir():
             return place
         self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with _locked(self.folder / ".lock", tell):
+        with locked(self.folder / ".lock", lambda: tell("waiting for another install")):
             if place.is_dir():
                 return place
             for left in self.folder.glob(".draft-*"):  # left by an install that died: this process holds the lock
@@ -123,20 +122,6 @@ class AgentInstalls:
         took_s = round(time.monotonic() - begun, 2)
         log.info("an agent was installed", extra={"agent": preset.name, "folder": str(place), "took_s": took_s})
         return place
-
-
-@contextlib.contextmanager
-def _locked(path: Path, tell: Tell) -> Generator[None, None, None]:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell("waiting for another install")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _open_to_all(folder: Path) -> None:

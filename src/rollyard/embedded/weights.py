@@ -16,16 +16,16 @@ of a killed one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from rollyard.core.locks import locked
 from rollyard.embedded.sources import Repository, Source, Unreachable, Watch, WeightsError, Wheel, file_sha256
 
 Tell = Callable[[str], None]
@@ -156,7 +156,7 @@ class ModelCache:
             return found
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with _locked(self.folder / ".lock", tell):
+            with locked(self.folder / ".lock", lambda: tell("waiting for another fetch")):
                 return self._first(model, order) or self._fetch(model, order, tell, watch)
         except OSError as error:
             raise WeightsError(f"{model.name} cannot be stored in {self.folder}: {error}", "check the disk") from error
@@ -211,17 +211,3 @@ def _record(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-@contextlib.contextmanager
-def _locked(path: Path, tell: Tell) -> Generator[None, None, None]:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell("waiting for another fetch")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

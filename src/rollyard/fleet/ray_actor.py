@@ -16,7 +16,6 @@ hundreds of rollouts, before any sandbox.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import importlib
 import logging
 import os
@@ -28,11 +27,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import uvloop
 
 from rollyard.core import Json
+from rollyard.core.locks import FileLock
 from rollyard.observe import logs
 
 log = logging.getLogger("rollyard.fleet")
@@ -96,18 +96,16 @@ def sizes(
     return found
 
 
-def claim_folder(base: Path) -> tuple[Path, IO[bytes]]:
-    """Returns a folder that no other node of this machine uses, and its lock, which is held while the file is open.
+def claim_folder(base: Path) -> tuple[Path, FileLock]:
+    """Returns a folder that no other node of this machine uses, and its lock.
 
     Ray's ids change with every start of Ray; these folders do not, so fetched files are found again.
     """
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     host = socket.gethostname()  # all machines may share a home on a network file system
     for number in range(1000):
-        lock = (base / f"{host}-{number}.lock").open("ab")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        lock = FileLock(base / f"{host}-{number}.lock")
+        if not lock.try_acquire():
             lock.close()
             continue
         folder = base / f"{host}-{number}"

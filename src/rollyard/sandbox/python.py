@@ -16,7 +16,6 @@ Child processes cannot use `sys.executable`: the kernel would look for the image
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import importlib.metadata
 import logging
 import os
@@ -31,6 +30,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from rollyard.core.failure import SandboxStartFailed
+from rollyard.core.locks import locked
 
 log = logging.getLogger("rollyard.sandbox")
 
@@ -89,13 +89,9 @@ def portable_python(cache: Path) -> PortablePython:
     folder = cache.absolute() / parts.digest()
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        lock = os.open(cache / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building the same
+        with locked(cache / ".lock"):  # another process may be building the same
             if not folder.is_dir():
                 _build(parts, folder)
-        finally:
-            os.close(lock)
     return _python_in(folder, INSIDE)
 
 

@@ -7,15 +7,12 @@ file is never deleted: after an unlink, two processes could hold "the" lock.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollyard.core.locks import FileLock
 from rollyard.store.base import StoreLocked, StoreUnusable
 
 _log = logging.getLogger("rollyard.store")
@@ -78,23 +75,20 @@ class Lock:
 
     def __init__(self, store: Path) -> None:
         self.path = store.with_name(store.name + ".lock")
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = FileLock(self.path)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free, holder = self._lock.try_acquire(), self._lock.holder()
         except OSError as error:
-            holder = os.pread(self._fd, 300, 0).decode(errors="replace").strip() or "an unknown process"
-            os.close(self._fd)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StoreUnusable(f"{self.path} cannot be locked: {error.strerror}") from error
-            raise StoreLocked(f"{store} is already open, in {holder}; stop that process first") from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            self._lock.close()
+            raise StoreUnusable(f"{self.path} cannot be locked: {error.strerror}") from error
+        if not is_free:
+            self._lock.close()
+            raise StoreLocked(f"{store} is already open, in {holder}; stop that process first")
+        self._lock.write_holder()
 
     def release(self) -> None:
         """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._lock.close()
 
 
 def _unescape(text: str) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import fcntl
 import json
 import os
 import tempfile
@@ -24,6 +23,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollyard.core.locks import FileLock, locked
 from rollyard.sandbox.images.errors import ImageError
 
 LOOK_S = 0.2  # between two tries for a lock: flock has no event to wait for
@@ -58,12 +58,8 @@ class ImageIndex:
     def change_names(self, change: Callable[[Mapping[str, str]], Mapping[str, str]]) -> None:
         """Changes the names, with a lock against other processes. Blocks briefly."""
         self.root.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.root / "index.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with locked(self.root / "index.lock"):
             self._write(self.root / "index.json", change(self.names()))
-        finally:
-            os.close(fd)
 
     # --- locks ---
 
@@ -71,46 +67,37 @@ class ImageIndex:
     async def building(self, digest: str, waiting: Callable[[str], None]) -> AsyncGenerator[int, None]:
         """Holds the image's build lock, exclusive among all processes. If it has to wait, calls `waiting` once with
         the lock's holder."""
-        fd = self._open_lock(digest, "build")
-        try:
-            has_told = False
-            while not _try_lock(fd, fcntl.LOCK_EX):
-                if not has_told:
-                    waiting(os.pread(fd, 100, 0).decode(errors="replace").strip() or "another process")
-                    has_told = True
-                await asyncio.sleep(LOOK_S)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()}".encode(), 0)
-            yield fd
-        finally:
-            os.close(fd)
+        with self._open_lock(digest, "build") as lock:
+            if not lock.try_acquire():
+                waiting(lock.holder())
+                while not lock.try_acquire():
+                    await asyncio.sleep(LOOK_S)
+            lock.write_holder()
+            yield lock.fd
 
     @contextmanager
     def claimed(self, digest: str, *, may_be_used: bool = False) -> Generator[bool, None, None]:
         """Yields whether the image is neither being made nor in use; if so, it stays that way until the block ends."""
-        build = self._open_lock(digest, "build")
-        use = -1 if may_be_used else self._open_lock(digest, "use")
-        try:
-            yield _try_lock(build, fcntl.LOCK_EX) and (may_be_used or _try_lock(use, fcntl.LOCK_EX))
-        finally:
-            os.close(build)
-            if not may_be_used:
-                os.close(use)
+        with self._open_lock(digest, "build") as build:
+            if may_be_used:
+                yield build.try_acquire()
+            else:
+                with self._open_lock(digest, "use") as use:
+                    yield build.try_acquire() and use.try_acquire()
 
-    def share(self, digest: str) -> int | None:
-        """Returns a descriptor that protects the image, or None if it is being removed or is gone. Updates its time of
+    def share(self, digest: str) -> FileLock | None:
+        """Returns a lock that protects the image, or None if it is being removed or is gone. Updates its time of
         use."""
-        fd = self._open_lock(digest, "use")
-        if not _try_lock(fd, fcntl.LOCK_SH) or self.record(digest) is None:
-            os.close(fd)
+        lock = self._open_lock(digest, "use")
+        if not lock.try_acquire(shared=True) or self.record(digest) is None:
+            lock.close()
             return None
-        os.utime(fd)
-        return fd
+        os.utime(lock.fd)
+        return lock
 
     def mark_used(self, digest: str) -> None:
-        fd = self._open_lock(digest, "use")
-        os.utime(fd)
-        os.close(fd)
+        with self._open_lock(digest, "use") as lock:
+            os.utime(lock.fd)
 
     def used_at(self, digest: str) -> float | None:
         try:
@@ -121,10 +108,10 @@ class ImageIndex:
     def _lock_path(self, digest: str, use: str) -> Path:
         return self.root / "locks" / f"{digest.removeprefix('sha256:')}.{use}"
 
-    def _open_lock(self, digest: str, use: str) -> int:
+    def _open_lock(self, digest: str, use: str) -> FileLock:
         path = self._lock_path(digest, use)
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return FileLock(path)
 
     # --- files ---
 
@@ -161,25 +148,13 @@ class ImageIndex:
         new.rename(path)
 
 
-def _try_lock(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 @contextmanager
 def building_folder(root: Path) -> Generator[tuple[Path, int], None, None]:
     """Yields a temporary folder to build in, and the descriptor that holds its lock."""
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=root) as folder:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield Path(folder), fd
-        finally:
-            os.close(fd)
+    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=root) as name, FileLock(Path(name), is_folder=True) as lock:
+        lock.acquire()
+        yield Path(name), lock.fd
 
 
 def is_abandoned(folder: Path) -> bool:
@@ -187,13 +162,10 @@ def is_abandoned(folder: Path) -> bool:
     try:
         if time.time() - folder.stat().st_mtime < 60.0:
             return False
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with FileLock(folder, is_folder=True) as lock:
+            return lock.try_acquire()
     except OSError:
         return False
-    try:
-        return _try_lock(fd, fcntl.LOCK_EX)
-    finally:
-        os.close(fd)
 
 
 def sync(folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import shutil
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -70,13 +69,11 @@ class ImageStore:
     @contextmanager
     def hold(self, image: Image) -> Generator[None, None, None]:
         """Protects it from removal by any process while held. Raises `ImageMissing` if it has been removed."""
-        fd = self._index.share(image.digest)
-        if fd is None:
+        lock = self._index.share(image.digest)
+        if lock is None:
             raise ImageMissing(f"image {image.reference!r} was removed")
-        try:
+        with lock:
             yield
-        finally:
-            os.close(fd)
 
     def _image(self, digest: str, asked: str, names: Mapping[str, str]) -> Image | None:
         record = self._index.record(digest)

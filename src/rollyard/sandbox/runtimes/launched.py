@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import Any, ClassVar, Self
 
 from rollyard.core.failure import RollyardError, SandboxLost, SandboxStartFailed, SandboxStuck
 from rollyard.core.ids import new_id
+from rollyard.core.locks import FileLock
 from rollyard.core.workclock import MOST_LATE_S
 from rollyard.sandbox.base import ImageKind, SandboxEnd, SandboxSpec
 from rollyard.sandbox.launched_sandbox import FreezeRequest, LaunchedSandbox, SandboxPaths
@@ -82,7 +82,8 @@ class LaunchedRuntime(ABC):
         self._left: deque[tuple[list[str], Sequence[str]]] = deque(maxlen=MOST_LEFT)  # files that could not be deleted
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
-        self._lock = self._control_lock = -1
+        self._lock: FileLock | None = None
+        self._control_lock: FileLock | None = None
         self._control = Path()  # set when opened
 
     # --- hooks of a runtime ---
@@ -129,13 +130,11 @@ class LaunchedRuntime(ABC):
     async def __aenter__(self) -> Self:
         self._root = self._root.absolute()
         self.layer_root.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            self._lock = -1
-            raise RuntimeError(f"{self._root} is in use by another process") from None
+        lock = FileLock(self._root / ".lock")
+        if not lock.try_acquire():
+            lock.close()
+            raise RuntimeError(f"{self._root} is in use by another process")
+        self._lock = lock
         try:
             self._control = self._open_control()
             await self._sweep()
@@ -150,9 +149,9 @@ class LaunchedRuntime(ABC):
         await self.close()
 
     async def close(self) -> None:
-        if self._lock < 0:
+        lock, self._lock = self._lock, None  # refuses new starts
+        if lock is None:
             return
-        lock, self._lock = self._lock, -1  # refuses new starts
         while self._live or self._endings:
             for sandbox in list(self._live.values()):
                 self._end(sandbox, SandboxEnd("killed", "the runtime closed"))
@@ -166,9 +165,9 @@ class LaunchedRuntime(ABC):
         await self._fork_server.close()
         with contextlib.suppress(OSError):
             self._control.rmdir()
-        if self._control_lock >= 0:
-            os.close(self._control_lock)
-        os.close(lock)
+        if self._control_lock is not None:
+            self._control_lock.close()
+        lock.close()
 
     def _open_control(self) -> Path:
         base = self._control_root or Path(os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm")
@@ -179,8 +178,8 @@ class LaunchedRuntime(ABC):
             raise RuntimeError(f"{folder} must belong to the service's user and have mode 0700")
         control = folder / blake2b(os.fsencode(self._root), digest_size=8).hexdigest()
         control.mkdir(mode=0o700, exist_ok=True)
-        self._control_lock = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._control_lock, fcntl.LOCK_SH)
+        self._control_lock = FileLock(control, is_folder=True)
+        self._control_lock.acquire(shared=True)
         return control
 
     # --- starting ---
@@ -203,7 +202,7 @@ class LaunchedRuntime(ABC):
 
     async def _start(self, spec: SandboxSpec, lease_s: float) -> LaunchedSandbox:
         await self._wait_for_room()
-        if self._lock < 0:
+        if self._lock is None:
             raise SandboxStartFailed("the runtime is closed")
         sandbox_id = new_id("sbx")
         init_client = InitClient(self.outside_statuses)
@@ -422,10 +421,6 @@ def _is_abandoned(control: Path) -> bool:
     with contextlib.suppress(OSError):
         if time.time() - control.stat().st_mtime < ABANDONED_S:
             return False
-        fd = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(fd)
+        with FileLock(control, is_folder=True) as lock:
+            return lock.try_acquire()
     return False
