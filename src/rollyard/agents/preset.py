@@ -56,7 +56,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +66,7 @@ import msgspec
 from rollyard.agents.template import PYTHON, machine_values, names_in, problem_of, render
 from rollyard.core import Json
 from rollyard.core.failure import TaskInvalid
+from rollyard.core.json import to_builtins
 
 INSTALL_INSIDE = "/.rollyard-agent"
 """The path of the installed files in a sandbox."""
@@ -169,8 +170,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if unknown := sorted(set(options) - allowed):
             raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(sorted(allowed))}")
         try:
-            given = msgspec.convert({"name": self.name, **_plain(_without(options, "args"))}, Preset)
-            args = msgspec.convert(_plain(options.get("args", [])), tuple[str, ...])
+            given = msgspec.convert({"name": self.name, **to_builtins(_without(options, "args"))}, Preset)
+            args = msgspec.convert(to_builtins(options.get("args", [])), tuple[str, ...])
         except msgspec.ValidationError as error:
             where, what = _told(error)
             raise TaskInvalid(f"agent.options.{where}: {what}") from error
@@ -236,13 +237,6 @@ def _told(error: msgspec.ValidationError) -> tuple[str, str]:
     """Splits msgspec's "Expected `str`, got `int` - at `$.command[0]`" into the field and the error."""
     what, _, where = str(error).partition(" - at `")
     return where.rstrip("`").removeprefix("$").lstrip(".") or "the preset", what
-
-
-def _plain(value: Any) -> Any:
-    """Converts mappings and sequences of any type, which task options may contain, to dicts and lists."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _without(options: Mapping[str, Json], name: str) -> dict[str, Json]:

@@ -23,6 +23,7 @@ from typing import ClassVar, Literal, Protocol
 
 from rollyard.core import Artifact, Json, Message, Score, Task, Trajectory
 from rollyard.core.failure import TaskInvalid
+from rollyard.core.json import encode_container
 from rollyard.engines.base import ChatReply
 from rollyard.envs.protected import PROTECTED
 from rollyard.sandbox.base import WORKDIR, Bind, ExecResult, Sandbox
@@ -151,7 +152,7 @@ class Environment:
         source = _source_digest(type(self))
         if type(self).prepare is Environment.prepare or source is None:
             return None
-        text = json.dumps([self.name, source, *parts], sort_keys=True, default=_plain)
+        text = json.dumps([self.name, source, *parts], sort_keys=True, default=encode_container)
         return hashlib.sha256(text.encode()).hexdigest()
 
     async def prepare(self, context: EnvContext) -> None:
@@ -214,12 +215,3 @@ def _source_digest(kind: type[Environment]) -> str | None:
         except (OSError, TypeError):
             return None
     return digest.hexdigest()
-
-
-def _plain(value: object) -> object:
-    """Task data may contain mappings and sequences that are not dicts and lists."""
-    if isinstance(value, Mapping):
-        return {str(key): item for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")

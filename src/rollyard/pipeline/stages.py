@@ -415,19 +415,22 @@ def _storable(trajectory: Trajectory) -> Trajectory:
     try:
         msgspec.json.encode((trajectory.messages, trajectory.info))
     except (UnicodeEncodeError, RecursionError):
-        messages = tuple({name: _plain(value) for name, value in message.items()} for message in trajectory.messages)
-        info = {name: _plain(value) for name, value in trajectory.info.items()}
+        messages = tuple(
+            {name: _encodable(value) for name, value in message.items()} for message in trajectory.messages
+        )
+        info = {name: _encodable(value) for name, value in trajectory.info.items()}
         return replace(trajectory, messages=messages, info=info)
     return trajectory
 
 
-def _plain(value: Json, depth: int = 0) -> Json:
+def _encodable(value: Json, depth: int = 0) -> Json:
+    """Replaces what the store could not encode: lone surrogates, and values nested too deeply."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, (Mapping, Sequence)) and depth >= MOST_DEPTH:
         return "(nested too deeply)"
     if isinstance(value, Mapping):
-        return {str(_plain(name)): _plain(item, depth + 1) for name, item in value.items()}
+        return {str(_encodable(name)): _encodable(item, depth + 1) for name, item in value.items()}
     if isinstance(value, Sequence):
-        return [_plain(item, depth + 1) for item in value]
+        return [_encodable(item, depth + 1) for item in value]
     return value

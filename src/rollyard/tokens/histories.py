@@ -25,6 +25,7 @@ from typing import TypeVar, cast
 import orjson
 
 from rollyard.core import Json, Message
+from rollyard.core.json import encode_container
 from rollyard.tokens.base import ToolSchema
 from rollyard.tokens.calls import named_arguments
 
@@ -238,15 +239,11 @@ def _refuse(name: str) -> Json:
 
 def _canonical(value: object) -> bytes:
     try:
-        return orjson.dumps(value, default=_plain, option=orjson.OPT_SORT_KEYS)
+        return orjson.dumps(value, default=encode_container, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # an integer beyond 64 bits, a lone surrogate, or nesting beyond orjson's limit
-        return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=_plain).encode()
-
-
-def _plain(value: object) -> Json:
-    if isinstance(value, Mapping):
-        return dict(cast("Mapping[str, Json]", value))
-    return list(cast("Sequence[Json]", value))
+        return json.dumps(
+            value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=encode_container
+        ).encode()
 
 
 def _hash(data: bytes) -> bytes:

@@ -16,13 +16,13 @@ import json
 import secrets
 import signal
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Literal, cast
 
 from rollyard.core import Json
 from rollyard.core.failure import EvalDeadline, PolicyFailure, VerifierCrashed
+from rollyard.core.json import to_builtins
 from rollyard.envs.code import _worker
 from rollyard.envs.code.compare import is_same_output, is_same_result
 from rollyard.envs.code.data import Case, CodeData
@@ -114,7 +114,7 @@ def _missed(result: ExecResult) -> Verdict | None:
 
 async def _called(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
     call = {"op": "call", "on": None, "name": data.entry_point, "args": _encoded(test.input), "kwargs": {"dict": []}}
-    longest = max(len(json.dumps(_plain(output))) for output in test.accepted)
+    longest = max(len(json.dumps(to_builtins(output))) for output in test.accepted)
     result = await sandbox.exec(
         ["python3", "-c", _source("_worker.py")],
         timeout_s=data.wall_s,
@@ -141,14 +141,7 @@ def _is_accepted(answer: bytes, test: Case, tolerance: float) -> bool:
 
 def _encoded(value: Json) -> Json:
     """JSON values in the worker's encoding."""
-    return cast("Json", _worker.encode(_plain(value), None))
-
-
-def _plain(value: Json) -> Json:
-    """Task data may contain mappings and sequences that are not dicts and lists."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, bool | int | float | str) else [_plain(item) for item in value]
+    return cast("Json", _worker.encode(to_builtins(value), None))
 
 
 # --- asserts ------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -23,6 +22,7 @@ from http.cookies import Morsel
 import aiohttp
 
 from rollyard.core import Json
+from rollyard.core.json import encode_container
 
 CONNECT_S = 10.0
 
@@ -131,7 +131,7 @@ def new_http() -> aiohttp.ClientSession:
 def encoded(value: Json) -> bytes:
     """ASCII, because half a surrogate pair, which a model may write, has no UTF-8. Raises ValueError for NaN, and
     RecursionError."""
-    return json.dumps(value, allow_nan=False, default=_plain).encode()
+    return json.dumps(value, allow_nan=False, default=encode_container).encode()
 
 
 async def _read(content: aiohttp.StreamReader, most_bytes: int) -> bytes:
@@ -150,12 +150,3 @@ def _is_over(cookie: Morsel[str]) -> bool:
     except ValueError:
         return False
     return expires is not None and expires.astimezone(UTC) <= datetime.now(UTC)
-
-
-def _plain(value: object) -> object:
-    """A task's data may contain mappings and sequences that are not dicts and lists."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")
