@@ -25,6 +25,7 @@ from rollyard.tokens import Parsed, Renderer, ToolCall, ToolSchema, TraceBuilder
 from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments
 from rollyard.tokens.demonstrated import DemonstratedTurn, given_turn
 from rollyard.tokens.splice import NOT_EXTENDED, OTHER_TOOLS
+from rollyard.tokens.trace_set import TraceSet
 
 
 async def converse(
@@ -64,13 +65,14 @@ class TokenConversation:
     ) -> None:
         self._session = session
         self._renderer = renderer
+        self._traces = TraceSet(sampling=task.sampling, policy=run.policy, model=session.engine.info.model)
+        self._trace: TraceBuilder | None = None  # the last one
         self._task = task
         self._run = run
         self._rollout_id = rollout_id
         self._clock = clock
         self._watch = CallMetrics(session, span, metrics)
         self._messages: list[Message] = []
-        self._builders: list[TraceBuilder] = []
         self._tools: Sequence[ToolSchema] = ()
         self._sampled_at = 0  # where the last call's tokens begin in the last trace
         self._sampled_tokens = 0
@@ -106,7 +108,7 @@ class TokenConversation:
         self._sampled_at = len(prompt)
 
         def salvage(partial: Generation) -> None:
-            self._keep(partial, prompt)
+            self._keep(partial, trace, prompt)
 
         try:
             with self._watch.call(self._turns, len(prompt)) as seen:
@@ -125,7 +127,7 @@ class TokenConversation:
             if error.data.get("context"):
                 raise self._too_long(error.detail) from error
             raise
-        parsed = self._keep(generation, prompt)
+        parsed = self._keep(generation, trace, prompt)
         if generation.finish_reason == "length" and max_context is not None and len(trace) >= max_context:
             raise ContextLimit(f"the reply was cut off where the context of {max_context} tokens ends")
         return parsed
@@ -149,46 +151,28 @@ class TokenConversation:
         self._messages += messages
 
     def traces(self) -> tuple[Trace, ...]:
-        return tuple(builder.build() for builder in self._builders if builder.sampled_tokens)
+        return self._traces.build()
 
     def _extend(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TraceBuilder:
         """Returns the trace of the next prompt: the last one, extended, or a new one."""
-        if not self._builders:
-            self._tools = tools
-            return self._begin(self._renderer.render(self._messages, tools), None)
-        last = self._builders[-1]
-        ids = last.prompt()
-        if tools is not self._tools and list(tools) != list(self._tools):
-            self._tools = tools
-            return self._fork(last, OTHER_TOOLS)
-        longer = self._renderer.extend(ids[: self._sampled_at], ids[self._sampled_at :], new_messages, tools)
-        if longer is None:
-            return self._fork(last, NOT_EXTENDED)
-        last.context(longer[len(ids) :])
-        return last
+        last, reason = self._trace, None
+        if last is not None:
+            if tools is self._tools or list(tools) == list(self._tools):
+                ids = last.prompt()
+                longer = self._renderer.extend(ids[: self._sampled_at], ids[self._sampled_at :], new_messages, tools)
+                if longer is not None:
+                    last.context(longer[len(ids) :])
+                    return last
+                reason = NOT_EXTENDED
+            else:
+                reason = OTHER_TOOLS
+        self._tools = tools
+        self._trace = self._traces.start(self._renderer.render(self._messages, tools), reason)
+        return self._trace
 
-    def _fork(self, last: TraceBuilder, reason: str) -> TraceBuilder:
-        ids = self._renderer.render(self._messages, self._tools)
-        shared = last.common_prefix(ids)
-        spans = [span for span in last.spans if span.end <= shared]
-        fork = self._begin(ids, reason)
-        fork.copies(spans)
-        return fork
-
-    def _begin(self, ids: Sequence[int], fork_reason: str | None) -> TraceBuilder:
-        builder = TraceBuilder(
-            sampling=self._task.sampling,
-            policy=self._run.policy,
-            model=self._session.engine.info.model,
-            fork_reason=fork_reason,
-        )
-        builder.context(ids)
-        self._builders.append(builder)
-        return builder
-
-    def _keep(self, generation: Generation, prompt: Sequence[int]) -> Parsed:
+    def _keep(self, generation: Generation, trace: TraceBuilder, prompt: Sequence[int]) -> Parsed:
         engine = self._session.engine
-        self._builders[-1].sampled(
+        trace.sampled(
             generation.token_ids,
             generation.logprobs,
             turn=self._turns,

@@ -31,6 +31,7 @@ from rollyard.core.trace import LogprobsKind
 from rollyard.tokens.base import Parsed, Renderer, ToolSchema
 from rollyard.tokens.histories import Histories, History, Toolset
 from rollyard.tokens.trace import TraceBuilder
+from rollyard.tokens.trace_set import TraceSet
 
 Reasoning = Literal["keep", "as_sent"]
 
@@ -94,9 +95,8 @@ class ConversationBook:
         self, renderer: Renderer, *, sampling: Sampling, policy: str, model: str, reasoning: Reasoning = "as_sent"
     ) -> None:
         self._renderer = renderer
-        self._sampling, self._policy, self._model = sampling, policy, model
+        self._traces = TraceSet(sampling=sampling, policy=policy, model=model)
         self._known = Histories(has_reasoning=reasoning == "as_sent")
-        self._builders: list[TraceBuilder] = []
         self._has_begun = False  # a completion that was not abandoned is recorded
         self._leaves: dict[tuple[bytes, bytes], _Leaf] = {}  # (tools, history with its completion) → the last leaf
         self._asked: set[tuple[bytes, bytes]] = set()  # (tools, history) that a completion was sampled from
@@ -105,7 +105,6 @@ class ConversationBook:
         self._bare_answers: set[bytes] = set()  # the same, without reasoning
         self._histories: set[bytes] = set()  # every prefix of these histories
         self._turns = 0
-        self.forks: dict[str, int] = {}
 
     @property
     def turns(self) -> int:
@@ -113,10 +112,15 @@ class ConversationBook:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(builder.sampled_tokens for builder in self._builders)
+        return self._traces.sampled_tokens
+
+    @property
+    def forks(self) -> Mapping[str, int]:
+        """The number of traces by the reason for which they were started."""
+        return self._traces.forks
 
     def traces(self) -> tuple[Trace, ...]:
-        return tuple(builder.build() for builder in self._builders if builder.sampled_tokens)
+        return self._traces.build()
 
     # --- a request ---
 
@@ -234,25 +238,10 @@ class ConversationBook:
         reason = ABANDONED if is_abandoned else BRANCHED if base is not None else turn.reason
         if reason is None:  # it was the first request when it was prepared, and may no longer be
             reason = self._reason(turn.history, turn.toolset, _answered(turn.messages))
-        builder = TraceBuilder(sampling=self._sampling, policy=self._policy, model=self._model, fork_reason=reason)
-        builder.context(turn.packed)
+        builder = self._traces.start(turn.packed, reason)
         if is_abandoned:
             builder.untrainable(ABANDONED)
-        if reason is not None:
-            self.forks[reason] = self.forks.get(reason, 0) + 1
-        self._mark_copies(builder, turn)
-        self._builders.append(builder)
         return builder
-
-    def _mark_copies(self, builder: TraceBuilder, turn: PreparedTurn) -> None:
-        """Marks the spans that this trace shares with the recorded trace that has the longest common prefix."""
-        best, shared = None, 0
-        for other in self._builders:
-            common = other.common_prefix(turn.packed, beyond=shared)
-            if common > shared:
-                best, shared = other, common
-        if best is not None:
-            builder.copies([span for span in best.spans if span.end <= shared])
 
 
 def _turn(prompt: list[int], place: SplicePoint, leaf: _Leaf | None, reason: str | None) -> PreparedTurn:
