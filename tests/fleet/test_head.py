@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollyard.core import State
-from rollyard.fleet.head import HeadPipeline
+from rollyard.fleet.head import FleetHead
 from rollyard.fleet.messages import (
     PROTOCOL,
     Ended,
@@ -43,7 +43,7 @@ def ended(key: Key, reward: float = 0.5) -> Ended:
 class Hand:
     """A node that sends what the test gives it."""
 
-    def __init__(self, head: HeadPipeline, name: str = "hand") -> None:
+    def __init__(self, head: FleetHead, name: str = "hand") -> None:
         self._head = head
         self._name = name
         self.got = 0
@@ -163,7 +163,8 @@ async def test_a_report_that_cannot_be_stored_fails_only_its_own_rollout(tmp_pat
             record = await site.ended(name)
             assert record["outcome"] == "failed" and record["reward"] is None, record
             assert (record["failure"]["code"], record["failure"]["blame"]) == ("internal_error", "infra")
-        assert site.served.app_state.head.here == 0 and not site.served.app_state.head.live
+        pipeline = site.served.app_state.pipeline
+        assert pipeline.here == 0 and not pipeline.live
 
 
 async def test_a_node_cannot_report_for_another(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rollyard.core import Rollout
-from rollyard.fleet.head import HeadPipeline
 from tests.fleet.fleet_site import loop_node, open_head
 from tests.service.site import engine_table, finish, scripted
 
@@ -20,15 +19,15 @@ async def test_rollouts_that_no_node_has_room_for_stay_in_the_queue(
     async with scripted(finish()) as engine:
         async with open_head(tmp_path, engines=[engine_table(engine)]) as site, loop_node(site, tmp_path, "n1"):
             pipeline = site.served.app_state.pipeline
-            assert isinstance(pipeline, HeadPipeline)
+            head = site.served.app_state.head
             get_many, read, most = pipeline.store.get_many, list[str](), 0
 
             async def looked_at_meanwhile(ids: Sequence[str]) -> Sequence[Rollout]:
                 nonlocal most
                 for _ in range(5):
-                    pipeline.nodes.tell()
+                    head.nodes.tell()
                     await asyncio.sleep(0)
-                    most = max(most, len(pipeline._taking))
+                    most = max(most, len(pipeline.starting))
                 read.extend(ids)
                 return await get_many(ids)
 

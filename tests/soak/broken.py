@@ -67,9 +67,9 @@ DEFECTS = (
     Defect(
         "fleet",
         "rollouts of a node that died end instead of going to another node",
-        "fleet/leasing.py",
-        "await self._settle(leased, leased.cancelled or NodeLost(",
-        "await self._settle(leased, leased.cancelled or Cancelled(",
+        "fleet/leases.py",
+        "await self.settle(leased, leased.cancelled or NodeLost(",
+        "await self.settle(leased, leased.cancelled or Cancelled(",
         "tests/fleet/test_chaos.py::test_rollouts_outlive_nodes_and_heads",
     ),
     Defect(

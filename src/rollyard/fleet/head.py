@@ -1,4 +1,4 @@
-"""The head of a fleet: a pipeline that leases rollouts (`leasing.py`) and receives its nodes' reports.
+"""The head of a fleet: its pipeline's executor, which leases rollouts (`leasing.py`) and receives the nodes' reports.
 
     the node's reports ─▶ moves, the end of RUN, the end ─▶ store ─▶ waiting clients
 
@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from rollyard.core import Ending, LostAttempt, RollyardError, State, check_id
+from rollyard.core import Ending, LostAttempt, Rollout, RollyardError, State, check_id
 from rollyard.core.failure import EngineUnavailable, InternalError, InvalidRequest
+from rollyard.engines.routing.router import Router
 from rollyard.fleet.leased import WAY, LeasedRollout
-from rollyard.fleet.leasing import LeasingPipeline
+from rollyard.fleet.leases import Leases
+from rollyard.fleet.leasing import Leasing
 from rollyard.fleet.lost_attempts import DRAINED, MOST_EXCUSED, is_nodes_own
 from rollyard.fleet.messages import (
     PROTOCOL,
@@ -37,7 +39,8 @@ from rollyard.fleet.messages import (
     Saved,
     info_of,
 )
-from rollyard.fleet.nodes import ConnectedNode
+from rollyard.fleet.nodes import ConnectedNode, FleetSettings, Nodes
+from rollyard.pipeline import Pipeline
 from rollyard.pipeline.retry import BACKOFFS, Backoff
 from rollyard.store.base import EncodedTrajectory, Stale, StoreUnusable
 from rollyard.store.codec import from_json
@@ -48,38 +51,60 @@ LOOKS = 10
 """Checks of the nodes per lease: a lost node is noticed a tenth of a lease late at most."""
 
 
-class HeadPipeline(LeasingPipeline):
-    """The pipeline of a fleet's head."""
+class FleetHead:
+    """Leases queued rollouts to nodes, and is what nodes call."""
 
-    async def __aenter__(self) -> HeadPipeline:
-        self.resources.router.followers = self
-        self.resources.router.on_gates.append(self._gates_moved)
-        await super().__aenter__()
-        for row in self.store.recovered.leased:
-            rollout = await self.store.get(row.id)
-            run = self.run_of(rollout.run)
+    fixed_pools = "the pools of a fleet belong to its nodes: start them with other sizes, or drain them"
+
+    def __init__(self, pipeline: Pipeline, settings: FleetSettings) -> None:
+        self._pipeline = pipeline
+        self.nodes = Nodes(settings, on_lost=lambda node, why: self._leases.lost(node, why), on_room=pipeline.wake)
+        self._leases = Leases(pipeline, self.nodes)
+        self._leasing = Leasing(pipeline, self.nodes, self._leases)
+
+    # --- called by the pipeline -----------------------------------------------------------------------
+
+    async def open(self) -> Sequence[asyncio.Task[None]]:
+        pipeline, router = self._pipeline, self._pipeline.resources.router
+        router.followers = self
+        router.on_gates.append(self._gates_moved)
+        for row in pipeline.store.recovered.leased:
+            rollout = await pipeline.store.get(row.id)
+            run = pipeline.run_of(rollout.run)
             if run is None:  # not possible while it has rollouts
                 continue
-            self.scheduler.adopt(run.id)
-            is_sitting = rollout.state is not State.EVAL and self._needs(rollout)[1]
-            seat = self.resources.router.seats(run.policy).take() if is_sitting else None
-            self._hold(LeasedRollout(rollout, run, None, seat, claimant=row.node))
-            self._unclaimed.add(rollout.id)
-        self._loops += [self._own(loop, is_vital=True) for loop in (self._watch, self._give_back_unclaimed)]
-        return self
+            pipeline.scheduler.adopt(run.id)
+            is_sitting = rollout.state is not State.EVAL and self._leasing.needs(rollout)[1]
+            seat = router.seats(run.policy).take() if is_sitting else None
+            self._leases.add(LeasedRollout(rollout, run, None, seat, claimant=row.node))
+            self._leases.unclaimed.add(rollout.id)
+        return [pipeline.spawn(loop, is_vital=True) for loop in (self._watch, self._give_back_unclaimed)]
 
-    def resize(self, sizes: Mapping[str, int]) -> None:
-        raise InvalidRequest("the pools of a fleet belong to its nodes: start them with other sizes, or drain them")
+    def start_queued(self) -> None:
+        self._leasing.start_queued()
 
-    def pools(self) -> dict[str, dict[str, int]]:
-        """Returns all nodes' pools added up; of this process, only what is running."""
-        pools = super().pools()
+    def queued(self, rollout: Rollout) -> None:
+        self._leasing.queued(rollout)
+
+    def cancelled(self, rollout_id: str, detail: str) -> None:
+        self._leases.doom(rollout_id, detail)
+
+    @property
+    def remote(self) -> int:
+        return len(self._leases)
+
+    def add_pools(self, pools: dict[str, dict[str, int]]) -> None:
+        """Adds all nodes' pools; of this process, only what is running counts."""
         for name in ("init", "ready", "run", "eval", "live"):
             own, others = pools[name], [node.standing.pools[name] for node in self.nodes.with_pool(name)]
             own["size"] = own["active"] + sum(places.size for places in others)
             own["active"] += sum(places.active for places in others)
             own["waiting"] += sum(places.waiting for places in others)
-        return pools
+
+    @property
+    def unserved(self) -> dict[str, str]:
+        """Policies whose rollouts wait because no node reaches one of their engines, and why."""
+        return self._leasing.unserved
 
     # --- called by nodes ------------------------------------------------------------------------------
 
@@ -94,34 +119,33 @@ class HeadPipeline(LeasingPipeline):
         node, was_there = self.nodes.join(join)
         keeps: list[Key] = []
         for key in join.holds:
-            leased = self._out.get(key.id)
+            leased = self._leases.get(key.id)
             if leased is None or leased.rollout.attempt != key.attempt or leased.is_settling:
                 continue
             if leased.node is node or (leased.node is None and leased.claimant == node.name):
-                leased.node = node
-                self._unclaimed.discard(key.id)
-                node.out.add(key.id)
+                self._leases.claim(leased, node)
                 keeps.append(key)
                 if leased.cancelled is not None:
                     node.cancel(key, leased.cancelled.detail)
         if was_there:
             kept = {key.id for key in keeps}
             for rollout_id in node.out - kept:
-                if not node.is_sent(rollout_id):
-                    self._own(partial(self._give_back, self._out[rollout_id], "no longer has it"))
+                leased = self._leases.get(rollout_id)
+                if leased is not None and not node.is_sent(rollout_id):
+                    self._pipeline.spawn(partial(self._leases.give_back, leased, "no longer has it"))
         else:
             node.anew(join.standing)
             log.info("node joined", extra={"node": node.name, "host": node.host, "holds": len(keeps)})
         self.nodes.tell()
         settings = self.nodes.settings
-        return Joined(self.store.epoch, settings.lease_s, settings.hold_s, keeps)
+        return Joined(self._pipeline.store.epoch, settings.lease_s, settings.hold_s, keeps)
 
     async def poll(self, poll: Poll, wait_s: float) -> Orders:
         """Returns a node's orders as soon as there are any, or empty ones when `wait_s` is over."""
         node = self._heard(poll.session, poll)
         until = time.monotonic() + min(wait_s, self.nodes.settings.poll_s)
         while True:
-            orders = node.orders(self.resources.router.gates())
+            orders = node.orders(self._router.gates())
             left_s = until - time.monotonic()
             if orders is not None or left_s <= 0 or node.is_over:
                 return orders or Orders(node.standing.got)
@@ -136,7 +160,7 @@ class HeadPipeline(LeasingPipeline):
         by_key: dict[Key, list[Item]] = {}
         for item in report.items:
             by_key.setdefault(item.key, []).append(item)
-        taken = await asyncio.gather(*(self._take_word(node, key, items) for key, items in by_key.items()))
+        taken = await asyncio.gather(*(self._store_items(node, key, items) for key, items in by_key.items()))
         if report.is_leaving:
             self.nodes.lose(node, "left")
         return Reported([key for key, is_taken in zip(by_key, taken, strict=True) if not is_taken])
@@ -144,12 +168,12 @@ class HeadPipeline(LeasingPipeline):
     def _heard(self, session: str, message: Poll | Report) -> ConnectedNode:
         node = self.nodes.of(session, message.standing)
         for use in message.standing.engines:
-            self.resources.router.used(use.engine, node.name, use.sessions, use.in_flight, use.tokens)
+            self._router.used(use.engine, node.name, use.sessions, use.in_flight, use.tokens)
         return node
 
-    async def _take_word(self, node: ConnectedNode, key: Key, items: Sequence[Item]) -> bool:
+    async def _store_items(self, node: ConnectedNode, key: Key, items: Sequence[Item]) -> bool:
         """Stores the items of one attempt. Returns False if it does not belong to this node any more."""
-        leased = self._out.get(key.id)
+        leased = self._leases.get(key.id)
         if leased is None or leased.node is not node or leased.rollout.attempt != key.attempt:
             return False
         async with leased.writing:  # a repeated report waits until the first one is written
@@ -167,7 +191,7 @@ class HeadPipeline(LeasingPipeline):
                         case Returned():
                             await self._returned(leased, item)
                 except Stale as stale:
-                    self._let_go(leased)
+                    self._leases.remove(leased)
                     log.info(
                         "a node's report is stale", extra={"rollout": key.id, "node": node.name, "reason": str(stale)}
                     )
@@ -177,7 +201,7 @@ class HeadPipeline(LeasingPipeline):
                 except Exception as error:
                     log.exception("a node's report cannot be stored", extra={"rollout": key.id, "node": node.name})
                     broken = InternalError(f"the rollout's result cannot be stored ({type(error).__name__})")
-                    await self._settle(leased, error if isinstance(error, RollyardError) else broken)
+                    await self._leases.settle(leased, error if isinstance(error, RollyardError) else broken)
                     return False
         return True
 
@@ -188,11 +212,11 @@ class HeadPipeline(LeasingPipeline):
         for step in WAY[WAY.index(leased.rollout.state) + 1 : WAY.index(state) + 1]:
             at = leased.rollout.position
             to = at.to(step)
-            self.store.move(leased.rollout.id, at, to).add_done_callback(
+            self._pipeline.store.move(leased.rollout.id, at, to).add_done_callback(
                 lambda done: done.cancelled() or done.exception()
             )
             leased.at(to)
-        self.publish(leased.rollout)
+        self._pipeline.publish(leased.rollout)
 
     async def _saved(self, leased: LeasedRollout, item: Saved) -> None:
         rollout = leased.rollout
@@ -200,13 +224,14 @@ class HeadPipeline(LeasingPipeline):
             return
         self._advance(leased, State.RUN)
         for blob in item.artifacts:
-            await self.resources.artifacts.receive(blob.name, blob.data, rollout.id, rollout.attempt)
+            await self._pipeline.resources.artifacts.receive(blob.name, blob.data, rollout.id, rollout.attempt)
         at = leased.rollout.position
-        await self.store.save_run(rollout.id, at, EncodedTrajectory(item.data, item.sampled_tokens), info_of(item))
+        encoded = EncodedTrajectory(item.data, item.sampled_tokens)
+        await self._pipeline.store.save_run(rollout.id, at, encoded, info_of(item))
         leased.at(at.to(State.EVAL))
         leased.leave_seat()
-        self.wake()
-        self.publish(leased.rollout)
+        self._pipeline.wake()
+        self._pipeline.publish(leased.rollout)
 
     async def _ended(self, node: ConnectedNode, leased: LeasedRollout, item: Ended) -> None:
         leased.is_settling = True
@@ -215,43 +240,33 @@ class HeadPipeline(LeasingPipeline):
         rollout, failure = leased.rollout, ending.failure
         if failure is not None and leased.cancelled is None and self._is_nodes_own(leased, failure.code, item):
             lost = LostAttempt(rollout.attempt, failure.code, failure.detail, leased.state, 0, ending.summary.engine)
-            await self._excuse(leased, lost)
+            await self._leases.excuse(leased, lost)
             return
         try:
-            rollout = await self.store.end(leased.rollout.id, leased.rollout.position, ending, encoded)
+            rollout = await self._pipeline.store.end(leased.rollout.id, leased.rollout.position, ending, encoded)
         except Stale:
-            self._let_go(leased)
+            self._leases.remove(leased)
             raise
         node.ended += 1
-        self._let_go(leased)
-        self.publish(rollout)
+        self._leases.remove(leased)
+        self._pipeline.publish(rollout)
 
     async def _returned(self, leased: LeasedRollout, item: Returned) -> None:
         leased.is_settling = True
         rollout, lost = leased.rollout, item.lost
         is_told_so = item.is_excused and (lost.code == DRAINED or rollout.excused < MOST_EXCUSED)
         if is_told_so or self._is_nodes_own(leased, lost.code, item):
-            await self._excuse(leased, lost)
+            await self._leases.excuse(leased, lost)
             return
         if item.is_excused:  # excused too often: now it counts, and may be the last
             detail = f"{lost.detail}; {rollout.excused} attempts before it were lost by their nodes"
-            await self._settle(leased, EngineUnavailable(detail))
+            await self._leases.settle(leased, EngineUnavailable(detail))
             return
         delay_s = BACKOFFS.get(lost.code, Backoff()).delay_s(max(1, rollout.attempt - rollout.excused))
-        try:
-            await self._settling(leased).give_back(self._at_its_node(leased, lost), delay_s=delay_s)
-        finally:
-            self._let_go(leased)
-
-    async def _excuse(self, leased: LeasedRollout, lost: LostAttempt) -> None:
-        """Requeues the rollout; the attempt does not count."""
-        try:
-            await self._settling(leased).give_back(self._at_its_node(leased, lost), delay_s=0.0, is_excused=True)
-        finally:
-            self._let_go(leased)
+        await self._leases.requeue(leased, lost, delay_s=delay_s)
 
     def _is_nodes_own(self, leased: LeasedRollout, code: str, item: Ended | Returned) -> bool:
-        node, engines = leased.node, self.resources.router.up(leased.run.policy)
+        node, engines = leased.node, self._router.up(leased.run.policy)
         lost_at = {lost.node for lost in leased.rollout.lost} | ({node.name} if node is not None else set())
         return is_nodes_own(
             code,
@@ -271,17 +286,15 @@ class HeadPipeline(LeasingPipeline):
 
     async def _give_back_unclaimed(self) -> None:
         """Gives back what no node has claimed within `lease_s` of this head's start."""
-        if not self._unclaimed:
-            return
-        await asyncio.sleep(self.nodes.settings.lease_s)
-        for rollout_id in list(self._unclaimed):
-            self._unclaimed.discard(rollout_id)
-            self._going_back.add(rollout_id)
-            why = "no node has claimed it since the head was restarted"
-            self._own(partial(self._give_back, self._out[rollout_id], why))
-        self.nodes.tell()
+        if self._leases.unclaimed:
+            await asyncio.sleep(self.nodes.settings.lease_s)
+            self._leases.give_back_unclaimed("no node has claimed it since the head was restarted")
 
     # --- gates ----------------------------------------------------------------------------------------
+
+    @property
+    def _router(self) -> Router:
+        return self._pipeline.resources.router
 
     def _gates_moved(self) -> None:
         for node in self.nodes.by_name.values():
@@ -289,6 +302,6 @@ class HeadPipeline(LeasingPipeline):
 
     async def settled(self) -> None:
         """Waits until every node, including those that may still claim rollouts, has applied the gates or is gone."""
-        number = self.resources.router.gates().number
-        while self._unclaimed or self._going_back or self.nodes.behind(number):
+        number = self._router.gates().number
+        while not self._leases.is_settled or self.nodes.behind(number):
             await self.nodes.changed()

@@ -3,6 +3,7 @@
 from rollyard.pipeline.artifacts import ArtifactFolder
 from rollyard.pipeline.event_log import Event, EventLog
 from rollyard.pipeline.handler import Handler
+from rollyard.pipeline.local_executor import LocalExecutor
 from rollyard.pipeline.pipeline import Pipeline
 from rollyard.pipeline.renderers import Renderers
 from rollyard.pipeline.resources import StageResources
@@ -13,6 +14,7 @@ __all__ = [
     "Event",
     "EventLog",
     "Handler",
+    "LocalExecutor",
     "Pipeline",
     "PipelineSettings",
     "Renderers",

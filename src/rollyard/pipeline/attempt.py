@@ -37,6 +37,7 @@ from rollyard.core.failure import (
     SandboxLost,
     SandboxStuck,
 )
+from rollyard.core.semaphore import Rank
 from rollyard.engines.pool.seats import Seat
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry
@@ -47,7 +48,6 @@ from rollyard.pipeline.runner import StageRunner
 from rollyard.pipeline.sandbox_start import ENDS
 from rollyard.pipeline.settlement import Settlement
 from rollyard.pipeline.stages import RunObserver, RunResult, Workspace
-from rollyard.pipeline.worker_pool import Rank
 from rollyard.store.base import Stale
 from rollyard.tokens import verify
 

@@ -1,7 +1,9 @@
-"""The interfaces between the pipeline and its attempts."""
+"""The interfaces between the pipeline, its executor and its attempts."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
 from rollyard.core import Deadline, Ending, Failure, Rollout, RollyardError, Run, State, WorkClock
@@ -65,4 +67,36 @@ class AttemptHost(Protocol):
 
     def seated(self, policy: str) -> None:
         """Called when an admitted rollout has its seat, or needs none."""
+        ...
+
+
+class Executor(Protocol):
+    """Starts queued rollouts: in this process, or on the nodes of a fleet."""
+
+    fixed_pools: str
+    """Why pools cannot be resized; empty if they can."""
+
+    async def open(self) -> Sequence[asyncio.Task[None]]:
+        """Called when the pipeline is entered and its queue is loaded. Returns its background tasks."""
+        ...
+
+    def start_queued(self) -> None:
+        """Starts queued rollouts while there is room."""
+        ...
+
+    def queued(self, rollout: Rollout) -> None:
+        """Called before a rollout is queued."""
+        ...
+
+    def cancelled(self, rollout_id: str, detail: str) -> None:
+        """Called when a rollout is cancelled that has left the queue and is not live yet."""
+        ...
+
+    @property
+    def remote(self) -> int:
+        """The number of live rollouts that run in other processes."""
+        ...
+
+    def add_pools(self, pools: dict[str, dict[str, int]]) -> None:
+        """Adds the pools of other processes to those of this one."""
         ...

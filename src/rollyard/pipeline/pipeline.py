@@ -1,13 +1,10 @@
-"""The pipeline: admits rollouts, moves them through the stages when there is room, and reports its state.
+"""The pipeline: queues rollouts, has them run by its executor when there is room, and reports its state.
 
-INIT admits a rollout when INIT has a free slot, the budget of live rollouts has room, and the READY buffer can take it:
-so a slow EVAL slows admission and never a running rollout, and RUN finds prepared sandboxes waiting. Admission skips
-runs whose policy's engines are full. Only some of their rollouts wait in READY for a seat, and these do not count
-against the buffer, so that one policy's rollouts never keep another's from RUN.
+The executor starts queued rollouts: in this process (`local_executor.py`), or on the nodes of a fleet (`fleet/`).
 
-Invariants. Everything accepted is durable first. A live rollout is exactly one `Attempt` in one task. The process may
-die at any instant: the store's recovery restores a consistent state. The file is long because submitting, admission and
-the background loops share the state of one class.
+Invariants. Everything accepted is durable first. A live rollout is exactly one `LiveRollout`: an `Attempt` in one task
+of this process, or a lease of one node. The process may die at any instant: the store's recovery restores a consistent
+state.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from rollyard.core.failure import (
     Draining,
     InternalError,
     InvalidRequest,
-    NotFound,
     QueueFull,
     QuotaExceeded,
     Stalled,
@@ -36,7 +32,7 @@ from rollyard.core.failure import (
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.attempt import Attempt
-from rollyard.pipeline.base import LiveRollout, Shutdown
+from rollyard.pipeline.base import Executor, LiveRollout, Shutdown
 from rollyard.pipeline.cancellation import Cancellation
 from rollyard.pipeline.event_log import EventLog
 from rollyard.pipeline.rescoring import Rescoring
@@ -55,7 +51,14 @@ class Pipeline:
     """Runs rollouts. Entering the context recovers what an earlier process left; leaving it gives back what is live."""
 
     def __init__(
-        self, store: Store, resources: StageResources, settings: PipelineSettings, *, metrics: Metrics, tracer: Tracer
+        self,
+        store: Store,
+        resources: StageResources,
+        settings: PipelineSettings,
+        executor: Callable[[Pipeline], Executor],
+        *,
+        metrics: Metrics,
+        tracer: Tracer,
     ) -> None:
         self.store = store
         self.resources = resources
@@ -72,11 +75,11 @@ class Pipeline:
         self.ready_slots = settings.ready_slots
         self.ready = 0
         self.unseated = 0  # those in READY that wait for a seat at their policy
-        self._ahead: dict[str, int] = {}  # by policy: admitted rollouts that have no seat yet
+        self.ahead: dict[str, int] = {}  # by policy: admitted rollouts that have no seat yet
         self.is_draining = False
         self.live: dict[str, LiveRollout] = {}
         self.quarantined = 0  # places lost to sandboxes that could not be proven gone
-        self._taking: dict[str, str] = {}  # run ids of admitted rollouts that are being read from the store
+        self.starting: dict[str, str] = {}  # run ids of rollouts that have left the queue and are not live yet
         self._arriving = 0  # rollouts being stored, whose places in the queue are taken
         self._arriving_by: Counter[str] = Counter()  # by owner
         self._arriving_in: Counter[str] = Counter()  # by run
@@ -91,10 +94,12 @@ class Pipeline:
         self._idle = asyncio.Event()
         self.on_end: list[Callable[[Rollout], None]] = []  # called with every terminal record, after its commit
         self.on_swept: list[Callable[[SweepResult], None]] = []  # called with what retention has deleted
+        self.on_room: list[Callable[[], None]] = []  # called after everything that may free a place
         self.broken: StoreUnusable | None = None
         self.broke = asyncio.Event()  # the store is unusable: the process should end
         self._is_awake = False
         self._timer: asyncio.TimerHandle | None = None
+        self.executor = executor(self)
 
     # --- lifecycle ------------------------------------------------------------------------------------
 
@@ -109,8 +114,9 @@ class Pipeline:
         for rollout_id in self.store.recovered.evals:
             rollout = await self.store.get(rollout_id)
             self.scheduler.adopt(rollout.run)
-            self._own(partial(self._live, Attempt(self, rollout, self._runs[rollout.run])))
-        self._loops = [self._own(self._tick, is_vital=True), self._own(self._sweep, is_vital=True)]
+            self.spawn(partial(self.run_attempt, rollout, self._runs[rollout.run]))
+        self._loops = [self.spawn(self._tick, is_vital=True), self.spawn(self._sweep, is_vital=True)]
+        self._loops += await self.executor.open()
         self.wake()
         return self
 
@@ -133,9 +139,8 @@ class Pipeline:
                 attempt.stop(Shutdown())
         with suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_s if within_s is None else within_s):
-                while self.here or self._taking:
-                    self._idle.clear()
-                    await self._idle.wait()
+                while self.here or self.starting:
+                    await self.changed()
 
     def stop_now(self) -> None:
         """Gives back everything that is live; each attempt still proves its sandbox gone."""
@@ -224,6 +229,7 @@ class Pipeline:
         another queue before this one."""
         for rollout in stored:
             if rollout.state is State.QUEUED and not self._has(rollout.id):
+                self.executor.queued(rollout)
                 self.scheduler.push(_row(rollout, waited_s))
                 self.event_log.publish(rollout)
             elif rollout.state is State.ENDED:
@@ -232,7 +238,7 @@ class Pipeline:
         self.wake()
 
     def _has(self, rollout_id: str) -> bool:
-        return rollout_id in self.scheduler or rollout_id in self._taking or rollout_id in self.live
+        return rollout_id in self.scheduler or rollout_id in self.starting or rollout_id in self.live
 
     async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
         """Cancels a rollout. Durable when it returns; a live attempt ends soon after. Returns None if the rollout is
@@ -245,7 +251,9 @@ class Pipeline:
         if attempt is not None:
             attempt.stop(Cancelled(detail))
         elif was_queued and rollout is not None and rollout.state is State.ENDED:
-            self.publish(rollout)  # `_take` publishes one that is being admitted
+            self.publish(rollout)  # the executor publishes one that is being started
+        elif rollout is not None and rollout.state is not State.ENDED and rollout_id in self.starting:
+            self.executor.cancelled(rollout_id, detail)
         return rollout
 
     async def wait(self, rollout_id: str, within_s: float) -> Rollout:
@@ -260,7 +268,7 @@ class Pipeline:
 
     def cancel_later(self, ids: Sequence[str], detail: str) -> None:
         """Cancels rollouts in the background."""
-        self._own(partial(self.cancelling.cancel_many, list(ids), detail))
+        self.spawn(partial(self.cancelling.cancel_many, list(ids), detail))
 
     async def delete_run(self, run_id: str) -> None:
         """Completes `cancelling.begin_deletion`: cancels what has not ended, waits for it, and deletes the run."""
@@ -273,30 +281,36 @@ class Pipeline:
 
     def queued_of(self, run_id: str) -> int:
         """The run's rollouts that have not started. With its live rollouts, each rollout is counted exactly once."""
-        return self.scheduler.queued_of(run_id) + sum(run == run_id for run in self._taking.values())
+        return self.scheduler.queued_of(run_id) + sum(run == run_id for run in self.starting.values())
 
     @property
     def here(self) -> int:
         """Live rollouts in this process."""
-        return len(self.live)
+        return len(self.live) - self.executor.remote
 
     @property
     def places_free(self) -> int:
         """Free places in the budget of live rollouts."""
-        return self.max_live - self.here - len(self._taking) - self.quarantined - self.rescoring.active
+        return self.max_live - self.here - len(self.starting) - self.quarantined - self.rescoring.active
 
     async def changed(self) -> None:
         """Waits until a place may have become free."""
         self._idle.clear()
         await self._idle.wait()
 
+    def notify(self) -> None:
+        """Wakes those that wait in `changed`."""
+        self._idle.set()
+
     def left(self) -> None:
         """Called when a place became free or the budget may have grown."""
-        self._idle.set()
+        self.notify()
         self.wake()
 
     def resize(self, sizes: Mapping[str, int]) -> None:
         """Sets pool sizes; init, run, eval, ready and live are each optional."""
+        if self.executor.fixed_pools:
+            raise InvalidRequest(self.executor.fixed_pools)
         for name, size in sizes.items():
             if size < 0:
                 raise InvalidRequest(f"pool {name}: a size is 0 or more, not {size}")
@@ -327,6 +341,7 @@ class Pipeline:
             "quarantined": self.quarantined,
         }
         pools["queue"] = {"size": self.settings.max_queued, "active": len(self.scheduler), "waiting": 0}
+        self.executor.add_pools(pools)
         return pools
 
     # --- called by attempts ---------------------------------------------------------------------------
@@ -352,11 +367,11 @@ class Pipeline:
             self._is_awake = True
             asyncio.get_running_loop().call_soon(self._admit)
 
-    # --- admission ------------------------------------------------------------------------------------
+    # --- called by the executor -----------------------------------------------------------------------
 
     def _admit(self) -> None:
         self._is_awake = False
-        self._fill()
+        self.executor.start_queued()
         due = self.scheduler.next_due()
         if self._timer is not None:
             self._timer.cancel()
@@ -364,65 +379,20 @@ class Pipeline:
         if due is not None and not self.is_draining:
             delay = max(0.0, due - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay + 0.001, self.wake)
+        for listener in self.on_room:
+            listener()
 
-    def _fill(self) -> None:
-        """Admits rollouts while there is room."""
-        while not self.is_draining and self._has_room():
-            row = self.scheduler.pop(time.monotonic(), self._may_go)
-            if row is None:
-                break
-            self.init_pool.try_acquire()
-            self._taking[row.id] = row.run
-            run = self._runs.get(row.run)
-            if run is not None:
-                self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
-            self._own(partial(self._take, row, run), row)
-
-    def _has_room(self) -> bool:
-        return (
-            self.init_pool.free > 0
-            and self.places_free > self.rescoring.waiting
-            and self.init_pool.active + self.ready - self.unseated < self.ready_slots + self.run_pool.free
-        )
-
-    def _may_go(self, run_id: str) -> bool:
-        """Whether a rollout of this run would find a seat or a place among those that wait for one. These places are
-        READY's size, at most half of the budget, shared by the policies with admitted rollouts that have no seat
-        yet."""
-        run = self._runs.get(run_id)
-        if run is None or (free := self.resources.router.seats(run.policy).free) is None:
-            return True
-        may_wait = max(1, min(self.ready_slots, self.max_live // 2) // max(1, len(self._ahead)))
-        return self._ahead.get(run.policy, 0) < free + may_wait
+    def admitted(self, policy: str) -> None:
+        """Counts a rollout that leaves the queue and has no seat yet; `seated` is called once for each."""
+        self.ahead[policy] = self.ahead.get(policy, 0) + 1
 
     def seated(self, policy: str) -> None:
-        left = self._ahead.get(policy, 0) - 1
+        left = self.ahead.get(policy, 0) - 1
         if left > 0:
-            self._ahead[policy] = left
+            self.ahead[policy] = left
         else:
-            self._ahead.pop(policy, None)
+            self.ahead.pop(policy, None)
         self.wake()
-
-    async def _take(self, row: QueuedRow, run: Run | None) -> None:
-        """Moves a rollout from the queue into INIT, unless its state has changed meanwhile."""
-        rollout: Rollout | None = None
-        try:
-            with suppress(NotFound):
-                rollout = await self.store.get(row.id)
-            if rollout is not None and rollout.state is State.ENDED:
-                self.publish(rollout)  # cancelled after it left the queue
-        finally:
-            self._taking.pop(row.id, None)
-            is_ours = rollout is not None and rollout.state is State.QUEUED and not self.is_draining
-            is_ours = is_ours and row.run in self._runs
-            if not is_ours or run is None:
-                if run is not None:
-                    self.seated(run.policy)
-                self.init_pool.release()
-                self.scheduler.done(row.run)
-                self._idle.set()  # a drain may be waiting for this
-        if is_ours and rollout is not None and run is not None:
-            await self._live(Attempt(self, rollout, run, self.queued_s(row, rollout)))
 
     def queued_s(self, row: QueuedRow, rollout: Rollout) -> float:
         """Returns how long the rollout has been queued. Time in an earlier process's queue is measured by the wall
@@ -432,7 +402,9 @@ class Pipeline:
             return now - row.since
         return max(0.0, self._opened_at - rollout.updated_at) + now - self._opened
 
-    async def _live(self, attempt: Attempt) -> None:
+    async def run_attempt(self, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
+        """Runs an attempt in this process, to its end. It holds an INIT slot, unless it resumes in EVAL."""
+        attempt = Attempt(self, rollout, run, queued_s)
         self.live[attempt.rollout.id] = attempt
         if self.is_draining:  # a drain that started meanwhile did not stop this attempt
             attempt.stop(Shutdown())
@@ -444,10 +416,9 @@ class Pipeline:
                 self.seated(attempt.run.policy)
             self.scheduler.done(attempt.rollout.run)
             self.quarantined += attempt.quarantined
-            self._idle.set()
-            self.wake()
+            self.left()
 
-    def _own(
+    def spawn(
         self,
         work: Callable[[], Coroutine[object, object, None]],
         row: QueuedRow | None = None,
@@ -471,7 +442,7 @@ class Pipeline:
                 if is_vital:
                     raise
                 if row is not None:
-                    await self._give_up(row, error)
+                    await self.give_up(row, error)
                 else:
                     log.exception("a task of the pipeline failed")
         except StoreUnusable as error:
@@ -481,7 +452,7 @@ class Pipeline:
                 self.stop_now()
                 self.broke.set()
 
-    async def _give_up(self, row: QueuedRow, error: Exception) -> None:
+    async def give_up(self, row: QueuedRow, error: Exception) -> None:
         """Ends a rollout that could not be started."""
         log.error("a rollout could not be started", exc_info=error, extra={"rollout": row.id})
         failure = InternalError(f"{type(error).__name__}: {error}").failure(State.QUEUED)

@@ -14,7 +14,7 @@ from rollyard.core import DEFAULT_RUN, Json, Run, check_id, key_of
 from rollyard.core.access import AuditEntry
 from rollyard.core.failure import AmbiguousId, Forbidden, NotFound
 from rollyard.engines.routing.router import Router
-from rollyard.fleet.head import HeadPipeline
+from rollyard.fleet.head import FleetHead
 from rollyard.fleet.ray_host import RayHost
 from rollyard.fleet.tokenizer_files import TokenizerServer
 from rollyard.pipeline import Pipeline, StageResources
@@ -98,11 +98,17 @@ class AppState:
         await self.store.add_audit(AuditEntry(time.time(), caller_of(request).name, action, target, detail))
 
     @property
-    def head(self) -> HeadPipeline:
-        """The pipeline of a service with a fleet. Raises `NotFound` if there is no fleet."""
-        if not isinstance(self.pipeline, HeadPipeline):
+    def fleet(self) -> FleetHead | None:
+        """The fleet, if the service has one."""
+        executor = self.pipeline.executor
+        return executor if isinstance(executor, FleetHead) else None
+
+    @property
+    def head(self) -> FleetHead:
+        """The fleet. Raises `NotFound` if there is none."""
+        if self.fleet is None:
             raise NotFound("this service has no fleet: start it with --fleet")
-        return self.pipeline
+        return self.fleet
 
     def wait_s(self, asked_s: float) -> float:
         return min(asked_s, self.settings.max_wait_s)

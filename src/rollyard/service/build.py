@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
@@ -23,11 +24,11 @@ from rollyard.core import RollyardError
 from rollyard.engines.base import EngineSpec
 from rollyard.engines.routing.router import Router, RouterSettings
 from rollyard.envs.registry import Environments
-from rollyard.fleet.head import HeadPipeline
+from rollyard.fleet.head import FleetHead
 from rollyard.fleet.nodes import FleetSettings
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, Tracer, open_tracer
-from rollyard.pipeline import Pipeline, Renderers, StageResources
+from rollyard.pipeline import LocalExecutor, Pipeline, Renderers, StageResources
 from rollyard.sampling.sampler import Sampler
 from rollyard.service.app_state import AppState
 from rollyard.service.bounds import end_all
@@ -162,9 +163,10 @@ def make_pipeline(
     """A pipeline that runs rollouts here, or leases them to nodes."""
     sizes = pipeline_settings(settings)
     if settings.fleet is None:
-        return Pipeline(store, resources, sizes, metrics=metrics, tracer=tracer)
+        return Pipeline(store, resources, sizes, LocalExecutor, metrics=metrics, tracer=tracer)
     fleet = FleetSettings(lease_s=settings.node_lease_s, hold_s=settings.node_hold_s)
-    return HeadPipeline(store, resources, sizes, fleet, metrics=metrics, tracer=tracer)
+    head = partial(FleetHead, settings=fleet)
+    return Pipeline(store, resources, sizes, head, metrics=metrics, tracer=tracer)
 
 
 def _sessions(agents: Agents) -> SessionAgent:

@@ -23,11 +23,10 @@ from rollyard.envs.registry import Environments
 from rollyard.fleet.head_connection import Head, HeadConnection, HeadUnreachable
 from rollyard.fleet.ledger import NodeLedger
 from rollyard.fleet.node import FIRST_RETRY_S, LAST_RETRY_S, Node, as_store
-from rollyard.fleet.node_pipeline import NodePipeline
 from rollyard.fleet.tokenizer_files import TokenizerFetcher
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, open_tracer
-from rollyard.pipeline import ArtifactFolder, Renderers
+from rollyard.pipeline import ArtifactFolder, LocalExecutor, Pipeline, Renderers
 from rollyard.service.machine import (
     AGENTS,
     all_environments,
@@ -107,10 +106,9 @@ async def run_node(
         await artifacts.clear()  # of a killed process: the head has leased its rollouts to other nodes
         ledger = NodeLedger(artifacts, on_news=lambda: node.news())
         sizes = replace(pipeline_settings(settings), node=options.name)
-        pipeline = NodePipeline(
-            as_store(ledger), resources, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room()
-        )
+        pipeline = Pipeline(as_store(ledger), resources, sizes, LocalExecutor, metrics=Metrics(), tracer=tracer)
         node = Node(options.name, link, pipeline, ledger, router)
+        pipeline.on_room.append(node.room)
         node.on_joined = on_joined
         await stack.enter_async_context(pipeline)
         await node.main(stop, hurry)

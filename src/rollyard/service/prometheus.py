@@ -11,7 +11,7 @@ from rollyard.core import State
 from rollyard.engines.pool.pool import Health
 from rollyard.engines.routing.router import Router
 from rollyard.engines.weights.state import PolicyState
-from rollyard.fleet.head import HeadPipeline
+from rollyard.fleet.head import FleetHead
 from rollyard.observe.metrics import EngineState, Metrics, NodeState, PolicyWeights, PoolState, Snapshot
 from rollyard.pipeline import Pipeline
 
@@ -52,7 +52,8 @@ def snapshot(pipeline: Pipeline, router: Router) -> Snapshot:
     states = Counter(attempt.state.value for attempt in pipeline.live.values())
     states[State.QUEUED.value] += len(pipeline.scheduler)
     pools = pipeline.pools()
-    nodes = pipeline.nodes.by_name.values() if isinstance(pipeline, HeadPipeline) else ()
+    fleet = pipeline.executor if isinstance(pipeline.executor, FleetHead) else None
+    nodes = fleet.nodes.by_name.values() if fleet is not None else ()
     return Snapshot(
         rollouts={state.value: states[state.value] for state in State if state is not State.ENDED},
         pools={
@@ -69,7 +70,7 @@ def snapshot(pipeline: Pipeline, router: Router) -> Snapshot:
             )
             for node in nodes
         },
-        unserved=tuple(pipeline.unserved) if isinstance(pipeline, HeadPipeline) else (),
+        unserved=tuple(fleet.unserved) if fleet is not None else (),
         engines={
             status.spec.id: EngineState(
                 status.stats.sessions,

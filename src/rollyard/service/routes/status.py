@@ -11,7 +11,6 @@ from starlette.responses import Response
 from rollyard.core import Json, id_of
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.version import __version__
-from rollyard.fleet.head import HeadPipeline
 from rollyard.service.access import caller_of, require_admin
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.models import PoolsBody, read_body
@@ -27,7 +26,7 @@ router = APIRouter(prefix="/v1", tags=["status"])
 async def status(request: Request) -> Response:
     """Returns queues, pools, engines, runtimes, and the available environments and agents."""
     app_state = app_state_of(request)
-    recovered = app_state.store.recovered
+    recovered, fleet = app_state.store.recovered, app_state.fleet
     readable = {run.id for run in app_state.readable(caller_of(request))}
     return reply(
         {
@@ -37,12 +36,10 @@ async def status(request: Request) -> Response:
             "is_draining": app_state.pipeline.is_draining,
             "states": await app_state.store.counts(),
             "pools": app_state.pipeline.pools(),
-            "nodes": [node_object(node) for node in app_state.pipeline.nodes.by_name.values()]
-            if isinstance(app_state.pipeline, HeadPipeline)
-            else [],
-            "unserved_policies": {name: without_password(why) for name, why in app_state.pipeline.unserved.items()}
-            if isinstance(app_state.pipeline, HeadPipeline)
-            else {},
+            "nodes": [node_object(node) for node in fleet.nodes.by_name.values()] if fleet is not None else [],
+            "unserved_policies": {
+                name: without_password(why) for name, why in (fleet.unserved if fleet is not None else {}).items()
+            },
             "ray": _ray(app_state),
             "engines": [engine_object(engine) for engine in app_state.router.list()],
             "refused_engines": app_state.refused_engines,
