@@ -24,7 +24,7 @@ OF_A_TRAINER = {"omegaconf", "ray", "tensordict", "torch", "transfer_queue", "tr
 LOCAL = {"accelerate", "gguf", "safetensors", "torch", "transformers", "triton"}
 """Not in the environment of the tests; torch brings triton."""
 
-OWN = {"disk_walk", "file_jobs", "kernel", "usage"}
+OWN = {"assembly", "disk_walk", "file_jobs", "kernel", "sandbox_init", "usage"}
 """Modules of the launcher and the resource monitor, which run as programs."""
 
 

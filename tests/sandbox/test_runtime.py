@@ -42,7 +42,7 @@ from rollyard.sandbox import (
 )
 from rollyard.sandbox.base import SandboxEnd
 from rollyard.sandbox.launched_sandbox import LaunchedSandbox, SandboxPaths
-from rollyard.sandbox.launcher import file_jobs, kernel, program
+from rollyard.sandbox.launcher import file_jobs, kernel, sandbox_init
 from rollyard.sandbox.limits.limiter import Limiter
 from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, marked, started
 from rollyard.tools.shell import Shell
@@ -568,13 +568,13 @@ def test_a_program_that_the_machine_cannot_start_has_no_status(
     def run_program(argv: list[str], env: dict[bytes, bytes]) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(program, "run_program", run_program)
+    monkeypatch.setattr(sandbox_init, "run_program", run_program)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifeline, lifeline_in = os.pipe()
     request = {"n": 7, "tty": False, "limits": {}, "reaps": False, "slots": [], "cwd": "/", "argv": ["prog"], "env": {}}
     pid = os.fork()
     if pid == 0:
-        program.SandboxInit(theirs, lifeline, -1, program.ProcessSpace(), b"").execute(request, [])
+        sandbox_init.SandboxInit(theirs, lifeline, -1, sandbox_init.ProcessSpace(), b"").execute(request, [])
     if isinstance(answer, int):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == answer
     else:
