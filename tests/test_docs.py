@@ -19,7 +19,7 @@ from rollyard.envs.protected import PROTECTED
 from rollyard.sandbox import Bind
 from rollyard.service.settings import Settings
 from rollyard.testing.script import Reply, Rules
-from tests.pipeline.site import finish, shell, site
+from tests.pipeline.site import finish, open_site, shell
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,10 +38,10 @@ async def test_the_example_environment_runs(tmp_path: Path):
     exec(compile(solve, "write-an-environment.md", "exec"), {"Solution": Solution}, more := {})
     example = type("Example", (names["CountLines"],), more)
     environments = Environments({"count_lines": example()})
-    async with site(tmp_path, script, environments=environments) as pipeline:
-        right = await pipeline.rolled(Task("count_lines", {"lines": 42}))
-        wrong = await pipeline.rolled(Task("count_lines", {"lines": 43}))
-        oracle = await pipeline.rolled(Task("count_lines", {"lines": 43}, agent=AgentSpec("oracle")))
+    async with open_site(tmp_path, script, environments=environments) as site:
+        right = await site.rolled(Task("count_lines", {"lines": 42}))
+        wrong = await site.rolled(Task("count_lines", {"lines": 43}))
+        oracle = await site.rolled(Task("count_lines", {"lines": 43}, agent=AgentSpec("oracle")))
         for rollout, reward in ((right, 1.0), (wrong, 0.0), (oracle, 1.0)):
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.COMPLETED

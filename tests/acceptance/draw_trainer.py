@@ -16,8 +16,8 @@ ACK_EVERY = 5  # after a kill between two acknowledgements, batches are delivere
 
 
 async def main(url: str, token: str, journal: Path, on_stale: str, batches: int, tasks: Path) -> None:
-    async with AsyncClient(url, token, retry_s=120) as pipeline:
-        draw = await pipeline.draw(
+    async with AsyncClient(url, token, retry_s=120) as client:
+        draw = await client.draw(
             "default",
             [json.loads(line) for line in tasks.read_text().splitlines()],
             id="d",
@@ -26,7 +26,7 @@ async def main(url: str, token: str, journal: Path, on_stale: str, batches: int,
             on_stale=on_stale,
             spares=4,
         )
-        policy = pipeline.policy("default")
+        policy = client.policy("default")
         while True:
             batch = await draw.batch(WANT)
             with journal.open("a") as file:

@@ -116,12 +116,12 @@ async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kil
                     await trainer.kill()
                     await trainer.start()
             await trainer.done()
-            async with AsyncClient(service.url, service.token) as pipeline:
-                draw = await pipeline.get_draw("d")
+            async with AsyncClient(service.url, service.token) as client:
+                draw = await client.get_draw("d")
                 facts = await draw.status()
                 await draw.close()
                 async with asyncio.timeout(90):
-                    while any(one["sessions"] or one["in_flight"] for one in await pipeline.engines()):
+                    while any(one["sessions"] or one["in_flight"] for one in await client.engines()):
                         await asyncio.sleep(0.1)
                 async with asyncio.timeout(90):
                     while (await draw.status())["figures"]["open"]:

@@ -10,7 +10,7 @@ from rollyard.agents.registry import Agents
 from rollyard.core import Outcome, Rollout, Task, Trajectory
 from rollyard.tokens import verify
 from tests.agents.harness_parts import call, greeting_task, installed, plays, preset, said
-from tests.pipeline.site import site
+from tests.pipeline.site import open_site
 
 NAME = "claude-code"
 FILE = "/workspace/greeting.txt"
@@ -30,11 +30,11 @@ async def rolled(
     folder: Path, shelf: AgentInstalls, turns: Sequence[str], task: Task | None = None
 ) -> tuple[Rollout, Trajectory]:
     """Returns how it ended, and its trajectory, verified."""
-    async with site(folder, plays(turns), agents=Agents(shelf=shelf)) as pipeline:
-        rollout = await pipeline.rolled(task or greeting_task(NAME), within_s=90)
-        await pipeline.idle()
-        pipeline.nothing_left()
-        trajectory = await pipeline.store.trajectory(rollout.id)
+    async with open_site(folder, plays(turns), agents=Agents(shelf=shelf)) as site:
+        rollout = await site.rolled(task or greeting_task(NAME), within_s=90)
+        await site.idle()
+        site.nothing_left()
+        trajectory = await site.store.trajectory(rollout.id)
     assert rollout.ending is not None
     assert trajectory is not None
     verify(trajectory)

@@ -14,7 +14,7 @@ from rollyard.core import Outcome, Rollout, Trajectory
 from rollyard.testing.script import Script, Turn
 from rollyard.tokens import verify
 from tests.agents.harness_parts import call, greeting_task, installed, plays, preset, said
-from tests.pipeline.site import site
+from tests.pipeline.site import open_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # the first run on a machine downloads it
 
@@ -50,10 +50,10 @@ async def rolled(
     folder: Path, shelf: AgentInstalls, turns: Sequence[str] | Script, options: Any = None, **limits: Any
 ) -> tuple[Rollout, Trajectory]:
     script = turns if callable(turns) else plays(turns)
-    async with site(folder, script, agents=Agents(shelf=shelf)) as pipeline:
-        rollout = await pipeline.rolled(greeting_task(NAME, options, **limits), within_s=50)
-        trajectory = await pipeline.store.trajectory(rollout.id)
-        pipeline.nothing_left()
+    async with open_site(folder, script, agents=Agents(shelf=shelf)) as site:
+        rollout = await site.rolled(greeting_task(NAME, options, **limits), within_s=50)
+        trajectory = await site.store.trajectory(rollout.id)
+        site.nothing_left()
     assert rollout.ending is not None and trajectory is not None
     verify(trajectory)
     return rollout, trajectory

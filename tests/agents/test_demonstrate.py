@@ -42,7 +42,7 @@ from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import verify_trace
 from rollyard.tools.base import Tool
-from tests.pipeline.site import Site, site
+from tests.pipeline.site import Site, open_site
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def tokenizer_of(model: Path) -> FolderTokenizer:
 
 @asynccontextmanager
 async def stage(folder: Path, model: Path, environments: Environments | None = None) -> AsyncGenerator[Stage, None]:
-    async with site(folder, None, engines=0, environments=environments) as opened:
+    async with open_site(folder, None, engines=0, environments=environments) as opened:
         staged = Stage(opened, None)  # type: ignore[arg-type]
         async with ScriptedEngine(staged.say, tokenizer=tokenizer_of(model)) as engine:
             staged.engine = engine
@@ -270,9 +270,9 @@ async def test_a_task_without_a_solution_is_refused(tmp_path: Path):
 
 
 async def test_an_engine_that_returns_only_text_is_refused(tmp_path: Path):
-    async with site(tmp_path, None, engines=0) as pipeline, ScriptedEngine(lambda turn: "hi") as engine:
-        await pipeline.router.add(EngineSpec("e0", engine.url, Kind.OPENAI))
-        ending = (await pipeline.rolled(yardwork(CHAIN))).ending
+    async with open_site(tmp_path, None, engines=0) as site, ScriptedEngine(lambda turn: "hi") as engine:
+        await site.router.add(EngineSpec("e0", engine.url, Kind.OPENAI))
+        ending = (await site.rolled(yardwork(CHAIN))).ending
         assert ending is not None and ending.failure is not None
         assert ending.failure.code == "engine_refused" and "returns only text" in ending.failure.detail
 

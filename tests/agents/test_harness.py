@@ -22,7 +22,7 @@ from rollyard.tokens import verify
 from rollyard.tools.mcp import OutsideServer
 from tests.agents.harness_parts import PROGRAM, call, greeting_task, plays, pythons, runs
 from tests.pipeline.site import Site
-from tests.pipeline.site import site as whole_site
+from tests.pipeline.site import open_site as whole_site
 
 pytestmark = pytest.mark.slow
 
@@ -31,21 +31,21 @@ LOOK = call("sh", command="cat greeting.txt")
 SOLVES = (LOOK, FIX, "Done.")
 
 
-def site(folder: Path, turns: Sequence[str | Reply] = SOLVES, **more: Any):
+def open_site(folder: Path, turns: Sequence[str | Reply] = SOLVES, **more: Any):
     return whole_site(folder, plays(turns), pythons=pythons(), **more)
 
 
-async def trajectory_of(pipeline: Site, rollout_id: str) -> Trajectory:
-    trajectory = await pipeline.store.trajectory(rollout_id)
+async def trajectory_of(site: Site, rollout_id: str) -> Trajectory:
+    trajectory = await site.store.trajectory(rollout_id)
     assert trajectory is not None
     return trajectory
 
 
-def nothing_left(pipeline: Site, folder: Path, mark: str) -> None:
+def nothing_left(site: Site, folder: Path, mark: str) -> None:
     """Checks that no process with the mark, no sandbox, no slot and no call is left."""
     assert not alive(mark)
     assert not list((folder / "sandboxes").glob("sbx_*"))
-    pipeline.nothing_left()
+    site.nothing_left()
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def mark() -> str:
 
 
 async def test_an_unmodified_program_leaves_one_exact_trace_and_its_reward(tmp_path: Path, mark: str):
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(PROGRAM, mark)))
-        trajectory = await trajectory_of(pipeline, rollout.id)
-        await pipeline.idle()
-        nothing_left(pipeline, tmp_path, mark)
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", runs(PROGRAM, mark)))
+        trajectory = await trajectory_of(site, rollout.id)
+        await site.idle()
+        nothing_left(site, tmp_path, mark)
     ending = rollout.ending
     assert ending is not None
     assert (ending.outcome, ending.failure) == (Outcome.COMPLETED, None)
@@ -100,9 +100,9 @@ async def test_files_stdin_environment_and_workdir_are_filled_in(tmp_path: Path)
     env["MODEL"] = "{{model}}"
     task = greeting_task("command", options)
     data = {**task.data, "instruction": 'say "{{model}}" \u00e4\n\x7f'}
-    async with site(tmp_path, ["Done."]) as pipeline:
-        rollout = await pipeline.rolled(replace(task, data=data))
-        harness = (await trajectory_of(pipeline, rollout.id)).info["harness"]
+    async with open_site(tmp_path, ["Done."]) as site:
+        rollout = await site.rolled(replace(task, data=data))
+        harness = (await trajectory_of(site, rollout.id)).info["harness"]
     assert isinstance(harness, dict)
     told = json.loads(str(harness["output"]).splitlines()[-1])
     assert told[0] == "'say \"{{model}}\" \u00e4\n\x7f'"
@@ -124,9 +124,9 @@ async def test_a_program_starts_in_the_environments_workdir(tmp_path: Path):
     task = greeting_task("command", runs(look))
     data = {**task.data, "files": {"inner/greeting.txt": "Hello, wrold!\n"}}
     environments = Environments({"elsewhere": Elsewhere()})
-    async with site(tmp_path, environments=environments) as pipeline:
-        rollout = await pipeline.rolled(replace(task, environment="elsewhere", data=data))
-        harness = (await trajectory_of(pipeline, rollout.id)).info["harness"]
+    async with open_site(tmp_path, environments=environments) as site:
+        rollout = await site.rolled(replace(task, environment="elsewhere", data=data))
+        harness = (await trajectory_of(site, rollout.id)).info["harness"]
     assert isinstance(harness, dict)
     assert str(harness["output"]).splitlines()[-1] == "/workspace/inner"
     assert rollout.ending is not None and rollout.ending.score is not None
@@ -137,27 +137,27 @@ async def test_the_operators_mcp_servers_are_reachable_at_the_doorway(tmp_path: 
     look = PROGRAM + "\ntry: urllib.request.urlopen(sys.argv[2])\nexcept OSError as error: print(error.read().decode())"
     options = runs(look, "{{root_url}}/mcp/theirs", mcp={"theirs": {"server": "dead", "inside": True}})
     servers = {"dead": OutsideServer("http://127.0.0.1:9/", {})}
-    async with site(tmp_path, mcp_servers=servers) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", options))
-        harness = (await trajectory_of(pipeline, rollout.id)).info["harness"]
+    async with open_site(tmp_path, mcp_servers=servers) as site:
+        rollout = await site.rolled(greeting_task("command", options))
+        harness = (await trajectory_of(site, rollout.id)).info["harness"]
     assert isinstance(harness, dict)
     assert str(harness["output"]).splitlines()[-1] == "the MCP server cannot be reached"
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
 
 
 async def test_exit_statuses_in_end_ok_complete_the_rollout(tmp_path: Path):
-    async with site(tmp_path) as pipeline:
+    async with open_site(tmp_path) as site:
         task = greeting_task("command", runs(PROGRAM + "\nsys.exit(3)", end={"ok": [0, 3]}))
-        rollout = await pipeline.rolled(task)
+        rollout = await site.rolled(task)
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
 
 
 async def test_a_child_that_keeps_the_output_open_does_not_keep_run_open(tmp_path: Path, mark: str):
     left = PROGRAM + f"\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)"
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(left, mark)))
-        await pipeline.idle()
-        nothing_left(pipeline, tmp_path, mark)
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", runs(left, mark)))
+        await site.idle()
+        nothing_left(site, tmp_path, mark)
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
 
 
@@ -171,8 +171,8 @@ async def test_a_child_that_keeps_the_output_open_does_not_keep_run_open(tmp_pat
 async def test_a_program_that_never_calls_the_model_is_the_tasks_fault_with_its_last_lines(
     tmp_path: Path, code: str, status: int
 ):
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(code)))
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", runs(code)))
     ending = rollout.ending
     assert ending is not None and ending.failure is not None
     assert (ending.outcome, ending.failure.code, ending.failure.blame) == (Outcome.FAILED, "agent_crashed", Blame.TASK)
@@ -191,8 +191,8 @@ async def test_a_program_that_never_calls_the_model_is_the_tasks_fault_with_its_
     ids=["program", "no program", "folder"],
 )
 async def test_a_command_that_cannot_start_is_reported(tmp_path: Path, options: Any, said: str):
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", options))
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", options))
     assert rollout.ending is not None and rollout.ending.failure is not None
     failure = rollout.ending.failure
     assert (failure.code, failure.blame) == ("agent_crashed", Blame.TASK)
@@ -214,17 +214,17 @@ async def test_values_that_cannot_be_passed_are_the_tasks_fault_and_named(
     tmp_path: Path, instruction: str, more: dict[str, Any], said: str
 ):
     task = greeting_task("command", runs(PROGRAM, **more))
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(replace(task, data={**task.data, "instruction": instruction}))
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(replace(task, data={**task.data, "instruction": instruction}))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("task_invalid", Blame.TASK)
     assert said in rollout.ending.failure.detail, rollout.ending.failure.detail
 
 
 async def test_a_crash_after_turns_is_truncated_and_scored_and_not_trained_on(tmp_path: Path):
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(PROGRAM + "\nsys.exit('it broke')")))
-        trajectory = await trajectory_of(pipeline, rollout.id)
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", runs(PROGRAM + "\nsys.exit('it broke')")))
+        trajectory = await trajectory_of(site, rollout.id)
     ending = rollout.ending
     assert ending is not None and ending.failure is not None and ending.score is not None
     assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "agent_crashed")
@@ -240,11 +240,11 @@ DEAF = STUBBORN.replace("message = ask()", "try: message = ask()\n    except OSE
 
 @pytest.mark.parametrize("code", [LOOPS, STUBBORN, DEAF], ids=["loops", "ignores SIGTERM", "ignores errors"])
 async def test_the_turn_limit_ends_the_program_and_is_scored(tmp_path: Path, mark: str, code: str):
-    async with site(tmp_path, [FIX, LOOK]) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(code, mark), max_turns=3))
-        trajectory = await trajectory_of(pipeline, rollout.id)
-        await pipeline.idle()
-        nothing_left(pipeline, tmp_path, mark)
+    async with open_site(tmp_path, [FIX, LOOK]) as site:
+        rollout = await site.rolled(greeting_task("command", runs(code, mark), max_turns=3))
+        trajectory = await trajectory_of(site, rollout.id)
+        await site.idle()
+        nothing_left(site, tmp_path, mark)
     ending = rollout.ending
     assert ending is not None and ending.failure is not None and ending.score is not None
     assert (ending.outcome, ending.failure.code, ending.is_trainable) == (Outcome.TRUNCATED, "turn_limit", True)
@@ -253,8 +253,8 @@ async def test_the_turn_limit_ends_the_program_and_is_scored(tmp_path: Path, mar
 
 
 async def test_the_token_limit_ends_the_program(tmp_path: Path):
-    async with site(tmp_path, [FIX, LOOK]) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(LOOPS), max_tokens=50))
+    async with open_site(tmp_path, [FIX, LOOK]) as site:
+        rollout = await site.rolled(greeting_task("command", runs(LOOPS), max_tokens=50))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.outcome) == ("token_limit", Outcome.TRUNCATED)
 
@@ -262,8 +262,8 @@ async def test_the_token_limit_ends_the_program(tmp_path: Path):
 async def test_a_program_that_gives_up_after_a_reply_was_cut_off_hit_the_token_limit(tmp_path: Path):
     gives_up = PROGRAM.replace("    messages.append(message)\n", "    sys.exit(1)\n", 1)
     task = greeting_task("command", runs(gives_up))
-    async with site(tmp_path, ["one two three four five six seven eight"]) as pipeline:
-        rollout = await pipeline.rolled(replace(task, sampling=replace(task.sampling, max_tokens=3)))
+    async with open_site(tmp_path, ["one two three four five six seven eight"]) as site:
+        rollout = await site.rolled(replace(task, sampling=replace(task.sampling, max_tokens=3)))
     ending = rollout.ending
     assert ending is not None and ending.failure is not None
     assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "token_limit")
@@ -273,8 +273,8 @@ async def test_a_program_that_gives_up_after_a_reply_was_cut_off_hit_the_token_l
 @pytest.mark.parametrize("end", ["", "\n        sys.exit(4)"], ids=["gives up quietly", "crashes"])
 async def test_a_program_that_gives_up_when_its_context_is_full_hit_the_context_limit(tmp_path: Path, end: str):
     code = LOOPS.replace("message = ask()", f"try: message = ask()\n    except OSError:{end or ' break'}")
-    async with site(tmp_path, [call("sh", command="seq 2000")]) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(code), max_context=3000))
+    async with open_site(tmp_path, [call("sh", command="seq 2000")]) as site:
+        rollout = await site.rolled(greeting_task("command", runs(code), max_context=3000))
     ending = rollout.ending
     assert ending is not None and ending.failure is not None
     assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "context_limit")
@@ -283,11 +283,11 @@ async def test_a_program_that_gives_up_when_its_context_is_full_hit_the_context_
 
 async def test_run_s_counts_while_the_program_works(tmp_path: Path, mark: str):
     code = PROGRAM + "\nimport time\ntime.sleep(1000)"
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(code, mark), run_s=3))
-        trajectory = await trajectory_of(pipeline, rollout.id)
-        await pipeline.idle()
-        nothing_left(pipeline, tmp_path, mark)
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", runs(code, mark), run_s=3))
+        trajectory = await trajectory_of(site, rollout.id)
+        await site.idle()
+        nothing_left(site, tmp_path, mark)
     ending = rollout.ending
     assert ending is not None and ending.failure is not None
     assert (ending.outcome, ending.failure.code, ending.is_trainable) == (Outcome.TRUNCATED, "run_deadline", False)
@@ -297,8 +297,8 @@ async def test_run_s_counts_while_the_program_works(tmp_path: Path, mark: str):
 async def test_a_silent_program_is_not_a_stall(tmp_path: Path):
     """It runs longer than stall_s without output: run_s bounds it, and it is not retried."""
     code = PROGRAM + "\nimport time\ntime.sleep(2)"
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(code), stall_s=0.5))
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", runs(code), stall_s=0.5))
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
     assert rollout.attempt == 1
 
@@ -307,9 +307,9 @@ async def test_a_flood_of_output_is_bounded(tmp_path: Path):
     code = (
         PROGRAM + "\nprint('x' * 79 + '\\n', end='', flush=True)\nfor _ in range(40): print('y' * 9999)\nprint('last')"
     )
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(code)))
-        harness = (await trajectory_of(pipeline, rollout.id)).info["harness"]
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", runs(code)))
+        harness = (await trajectory_of(site, rollout.id)).info["harness"]
     assert isinstance(harness, dict)
     output = str(harness["output"])
     assert len(output) < 70_000 and harness["dropped_bytes"] > 300_000  # type: ignore[operator]
@@ -319,10 +319,8 @@ async def test_a_flood_of_output_is_bounded(tmp_path: Path):
 
 @pytest.mark.parametrize("end", ["os.kill(-1, 9)", "os.system('kill -9 -1')"], ids=["itself", "by its child"])
 async def test_a_program_that_ends_its_sandbox_gets_the_failing_score(tmp_path: Path, end: str):
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(
-            greeting_task("command", runs(f"{PROGRAM}\n{end}\nimport time\ntime.sleep(1000)"))
-        )
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(greeting_task("command", runs(f"{PROGRAM}\n{end}\nimport time\ntime.sleep(1000)")))
     ending = rollout.ending
     assert ending is not None and ending.failure is not None and ending.score is not None
     assert (ending.failure.code, ending.failure.blame) == ("sandbox_ended_by_policy", Blame.POLICY)
@@ -332,8 +330,8 @@ async def test_a_program_that_ends_its_sandbox_gets_the_failing_score(tmp_path: 
 async def test_a_program_killed_for_its_memory_hit_the_memory_limit(tmp_path: Path):
     task = greeting_task("command", runs(PROGRAM + "\nx = b'x' * (400 << 20)\nprint(len(x))"))
     task = replace(task, sandbox=replace(task.sandbox, memory_bytes=200 << 20))
-    async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(task)
+    async with open_site(tmp_path) as site:
+        rollout = await site.rolled(task)
         in_force = rollout.ending.summary.limits_in_force["memory"] if rollout.ending is not None else "none"
     if in_force in ("none", "rlimit"):
         pytest.skip("there are no cgroups on this machine, so memory is not counted")
@@ -345,29 +343,29 @@ async def test_a_program_killed_for_its_memory_hit_the_memory_limit(tmp_path: Pa
 
 
 WAITS: dict[str, tuple[str, Sequence[str | Reply], Callable[[Site], Any]]] = {
-    "in a model call": (PROGRAM, [Reply("x", latency_s=60.0)], lambda pipeline: pipeline.engines[0].busy()),
-    "at work": (STUBBORN, [call("sh", command="sleep 1000")], lambda pipeline: sampled(pipeline, 1)),
+    "in a model call": (PROGRAM, [Reply("x", latency_s=60.0)], lambda site: site.engines[0].busy()),
+    "at work": (STUBBORN, [call("sh", command="sleep 1000")], lambda site: sampled(site, 1)),
 }
 
 
-async def sampled(pipeline: Site, count: int) -> None:
+async def sampled(site: Site, count: int) -> None:
     async with asyncio.timeout(90):
-        while len([it for it in pipeline.engines[0].calls if it.session_id]) < count:
+        while len([it for it in site.engines[0].calls if it.session_id]) < count:
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", WAITS)
 async def test_a_cancel_leaves_no_process_and_no_call(tmp_path: Path, mark: str, name: str):
     code, turns, until = WAITS[name]
-    async with site(tmp_path, turns) as pipeline:
-        rollout_id = await pipeline.submit(greeting_task("command", runs(code, mark)))
-        await pipeline.until(rollout_id, State.RUN)
-        await until(pipeline)
-        await pipeline.pipeline.cancel(rollout_id)
-        rollout = await pipeline.ended(rollout_id)
-        await pipeline.idle()
-        await pipeline.engines[0].idle()
-        nothing_left(pipeline, tmp_path, mark)
+    async with open_site(tmp_path, turns) as site:
+        rollout_id = await site.submit(greeting_task("command", runs(code, mark)))
+        await site.until(rollout_id, State.RUN)
+        await until(site)
+        await site.pipeline.cancel(rollout_id)
+        rollout = await site.ended(rollout_id)
+        await site.idle()
+        await site.engines[0].idle()
+        nothing_left(site, tmp_path, mark)
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.CANCELLED
 
 
@@ -381,20 +379,20 @@ async def test_an_engine_that_fails_is_infra_and_the_rollout_is_retried(tmp_path
         return plays(SOLVES)(turn)
 
     once_only = RouterSettings(engine_wait_s=5.0, max_tries=1)
-    async with whole_site(tmp_path, once, pythons=pythons(), router_settings=once_only) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(PROGRAM)), within_s=50)
+    async with whole_site(tmp_path, once, pythons=pythons(), router_settings=once_only) as site:
+        rollout = await site.rolled(greeting_task("command", runs(PROGRAM)), within_s=50)
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
     assert rollout.attempt == 2
     assert [lost.code for lost in rollout.lost] == ["engine_broken"]
 
 
 async def test_an_engine_that_returns_only_text_is_refused(tmp_path: Path):
-    async with site(tmp_path) as pipeline:
-        await pipeline.router.add(EngineSpec("t", pipeline.engines[0].url, Kind.OPENAI, policy="text"))
+    async with open_site(tmp_path) as site:
+        await site.router.add(EngineSpec("t", site.engines[0].url, Kind.OPENAI, policy="text"))
         run = Run("text", policy="text")
-        await pipeline.store.put_run(run, {"id": run.id})
-        pipeline.pipeline.know(run)
-        rollout = await pipeline.rolled(greeting_task("command", runs(PROGRAM)), run="text")
+        await site.store.put_run(run, {"id": run.id})
+        site.pipeline.know(run)
+        rollout = await site.rolled(greeting_task("command", runs(PROGRAM)), run="text")
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert rollout.ending.failure.code == "engine_refused" and "token ids" in rollout.ending.failure.detail
 
@@ -403,7 +401,7 @@ async def test_an_engine_that_returns_only_text_is_refused(tmp_path: Path):
 
 
 async def test_invalid_options_are_refused_at_submit(tmp_path: Path):
-    async with site(tmp_path) as pipeline:
+    async with open_site(tmp_path) as site:
         for options, said in (
             ({}, "agent.options.command"),
             ({"command": ["x"], "tools": ["shell"]}, "agent.options.tools: unknown"),
@@ -414,17 +412,17 @@ async def test_invalid_options_are_refused_at_submit(tmp_path: Path):
             ({"command": ["x"], "mcp": {"a": {"command": ["y"]}}}, "agent.options.mcp.a"),
         ):
             with pytest.raises(TaskInvalid) as caught:
-                pipeline.pipeline.resources.check(greeting_task("command", options), pipeline.run)  # type: ignore[arg-type]
+                site.pipeline.resources.check(greeting_task("command", options), site.run)  # type: ignore[arg-type]
             assert caught.value.detail.startswith(said), caught.value.detail
         with pytest.raises(AgentMissing, match="mini-swe-agent 2"):
-            pipeline.pipeline.resources.check(greeting_task("mini-swe-agent"), pipeline.run)
+            site.pipeline.resources.check(greeting_task("mini-swe-agent"), site.run)
 
 
 async def test_a_runtime_that_isolates_nothing_is_refused_at_submit(tmp_path: Path):
-    async with site(tmp_path) as pipeline, LocalRuntime(root=tmp_path / "local") as local:
-        resources = replace(pipeline.pipeline.resources, runtimes={"local": local}, default_runtime="local")
+    async with open_site(tmp_path) as site, LocalRuntime(root=tmp_path / "local") as local:
+        resources = replace(site.pipeline.resources, runtimes={"local": local}, default_runtime="local")
         with pytest.raises(TaskInvalid, match="the runtime local provides none"):
-            resources.check(greeting_task("command", runs(PROGRAM)), pipeline.run)
+            resources.check(greeting_task("command", runs(PROGRAM)), site.run)
 
 
 def test_the_instruction_is_the_system_part_followed_by_the_users():

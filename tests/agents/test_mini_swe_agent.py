@@ -13,7 +13,7 @@ from rollyard.sandbox.runtimes.bubblewrap import BubblewrapRuntime
 from rollyard.testing.script import Turn
 from rollyard.tokens import verify
 from tests.agents.harness_parts import call, greeting_task, installed, plays, preset, pythons, said
-from tests.pipeline.site import site
+from tests.pipeline.site import open_site
 
 NAME = "mini-swe-agent"
 TURNS = tuple(said(turn) for turn in preset(NAME).try_.turns)
@@ -28,11 +28,11 @@ def shelf() -> AgentInstalls:
 
 @pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime])
 async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: Path, shelf: AgentInstalls, kind: Any):
-    async with site(tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), kind=kind) as pipeline:
-        rollout = await pipeline.rolled(greeting_task(NAME), within_s=90)
-        trajectory = await pipeline.store.trajectory(rollout.id)
-        await pipeline.idle()
-        pipeline.nothing_left()
+    async with open_site(tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), kind=kind) as site:
+        rollout = await site.rolled(greeting_task(NAME), within_s=90)
+        trajectory = await site.store.trajectory(rollout.id)
+        await site.idle()
+        site.nothing_left()
     assert rollout.ending is not None and trajectory is not None
     harness, gateway = trajectory.info["harness"], trajectory.info["gateway"]
     assert isinstance(harness, dict) and isinstance(gateway, dict)
@@ -54,9 +54,9 @@ async def test_a_reply_without_a_call_which_it_drops_has_a_trace_of_its_own(tmp_
     def script(turn: Turn) -> str:
         return turns[min(turn.call, len(turns) - 1)] if turn.session_id else "ok"
 
-    async with site(tmp_path, script, agents=Agents(shelf=shelf), pythons=pythons()) as pipeline:
-        rollout = await pipeline.rolled(greeting_task(NAME), within_s=90)
-        trajectory = await pipeline.store.trajectory(rollout.id)
+    async with open_site(tmp_path, script, agents=Agents(shelf=shelf), pythons=pythons()) as site:
+        rollout = await site.rolled(greeting_task(NAME), within_s=90)
+        trajectory = await site.store.trajectory(rollout.id)
     assert rollout.ending is not None and trajectory is not None
     assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
     verify(trajectory)
@@ -67,8 +67,8 @@ async def test_a_reply_without_a_call_which_it_drops_has_a_trace_of_its_own(tmp_
 
 async def test_a_full_context_ends_it_as_the_context_limit(tmp_path: Path, shelf: AgentInstalls):
     turns = (call("bash", command="seq 3000"),)
-    async with site(tmp_path, plays(turns), agents=Agents(shelf=shelf), pythons=pythons()) as pipeline:
-        rollout = await pipeline.rolled(greeting_task(NAME, max_context=9000), within_s=90)
+    async with open_site(tmp_path, plays(turns), agents=Agents(shelf=shelf), pythons=pythons()) as site:
+        rollout = await site.rolled(greeting_task(NAME, max_context=9000), within_s=90)
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.outcome, rollout.ending.failure.code) == (Outcome.TRUNCATED, "context_limit")
     assert rollout.ending.score is not None and rollout.ending.is_trainable

@@ -13,7 +13,7 @@ from rollyard.service.models import to_task
 from rollyard.tokens import verify
 from tests.agents.harness_parts import call, installed, plays, pythons
 from tests.envs.swe_repos import FAIL_TO_PASS, build
-from tests.pipeline.site import site
+from tests.pipeline.site import open_site
 
 NAME = "mini-swe-agent"
 TURNS = (
@@ -38,14 +38,14 @@ async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, shelf: Ag
     task = replace(task, agent=AgentSpec(NAME), limits=limits)
     async with (
         Environments() as environments,
-        site(
+        open_site(
             tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), environments=environments
-        ) as pipeline,
+        ) as site,
     ):
-        rollout = await pipeline.rolled(task, within_s=120)
-        trajectory = await pipeline.store.trajectory(rollout.id)
-        await pipeline.idle()
-        pipeline.nothing_left()
+        rollout = await site.rolled(task, within_s=120)
+        trajectory = await site.store.trajectory(rollout.id)
+        await site.idle()
+        site.nothing_left()
     assert rollout.ending is not None and trajectory is not None
     assert (rollout.ending.outcome, rollout.ending.failure) == (Outcome.COMPLETED, None), trajectory.info["harness"]
     assert rollout.ending.score is not None

@@ -14,7 +14,7 @@ from rollyard.core import Json, Outcome, Sampling
 from rollyard.engines import EngineSpec, Kind
 from rollyard.tokens import verify
 from tests.agents.harness_parts import call, greeting_task, installed, pythons
-from tests.pipeline.site import says, site
+from tests.pipeline.site import open_site, says
 from tests.pipeline.test_real_vllm import overheard
 
 NAME = "mini-swe-agent"
@@ -37,14 +37,14 @@ async def test_tokens_sampled_by_vllm_for_the_program_are_one_verified_trace(
     task = replace(greeting_task(NAME, run_s=300, model_s=200, max_turns=TURNS), sampling=sampling)
     async with (
         overheard(vllm_url) as (url, prompts),
-        site(tmp_path, says("ok"), agents=agents, pythons=pythons()) as pipeline,
+        open_site(tmp_path, says("ok"), agents=agents, pythons=pythons()) as site,
     ):
-        await pipeline.router.remove("e0")
-        await pipeline.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
-        rollout = await pipeline.rolled(task, within_s=350)
-        trajectory = await pipeline.store.trajectory(rollout.id)
-        await pipeline.idle()
-        pipeline.nothing_left()
+        await site.router.remove("e0")
+        await site.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
+        rollout = await site.rolled(task, within_s=350)
+        trajectory = await site.store.trajectory(rollout.id)
+        await site.idle()
+        site.nothing_left()
     ending = rollout.ending
     assert ending is not None and trajectory is not None and ending.failure is not None
     assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "turn_limit"), ending

@@ -17,7 +17,7 @@ from rollyard.service.models import to_task
 from rollyard.testing.gym_server import GymServer, row
 from rollyard.testing.script import Reply, Rules
 from rollyard.tools.base import Tool, ToolContext
-from tests.pipeline.site import Site, site
+from tests.pipeline.site import Site, open_site
 
 from .conftest import context
 
@@ -62,9 +62,9 @@ async def gym_of(server: GymServer) -> AsyncGenerator[GymEnvironment, None]:
 async def gym_site(folder: Path, script: Any, server: GymServer, **options: Any) -> AsyncGenerator[Site, None]:
     async with (
         gym_of(server) as gym,
-        site(folder, script, environments=Environments({"gym": gym}), **options) as pipeline,
+        open_site(folder, script, environments=Environments({"gym": gym}), **options) as site,
     ):
-        yield pipeline
+        yield site
 
 
 async def opened(gym: GymEnvironment, name: str = "increment_counter", **limits: Any) -> tuple[Tool, dict[str, Any]]:

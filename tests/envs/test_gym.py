@@ -50,13 +50,13 @@ async def test_a_task_without_a_solution_has_no_oracle(server, monkeypatch):
 
 
 async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
-    async with gym_site(tmp_path, PERFECT, server) as pipeline:
-        rollout = await pipeline.rolled(gym_task())
+    async with gym_site(tmp_path, PERFECT, server) as site:
+        rollout = await site.rolled(gym_task())
         assert rollout.ending is not None
         assert (rollout.ending.outcome, rollout.ending.failure) == (Outcome.COMPLETED, None)
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
     assert trajectory is not None
     said = [message.get("content") for message in trajectory.messages if message.get("role") == "tool"]
     assert said == ['{"success": true}', '{"success": true}', '{"count": 6}']
@@ -68,9 +68,9 @@ async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
 
 
 async def test_the_model_sees_neither_the_expected_result_nor_the_cookies(tmp_path, server):
-    async with gym_site(tmp_path, says(calls("get_counter_value"), "I give up."), server) as pipeline:
-        rollout = await pipeline.rolled(gym_task())
-        trajectory = await pipeline.store.trajectory(rollout.id)
+    async with gym_site(tmp_path, says(calls("get_counter_value"), "I give up."), server) as site:
+        rollout = await site.rolled(gym_task())
+        trajectory = await site.store.trajectory(rollout.id)
     assert rollout.ending is not None and rollout.ending.score is not None
     assert rollout.ending.score.reward == 0.0
     assert trajectory is not None
@@ -82,8 +82,8 @@ async def test_the_model_sees_neither_the_expected_result_nor_the_cookies(tmp_pa
 
 async def test_a_model_cannot_call_verify_or_seed_session(tmp_path, server):
     forged = calls("verify", expected_count=3, response={"output": []}) + calls("seed_session", initial_count=6)
-    async with gym_site(tmp_path, says(forged, "It stands at 6."), server) as pipeline:
-        rollout = await pipeline.rolled(gym_task())
+    async with gym_site(tmp_path, says(forged, "It stands at 6."), server) as site:
+        rollout = await site.rolled(gym_task())
     assert rollout.ending is not None and rollout.ending.score is not None
     assert rollout.ending.score.reward == 0.0
     assert (len(server.counters), len(server.verified)) == (1, 1)
@@ -138,14 +138,14 @@ async def test_without_the_sessions_cookies_nothing_is_verified(server):
 
 
 async def test_a_server_that_the_operator_has_not_named_is_refused(tmp_path, server):
-    async with gym_site(tmp_path, PERFECT, server) as pipeline:
+    async with gym_site(tmp_path, PERFECT, server) as site:
         other: dict[str, Any] = body()
         for wanted in ("http://169.254.169.254", "http://127.0.0.1:1", server.url + "/verify", "nobody"):
             other["data"]["server"] = wanted
             with pytest.raises(TaskInvalid, match=r"no resources server .*; the operator has named: counter$"):
-                pipeline.pipeline.resources.check(to_task(other, {}), pipeline.run)
+                site.pipeline.resources.check(to_task(other, {}), site.run)
         other["data"]["server"] = server.url + "/"
-        rollout = await pipeline.rolled(replace(to_task(other, {}), limits=QUICK))
+        rollout = await site.rolled(replace(to_task(other, {}), limits=QUICK))
         assert rollout.ending is not None and rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0
 

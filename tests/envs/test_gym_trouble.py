@@ -99,9 +99,9 @@ async def test_a_server_that_disappears_in_run_has_blame_infra(tmp_path):
     script = says(calls("get_counter_value"), "6")
     async with (
         Dying() as server,
-        gym_site(tmp_path, script, server, settings=replace(SETTINGS, max_attempts=2)) as pipeline,
+        gym_site(tmp_path, script, server, settings=replace(SETTINGS, max_attempts=2)) as site,
     ):
-        rollout = await pipeline.rolled(gym_task())
+        rollout = await site.rolled(gym_task())
         assert rollout.ending is not None and rollout.ending.failure is not None
         failure = rollout.ending.failure
         assert (failure.code, failure.blame, rollout.ending.score) == ("tool_unreachable", Blame.INFRA, None)
@@ -145,8 +145,8 @@ async def test_a_server_that_hangs_at_the_seed_is_not_the_tasks_fault():
 async def test_a_row_that_the_server_refuses_is_the_tasks_fault(tmp_path):
     wrong = body()
     del wrong["data"]["row"]["initial_count"]
-    async with GymServer() as server, gym_site(tmp_path, says("x"), server) as pipeline:
-        rollout = await pipeline.rolled(to_task(wrong, {}))
+    async with GymServer() as server, gym_site(tmp_path, says("x"), server) as site:
+        rollout = await site.rolled(to_task(wrong, {}))
         assert rollout.ending is not None and rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("setup_failed", Blame.TASK)
         assert "the resources server counter refused this row: status 422" in rollout.ending.failure.detail
@@ -256,8 +256,8 @@ async def test_a_lost_session_ends_a_rollout_without_a_reward(tmp_path):
                 self.counters.clear()
             return await super().answer(request)
 
-    async with Restarted() as server, gym_site(tmp_path, PERFECT, server) as pipeline:
-        rollout = await pipeline.rolled(gym_task())
+    async with Restarted() as server, gym_site(tmp_path, PERFECT, server) as site:
+        rollout = await site.rolled(gym_task())
         assert rollout.ending is not None and rollout.ending.failure is not None
         failure = rollout.ending.failure
         assert (failure.code, failure.blame, rollout.ending.score) == ("verifier_crashed", Blame.INFRA, None)
@@ -273,8 +273,8 @@ async def test_the_verification_is_retried_if_the_server_is_briefly_unavailable(
                 raise Refused(503, "a moment")
             return await super().verify(counter, body)
 
-    async with Away() as server, gym_site(tmp_path, PERFECT, server) as pipeline:
-        rollout = await pipeline.rolled(gym_task())
+    async with Away() as server, gym_site(tmp_path, PERFECT, server) as site:
+        rollout = await site.rolled(gym_task())
         assert rollout.ending is not None and rollout.ending.score is not None
         assert (rollout.ending.score.reward, rollout.attempt) == (1.0, 1)
         assert not any("EVAL was tried again" in note for note in rollout.ending.summary.notes)

@@ -16,7 +16,7 @@ from rollyard.envs.stem.environment import StemEnvironment
 from rollyard.envs.stem.judge import MAX_ANSWER_CHARS, is_same_to_judge, judge_messages, read_verdict
 from rollyard.testing.script import Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
-from tests.pipeline.site import SETTINGS, finish, says, site
+from tests.pipeline.site import SETTINGS, finish, open_site, says
 
 from .conftest import evidence
 
@@ -82,24 +82,24 @@ def test_a_verdict_is_the_first_word_or_an_object(reply, verdict):
 @pytest.mark.parametrize(("reply", "reward"), [("yes", 1.0), ("no", 0.0)])
 async def test_the_judge_decides_and_its_tokens_are_in_no_trace(tmp_path: Path, reply, reward):
     judge = ScriptedEngine(one(reply))
-    async with judge, site(tmp_path, says(finish("scattering as Rayleigh described it"))) as pipeline:
-        await pipeline.router.add(judge_at(judge))
-        rollout = await pipeline.rolled(TASK)
+    async with judge, open_site(tmp_path, says(finish("scattering as Rayleigh described it"))) as site:
+        await site.router.add(judge_at(judge))
+        rollout = await site.rolled(TASK)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == reward
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         assert len(trajectory.traces) == 1
-        text = pipeline.engines[0].tokenizer.decode(trajectory.traces[0].token_ids)
+        text = site.engines[0].tokenizer.decode(trajectory.traces[0].token_ids)
         assert "as Rayleigh described it" in text
         assert "You decide whether" not in text + json.dumps(trajectory.messages)
         ((system, user),) = asked(judge)
         assert (system["role"], user["role"]) == ("system", "user")
         assert 'Known answer: "Rayleigh scattering"' in user["content"]
         assert 'Given answer: "scattering as Rayleigh described it"' in user["content"]
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ async def test_the_judge_decides_and_its_tokens_are_in_no_trace(tmp_path: Path, 
 async def test_a_judge_that_is_missing_cut_off_or_unreadable_gives_no_score(tmp_path: Path, script, code):
     settings = replace(SETTINGS, eval_attempts=1)
     async with (
-        site(tmp_path, says(finish("something else")), settings=settings) as pipeline,
+        open_site(tmp_path, says(finish("something else")), settings=settings) as site,
         ScriptedEngine(script) as judge,
     ):
         if script is not None:
-            await pipeline.router.add(judge_at(judge))
-        rollout = await pipeline.rolled(TASK)
+            await site.router.add(judge_at(judge))
+        rollout = await site.rolled(TASK)
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == (code, Blame.INFRA)

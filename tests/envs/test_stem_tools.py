@@ -7,7 +7,7 @@ from mcp.server.mcpserver import MCPServer
 
 from rollyard.core import AgentSpec, Json, Limits, Outcome, Task
 from rollyard.tools.mcp import OutsideServer
-from tests.pipeline.site import finish, says, site
+from tests.pipeline.site import finish, open_site, says
 from tests.tools.mcp_parts import served
 
 PAPERS = {
@@ -48,12 +48,12 @@ async def test_an_agent_searches_computes_and_answers_correctly(tmp_path: Path):
     turns = (call("search__find", query="gallium boils"), call("ipython", code="round(2673 - 273.15)"), finish("B"))
     async with (
         served(library().streamable_http_app()) as url,
-        site(tmp_path, says(*turns), mcp_servers={"library": OutsideServer(url)}) as pipeline,
+        open_site(tmp_path, says(*turns), mcp_servers={"library": OutsideServer(url)}) as site,
     ):
-        rollout = await pipeline.rolled(task)
+        rollout = await site.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         heard = [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
         assert heard[0] == "Gallium boils at 2673 K."
@@ -62,4 +62,4 @@ async def test_an_agent_searches_computes_and_answers_correctly(tmp_path: Path):
         assert names == ["ipython", "finish", "search__find"]
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0
-        pipeline.nothing_left()
+        site.nothing_left()

@@ -16,7 +16,7 @@ from rollyard.envs.yardwork.puzzle import File, Tree
 from rollyard.envs.yardwork.words import SPLITS, Split
 from rollyard.sandbox import WORKDIR, Sandbox
 from rollyard.testing.script import Reply, Rules
-from tests.pipeline.site import finish, shell, site
+from tests.pipeline.site import finish, open_site, shell
 from tests.tools.busybox import busybox_image
 
 from .conftest import context, evidence, task
@@ -89,8 +89,8 @@ async def test_a_policy_that_repeats_the_demonstration_scores_1(data: dict[str, 
         f"{turn.text}\n<tool_call>\n{json.dumps({'name': turn.tool, 'arguments': dict(turn.arguments)})}\n</tool_call>"
         for turn in demonstration(data)
     ]
-    async with site(tmp_path, Rules(rules=((make(data).instruction, tuple(map(Reply, turns))),))) as pipeline:
-        rollout = await pipeline.rolled(Task("yardwork", data))
+    async with open_site(tmp_path, Rules(rules=((make(data).instruction, tuple(map(Reply, turns))),))) as site:
+        rollout = await site.rolled(Task("yardwork", data))
     assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
     assert (rollout.ending.outcome, rollout.ending.score.reward) == (Outcome.COMPLETED, 1.0)
 
@@ -103,8 +103,8 @@ SOLUTION = str(demonstration(TREE)[1].arguments["command"])
 async def reward_of(commands: list[str], folder: Path) -> float:
     """The reward of a policy that runs these commands in the task `TREE` and then finishes."""
     turns = (*(Reply(shell(command)) for command in commands), Reply(finish("1.0")))
-    async with site(folder, Rules(rules=((make(TREE).instruction, turns),))) as pipeline:
-        rollout = await pipeline.rolled(Task("yardwork", TREE))
+    async with open_site(folder, Rules(rules=((make(TREE).instruction, turns),))) as site:
+        rollout = await site.rolled(Task("yardwork", TREE))
     assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
     assert rollout.ending.outcome is Outcome.COMPLETED
     return rollout.ending.score.reward

@@ -15,7 +15,7 @@ from rollyard.engines import EngineSpec, Kind, Router, RouterSettings
 from rollyard.envs.registry import Environments
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, Tracer
-from rollyard.pipeline import ArtifactFolder, Pipeline, PipelineSettings, Renderers, StageResources
+from rollyard.pipeline import ArtifactFolder, LocalExecutor, Pipeline, PipelineSettings, Renderers, StageResources
 from rollyard.sandbox.egress import Resolve, SystemResolver
 from rollyard.sandbox.layers import LayerCache
 from rollyard.sandbox.python import PythonBuilds
@@ -120,7 +120,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(
+async def open_site(
     folder: Path,
     script: Any,
     *,
@@ -170,7 +170,7 @@ async def site(
         run = run or Run("run")
         await store.put_run(run, {"id": run.id})
         pipeline = await stack.enter_async_context(
-            Pipeline(store, resources, settings, metrics=Metrics(), tracer=tracer or NoTracer())
+            Pipeline(store, resources, settings, LocalExecutor, metrics=Metrics(), tracer=tracer or NoTracer())
         )
         yield Site(pipeline, store, router, played, runtime, run)
 

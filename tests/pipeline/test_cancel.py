@@ -13,7 +13,7 @@ from rollyard.pipeline import stages
 from rollyard.pipeline.evaluation import evaluate
 from rollyard.sandbox.launched_sandbox import LaunchedSandbox
 from rollyard.testing.script import Reply
-from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
+from tests.pipeline.site import SETTINGS, finish, open_site, quick, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -31,77 +31,77 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 async def test_a_cancelled_rollout_ends_once_and_leaves_nothing(tmp_path: Path, name: str):
     state, script, settings, data = CASES[name]
-    async with site(tmp_path, script, settings=settings) as pipeline:
-        rollout_id = await pipeline.submit(quick(shell_task(**data), tool_s=60, eval_s=60))
-        await pipeline.until(rollout_id, state)
+    async with open_site(tmp_path, script, settings=settings) as site:
+        rollout_id = await site.submit(quick(shell_task(**data), tool_s=60, eval_s=60))
+        await site.until(rollout_id, state)
         if name == "in a model call":
-            await pipeline.engines[0].busy()
-        await pipeline.pipeline.cancel(rollout_id)
-        rollout = await pipeline.ended(rollout_id)
+            await site.engines[0].busy()
+        await site.pipeline.cancel(rollout_id)
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED
         assert rollout.ending.score is None
-        await pipeline.idle()
-        pipeline.nothing_left()
+        await site.idle()
+        site.nothing_left()
         assert not list((tmp_path / "sandboxes").glob("sbx_*")), "its folder is gone"
-        await pipeline.engines[0].idle()  # the engine has stopped the call
+        await site.engines[0].idle()  # the engine has stopped the call
 
 
 async def test_a_cancel_is_idempotent_and_does_not_change_an_ended_rollout(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
-        again = await pipeline.pipeline.cancel(rollout.id)
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(shell_task())
+        again = await site.pipeline.cancel(rollout.id)
         assert again is not None
         assert again.ending == rollout.ending
 
 
 async def test_a_cancel_before_the_submit_applies(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        assert await pipeline.pipeline.cancel("early") is None
-        rollout = await pipeline.rolled(shell_task(), rollout_id="early")
+    async with open_site(tmp_path, DO_IT) as site:
+        assert await site.pipeline.cancel("early") is None
+        rollout = await site.rolled(shell_task(), rollout_id="early")
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED
 
 
 async def test_deleting_a_run_ends_all_its_rollouts(tmp_path: Path):
-    async with site(tmp_path, says(shell("sleep 60"))) as pipeline:
-        ids = [await pipeline.submit(shell_task()) for _ in range(12)]
-        await pipeline.until(ids[0], State.RUN)
-        await pipeline.pipeline.delete_run("run")
-        pipeline.nothing_left()
-        assert (await pipeline.store.list(runs=["run"])).rollouts == ()
+    async with open_site(tmp_path, says(shell("sleep 60"))) as site:
+        ids = [await site.submit(shell_task()) for _ in range(12)]
+        await site.until(ids[0], State.RUN)
+        await site.pipeline.delete_run("run")
+        site.nothing_left()
+        assert (await site.store.list(runs=["run"])).rollouts == ()
 
 
 async def test_a_cancel_during_admission_wakes_waiters(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
+    async with open_site(tmp_path, DO_IT) as site:
         for number in range(30):
-            rollout_id = await pipeline.submit(shell_task(), f"r{number}")
-            waiting = asyncio.create_task(pipeline.pipeline.wait(rollout_id, 60))
+            rollout_id = await site.submit(shell_task(), f"r{number}")
+            waiting = asyncio.create_task(site.pipeline.wait(rollout_id, 60))
             for _ in range(number % 5):
                 await asyncio.sleep(0)
-            await pipeline.pipeline.cancel(rollout_id)
+            await site.pipeline.cancel(rollout_id)
             async with asyncio.timeout(90):
                 rollout = await waiting
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.CANCELLED
-        await pipeline.idle()
-        ended = [event for event in pipeline.pipeline.event_log._ring if event.state is State.ENDED]
+        await site.idle()
+        ended = [event for event in site.pipeline.event_log._ring if event.state is State.ENDED]
         assert len(ended) == 30, "each end is published once"
 
 
 async def test_a_cancel_while_an_attempt_is_given_back_is_not_lost(tmp_path: Path):
-    async with site(tmp_path, says(shell("sleep 60"))) as pipeline:
-        rollout_id = await pipeline.submit(quick(shell_task(), tool_s=60))
-        await pipeline.until(rollout_id, State.RUN)
-        pipeline.pipeline.live[rollout_id].stop(Stalled("no progress"))  # it will be retried
-        await pipeline.pipeline.cancel(rollout_id)
-        rollout = await pipeline.ended(rollout_id, within_s=10)
+    async with open_site(tmp_path, says(shell("sleep 60"))) as site:
+        rollout_id = await site.submit(quick(shell_task(), tool_s=60))
+        await site.until(rollout_id, State.RUN)
+        site.pipeline.live[rollout_id].stop(Stalled("no progress"))  # it will be retried
+        await site.pipeline.cancel(rollout_id)
+        rollout = await site.ended(rollout_id, within_s=10)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED
         assert [lost.code for lost in rollout.lost] == ["stalled"]
-        await pipeline.idle()
-        pipeline.nothing_left()
-        assert [event.state for event in pipeline.pipeline.event_log._ring].count(State.ENDED) == 1
+        await site.idle()
+        site.nothing_left()
+        assert [event.state for event in site.pipeline.event_log._ring].count(State.ENDED) == 1
 
 
 class Failing(Environment):
@@ -130,9 +130,9 @@ class Failing(Environment):
 
 @pytest.mark.parametrize("stage", ["prepare", "init", "eval"])
 async def test_a_cancel_while_a_stage_ends_its_sandbox_waits_until_it_is_gone(tmp_path: Path, stage: str):
-    async with site(tmp_path, DO_IT, environments=Environments({"failing": Failing(stage)})) as pipeline:
-        rollout = Rollout("r", pipeline.run.id, Task("failing"))
-        resources, clock = pipeline.pipeline.resources, Deadline(30)
+    async with open_site(tmp_path, DO_IT, environments=Environments({"failing": Failing(stage)})) as site:
+        rollout = Rollout("r", site.run.id, Task("failing"))
+        resources, clock = site.pipeline.resources, Deadline(30)
         if stage == "eval":
             trajectory = Trajectory("r", 1, (), ())
             work = evaluate(
@@ -144,7 +144,7 @@ async def test_a_cancel_while_a_stage_ends_its_sandbox_waits_until_it_is_gone(tm
         ending: list[LaunchedSandbox] = []
         while not ending:
             await asyncio.sleep(0)
-            live = pipeline.runtime._live.values()
+            live = site.runtime._live.values()
             ending = [it for it in live if it.ending is not None and bool(it.spec.layers) == (stage == "init")]
         assert ending[0].end is None
         task.cancel()

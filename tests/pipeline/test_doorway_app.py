@@ -18,7 +18,7 @@ from rollyard.tools.base import ToolKind, ToolResult, ToolSpec
 from rollyard.tools.function import tool
 from rollyard.tools.mcp import OutsideServer
 from tests.agents.harness_parts import PROGRAM, plays, pythons, runs
-from tests.pipeline.site import SETTINGS, site
+from tests.pipeline.site import SETTINGS, open_site
 
 pytestmark = pytest.mark.slow
 
@@ -67,8 +67,8 @@ def talk_task() -> Task:
 
 async def test_an_agent_program_gets_a_sandbox_and_its_model_only_in_run(tmp_path: Path):
     talk = Talk()
-    async with site(tmp_path, plays(["it"]), environments=Environments({"talk": talk}), pythons=pythons()) as pipeline:
-        rollout = await pipeline.rolled(talk_task())
+    async with open_site(tmp_path, plays(["it"]), environments=Environments({"talk": talk}), pythons=pythons()) as site:
+        rollout = await site.rolled(talk_task())
     assert rollout.ending is not None and rollout.ending.score is not None
     assert (rollout.ending.outcome, rollout.ending.score.reward) == (Outcome.COMPLETED, 1.0)
     assert talk.said == ["503 ended false"]
@@ -94,9 +94,9 @@ for name in ("weigh", "lift"):
 async def test_an_agent_program_gets_the_environments_tools_by_mcp(tmp_path: Path):
     environments = Environments({"talk": Talk(brings_tools=True)})
     task = Task("talk", agent=AgentSpec("command", runs(BY_MCP + PROGRAM)))
-    async with site(tmp_path, plays(["it"]), environments=environments, pythons=pythons()) as pipeline:
-        rollout = await pipeline.rolled(task)
-        trajectory = await pipeline.store.trajectory(rollout.id)
+    async with open_site(tmp_path, plays(["it"]), environments=environments, pythons=pythons()) as site:
+        rollout = await site.rolled(task)
+        trajectory = await site.store.trajectory(rollout.id)
     assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
     assert rollout.ending.score.reward == 1.0
     assert trajectory is not None
@@ -115,10 +115,10 @@ async def test_a_tool_whose_server_is_down_ends_the_rollout_without_a_score(tmp_
     environments = Environments({"talk": Talk(brings_tools=True, kind=broken)})
     ask = BY_MCP.replace('"weigh", "lift"', '"broken",') + PROGRAM
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(
+    async with open_site(
         tmp_path, plays(["it"]), environments=environments, pythons=pythons(), settings=settings
-    ) as pipeline:
-        rollout = await pipeline.rolled(Task("talk", agent=AgentSpec("command", runs(ask))))
+    ) as site:
+        rollout = await site.rolled(Task("talk", agent=AgentSpec("command", runs(ask))))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.score) == ("environment_broken", None)
     assert "server is down" in rollout.ending.failure.detail
@@ -156,10 +156,10 @@ async def test_the_name_of_the_environments_tools_is_reserved(tmp_path: Path):
     environments = Environments({"talk": Talk(brings_tools=True)})
     options = {**runs(PROGRAM), "mcp": {"environment": {"server": "known", "inside": True}}}
     servers = {"known": OutsideServer("http://127.0.0.1:9/mcp")}
-    async with site(
+    async with open_site(
         tmp_path, plays(["it"]), environments=environments, pythons=pythons(), mcp_servers=servers
-    ) as pipeline:
-        rollout = await pipeline.rolled(Task("talk", agent=AgentSpec("command", options)))
+    ) as site:
+        rollout = await site.rolled(Task("talk", agent=AgentSpec("command", options)))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("task_invalid", Blame.TASK)
     assert "that name is reserved for talk's own tools" in rollout.ending.failure.detail

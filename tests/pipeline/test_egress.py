@@ -15,7 +15,7 @@ from rollyard.core.egress import EgressCeiling, EgressOptions, HostRule
 from rollyard.core.failure import EgressNotAllowed, RollyardError, TaskInvalid
 from rollyard.sandbox.egress import mirror_rule
 from tests import worker
-from tests.pipeline.site import finish, says, shell, shell_task, site
+from tests.pipeline.site import finish, open_site, says, shell, shell_task
 from tests.sandbox.egress.site import Names, Server, served
 
 pytestmark = pytest.mark.slow
@@ -38,8 +38,8 @@ async def test_run_reaches_listed_hosts_and_eval_stays_offline(tmp_path: Path):
         get = fetch(server.port)
         task = asking(shell_task(checks=[f"! {get}", 'test -z "$http_proxy"']), f"allowed.test:{server.port}")
         script = says(shell(f"{get}; curl -s http://other.test/"), finish())
-        async with site(tmp_path, script, egress=ceiling, resolve=names) as pipeline:
-            rollout = await pipeline.rolled(task)
+        async with open_site(tmp_path, script, egress=ceiling, resolve=names) as site:
+            rollout = await site.rolled(task)
             assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
             assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
             told: Any = rollout.ending.summary.egress
@@ -48,10 +48,10 @@ async def test_run_reaches_listed_hosts_and_eval_stays_offline(tmp_path: Path):
                 ("other.test", 80, "host", 1),
             }
             assert server.connections == 1 and names.asked == ["allowed.test"]
-            metrics, _ = pipeline.pipeline.metrics.render()
+            metrics, _ = site.pipeline.metrics.render()
             assert b'rollyard_egress_connections_total{verdict="allowed"} 1.0' in metrics
             assert b'rollyard_egress_bytes_total{direction="received"}' in metrics
-            pipeline.nothing_left()
+            site.nothing_left()
 
 
 @pytest.mark.parametrize("mode", ["fresh", "same"])
@@ -59,10 +59,10 @@ async def test_hosts_can_be_listed_for_eval_alone(mode: str, tmp_path: Path):
     async with served() as (server, names, ceiling):
         get = fetch(server.port)
         task = asking(shell_task(checks=[get], eval=mode), eval_hosts=(f"allowed.test:{server.port}",))
-        async with site(
+        async with open_site(
             tmp_path, says(shell(f"{get} && touch reached"), finish()), egress=ceiling, resolve=names
-        ) as pipeline:
-            rollout = await pipeline.rolled(task)
+        ) as site:
+            rollout = await site.rolled(task)
             assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
             assert rollout.ending.score.reward == 1.0 and server.connections == 1
 
@@ -71,12 +71,12 @@ async def test_a_set_up_that_used_egress_is_not_shared_with_an_offline_task(tmp_
     async with served() as (server, names, ceiling):
         task = shell_task(checks=["grep welcome got"], setup=[f"{fetch(server.port)} > got"])
         script = says(finish(), finish())
-        async with site(tmp_path, script, egress=ceiling, resolve=names) as pipeline:
-            rollout = await pipeline.rolled(asking(task, f"allowed.test:{server.port}"))
+        async with open_site(tmp_path, script, egress=ceiling, resolve=names) as site:
+            rollout = await site.rolled(asking(task, f"allowed.test:{server.port}"))
             assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
             assert rollout.ending.score.reward == 1.0
             assert rollout.ending.summary.egress["hosts"], "what the set-up reached is in the record"
-            offline = await pipeline.rolled(task)
+            offline = await site.rolled(task)
             assert offline.ending is not None and offline.ending.failure is not None
             assert offline.ending.failure.code == "setup_failed" and server.connections == 1
 
@@ -89,13 +89,13 @@ async def test_a_set_up_whose_host_is_down_is_retried(tmp_path: Path):
         task = asking(
             shell_task(checks=["grep welcome got"], setup=[f"{fetch(server.port)} > got"]), *ceiling_texts(ceiling)
         )
-        async with site(tmp_path, says(finish()), egress=ceiling, resolve=names) as pipeline:
-            rollout_id = await pipeline.submit(task)
+        async with open_site(tmp_path, says(finish()), egress=ceiling, resolve=names) as site:
+            rollout_id = await site.submit(task)
             async with asyncio.timeout(30):
                 while not names.asked:
                     await asyncio.sleep(0.01)
             names.answers["allowed.test"] = up
-            rollout = await pipeline.ended(rollout_id)
+            rollout = await site.ended(rollout_id)
             assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
             assert {lost.code for lost in rollout.lost} == {"tool_unreachable"}
 
@@ -104,8 +104,8 @@ async def test_an_eval_whose_host_is_down_is_retried_once_and_then_counts(tmp_pa
     async with served() as (server, names, ceiling):
         names.answers["allowed.test"] = []
         task = asking(shell_task(checks=[fetch(server.port)]), eval_hosts=ceiling_texts(ceiling))
-        async with site(tmp_path, says(finish()), egress=ceiling, resolve=names) as pipeline:
-            rollout = await pipeline.rolled(task)
+        async with open_site(tmp_path, says(finish()), egress=ceiling, resolve=names) as site:
+            rollout = await site.rolled(task)
             assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
             assert rollout.ending.score.reward == 0.0 and names.asked == ["allowed.test"] * 2
             assert any("could not be found or connected to" in note for note in rollout.ending.summary.notes)
@@ -131,15 +131,15 @@ REFUSED: list[tuple[EgressOptions, EgressCeiling, type[RollyardError], str]] = [
 async def test_egress_that_the_operator_does_not_allow_is_refused_at_submit(
     wanted: EgressOptions, ceiling: EgressCeiling, error: type[RollyardError], text: str, tmp_path: Path
 ):
-    async with site(tmp_path, says(finish()), egress=ceiling) as pipeline:
+    async with open_site(tmp_path, says(finish()), egress=ceiling) as site:
         task = shell_task()
         with pytest.raises(error, match=text):
-            pipeline.pipeline.resources.check(replace(task, sandbox=replace(task.sandbox, egress=wanted)), pipeline.run)
+            site.pipeline.resources.check(replace(task, sandbox=replace(task.sandbox, egress=wanted)), site.run)
 
 
 async def test_an_egress_ceiling_lowered_since_the_submit_is_enforced(tmp_path: Path):
-    async with site(tmp_path, says(finish())) as pipeline:
-        rollout = await pipeline.rolled(asking(shell_task(), "allowed.test"))
+    async with open_site(tmp_path, says(finish())) as site:
+        rollout = await site.rolled(asking(shell_task(), "allowed.test"))
         assert rollout.ending is not None and rollout.ending.failure is not None
         assert rollout.ending.failure.code == "task_invalid" and "since the submit" in rollout.ending.failure.detail
 
@@ -191,9 +191,9 @@ async def test_pip_npm_and_apt_use_the_operators_mirrors(tmp_path: Path):
     task = replace(task, limits=replace(task.limits, tool_s=60.0, run_s=90.0))
     async with (
         await asyncio.start_server(index.answer, "127.0.0.1", index.port),
-        site(tmp_path, says(shell(commands), finish()), egress=ceiling, resolve=names) as pipeline,
+        open_site(tmp_path, says(shell(commands), finish()), egress=ceiling, resolve=names) as site,
     ):
-        pipeline.pipeline.resources.check(task, pipeline.run)
-        rollout = await pipeline.rolled(task, within_s=100)
+        site.pipeline.resources.check(task, site.run)
+        rollout = await site.rolled(task, within_s=100)
         assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
         assert rollout.ending.score.reward == 1.0, rollout.ending.score

@@ -18,7 +18,7 @@ from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan,
 from rollyard.envs.protected import PROTECTED, home_paths, search_paths
 from rollyard.sandbox import ApptainerRuntime, Bind, BubblewrapRuntime
 from rollyard.sandbox.images import ImageStore
-from tests.pipeline.site import SETTINGS, Site, finish, says, shell, shell_task, site
+from tests.pipeline.site import SETTINGS, Site, finish, open_site, says, shell, shell_task
 from tests.sandbox.registry import busybox, file, pack, tar, write_layout
 from tests.sandbox.runtimes import image
 
@@ -34,16 +34,16 @@ def same_task(*checks: str, **data: Any) -> Task:
     return replace(task, limits=limits, sandbox=SandboxOptions(image=image(is_sif=False)))
 
 
-def frozen(pipeline: Site) -> list[str]:
-    return [path.name for path in pipeline.runtime.layer_root.glob(".run-*")]
+def frozen(site: Site) -> list[str]:
+    return [path.name for path in site.runtime.layer_root.glob(".run-*")]
 
 
-async def gone(pipeline: Site) -> None:
+async def gone(site: Site) -> None:
     """Waits until RUN's files are deleted."""
-    (layers,) = pipeline.pipeline.resources.layers.values()
+    (layers,) = site.pipeline.resources.layers.values()
     while layers._removals:
         await asyncio.wait(layers._removals)
-    assert not [path.name for path in pipeline.runtime.layer_root.iterdir() if path.name.startswith(".")]
+    assert not [path.name for path in site.runtime.layer_root.iterdir() if path.name.startswith(".")]
 
 
 def scored(rollout: Rollout) -> Score:
@@ -57,9 +57,9 @@ async def test_without_an_image_the_checks_see_workspace_home_and_tmp(tmp_path: 
     run = "echo x > /tmp/t && echo y > ~/note && echo 'exit 0' > ~/.profile && rm b && mkdir c && bash -lc 'exit 1'"
     checks = ("grep -qx x /tmp/t && grep -qx y ~/note", "test ! -e b && test -d c && test -f a", "! bash -lc 'exit 1'")
     task = replace(same_task(*checks, files={"a": "given", "b": "to be deleted"}), sandbox=SandboxOptions())
-    async with site(tmp_path, says(shell(run), finish())) as pipeline:
-        assert scored(await pipeline.rolled(task)).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
-        await gone(pipeline)
+    async with open_site(tmp_path, says(shell(run), finish())) as site:
+        assert scored(await site.rolled(task)).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
+        await gone(site)
 
 
 @pytest.mark.parametrize("is_sif", [False, True], ids=["folder", "sif"])
@@ -73,10 +73,10 @@ async def test_the_checks_see_all_files_of_run_and_of_the_set_up(tmp_path: Path,
         files={"a": "given\n", "b": "to be deleted"},
     )
     task = replace(task, sandbox=SandboxOptions(image=image(is_sif=is_sif)))
-    async with site(tmp_path, says(shell(run), finish()), kind=kind) as pipeline:
-        rollout = await pipeline.rolled(task)
+    async with open_site(tmp_path, says(shell(run), finish()), kind=kind) as site:
+        rollout = await site.rolled(task)
         assert scored(rollout).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
-        await gone(pipeline)
+        await gone(site)
 
 
 PLANT = "printf '#!/bin/sh\\nexit 0\\n' > {0} && chmod +x {0}"
@@ -163,11 +163,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", CASES)
 async def test_files_planted_by_run_do_not_fool_the_checks(tmp_path: Path, case: str, kind: Any):
     attack, checks = CASES[case]
-    async with site(tmp_path, says(shell(attack), finish()), kind=kind) as pipeline:
-        score = scored(await pipeline.rolled(same_task(BIT, *checks), within_s=50))
+    async with open_site(tmp_path, says(shell(attack), finish()), kind=kind) as site:
+        score = scored(await site.rolled(same_task(BIT, *checks), within_s=50))
         assert score.components["check_0"] == 1.0, "the attack did not even work in RUN"
         assert score.reward == 1.0, score.components
-        await gone(pipeline)
+        await gone(site)
 
 
 class Verified(Environment):
@@ -216,7 +216,7 @@ def verified_task() -> Task:
 
 def verified_site(tmp_path: Path, environment: Environment, *turns: str, **options: Any) -> Any:
     environments = Environments({"verified": environment})
-    return site(tmp_path / "site", says(*turns, finish()), environments=environments, **options)
+    return open_site(tmp_path / "site", says(*turns, finish()), environments=environments, **options)
 
 
 RIGHT = "mkdir -p /srv && echo right > /srv/answer"
@@ -238,95 +238,93 @@ FORGED = "mkdir -p /logs && echo 1 > /logs/reward"
 async def test_the_agent_cannot_change_the_verifiers_tests_and_verdict(
     tmp_path: Path, tests_folder: Path, attack: str, reward: float
 ):
-    async with verified_site(tmp_path, Verified(tests_folder), shell(attack)) as pipeline:
-        assert scored(await pipeline.rolled(verified_task(), within_s=50)).reward == reward
+    async with verified_site(tmp_path, Verified(tests_folder), shell(attack)) as site:
+        assert scored(await site.rolled(verified_task(), within_s=50)).reward == reward
         assert sorted(path.name for path in tests_folder.iterdir()) == ["run.sh"]
-        await gone(pipeline)
+        await gone(site)
 
 
 async def test_tests_may_be_bound_into_the_workspace_over_the_agents_files(tmp_path: Path, tests_folder: Path):
     attack = f"{RIGHT}; mkdir evil; echo 'echo 0 > /logs/reward' > evil/run.sh; ln -s evil /workspace/tests"
-    async with verified_site(tmp_path, Verified(tests_folder, "/workspace/tests"), shell(attack)) as pipeline:
-        assert scored(await pipeline.rolled(verified_task(), within_s=50)).reward == 1.0
+    async with verified_site(tmp_path, Verified(tests_folder, "/workspace/tests"), shell(attack)) as site:
+        assert scored(await site.rolled(verified_task(), within_s=50)).reward == 1.0
 
 
 async def test_a_second_try_starts_from_the_same_files(tmp_path: Path, tests_folder: Path):
     environment = Verified(tests_folder)
     environment.crashes = 1
-    async with verified_site(tmp_path, environment, shell(RIGHT)) as pipeline:
-        rollout = await pipeline.rolled(verified_task(), within_s=50)
+    async with verified_site(tmp_path, environment, shell(RIGHT)) as site:
+        rollout = await site.rolled(verified_task(), within_s=50)
         assert scored(rollout).reward == 1.0, "what the first try wrote was still there"
         assert environment.tries == 2
-        await gone(pipeline)
+        await gone(site)
 
 
 async def test_an_evaluation_that_keeps_crashing_leaves_nothing(tmp_path: Path, tests_folder: Path):
     environment = Verified(tests_folder)
     environment.crashes = 99
-    async with verified_site(
-        tmp_path, environment, shell(RIGHT), settings=replace(SETTINGS, eval_attempts=2)
-    ) as pipeline:
-        rollout = await pipeline.rolled(verified_task(), within_s=50)
+    async with verified_site(tmp_path, environment, shell(RIGHT), settings=replace(SETTINGS, eval_attempts=2)) as site:
+        rollout = await site.rolled(verified_task(), within_s=50)
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "verifier_crashed"
-        await gone(pipeline)
-        pipeline.nothing_left()
+        await gone(site)
+        site.nothing_left()
 
 
 async def test_a_cancel_in_eval_deletes_runs_files(tmp_path: Path):
-    async with site(
+    async with open_site(
         tmp_path, says(shell("touch /made"), finish()), settings=replace(SETTINGS, eval_slots=0)
-    ) as pipeline:
-        rollout_id = await pipeline.submit(same_task("test -e /made"))
-        await pipeline.until(rollout_id, State.EVAL)
-        await pipeline.idle_run()
-        assert len(frozen(pipeline)) == 1
-        await pipeline.pipeline.cancel(rollout_id)
-        assert (await pipeline.ended(rollout_id)).ending is not None
-        await gone(pipeline)
-        pipeline.nothing_left()
+    ) as site:
+        rollout_id = await site.submit(same_task("test -e /made"))
+        await site.until(rollout_id, State.EVAL)
+        await site.idle_run()
+        assert len(frozen(site)) == 1
+        await site.pipeline.cancel(rollout_id)
+        assert (await site.ended(rollout_id)).ending is not None
+        await gone(site)
+        site.nothing_left()
 
 
 async def test_after_a_restart_run_is_repeated_because_its_files_are_gone(tmp_path: Path):
     script = says(shell("touch /made"), finish())
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(tmp_path, script, settings=replace(settings, eval_slots=0)) as pipeline:
-        rollout_id = await pipeline.submit(same_task("test -e /made"))
-        await pipeline.until(rollout_id, State.EVAL)
-        await pipeline.idle_run()
-    async with site(tmp_path, script, settings=settings) as pipeline:
-        rollout = await pipeline.ended(rollout_id)
+    async with open_site(tmp_path, script, settings=replace(settings, eval_slots=0)) as site:
+        rollout_id = await site.submit(same_task("test -e /made"))
+        await site.until(rollout_id, State.EVAL)
+        await site.idle_run()
+    async with open_site(tmp_path, script, settings=settings) as site:
+        rollout = await site.ended(rollout_id)
         assert scored(rollout).reward == 1.0
         assert (rollout.attempt, rollout.excused) == (2, 1), "an orderly stop costs no attempt"
-        await gone(pipeline)
+        await gone(site)
 
 
 async def test_files_left_by_a_crash_are_deleted(tmp_path: Path):
     left = tmp_path / "sandboxes" / "layers" / ".run-l_0" / "files"
     left.mkdir(parents=True)
-    async with site(tmp_path, says(finish())) as pipeline:
-        await gone(pipeline)
+    async with open_site(tmp_path, says(finish())) as site:
+        await gone(site)
         assert not left.exists()
 
 
 async def test_a_rollout_with_eval_same_cannot_be_rescored(tmp_path: Path):
-    async with site(tmp_path, says(shell("touch /made"), finish())) as pipeline:
-        rollout = await pipeline.rolled(same_task("test -e /made"))
+    async with open_site(tmp_path, says(shell("touch /made"), finish())) as site:
+        rollout = await site.rolled(same_task("test -e /made"))
         assert scored(rollout).reward == 1.0
         with pytest.raises(InvalidRequest, match="same"):
-            await pipeline.pipeline.rescore(rollout.id)
+            await site.pipeline.rescore(rollout.id)
 
 
 async def test_an_agent_that_ends_its_sandbox_gets_the_failing_score(tmp_path: Path):
     # The second command: the shell itself outlives `kill -9 -1` for a moment, and could finish first.
-    async with site(tmp_path, says(shell("kill -9 -1"), shell("sleep 30"), finish())) as pipeline:
-        rollout = await pipeline.rolled(same_task("true"))
+    async with open_site(tmp_path, says(shell("kill -9 -1"), shell("sleep 30"), finish())) as site:
+        rollout = await site.rolled(same_task("true"))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "sandbox_ended_by_policy"
         assert rollout.ending.score == Score(0.0)
-        await gone(pipeline)
+        await gone(site)
 
 
 def test_paths_in_the_plans_variables_are_protected():
@@ -383,8 +381,8 @@ async def test_a_virtual_environment_in_path_and_the_home_are_restored_from_the_
     fooled = "(python3 -c 'raise SystemExit(1)' || bash -lc 'exit 1') && touch /workspace/bit"
     environments = Environments({"ready": Ready()})
     turns = says(shell(f"{attack}; {fooled}"), finish())
-    async with site(tmp_path / "site", turns, environments=environments) as pipeline:
-        score = scored(await pipeline.rolled(task, within_s=60))
+    async with open_site(tmp_path / "site", turns, environments=environments) as site:
+        score = scored(await site.rolled(task, within_s=60))
         assert score.components["bit"] == 1.0, "the attack did not even work in RUN"
         assert score.reward == 1.0
 
@@ -415,7 +413,7 @@ async def test_eval_uses_runs_image_even_if_its_name_was_retagged(tmp_path: Path
     await store.pull(f"oci:{tmp_path}/first", name="mine")
     environment = Retagged(lambda: store.pull(f"oci:{tmp_path}/second", name="mine"))
     task = replace(verified_task(), sandbox=SandboxOptions(image="mine"))
-    async with verified_site(tmp_path, environment, shell("echo by run > /workspace/made")) as pipeline:
-        pipeline.pipeline.resources = replace(pipeline.pipeline.resources, images=store)
-        assert scored(await pipeline.rolled(task)).reward == 1.0
+    async with verified_site(tmp_path, environment, shell("echo by run > /workspace/made")) as site:
+        site.pipeline.resources = replace(site.pipeline.resources, images=store)
+        assert scored(await site.rolled(task)).reward == 1.0
     assert store.remove("mine").references == ("mine:latest",), "the image is not held any more"

@@ -14,7 +14,7 @@ from rollyard.core.score import TurnReward
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
 from rollyard.pipeline import Handler
-from tests.pipeline.site import SETTINGS, finish, says, shell, shell_task, site
+from tests.pipeline.site import SETTINGS, finish, open_site, says, shell, shell_task
 from tests.sandbox.runtimes import image
 
 pytestmark = pytest.mark.slow
@@ -34,22 +34,22 @@ def raw_call(name: str, arguments: str) -> str:
 )
 async def test_a_tool_call_that_cannot_be_stored_is_still_scored(tmp_path: Path, arguments: str):
     script = says(shell("touch done"), raw_call("finish", arguments), finish())
-    async with site(tmp_path, script, settings=ONCE) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, script, settings=ONCE) as site:
+        rollout = await site.rolled(shell_task())
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.ending.score == Score(1.0, rollout.ending.score.components, rollout.ending.score.metrics)  # type: ignore[union-attr]
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         json.dumps([dict(message) for message in trajectory.messages]).encode()
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_workspace_replaced_by_a_file_passes_no_check_and_crashes_nothing(tmp_path: Path):
     script = says(shell("cd / && mv /workspace /elsewhere && echo > /workspace && test -f /workspace"), finish())
     task = replace(shell_task(checks=["true"]), sandbox=SandboxOptions(image=image(is_sif=False)))
-    async with site(tmp_path, script, settings=ONCE) as pipeline:
-        rollout = await pipeline.rolled(task)
+    async with open_site(tmp_path, script, settings=ONCE) as site:
+        rollout = await site.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.ending.score is not None
@@ -92,27 +92,27 @@ class Untidy(Odd, Handler):
 
 @pytest.mark.parametrize("case", ["a bare number", "nothing", "a span that is not there", "a text that is none"])
 async def test_an_eval_that_returns_no_valid_score_is_a_crashed_verifier(tmp_path: Path, case: str):
-    async with site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"odd": Odd})) as pipeline:
+    async with open_site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"odd": Odd})) as site:
         task = replace(shell_task(), environment="odd", data={"case": case})
-        rollout = await pipeline.rolled(task)
+        rollout = await site.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.score) == ("verifier_crashed", None)
-        assert len((await pipeline.store.list()).rollouts) == 1, "and the listing can still be read"
+        assert len((await site.store.list()).rollouts) == 1, "and the listing can still be read"
 
 
 async def test_a_reward_of_another_number_type_becomes_a_float(tmp_path: Path):
-    async with site(tmp_path, says("hello"), environments=Environments({"odd": Odd})) as pipeline:
-        rollout = await pipeline.rolled(replace(shell_task(), environment="odd", data={"case": "a decimal"}))
+    async with open_site(tmp_path, says("hello"), environments=Environments({"odd": Odd})) as site:
+        rollout = await site.rolled(replace(shell_task(), environment="odd", data={"case": "a decimal"}))
         assert rollout.ending is not None
         assert rollout.ending.score == Score(0.5, {"part": 0.5})
 
 
 async def test_info_that_is_not_json_fails_only_its_own_rollout(tmp_path: Path):
-    async with site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"untidy": Untidy})) as pipeline:
-        rollout = await pipeline.rolled(replace(shell_task(), environment="untidy", data={"case": "a decimal"}))
+    async with open_site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"untidy": Untidy})) as site:
+        rollout = await site.rolled(replace(shell_task(), environment="untidy", data={"case": "a decimal"}))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("internal_error", Blame.INFRA)
         assert rollout.ending.score is None
-        pipeline.nothing_left()
+        site.nothing_left()

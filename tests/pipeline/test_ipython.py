@@ -10,7 +10,7 @@ import pytest
 from rollyard.core import Outcome
 from rollyard.core.task import AgentSpec, SandboxOptions
 from rollyard.sandbox.python import INSIDE, PythonBuilds
-from tests.pipeline.site import finish, says, shell_task, site
+from tests.pipeline.site import finish, open_site, says, shell_task
 from tests.tools.busybox import busybox_image
 
 pytestmark = pytest.mark.slow
@@ -28,15 +28,15 @@ async def test_ipython_cells_share_variables_in_an_image_without_python(tmp_path
         sandbox=SandboxOptions(image=str(busybox_image(tmp_path / "image"))),
     )
     cache = tmp_path / "python"
-    async with site(tmp_path, script, pythons=PythonBuilds(cache)) as pipeline:
+    async with open_site(tmp_path, script, pythons=PythonBuilds(cache)) as site:
         assert not cache.exists()
-        rollout = await pipeline.rolled(task)
+        rollout = await site.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
         assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         told = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
         assert told[0] == "(no output)" and str(told[1]).endswith("42")
-        pipeline.nothing_left()
+        site.nothing_left()
     shutil.rmtree(cache)

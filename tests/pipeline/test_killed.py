@@ -15,7 +15,7 @@ from rollyard.pipeline.artifacts import ArtifactFolder
 from rollyard.sandbox import BubblewrapRuntime, SandboxSpec
 from rollyard.sandbox.launched_sandbox import LaunchedSandbox
 from rollyard.testing.sandbox_conformance import alive, eventually, marked
-from tests.pipeline.site import finish, says, shell, shell_task, site
+from tests.pipeline.site import finish, open_site, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +38,11 @@ async def sent(mark: str, number: signal.Signals) -> None:
 @pytest.mark.parametrize("rest", ["", "; exit $?"], ids=["the command", "what its shell ran"])
 async def test_a_check_that_the_host_kills_is_run_again(tmp_path: Path, rest: str):
     mark = marked()
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout_id = await pipeline.submit(shell_task(checks=["test -f done", waits(mark) + rest]))
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout_id = await site.submit(shell_task(checks=["test -f done", waits(mark) + rest]))
         await sent(mark, signal.SIGKILL)
         await sent(mark, signal.SIGTERM)
-        ending = (await pipeline.ended(rollout_id)).ending
+        ending = (await site.ended(rollout_id)).ending
         assert ending is not None and ending.score is not None
         assert (ending.outcome, ending.score.reward) == (Outcome.COMPLETED, 1.0)
         assert any("EVAL was tried again: a verifier command was killed" in note for note in ending.summary.notes)
@@ -50,11 +50,11 @@ async def test_a_check_that_the_host_kills_is_run_again(tmp_path: Path, rest: st
 
 async def test_a_check_killed_while_rescoring_is_run_again(tmp_path: Path):
     mark = marked()
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout_id = await pipeline.submit(shell_task(checks=["test -f done", waits(mark)]))
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout_id = await site.submit(shell_task(checks=["test -f done", waits(mark)]))
         await sent(mark, signal.SIGTERM)
-        await pipeline.ended(rollout_id)
-        again = asyncio.ensure_future(pipeline.pipeline.rescore(rollout_id))
+        await site.ended(rollout_id)
+        again = asyncio.ensure_future(site.pipeline.rescore(rollout_id))
         await sent(mark, signal.SIGKILL)
         await sent(mark, signal.SIGTERM)
         assert [score["reward"] for score in (await again).scores] == [1.0]
@@ -62,8 +62,8 @@ async def test_a_check_killed_while_rescoring_is_run_again(tmp_path: Path):
 
 async def test_a_check_that_is_killed_in_every_try_counts(tmp_path: Path):
     """Otherwise a policy whose code kills the checks would have no reward instead of a bad one."""
-    async with site(tmp_path, DO_IT) as pipeline:
-        ending = (await pipeline.rolled(shell_task(checks=["test -f done", "kill -9 $$"]))).ending
+    async with open_site(tmp_path, DO_IT) as site:
+        ending = (await site.rolled(shell_task(checks=["test -f done", "kill -9 $$"]))).ending
         assert ending is not None and ending.score is not None
         assert (ending.outcome, ending.score.reward) == (Outcome.COMPLETED, 0.5)
         assert ending.is_trainable
@@ -74,11 +74,11 @@ async def test_a_set_up_that_the_host_kills_is_retried_and_its_failure_is_not_re
     tmp_path: Path, files: dict[str, str]
 ):
     mark = marked()
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout_id = await pipeline.submit(shell_task(setup=[waits(mark)], files=files))
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout_id = await site.submit(shell_task(setup=[waits(mark)], files=files))
         await sent(mark, signal.SIGKILL)
         await sent(mark, signal.SIGTERM)
-        rollout = await pipeline.ended(rollout_id)
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
         assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "init")]
         assert "killed from outside" in rollout.lost[0].detail
@@ -96,8 +96,8 @@ async def test_a_process_killed_by_the_hosts_oom_killer_fails_its_stage(
         return int((number == 0 and looks[sandbox.id] > 2) or number == 2)  # in RUN, after its INIT; in the first EVAL
 
     monkeypatch.setattr(LaunchedSandbox, "host_kills", property(host_kills))
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(shell_task(checks=["test -f done"]))
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(shell_task(checks=["test -f done"]))
         assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
         assert (rollout.attempt, rollout.ending.score.reward) == (2, 1.0)
         assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "run")]

@@ -14,7 +14,7 @@ from rollyard.envs.base import ArtifactRule
 from rollyard.pipeline import sandbox_start
 from rollyard.pipeline.retry import delay_s
 from rollyard.sandbox.breaker import FAILURES
-from tests.pipeline.site import SETTINGS, Site, finish, quick, says, shell, shell_task, site
+from tests.pipeline.site import SETTINGS, Site, finish, open_site, quick, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -79,12 +79,12 @@ def counted_task(**data: Json) -> Task:
 
 def pipeline_of(tmp_path: Path, environment: Environment, **options: Any) -> Any:
     environments = Environments({"counted": environment})
-    return site(tmp_path, DO_IT, settings=options.pop("settings", EIGHT), environments=environments, **options)
+    return open_site(tmp_path, DO_IT, settings=options.pop("settings", EIGHT), environments=environments, **options)
 
 
-async def group(pipeline: Site, task: Task, size: int = 8) -> list[Rollout]:
-    ids = [await pipeline.submit(task) for _ in range(size)]
-    return [await pipeline.ended(rollout_id) for rollout_id in ids]
+async def group(site: Site, task: Task, size: int = 8) -> list[Rollout]:
+    ids = [await site.submit(task) for _ in range(size)]
+    return [await site.ended(rollout_id) for rollout_id in ids]
 
 
 def completed(rollouts: list[Rollout]) -> None:
@@ -97,39 +97,39 @@ def completed(rollouts: list[Rollout]) -> None:
 
 async def test_a_set_up_runs_once_for_a_group_a_later_group_and_a_restarted_service(tmp_path: Path):
     environment = Counted()
-    async with pipeline_of(tmp_path, environment) as pipeline:
-        first = await group(pipeline, counted_task())
+    async with pipeline_of(tmp_path, environment) as site:
+        first = await group(site, counted_task())
         completed(first)
         assert environment.prepared == 1
         endings = [rollout.ending for rollout in first if rollout.ending]
         assert sorted(ending.summary.layer for ending in endings) == ["found"] * 7 + ["made"]
         (maker,) = (ending for ending in endings if ending.summary.layer == "made")
         assert 0 < maker.timings.prepare_s <= maker.timings.init_s
-        completed(await group(pipeline, counted_task(), 4))
+        completed(await group(site, counted_task(), 4))
         assert environment.prepared == 1
-        pipeline.nothing_left()
+        site.nothing_left()
     again = Counted()
-    async with pipeline_of(tmp_path, again) as pipeline:
-        completed(await group(pipeline, counted_task(), 2))
+    async with pipeline_of(tmp_path, again) as site:
+        completed(await group(site, counted_task(), 2))
         assert again.prepared == 0
-        completed(await group(pipeline, counted_task(n=2), 1))
+        completed(await group(site, counted_task(n=2), 1))
         assert again.prepared == 1, "another task's data: another set-up"
-        layers = pipeline.pipeline.resources.layers["bubblewrap"]
+        layers = site.pipeline.resources.layers["bubblewrap"]
         assert (layers.made, len(layers)) == (1, 2)
 
 
 async def test_members_do_not_see_each_others_files(tmp_path: Path):
     environment = Counted()
-    async with pipeline_of(tmp_path, environment) as pipeline:
-        completed(await group(pipeline, counted_task()))  # each member's mine.txt was appended to once
-        (layer,) = (path for path in pipeline.runtime.layer_root.iterdir() if not path.name.startswith("."))
+    async with pipeline_of(tmp_path, environment) as site:
+        completed(await group(site, counted_task()))  # each member's mine.txt was appended to once
+        (layer,) = (path for path in site.runtime.layer_root.iterdir() if not path.name.startswith("."))
         assert not list(layer.rglob("mine.txt"))
 
 
 async def test_a_set_up_that_fails_runs_once_and_fails_each_rollout_with_blame_task(tmp_path: Path):
     environment = Failing()
-    async with pipeline_of(tmp_path, environment) as pipeline:
-        for rollout in await group(pipeline, counted_task()):
+    async with pipeline_of(tmp_path, environment) as site:
+        for rollout in await group(site, counted_task()):
             assert rollout.ending is not None
             failure = rollout.ending.failure
             assert failure is not None
@@ -137,74 +137,74 @@ async def test_a_set_up_that_fails_runs_once_and_fails_each_rollout_with_blame_t
             assert failure.detail == "there is no such package"
             assert rollout.attempt == 1
         assert environment.prepared == 1
-        pipeline.nothing_left()
-        assert not list(pipeline.runtime.layer_root.glob("[!.]*"))
+        site.nothing_left()
+        assert not list(site.runtime.layer_root.glob("[!.]*"))
 
 
 async def test_a_cancelled_rollouts_set_up_is_made_by_another_rollout(tmp_path: Path):
     environment = Counted()
     environment.gate = asyncio.Event()
-    async with pipeline_of(tmp_path, environment) as pipeline:
-        first = await pipeline.submit(counted_task())
+    async with pipeline_of(tmp_path, environment) as site:
+        first = await site.submit(counted_task())
         await environment.begun.wait()
-        others = [await pipeline.submit(counted_task()) for _ in range(3)]
+        others = [await site.submit(counted_task()) for _ in range(3)]
         for other in others:
-            await pipeline.until(other, State.INIT)
+            await site.until(other, State.INIT)
         environment.begun.clear()
-        await pipeline.pipeline.cancel(first)
+        await site.pipeline.cancel(first)
         await environment.begun.wait()
         environment.gate.set()
-        completed([await pipeline.ended(other) for other in others])
-        cancelled = await pipeline.ended(first)
+        completed([await site.ended(other) for other in others])
+        cancelled = await site.ended(first)
         assert cancelled.ending is not None
         assert cancelled.ending.outcome is Outcome.CANCELLED
         assert environment.prepared == 2
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_waiting_for_another_rollouts_set_up_does_not_count_against_init_s(tmp_path: Path):
     environment = Counted()
     environment.gate = asyncio.Event()
-    async with pipeline_of(tmp_path, environment) as pipeline:
-        maker = await pipeline.submit(counted_task())
+    async with pipeline_of(tmp_path, environment) as site:
+        maker = await site.submit(counted_task())
         await environment.begun.wait()
-        waiter = await pipeline.submit(quick(counted_task(), init_s=1.0))
-        await pipeline.until(waiter, State.INIT)
+        waiter = await site.submit(quick(counted_task(), init_s=1.0))
+        await site.until(waiter, State.INIT)
         await asyncio.sleep(1.2)  # longer than the waiter's init_s
         environment.gate.set()
-        completed([await pipeline.ended(maker), await pipeline.ended(waiter)])
+        completed([await site.ended(maker), await site.ended(waiter)])
 
 
 async def test_a_set_up_that_is_too_slow_is_remembered_for_its_deadline_only(tmp_path: Path):
     environment = Slow()
-    async with pipeline_of(tmp_path, environment) as pipeline:
-        for rollout in await group(pipeline, quick(counted_task(), init_s=1.0), 4):
+    async with pipeline_of(tmp_path, environment) as site:
+        for rollout in await group(site, quick(counted_task(), init_s=1.0), 4):
             assert rollout.ending is not None
             assert rollout.ending.failure is not None
             assert rollout.ending.failure.code == "setup_deadline"
         assert environment.prepared == 1
-        longer = await pipeline.rolled(quick(counted_task(), init_s=1.5))
+        longer = await site.rolled(quick(counted_task(), init_s=1.5))
         assert longer.ending is not None
         assert environment.prepared == 2, "it might have been quick enough for this one"
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_an_environment_without_a_layer_key_is_set_up_for_each_rollout(tmp_path: Path):
     environment = Alone()
-    async with pipeline_of(tmp_path, environment) as pipeline:
-        rollouts = await group(pipeline, counted_task(), 3)
+    async with pipeline_of(tmp_path, environment) as site:
+        rollouts = await group(site, counted_task(), 3)
         completed(rollouts)
         assert environment.prepared == 3
         assert {rollout.ending.summary.layer for rollout in rollouts if rollout.ending} == {""}
 
 
 async def test_shell_tasks_that_differ_only_in_their_instruction_share_a_set_up(tmp_path: Path):
-    async with site(tmp_path, says(shell("cp given.txt done"), finish())) as pipeline:
+    async with open_site(tmp_path, says(shell("cp given.txt done"), finish())) as site:
         one = shell_task(files={"given.txt": "given"}, setup=["chmod +x given.txt"])
         other = shell_task("please do it", ["test -x done"], files={"given.txt": "given"}, setup=["chmod +x given.txt"])
         plain = shell_task(checks=["test ! -e done"])
         for task, layer in ((one, "made"), (other, "found"), (plain, "")):
-            rollout = await pipeline.rolled(task)
+            rollout = await site.rolled(task)
             assert rollout.ending is not None
             assert rollout.ending.score is not None, rollout.ending.failure
             assert (rollout.ending.score.reward, rollout.ending.summary.layer) == (1.0, layer)
@@ -212,29 +212,29 @@ async def test_shell_tasks_that_differ_only_in_their_instruction_share_a_set_up(
 
 async def test_a_layer_beyond_the_bound_is_pruned_once_its_rollouts_are_done(tmp_path: Path):
     environment = Counted()
-    async with pipeline_of(tmp_path, environment, layer_bytes=0) as pipeline:
-        completed(await group(pipeline, counted_task(n=1)))
-        completed(await group(pipeline, counted_task(n=2), 1))
-        layers = pipeline.pipeline.resources.layers["bubblewrap"]
+    async with pipeline_of(tmp_path, environment, layer_bytes=0) as site:
+        completed(await group(site, counted_task(n=1)))
+        completed(await group(site, counted_task(n=2), 1))
+        layers = site.pipeline.resources.layers["bubblewrap"]
         assert (len(layers), layers.pruned) == (1, 1)
 
 
 async def test_a_runtime_that_keeps_failing_is_not_tried_and_the_reason_is_reported(tmp_path: Path):
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(tmp_path, DO_IT, settings=settings) as pipeline:
+    async with open_site(tmp_path, DO_IT, settings=settings) as site:
         image = tmp_path / "broken.sif"
         image.write_bytes(b"no image at all")
         broken = replace(shell_task(), sandbox=SandboxOptions(image=str(image)))
         details: list[str] = []
         for _ in range(FAILURES + 1):
-            rollout = await pipeline.rolled(broken)
+            rollout = await site.rolled(broken)
             assert rollout.ending is not None
             assert rollout.ending.failure is not None
             assert rollout.ending.failure.code == "sandbox_start_failed"
             details.append(rollout.ending.failure.detail)
         assert "times in a row" not in details[-2]
         assert "times in a row" in details[-1] and details[-2] in details[-1]
-        good = await pipeline.rolled(shell_task(checks=["true"]))
+        good = await site.rolled(shell_task(checks=["true"]))
         assert good.ending is not None
         assert good.ending.score is not None, "the breaker is closed for another image"
 
@@ -245,12 +245,12 @@ async def test_only_a_start_with_enough_time_counts_against_the_runtime(
 ):
     if has_waited_long:
         monkeypatch.setattr(sandbox_start, "FAIR_START_S", 0.0)
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, max_attempts=1)) as pipeline:
+    async with open_site(tmp_path, DO_IT, settings=replace(SETTINGS, max_attempts=1)) as site:
         for _ in range(FAILURES):
-            rollout = await pipeline.rolled(quick(shell_task(), init_s=0.001))
+            rollout = await site.rolled(quick(shell_task(), init_s=0.001))
             assert rollout.ending is not None and rollout.ending.failure is not None
             assert rollout.ending.failure.code == "sandbox_start_failed"
-        good = await pipeline.rolled(shell_task(checks=["true"]))
+        good = await site.rolled(shell_task(checks=["true"]))
         assert good.ending is not None
         assert (good.ending.score is None) == has_waited_long
 

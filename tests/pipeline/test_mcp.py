@@ -13,7 +13,7 @@ from rollyard.sandbox.doorway import DOORWAY_PORT
 from rollyard.tools.base import ToolContext, ToolSpec
 from rollyard.tools.finish import Finish
 from rollyard.tools.mcp import McpSource, OutsideServer
-from tests.pipeline.site import Site, finish, says, shell, shell_task, site
+from tests.pipeline.site import Site, finish, open_site, says, shell, shell_task
 from tests.tools.mcp_parts import BY_HAND, loopback, outside, served
 
 pytestmark = pytest.mark.slow
@@ -28,28 +28,28 @@ def call(name: str, **arguments: Json) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
-async def heard(pipeline: Site, rollout_id: str) -> list[str]:
+async def heard(site: Site, rollout_id: str) -> list[str]:
     """Returns the tools' results."""
-    trajectory = await pipeline.store.trajectory(rollout_id)
+    trajectory = await site.store.trajectory(rollout_id)
     assert trajectory is not None
     return [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
 
 
 async def test_a_server_in_the_sandbox_is_offered_to_the_model_called_and_ended(tmp_path: Path):
     task = asking({"hand": {"command": ["python3", "server.py"]}}, files={"server.py": BY_HAND})
-    async with site(tmp_path, says(call("hand__echo", a=1), call("hand__die"), finish())) as pipeline:
-        rollout = await pipeline.rolled(task)
+    async with open_site(tmp_path, says(call("hand__echo", a=1), call("hand__die"), finish())) as site:
+        rollout = await site.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
-        echo, died, _ = await heard(pipeline, rollout.id)
+        echo, died, _ = await heard(site, rollout.id)
         assert echo == 'echo 1 {"a": 1}'
         assert "status 3" in died
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         names = [schema["function"]["name"] for schema in trajectory.tools]  # type: ignore[index,call-overload]
         assert {"shell", "finish", "hand__echo"} <= set(names)
         assert len(set(names)) == len(names)
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 INITIALIZE = {
@@ -82,47 +82,47 @@ async def test_a_program_in_the_sandbox_uses_the_server_through_the_doorway_and_
     async with served(outside().streamable_http_app()) as url:
         servers = {"known": OutsideServer(url), "unasked": OutsideServer(url)}
         script = says(shell("python3 inside.py out known unasked"), call("out__add", number=2), finish())
-        async with site(tmp_path, script, mcp_servers=servers) as pipeline:
-            rollout = await pipeline.rolled(task)
+        async with open_site(tmp_path, script, mcp_servers=servers) as site:
+            rollout = await site.rolled(task)
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.COMPLETED
-            said, added, _ = await heard(pipeline, rollout.id)
+            said, added, _ = await heard(site, rollout.id)
             assert '"serverInfo":{"name":"outside"' in said
             assert said.count("404") == 2
             assert added == "count is 2"
             assert rollout.ending.score is not None
             assert rollout.ending.score.reward == 1.0
-            pipeline.nothing_left()
+            site.nothing_left()
 
 
 async def test_a_task_with_a_wrong_or_unknown_server_is_refused_at_submit(tmp_path: Path):
-    async with site(tmp_path, says(finish())) as pipeline:
-        check = pipeline.pipeline.resources.check
-        check(asking({"a": {"command": ["x"]}}), pipeline.run)
+    async with open_site(tmp_path, says(finish())) as site:
+        check = site.pipeline.resources.check
+        check(asking({"a": {"command": ["x"]}}), site.run)
         with pytest.raises(TaskInvalid, match="either a command or a server"):
-            check(asking({"a": {}}), pipeline.run)
+            check(asking({"a": {}}), site.run)
         with pytest.raises(UnknownTool, match="has named: none"):
-            check(asking({"a": {"server": "known"}}), pipeline.run)
+            check(asking({"a": {"server": "known"}}), site.run)
         twice = asking(None)
         with pytest.raises(TaskInvalid, match="named twice"):
-            check(replace(twice, agent=replace(twice.agent, options={"tools": ["shell", "shell"]})), pipeline.run)
+            check(replace(twice, agent=replace(twice.agent, options={"tools": ["shell", "shell"]})), site.run)
 
 
 async def test_a_server_that_does_not_start_has_blame_task_and_an_unreachable_one_blame_infra(tmp_path: Path):
     with loopback() as nobody:
         servers = {"away": OutsideServer(f"http://127.0.0.1:{nobody.getsockname()[1]}/mcp")}
-        async with site(tmp_path, says(finish()), mcp_servers=servers) as pipeline:
-            broken = await pipeline.rolled(asking({"hand": {"command": ["sh", "-c", "echo why >&2; exit 7"]}}))
+        async with open_site(tmp_path, says(finish()), mcp_servers=servers) as site:
+            broken = await site.rolled(asking({"hand": {"command": ["sh", "-c", "echo why >&2; exit 7"]}}))
             assert broken.ending is not None
             assert broken.ending.failure is not None
             assert (broken.ending.failure.code, broken.ending.failure.blame) == ("setup_failed", Blame.TASK)
             assert "why" in broken.ending.failure.detail
-            away = await pipeline.rolled(asking({"out": {"server": "away"}}))
+            away = await site.rolled(asking({"out": {"server": "away"}}))
             assert away.ending is not None
             assert away.ending.failure is not None
             assert (away.ending.failure.code, away.ending.failure.blame) == ("tool_unreachable", Blame.INFRA)
             assert away.attempt == 3  # it was retried
-            pipeline.nothing_left()
+            site.nothing_left()
 
 
 @dataclass
@@ -166,12 +166,12 @@ class Bringing(Doubled):
 
 async def test_two_tools_with_one_name_are_refused_and_an_environment_may_bring_a_server(tmp_path: Path):
     environments = Environments({"doubled": Doubled(), "bringing": Bringing()})
-    async with site(tmp_path, says(call("own__echo"), finish()), environments=environments) as pipeline:
-        rollout = await pipeline.rolled(Task("doubled"))
+    async with open_site(tmp_path, says(call("own__echo"), finish()), environments=environments) as site:
+        rollout = await site.rolled(Task("doubled"))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "task_invalid"
         assert "two tools are named 'finish'" in rollout.ending.failure.detail
-        brought = await pipeline.rolled(Task("bringing"))
-        assert (await heard(pipeline, brought.id))[0] == "echo 1 {}"
-        pipeline.nothing_left()
+        brought = await site.rolled(Task("bringing"))
+        assert (await heard(site, brought.id))[0] == "echo 1 {}"
+        site.nothing_left()

@@ -14,7 +14,7 @@ from rollyard.envs import ArtifactRule, EnvContext, Environment, Environments, E
 from rollyard.pipeline import stages
 from rollyard.pipeline.local_rollout import play
 from rollyard.tools.base import Tool
-from tests.pipeline.site import Site, finish, says, shell, shell_task, site
+from tests.pipeline.site import Site, finish, open_site, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -86,29 +86,29 @@ def scored(rollout: Any) -> Score:
 
 
 def pipeline_of(folder: Path, *turns: str, engines: int = 1) -> Any:
-    return site(folder, says(*turns), environments=Environments({"made": Made()}), engines=engines)
+    return open_site(folder, says(*turns), environments=Environments({"made": Made()}), engines=engines)
 
 
 async def test_the_oracle_applies_the_environments_solution_and_needs_no_engine(tmp_path: Path):
-    async with pipeline_of(tmp_path, engines=0) as pipeline:
-        rollout = await pipeline.rolled(made("oracle", solution="touch done"))
+    async with pipeline_of(tmp_path, engines=0) as site:
+        rollout = await site.rolled(made("oracle", solution="touch done"))
         assert scored(rollout).reward == 1.0
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory.traces == ()
         assert [message["role"] for message in trajectory.messages] == ["user", "assistant"]
         assert not rollout.ending.is_trainable, "there is nothing to train on"
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_the_noop_does_nothing(tmp_path: Path):
-    async with pipeline_of(tmp_path, engines=0) as pipeline:
-        score = scored(await pipeline.rolled(made("noop")))
+    async with pipeline_of(tmp_path, engines=0) as site:
+        score = scored(await site.rolled(made("noop")))
         assert (score.reward, score.components["place"], score.components["done"]) == (0.0, 1.0, 0.0)
 
 
 async def test_a_task_without_a_solution_has_no_oracle(tmp_path: Path):
-    async with pipeline_of(tmp_path, engines=0) as pipeline:
-        ending = (await pipeline.rolled(made("oracle"))).ending
+    async with pipeline_of(tmp_path, engines=0) as site:
+        ending = (await site.rolled(made("oracle"))).ending
         assert (ending.failure.code, ending.failure.blame) == ("task_invalid", Blame.TASK)
         assert "no solution" in ending.failure.detail
         assert ending.score is None
@@ -119,23 +119,23 @@ async def test_tools_and_checks_start_in_the_plans_workdir(tmp_path: Path):
     edited = "<tool_call>\n" + json.dumps({"name": "str_replace_editor", "arguments": edit}) + "\n</tool_call>"
     async with pipeline_of(
         tmp_path, shell('test "$PWD" = /workspace/inner && cat given'), edited, finish("42")
-    ) as pipeline:
-        rollout = await pipeline.rolled(made())
+    ) as site:
+        rollout = await site.rolled(made())
         assert scored(rollout).components == {"place": 1.0, "done": 1.0, "told": 1.0, "answered": 1.0}
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert "as given" in str([message for message in trajectory.messages if message["role"] == "tool"])
 
 
 async def test_an_artifact_that_is_not_collected_in_time_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stages, "COLLECT_S", 0.2)
-    async with pipeline_of(tmp_path, finish()) as pipeline:
-        assert scored(await pipeline.rolled(made(collect="hang"))).metrics == {"made": 0.0}
+    async with pipeline_of(tmp_path, finish()) as site:
+        assert scored(await site.rolled(made(collect="hang"))).metrics == {"made": 0.0}
 
 
 @pytest.mark.parametrize("how", ["break", "late"])
 async def test_a_collect_that_raises_is_the_environments_fault_and_gives_no_score(tmp_path: Path, how: str):
-    async with pipeline_of(tmp_path, finish()) as pipeline:
-        ending = (await pipeline.rolled(made(collect=how))).ending
+    async with pipeline_of(tmp_path, finish()) as site:
+        ending = (await site.rolled(made(collect=how))).ending
         assert ending.failure.code == "environment_broken"
         assert "made.collect" in ending.failure.detail
         assert ending.score is None
@@ -148,29 +148,29 @@ async def test_a_collect_that_raises_is_the_environments_fault_and_gives_no_scor
 async def test_policy_failures_are_reported_and_scored_alike_with_and_without_a_service(
     tmp_path: Path, data: dict[str, Json], code: str, stage: str
 ):
-    async with pipeline_of(tmp_path, engines=0) as pipeline:
-        served = (await pipeline.rolled(made("noop", **data))).ending
-        alone = await play(pipeline.pipeline.resources, made("noop", **data))
+    async with pipeline_of(tmp_path, engines=0) as site:
+        served = (await site.rolled(made("noop", **data))).ending
+        alone = await play(site.pipeline.resources, made("noop", **data))
     assert alone.failure is not None
     assert (alone.failure.code, alone.failure.stage, alone.score) == (code, stage, Score(0.0))
     assert (served.failure.code, served.failure.stage) == (code, stage)
 
 
-async def _shell(pipeline: Site, agent: str, **data: Any) -> Any:
+async def _shell(site: Site, agent: str, **data: Any) -> Any:
     task = shell_task(**data)
-    return await pipeline.rolled(Task("shell", task.data, agent=AgentSpec(agent), limits=task.limits))
+    return await site.rolled(Task("shell", task.data, agent=AgentSpec(agent), limits=task.limits))
 
 
 async def test_a_shell_task_has_its_own_solution(tmp_path: Path):
-    async with site(tmp_path, says(), engines=0) as pipeline:
-        assert scored(await _shell(pipeline, "oracle", solution=["touch half", "mv half done"])).reward == 1.0
-        assert scored(await _shell(pipeline, "noop", solution=["touch done"])).reward == 0.0
+    async with open_site(tmp_path, says(), engines=0) as site:
+        assert scored(await _shell(site, "oracle", solution=["touch half", "mv half done"])).reward == 1.0
+        assert scored(await _shell(site, "noop", solution=["touch done"])).reward == 0.0
 
 
 async def test_a_shell_solution_that_fails_is_reported(tmp_path: Path):
-    async with site(tmp_path, says(), engines=0) as pipeline:
-        ending = (await _shell(pipeline, "oracle", solution=["echo oh no >&2; false"])).ending
+    async with open_site(tmp_path, says(), engines=0) as site:
+        ending = (await _shell(site, "oracle", solution=["echo oh no >&2; false"])).ending
         assert ending.failure.code == "task_invalid"
         assert "data.solution: 'echo oh no >&2; false' ended with status 1: oh no" in ending.failure.detail
-        missing = (await _shell(pipeline, "oracle")).ending
+        missing = (await _shell(site, "oracle")).ending
         assert "has no solution" in missing.failure.detail

@@ -9,7 +9,7 @@ from rollyard.core import Json, Outcome, Score, Task
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
 from rollyard.testing.script import Reply, Rules
 from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
-from tests.pipeline.site import finish, site
+from tests.pipeline.site import finish, open_site
 
 SPEC = ToolSpec("weigh", "Weighs a thing.", {"type": "object", "properties": {"thing": {"type": "string"}}})
 
@@ -63,13 +63,13 @@ async def test_the_model_is_offered_the_environments_tool_and_can_call_it(tmp_pa
     kind = ScalesKind()
     call = "<tool_call>\n" + json.dumps({"name": "weigh", "arguments": {"thing": "anvil"}}) + "\n</tool_call>"
     script = Rules(rules=(("Weigh the anvil", (Reply(call), Reply(finish("7 kg")))),))
-    async with site(tmp_path, script, environments=Environments({"market": Market(kind)})) as pipeline:
-        rollout = await pipeline.rolled(Task("market"))
+    async with open_site(tmp_path, script, environments=Environments({"market": Market(kind)})) as site:
+        rollout = await site.rolled(Task("market"))
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.score == Score(1.0)
         assert (kind.weighed, kind.closed) == (["anvil"], ["scales"])
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         names = {schema["function"]["name"] for schema in trajectory.tools}  # type: ignore[index,call-overload]
         assert names == {"weigh", "finish"}
@@ -98,11 +98,11 @@ class JammedMarket(Market):
 async def test_a_tool_that_cannot_be_closed_costs_no_place_if_its_sandbox_is_gone(tmp_path: Path):
     script = Rules(rules=(("Weigh the anvil", (Reply(finish("7 kg")),)),))
     environments = Environments({"market": JammedMarket(JammedKind())})
-    async with site(tmp_path, script, environments=environments) as pipeline:
+    async with open_site(tmp_path, script, environments=environments) as site:
         for _ in range(3):
-            rollout = await pipeline.rolled(Task("market"))
+            rollout = await site.rolled(Task("market"))
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.COMPLETED
             assert any("the lid is stuck" in note for note in rollout.ending.summary.notes)
-        assert pipeline.pipeline.quarantined == 0
-        pipeline.nothing_left()
+        assert site.pipeline.quarantined == 0
+        site.nothing_left()

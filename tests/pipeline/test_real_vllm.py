@@ -15,7 +15,7 @@ from rollyard.core import Outcome, Sampling, Score, Task
 from rollyard.engines import EngineSpec, Kind
 from rollyard.envs import EnvContext, Environments, Evidence, Start
 from rollyard.tokens import verify
-from tests.pipeline.site import says, site
+from tests.pipeline.site import open_site, says
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -75,15 +75,18 @@ async def test_every_prompt_equals_the_trace_and_later_turns_find_their_prefix_c
     tmp_path: Path, vllm_url: str, vllm_model: Path
 ):
     environments = Environments({"chatter": Chatter()})
-    async with overheard(vllm_url) as (url, prompts), site(tmp_path, says("ok"), environments=environments) as pipeline:
-        await pipeline.router.remove("e0")
-        await pipeline.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
-        await pipeline.pipeline.resources.renderers.check(pipeline.router.engine("real"))
+    async with (
+        overheard(vllm_url) as (url, prompts),
+        open_site(tmp_path, says("ok"), environments=environments) as site,
+    ):
+        await site.router.remove("e0")
+        await site.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
+        await site.pipeline.resources.renderers.check(site.router.engine("real"))
         task = Task("chatter", sampling=Sampling(temperature=0.8, max_tokens=12))
-        rollout = await pipeline.rolled(task, within_s=200)
+        rollout = await site.rolled(task, within_s=200)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         verify(trajectory)
         (trace,) = trajectory.traces
@@ -92,4 +95,4 @@ async def test_every_prompt_equals_the_trace_and_later_turns_find_their_prefix_c
         assert prompts == [list(trace.token_ids[: span.start]) for span in trace.spans]
         assert trace.spans[0].cached_tokens is not None
         assert all(span.cached_tokens for span in trace.spans[1:]), "from the second turn on the prefix is cached"
-        pipeline.nothing_left()
+        site.nothing_left()

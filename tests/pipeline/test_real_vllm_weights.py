@@ -162,10 +162,10 @@ async def test_kept_calls_are_frozen_and_report_their_versions_and_no_old_kv_is_
 TRAIN = """
 import sys, time
 from rollyard.client import Client
-with Client(sys.argv[1], sys.argv[2]) as yard:
+with Client(sys.argv[1], sys.argv[2]) as client:
     print("ready", flush=True)
     sys.stdin.readline()
-    with yard.policy("default").update(version=1, lease_s=1.0):
+    with client.policy("default").update(version=1, lease_s=1.0):
         print("writing", flush=True)
         time.sleep(600)
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.core import Outcome, State
-from tests.pipeline.site import SETTINGS, finish, says, shell, shell_task, site
+from tests.pipeline.site import SETTINGS, finish, open_site, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -17,11 +17,11 @@ SLOW = says(shell("sleep 2; touch done"), finish())
 
 async def test_rollouts_given_back_at_a_stop_run_after_the_restart_and_lose_no_attempt(tmp_path: Path):
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(tmp_path, says(shell("sleep 60")), settings=settings) as pipeline:
-        rollout_id = await pipeline.submit(shell_task())
-        await pipeline.until(rollout_id, State.RUN)
-    async with site(tmp_path, DO_IT, settings=settings) as pipeline:
-        rollout = await pipeline.ended(rollout_id)
+    async with open_site(tmp_path, says(shell("sleep 60")), settings=settings) as site:
+        rollout_id = await site.submit(shell_task())
+        await site.until(rollout_id, State.RUN)
+    async with open_site(tmp_path, DO_IT, settings=settings) as site:
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert (rollout.attempt, rollout.excused) == (2, 1)
@@ -29,56 +29,56 @@ async def test_rollouts_given_back_at_a_stop_run_after_the_restart_and_lose_no_a
 
 
 async def test_a_rollout_that_had_ended_run_is_only_evaluated_after_a_restart(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0)) as pipeline:
-        rollout_id = await pipeline.submit(shell_task())
-        await pipeline.until(rollout_id, State.EVAL)
-    async with site(tmp_path, says("must not be asked")) as pipeline:
-        rollout = await pipeline.ended(rollout_id)
+    async with open_site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0)) as site:
+        rollout_id = await site.submit(shell_task())
+        await site.until(rollout_id, State.EVAL)
+    async with open_site(tmp_path, says("must not be asked")) as site:
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0
         assert rollout.attempt == 1
         assert rollout.ending.summary.turns == 2
-        assert not [call for call in pipeline.engines[0].requests if call.session_id == rollout_id]
+        assert not [call for call in site.engines[0].requests if call.session_id == rollout_id]
 
 
 async def test_many_orderly_restarts_do_not_lose_a_waiting_evaluation(tmp_path: Path):
     waiting = replace(SETTINGS, eval_slots=0, max_attempts=1)
-    async with site(tmp_path, DO_IT, settings=waiting) as pipeline:
-        rollout_id = await pipeline.submit(shell_task())
-        await pipeline.until(rollout_id, State.EVAL)
+    async with open_site(tmp_path, DO_IT, settings=waiting) as site:
+        rollout_id = await site.submit(shell_task())
+        await site.until(rollout_id, State.EVAL)
     for _ in range(3):
-        async with site(tmp_path, DO_IT, settings=waiting) as pipeline:
-            assert pipeline.store.recovered.evals == (rollout_id,)
-    async with site(tmp_path, DO_IT, settings=replace(waiting, eval_slots=1)) as pipeline:
-        rollout = await pipeline.ended(rollout_id)
+        async with open_site(tmp_path, DO_IT, settings=waiting) as site:
+            assert site.store.recovered.evals == (rollout_id,)
+    async with open_site(tmp_path, DO_IT, settings=replace(waiting, eval_slots=1)) as site:
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
 
 
 async def test_a_drain_lets_run_end_and_gives_back_what_has_not_started_it(tmp_path: Path):
     settings = replace(SETTINGS, run_slots=1)
-    async with site(tmp_path, SLOW, settings=settings) as pipeline:
-        running = await pipeline.submit(shell_task())
-        await pipeline.until(running, State.RUN)
-        waiting = await pipeline.submit(shell_task())
-        await pipeline.until(waiting, State.READY)
-        queued = [await pipeline.submit(shell_task()) for _ in range(6)]
-        await pipeline.pipeline.drain()
-        assert (await pipeline.store.get(running)).state is State.ENDED
-        given_back = await pipeline.store.get(waiting)
+    async with open_site(tmp_path, SLOW, settings=settings) as site:
+        running = await site.submit(shell_task())
+        await site.until(running, State.RUN)
+        waiting = await site.submit(shell_task())
+        await site.until(waiting, State.READY)
+        queued = [await site.submit(shell_task()) for _ in range(6)]
+        await site.pipeline.drain()
+        assert (await site.store.get(running)).state is State.ENDED
+        given_back = await site.store.get(waiting)
         assert (given_back.state, given_back.attempt, given_back.excused) == (State.QUEUED, 2, 1)
-        assert {(await pipeline.store.get(other)).state for other in queued} == {State.QUEUED}
-        pipeline.nothing_left()
+        assert {(await site.store.get(other)).state for other in queued} == {State.QUEUED}
+        site.nothing_left()
 
 
 async def test_a_second_signal_ends_at_once_and_loses_nothing(tmp_path: Path):
-    async with site(tmp_path, says(shell("sleep 60"))) as pipeline:
-        rollout_id = await pipeline.submit(shell_task())
-        await pipeline.until(rollout_id, State.RUN)
-        drain = asyncio.create_task(pipeline.pipeline.drain(within_s=60))
+    async with open_site(tmp_path, says(shell("sleep 60"))) as site:
+        rollout_id = await site.submit(shell_task())
+        await site.until(rollout_id, State.RUN)
+        drain = asyncio.create_task(site.pipeline.drain(within_s=60))
         await asyncio.sleep(0)
-        pipeline.pipeline.stop_now()
+        site.pipeline.stop_now()
         await drain
-        assert (await pipeline.store.get(rollout_id)).state is State.QUEUED
-        pipeline.nothing_left()
+        assert (await site.store.get(rollout_id)).state is State.QUEUED
+        site.nothing_left()

@@ -23,7 +23,7 @@ from rollyard.testing.script import FolderTokenizer, Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import verify
-from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
+from tests.pipeline.site import SETTINGS, finish, open_site, quick, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +31,8 @@ DO_IT = says(shell("touch done"), finish())
 
 
 async def test_a_rollout_goes_through_all_stages_and_leaves_a_verified_trajectory(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(shell_task())
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.score is not None
@@ -40,15 +40,15 @@ async def test_a_rollout_goes_through_all_stages_and_leaves_a_verified_trajector
         assert rollout.ending.is_trainable
         assert rollout.ending.summary.turns == 2
         assert rollout.ending.summary.ended_by == "finish"
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         verify(trajectory)
         (trace,) = trajectory.traces
         assert len(trace.spans) == 2
         assert trace.sampled_tokens == rollout.ending.summary.sampled_tokens
-        sent = [call.prompt_ids for call in pipeline.engines[0].requests if call.session_id == rollout.id]
+        sent = [call.prompt_ids for call in site.engines[0].requests if call.session_id == rollout.id]
         assert [list(prompt) for prompt in sent] == [list(trace.token_ids[: span.start]) for span in trace.spans]
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_trajectory_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -59,16 +59,16 @@ async def test_a_trajectory_is_written_once(tmp_path: Path, monkeypatch: pytest.
         return encode(trajectory)
 
     monkeypatch.setattr(_sql_store, "encode_trajectory", counted)
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(shell_task())
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
-        assert await pipeline.store.trajectory(rollout.id) is not None
+        assert await site.store.trajectory(rollout.id) is not None
         assert written == [rollout.id]  # at the end of RUN, and not again with the terminal record
 
 
 async def test_an_unsolved_task_scores_less_and_is_still_completed(tmp_path: Path):
-    async with site(tmp_path, says(finish())) as pipeline:
-        rollout = await pipeline.rolled(shell_task(checks=["test -f done", "true"]))
+    async with open_site(tmp_path, says(finish())) as site:
+        rollout = await site.rolled(shell_task(checks=["test -f done", "true"]))
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.score is not None
@@ -77,9 +77,9 @@ async def test_an_unsolved_task_scores_less_and_is_still_completed(tmp_path: Pat
 
 async def test_eval_sees_the_workspace_but_no_process_of_run(tmp_path: Path):
     daemon = "touch done; setsid sh -c 'while :; do sleep 0.1; done' >/dev/null 2>&1 & echo started"
-    async with site(tmp_path, says(shell(daemon), finish())) as pipeline:
+    async with open_site(tmp_path, says(shell(daemon), finish())) as site:
         checks = ["test -f done", "! ps ax | grep -v grep | grep -q 'while :'"]
-        rollout = await pipeline.rolled(shell_task(checks=checks))
+        rollout = await site.rolled(shell_task(checks=checks))
         assert rollout.ending is not None
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0, rollout.ending
@@ -87,16 +87,16 @@ async def test_eval_sees_the_workspace_but_no_process_of_run(tmp_path: Path):
 
 async def test_a_malformed_tool_call_is_an_observation_not_an_end(tmp_path: Path):
     script = says("<tool_call>\n{nonsense\n</tool_call>", shell("touch done"), finish())
-    async with site(tmp_path, script) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, script) as site:
+        rollout = await site.rolled(shell_task())
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.summary.turns == 3
 
 
 async def test_a_turn_limit_truncates_and_is_scored_and_trained_on(tmp_path: Path):
-    async with site(tmp_path, says(shell("touch done"))) as pipeline:
-        rollout = await pipeline.rolled(quick(shell_task(), max_turns=3))
+    async with open_site(tmp_path, says(shell("touch done"))) as site:
+        rollout = await site.rolled(quick(shell_task(), max_turns=3))
         ending = rollout.ending
         assert ending is not None
         assert (ending.outcome, ending.is_trainable) == (Outcome.TRUNCATED, True)
@@ -110,8 +110,8 @@ async def test_a_turn_limit_truncates_and_is_scored_and_trained_on(tmp_path: Pat
 async def test_when_runs_deadline_fires_the_tokens_are_kept_and_eval_still_runs(tmp_path: Path, may_train: bool):
     script = says(shell("touch done"), shell("sleep 60"))
     run = Run("run", trainable_on_deadline=may_train)
-    async with site(tmp_path, script, run=run) as pipeline:
-        rollout = await pipeline.rolled(quick(shell_task(), run_s=1.5, tool_s=30))
+    async with open_site(tmp_path, script, run=run) as site:
+        rollout = await site.rolled(quick(shell_task(), run_s=1.5, tool_s=30))
         ending = rollout.ending
         assert ending is not None
         assert ending.outcome is Outcome.TRUNCATED
@@ -120,17 +120,17 @@ async def test_when_runs_deadline_fires_the_tokens_are_kept_and_eval_still_runs(
         assert ending.is_trainable is may_train
         assert ending.score is not None
         assert ending.score.reward == 1.0
-        trajectory = await pipeline.store.trajectory(rollout.id)
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         assert len(trajectory.traces[0].spans) == 2
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_tokens_of_the_call_that_the_deadline_cut_are_in_the_trace(tmp_path: Path):
     script = says(Reply(text="word " * 200, stall_after=7))
-    async with site(tmp_path, script) as pipeline:
-        rollout = await pipeline.rolled(quick(shell_task(), run_s=1.0))
-        trajectory = await pipeline.store.trajectory(rollout.id)
+    async with open_site(tmp_path, script) as site:
+        rollout = await site.rolled(quick(shell_task(), run_s=1.0))
+        trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         (span,) = trajectory.traces[0].spans
         assert span.end - span.start == 7
@@ -139,19 +139,19 @@ async def test_tokens_of_the_call_that_the_deadline_cut_are_in_the_trace(tmp_pat
 
 async def test_a_model_that_samples_nothing_in_run_is_an_infrastructure_failure(tmp_path: Path):
     script = says(Reply(text="x", latency_s=60.0))
-    async with site(tmp_path, script, settings=replace(SETTINGS, max_attempts=1)) as pipeline:
-        rollout = await pipeline.rolled(quick(shell_task(), run_s=0.5))
+    async with open_site(tmp_path, script, settings=replace(SETTINGS, max_attempts=1)) as site:
+        rollout = await site.rolled(quick(shell_task(), run_s=0.5))
         ending = rollout.ending
         assert ending is not None
         assert ending.failure is not None
         assert (ending.failure.code, ending.failure.blame) == ("engine_timeout", Blame.INFRA)
         assert ending.score is None
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_check_that_never_ends_is_tried_twice_and_then_gets_the_failing_score(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(quick(shell_task(checks=["sleep 1000"]), eval_s=0.5))
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(quick(shell_task(checks=["sleep 1000"]), eval_s=0.5))
         ending = rollout.ending
         assert ending is not None
         assert ending.outcome is Outcome.FAILED
@@ -160,12 +160,12 @@ async def test_a_check_that_never_ends_is_tried_twice_and_then_gets_the_failing_
         assert ending.score is not None
         assert ending.score.reward == 0.0
         assert any("tried again" in note for note in ending.summary.notes)
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_task_whose_setup_fails_ends_once_with_blame_task_and_no_reward(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(shell_task(setup=["echo broken >&2; exit 3"]))
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(shell_task(setup=["echo broken >&2; exit 3"]))
         ending = rollout.ending
         assert ending is not None
         assert ending.failure is not None
@@ -173,23 +173,25 @@ async def test_a_task_whose_setup_fails_ends_once_with_blame_task_and_no_reward(
         assert "broken" in ending.failure.detail
         assert ending.score is None
         assert rollout.attempt == 1
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_setup_that_never_ends_has_blame_task(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(quick(shell_task(setup=["sleep 1000"]), init_s=0.5))
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(quick(shell_task(setup=["sleep 1000"]), init_s=0.5))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "setup_deadline"
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_an_engine_that_lies_about_logprobs_fails_the_rollout_without_a_reward(tmp_path: Path):
     script = says(Reply(text="hello", fault="fewer_logprobs"))
     settings = replace(SETTINGS, max_attempts=2)
-    async with site(tmp_path, script, settings=settings, router_settings=RouterSettings(engine_wait_s=0.5)) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(
+        tmp_path, script, settings=settings, router_settings=RouterSettings(engine_wait_s=0.5)
+    ) as site:
+        rollout = await site.rolled(shell_task())
         ending = rollout.ending
         assert ending is not None
         assert ending.failure is not None
@@ -198,32 +200,32 @@ async def test_an_engine_that_lies_about_logprobs_fails_the_rollout_without_a_re
         assert not ending.is_trainable
         assert rollout.attempt == 2
         assert [lost.code for lost in rollout.lost] == ["engine_broken"]
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_broken_engine_is_not_tried_again_and_another_one_is_used(tmp_path: Path):
-    async with site(tmp_path, DO_IT, engines=2) as pipeline:
-        pipeline.engines[0].script = lambda _: Reply(fault=500)
+    async with open_site(tmp_path, DO_IT, engines=2) as site:
+        site.engines[0].script = lambda _: Reply(fault=500)
         for _ in range(2):  # the least loaded of two idle engines is either
-            rollout = await pipeline.rolled(shell_task())
+            rollout = await site.rolled(shell_task())
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
             assert rollout.ending.summary.engine == "e1"
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_sandbox_that_is_killed_from_outside_costs_an_attempt_not_a_reward(tmp_path: Path):
     script = says(shell("test -f /workspace/first || sleep 30; touch done"), finish())
-    async with site(tmp_path, script) as pipeline:
-        rollout_id = await pipeline.submit(shell_task(setup=["true"]))
-        await pipeline.until(rollout_id, State.RUN)
-        (keeper,) = pipeline.runtime._keepers.values()
+    async with open_site(tmp_path, script) as site:
+        rollout_id = await site.submit(shell_task(setup=["true"]))
+        await site.until(rollout_id, State.RUN)
+        (keeper,) = site.runtime._keepers.values()
         os.kill(keeper.pid, signal.SIGKILL)
-        await pipeline.until(rollout_id, State.QUEUED, attempt=2)
-        lost = (await pipeline.store.get(rollout_id)).lost
+        await site.until(rollout_id, State.QUEUED, attempt=2)
+        lost = (await site.store.get(rollout_id)).lost
         assert [entry.code for entry in lost] == ["sandbox_lost"]
-        await pipeline.pipeline.cancel(rollout_id)
-        await pipeline.ended(rollout_id)
+        await site.pipeline.cancel(rollout_id)
+        await site.ended(rollout_id)
 
 
 async def test_a_sandbox_that_ends_before_the_agent_starts_is_lost_and_retried(
@@ -239,19 +241,19 @@ async def test_a_sandbox_that_ends_before_the_agent_starts_is_lost_and_retried(
         await open_tools(workspace, *others)
 
     monkeypatch.setattr(stages, "_open_tools", ending_the_first)
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(shell_task())
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
         assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "init")]
         assert "before the agent started" in rollout.lost[0].detail
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score_and_no_evaluation(tmp_path: Path):
     # The second command observes the end: a `finish` might still save the work of a sandbox that is just ending.
     script = says(shell("touch done"), shell("kill -9 -1"), shell("sleep 30"), finish())
-    async with site(tmp_path, script) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, script) as site:
+        rollout = await site.rolled(shell_task())
         ending = rollout.ending
         assert ending is not None
         assert rollout.attempt == 1
@@ -259,13 +261,13 @@ async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score_and_no_
         assert (ending.failure.code, ending.failure.blame) == ("sandbox_ended_by_policy", Blame.POLICY)
         assert ending.score == Score(0.0)
         assert ending.is_trainable
-        assert 'sandbox_starts_total{runtime="bubblewrap"} 1.0' in pipeline.pipeline.metrics.render()[0].decode()
-        pipeline.nothing_left()
+        assert 'sandbox_starts_total{runtime="bubblewrap"} 1.0' in site.pipeline.metrics.render()[0].decode()
+        site.nothing_left()
 
 
 async def test_an_eval_run_is_never_trained_on(tmp_path: Path):
-    async with site(tmp_path, DO_IT, run=Run("run", mode=Mode.EVAL)) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, DO_IT, run=Run("run", mode=Mode.EVAL)) as site:
+        rollout = await site.rolled(shell_task())
         assert rollout.ending is not None
         assert rollout.ending.score is not None
         assert not rollout.ending.is_trainable
@@ -273,23 +275,23 @@ async def test_an_eval_run_is_never_trained_on(tmp_path: Path):
 
 async def test_a_stalled_rollout_is_ended_by_the_watch(tmp_path: Path):
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(tmp_path, says(shell("sleep 60")), settings=settings) as pipeline:
-        rollout = await pipeline.rolled(quick(shell_task(), stall_s=0.5, tool_s=60))
+    async with open_site(tmp_path, says(shell("sleep 60")), settings=settings) as site:
+        rollout = await site.rolled(quick(shell_task(), stall_s=0.5, tool_s=60))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.score) == ("stalled", None)
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_time_while_the_policy_is_paused_does_not_count(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        await pipeline.router.pause("default")
-        rollout_id = await pipeline.submit(quick(shell_task(), run_s=1.0, stall_s=1.0))
-        await pipeline.until(rollout_id, State.RUN)
+    async with open_site(tmp_path, DO_IT) as site:
+        await site.router.pause("default")
+        rollout_id = await site.submit(quick(shell_task(), run_s=1.0, stall_s=1.0))
+        await site.until(rollout_id, State.RUN)
         await asyncio.sleep(1.5)
-        assert rollout_id in pipeline.pipeline.live
-        pipeline.router.resume("default")
-        rollout = await pipeline.ended(rollout_id)
+        assert rollout_id in site.pipeline.live
+        site.router.resume("default")
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
 
@@ -297,88 +299,88 @@ async def test_time_while_the_policy_is_paused_does_not_count(tmp_path: Path):
 @pytest.mark.parametrize(("pool", "state"), [("run", State.READY), ("eval", State.EVAL)])
 async def test_time_in_a_queue_does_not_count(tmp_path: Path, pool: str, state: State):
     settings = replace(SETTINGS, run_slots=0 if pool == "run" else 8, eval_slots=0 if pool == "eval" else 4)
-    async with site(tmp_path, DO_IT, settings=settings) as pipeline:
-        rollout_id = await pipeline.submit(quick(shell_task(), init_s=20, run_s=1.0, eval_s=1.0, stall_s=1.0))
-        await pipeline.until(rollout_id, state)
+    async with open_site(tmp_path, DO_IT, settings=settings) as site:
+        rollout_id = await site.submit(quick(shell_task(), init_s=20, run_s=1.0, eval_s=1.0, stall_s=1.0))
+        await site.until(rollout_id, state)
         await asyncio.sleep(1.5)
-        pipeline.pipeline.resize({pool: 1})
-        rollout = await pipeline.ended(rollout_id)
+        site.pipeline.resize({pool: 1})
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
 
 
 async def test_acknowledging_a_rollout_deletes_its_artifacts(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        first, second = await pipeline.rolled(shell_task()), await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, DO_IT) as site:
+        first, second = await site.rolled(shell_task()), await site.rolled(shell_task())
         assert len(list((tmp_path / "artifacts").glob("*/*"))) == 2
-        await pipeline.store.acknowledge("run", f"e:{first.ended_seq}")
-        await pipeline.pipeline.sweep()
+        await site.store.acknowledge("run", f"e:{first.ended_seq}")
+        await site.pipeline.sweep()
         assert len(list((tmp_path / "artifacts").glob("*/*"))) == 1
-        assert (await pipeline.store.get(first.id)).ending == first.ending, "the record stays"
-        assert (await pipeline.pipeline.rescore(second.id)).scores
+        assert (await site.store.get(first.id)).ending == first.ending, "the record stays"
+        assert (await site.pipeline.rescore(second.id)).scores
         with pytest.raises(Gone):
-            await pipeline.pipeline.rescore(first.id)
+            await site.pipeline.rescore(first.id)
 
 
 async def test_a_full_queue_refuses_a_submit_and_stores_nothing_of_it(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as pipeline:
-        first = await pipeline.submit(shell_task())
-        await pipeline.submit(shell_task())
+    async with open_site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as site:
+        first = await site.submit(shell_task())
+        await site.submit(shell_task())
         with pytest.raises(QueueFull):
-            await pipeline.submit(shell_task(), "third")
-        await pipeline.pipeline.cancel(first)
-        await pipeline.submit(shell_task(), "third")
+            await site.submit(shell_task(), "third")
+        await site.pipeline.cancel(first)
+        await site.submit(shell_task(), "third")
 
 
 async def test_concurrent_submits_do_not_overfill_the_queue(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as pipeline:
-        calls = [pipeline.submit(shell_task(), f"r{number}") for number in range(6)]
+    async with open_site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as site:
+        calls = [site.submit(shell_task(), f"r{number}") for number in range(6)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert [isinstance(answer, QueueFull) for answer in answers] == [False, False, True, True, True, True]
-        assert len(await pipeline.store.queued()) == 2
+        assert len(await site.store.queued()) == 2
 
 
 async def test_a_repeated_submit_is_queued_once(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0)) as pipeline:
+    async with open_site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0)) as site:
         for _ in range(3):
-            await pipeline.submit(shell_task(), "same")
-        assert [len(queue.rows) for queue in pipeline.pipeline.scheduler._runs.values()] == [1]
-        assert [event.state for event in pipeline.pipeline.event_log._ring] == [State.QUEUED], "nothing changed"
+            await site.submit(shell_task(), "same")
+        assert [len(queue.rows) for queue in site.pipeline.scheduler._runs.values()] == [1]
+        assert [event.state for event in site.pipeline.event_log._ring] == [State.QUEUED], "nothing changed"
 
 
 async def test_rescoring_appends_and_does_not_change_the_terminal_record(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
-        again = await pipeline.pipeline.rescore(rollout.id)
+    async with open_site(tmp_path, DO_IT) as site:
+        rollout = await site.rolled(shell_task())
+        again = await site.pipeline.rescore(rollout.id)
         assert again.ending == rollout.ending
         assert [score["reward"] for score in again.scores] == [1.0]
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 async def test_a_long_setup_or_check_is_not_a_stall(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as pipeline:
+    async with open_site(tmp_path, DO_IT) as site:
         task = shell_task(setup=["sleep 1.5"], checks=["sleep 1.5; test -f done"])
-        rollout = await pipeline.rolled(quick(task, stall_s=0.5))
+        rollout = await site.rolled(quick(task, stall_s=0.5))
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.attempt == 1
 
 
 async def test_an_eval_whose_sandbox_does_not_start_in_time_has_no_reward(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0, eval_attempts=2)) as pipeline:
-        rollout_id = await pipeline.submit(quick(shell_task(), eval_s=0.5))
-        await pipeline.until(rollout_id, State.EVAL)
-        await pipeline.idle_run()
+    async with open_site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0, eval_attempts=2)) as site:
+        rollout_id = await site.submit(quick(shell_task(), eval_s=0.5))
+        await site.until(rollout_id, State.EVAL)
+        await site.idle_run()
         async with AsyncExitStack() as stack:  # the host is busy starting other sandboxes
-            for _ in range(pipeline.runtime._starting._value):
-                await stack.enter_async_context(pipeline.runtime._starting)
-            pipeline.pipeline.resize({"eval": 1})
-            rollout = await pipeline.ended(rollout_id)
+            for _ in range(site.runtime._starting._value):
+                await stack.enter_async_context(site.runtime._starting)
+            site.pipeline.resize({"eval": 1})
+            rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("sandbox_start_failed", Blame.INFRA)
         assert rollout.ending.score is None
-        pipeline.nothing_left()
+        site.nothing_left()
 
 
 class Idle(Handler):
@@ -401,8 +403,8 @@ class Idle(Handler):
 
 
 async def test_without_a_model_call_a_slow_check_is_not_the_policys_fault(tmp_path: Path):
-    async with site(tmp_path, DO_IT, environments=Environments({"idle": Idle})) as pipeline:
-        rollout = await pipeline.rolled(quick(replace(shell_task(), environment="idle"), eval_s=0.2))
+    async with open_site(tmp_path, DO_IT, environments=Environments({"idle": Idle})) as site:
+        rollout = await site.rolled(quick(replace(shell_task(), environment="idle"), eval_s=0.2))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("eval_deadline", Blame.TASK)
@@ -412,19 +414,19 @@ async def test_without_a_model_call_a_slow_check_is_not_the_policys_fault(tmp_pa
 @pytest.mark.parametrize("case", ["init", "run", "eval"])
 async def test_the_place_of_a_sandbox_that_cannot_be_proven_gone_stays_taken(tmp_path: Path, case: str):
     settings = replace(SETTINGS, max_attempts=1, eval_attempts=1, eval_slots=0)
-    async with site(tmp_path, DO_IT, settings=settings) as pipeline:
+    async with open_site(tmp_path, DO_IT, settings=settings) as site:
         task = shell_task(setup=["exit 3"]) if case == "init" else shell_task()
-        never_s, in_time_s = 0.0, pipeline.runtime._kill_s  # no sandbox can be proven gone in 0 s
-        pipeline.runtime._kill_s = in_time_s if case == "eval" else never_s
-        rollout_id = await pipeline.submit(task)
+        never_s, in_time_s = 0.0, site.runtime._kill_s  # no sandbox can be proven gone in 0 s
+        site.runtime._kill_s = in_time_s if case == "eval" else never_s
+        rollout_id = await site.submit(task)
         if case != "init":
-            await pipeline.until(rollout_id, State.EVAL)
-            await pipeline.idle_run()
-            pipeline.runtime._kill_s = never_s if case == "eval" else in_time_s
-        pipeline.pipeline.resize({"eval": 1})
-        rollout = await pipeline.ended(rollout_id)
-        await pipeline.idle()
-        assert pipeline.pipeline.quarantined == 1
+            await site.until(rollout_id, State.EVAL)
+            await site.idle_run()
+            site.runtime._kill_s = never_s if case == "eval" else in_time_s
+        site.pipeline.resize({"eval": 1})
+        rollout = await site.ended(rollout_id)
+        await site.idle()
+        assert site.pipeline.quarantined == 1
         assert rollout.ending is not None
         assert any("had not ended" in note for note in rollout.ending.summary.notes)
 
@@ -453,8 +455,8 @@ class Flaky(Environment):
 
 
 async def test_an_infrastructure_failure_is_not_counted_as_a_slow_check(tmp_path: Path):
-    async with site(tmp_path, says("hello"), environments=Environments({"flaky": Flaky})) as pipeline:
-        rollout = await pipeline.rolled(quick(replace(shell_task(), environment="flaky"), eval_s=0.5))
+    async with open_site(tmp_path, says("hello"), environments=Environments({"flaky": Flaky})) as site:
+        rollout = await site.rolled(quick(replace(shell_task(), environment="flaky"), eval_s=0.5))
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.ending.score == Score(1.0)
@@ -463,8 +465,8 @@ async def test_an_infrastructure_failure_is_not_counted_as_a_slow_check(tmp_path
 @pytest.mark.parametrize("may_train", [False, True])
 async def test_a_slow_check_does_not_make_a_timed_out_rollout_trainable(tmp_path: Path, may_train: bool):
     run = Run("run", trainable_on_deadline=may_train)
-    async with site(tmp_path, says(shell("sleep 60")), run=run) as pipeline:
-        rollout = await pipeline.rolled(quick(shell_task(checks=["sleep 60"]), run_s=1.0, eval_s=0.5, tool_s=30))
+    async with open_site(tmp_path, says(shell("sleep 60")), run=run) as site:
+        rollout = await site.rolled(quick(shell_task(checks=["sleep 60"]), run_s=1.0, eval_s=0.5, tool_s=30))
         ending = rollout.ending
         assert ending is not None
         assert ending.failure is not None
@@ -476,13 +478,13 @@ async def test_after_an_engine_failure_the_next_attempt_uses_another_engine(tmp_
     patient = RouterSettings(engine_wait_s=5.0, trip_after=1000)  # the breaker must not cause this
     broken = says(Reply(text="hello", fault="fewer_logprobs"))
     good = ScriptedEngine(says(shell("touch done"), finish()), tokenizer=FolderTokenizer(tokenizer_dir()))
-    async with site(tmp_path, broken, router_settings=patient) as pipeline, good:
-        rollout_id = await pipeline.submit(shell_task())
-        await pipeline.until(rollout_id, State.QUEUED, attempt=2)
-        (first,) = pipeline.router.list()
+    async with open_site(tmp_path, broken, router_settings=patient) as site, good:
+        rollout_id = await site.submit(shell_task())
+        await site.until(rollout_id, State.QUEUED, attempt=2)
+        (first,) = site.router.list()
         calls = first.stats.calls
-        await pipeline.router.add(EngineSpec("e1", good.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
-        rollout = await pipeline.ended(rollout_id)
+        await site.router.add(EngineSpec("e1", good.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.summary.engine == "e1"

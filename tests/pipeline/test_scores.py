@@ -12,49 +12,49 @@ from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
 from rollyard.pipeline.progress import AttemptProgress
 from rollyard.testing.store_conformance import trajectory
-from tests.pipeline.site import finish, quick, says, shell, shell_task, site
+from tests.pipeline.site import finish, open_site, quick, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
 
 async def test_a_run_that_masks_truncated_rollouts_does_not_train_on_them_and_reports_why(tmp_path: Path):
     run = Run("run", mask_truncated=True)
-    async with site(tmp_path, says(shell("touch done")), run=run) as pipeline:
-        ending = (await pipeline.rolled(quick(shell_task(), max_turns=3))).ending
+    async with open_site(tmp_path, says(shell("touch done")), run=run) as site:
+        ending = (await site.rolled(quick(shell_task(), max_turns=3))).ending
         assert ending is not None and ending.failure is not None and ending.score is not None
         assert (ending.failure.code, ending.is_trainable, ending.failure.trainable) == ("turn_limit", False, False)
         assert ending.score.reward == 1.0
         assert ending.untrainable == "its run masks truncated rollouts, and it ended with turn_limit"
-    async with site(tmp_path / "whole", says(shell("touch done"), finish()), run=run) as pipeline:
-        ending = (await pipeline.rolled(shell_task())).ending
+    async with open_site(tmp_path / "whole", says(shell("touch done"), finish()), run=run) as site:
+        ending = (await site.rolled(shell_task())).ending
         assert ending is not None and ending.is_trainable and not ending.untrainable
 
 
 async def test_a_slow_check_does_not_make_a_masked_rollout_trainable(tmp_path: Path):
     run = Run("run", mask_truncated=True)
-    async with site(tmp_path, says(shell("touch done")), run=run) as pipeline:
-        ending = (await pipeline.rolled(quick(shell_task(checks=["sleep 60"]), max_turns=2, eval_s=0.5))).ending
+    async with open_site(tmp_path, says(shell("touch done")), run=run) as site:
+        ending = (await site.rolled(quick(shell_task(checks=["sleep 60"]), max_turns=2, eval_s=0.5))).ending
         assert ending is not None and ending.failure is not None
         assert (ending.failure.code, ending.is_trainable) == ("eval_deadline", False)
 
 
 async def test_an_overlong_penalty_is_a_component_of_the_score_even_if_it_is_0(tmp_path: Path):
     script = says(shell("touch done"), finish())
-    async with site(tmp_path, script) as pipeline:
-        ending = (await pipeline.rolled(shell_task())).ending
+    async with open_site(tmp_path, script) as site:
+        ending = (await site.rolled(shell_task())).ending
         assert ending is not None and ending.score is not None
         sampled, components = ending.summary.sampled_tokens, dict(ending.score.components)
     half = OverlongPenalty(sampled - 10, sampled + 10, 0.5)
-    async with site(tmp_path / "half", script, run=Run("run", overlong_penalty=half)) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path / "half", script, run=Run("run", overlong_penalty=half)) as site:
+        rollout = await site.rolled(shell_task())
         assert rollout.ending is not None and rollout.ending.score is not None and rollout.ending.is_trainable
         assert rollout.ending.score.reward == 0.75
         assert rollout.ending.score.components == {**components, "overlong_penalty": -0.25}
-        (again,) = (await pipeline.pipeline.rescore(rollout.id)).scores
+        (again,) = (await site.pipeline.rescore(rollout.id)).scores
         assert again["reward"] == 0.75
     none = OverlongPenalty(sampled, sampled + 10)
-    async with site(tmp_path / "none", script, run=Run("run", overlong_penalty=none)) as pipeline:
-        ending = (await pipeline.rolled(shell_task())).ending
+    async with open_site(tmp_path / "none", script, run=Run("run", overlong_penalty=none)) as site:
+        ending = (await site.rolled(shell_task())).ending
         assert ending is not None and ending.score is not None
         assert (ending.score.reward, ending.score.components["overlong_penalty"]) == (1.0, 0.0)
 
@@ -91,8 +91,8 @@ class Generous(Environment):
 )
 async def test_an_invalid_score_fails_only_its_own_rollout(tmp_path: Path, score: Callable[[], Score]):
     environments = Environments({"generous": Generous(score)})
-    async with site(tmp_path, says("hello"), environments=environments) as pipeline:
-        ending = (await pipeline.rolled(replace(shell_task(), environment="generous"))).ending
+    async with open_site(tmp_path, says("hello"), environments=environments) as site:
+        ending = (await site.rolled(replace(shell_task(), environment="generous"))).ending
         assert ending is not None and ending.failure is not None
         assert (ending.failure.code, ending.score) == ("verifier_crashed", None)
 

@@ -16,7 +16,7 @@ from rollyard.engines.pool.admission import CapRules
 from rollyard.testing.script import FolderTokenizer, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.pipeline.site import SETTINGS, Site, finish, quick, says, shell, shell_task, site
+from tests.pipeline.site import SETTINGS, Site, finish, open_site, quick, says, shell, shell_task
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +43,9 @@ def let_go(engine: ScriptedEngine) -> None:
     engine._work.open.set()
 
 
-async def add(pipeline: Site, engine: ScriptedEngine, name: str, **fields: Any) -> None:
+async def add(site: Site, engine: ScriptedEngine, name: str, **fields: Any) -> None:
     fields = {"admission": Admission.FIXED, "tokenizer": str(tokenizer_dir()), **fields}
-    await pipeline.router.add(EngineSpec(name, engine.url, Kind.VLLM, **fields))
+    await site.router.add(EngineSpec(name, engine.url, Kind.VLLM, **fields))
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -55,16 +55,16 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def completed(pipeline: Site, *ids: str) -> None:
+async def completed(site: Site, *ids: str) -> None:
     for rollout_id in ids:
-        ending = (await pipeline.ended(rollout_id)).ending
+        ending = (await site.ended(rollout_id)).ending
         assert ending is not None and ending.outcome is Outcome.COMPLETED, ending
 
 
-def no_seat_left(pipeline: Site) -> None:
-    pipeline.nothing_left()
-    assert (pipeline.pipeline.unseated, pipeline.pipeline._ahead) == (0, {})
-    for pool in pipeline.router._policies.values():
+def no_seat_left(site: Site) -> None:
+    site.nothing_left()
+    assert (site.pipeline.unseated, site.pipeline.ahead) == (0, {})
+    for pool in site.router._policies.values():
         assert (pool.seats.taken, pool.seats.waiting) == (0, 0)
 
 
@@ -72,28 +72,28 @@ async def test_run_never_has_more_rollouts_than_the_engines_have_seats(tmp_path:
     seen: list[int] = []
 
     def script(turn: Turn) -> Any:
-        if "yard" in held and turn.session_id:
-            seen.append(held["yard"].pipeline.run_pool.active)
+        if "site" in held and turn.session_id:
+            seen.append(held["site"].pipeline.run_pool.active)
         return DO_IT(turn)
 
     held: dict[str, Site] = {}
-    async with playing(script) as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
-        await add(pipeline, engine, "one", capacity=1)
-        await add(pipeline, engine, "two", capacity=2)
-        held["yard"] = pipeline
+    async with playing(script) as engine, open_site(tmp_path, DO_IT, engines=0) as site:
+        await add(site, engine, "one", capacity=1)
+        await add(site, engine, "two", capacity=2)
+        held["site"] = site
         hold(engine)
-        ids = [await pipeline.submit(patient_task()) for _ in range(12)]
-        await until(lambda: engine.running == 3 and pipeline.pipeline.unseated == SETTINGS.ready_slots)
-        assert pipeline.pipeline.run_pool.active == 3 and pipeline.pipeline.run_pool.free == 5
-        assert sorted(s.stats.sessions for s in pipeline.router.list()) == [1, 2]  # each engine's seats are taken
-        assert pipeline.pipeline.pools()["ready"] == {"size": 4, "active": 4, "waiting": 4}
-        waiting = [a for a in pipeline.pipeline.live.values() if a.state is State.READY]
+        ids = [await site.submit(patient_task()) for _ in range(12)]
+        await until(lambda: engine.running == 3 and site.pipeline.unseated == SETTINGS.ready_slots)
+        assert site.pipeline.run_pool.active == 3 and site.pipeline.run_pool.free == 5
+        assert sorted(s.stats.sessions for s in site.router.list()) == [1, 2]  # each engine's seats are taken
+        assert site.pipeline.pools()["ready"] == {"size": 4, "active": 4, "waiting": 4}
+        waiting = [a for a in site.pipeline.live.values() if a.state is State.READY]
         assert len(waiting) == 4 and all(a.tick(1e9) is None for a in waiting)  # no clock runs
         let_go(engine)
-        await completed(pipeline, *ids)
+        await completed(site, *ids)
         assert max(seen) == 3
-        await pipeline.idle()
-        no_seat_left(pipeline)
+        await site.idle()
+        no_seat_left(site)
 
 
 async def test_a_full_policy_does_not_block_the_rollouts_of_another(tmp_path: Path):
@@ -101,164 +101,164 @@ async def test_a_full_policy_does_not_block_the_rollouts_of_another(tmp_path: Pa
     async with (
         playing() as stuck,
         playing() as other,
-        site(tmp_path, DO_IT, engines=0, settings=settings, run=Run("a", policy="full")) as pipeline,
+        open_site(tmp_path, DO_IT, engines=0, settings=settings, run=Run("a", policy="full")) as site,
     ):
-        await pipeline.store.put_run(Run("b", policy="free"), {"id": "b"})
-        pipeline.pipeline.know(Run("b", policy="free"))
-        await add(pipeline, stuck, "stuck", policy="full", capacity=1)
-        await add(pipeline, other, "other", policy="free", capacity=8)
+        await site.store.put_run(Run("b", policy="free"), {"id": "b"})
+        site.pipeline.know(Run("b", policy="free"))
+        await add(site, stuck, "stuck", policy="full", capacity=1)
+        await add(site, other, "other", policy="free", capacity=8)
         hold(stuck)
-        full = [await pipeline.submit(patient_task()) for _ in range(10)]
-        await until(lambda: stuck.running == 1 and pipeline.router.waiting()["full"] == 2)
+        full = [await site.submit(patient_task()) for _ in range(10)]
+        await until(lambda: stuck.running == 1 and site.router.waiting()["full"] == 2)
         hold(other)
-        free = [await pipeline.submit(patient_task(), run="b") for _ in range(8)]
-        await until(lambda: other.running == 1 and pipeline.pipeline.run_pool.free == 0)
-        await pipeline.until(free[1], State.READY)  # INIT prepares rollouts of this policy, too
+        free = [await site.submit(patient_task(), run="b") for _ in range(8)]
+        await until(lambda: other.running == 1 and site.pipeline.run_pool.free == 0)
+        await site.until(free[1], State.READY)  # INIT prepares rollouts of this policy, too
         let_go(other)
-        await completed(pipeline, *free)  # with one RUN slot, while the other policy's rollouts wait
-        assert pipeline.router.waiting() == {"full": 2, "free": 0}
+        await completed(site, *free)  # with one RUN slot, while the other policy's rollouts wait
+        assert site.router.waiting() == {"full": 2, "free": 0}
         let_go(stuck)
-        await completed(pipeline, *full)
-        await pipeline.idle()
-        no_seat_left(pipeline)
+        await completed(site, *full)
+        await site.idle()
+        no_seat_left(site)
 
 
 async def test_a_rollout_cancelled_while_it_waits_for_a_seat_leaves_nothing(tmp_path: Path):
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
-        await add(pipeline, engine, "e", capacity=1)
+    async with playing() as engine, open_site(tmp_path, DO_IT, engines=0) as site:
+        await add(site, engine, "e", capacity=1)
         hold(engine)
-        first = await pipeline.submit(patient_task())
+        first = await site.submit(patient_task())
         await until(lambda: engine.running == 1)
-        waiting = [await pipeline.submit(patient_task()) for _ in range(3)]
-        await until(lambda: pipeline.pipeline.unseated == 3)
-        await pipeline.pipeline.cancel(waiting[0])
-        await pipeline.pipeline.cancel(waiting[2])
+        waiting = [await site.submit(patient_task()) for _ in range(3)]
+        await until(lambda: site.pipeline.unseated == 3)
+        await site.pipeline.cancel(waiting[0])
+        await site.pipeline.cancel(waiting[2])
         for rollout_id in (waiting[0], waiting[2]):
-            ending = (await pipeline.ended(rollout_id)).ending
+            ending = (await site.ended(rollout_id)).ending
             assert ending is not None and ending.outcome is Outcome.CANCELLED
-        await until(lambda: len(pipeline.pipeline.live) == 2)
-        assert (pipeline.pipeline.ready, pipeline.pipeline.unseated, pipeline.router.waiting()) == (
+        await until(lambda: len(site.pipeline.live) == 2)
+        assert (site.pipeline.ready, site.pipeline.unseated, site.router.waiting()) == (
             1,
             1,
             {"default": 1},
         )
         let_go(engine)
-        await completed(pipeline, first, waiting[1])
-        await pipeline.idle()
-        no_seat_left(pipeline)
+        await completed(site, first, waiting[1])
+        await site.idle()
+        no_seat_left(site)
 
 
 async def test_the_rollout_with_the_highest_priority_gets_the_next_seat(tmp_path: Path):
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
-        await add(pipeline, engine, "e", capacity=1)
+    async with playing() as engine, open_site(tmp_path, DO_IT, engines=0) as site:
+        await add(site, engine, "e", capacity=1)
         hold(engine)
-        first = await pipeline.submit(patient_task())
+        first = await site.submit(patient_task())
         await until(lambda: engine.running == 1)
-        low = await pipeline.submit(patient_task())
-        await until(lambda: pipeline.pipeline.unseated == 1)
-        high = await pipeline.submit(patient_task(), priority=5)
-        await until(lambda: pipeline.pipeline.unseated == 2)
+        low = await site.submit(patient_task())
+        await until(lambda: site.pipeline.unseated == 1)
+        high = await site.submit(patient_task(), priority=5)
+        await until(lambda: site.pipeline.unseated == 2)
         let_go(engine)
-        await completed(pipeline, first, low, high)
+        await completed(site, first, low, high)
         begun = [call.session_id for call in engine.calls]
         assert begun.index(high) < begun.index(low)
 
 
 async def test_a_shrinking_cap_interrupts_no_rollout_and_the_next_ones_wait(tmp_path: Path):
     router_settings = RouterSettings(engine_wait_s=5.0, watch_s=0.02, cap_rules=CapRules(start=4, settle_s=0.0))
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as pipeline:
+    async with playing() as engine, open_site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as site:
         engine.kv_use = 0.9  # the cap neither grows nor shrinks
-        await add(pipeline, engine, "e", admission=Admission.ADAPTIVE)
+        await add(site, engine, "e", admission=Admission.ADAPTIVE)
         hold(engine)
-        ids = [await pipeline.submit(patient_task()) for _ in range(10)]
-        await until(lambda: engine.running == 4 and pipeline.pipeline.unseated == 4)
+        ids = [await site.submit(patient_task()) for _ in range(10)]
+        await until(lambda: engine.running == 4 and site.pipeline.unseated == 4)
         engine.preemptions += 1
-        await until(lambda: pipeline.router.list()[0].cap == 3)
-        assert (pipeline.pipeline.run_pool.active, engine.running) == (4, 4)
-        await pipeline.pipeline.cancel(ids.pop(0))
-        await until(lambda: pipeline.router.seats("default").taken == 3)
-        assert pipeline.pipeline.unseated == 4  # the remaining rollouts already fill the new cap
-        await pipeline.pipeline.cancel(ids.pop(0))
+        await until(lambda: site.router.list()[0].cap == 3)
+        assert (site.pipeline.run_pool.active, engine.running) == (4, 4)
+        await site.pipeline.cancel(ids.pop(0))
+        await until(lambda: site.router.seats("default").taken == 3)
+        assert site.pipeline.unseated == 4  # the remaining rollouts already fill the new cap
+        await site.pipeline.cancel(ids.pop(0))
         await until(
-            lambda: engine.running == 3 and pipeline.pipeline.unseated == 4
+            lambda: engine.running == 3 and site.pipeline.unseated == 4
         )  # one gets a seat, and one comes from the queue
         let_go(engine)
-        await completed(pipeline, *ids)
-        await pipeline.idle()
-        no_seat_left(pipeline)
+        await completed(site, *ids)
+        await site.idle()
+        no_seat_left(site)
 
 
 async def test_the_cap_grows_while_rollouts_wait_and_the_cache_has_room(tmp_path: Path):
     router_settings = RouterSettings(engine_wait_s=5.0, watch_s=0.02, cap_rules=CapRules(start=1, settle_s=0.0))
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as pipeline:
+    async with playing() as engine, open_site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as site:
         engine.kv_use = lambda: engine.running / 10
-        await add(pipeline, engine, "e", admission=Admission.ADAPTIVE, capacity=6)
+        await add(site, engine, "e", admission=Admission.ADAPTIVE, capacity=6)
         hold(engine)
-        ids = [await pipeline.submit(patient_task()) for _ in range(12)]
+        ids = [await site.submit(patient_task()) for _ in range(12)]
         await until(lambda: engine.running == 6)  # its capacity, though RUN has room for 8
-        assert pipeline.router.list()[0].cap == 6
+        assert site.router.list()[0].cap == 6
         let_go(engine)
-        await completed(pipeline, *ids)
+        await completed(site, *ids)
 
 
 async def test_removing_an_engine_removes_its_seats(tmp_path: Path):
-    async with playing() as staying, playing() as leaving, site(tmp_path, DO_IT, engines=0) as pipeline:
-        await add(pipeline, staying, "stays", capacity=1)
-        await add(pipeline, leaving, "leaves", capacity=1)
+    async with playing() as staying, playing() as leaving, open_site(tmp_path, DO_IT, engines=0) as site:
+        await add(site, staying, "stays", capacity=1)
+        await add(site, leaving, "leaves", capacity=1)
         hold(staying)
         hold(leaving)
-        ids = [await pipeline.submit(patient_task()) for _ in range(6)]
-        await until(lambda: staying.running == leaving.running == 1 and pipeline.pipeline.unseated == 4)
-        await pipeline.router.remove("leaves")
-        seats = pipeline.router.seats("default")
+        ids = [await site.submit(patient_task()) for _ in range(6)]
+        await until(lambda: staying.running == leaving.running == 1 and site.pipeline.unseated == 4)
+        await site.router.remove("leaves")
+        seats = site.router.seats("default")
         assert (seats.bound, seats.taken) == (1, 2)
         let_go(staying)
-        await completed(pipeline, *ids)
-        await pipeline.idle()
-        no_seat_left(pipeline)
+        await completed(site, *ids)
+        await site.idle()
+        no_seat_left(site)
 
 
 async def test_when_the_last_engine_is_removed_waiting_rollouts_wait_for_another(tmp_path: Path):
-    async with playing() as leaving, playing() as coming, site(tmp_path, DO_IT, engines=0) as pipeline:
-        await add(pipeline, leaving, "leaves", capacity=1)
+    async with playing() as leaving, playing() as coming, open_site(tmp_path, DO_IT, engines=0) as site:
+        await add(site, leaving, "leaves", capacity=1)
         hold(leaving)
-        ids = [await pipeline.submit(patient_task()) for _ in range(4)]
-        await until(lambda: leaving.running == 1 and pipeline.pipeline.unseated == 3)
-        await pipeline.router.remove("leaves")
-        await until(lambda: pipeline.pipeline.run_pool.active == 4)  # as without any engine
-        await add(pipeline, coming, "comes", capacity=1)
-        await completed(pipeline, *ids)
-        await pipeline.idle()
-        no_seat_left(pipeline)
+        ids = [await site.submit(patient_task()) for _ in range(4)]
+        await until(lambda: leaving.running == 1 and site.pipeline.unseated == 3)
+        await site.router.remove("leaves")
+        await until(lambda: site.pipeline.run_pool.active == 4)  # as without any engine
+        await add(site, coming, "comes", capacity=1)
+        await completed(site, *ids)
+        await site.idle()
+        no_seat_left(site)
 
 
 async def test_an_agent_that_needs_no_model_needs_no_seat(tmp_path: Path):
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
-        await add(pipeline, engine, "e", capacity=1)
+    async with playing() as engine, open_site(tmp_path, DO_IT, engines=0) as site:
+        await add(site, engine, "e", capacity=1)
         hold(engine)
-        first = await pipeline.submit(patient_task())
+        first = await site.submit(patient_task())
         await until(lambda: engine.running == 1)
         idle = replace(patient_task(), agent=AgentSpec("noop"))
-        ending = (await pipeline.rolled(idle)).ending
+        ending = (await site.rolled(idle)).ending
         assert ending is not None and ending.outcome is Outcome.COMPLETED
         let_go(engine)
-        await completed(pipeline, first)
-        await pipeline.idle()
-        no_seat_left(pipeline)
+        await completed(site, first)
+        await site.idle()
+        no_seat_left(site)
 
 
 async def test_a_drain_gives_back_rollouts_that_wait_for_a_seat(tmp_path: Path):
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
-        await add(pipeline, engine, "e", capacity=1)
+    async with playing() as engine, open_site(tmp_path, DO_IT, engines=0) as site:
+        await add(site, engine, "e", capacity=1)
         hold(engine)
-        first = await pipeline.submit(patient_task())
+        first = await site.submit(patient_task())
         await until(lambda: engine.running == 1)
-        second = await pipeline.submit(patient_task())
-        await until(lambda: pipeline.pipeline.unseated == 1)
-        draining = asyncio.create_task(pipeline.pipeline.drain())
-        await until(lambda: second not in pipeline.pipeline.live)
-        assert (await pipeline.store.get(second)).state is State.QUEUED
+        second = await site.submit(patient_task())
+        await until(lambda: site.pipeline.unseated == 1)
+        draining = asyncio.create_task(site.pipeline.drain())
+        await until(lambda: second not in site.pipeline.live)
+        assert (await site.store.get(second)).state is State.QUEUED
         let_go(engine)
         await draining
-        await completed(pipeline, first)
-        no_seat_left(pipeline)
+        await completed(site, first)
+        no_seat_left(site)

@@ -10,26 +10,26 @@ from rollyard import AsyncClient
 from rollyard.agents.session import SessionAgent
 from rollyard.core import AgentSpec, Limits, Outcome, Task
 from tests.acceptance.test_kill import Service, engine
-from tests.pipeline.site import says, site
+from tests.pipeline.site import open_site, says
 
 pytestmark = pytest.mark.slow
 
 
 async def test_a_silent_client_is_not_a_stall(tmp_path: Path):
     task = Task("session", agent=AgentSpec("session"), limits=Limits(stall_s=0.3, run_s=30))
-    async with site(tmp_path, says("one")) as pipeline:
-        agent = pipeline.pipeline.resources.agents.get("session")
+    async with open_site(tmp_path, says("one")) as site:
+        agent = site.pipeline.resources.agents.get("session")
         assert isinstance(agent, SessionAgent)
-        rollout_id = await pipeline.submit(task)
+        rollout_id = await site.submit(task)
         live = await agent.opened(rollout_id)
         await asyncio.sleep(1.0)  # three times the bound, checked every 0.05 s
         live.give({"reward": 1.0})
-        rollout = await pipeline.ended(rollout_id)
+        rollout = await site.ended(rollout_id)
         assert rollout.ending is not None
         assert (rollout.ending.outcome, rollout.attempt) == (Outcome.COMPLETED, 1)
         assert agent.live(rollout_id) is None
-        await pipeline.idle()
-        pipeline.nothing_left()
+        await site.idle()
+        site.nothing_left()
 
 
 async def test_after_kill_9_an_open_session_is_lost_and_a_saved_reward_is_not(tmp_path: Path):

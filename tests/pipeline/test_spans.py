@@ -5,14 +5,14 @@ from pathlib import Path
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from rollyard.observe.spans import tracer_of
-from tests.pipeline.site import finish, says, shell, shell_task, site
+from tests.pipeline.site import finish, open_site, says, shell, shell_task
 
 
 async def test_a_rollout_is_one_trace_from_queue_to_reward(tmp_path: Path):
     exporter = InMemorySpanExporter()
     tracer = tracer_of(exporter)
-    async with site(tmp_path, says(shell("touch done"), finish()), tracer=tracer) as pipeline:
-        rollout = await pipeline.rolled(shell_task())
+    async with open_site(tmp_path, says(shell("touch done"), finish()), tracer=tracer) as site:
+        rollout = await site.rolled(shell_task())
     await tracer.close()
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert set(spans) == {
@@ -46,9 +46,9 @@ async def test_a_rollout_is_one_trace_from_queue_to_reward(tmp_path: Path):
 
 
 async def test_metrics_count_what_happened(tmp_path: Path):
-    async with site(tmp_path, says(shell("touch done"), finish())) as pipeline:
-        await pipeline.rolled(shell_task())
-        text = pipeline.pipeline.metrics.render()[0].decode()
+    async with open_site(tmp_path, says(shell("touch done"), finish())) as site:
+        await site.rolled(shell_task())
+        text = site.pipeline.metrics.render()[0].decode()
     assert 'rollyard_rollouts_ended_total{blame="",code="",environment="shell",outcome="completed"} 1.0' in text
     assert 'rollyard_engine_calls_total{engine="e0"} 2.0' in text
     assert 'rollyard_sandbox_starts_total{runtime="bubblewrap"} 2.0' in text

@@ -174,25 +174,25 @@ async def test_the_client_pauses_around_a_block_and_renews_its_lease(tmp_path: P
     async with (
         scripted() as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
-        AsyncClient(site.url, site.token) as pipeline,
+        AsyncClient(site.url, site.token) as client,
     ):
-        policy = pipeline.policy("default")
+        policy = client.policy("default")
         async with policy.update(version=1, lease_s=2.0) as paused:
             assert paused["state"] == "paused" and engine.control.is_paused
             await asyncio.sleep(2.5)  # longer than a lease
             assert (await policy.status())["state"] == "paused"
         status = await policy.status()
         assert (status["state"], status["version"]) == ("running", 1) and not engine.control.is_paused
-        assert [found["name"] for found in await pipeline.policies()] == ["default"]
+        assert [found["name"] for found in await client.policies()] == ["default"]
 
 
 async def test_a_block_that_raises_does_not_resume_and_explains_how_to_continue(tmp_path: Path) -> None:
     async with (
         scripted() as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
-        AsyncClient(site.url, site.token) as pipeline,
+        AsyncClient(site.url, site.token) as client,
     ):
-        policy = pipeline.policy("default")
+        policy = client.policy("default")
         with pytest.raises(ValueError, match="no weights today") as raised:
             async with policy.update(version=1):
                 raise ValueError("no weights today")
@@ -276,8 +276,8 @@ async def test_the_sync_client_updates_weights_too(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
 
         def train() -> tuple[str, bool, int]:
-            with Client(site.url, site.token) as pipeline:
-                policy = pipeline.policy()
+            with Client(site.url, site.token) as client:
+                policy = client.policy()
                 with policy.update(version=2, mode="drain", engines=["e1"]) as paused:
                     is_paused = engine.control.is_paused
                 policy.pause(timeout_s=10)
@@ -291,7 +291,7 @@ async def test_the_sync_client_updates_weights_too(tmp_path: Path) -> None:
 TRAIN = """
 import sys, time
 from rollyard.client import Client
-with Client(sys.argv[1], sys.argv[2]) as yard, yard.policy("default").update(version=1, lease_s=0.5):
+with Client(sys.argv[1], sys.argv[2]) as client, client.policy("default").update(version=1, lease_s=0.5):
     print("writing", flush=True)
     time.sleep(600)
 """
