@@ -114,7 +114,7 @@ async def test_it_is_built_once_for_all_callers(python: PortablePython, caplog: 
 
 def test_missing_bytecode_is_compiled_again_and_readable(tmp_path: Path) -> None:
     """pip's records list the files that it compiled, even if they have been deleted."""
-    parts = module._Parts.found()
+    parts = module._Parts.discover()
     compiled = [name for name in parts.files if name.endswith(".pyc") and "/IPython/" in name]
     parts.files.update((name, tmp_path / "gone" / name) for name in compiled)
     before = os.umask(0o077)

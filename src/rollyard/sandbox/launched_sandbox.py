@@ -100,7 +100,7 @@ class LaunchedSandbox:
         self.ending: asyncio.Task[None] | None = None  # set by the runtime
         self._doorway: Doorway | None = None
         self._egress: EgressProxy | None = None
-        self._oom_seen = 0
+        self._counted_oom_kills = 0
         self.odd_kills = 0
         self.count_oom_kills: Callable[[], int] = lambda: 0  # set by the runtime, if it can count them
         self.count_host_kills: Callable[[], int] = lambda: 0  # the same
@@ -234,7 +234,7 @@ class LaunchedSandbox:
         output_bytes: int = 1 << 20,
     ) -> ExecResult:
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        started_at = loop.time()
         argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
         if not argv:
             raise ValueError("the command is empty")
@@ -261,7 +261,7 @@ class LaunchedSandbox:
             out.finish()
             err.finish()
             dropped = out.dropped_bytes + err.dropped_bytes
-            duration_s, is_oom = loop.time() - began, self._is_out_of_memory(status)
+            duration_s, is_oom = loop.time() - started_at, self._is_out_of_memory(status)
             if status in KILLED and not is_timed_out and not is_oom:
                 self.odd_kills += 1
             return ExecResult(status, bytes(out.data), bytes(err.data), duration_s, is_timed_out, dropped, is_oom)
@@ -274,8 +274,8 @@ class LaunchedSandbox:
     def _is_out_of_memory(self, status: int) -> bool:
         if status not in KILLED:
             return False
-        before, self._oom_seen = self._oom_seen, self.oom_kills
-        return self._oom_seen > before
+        before, self._counted_oom_kills = self._counted_oom_kills, self.oom_kills
+        return self._counted_oom_kills > before
 
     async def spawn(
         self,

@@ -70,11 +70,11 @@ class _CachedLayer:
 class LayerLease:
     """Protects a layer from deletion until `release`; `path` goes into `SandboxSpec.layers`."""
 
-    def __init__(self, key: str, path: Path, kept: _CachedLayer, *, made_s: float | None) -> None:
+    def __init__(self, key: str, path: Path, entry: _CachedLayer, *, made_s: float | None) -> None:
         self.key, self.path = key, path
         self.made_s = made_s  # the time it took to make; None: it was found
-        self._kept: _CachedLayer | None = kept
-        kept.leases += 1
+        self._entry: _CachedLayer | None = entry
+        entry.leases += 1
 
     @property
     def is_found(self) -> bool:
@@ -82,9 +82,9 @@ class LayerLease:
 
     def release(self) -> None:
         """Allows the layer to be pruned. Idempotent."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.leases -= 1
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            entry.leases -= 1
 
 
 class ScratchLayer:
@@ -123,7 +123,7 @@ class LayerCache:
 
     @property
     def size_bytes(self) -> int:
-        return sum(kept.size_bytes for kept in self._kept.values())
+        return sum(entry.size_bytes for entry in self._kept.values())
 
     async def __aenter__(self) -> Self:
         self._boot_id = _boot_id()
@@ -158,11 +158,11 @@ class LayerCache:
             if not self._is_open:
                 raise SandboxStartFailed("the layer cache is closed")
             path = self.root / key / FILES
-            kept = self._kept.get(key)
-            if kept is not None and path.is_dir():
+            entry = self._kept.get(key)
+            if entry is not None and path.is_dir():
                 self.found += 1
-                self._use(key, kept)
-                return LayerLease(key, path, kept, made_s=None)
+                self._use(key, entry)
+                return LayerLease(key, path, entry, made_s=None)
             error = self._remembered(key, terms)
             if error is not None:
                 raise copy.copy(error)  # one for each caller: an exception keeps the traceback of its raise
@@ -172,9 +172,9 @@ class LayerCache:
             await asyncio.wait([making])
 
     async def _make(self, key: str, make: Make, terms: str) -> LayerLease:
-        done = self._making[key] = asyncio.get_running_loop().create_future()
+        finished = self._making[key] = asyncio.get_running_loop().create_future()
         folder = self.root / f".making-{key}-{new_id('l')}"
-        began, begun = time.time(), time.monotonic()
+        made_at, started_at = time.time(), time.monotonic()
         try:
             folder.mkdir(parents=True)
             await make(folder / FILES)
@@ -183,14 +183,14 @@ class LayerCache:
                 "key": key,
                 "size_bytes": size_bytes,
                 "files": files,
-                "made_at": began,
+                "made_at": made_at,
                 "boot_id": self._boot_id,
             }
             (folder / LABEL).write_text(json.dumps(label))
             if (self.root / key).exists():  # incomplete: it was dropped, or its label was never written
                 self.drop(self.root / key)
             folder.rename(self.root / key)
-            kept = self._kept[key] = _CachedLayer(size_bytes, files, time.time())
+            entry = self._kept[key] = _CachedLayer(size_bytes, files, time.time())
         except BaseException as error:
             if isinstance(error, RollyardError) and error.blame is Blame.TASK:
                 self._remember(key, terms, error)
@@ -199,15 +199,15 @@ class LayerCache:
             raise
         finally:
             del self._making[key]
-            done.set_result(None)
+            finished.set_result(None)
         self.made += 1
-        lease = LayerLease(key, self.root / key / FILES, kept, made_s=time.monotonic() - begun)
+        lease = LayerLease(key, self.root / key / FILES, entry, made_s=time.monotonic() - started_at)
         log.info("layer made", extra={"key": key, "size_bytes": size_bytes, "made_s": round(lease.made_s or 0.0, 3)})
         self._prune()
         return lease
 
-    def _use(self, key: str, kept: _CachedLayer) -> None:
-        kept.used_at = time.time()
+    def _use(self, key: str, entry: _CachedLayer) -> None:
+        entry.used_at = time.time()
         try:
             os.utime(self.root / key / LABEL)
         except OSError as error:  # it only affects the order of pruning after a restart
@@ -240,37 +240,37 @@ class LayerCache:
 
     def _prune(self) -> None:
         excess = self.size_bytes - self.max_bytes
-        excess_files = sum(kept.files for kept in self._kept.values()) - self.max_files
-        for key, kept in sorted(self._kept.items(), key=lambda item: item[1].used_at):
+        excess_files = sum(entry.files for entry in self._kept.values()) - self.max_files
+        for key, entry in sorted(self._kept.items(), key=lambda item: item[1].used_at):
             if excess <= 0 and excess_files <= 0:
                 return
-            if kept.leases == 0:
-                excess -= kept.size_bytes
-                excess_files -= kept.files
+            if entry.leases == 0:
+                excess -= entry.size_bytes
+                excess_files -= entry.files
                 del self._kept[key]
                 self.pruned += 1
-                log.info("layer pruned", extra={"key": key, "size_bytes": kept.size_bytes})
+                log.info("layer pruned", extra={"key": key, "size_bytes": entry.size_bytes})
                 self.drop(self.root / key)
 
     def drop(self, folder: Path) -> None:
         """Renames the folder at once and deletes it in the background."""
-        gone = folder.with_name(f".gone-{new_id('l')}")
+        trash = folder.with_name(f".gone-{new_id('l')}")
         try:
-            folder.rename(gone)
+            folder.rename(trash)
         except FileNotFoundError:
             return
-        task = asyncio.get_running_loop().create_task(self._delete(gone))
+        task = asyncio.get_running_loop().create_task(self._delete(trash))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
 
     async def _delete(self, folder: Path) -> None:
-        is_gone = False
+        is_deleted = False
         try:
             async with asyncio.timeout(REMOVE_S):
-                is_gone = await self._remove([folder])
+                is_deleted = await self._remove([folder])
         except (TimeoutError, OSError) as error:
             log.warning("deleting a layer failed", extra={"folder": folder.name, "error": str(error)})
-        if not is_gone:
+        if not is_deleted:
             log.warning("files of a layer could not be deleted", extra={"folder": folder.name})
 
     # --- opening ---
@@ -278,7 +278,7 @@ class LayerCache:
     def _read(self) -> tuple[dict[str, _CachedLayer], list[Path]]:
         """Returns the layers that can be trusted, and all other entries of the root."""
         self.root.mkdir(parents=True, exist_ok=True)
-        kept: dict[str, _CachedLayer] = {}
+        layers: dict[str, _CachedLayer] = {}
         strays: list[Path] = []
         for folder in self.root.iterdir():
             try:
@@ -288,10 +288,10 @@ class LayerCache:
                 if label["key"] != folder.name or label["boot_id"] != self._boot_id or not (folder / FILES).is_dir():
                     raise ValueError("of another boot, or incomplete")
                 files = int(label.get("files", 0))  # 0: made by an older version
-                kept[folder.name] = _CachedLayer(int(label["size_bytes"]), files, (folder / LABEL).stat().st_mtime)
+                layers[folder.name] = _CachedLayer(int(label["size_bytes"]), files, (folder / LABEL).stat().st_mtime)
             except (OSError, ValueError, KeyError, TypeError):
                 strays.append(folder)
-        return kept, strays
+        return layers, strays
 
 
 async def remove_folders(folders: Sequence[Path]) -> bool:

@@ -76,8 +76,8 @@ class PortablePython:
         return _python_in(self.folder, str(self.folder))
 
 
-def _python_in(folder: Path, seen_as: str) -> PortablePython:
-    argv = (f"{seen_as}/ld.so", "--library-path", f"{seen_as}/lib", f"{seen_as}/bin/python3")
+def _python_in(folder: Path, path_inside: str) -> PortablePython:
+    argv = (f"{path_inside}/ld.so", "--library-path", f"{path_inside}/lib", f"{path_inside}/bin/python3")
     # Empty is unset: values that a task set for the image's Python would break this one.
     return PortablePython(folder, argv, {"PYTHONHOME": "", "PYTHONPATH": ""})
 
@@ -85,7 +85,7 @@ def _python_in(folder: Path, seen_as: str) -> PortablePython:
 def portable_python(cache: Path) -> PortablePython:
     """Returns the portable Python below `cache`, and builds it if necessary. Call it in a thread: a build blocks for
     seconds."""
-    parts = _Parts.found()
+    parts = _Parts.discover()
     folder = cache.absolute() / parts.digest()
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
@@ -101,13 +101,13 @@ class PythonBuilds:
     def __init__(self, cache: Path) -> None:
         self._cache = cache
         self._turn = asyncio.Lock()
-        self._found: PortablePython | None = None
+        self._python: PortablePython | None = None
 
     async def get(self) -> PortablePython:
         async with self._turn:
-            if self._found is None:
-                self._found = await asyncio.to_thread(portable_python, self._cache)
-            return self._found
+            if self._python is None:
+                self._python = await asyncio.to_thread(portable_python, self._cache)
+            return self._python
 
 
 # --- contents -----------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class _Parts:
     packages: dict[str, str] = field(default_factory=dict[str, str])  # name → version
 
     @classmethod
-    def found(cls) -> _Parts:
+    def discover(cls) -> _Parts:
         program = Path(getattr(sys, "_base_executable", None) or sys.executable).resolve()
         stdlib = Path(os.__file__).resolve().parent
         home = f"{sys.platlibdir}/{_VERSION}"
@@ -142,12 +142,12 @@ class _Parts:
 
     def digest(self) -> str:
         """Covers name, size and time of compiled files; the versions cover the rest."""
-        made = blake2b(f"{FORMAT}\n{sys.version}\n{sorted(self.packages.items())}\n".encode(), digest_size=8)
+        hasher = blake2b(f"{FORMAT}\n{sys.version}\n{sorted(self.packages.items())}\n".encode(), digest_size=8)
         for name, path in sorted({**self.files, "ld.so": self.loader}.items()):
             if ".so" in path.suffixes or name in ("bin/python3", "ld.so"):
-                found = path.stat()
-                made.update(f"{name} {path} {found.st_size} {found.st_mtime_ns}\n".encode())
-        return f"{_VERSION}-{made.hexdigest()}"
+                file_stat = path.stat()
+                hasher.update(f"{name} {path} {file_stat.st_size} {file_stat.st_mtime_ns}\n".encode())
+        return f"{_VERSION}-{hasher.hexdigest()}"
 
 
 def _stdlib_files(stdlib: Path) -> Iterator[tuple[str, Path]]:
@@ -161,38 +161,38 @@ def _stdlib_files(stdlib: Path) -> Iterator[tuple[str, Path]]:
 
 def _distributions(name: str) -> list[importlib.metadata.Distribution]:
     """Returns the package and its dependencies that are installed, without extras."""
-    found: dict[str, importlib.metadata.Distribution] = {}
-    left = [name]
-    while left:
-        wanted = re.sub(r"[-_.]+", "-", left.pop()).lower()
-        if wanted in found:
+    distributions: dict[str, importlib.metadata.Distribution] = {}
+    pending = [name]
+    while pending:
+        normalized = re.sub(r"[-_.]+", "-", pending.pop()).lower()
+        if normalized in distributions:
             continue
         try:
-            found[wanted] = importlib.metadata.distribution(wanted)
+            distributions[normalized] = importlib.metadata.distribution(normalized)
         except importlib.metadata.PackageNotFoundError:  # for another system, or IPython itself is not installed
             continue
-        for requirement in found[wanted].requires or ():
+        for requirement in distributions[normalized].requires or ():
             if "extra ==" not in requirement:
-                left.append(re.match(r"[\w.-]+", requirement.strip())[0])  # type: ignore[index]
-    return list(found.values())
+                pending.append(re.match(r"[\w.-]+", requirement.strip())[0])  # type: ignore[index]
+    return list(distributions.values())
 
 
 def _libraries(binaries: list[Path]) -> tuple[Path, dict[str, Path], set[Path]]:
     """Returns the loader, the shared libraries by the name under which they are loaded, and the binaries that lack one
     even on the host."""
-    said = _run(["ldd", *map(str, binaries)], may_fail=True)
+    output = _run(["ldd", *map(str, binaries)], may_fail=True)
     loader, libraries, broken, current = None, dict[str, Path](), set[Path](), binaries[0]
-    for line in said.splitlines():
+    for line in output.splitlines():
         if header := re.fullmatch(r"(/.*):", line):
             current = Path(header[1])
         elif library := re.fullmatch(r"\s+(\S+) => (/.*) \(0x[0-9a-f]+\)", line):
             libraries[Path(library[1]).name] = Path(library[2]).resolve()
         elif "=> not found" in line:
             broken.add(current)
-        elif alone := re.fullmatch(r"\s+(/.*) \(0x[0-9a-f]+\)", line):
-            loader = Path(alone[1])
+        elif loader_line := re.fullmatch(r"\s+(/.*) \(0x[0-9a-f]+\)", line):
+            loader = Path(loader_line[1])
     if loader is None or binaries[0] in broken:
-        raise SandboxStartFailed(f"the libraries of {binaries[0].name} were not found: {said[-500:]}", step="python")
+        raise SandboxStartFailed(f"the libraries of {binaries[0].name} were not found: {output[-500:]}", step="python")
     if libc := libraries.get("libc.so.6"):
         for name in _BESIDE_LIBC:
             if (libc.parent / name).is_file():
@@ -206,24 +206,24 @@ def _libraries(binaries: list[Path]) -> tuple[Path, dict[str, Path], set[Path]]:
 
 def _build(parts: _Parts, folder: Path) -> None:
     """Builds the folder. The lock is held, so any other unfinished folder was left by a process that died."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     log.info("building the portable Python", extra={"folder": str(folder), "files": len(parts.files)})
-    for left in folder.parent.glob(".building-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for stale in folder.parent.glob(".building-*"):
+        shutil.rmtree(stale, ignore_errors=True)
     building = folder.parent / f".building-{os.urandom(6).hex()}"
     try:
         building.mkdir()
-        made: set[Path] = set()
+        created_folders: set[Path] = set()
         for name, path in {**parts.files, "ld.so": parts.loader}.items():
             target = building / name
             if target.suffix == ".pyc" and not path.exists():
                 continue  # listed in pip's records but deleted since: it is compiled below
-            if target.parent not in made:
+            if target.parent not in created_folders:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                made.add(target.parent)
+                created_folders.add(target.parent)
             shutil.copyfile(path, target)
-            found = path.stat()
-            os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))  # else the .pyc beside it is stale
+            file_stat = path.stat()
+            os.utime(target, ns=(file_stat.st_atime_ns, file_stat.st_mtime_ns))  # else the .pyc beside it is stale
             target.chmod(0o755 if name in ("bin/python3", "ld.so") or ".so" in target.suffixes else 0o644)
         packages = building / sys.platlibdir / _VERSION / "site-packages"
         packages.mkdir(exist_ok=True)
@@ -243,16 +243,18 @@ def _build(parts: _Parts, folder: Path) -> None:
         raise SandboxStartFailed(f"the portable Python could not be built: {error}", step="python") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    took_s = round(time.monotonic() - began, 2)
+    took_s = round(time.monotonic() - started_at, 2)
     log.info("built the portable Python", extra={"folder": str(folder), "took_s": took_s, "packages": parts.packages})
 
 
 def _run(argv: list[str], *, may_fail: bool = False) -> str:
     what = f"{Path(argv[0]).name}, run to build the portable Python,"
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=BUILD_S, check=False)
+        completed = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=BUILD_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxStartFailed(f"{what} failed: {error}"[:500], step="python") from error
-    if done.returncode != 0 and not may_fail:
-        raise SandboxStartFailed(f"{what} ended with {done.returncode}: {done.stderr.strip()[-500:]}", step="python")
-    return done.stdout
+    if completed.returncode != 0 and not may_fail:
+        raise SandboxStartFailed(
+            f"{what} ended with {completed.returncode}: {completed.stderr.strip()[-500:]}", step="python"
+        )
+    return completed.stdout

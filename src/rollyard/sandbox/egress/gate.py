@@ -41,28 +41,28 @@ class EgressGate:
     async def addresses(self, host: str, port: int) -> list[str]:
         """Returns the addresses of a host. Raises Refused if any of them is not allowed."""
         if is_address(host):
-            found = [host]
+            addresses = [host]
         else:
             self._names.add(host)
             if len(self._names) > self._egress.bounds.names:
                 raise Refused("names", f"more than {self._egress.bounds.names} different hosts", 429)
             try:
                 async with asyncio.timeout(self._egress.bounds.connect_s), self._looking:
-                    found = list(await self._egress.resolve(host, port))
+                    addresses = list(await self._egress.resolve(host, port))
             except TimeoutError:
                 raise Refused("dns", f"{host} was not looked up in time", 504) from None
             except (OSError, UnicodeError) as error:  # UnicodeError: getaddrinfo's codec rejects the name
                 raise Refused("dns", f"{host} has no address: {error}", 502) from None
-        if not found or len(found) > MOST_ADDRESSES:
-            raise Refused("dns", f"{host} has {len(found)} addresses", 502)
+        if not addresses or len(addresses) > MOST_ADDRESSES:
+            raise Refused("dns", f"{host} has {len(addresses)} addresses", 502)
         is_named = any(rule.name == host and port in rule.ports for rule in self._egress.private)
-        for address in found:
+        for address in addresses:
             why = why_not(address, may_be_private=is_named)
             if not why and not is_named and self._egress.is_own(address):
                 why = "it is this machine's own address"
             if why:
                 raise Refused("address", f"{host} has the address {address}, and {why}")
-        return found
+        return addresses
 
 
 def split_authority(text: str, default_port: int | None = None) -> tuple[str, int]:

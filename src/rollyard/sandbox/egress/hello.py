@@ -63,11 +63,11 @@ def whole_hello(data: bytes) -> bytes | None:
         if hello and hello[0] != _CLIENT_HELLO:
             raise NotTls("the first TLS message is not a ClientHello")
         if len(hello) >= 4:
-            wanted = 4 + int.from_bytes(hello[1:4])
-            if wanted > MOST_BYTES:
+            hello_size = 4 + int.from_bytes(hello[1:4])
+            if hello_size > MOST_BYTES:
                 raise NotTls(f"the ClientHello is larger than {MOST_BYTES} bytes")
-            if len(hello) >= wanted:
-                if len(hello) > wanted or len(part) < size:
+            if len(hello) >= hello_size:
+                if len(hello) > hello_size or len(part) < size:
                     raise NotTls("the record contains more than a ClientHello")
                 return hello
         if len(part) < size:

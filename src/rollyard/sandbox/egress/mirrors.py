@@ -71,8 +71,8 @@ def write_apt_files(control_dir: Path, control_path: str, mirrors: Mapping[str, 
 
 def apt_source(url: str, os_release: str) -> str:
     """Returns the source line for this image's release; "" if it is not Debian or Ubuntu, which then has no mirror."""
-    found = dict(re.findall(r'^(ID|VERSION_CODENAME)="?([a-z0-9.-]{1,40})"?$', os_release, re.MULTILINE))
-    components = _COMPONENTS.get(found.get("ID", ""))
-    if not url or components is None or "VERSION_CODENAME" not in found:
+    fields = dict(re.findall(r'^(ID|VERSION_CODENAME)="?([a-z0-9.-]{1,40})"?$', os_release, re.MULTILINE))
+    components = _COMPONENTS.get(fields.get("ID", ""))
+    if not url or components is None or "VERSION_CODENAME" not in fields:
         return ""
-    return f"deb {url} {found['VERSION_CODENAME']} {components}\n"
+    return f"deb {url} {fields['VERSION_CODENAME']} {components}\n"

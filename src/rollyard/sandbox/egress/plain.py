@@ -47,8 +47,8 @@ def check_request(request: h11.Request, gate: EgressGate, host: str, port: int) 
     if len(names) != 1 or split_authority(names[0].decode("latin-1"), _WEB_PORT) != (host, port):
         raise Refused("request", f"the Host header does not name {host}:{port}, but the target does", 400)
     gate.check_method(request.method.decode("ascii"))
-    found = {name for name, _ in request.headers}
-    if b"upgrade" in found or b"http2-settings" in found:
+    header_names = {name for name, _ in request.headers}
+    if b"upgrade" in header_names or b"http2-settings" in header_names:
         raise Refused("upgrade", "a connection stays HTTP/1.1: Upgrade is not allowed", 403)
     lengths = sum(name in (b"content-length", b"transfer-encoding") for name, _ in request.headers)
     if lengths > 1:
@@ -161,11 +161,11 @@ class BrokenChunk(ValueError):
 class Framing:
     """Finds the end of a body: after `left_bytes`, after its last chunk, or (None) at the end of the connection."""
 
-    def __init__(self, left_bytes: int | None, *, is_chunked: bool = False) -> None:
-        self._left = left_bytes
+    def __init__(self, remaining_bytes: int | None, *, is_chunked: bool = False) -> None:
+        self._remaining_bytes = remaining_bytes
         self.is_chunked = is_chunked
-        self.is_done = left_bytes == 0 and not is_chunked
-        self._found = bytearray()
+        self.is_done = remaining_bytes == 0 and not is_chunked
+        self._decoded = bytearray()
         if is_chunked:  # parsed by llhttp: with chunks of one byte, h11 is a thousand times slower
             self._parser = httptools.HttpRequestParser(self)
             self._parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -173,10 +173,10 @@ class Framing:
     @classmethod
     def of(cls, headers: Iterable[tuple[bytes, bytes]], *, default_bytes: int | None) -> Framing:
         """Returns the framing that these headers declare. h11 has validated them."""
-        found = dict(headers)
-        if b"transfer-encoding" in found:
+        fields = dict(headers)
+        if b"transfer-encoding" in fields:
             return cls(None, is_chunked=True)
-        return cls(int(found[b"content-length"]) if b"content-length" in found else default_bytes)
+        return cls(int(fields[b"content-length"]) if b"content-length" in fields else default_bytes)
 
     def take(self, data: bytes) -> bytes:
         """Returns the part of these bytes that belongs to the body, without chunk framing. Raises BrokenChunk."""
@@ -186,18 +186,18 @@ class Framing:
             except httptools.HttpParserError as error:
                 if not self.is_done:
                     raise BrokenChunk(f"a chunk is malformed: {error}") from None
-            part, self._found = bytes(self._found), bytearray()
+            part, self._decoded = bytes(self._decoded), bytearray()
             return part
-        if self._left is None:
+        if self._remaining_bytes is None:
             return data
-        part = data[: self._left]
-        self._left -= len(part)
-        self.is_done = self._left == 0
+        part = data[: self._remaining_bytes]
+        self._remaining_bytes -= len(part)
+        self.is_done = self._remaining_bytes == 0
         return part
 
     def on_body(self, body: bytes) -> None:
         if not self.is_done:
-            self._found += body
+            self._decoded += body
 
     def on_message_complete(self) -> None:
         self.is_done = True
@@ -207,12 +207,12 @@ class Lines:
     """Limits the lines of a head before it is parsed: parsing thousands of short lines costs more than their bytes."""
 
     def __init__(self, bounds: ProxyBounds) -> None:
-        self._left = bounds.head_lines
+        self._remaining_lines = bounds.head_lines
 
     def count(self, data: bytes) -> None:
         head, _, _ = data.partition(b"\r\n\r\n")
-        self._left -= head.count(b"\n")
-        if self._left < 0:
+        self._remaining_lines -= head.count(b"\n")
+        if self._remaining_lines < 0:
             raise Refused("request", "too many header lines", 431)
 
 

@@ -162,5 +162,5 @@ async def _refuse(link: ProxyConnection, refused: Refused) -> None:
 
 
 def _first(group: BaseExceptionGroup[Refused]) -> Refused:
-    found = group.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

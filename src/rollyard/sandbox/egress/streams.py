@@ -58,8 +58,8 @@ class ProxyConnection:
         """Records the verdict. Logs the first of each kind, so the log is bounded as the ledger is."""
         entry, is_new = self.ledger.enter(self.host, self.port, verdict)
         if is_new:
-            found = {"rollout": self._owner, "host": self.host, "port": self.port, "verdict": verdict}
-            log.info("egress", extra={**found, "detail": detail[:200]})
+            fields = {"rollout": self._owner, "host": self.host, "port": self.port, "verdict": verdict}
+            log.info("egress", extra={**fields, "detail": detail[:200]})
         self._moved_at = asyncio.get_running_loop().time()
         return entry
 
@@ -74,8 +74,8 @@ class ProxyConnection:
     async def watch_idle(self) -> None:
         """Raises Refused when no data has been transferred in either direction for `idle_s`."""
         loop = asyncio.get_running_loop()
-        while (left := self._moved_at + self.bounds.idle_s - loop.time()) > 0:
-            await asyncio.sleep(left)
+        while (remaining_s := self._moved_at + self.bounds.idle_s - loop.time()) > 0:
+            await asyncio.sleep(remaining_s)
         raise Refused("idle", f"no data was transferred for {self.bounds.idle_s:g} s", 504)
 
     def abort(self) -> None:

@@ -21,7 +21,7 @@ from rollyard.sandbox.images.oci import (
     MOST_LAYERS,
     Blob,
     FoundImage,
-    Told,
+    ProgressCallback,
     as_list,
     as_table,
     blob_of,
@@ -45,16 +45,16 @@ class Layout:
             raw = await asyncio.to_thread((self._folder / "index.json").read_bytes)
         except OSError as error:
             raise ImageError(f"{self._folder} is not an OCI image layout: {error.strerror}") from error
-        found = await read_image(raw, self._read, tag=self._tag)
+        resolved = await read_image(raw, self._read, tag=self._tag)
         return FoundImage(
-            found.digest, found.config, found.layers, found.also[1:]
+            resolved.digest, resolved.config, resolved.layers, resolved.also[1:]
         )  # the digest of index.json itself is not a name
 
-    async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
+    async def fetch(self, blob: Blob, folder: Path, on_progress: ProgressCallback) -> Path:
         path = self._path(blob)
         if not path.is_file() or not await asyncio.to_thread(verify_file, path, blob):
             raise ImageError(f"{blob.digest} is missing or broken in {self._folder}")
-        told(blob.size)
+        on_progress(blob.size)
         return path
 
     async def _read(self, blob: Blob) -> bytes:
@@ -83,10 +83,10 @@ class Archive:
         except (KeyError, TypeError, ValueError, EOFError, OSError, tarfile.TarError) as error:
             raise ImageError(f"{self._file} is not an image archive: {error}") from error
 
-    async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
+    async def fetch(self, blob: Blob, folder: Path, on_progress: ProgressCallback) -> Path:
         target = folder / blob.digest.removeprefix("sha256:")
         member = self._layers.get(blob.digest) or f"blobs/sha256/{target.name}"
-        await asyncio.to_thread(self._copy, member, blob, target, told)
+        await asyncio.to_thread(self._copy, member, blob, target, on_progress)
         return target
 
     def _resolve(self) -> FoundImage:
@@ -145,7 +145,7 @@ class Archive:
             file = tar.extractfile(member)
             return file.read() if file else b""
 
-    def _copy(self, name: str, blob: Blob, target: Path, told: Told) -> None:
+    def _copy(self, name: str, blob: Blob, target: Path, on_progress: ProgressCallback) -> None:
         with self._open() as tar, open(target, "wb") as out:
             member = self._member(tar, name)
             if member.size != blob.size:
@@ -153,7 +153,7 @@ class Archive:
             file = tar.extractfile(member)
             while file and (data := file.read(CHUNK)):
                 out.write(data)
-                told(out.tell())
+                on_progress(out.tell())
         if not verify_file(target, blob):
             raise ImageError(f"{self._file}: layer {name} does not match its manifest")
 

@@ -65,24 +65,24 @@ def has_helper(environ: Mapping[str, str] | None = None) -> bool:
 
 def parse_challenge(header: str) -> tuple[str, dict[str, str]]:
     """Returns the scheme of a WWW-Authenticate header, in lower case, and its parameters."""
-    scheme, _, rest = header.strip().partition(" ")
-    found = re.findall(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s,]+))', rest)
-    return scheme.lower(), {name.lower(): quoted or plain for name, quoted, plain in found}
+    scheme, _, parameters = header.strip().partition(" ")
+    matches = re.findall(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s,]+))', parameters)
+    return scheme.lower(), {name.lower(): quoted or plain for name, quoted, plain in matches}
 
 
 def _auths(file: Path) -> dict[str, object]:
-    found = _read(file).get("auths")
-    return found if isinstance(found, dict) else {}
+    auths = _read(file).get("auths")
+    return auths if isinstance(auths, dict) else {}
 
 
 def _read(file: Path) -> dict[str, object]:
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ImageError(f"{file} cannot be read: {error}", "fix it, or log in again") from error
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _decode(text: str, file: Path) -> Login:

@@ -36,8 +36,8 @@ async def build_image(
     tell: Tell = lambda _: None,
 ) -> Image:
     """Builds an image and adds it to the store. `recipe` is a .def file, a Dockerfile, or a folder with one."""
-    recipe, named = _known(recipe)
-    name = own_name(name or named)
+    recipe, default_name = _locate_recipe(recipe)
+    name = own_name(name or default_name)
     with building_folder(store.root) as (work, lock):
         if recipe.suffix == ".def":
             await _by_apptainer(recipe, work, lock, tell)
@@ -48,16 +48,16 @@ async def build_image(
         return await store.pull(source, kinds, name=name, tell=tell)
 
 
-def _known(recipe: Path) -> tuple[Path, str]:
+def _locate_recipe(recipe: Path) -> tuple[Path, str]:
     """Returns the recipe's absolute path and the default name of its image: for a Dockerfile, its folder's name."""
     recipe = recipe.expanduser().resolve()
     if not recipe.exists():
         raise ImageError(f"there is no {recipe}")
-    named = recipe.stem if recipe.suffix == ".def" else recipe.name if recipe.is_dir() else recipe.parent.name
-    return recipe, named.lower()
+    default_name = recipe.stem if recipe.suffix == ".def" else recipe.name if recipe.is_dir() else recipe.parent.name
+    return recipe, default_name.lower()
 
 
-async def _by_apptainer(recipe: Path, work: Path, lock: int, tell: Tell) -> None:
+async def _by_apptainer(recipe: Path, work: Path, lock: int, report: Tell) -> None:
     """Builds with Apptainer. Root builds directly, then, if the kernel forbids that, in a user namespace. Other users
     build with fakeroot, then without."""
     program = apptainer()
@@ -66,8 +66,8 @@ async def _by_apptainer(recipe: Path, work: Path, lock: int, tell: Tell) -> None
     for last, way in enumerate(ways, 1 - len(ways)):
         argv = [program, "build", "--force", *way, str(work / "image.sif"), str(recipe)]
         try:
-            said = lambda line: tell(PullStep("note", line))  # noqa: E731
-            await run_program(argv, env=env, cwd=recipe.parent, keeping=(lock,), said=said)
+            report_line = lambda line: report(PullStep("note", line))  # noqa: E731
+            await run_program(argv, env=env, cwd=recipe.parent, keeping=(lock,), on_line=report_line)
             return
         except ProgramFailed as error:
             if last == 0:
@@ -76,31 +76,31 @@ async def _by_apptainer(recipe: Path, work: Path, lock: int, tell: Tell) -> None
                     "fakeroot needs a line for this user in /etc/subuid and /etc/subgid (usermod --add-subuids"
                     " 100000-165535 --add-subgids 100000-165535 USER); or build it elsewhere and pull the .sif file",
                 ) from error
-            tell(PullStep("note", f"`{' '.join(argv[:3])}` failed; trying another way"))
+            report(PullStep("note", f"`{' '.join(argv[:3])}` failed; trying another way"))
 
 
-async def _by_engine(recipe: Path, context: Path | None, work: Path, tell: Tell) -> None:
+async def _by_engine(recipe: Path, context: Path | None, work: Path, report: Tell) -> None:
     file = _recipe_file(recipe)
     context = context or file.parent
     engine = await _engine()
     tag = f"localhost/rollyard-build-{uuid4().hex}:latest"
     words = ["--file", str(file), "--tag", tag, str(context.resolve())]
-    said = lambda line: tell(PullStep("note", line))  # noqa: E731
+    report_line = lambda line: report(PullStep("note", line))  # noqa: E731
     kind = Path(engine).name
     try:
         try:
-            await run_program([engine, "build", *words], said=said)
+            await run_program([engine, "build", *words], on_line=report_line)
         except ProgramFailed as error:
             if kind == "docker" or not _lacks_container(error.tail):
                 raise
-            said(f"{kind} cannot start containers here; building with --isolation chroot")
-            await run_program([engine, "build", "--isolation", "chroot", *words], said=said)
+            report_line(f"{kind} cannot start containers here; building with --isolation chroot")
+            await run_program([engine, "build", "--isolation", "chroot", *words], on_line=report_line)
         save = {
             "podman": ["save", "--format", "oci-archive", "--output", str(work / "image.tar"), tag],
             "docker": ["save", "--output", str(work / "image.tar"), tag],
             "buildah": ["push", tag, f"oci-archive:{work / 'image.tar'}"],
         }
-        await run_program([engine, *save[kind]], said=said)
+        await run_program([engine, *save[kind]], on_line=report_line)
     except ProgramFailed as error:
         remedy = f"fix the recipe, or try it by hand: {kind} build --file {file} {context}"
         raise ImageError(f"{file} cannot be built by {kind}: {error.tail}", remedy) from error
@@ -127,7 +127,7 @@ def _lacks_container(tail: str) -> bool:
 
 async def _engine() -> str:
     """Returns the first container engine that responds: the docker command is useless without its daemon."""
-    said: list[str] = []
+    failures: list[str] = []
     for name in ENGINES:
         program = shutil.which(name)
         if program is None:
@@ -136,7 +136,9 @@ async def _engine() -> str:
             await run_program([program, "version" if name == "buildah" else "info"])
             return program
         except ProgramFailed as error:
-            said.append(f"{name}: {error.tail.splitlines()[-1] if error.tail else error.status}")
-    if said:
-        raise ImageError(f"no container engine works here ({'; '.join(said)})", "start its daemon, or install podman")
+            failures.append(f"{name}: {error.tail.splitlines()[-1] if error.tail else error.status}")
+    if failures:
+        raise ImageError(
+            f"no container engine works here ({'; '.join(failures)})", "start its daemon, or install podman"
+        )
     raise ImageError(f"a Dockerfile needs one of {', '.join(ENGINES)}, and none was found", "apt-get install podman")

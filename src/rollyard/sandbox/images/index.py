@@ -118,11 +118,11 @@ class ImageIndex:
     def _read(self, path: Path) -> Mapping[str, Any] | None:
         """Returns a JSON object, cached until the file changes."""
         try:
-            found = path.stat()
+            file_stat = path.stat()
         except FileNotFoundError:
             self._cache.pop(path, None)
             return None
-        stamp = (found.st_mtime_ns, found.st_ino, found.st_size)
+        stamp = (file_stat.st_mtime_ns, file_stat.st_ino, file_stat.st_size)
         cached = self._cache.get(path)
         if cached is not None and cached[0] == stamp:
             return cached[1]

@@ -51,7 +51,7 @@ class FoundImage:
     also: tuple[str, ...] = ()
 
 
-Told = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 """Progress callback: receives the number of bytes of a blob that are available so far."""
 
 
@@ -60,7 +60,7 @@ class BlobSource(Protocol):
 
     async def resolve(self) -> FoundImage: ...
 
-    async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
+    async def fetch(self, blob: Blob, folder: Path, on_progress: ProgressCallback) -> Path:
         """Returns the blob as a verified file: below `folder`, or at its existing path."""
         ...
 
@@ -114,9 +114,9 @@ def choose(index: Mapping[str, Any], tag: str = "") -> Blob:
 
 def read_config(raw: bytes) -> Config:
     body = read_json(raw)
-    made_for = (body.get("os") or "linux", body.get("architecture") or machine())
-    if made_for != ("linux", machine()):
-        raise ImageError(f"it is made for {'/'.join(map(str, made_for))}; this machine is linux/{machine()}")
+    target_platform = (body.get("os") or "linux", body.get("architecture") or machine())
+    if target_platform != ("linux", machine()):
+        raise ImageError(f"it is made for {'/'.join(map(str, target_platform))}; this machine is linux/{machine()}")
     config = as_table(body.get("config"))
     pairs = (str(pair).partition("=") for pair in as_list(config.get("Env")))
     env = {name: value for name, equals, value in pairs if name and equals and "\0" not in name + value}

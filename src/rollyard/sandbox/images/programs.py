@@ -36,8 +36,8 @@ class ProgramFailed(ImageError):
 
 def apptainer() -> str:
     for name in APPTAINER:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     raise ImageError("neither apptainer nor singularity was found", INSTALL)
 
 
@@ -47,7 +47,7 @@ async def run_program(
     env: Mapping[str, str] | None = None,
     keeping: Sequence[int] = (),
     cwd: Path | None = None,
-    said: Callable[[str], None] = lambda _: None,
+    on_line: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Runs a program to its end and returns the last lines of its output. Raises `ProgramFailed` unless its status is
     0."""
@@ -68,7 +68,7 @@ async def run_program(
             for line in data.decode(errors="replace").splitlines():
                 if line.strip():
                     tail.append(line.strip()[:500])
-                    said(tail[-1])
+                    on_line(tail[-1])
         status = await process.wait()
     except BaseException:
         with suppress(ProcessLookupError):
@@ -81,29 +81,29 @@ async def run_program(
     return text
 
 
-async def build_sif(source: Path, target: Path, *, work: Path, keeping: Sequence[int], said: Callable[[str], None]):
+async def build_sif(source: Path, target: Path, *, work: Path, keeping: Sequence[int], on_line: Callable[[str], None]):
     """Makes a SIF file from a root folder. `work` is for Apptainer's temporary files."""
-    await _build(["--force", str(target), str(source)], work, keeping, said)
+    await _build(["--force", str(target), str(source)], work, keeping, on_line)
 
 
-async def open_sif(source: Path, target: Path, *, work: Path, keeping: Sequence[int], said: Callable[[str], None]):
+async def open_sif(source: Path, target: Path, *, work: Path, keeping: Sequence[int], on_line: Callable[[str], None]):
     """Makes a root folder from a SIF file: by unsquashfs if available (it needs no container), else by Apptainer."""
     unsquashfs = shutil.which("unsquashfs")
     if unsquashfs is not None:
         with suppress(ProgramFailed):
             listed = await run_program([apptainer(), "sif", "list", str(source)], keeping=keeping)
-            if found := re.search(r"\|\s*(\d+)-\d+\s*\|FS \(Squashfs/\*System", listed):
-                words = ["-no-progress", "-no-xattrs", "-offset", found[1], "-dest", str(target), str(source)]
-                await run_program([unsquashfs, *words], keeping=keeping, said=said)
+            if match := re.search(r"\|\s*(\d+)-\d+\s*\|FS \(Squashfs/\*System", listed):
+                words = ["-no-progress", "-no-xattrs", "-offset", match[1], "-dest", str(target), str(source)]
+                await run_program([unsquashfs, *words], keeping=keeping, on_line=on_line)
                 return
         remove_tree(target)
-    await _build(["--force", "--sandbox", str(target), str(source)], work, keeping, said)
+    await _build(["--force", "--sandbox", str(target), str(source)], work, keeping, on_line)
 
 
-async def _build(words: list[str], work: Path, keeping: Sequence[int], said: Callable[[str], None]) -> None:
+async def _build(words: list[str], work: Path, keeping: Sequence[int], on_line: Callable[[str], None]) -> None:
     program = apptainer()
     places = {f"{name}_{use}": str(work) for name in ("APPTAINER", "SINGULARITY") for use in ("TMPDIR", "CACHEDIR")}
-    await run_program([program, "build", *words], env=places, keeping=keeping, said=said)
+    await run_program([program, "build", *words], env=places, keeping=keeping, on_line=on_line)
 
 
 def remove_tree(path: Path) -> None:
@@ -114,6 +114,6 @@ def remove_tree(path: Path) -> None:
         return
     if os.geteuid() != 0:  # a program may have left folders that their owner cannot enter
         subprocess.run(["chmod", "-R", "u+rwX", "--", str(path)], check=False, capture_output=True)
-    done = subprocess.run(["rm", "-rf", "--", str(path)], check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise ImageError(f"{path} cannot be removed: {done.stderr.strip()[:300]}")
+    completed = subprocess.run(["rm", "-rf", "--", str(path)], check=False, capture_output=True, text=True)
+    if completed.returncode:
+        raise ImageError(f"{path} cannot be removed: {completed.stderr.strip()[:300]}")

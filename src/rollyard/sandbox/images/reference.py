@@ -69,15 +69,15 @@ class Origin:
 
 def parse_reference(text: str) -> Reference:
     """Parses a name in a registry. Raises `ImageError` if it is not valid."""
-    rest, _, digest = text.removeprefix("docker://").partition("@")
+    remainder, _, digest = text.removeprefix("docker://").partition("@")
     if digest and not DIGEST.fullmatch(digest):
         raise ImageError(f"{text!r}: {digest!r} is not a digest", "a digest is sha256: and 64 of 0-9a-f")
-    first, slash, after = rest.partition("/")
+    first, slash, after = remainder.partition("/")
     if slash and ("." in first or ":" in first or first == "localhost"):
-        host, rest = first, after
+        host, remainder = first, after
     else:
         host = HUB
-    name, colon, tag = rest.partition(":")
+    name, colon, tag = remainder.partition(":")
     if host == HUB and "/" not in name:
         name = f"library/{name}"
     if not _HOST.fullmatch(host) or not _NAME.fullmatch(name) or len(name) > 255:
@@ -89,9 +89,9 @@ def parse_reference(text: str) -> Reference:
 
 def parse_origin(text: str) -> Origin:
     """Parses the source of an image. A path must exist."""
-    scheme, _, rest = text.partition(":")
+    scheme, _, remainder = text.partition(":")
     if scheme in ("oci", "oci-archive", "docker-archive"):
-        path, tag = _path_and_tag(rest)
+        path, tag = _path_and_tag(remainder)
         return Origin(scheme, _own_name(path, tag), path=path, tag=tag)
     if text.startswith(("/", ".", "~")) or text.endswith(".sif"):
         path = _there(Path(text).expanduser())
@@ -103,8 +103,8 @@ def parse_origin(text: str) -> Origin:
 def own_name(text: str) -> str:
     """Normalizes a name that the operator gives to an image; adds `:latest` unless it has a tag."""
     name, colon, tag = text.rpartition(":") if re.search(r":[^/]*$", text) else (text, "", "")
-    host, slash, rest = name.partition("/")
-    is_good = _NAME.fullmatch(name) or (slash and _HOST.fullmatch(host) and _NAME.fullmatch(rest))
+    host, slash, repository = name.partition("/")
+    is_good = _NAME.fullmatch(name) or (slash and _HOST.fullmatch(host) and _NAME.fullmatch(repository))
     if not is_good or (colon and not _TAG.fullmatch(tag)):
         raise ImageError(f"{text!r} is not valid as an image name", "use lower-case letters, digits and . _ - / :tag")
     return f"{name}:{tag or 'latest'}"

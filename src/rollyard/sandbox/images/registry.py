@@ -32,7 +32,7 @@ from rollyard.sandbox.images.oci import (
     MOST_JSON_BYTES,
     Blob,
     FoundImage,
-    Told,
+    ProgressCallback,
     read_image,
     sha256,
     verify,
@@ -92,24 +92,24 @@ class Registry:
             await self._http.close()
 
     async def resolve(self) -> FoundImage:
-        wanted = self._reference.version
-        raw = await self._small(f"manifests/{wanted}", (*INDEXES, *MANIFESTS))
+        version = self._reference.version
+        raw = await self._small(f"manifests/{version}", (*INDEXES, *MANIFESTS))
         if self._reference.digest and sha256(raw) != self._reference.digest:
             raise ImageError(f"the registry answered {self._reference} with {sha256(raw)}")
         return await read_image(raw, self._read)
 
-    async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
+    async def fetch(self, blob: Blob, folder: Path, on_progress: ProgressCallback) -> Path:
         target = folder / blob.digest.removeprefix("sha256:")
         part = target.with_name(target.name + ".part")
         if target.is_file() and await asyncio.to_thread(verify_file, target, blob):  # verified again: it is not fsynced
-            told(blob.size)
+            on_progress(blob.size)
             return target
         part.touch()
         failures = broken = 0
         while True:
             have = part.stat().st_size
             try:
-                await self._go_on(blob, part, told)
+                await self._go_on(blob, part, on_progress)
                 if not await asyncio.to_thread(verify_file, part, blob):
                     part.write_bytes(b"")
                     raise _Passing("its sha256 differs from the manifest's")
@@ -124,31 +124,31 @@ class Registry:
                 log.info("download interrupted", extra={"blob": blob.digest, "at": part.stat().st_size, "why": why})
                 await asyncio.sleep(self._patience.wait_s * 2 ** (failures - 1))
 
-    async def _go_on(self, blob: Blob, part: Path, told: Told) -> None:
+    async def _go_on(self, blob: Blob, part: Path, on_progress: ProgressCallback) -> None:
         """Appends to the file until it is as long as the blob."""
         have = part.stat().st_size
         if have > blob.size:
             part.write_bytes(b"")
             have = 0
         if have == blob.size:
-            told(have)
+            on_progress(have)
             return
         headers = {"Range": f"bytes={have}-"} if have else {}
         async with await self._open(f"blobs/{blob.digest}", headers) as reply:
-            is_rest = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
-            if reply.status == 416 or (reply.status == 206 and not is_rest):
+            is_resumed = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+            if reply.status == 416 or (reply.status == 206 and not is_resumed):
                 part.write_bytes(b"")
                 raise _Passing("the registry cannot resume the download")
             await self._check(reply, f"blob {blob.digest}")
-            with open(part, "ab" if is_rest else "wb") as file:
-                told(file.tell())
+            with open(part, "ab" if is_resumed else "wb") as file:
+                on_progress(file.tell())
                 async for data in reply.content.iter_chunked(CHUNK):
                     if file.tell() + len(data) > blob.size:
                         raise HostileImage(
                             f"{blob.digest} is longer than the {blob.size:,} bytes that its manifest declares"
                         )
                     await asyncio.to_thread(file.write, data)
-                    told(file.tell())
+                    on_progress(file.tell())
         if part.stat().st_size < blob.size:
             raise _Passing(f"it ended at {part.stat().st_size:,} of {blob.size:,} bytes")
 
@@ -210,8 +210,8 @@ class Registry:
         assert self._http is not None
         origin = url.origin()
         for _ in range(MOST_REDIRECTS + 1):
-            ours = {"Authorization": authorization} if authorization and url.origin() == origin else {}
-            reply = await self._http.get(url, headers={**headers, **ours}, allow_redirects=False)
+            auth_headers = {"Authorization": authorization} if authorization and url.origin() == origin else {}
+            reply = await self._http.get(url, headers={**headers, **auth_headers}, allow_redirects=False)
             if reply.status not in (301, 302, 303, 307, 308) or "Location" not in reply.headers:
                 return reply
             reply.release()
@@ -233,17 +233,17 @@ class Registry:
         """Returns an Authorization header for the registry's challenge; empty if no login is available or accepted."""
         assert self._http is not None
         login = find_login(self._reference.host)
-        scheme, given = parse_challenge(challenge)
+        scheme, parameters = parse_challenge(challenge)
         if scheme == "basic":
             return login.header if login else ""
-        if scheme != "bearer" or not given.get("realm"):
+        if scheme != "bearer" or not parameters.get("realm"):
             raise ImageError(f"{self._base.host} requires authentication by {scheme!r}, which is not supported")
-        realm = self._private(given["realm"])
-        asked = {"scope": given.get("scope") or f"repository:{self._reference.name}:pull"}
-        if given.get("service"):
-            asked["service"] = given["service"]
+        realm = self._private(parameters["realm"])
+        query = {"scope": parameters.get("scope") or f"repository:{self._reference.name}:pull"}
+        if parameters.get("service"):
+            query["service"] = parameters["service"]
         headers = {"Authorization": login.header} if login else {}
-        async with self._http.get(realm.update_query(asked), headers=headers, allow_redirects=False) as reply:
+        async with self._http.get(realm.update_query(query), headers=headers, allow_redirects=False) as reply:
             if reply.status in _AGAIN:
                 raise _Passing(f"{realm.host} answered {reply.status}")
             if reply.status != 200:

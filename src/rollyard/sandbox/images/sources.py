@@ -43,13 +43,13 @@ class BuildSite:
 
     work: Path
     keeping: Sequence[int]
-    tell: Tell
+    report: Tell
 
 
 class Source(Protocol):
     async def resolve(self) -> FoundImage: ...
 
-    async def unpack(self, found: FoundImage, unpacker: Unpacker, site: BuildSite) -> None: ...
+    async def unpack(self, resolved: FoundImage, unpacker: Unpacker, site: BuildSite) -> None: ...
 
 
 @asynccontextmanager
@@ -78,19 +78,21 @@ class LayeredImage:
     async def resolve(self) -> FoundImage:
         return await self._blobs.resolve()
 
-    async def unpack(self, found: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
-        total = sum(blob.size for blob in found.layers)
+    async def unpack(self, resolved: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
+        total = sum(blob.size for blob in resolved.layers)
         if total > unpacker.bounds.total_bytes:
             raise HostileImage(f"its layers have {total:,} bytes")
         folder = site.work / "blobs"
         folder.mkdir(exist_ok=True)
         gate = asyncio.Semaphore(DOWNLOADS)
-        by_digest = {blob.digest: blob for blob in found.layers}
+        by_digest = {blob.digest: blob for blob in resolved.layers}
 
         async def fetch(blob: Blob) -> Path:
             async with gate:
                 return await self._blobs.fetch(
-                    blob, folder, lambda done: site.tell(PullStep("download", blob.digest, done, blob.size))
+                    blob,
+                    folder,
+                    lambda fetched_bytes: site.report(PullStep("download", blob.digest, fetched_bytes, blob.size)),
                 )
 
         try:
@@ -99,12 +101,12 @@ class LayeredImage:
                 fetching = {digest: group.create_task(fetch(blob)) for digest, blob in by_digest.items()}
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        for place, blob in enumerate(found.layers):
+        for place, blob in enumerate(resolved.layers):
             path = fetching[blob.digest].result()
-            site.tell(PullStep("unpack", blob.digest, 0, blob.size))
+            site.report(PullStep("unpack", blob.digest, 0, blob.size))
             await in_thread(unpacker, unpacker.layer, path)
-            site.tell(PullStep("unpack", blob.digest, blob.size, blob.size))
-            is_needed_again = blob.digest in {later.digest for later in found.layers[place + 1 :]}
+            site.report(PullStep("unpack", blob.digest, blob.size, blob.size))
+            is_needed_again = blob.digest in {later.digest for later in resolved.layers[place + 1 :]}
             if path.is_relative_to(folder) and not is_needed_again:
                 path.unlink()
 
@@ -118,8 +120,8 @@ class Folder:
     async def resolve(self) -> FoundImage:
         return FoundImage(await asyncio.to_thread(tree_digest, self._path))
 
-    async def unpack(self, found: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
-        site.tell(PullStep("unpack", str(self._path)))
+    async def unpack(self, resolved: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
+        site.report(PullStep("unpack", str(self._path)))
         await in_thread(unpacker, copy_tree, unpacker, self._path)
 
 
@@ -140,11 +142,15 @@ class SifFile:
             raise ImageError(f"{self.path} cannot be read: {error.strerror}") from error
         return FoundImage(f"sha256:{digest}")
 
-    async def unpack(self, found: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
+    async def unpack(self, resolved: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
         opened = site.work / "opened"
-        site.tell(PullStep("unpack", self.path.name))
+        site.report(PullStep("unpack", self.path.name))
         await open_sif(
-            self.path, opened, work=site.work, keeping=site.keeping, said=lambda line: site.tell(PullStep("note", line))
+            self.path,
+            opened,
+            work=site.work,
+            keeping=site.keeping,
+            on_line=lambda line: site.report(PullStep("note", line)),
         )
         await in_thread(unpacker, copy_tree, unpacker, opened)
 
@@ -174,9 +180,9 @@ def copy_tree(unpacker: Unpacker, source: Path) -> None:
         except BaseException:
             tar.kill()
             raise
-        said = tar.stderr.read(4096).decode(errors="replace").strip()
+        stderr = tar.stderr.read(4096).decode(errors="replace").strip()
     if tar.returncode:
-        raise ImageError(f"{source} cannot be read completely: {said}", "this user must be able to read all of it")
+        raise ImageError(f"{source} cannot be read completely: {stderr}", "this user must be able to read all of it")
 
 
 def tree_digest(folder: Path) -> str:
@@ -187,11 +193,11 @@ def tree_digest(folder: Path) -> str:
             folders.sort()
             for name in sorted([*files, *folders]):
                 path = Path(place, name)
-                found = path.lstat()
-                whole.update(f"{path.relative_to(folder)}\0{found.st_mode:o}\0".encode(errors="surrogateescape"))
-                if stat.S_ISLNK(found.st_mode):
+                file_stat = path.lstat()
+                whole.update(f"{path.relative_to(folder)}\0{file_stat.st_mode:o}\0".encode(errors="surrogateescape"))
+                if stat.S_ISLNK(file_stat.st_mode):
                     whole.update(os.fsencode(path.readlink()))
-                elif stat.S_ISREG(found.st_mode):
+                elif stat.S_ISREG(file_stat.st_mode):
                     with open(path, "rb") as file:
                         whole.update(hashlib.file_digest(file, "sha256").digest())
     except OSError as error:

@@ -57,8 +57,8 @@ class ImageStore:
     def list(self) -> list[Image]:
         """Returns all images, sorted by name."""
         names = self._index.names()
-        found = [self._image(digest, "", names) for digest in self._index.digests()]
-        return sorted((image for image in found if image), key=lambda image: (image.reference, image.digest))
+        images = [self._image(digest, "", names) for digest in self._index.digests()]
+        return sorted((image for image in images if image), key=lambda image: (image.reference, image.digest))
 
     def path(self, image: Image, kind: ImageKind) -> Path:
         """Returns its path in that form."""
@@ -112,68 +112,72 @@ class ImageStore:
         If two processes pull one image, one works and the other waits and reports that. Raises `ImageError`.
         """
         origin = parse_origin(source)
-        known = own_name(name) if name else origin.name
-        if not known:
+        image_name = own_name(name) if name else origin.name
+        if not image_name:
             raise ImageError(f"{source} does not give the image a name", "give it one: --name NAME")
         if "sif" in kinds and origin.kind != "sif":
             apptainer()  # fail before anything is downloaded
         try:
             async with open_source(origin, is_insecure=is_insecure, patience=self._patience) as opened:
-                await self._pull(origin, known, opened, kinds, tell)
+                await self._pull(origin, image_name, opened, kinds, tell)
         except OSError as error:
             remedy = "make room: rollyard images prune" if error.errno == errno.ENOSPC else ""
             raise ImageError(f"{source} cannot be stored in {self.root}: {error.strerror or error}", remedy) from error
-        image = self.find(known)
+        image = self.find(image_name)
         if image is None:
-            raise ImageError(f"{known} was removed while it was pulled", "pull it again")
+            raise ImageError(f"{image_name} was removed while it was pulled", "pull it again")
         return image
 
-    async def _pull(self, origin: Origin, known: str, source: Source, kinds: Sequence[ImageKind], tell: Tell) -> None:
-        found = await source.resolve()
-        names = {known}
+    async def _pull(
+        self, origin: Origin, image_name: str, source: Source, kinds: Sequence[ImageKind], report: Tell
+    ) -> None:
+        resolved = await source.resolve()
+        names = {image_name}
         if origin.reference is not None:
-            names |= {str(replace(origin.reference, digest=digest)) for digest in (found.digest, *found.also)}
-        waiting = lambda who: tell(PullStep("waiting", f"{who} is making this image; waiting for it"))  # noqa: E731
-        async with self._index.building(found.digest, waiting) as lock:
-            await self._make(found, source, kinds, lock, tell)
-            self._index.change_names(lambda table: {**table, **dict.fromkeys(names, found.digest)})
+            names |= {str(replace(origin.reference, digest=digest)) for digest in (resolved.digest, *resolved.also)}
+        waiting = lambda who: report(PullStep("waiting", f"{who} is making this image; waiting for it"))  # noqa: E731
+        async with self._index.building(resolved.digest, waiting) as lock:
+            await self._make(resolved, source, kinds, lock, report)
+            self._index.change_names(lambda table: {**table, **dict.fromkeys(names, resolved.digest)})
 
-    async def _make(self, found: FoundImage, source: Source, kinds: Sequence[ImageKind], lock: int, tell: Tell) -> None:
+    async def _make(
+        self, resolved: FoundImage, source: Source, kinds: Sequence[ImageKind], lock: int, report: Tell
+    ) -> None:
         """Makes the forms that are missing. The caller holds the lock."""
-        place = self._index.folder(found.digest)
+        place = self._index.folder(resolved.digest)
         work = place / ".partial"
-        record = dict(self._index.record(found.digest) or _record(found))
-        wanted = [kind for kind in dict.fromkeys(kinds) if kind not in record["kinds"]]
-        self._index.mark_used(found.digest)
-        if not wanted:
+        record = dict(self._index.record(resolved.digest) or _record(resolved))
+        missing_kinds = [kind for kind in dict.fromkeys(kinds) if kind not in record["kinds"]]
+        self._index.mark_used(resolved.digest)
+        if not missing_kinds:
             await asyncio.to_thread(remove_tree, work)
             return
         await asyncio.to_thread(_clean, work)
-        site = BuildSite(work, (lock,), tell)
-        made: dict[str, tuple[Path, int]] = {}
-        needs_root = "sif" in wanted and not isinstance(source, SifFile) and "folder" not in record["kinds"]
-        if "folder" in wanted or needs_root:
-            made["folder"] = await self._unpack(found, source, site, record)
-        if "sif" in wanted:
-            root = made["folder"][0] if "folder" in made else place / _FILES["folder"]
-            made["sif"] = await _make_sif(source, root, site)
+        site = BuildSite(work, (lock,), report)
+        built: dict[str, tuple[Path, int]] = {}
+        needs_root = "sif" in missing_kinds and not isinstance(source, SifFile) and "folder" not in record["kinds"]
+        if "folder" in missing_kinds or needs_root:
+            built["folder"] = await self._unpack(resolved, source, site, record)
+        if "sif" in missing_kinds:
+            root = built["folder"][0] if "folder" in built else place / _FILES["folder"]
+            built["sif"] = await _make_sif(source, root, site)
         await asyncio.to_thread(sync, work)
-        for kind in wanted:
+        for kind in missing_kinds:
             target = place / _FILES[kind]
             await asyncio.to_thread(remove_tree, target)  # left by a crash between rename and record
-            made[kind][0].rename(target)
-            record["kinds"] = {**record["kinds"], kind: made[kind][1]}
-        self._index.put_record(found.digest, record)
+            built[kind][0].rename(target)
+            record["kinds"] = {**record["kinds"], kind: built[kind][1]}
+        self._index.put_record(resolved.digest, record)
         await asyncio.to_thread(remove_tree, work)
-        log.info("image made", extra={"digest": found.digest, "kinds": wanted, "skipped": record["skipped"]})
+        log.info("image made", extra={"digest": resolved.digest, "kinds": missing_kinds, "skipped": record["skipped"]})
 
     async def _unpack(
-        self, found: FoundImage, source: Source, site: BuildSite, record: dict[str, Any]
+        self, resolved: FoundImage, source: Source, site: BuildSite, record: dict[str, Any]
     ) -> tuple[Path, int]:
         folder = site.work / "folder"
         folder.mkdir(mode=0o755)
         with Unpacker(folder, self._bounds) as unpacker:
-            await source.unpack(found, unpacker, site)
+            await source.unpack(resolved, unpacker, site)
             record["skipped"] = unpacker.skipped
             return folder, unpacker.written_bytes
 
@@ -202,7 +206,7 @@ class ImageStore:
         """
         images = sorted(self.list(), key=lambda image: image.used_at)
         total = sum(image.size_bytes for image in images)
-        gone: list[Image] = []
+        removed: list[Image] = []
         in_use: list[Image] = []
         now = time.time()
         for image in images:
@@ -211,17 +215,17 @@ class ImageStore:
             if not is_old and not is_too_much:
                 continue
             if self._remove(image, is_dry_run=is_dry_run):
-                gone.append(image)
+                removed.append(image)
                 total -= image.size_bytes
             else:
                 in_use.append(image)
-        return Pruned(tuple(gone), tuple(in_use), self._sweep(is_dry_run=is_dry_run))
+        return Pruned(tuple(removed), tuple(in_use), self._sweep(is_dry_run=is_dry_run))
 
     def _remove(self, image: Image, *, is_dry_run: bool = False) -> bool:
         """Returns False if the image is in use."""
-        with self._index.claimed(image.digest) as is_ours:
-            if not is_ours or is_dry_run:
-                return is_ours
+        with self._index.claimed(image.digest) as is_claimed:
+            if not is_claimed or is_dry_run:
+                return is_claimed
             place = self._index.folder(image.digest)
             (place / "image.json").unlink(missing_ok=True)  # removes the image; the rest counts as remains of a crash
             self._index.change_names(
@@ -237,14 +241,14 @@ class ImageStore:
         for place in sorted(self.root.glob("sha256-*")):
             digest = place.name.replace("-", ":", 1)
             is_whole = (place / "image.json").exists()
-            left = place / ".partial" if is_whole else place
-            if not left.exists():
+            remains = place / ".partial" if is_whole else place
+            if not remains.exists():
                 continue
-            with self._index.claimed(digest, may_be_used=True) as is_ours:
-                if is_ours and (is_whole or not (place / "image.json").exists()):
+            with self._index.claimed(digest, may_be_used=True) as is_claimed:
+                if is_claimed and (is_whole or not (place / "image.json").exists()):
                     count += 1
                     if not is_dry_run:
-                        remove_tree(left)
+                        remove_tree(remains)
         for place in self.root.glob(f"{BUILDING}*"):
             if is_abandoned(place):
                 count += 1
@@ -253,10 +257,10 @@ class ImageStore:
         return count
 
 
-def _record(found: FoundImage) -> dict[str, Any]:
-    config = found.config
+def _record(resolved: FoundImage) -> dict[str, Any]:
+    config = resolved.config
     return {
-        "digest": found.digest,
+        "digest": resolved.digest,
         "kinds": {},
         "env": dict(config.env),
         "workdir": config.workdir,
@@ -277,11 +281,11 @@ def _clean(work: Path) -> None:
 
 async def _make_sif(source: Source, root: Path, site: BuildSite) -> tuple[Path, int]:
     target = site.work / "image.sif"
-    site.tell(PullStep("sif", target.name))
+    site.report(PullStep("sif", target.name))
     if isinstance(source, SifFile):
         await asyncio.to_thread(shutil.copyfile, source.path, target)
     else:
-        said = lambda line: site.tell(PullStep("note", line))  # noqa: E731
-        await build_sif(root, target, work=site.work, keeping=site.keeping, said=said)
+        report_line = lambda line: site.report(PullStep("note", line))  # noqa: E731
+        await build_sif(root, target, work=site.work, keeping=site.keeping, on_line=report_line)
     target.chmod(0o644)
     return target, target.stat().st_size

@@ -136,8 +136,8 @@ class Unpacker:
     # --- the kinds of entries ---
 
     def _folder(self, folder: int, name: str, member: tarfile.TarInfo) -> None:
-        found = lstat(folder, name)
-        if found is None or not stat.S_ISDIR(found.st_mode):
+        file_stat = lstat(folder, name)
+        if file_stat is None or not stat.S_ISDIR(file_stat.st_mode):
             self._clear_way(folder, name)
             os.mkdir(name, 0o700, dir_fd=folder)
         fd = os.open(name, _FOLDER, dir_fd=folder)
@@ -153,17 +153,17 @@ class Unpacker:
             raise ImageError(f"{member.name!r} has no content")
         fd = os.open(name, _NEW, 0o600, dir_fd=folder)
         with open(fd, "wb", buffering=0) as target:
-            left = member.size
-            while left > 0:
+            remaining = member.size
+            while remaining > 0:
                 self._go_on()
-                data = source.read(min(CHUNK, left))
+                data = source.read(min(CHUNK, remaining))
                 if not data:
                     raise EOFError(f"{member.name!r} ends early")
                 self.written_bytes += len(data)
                 if self.written_bytes > self.bounds.total_bytes:
                     raise HostileImage(f"it is larger than {self.bounds.total_bytes:,} bytes unpacked")
                 target.write(data)
-                left -= len(data)
+                remaining -= len(data)
             os.fchmod(fd, mode_of(member, 0o400) & 0o777)
             moment = max(0, min(int(member.mtime), 1 << 33))  # a .pyc is valid only with its source's mtime
             os.utime(fd, (moment, moment))
@@ -178,8 +178,8 @@ class Unpacker:
             real, there = self._enter(tuple(target[:-1]), may_make=False)
             if (*real, target[-1]) == path:
                 return
-            found = lstat(there, target[-1])
-            if found is None or stat.S_ISDIR(found.st_mode):
+            file_stat = lstat(there, target[-1])
+            if file_stat is None or stat.S_ISDIR(file_stat.st_mode):
                 raise HostileImage(f"{member.name!r} is a hard link to {member.linkname!r}, which is not a file")
             self._clear_way(here, path[-1])
             os.link(target[-1], path[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
@@ -196,12 +196,12 @@ class Unpacker:
             return  # another marker of aufs
         if hidden in ("", ".", ".."):
             raise HostileImage(f"it has a whiteout of {hidden!r}")
-        found = lstat(folder, hidden)
-        if found is None:
+        file_stat = lstat(folder, hidden)
+        if file_stat is None:
             return
         if (*real, hidden) not in self._fresh:
             self._clear_way(folder, hidden)
-        elif stat.S_ISDIR(found.st_mode):
+        elif stat.S_ISDIR(file_stat.st_mode):
             fd = os.open(hidden, _FOLDER, dir_fd=folder)
             try:
                 self._hide(fd, (*real, hidden))
@@ -223,10 +223,10 @@ class Unpacker:
 
     @staticmethod
     def _clear_way(folder: int, name: str) -> None:
-        found = lstat(folder, name)
-        if found is None:
+        file_stat = lstat(folder, name)
+        if file_stat is None:
             return
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(file_stat.st_mode):
             shutil.rmtree(name, dir_fd=folder)
         else:
             os.unlink(name, dir_fd=folder)
@@ -276,11 +276,11 @@ class Unpacker:
                 walked.append(part)
                 if len(walked) > MOST_DEPTH:
                     raise HostileImage(f"it has folders nested more than {MOST_DEPTH} deep")
-            found = fds.pop()
+            folder_fd = fds.pop()
         finally:
             for fd in fds:
                 os.close(fd)
-        self._last = (parts, tuple(walked), found)
+        self._last = (parts, tuple(walked), folder_fd)
         return self._last[1:]
 
     def _target(self, folder: int, name: str, *, may_make: bool) -> str | None:

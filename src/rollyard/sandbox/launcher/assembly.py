@@ -170,16 +170,16 @@ def mount_sif(sif: Message, image: str, target: str) -> int:
     options = f"offset={sif['offset']},ro,nosuid,nodev"
     argv = ["squashfuse", "-o", options, image, target]
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-    given = [(os.POSIX_SPAWN_DUP2, fd, slot) for slot, fd in enumerate((null, null, stderr_in))]
+    file_actions = [(os.POSIX_SPAWN_DUP2, fd, slot) for slot, fd in enumerate((null, null, stderr_in))]
     env = {"PATH": "/usr/bin:/bin"}
-    pid = os.posix_spawn(sif["program"], argv, env, file_actions=given, setsigdef=kernel.DEFAULTED)
+    pid = os.posix_spawn(sif["program"], argv, env, file_actions=file_actions, setsigdef=kernel.DEFAULTED)
     os.close(stderr_in)
     os.close(null)
     _, status = os.waitpid(pid, 0)
-    said = os.read(stderr, 4096).decode("utf-8", "replace").strip() if status else ""
+    message = os.read(stderr, 4096).decode("utf-8", "replace").strip() if status else ""
     os.close(stderr)
     if status:
-        raise OSError(f"squashfuse: {said or status}")
+        raise OSError(f"squashfuse: {message or status}")
     return next(child for child, (parent, _) in kernel.living().items() if parent == 1)
 
 
@@ -191,24 +191,24 @@ def run_inner(
         os.pipe2(os.O_CLOEXEC) for _ in "1234"
     )
     os.write(echo, b".")
-    given, argv = [echo_in, echoed_in, stderr_in], config["argv"]
+    passed_fds, argv = [echo_in, echoed_in, stderr_in], config["argv"]
     if kind == "bubblewrap":
         arguments = os.memfd_create("arguments", os.MFD_CLOEXEC)  # keeps them out of `ps`
         files.write_all(arguments, b"".join(os.fsencode(word) + b"\0" for word in argv))
         os.lseek(arguments, 0, os.SEEK_SET)
-        given += [info_in, arguments]
+        passed_fds += [info_in, arguments]
         argv = ["bwrap", "--info-fd", "3", "--args", "4"]
         if config["seccomp"]:  # for the idle program too, since it is a file of the image
             refused = os.memfd_create("seccomp", os.MFD_CLOEXEC)
             files.write_all(refused, base64.b64decode(config["seccomp"]))
             os.lseek(refused, 0, os.SEEK_SET)
-            given.append(refused)
+            passed_fds.append(refused)
             argv += ["--seccomp", "5"]
         argv += ["--", "cat"]
     # All source descriptors are above 4, and only the last target is 5: none is overwritten before it is used.
-    actions = [(os.POSIX_SPAWN_DUP2, fd, slot) for slot, fd in enumerate(given)]
+    actions = [(os.POSIX_SPAWN_DUP2, fd, slot) for slot, fd in enumerate(passed_fds)]
     idle = os.posix_spawn(config["program"], argv, config["env"], file_actions=actions, setsigdef=kernel.DEFAULTED)
-    for fd in {*given, info_in}:
+    for fd in {*passed_fds, info_in}:
         os.close(fd)
     if lifeline in select.select([echoed, lifeline], [], [])[0]:
         os._exit(1)
@@ -233,27 +233,27 @@ def run_inner(
 
 def innermost(root: int) -> int:
     """Returns the idle process: the one below `root` that is deepest in PID namespaces, and there the youngest."""
-    found: list[tuple[int, int, int]] = []
+    candidates: list[tuple[int, int, int]] = []
     for pid in kernel.below({root}, kernel.living()):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
             numbers = next(line for line in status if line.startswith("NSpid:")).split()[1:]
-            found.append((len(numbers), int(numbers[-1]), pid))
-    if not found:
+            candidates.append((len(numbers), int(numbers[-1]), pid))
+    if not candidates:
         raise OSError("it has no process inside")
-    return max(found)[2]
+    return max(candidates)[2]
 
 
 def environment(pid: int) -> dict[str, str]:
     """Returns the variables that the image sets, as Apptainer's start-up scripts left them."""
     with open(f"/proc/{pid}/environ", "rb") as file:
         words = file.read(1 << 20).split(b"\0")
-    return {os.fsdecode(key): os.fsdecode(value) for key, found, value in (w.partition(b"=") for w in words) if found}
+    return {os.fsdecode(key): os.fsdecode(value) for key, equals, value in (w.partition(b"=") for w in words) if equals}
 
 
 def shut(world: NamespacedSpace, shm_bytes: int) -> None:
     """Restricts what Apptainer leaves open: /proc and /dev are writable; /dev/shm, and the tmpfs of the file mounted as
     /etc/resolv.conf, may each take half of the memory; and /proc/keys lists the user's keys."""
-    said, said_in = os.pipe2(os.O_CLOEXEC)
+    error_out, error_in = os.pipe2(os.O_CLOEXEC)
     pid = world.fork_unseen()
     if pid == 0:
         try:
@@ -273,12 +273,12 @@ def shut(world: NamespacedSpace, shm_bytes: int) -> None:
             flags = kernel.MS_REMOUNT | kernel.MS_NOSUID | kernel.MS_NODEV
             kernel.mount("tmpfs", "/dev/shm", "tmpfs", flags, f"size={shm_bytes}")
         except OSError as error:
-            os.write(said_in, str(error).encode()[:500])
+            os.write(error_in, str(error).encode()[:500])
         finally:
             os._exit(0)
-    os.close(said_in)
+    os.close(error_in)
     os.waitpid(pid, 0)
-    trouble = os.read(said, 500).decode("utf-8", "replace")
-    os.close(said)
+    trouble = os.read(error_out, 500).decode("utf-8", "replace")
+    os.close(error_out)
     if trouble:
         raise OSError(f"restricting Apptainer's mounts failed: {trouble}")

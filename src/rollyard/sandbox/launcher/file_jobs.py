@@ -67,11 +67,11 @@ def open_regular(path: str) -> tuple[int, os.stat_result]:
         raise
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from None
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode):
-        return fd, found
+    file_stat = os.fstat(fd)
+    if stat.S_ISREG(file_stat.st_mode):
+        return fd, file_stat
     os.close(fd)
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(file_stat.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raise Refused(f"{path} is not a regular file")
 
@@ -117,19 +117,19 @@ def copy_folder(source: int, path: str) -> None:
     """Copies a host folder, given by a descriptor, to `path`: folders, files and links, and nothing else."""
     os.makedirs(path, exist_ok=True)
     for name in os.listdir(source):
-        found = os.stat(name, dir_fd=source, follow_symlinks=False)
+        file_stat = os.stat(name, dir_fd=source, follow_symlinks=False)
         inner = os.path.join(path, name)
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(file_stat.st_mode):
             if os.path.lexists(inner):
                 os.unlink(inner)
             os.symlink(os.readlink(name, dir_fd=source), inner)
-        elif stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode):
+        elif stat.S_ISDIR(file_stat.st_mode) or stat.S_ISREG(file_stat.st_mode):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=source)
             try:
-                if stat.S_ISDIR(found.st_mode):
+                if stat.S_ISDIR(file_stat.st_mode):
                     copy_folder(fd, inner)
                 else:
-                    create(inner, stat.S_IMODE(found.st_mode) & 0o777, fd)
+                    create(inner, stat.S_IMODE(file_stat.st_mode) & 0o777, fd)
             finally:
                 os.close(fd)
     os.chmod(path, stat.S_IMODE(os.fstat(source).st_mode) & 0o777 | 0o700)
@@ -149,14 +149,14 @@ def pack_folder(folder: str, archive: tarfile.TarFile) -> None:
 
     Processes of the sandbox may change it meanwhile: files that vanish are left out, unreadable ones raise Refused.
     """
-    left = [("", entry) for entry in listed(folder)]  # a stack: folders can be nested deeper than calls
-    while left:
-        above, entry = left.pop()
+    pending = [("", entry) for entry in listed(folder)]  # a stack: folders can be nested deeper than calls
+    while pending:
+        above, entry = pending.pop()
         name = f"{above}{entry.name}"
         try:
             is_folder = pack(entry, name, archive)
             if is_folder:
-                left += [(f"{name}/", inner) for inner in listed(entry.path)]
+                pending += [(f"{name}/", inner) for inner in listed(entry.path)]
         except FileNotFoundError:
             continue
 
@@ -164,9 +164,9 @@ def pack_folder(folder: str, archive: tarfile.TarFile) -> None:
 def pack(entry: os.DirEntry[str], name: str, archive: tarfile.TarFile) -> bool:
     """Adds one entry. Returns whether it is a folder, whose contents are packed next."""
     info = tarfile.TarInfo(name)
-    found = entry.stat(follow_symlinks=False)
-    info.mode = stat.S_IMODE(found.st_mode)
-    info.mtime = max(0, min(int(found.st_mtime), LATEST))
+    file_stat = entry.stat(follow_symlinks=False)
+    info.mode = stat.S_IMODE(file_stat.st_mode)
+    info.mtime = max(0, min(int(file_stat.st_mtime), LATEST))
     if entry.is_symlink():
         info.type, info.linkname = tarfile.SYMTYPE, os.readlink(entry.path)
         archive.addfile(info)
@@ -175,8 +175,8 @@ def pack(entry: os.DirEntry[str], name: str, archive: tarfile.TarFile) -> bool:
         archive.addfile(info)
         return True
     elif entry.is_file(follow_symlinks=False):
-        fd, found = open_regular(entry.path)
-        info.size = found.st_size
+        fd, file_stat = open_regular(entry.path)
+        info.size = file_stat.st_size
         with open(fd, "rb") as file:
             try:
                 archive.addfile(info, file)
@@ -186,9 +186,9 @@ def pack(entry: os.DirEntry[str], name: str, archive: tarfile.TarFile) -> bool:
 
 
 def do_read(request: Message, fds: list[int]) -> Message:
-    source, found = open_regular(request["path"])
-    if found.st_size > request["limit"]:  # refuses a sparse terabyte before reading it
-        raise Refused(f"{request['path']} has {found.st_size} bytes, more than {request['limit']}")
+    source, file_stat = open_regular(request["path"])
+    if file_stat.st_size > request["limit"]:  # refuses a sparse terabyte before reading it
+        raise Refused(f"{request['path']} has {file_stat.st_size} bytes, more than {request['limit']}")
     copy(source, Bounded(fds[0], request["limit"]).write)
     return {}
 
@@ -199,18 +199,18 @@ def do_write(request: Message, fds: list[int]) -> Message:
 
 
 def do_upload(request: Message, fds: list[int]) -> Message:
-    found = os.fstat(fds[0])
-    if stat.S_ISDIR(found.st_mode):
+    file_stat = os.fstat(fds[0])
+    if stat.S_ISDIR(file_stat.st_mode):
         copy_folder(fds[0], request["path"])
     else:
-        create(request["path"], stat.S_IMODE(found.st_mode) & 0o777, fds[0])
+        create(request["path"], stat.S_IMODE(file_stat.st_mode) & 0o777, fds[0])
     return {}
 
 
 def do_download(request: Message, fds: list[int]) -> Message:
     bounded = Bounded(fds[0], request["limit"])
     try:
-        source, found = open_regular(request["path"])
+        source, file_stat = open_regular(request["path"])
     except IsADirectoryError:
         with tarfile.open(fileobj=bounded, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
             try:
@@ -218,8 +218,8 @@ def do_download(request: Message, fds: list[int]) -> Message:
             except OSError as error:
                 raise Refused(f"{request['path']}: {error.strerror}") from None
         return {"kind": "tar"}
-    if found.st_size > request["limit"]:
-        raise Refused(f"{request['path']} has {found.st_size} bytes, more than {request['limit']}")
+    if file_stat.st_size > request["limit"]:
+        raise Refused(f"{request['path']} has {file_stat.st_size} bytes, more than {request['limit']}")
     copy(source, bounded.write)
     return {"kind": "file"}
 

@@ -19,7 +19,7 @@ from rollyard.sandbox.launcher.message_socket import Message, MessageSocket, end
 
 log = logging.getLogger("rollyard.sandbox")
 
-_ENV_KEPT = ("LD_LIBRARY_PATH",)  # some Pythons need it to start; it does not reach a sandbox
+_ENV_PASSED = ("LD_LIBRARY_PATH",)  # some Pythons need it to start; it does not reach a sandbox
 
 
 class ForkServerClient:
@@ -40,20 +40,20 @@ class ForkServerClient:
         self._wire.post(message, fds)
 
     def _open(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            argv = [sys.executable, "-I", "-S", program.__file__, str(theirs.fileno()), self._kind]
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
+            argv = [sys.executable, "-I", "-S", program.__file__, str(child_end.fileno()), self._kind]
             # Without preexec_fn and cwd, Popen uses vfork, which does not copy the service's page tables.
             self._process = subprocess.Popen(
                 argv,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={key: os.environ[key] for key in _ENV_KEPT if key in os.environ},
+                env={key: os.environ[key] for key in _ENV_PASSED if key in os.environ},
                 start_new_session=True,
             )
-        self._wire = MessageSocket(ours, self._on_message)
+        self._wire = MessageSocket(own_end, self._on_message)
 
     def _on_message(self, message: Message | None, fds: list[int]) -> None:
         if message is None and self._process is not None:  # it ended; the next `post` starts another

@@ -20,7 +20,7 @@ def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
     If an ancestor of a path is not a plain folder (a link, a whiteout, a file), or hides everything below it, that
     ancestor is returned.
     """
-    found: list[Path] = []
+    entries: list[Path] = []
     for path in paths:
         here = upper
         for name in Path(path).parts[1:]:
@@ -30,12 +30,12 @@ def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
             except FileNotFoundError:
                 break
             if not is_folder or _hides(here):
-                found.append(here)
+                entries.append(here)
                 break
         else:
             if here != upper:
-                found.append(here)
-    return [path for path in dict.fromkeys(found) if not any(other in path.parents for other in found)]
+                entries.append(here)
+    return [path for path in dict.fromkeys(entries) if not any(other in path.parents for other in entries)]
 
 
 def _looked_at(path: Path) -> os.stat_result:

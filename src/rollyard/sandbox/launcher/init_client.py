@@ -61,12 +61,12 @@ class InitClient:
         it."""
         self._outside_statuses = outside_statuses
         self._loop = asyncio.get_running_loop()
-        ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_socket, self._remote_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._lifeline_out, self._lifeline = os.pipe2(os.O_CLOEXEC)
         except OSError:
-            ours.close()
-            self._theirs.close()
+            own_socket.close()
+            self._remote_socket.close()
             raise
         self._jobs: dict[int, InitRequest] = {}
         self._numbers = itertools.count(1)
@@ -80,15 +80,15 @@ class InitClient:
         self.count_refused_forks: Callable[[], int] = lambda: 0  # the same
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[SandboxEnd] = self._loop.create_future()
-        self._wire = MessageSocket(ours, self._on_message)
+        self._wire = MessageSocket(own_socket, self._on_message)
 
     @property
     def remote_fds(self) -> tuple[int, int]:
-        return self._theirs.fileno(), self._lifeline_out
+        return self._remote_socket.fileno(), self._lifeline_out
 
     def sent(self) -> None:
         """Closes the descriptors that the launcher now has copies of, so that EOF means that the sandbox ended."""
-        self._theirs.close()
+        self._remote_socket.close()
         os.close(self._lifeline_out)
 
     @property
@@ -147,7 +147,7 @@ class InitClient:
     def _on_message(self, message: Message | None, fds: list[int]) -> None:
         if message is None:
             if self._pidfd < 0:
-                self._on_gone()
+                self._on_ended()
             return
         match message.get("event"):
             case "born" if not fds:  # the kernel drops descriptors beyond this process's limit
@@ -155,7 +155,7 @@ class InitClient:
             case "born":
                 self._pidfd = fds.pop()
                 self.pid = message["pid"] or pid_of(self._pidfd)
-                self._loop.add_reader(self._pidfd, self._on_gone)
+                self._loop.add_reader(self._pidfd, self._on_ended)
                 if self._end is not None:
                     self.finish(self._end, by_signal=bool(message["pid"]))
             case "doorway" | "egress" if not fds:
@@ -221,7 +221,7 @@ class InitClient:
             self.ready.set_exception(error)
             self.ready.exception()
 
-    def _on_gone(self) -> None:
+    def _on_ended(self) -> None:
         """Handles the proven end. Earlier messages of the init process are still in the socket."""
         if self._pidfd >= 0:
             self._close_pidfd()
@@ -240,12 +240,12 @@ class InitClient:
         self._jobs.clear()
 
 
-def image_env(found: Mapping[str, str]) -> dict[str, str]:
+def image_env(reported: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that the image sets, without those of its runtime and of that one process."""
     own = {"PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "_", "HOSTNAME", "container"}
     env = {
         key: value
-        for key, value in found.items()
+        for key, value in reported.items()
         if key not in own and not key.startswith(("APPTAINER_", "SINGULARITY_"))
     }
     libraries = [path for path in env.pop("LD_LIBRARY_PATH", "").split(":") if path and path != "/.singularity.d/libs"]

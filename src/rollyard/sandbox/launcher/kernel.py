@@ -141,8 +141,8 @@ def refuse_calls(program: bytes) -> None:
     """Installs a seccomp filter (see `seccomp.py`) permanently. Needs no_new_privs."""
     code = ctypes.create_string_buffer(program, len(program))
     filters = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    held = ctypes.create_string_buffer(filters, len(filters))
-    prctl(PR_SET_SECCOMP, 2, ctypes.addressof(held))
+    fprog = ctypes.create_string_buffer(filters, len(filters))
+    prctl(PR_SET_SECCOMP, 2, ctypes.addressof(fprog))
 
 
 def write_file(path: str, text: str) -> None:
@@ -217,23 +217,23 @@ def reaped(wake: int) -> Iterator[tuple[int, int]]:
 
 def living() -> dict[int, tuple[int, str]]:
     """Returns pid → (parent, start time) of every visible process that is not a zombie."""
-    found = {}
+    processes = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
                 if fields[0] not in b"ZX":
-                    found[int(name)] = (int(fields[1]), fields[19].decode())
-    return found
+                    processes[int(name)] = (int(fields[1]), fields[19].decode())
+    return processes
 
 
 def below(roots: set[int], processes: dict[int, tuple[int, str]]) -> set[int]:
-    found: set[int] = set()
+    descendants: set[int] = set()
     level = set(roots)
     while level:
-        level = {pid for pid, (parent, _) in processes.items() if parent in level} - found - roots
-        found |= level
-    return found
+        level = {pid for pid, (parent, _) in processes.items() if parent in level} - descendants - roots
+        descendants |= level
+    return descendants
 
 
 def kill_below(root: int, spare: set[int] | None = None) -> None:

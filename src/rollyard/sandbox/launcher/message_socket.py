@@ -164,7 +164,7 @@ class PipeWriter:
 
     def __init__(self, data: bytes) -> None:
         self._loop = asyncio.get_running_loop()
-        self._rest = memoryview(data)
+        self._unsent = memoryview(data)
         self.reader, self._fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._fd, False)
         self._write()
@@ -178,8 +178,8 @@ class PipeWriter:
 
     def _write(self) -> None:
         try:
-            while self._rest:
-                self._rest = self._rest[os.write(self._fd, self._rest[:_READ_BYTES]) :]
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._fd, self._unsent[:_READ_BYTES]) :]
         except BlockingIOError:
             return
         except BrokenPipeError:

@@ -101,11 +101,11 @@ def remove_small(path: str, depth: int = 0) -> None:
 GROUP_MS = 50
 
 
-def make_group(wanted: Message | None, fds: list[int]) -> list[int]:
+def make_group(cgroup: Message | None, fds: list[int]) -> list[int]:
     """Creates the sandbox's cgroup and returns descriptors: of its folder, to start in (v2), or of its tasks files, to
     enter (v1). They are added to `fds`, which the fork server closes."""
     opened: list[int] = []
-    for folder, settings in wanted["make"] if wanted else ():
+    for folder, settings in cgroup["make"] if cgroup else ():
         os.mkdir(folder)
         for file, value, is_optional in settings:
             try:
@@ -113,7 +113,7 @@ def make_group(wanted: Message | None, fds: list[int]) -> list[int]:
             except (FileNotFoundError, PermissionError):  # EPERM: the file does not exist and cannot be created there
                 if not is_optional:
                     raise
-        is_v2 = wanted is not None and wanted["is_v2"]
+        is_v2 = cgroup is not None and cgroup["is_v2"]
         path, flags = (folder, os.O_RDONLY | os.O_DIRECTORY) if is_v2 else (f"{folder}/tasks", os.O_WRONLY)
         opened.append(os.open(path, flags | os.O_CLOEXEC))
         fds.append(opened[-1])
@@ -162,7 +162,7 @@ class ForkServer:
                     self.start(message, fds)
 
     def start(self, message: Message, fds: list[int]) -> None:
-        gate, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        gate, init_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         step, pid = "folders", 0
         try:
             for folder, mode in message["folders"]:
@@ -177,7 +177,7 @@ class ForkServer:
                 gate.close()
                 try:
                     message["tasks"] = [] if is_v2 else groups
-                    start(message, self.kind, [fds[0], fds[1], theirs.fileno()])
+                    start(message, self.kind, [fds[0], fds[1], init_end.fileno()])
                 finally:
                     os._exit(1)
             self.inits.add(pid)
@@ -188,7 +188,7 @@ class ForkServer:
                 kernel.send(ctl, {"event": "failed", "step": step, "detail": str(error)})
         finally:
             gate.close()
-            theirs.close()
+            init_end.close()
             for fd in fds:
                 os.close(fd)
 
@@ -215,12 +215,12 @@ class ForkServer:
             for tree in trees:
                 os.close(tree)
 
-    def trees(self, user_namespace: str, wanted: list[tuple[str, str, int]]) -> list[int]:
+    def trees(self, user_namespace: str, entries: list[tuple[str, str, int]]) -> list[int]:
         """Opens the trees for a sandbox that runs as another user, with an idmap that makes it their owner."""
         opened: list[int] = []
         mapping = os.open(user_namespace, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for _, path, mode in wanted:
+            for _, path, mode in entries:
                 opened.append(tree := kernel.open_tree(path))
                 try:
                     if mode:
@@ -259,7 +259,7 @@ def step_of(name: str) -> Any:
         raise
 
 
-def keep_container(path: str) -> NoReturn:
+def serve_container(path: str) -> NoReturn:
     """Serves a container as its PID 1. Receives its descriptors from the service's socket at `path`."""
     kernel.reset_signals()  # PID 1 ignores signals without a handler, and Python has one for SIGINT
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -290,7 +290,7 @@ def keep_container(path: str) -> NoReturn:
 
 def main() -> NoReturn:
     if sys.argv[2] == "container":
-        keep_container(sys.argv[1])
+        serve_container(sys.argv[1])
     sock, kind = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     sock.set_inheritable(False)
     os.chdir("/")  # the sandboxes' users may not have access to the service's folder, and Apptainer would enter it

@@ -30,7 +30,7 @@ else:
     import kernel
     from kernel import Message
 
-OURS = frozenset((errno.EAGAIN, errno.EIO, errno.ENFILE, errno.ENODEV, errno.ENOMEM, errno.ESTALE))
+INFRASTRUCTURE_ERRNOS = frozenset((errno.EAGAIN, errno.EIO, errno.ENFILE, errno.ENODEV, errno.ENOMEM, errno.ESTALE))
 """Errors of exec that are caused by the machine, not by the program."""
 
 JOB_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -236,7 +236,7 @@ class SandboxInit:
             env = {os.fsencode(key): os.fsencode(value) for key, value in request["env"].items()}
             run_program(request["argv"], env)
         except OSError as error:
-            if error.errno in OURS:
+            if error.errno in INFRASTRUCTURE_ERRNOS:
                 self.give_up(request, f"{what}: {error}", error)
             files.write_all(2, os.fsencode(f"{what}: {error.strerror}\n"))
         finally:

@@ -36,7 +36,7 @@ def own_folders(proc: str, pid: str = "self") -> dict[str, tuple[str, str]]:
         elif kind == "cgroup":
             for option in options.split(","):
                 mounted.setdefault(option, (fields[4], fields[3]))
-    found: dict[str, tuple[str, str]] = {}
+    groups: dict[str, tuple[str, str]] = {}
     for line in read(f"{proc}/{pid}/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
@@ -45,8 +45,8 @@ def own_folders(proc: str, pid: str = "self") -> dict[str, tuple[str, str]]:
             at, root = mounted[name]
             inside = os.path.relpath(path, root)
             if not inside.startswith(".."):  # else it is outside this container's view
-                found[name] = (os.path.normpath(os.path.join(at, inside)), at)
-    return found
+                groups[name] = (os.path.normpath(os.path.join(at, inside)), at)
+    return groups
 
 
 def settings(controller: str, value: float, is_v2: bool) -> Iterator[tuple[str, str]]:
@@ -69,14 +69,14 @@ def kill_members(folder: str) -> None:
     """Kills the members by pidfd, and only those that are still members once the pidfd is open: a PID may have been
     reused."""
     for _ in range(100):
-        held = {}
+        pidfds = {}
         for pid in members(folder):
             with contextlib.suppress(OSError):
-                held[pid] = os.pidfd_open(pid)
-        if not held:
+                pidfds[pid] = os.pidfd_open(pid)
+        if not pidfds:
             return
         still = set(members(folder))
-        for pid, pidfd in held.items():
+        for pid, pidfd in pidfds.items():
             with contextlib.suppress(OSError):
                 if pid in still:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -100,7 +100,7 @@ def rmdir(folder: str, bound_s: float) -> bool:
         pause_s = min(2 * pause_s, 0.05)
 
 
-def is_ours(pid: int) -> bool:
+def is_own_process(pid: int) -> bool:
     """Whether it is this process or a descendant."""
     for _ in range(64):
         if pid == os.getpid():
@@ -119,18 +119,18 @@ def members(folder: str) -> list[int]:
 def folders_named(mount: str, name: str) -> list[str]:
     """Returns all groups of that name below `mount`, breadth first: in a tree that is too large, only deep ones are
     missed."""
-    found, ahead = list[str](), deque([mount])
+    matches, ahead = list[str](), deque([mount])
     for _ in range(MAX_WALKED):
         if not ahead:
-            return found
+            return matches
         folder = ahead.popleft()
         for entry in folders_in(folder):
-            (found if entry == name else ahead).append(os.path.join(folder, entry))
+            (matches if entry == name else ahead).append(os.path.join(folder, entry))
     log.warning(
         "too many control groups to search all of them; groups of an earlier process may be left among the rest",
         extra={"mount": mount, "looked_at": MAX_WALKED, "group": name},
     )
-    return found
+    return matches
 
 
 def folders_in(folder: str) -> list[str]:

@@ -118,8 +118,8 @@ class Group:
 
     def remove(self, bound_s: float = 1.0) -> bool:
         """Removes the group. Returns False if it still has processes after `bound_s`. Kills nothing."""
-        left = [folder for folder in self._unique if not files.rmdir(folder, bound_s)]  # tries each
-        return not left
+        remaining = [folder for folder in self._unique if not files.rmdir(folder, bound_s)]  # tries each
+        return not remaining
 
 
 class Cgroups:
@@ -140,13 +140,13 @@ class Cgroups:
         steps: list[Callable[[str], Cgroups | None]] = [find_v2, _find_by_systemd, _find_v1]
         for step in steps:
             with contextlib.suppress(OSError):
-                if (found := step(mark)) is None:
+                if (cgroups := step(mark)) is None:
                     continue
-                if {"memory", "processes"} <= found.enforces:
+                if {"memory", "processes"} <= cgroups.enforces:
                     if partial:
                         partial.close()
-                    return found
-                partial = partial or found
+                    return cgroups
+                partial = partial or cgroups
         return partial
 
     def plan(
@@ -156,31 +156,31 @@ class Cgroups:
 
         None is no limit. A limit that is not in `enforces` is left out: the caller reports it.
         """
-        wanted = {"memory": memory_bytes, "pids": processes, "cpu": cpus}
+        limits = {"memory": memory_bytes, "pids": processes, "cpu": cpus}
         folders = {
             controller: os.path.join(root, name)
             for controller, root in self._roots.items()
-            if wanted[controller] is not None
+            if limits[controller] is not None
         }
         group = Group(folders, is_v2=self.means != "cgroup v1")
         work: dict[str, list[tuple[str, str, bool]]] = {folder: [] for folder in folders.values()}
         for controller, folder in folders.items():
-            settings = files.settings(controller, wanted[controller] or 0, group.is_v2)
+            settings = files.settings(controller, limits[controller] or 0, group.is_v2)
             work[folder] += [(file, value, file in files.SWAP) for file, value in settings]
         return group, list(work.items())
 
     def make(self, name: str, memory_bytes: int | None, processes: int | None, cpus: float | None) -> Group:
         """Makes a new, empty group. Raises OSError, and leaves nothing, if the kernel refuses one of its limits."""
         group, work = self.plan(name, memory_bytes, processes, cpus)
-        made: list[str] = []
+        created: list[str] = []
         try:
             for folder, settings in work:
                 os.mkdir(folder)
-                made.append(folder)
+                created.append(folder)
                 for file, value, is_optional in settings:
                     files.write(os.path.join(folder, file), value, is_optional=is_optional)
         except OSError:
-            for folder in made:
+            for folder in created:
                 files.rmdir(folder, 0.0)
             raise
         return group
@@ -197,16 +197,16 @@ class Cgroups:
     def sweep(self) -> int:
         """Ends and removes the groups that an earlier process with this mark left. Call it before the first `make`."""
         roots = dict.fromkeys(self._roots.values())  # the current roots first: no tree is too large to include them
-        roots |= dict.fromkeys(ours for mount in self._mounts for ours in files.folders_named(mount, self._name))
-        left = [os.path.join(ours, entry) for ours in roots for entry in files.folders_in(ours)]
-        for folder in left:
+        roots |= dict.fromkeys(root for mount in self._mounts for root in files.folders_named(mount, self._name))
+        leftovers = [os.path.join(root, entry) for root in roots for entry in files.folders_in(root)]
+        for folder in leftovers:
             group = Group({"any": folder}, is_v2=self.means != "cgroup v1")
             group.kill()
             group.remove()
-        for ours in roots:
-            if ours not in self._roots.values():
-                files.rmdir(ours, 0.0)
-        return len(left)
+        for root in roots:
+            if root not in self._roots.values():
+                files.rmdir(root, 0.0)
+        return len(leftovers)
 
     def close(self) -> None:
         """Removes the folder of all groups, if it is empty."""
@@ -217,10 +217,10 @@ class Cgroups:
 def group_of(pid: int) -> Group:
     """Returns the group into which another program, such as a container engine, put a process; without folders if it is
     this process's own group."""
-    ours, theirs = files.own_folders("/proc"), files.own_folders("/proc", str(pid))
-    is_v2 = "memory" not in theirs
-    folders = {key: theirs.get("" if is_v2 else key) for key in ("memory", "pids")}
-    shared = {ours.get(key) for key in ours}
+    own_groups, process_groups = files.own_folders("/proc"), files.own_folders("/proc", str(pid))
+    is_v2 = "memory" not in process_groups
+    folders = {key: process_groups.get("" if is_v2 else key) for key in ("memory", "pids")}
+    shared = {own_groups.get(key) for key in own_groups}
     return Group({key: at[0] for key, at in folders.items() if at is not None and at not in shared}, is_v2)
 
 
@@ -235,20 +235,20 @@ def find_v2(mark: str, *, means: Means = "cgroup v2", proc: str = "/proc") -> Cg
     base, mount = at
     if os.path.basename(base) == LEAF:  # another runtime of this process has moved it already
         base = os.path.dirname(base)
-    wanted = set(_CONTROLLERS.values()) & set(files.read(os.path.join(base, "cgroup.controllers")).split())
-    if not wanted or not os.access(os.path.join(base, "cgroup.procs"), os.W_OK):
+    available = set(_CONTROLLERS.values()) & set(files.read(os.path.join(base, "cgroup.controllers")).split())
+    if not available or not os.access(os.path.join(base, "cgroup.procs"), os.W_OK):
         return None
-    given = _give_down(base, wanted)
-    if given != wanted:
-        given = _move_aside_and_give(base, wanted)
-    if not {"memory", "pids"} <= given and (above := _above(base, mount)) is not None:
-        base, given = above
-    if not given:
+    delegated = _delegate(base, available)
+    if delegated != available:
+        delegated = _move_to_leaf_and_delegate(base, available)
+    if not {"memory", "pids"} <= delegated and (above := _above(base, mount)) is not None:
+        base, delegated = above
+    if not delegated:
         return None
     root = os.path.join(base, f"rollyard-{mark}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(root)
-    controllers = _give_down(root, given)
+    controllers = _delegate(root, delegated)
     return _probed(Cgroups(means, mark, {name: root for name in _CONTROLLERS.values() if name in controllers}, [mount]))
 
 
@@ -259,13 +259,13 @@ def _above(base: str, mount: str) -> tuple[str, set[str]] | None:
     """
     while base != mount and len(base) > len(mount):
         base = os.path.dirname(base)
-        given = set(_CONTROLLERS.values()) & set(files.read(os.path.join(base, "cgroup.subtree_control")).split())
-        if {"memory", "pids"} <= given and os.access(os.path.join(base, "cgroup.procs"), os.W_OK):
-            return base, given
+        delegated = set(_CONTROLLERS.values()) & set(files.read(os.path.join(base, "cgroup.subtree_control")).split())
+        if {"memory", "pids"} <= delegated and os.access(os.path.join(base, "cgroup.procs"), os.W_OK):
+            return base, delegated
     return None
 
 
-def _give_down(folder: str, controllers: set[str]) -> set[str]:
+def _delegate(folder: str, controllers: set[str]) -> set[str]:
     """Enables these controllers for groups below `folder`. Returns those that are then enabled."""
     path = os.path.join(folder, "cgroup.subtree_control")
     for controller in controllers - set(files.read(path).split()):
@@ -274,24 +274,24 @@ def _give_down(folder: str, controllers: set[str]) -> set[str]:
     return controllers & set(files.read(path).split())
 
 
-def _move_aside_and_give(base: str, controllers: set[str]) -> set[str]:
+def _move_to_leaf_and_delegate(base: str, controllers: set[str]) -> set[str]:
     """Moves this process and its descendants into a leaf, since a v2 group with processes cannot give controllers. If
     no controller can be given, because other processes remain, moves them back."""
     leaf, moved = os.path.join(base, LEAF), list[int]()
     with contextlib.suppress(FileExistsError):
         os.mkdir(leaf)
     for pid in files.members(base):
-        if files.is_ours(pid):
+        if files.is_own_process(pid):
             with contextlib.suppress(ProcessLookupError):
                 files.write(os.path.join(leaf, "cgroup.procs"), str(pid))
                 moved.append(pid)
-    given = _give_down(base, controllers)
-    if not given:
+    delegated = _delegate(base, controllers)
+    if not delegated:
         for pid in moved:
             with contextlib.suppress(OSError):
                 files.write(os.path.join(base, "cgroup.procs"), str(pid))
         files.rmdir(leaf, 0.1)
-    return given
+    return delegated
 
 
 def _find_by_systemd(mark: str) -> Cgroups | None:

@@ -54,7 +54,7 @@ class DiskWalk:
         self.used_bytes = self.used_files = 0
         self.is_done = False
         self.over = ""  # the limit that is exceeded: "disk" or "files"
-        self._remembered = self._held = 0
+        self._remembered = self._forbidden_count = 0
         self._linked: set[_Key] = set()
         self._steps = self._all(folders)
 
@@ -62,7 +62,7 @@ class DiskWalk:
         """Runs until that time of `time.monotonic`, or to the end."""
         while not self.is_done:
             for _ in range(64):  # entries between two reads of the clock
-                is_attack = self._remembered > MAX_REMEMBERED or self._held > MAX_FORBIDDEN
+                is_attack = self._remembered > MAX_REMEMBERED or self._forbidden_count > MAX_FORBIDDEN
                 if is_attack or self.used_bytes > self._most_bytes:
                     self.over, self.is_done = "disk", True
                 elif self.used_files > self._most_files:
@@ -97,19 +97,19 @@ class DiskWalk:
                         if len(above) >= MAX_OPEN and here.forbidden is None:
                             here.close()
                         above.append(here)
-                        self._held += here.forbidden is not None
+                        self._forbidden_count += here.forbidden is not None
                         here = inner
                         yield from self._list(here)
                 elif above:
                     outer = above.pop()
-                    self._held -= outer.forbidden is not None
+                    self._forbidden_count -= outer.forbidden is not None
                     if outer.fd < 0:
                         outer.reopen(here.fd)
                     here.close()
                     while outer.fd < 0:  # moved meanwhile: continue with the last one that is still open
                         self._remembered -= len(outer.waiting)
                         outer = above.pop()
-                        self._held -= outer.forbidden is not None
+                        self._forbidden_count -= outer.forbidden is not None
                     here = outer
                 else:
                     return
@@ -134,18 +134,18 @@ class DiskWalk:
         except OSError:
             return  # removed meanwhile
 
-    def _count(self, found: os.stat_result) -> None:
-        if found.st_nlink > 1 and not stat.S_ISDIR(found.st_mode):
-            if _key(found) in self._linked:
+    def _count(self, file_stat: os.stat_result) -> None:
+        if file_stat.st_nlink > 1 and not stat.S_ISDIR(file_stat.st_mode):
+            if _key(file_stat) in self._linked:
                 return
-            self._linked.add(_key(found))
+            self._linked.add(_key(file_stat))
             self._remembered += 1
-        self.used_bytes += found.st_blocks * BLOCK
+        self.used_bytes += file_stat.st_blocks * BLOCK
         self.used_files += 1
 
     def _deleted(self) -> Generator[None, None, None]:
         """Counts deleted files that a process still holds open."""
-        held: set[_Key] = set()
+        counted: set[_Key] = set()
         for pid in self._tree():
             try:
                 names = os.listdir(f"/proc/{pid}/fd")
@@ -154,14 +154,14 @@ class DiskWalk:
             memory: set[int] | None = None
             for name in names:
                 try:
-                    found = os.stat(f"/proc/{pid}/fd/{name}")
+                    file_stat = os.stat(f"/proc/{pid}/fd/{name}")
                 except OSError:
                     continue
-                if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 and _key(found) not in held:
+                if stat.S_ISREG(file_stat.st_mode) and file_stat.st_nlink == 0 and _key(file_stat) not in counted:
                     memory = self._not_disk(pid) if memory is None else memory
-                    held.add(_key(found))
-                    if found.st_dev not in memory:
-                        self.used_bytes += found.st_blocks * BLOCK
+                    counted.add(_key(file_stat))
+                    if file_stat.st_dev not in memory:
+                        self.used_bytes += file_stat.st_blocks * BLOCK
                         self.used_files += 1
                 yield
 
@@ -172,8 +172,8 @@ class WalkedFolder:
     `forbidden` is its original mode, if that denied the owner, the current user, access. `close` restores it.
     """
 
-    def __init__(self, fd: int, found: os.stat_result, forbidden: int | None) -> None:
-        self.fd, self.key, self.forbidden = fd, _key(found), forbidden
+    def __init__(self, fd: int, file_stat: os.stat_result, forbidden: int | None) -> None:
+        self.fd, self.key, self.forbidden = fd, _key(file_stat), forbidden
         self.waiting: list[str] = []
 
     @classmethod
@@ -182,11 +182,11 @@ class WalkedFolder:
         fd, forbidden, needed = -1, None, stat.S_IRUSR | stat.S_IXUSR
         try:
             fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
-            found, path = os.fstat(fd), f"/proc/self/fd/{fd}"  # stays this folder, whatever is renamed
-            if found.st_mode & needed != needed and found.st_uid == os.geteuid() != 0:
-                forbidden = stat.S_IMODE(found.st_mode)
+            file_stat, path = os.fstat(fd), f"/proc/self/fd/{fd}"  # stays this folder, whatever is renamed
+            if file_stat.st_mode & needed != needed and file_stat.st_uid == os.geteuid() != 0:
+                forbidden = stat.S_IMODE(file_stat.st_mode)
                 os.chmod(path, forbidden | needed)
-            return cls(os.open(path, _FOLDER), found, forbidden)
+            return cls(os.open(path, _FOLDER), file_stat, forbidden)
         except OSError:
             return None
         finally:
@@ -212,5 +212,5 @@ class WalkedFolder:
         self.fd = -1
 
 
-def _key(found: os.stat_result) -> _Key:
-    return found.st_dev, found.st_ino
+def _key(file_stat: os.stat_result) -> _Key:
+    return file_stat.st_dev, file_stat.st_ino

@@ -100,7 +100,7 @@ class Limiter:
     def is_memory_watched(self) -> bool:
         return not self._by_cgroup("memory")
 
-    def wanted(self, limits: SandboxLimits) -> SandboxLimits:
+    def effective_limits(self, limits: SandboxLimits) -> SandboxLimits:
         """Returns the task's limits, with defaults for those that it does not set."""
         names = ("memory_bytes", "processes", "disk_bytes", "open_files", "cpus", "files")
         chosen = {name: getattr(limits, name) or getattr(self._defaults, name) for name in names}
@@ -108,36 +108,36 @@ class Limiter:
 
     def rlimits(self, limits: SandboxLimits) -> tuple[dict[str, int], dict[str, str]]:
         """Returns the rlimits of each command, and the mechanism of every limit."""
-        wanted = self.wanted(limits)
+        effective = self.effective_limits(limits)
         means = self._cgroups.means if self._cgroups is not None else ""
-        found = {"RLIMIT_CORE": 0}
+        rlimits = {"RLIMIT_CORE": 0}
         names = ("memory", "processes", "cpus", "disk", "files", "open_files")
         in_force: dict[str, str] = dict.fromkeys(names, "none")
-        if wanted.open_files is not None:
-            found["RLIMIT_NOFILE"] = wanted.open_files
+        if effective.open_files is not None:
+            rlimits["RLIMIT_NOFILE"] = effective.open_files
             in_force["open_files"] = "rlimit"
-        if wanted.memory_bytes is not None:
+        if effective.memory_bytes is not None:
             in_force["memory"] = means if self._by_cgroup("memory") else "watchdog"
-        if wanted.processes is not None:
-            found["RLIMIT_NPROC"] = wanted.processes
+        if effective.processes is not None:
+            rlimits["RLIMIT_NPROC"] = effective.processes
             in_force["processes"] = means if self._by_cgroup("processes") else "rlimit"
-        if wanted.cpus is not None and self._by_cgroup("cpus"):
+        if effective.cpus is not None and self._by_cgroup("cpus"):
             in_force["cpus"] = means
-        if wanted.disk_bytes is not None:
+        if effective.disk_bytes is not None:
             in_force["disk"] = "watchdog"
-        if wanted.files is not None:
+        if effective.files is not None:
             in_force["files"] = "watchdog"
-        return found, in_force
+        return rlimits, in_force
 
     def describe(self) -> dict[str, str]:
         """For `doctor`: "ok" if the kernel enforces the limit, else what happens instead and how to fix it."""
-        mend = (
+        remedy = (
             "give the service its own cgroup (systemd: Delegate=yes, or systemd-run --user --scope -p"
             " Delegate=yes rollyard serve)"
         )
         return {
-            "memory limit": "ok" if self._by_cgroup("memory") else f"watched, not enforced by the kernel; {mend}",
-            "cpu limit": "ok" if self._by_cgroup("cpus") else f"not enforced; {mend}",
+            "memory limit": "ok" if self._by_cgroup("memory") else f"watched, not enforced by the kernel; {remedy}",
+            "cpu limit": "ok" if self._by_cgroup("cpus") else f"not enforced; {remedy}",
         }
 
     # --- for each sandbox ---
@@ -146,8 +146,8 @@ class Limiter:
         """Returns the launcher's instructions to make its cgroup, and the folders to remove when it has ended."""
         if self._cgroups is None:
             return None, []
-        wanted = self.wanted(limits)
-        group, work = self._cgroups.plan(name, wanted.memory_bytes, wanted.processes, wanted.cpus)
+        effective = self.effective_limits(limits)
+        group, work = self._cgroups.plan(name, effective.memory_bytes, effective.processes, effective.cpus)
         self._groups[name] = group
         return {"is_v2": group.is_v2, "make": work}, group.unique_folders
 
@@ -162,14 +162,14 @@ class Limiter:
     def _watch(self, name: str, pid: int, upper: Path, limits: SandboxLimits) -> None:
         assert self._monitor is not None
         self._waiting.pop(name, None)
-        wanted, group = self.wanted(limits), self._groups.get(name)
+        effective, group = self.effective_limits(limits), self._groups.get(name)
         self._monitor.watch(
             name,
             pid=pid,
-            memory_bytes=wanted.memory_bytes if self.is_memory_watched else None,
-            processes=None if self._by_cgroup("processes") else wanted.processes,
-            disk_bytes=wanted.disk_bytes,
-            files=wanted.files,
+            memory_bytes=effective.memory_bytes if self.is_memory_watched else None,
+            processes=None if self._by_cgroup("processes") else effective.processes,
+            disk_bytes=effective.disk_bytes,
+            files=effective.files,
             disk_folders=[upper],
             tmpfs_paths=[SHM] if self.is_memory_watched else [],
             event_files=group.event_files if group else [],
@@ -178,8 +178,10 @@ class Limiter:
     def watch_disk(self, name: str, pid: int, folder: Path, limits: SandboxLimits) -> None:
         """Monitors only disk and files, where another program, such as a container engine, enforces the rest."""
         assert self._monitor is not None
-        wanted = self.wanted(limits)
-        self._monitor.watch(name, pid=pid, disk_bytes=wanted.disk_bytes, files=wanted.files, disk_folders=[folder])
+        effective = self.effective_limits(limits)
+        self._monitor.watch(
+            name, pid=pid, disk_bytes=effective.disk_bytes, files=effective.files, disk_folders=[folder]
+        )
 
     def oom_kills(self, name: str) -> int:
         """How many processes the kernel has killed at the memory limit so far."""

@@ -25,7 +25,7 @@ log = logging.getLogger("rollyard.sandbox")
 AGAIN_S = 1.0
 """Time between two starts: a monitor that ends at once (no memory, no process left) is not restarted in a loop."""
 
-_ENV_KEPT = ("LD_LIBRARY_PATH",)  # some Pythons need it to start
+_ENV_PASSED = ("LD_LIBRARY_PATH",)  # some Pythons need it to start
 
 OnLimit = Callable[[str, str, str], None]
 OnOom = Callable[[str, int], None]
@@ -122,25 +122,25 @@ class MonitorClient:
         if self._is_closed:
             return
         self._started_at = time.monotonic()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            argv = [sys.executable, "-I", "-S", monitor_program.__file__, str(theirs.fileno())]
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
+            argv = [sys.executable, "-I", "-S", monitor_program.__file__, str(child_end.fileno())]
             try:
                 self._process = subprocess.Popen(
                     argv,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(child_end.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={key: os.environ[key] for key in _ENV_KEPT if key in os.environ},
+                    env={key: os.environ[key] for key in _ENV_PASSED if key in os.environ},
                     start_new_session=True,
                 )
             except OSError as error:
-                ours.close()
+                own_end.close()
                 log.warning("the resource monitor cannot be started", extra={"detail": str(error)})
                 self._open_later()
                 return
-        self._wire = MessageSocket(ours, self._on_message)
+        self._wire = MessageSocket(own_end, self._on_message)
         self._wire.post(self._reserves)
         for message in self._watched.values():
             self._wire.post(message)

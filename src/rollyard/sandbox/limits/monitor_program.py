@@ -136,7 +136,7 @@ class ResourceMonitor:
         }
         self.is_low = False
         self.machine_at = float("-inf")
-        self.seen: dict[int, usage.Process] | None = None
+        self.process_table: dict[int, usage.Process] | None = None
 
     def serve(self) -> NoReturn:
         poller = select.poll()
@@ -157,8 +157,8 @@ class ResourceMonitor:
         if message["op"] == "machine":
             self.reserves, self.is_low = message, message["is_low"]
             return
-        if gone := self.watched.pop(message["id"], None):
-            gone.close()
+        if previous := self.watched.pop(message["id"], None):
+            previous.close()
         if message["op"] == "watch":
             self.watched[message["id"]] = WatchedSandbox(message)
 
@@ -169,18 +169,18 @@ class ResourceMonitor:
         if not self.watched and not has_reserves:
             return None
         tick_s = TICK_S if len(self.watched) <= MANY else TICK_MANY_S
-        began, used = time.monotonic(), time.process_time()
-        self.seen = None
-        self.look_at_machine(began, bool(has_reserves))
+        started_at, used = time.monotonic(), time.process_time()
+        self.process_table = None
+        self.look_at_machine(started_at, bool(has_reserves))
         for watched in list(self.watched.values()):
-            self.look_at_events(watched, began)
-        self.look_at_trees(began)
+            self.look_at_events(watched, started_at)
+        self.look_at_trees(started_at)
         spent = time.process_time() - used
-        self.look_at_disks(began, max(LEAST_SLICE_S, SHARE * tick_s - spent))
+        self.look_at_disks(started_at, max(LEAST_SLICE_S, SHARE * tick_s - spent))
         spent = time.process_time() - used
-        return max(tick_s - (time.monotonic() - began), spent / SHARE, 0.01)
+        return max(tick_s - (time.monotonic() - started_at), spent / SHARE, 0.01)
 
-    def tell(self, watched: WatchedSandbox, limit: str, detail: str) -> None:
+    def report(self, watched: WatchedSandbox, limit: str, detail: str) -> None:
         kernel.send(self.sock, {"id": watched.id, "limit": limit, "detail": detail})
         self.watched.pop(watched.id).close()
 
@@ -195,9 +195,9 @@ class ResourceMonitor:
             return
         free, free_files = 0, 0
         with contextlib.suppress(OSError):
-            found = os.statvfs(self.reserves["disk_path"] or "/")
-            free = found.f_bavail * found.f_frsize
-            free_files = found.f_favail if found.f_files else 1 << 62  # Btrfs does not limit inodes
+            fs_stat = os.statvfs(self.reserves["disk_path"] or "/")
+            free = fs_stat.f_bavail * fs_stat.f_frsize
+            free_files = fs_stat.f_favail if fs_stat.f_files else 1 << 62  # Btrfs does not limit inodes
         factor = RECOVERED if self.is_low else 1.0
         is_low = available < factor * self.reserves["memory_reserve_bytes"]
         is_low = is_low or free < factor * self.reserves["disk_reserve_bytes"]
@@ -214,7 +214,7 @@ class ResourceMonitor:
                 if has_risen:
                     kernel.send(self.sock, {"id": watched.id, "event": "oom_kill", "count": file.count})
             elif watched.is_full_for_long(has_risen or file.is_full(), now):
-                self.tell(watched, "processes", f"at the limit for {SUSTAINED_S:g} s; {file.count} more were refused")
+                self.report(watched, "processes", f"at the limit for {SUSTAINED_S:g} s; {file.count} more were refused")
                 return
 
     def look_at_trees(self, now: float) -> None:
@@ -225,30 +225,30 @@ class ResourceMonitor:
             if watched.memory_bytes is not None or watched.processes is not None
         ]
         for watched, tree in self.trees_of(counted):
-            seen = self.seen or {}
+            process_table = self.process_table or {}
             if watched.memory_bytes is not None:
                 used = self.memory.of(
-                    tree, seen, self.tmpfs_bytes(watched, tree, now), watched.memory_bytes, self.has_swap
+                    tree, process_table, self.tmpfs_bytes(watched, tree, now), watched.memory_bytes, self.has_swap
                 )
                 if used > watched.memory_bytes:
-                    self.tell(watched, "memory", f"{used} of {watched.memory_bytes} bytes")
+                    self.report(watched, "memory", f"{used} of {watched.memory_bytes} bytes")
                     continue
             if watched.processes is not None:
-                count = sum(seen[pid].threads for pid in tree)
+                count = sum(process_table[pid].threads for pid in tree)
                 if watched.is_full_for_long(count >= watched.processes, now):
-                    self.tell(watched, "processes", f"{count} of {watched.processes} for {SUSTAINED_S:g} s")
+                    self.report(watched, "processes", f"{count} of {watched.processes} for {SUSTAINED_S:g} s")
 
     def trees_of(self, some: list[WatchedSandbox]) -> list[tuple[WatchedSandbox, list[int]]]:
         """Returns those whose init process is still the same process, with all its descendants."""
-        if some and self.seen is None:
-            self.seen = usage.processes()
-        seen = self.seen or {}
-        init_clients = {watched.pid: watched for watched in some if watched.pid in seen}
-        trees = usage.trees(init_clients, seen)
+        if some and self.process_table is None:
+            self.process_table = usage.processes()
+        process_table = self.process_table or {}
+        init_clients = {watched.pid: watched for watched in some if watched.pid in process_table}
+        trees = usage.trees(init_clients, process_table)
         return [
             (init_clients[pid], trees[pid])
             for pid in init_clients
-            if seen[pid].start_time == init_clients[pid].start_time
+            if process_table[pid].start_time == init_clients[pid].start_time
         ]
 
     def tmpfs_bytes(self, watched: WatchedSandbox, tree: list[int], now: float) -> int:
@@ -278,11 +278,11 @@ class ResourceMonitor:
                 watched.filled_at_walk = level
             watched.walk.go_on(until)
             if watched.walk.is_done:
-                done, watched.walk, watched.walked_at = watched.walk, None, now
-                if done.over == "files":
-                    self.tell(watched, "files", f"at least {done.used_files} of {watched.files} files")
-                elif done.over:
-                    self.tell(watched, "disk", f"at least {done.used_bytes} of {watched.disk_bytes} bytes")
+                walk, watched.walk, watched.walked_at = watched.walk, None, now
+                if walk.over == "files":
+                    self.report(watched, "files", f"at least {walk.used_files} of {watched.files} files")
+                elif walk.over:
+                    self.report(watched, "disk", f"at least {walk.used_bytes} of {watched.disk_bytes} bytes")
             if time.monotonic() >= until:
                 return
 
@@ -295,8 +295,11 @@ class ResourceMonitor:
             if folder not in filled:
                 filled[folder] = 0, 0
                 with contextlib.suppress(OSError):
-                    found = os.statvfs(folder)
-                    filled[folder] = (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
+                    fs_stat = os.statvfs(folder)
+                    filled[folder] = (
+                        (fs_stat.f_blocks - fs_stat.f_bfree) * fs_stat.f_frsize,
+                        fs_stat.f_files - fs_stat.f_ffree,
+                    )
             size, files = size + filled[folder][0], files + filled[folder][1]
         # Space that others freed meanwhile must not hide what this sandbox used.
         before = watched.filled_at_walk

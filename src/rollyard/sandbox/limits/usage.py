@@ -35,32 +35,32 @@ class Process(NamedTuple):
 
 def processes() -> dict[int, Process]:
     """Returns every visible process that is not a zombie, in one pass over /proc."""
-    found: dict[int, Process] = {}
+    by_pid: dict[int, Process] = {}
     for name in os.listdir("/proc"):
         if name[0] in "123456789":
             fields = read(f"/proc/{name}/stat").rpartition(b")")[2].split()
             if len(fields) > 21 and fields[0] not in b"ZX":
-                found[int(name)] = Process(int(fields[1]), int(fields[17]), int(fields[19]), int(fields[21]) * PAGE)
-    return found
+                by_pid[int(name)] = Process(int(fields[1]), int(fields[17]), int(fields[19]), int(fields[21]) * PAGE)
+    return by_pid
 
 
-def trees(init_clients: Iterable[int], seen: dict[int, Process]) -> dict[int, list[int]]:
+def trees(init_clients: Iterable[int], process_table: dict[int, Process]) -> dict[int, list[int]]:
     """Returns init process → its descendants."""
-    found: dict[int, list[int]] = {init_client: [] for init_client in init_clients}
-    owner: dict[int, int] = {0: 0, 1: 0, **{init_client: init_client for init_client in found}}
-    for pid in seen:
+    descendants: dict[int, list[int]] = {init_client: [] for init_client in init_clients}
+    owner: dict[int, int] = {0: 0, 1: 0, **{init_client: init_client for init_client in descendants}}
+    for pid in process_table:
         path: dict[int, None] = {}
         while pid not in owner:
             path[pid] = None
-            process = seen.get(pid)
+            process = process_table.get(pid)
             # If a parent ended between two reads, the orphan is assigned correctly at the next tick. The parent's PID
             # may even have been reused for a child of the orphan: then the chain is a cycle.
             pid = process.parent if process and process.parent not in path else 0
         for passed in path:
             owner[passed] = owner[pid]
             if owner[pid]:
-                found[owner[pid]].append(passed)
-    return found
+                descendants[owner[pid]].append(passed)
+    return descendants
 
 
 class Memory:
@@ -72,9 +72,11 @@ class Memory:
             devices = {line.split()[3] for line in read("/proc/self/maps").splitlines() if b"/dev/zero" in line}
         self._shared_device = devices.pop() if devices else b"none"
 
-    def of(self, tree: list[int], seen: dict[int, Process], tmpfs_bytes: int, limit: int, has_swap: bool) -> int:
+    def of(
+        self, tree: list[int], process_table: dict[int, Process], tmpfs_bytes: int, limit: int, has_swap: bool
+    ) -> int:
         """Returns its bytes: exact if above `limit`, else an upper bound that is not."""
-        upper = tmpfs_bytes + sum(seen[pid].resident_bytes for pid in tree)
+        upper = tmpfs_bytes + sum(process_table[pid].resident_bytes for pid in tree)
         if has_swap:
             upper += sum(_status(pid, b"VmSwap:") for pid in tree)
         if upper <= limit:
@@ -91,11 +93,11 @@ class Memory:
         """Returns its proportional share. Files on a tmpfs are counted with the tmpfs, even if they are mapped."""
         total, is_counted = 0, False
         for line in read(f"/proc/{pid}/smaps").splitlines():
-            key, _, rest = line.partition(b" ")
+            key, _, values = line.partition(b" ")
             if not key.endswith(b":"):  # the head of a mapping: range, rights, offset, device, inode, name
-                is_counted = rest.split()[2] == self._shared_device
+                is_counted = values.split()[2] == self._shared_device
             elif is_counted and key == b"Pss:":
-                total += int(rest.split()[0]) * 1024
+                total += int(values.split()[0]) * 1024
         return total
 
     @staticmethod
@@ -103,8 +105,8 @@ class Memory:
         """Returns a process inside (0: none yet) and those of `paths` that are its own tmpfs mounts, not the host's."""
         hosts = {fields[2] for fields, _ in mounts("self")}
         for pid in tree[:16]:
-            seen = mounts(str(pid))
-            own = {os.fsdecode(fields[4]) for fields, kind in seen if kind == b"tmpfs" and fields[2] not in hosts}
+            visible = mounts(str(pid))
+            own = {os.fsdecode(fields[4]) for fields, kind in visible if kind == b"tmpfs" and fields[2] not in hosts}
             if here := [path for path in paths if path in own]:
                 return pid, here
         return 0, []
@@ -114,32 +116,32 @@ def tmpfs_devices(pid: int) -> set[int]:
     """Returns tmpfs devices as in `st_dev`, including the one of memfds and shared anonymous memory."""
     shared = os.memfd_create("device", os.MFD_CLOEXEC)
     try:
-        found = {os.fstat(shared).st_dev}
+        devices = {os.fstat(shared).st_dev}
     finally:
         os.close(shared)
     for fields, kind in mounts(str(pid)):
         if kind == b"tmpfs":
             major, minor = fields[2].split(b":")
-            found.add(os.makedev(int(major), int(minor)))
-    return found
+            devices.add(os.makedev(int(major), int(minor)))
+    return devices
 
 
 def tmpfs_bytes(pid: int, paths: list[str]) -> int:
     """Returns the use of these mounts of that process. Raises OSError if it has ended."""
     total = 0
     for path in paths:
-        found = os.statvfs(f"/proc/{pid}/root{path}")
-        total += (found.f_blocks - found.f_bfree) * found.f_frsize
+        fs_stat = os.statvfs(f"/proc/{pid}/root{path}")
+        total += (fs_stat.f_blocks - fs_stat.f_bfree) * fs_stat.f_frsize
     return total
 
 
 def mounts(pid: str) -> list[tuple[list[bytes], bytes]]:
     """Returns (fields, file system) of each mount that is visible to the process."""
-    found = []
+    entries = []
     for line in read(f"/proc/{pid}/mountinfo").splitlines():
         before, _, after = line.partition(b" - ")
-        found.append((before.split(), after.partition(b" ")[0]))
-    return found
+        entries.append((before.split(), after.partition(b" ")[0]))
+    return entries
 
 
 def machine() -> tuple[int, bool]:

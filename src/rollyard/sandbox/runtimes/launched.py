@@ -42,7 +42,7 @@ ABANDONED_S = 60.0
 REMOVE_S = 120.0
 """Time limit of deleting a sandbox's files; after it, deletion continues in the launcher's child."""
 
-MOST_LEFT = 10_000
+MOST_UNDELETED = 10_000
 """Sandboxes whose files this process could not delete and tries again. The next process finds all of them."""
 
 LATE_GRACE_S = 30.0
@@ -79,7 +79,9 @@ class LaunchedRuntime(ABC):
         self._places: dict[str, SandboxPaths] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._stuck: set[InitClient] = set()  # of sandboxes whose end was not proven
-        self._left: deque[tuple[list[str], Sequence[str]]] = deque(maxlen=MOST_LEFT)  # files that could not be deleted
+        self._undeleted: deque[tuple[list[str], Sequence[str]]] = deque(
+            maxlen=MOST_UNDELETED
+        )  # files that could not be deleted
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._lock: FileLock | None = None
@@ -111,7 +113,7 @@ class LaunchedRuntime(ABC):
     def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:  # noqa: B027
         """Called when the sandbox is ready, before `start` returns it."""
 
-    async def _on_gone(self, sandbox_id: str, place: SandboxPaths) -> None:  # noqa: B027
+    async def _on_ended(self, sandbox_id: str, place: SandboxPaths) -> None:  # noqa: B027
         """Called when its end is proven, before its files are deleted."""
 
     def _gate(self, spec: SandboxSpec) -> asyncio.Semaphore:
@@ -160,8 +162,8 @@ class LaunchedRuntime(ABC):
             init_client.close()
         if self._timer is not None:
             self._timer.cancel()
-        for _ in range(len(self._left)):
-            await self._try_remove(*self._left.popleft())
+        for _ in range(len(self._undeleted)):
+            await self._try_remove(*self._undeleted.popleft())
         await self._fork_server.close()
         with contextlib.suppress(OSError):
             self._control.rmdir()
@@ -173,8 +175,8 @@ class LaunchedRuntime(ABC):
         base = self._control_root or Path(os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm")
         folder = base / f"rollyard-{os.geteuid()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:  # all users can write to /dev/shm
+        folder_stat = folder.lstat()
+        if folder_stat.st_uid != os.geteuid() or folder_stat.st_mode & 0o077:  # all users can write to /dev/shm
             raise RuntimeError(f"{folder} must belong to the service's user and have mode 0700")
         control = folder / blake2b(os.fsencode(self._root), digest_size=8).hexdigest()
         control.mkdir(mode=0o700, exist_ok=True)
@@ -264,14 +266,14 @@ class LaunchedRuntime(ABC):
         return task
 
     def _own(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        def done(task: asyncio.Task[None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
             self._endings.pop(name, None)
             if not task.cancelled() and (error := task.exception()):
                 log.error("a sandbox could not be ended: %s", error, extra={"sandbox": name})
 
         task = asyncio.get_running_loop().create_task(work)
         self._endings[name] = task
-        task.add_done_callback(done)
+        task.add_done_callback(on_done)
         return task
 
     async def _finish(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None) -> None:
@@ -294,14 +296,14 @@ class LaunchedRuntime(ABC):
             if frozen is not None:
                 if not frozen.target.parent.is_relative_to(self.layer_root):
                     raise ValueError(f"a layer must be below {self.layer_root}")
-                await self._keep(sandbox.id, place.upper, frozen)
+                await self._freeze_layer(sandbox.id, place.upper, frozen)
         finally:
             try:
-                await self._on_gone(sandbox.id, place)
+                await self._on_ended(sandbox.id, place)
             finally:
                 await self._remove([str(place.folder), str(place.control)], place.groups)
 
-    async def _keep(self, sandbox_id: str, upper: Path, frozen: FreezeRequest) -> None:
+    async def _freeze_layer(self, sandbox_id: str, upper: Path, frozen: FreezeRequest) -> None:
         """Makes a layer of the files that an ended sandbox wrote, without the excluded paths."""
         hidden = await asyncio.to_thread(covering, upper, frozen.without)
         if hidden and not await self._fork_server.remove([str(path) for path in hidden]):
@@ -315,18 +317,18 @@ class LaunchedRuntime(ABC):
     async def _remove(self, paths: list[str], groups: Sequence[str] = ()) -> None:
         """Deletes a sandbox's files. Each success also retries one earlier failure (for example for lack of a
         descriptor). The rest is retried by `close`, and when the folder is next opened."""
-        if await self._try_remove(paths, groups) and self._left:
-            await self._try_remove(*self._left.popleft())
+        if await self._try_remove(paths, groups) and self._undeleted:
+            await self._try_remove(*self._undeleted.popleft())
 
     async def _try_remove(self, paths: list[str], groups: Sequence[str]) -> bool:
-        is_gone = False
+        is_deleted = False
         with contextlib.suppress(TimeoutError, OSError):  # OSError: no descriptor or process available
             async with asyncio.timeout(REMOVE_S):
-                is_gone = await self._fork_server.remove(paths, groups)
-        if not is_gone:
-            self._left.append((paths, groups))
+                is_deleted = await self._fork_server.remove(paths, groups)
+        if not is_deleted:
+            self._undeleted.append((paths, groups))
             log.warning("files of a sandbox could not be deleted", extra={"paths": paths})
-        return is_gone
+        return is_deleted
 
     # --- leases ---
 

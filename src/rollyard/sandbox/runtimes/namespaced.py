@@ -84,7 +84,7 @@ class NamespacedRuntime(LaunchedRuntime):
             root=root, control_root=control_root, start_s=start_s, kill_s=kill_s, max_starting=max_starting
         )
         self._program = program
-        self._found: str | None = None
+        self._program_path: str | None = None
         self._shm_bytes = shm_bytes
         self._uids = list(reversed(uids)) if uids is not None and os.geteuid() == 0 else []
         self._has_uids = bool(self._uids)
@@ -128,12 +128,12 @@ class NamespacedRuntime(LaunchedRuntime):
         return {}
 
     def _find(self, *names: str, remedy: str) -> str:
-        if self._found is None:
-            wanted = (self._program,) if self._program else names
-            self._found = next((found for name in wanted if (found := shutil.which(name))), None)
-        if self._found is None:
+        if self._program_path is None:
+            candidates = (self._program,) if self._program else names
+            self._program_path = next((path for name in candidates if (path := shutil.which(name))), None)
+        if self._program_path is None:
             raise SandboxStartFailed(f"{self._program or names[0]} was not found; {remedy}", step="program")
-        return self._found
+        return self._program_path
 
     # --- a start ---
 
@@ -213,7 +213,7 @@ class NamespacedRuntime(LaunchedRuntime):
         return ("sif", image.absolute(), MAY_MAP)
 
     def _stage(self) -> str:
-        program = os.path.realpath(self._found or "/")
+        program = os.path.realpath(self._program_path or "/")
         for folder in _STAGES:
             if Path(folder).is_dir() and not program.startswith(f"{folder}/"):
                 return folder
@@ -237,7 +237,7 @@ class NamespacedRuntime(LaunchedRuntime):
         init_client.count_oom_kills = sandbox.count_oom_kills
         init_client.count_refused_forks = lambda: self._limiter.refused_forks(sandbox.id)
 
-    async def _on_gone(self, sandbox_id: str, place: SandboxPaths) -> None:
+    async def _on_ended(self, sandbox_id: str, place: SandboxPaths) -> None:
         if place.uid is not None:
             self._uids.append(place.uid)
         self._limiter.forget(sandbox_id)

@@ -147,8 +147,8 @@ class OciRuntime(LaunchedRuntime):
     async def _sweep_containers(self) -> None:
         """Removes containers of an earlier process, found by their label. They end by themselves when their lifeline
         closes, so usually there are none."""
-        found = await self._call("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={self._label}")
-        if names := found.stdout.split():
+        listing = await self._call("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={self._label}")
+        if names := listing.stdout.split():
             await self._call("rm", "--force", *names)
 
     # --- a start ---
@@ -157,16 +157,16 @@ class OciRuntime(LaunchedRuntime):
         if spec.image is None and self._image is None and not spec.layers:
             raise SandboxStartFailed("a container needs an image: name one in the task, or set oci_image", step="image")
         folder, control = self._root / sandbox_id, self._control / sandbox_id
-        wanted = self._limiter.wanted(spec.limits)
+        effective = self._limiter.effective_limits(spec.limits)
         limits = {"RLIMIT_CORE": 0}
         in_force: dict[str, str] = dict.fromkeys(("memory", "processes", "cpus", "disk", "files"), "none")
-        for name, most in (("disk", wanted.disk_bytes), ("files", wanted.files)):
+        for name, most in (("disk", effective.disk_bytes), ("files", effective.files)):
             if most is not None:
                 in_force[name] = "watchdog"  # see `_watch_disk`
-        if wanted.open_files:
-            limits["RLIMIT_NOFILE"] = wanted.open_files
+        if effective.open_files:
+            limits["RLIMIT_NOFILE"] = effective.open_files
         for name, flag in _FLAGS.items():
-            if getattr(wanted, name) is not None and flag:
+            if getattr(effective, name) is not None and flag:
                 in_force[name.removesuffix("_bytes")] = "container engine"
         in_force |= {
             "open_files": "rlimit",
@@ -212,9 +212,9 @@ class OciRuntime(LaunchedRuntime):
             try:
                 await asyncio.wait([running, accepting], return_when=asyncio.FIRST_COMPLETED)
                 if not accepting.done():
-                    done = running.result()
-                    if done.returncode != 0:
-                        raise SandboxStartFailed(f"engine: {done.stderr.strip()[-500:]}", step="engine")
+                    completed = running.result()
+                    if completed.returncode != 0:
+                        raise SandboxStartFailed(f"engine: {completed.stderr.strip()[-500:]}", step="engine")
                 connection, _ = await accepting
             finally:
                 accepting.cancel()
@@ -224,15 +224,15 @@ class OciRuntime(LaunchedRuntime):
         (control / "socket").unlink()
 
     def _argv(self, name: str, spec: SandboxSpec, image: str, control: Path, python: PortablePython) -> list[str]:
-        wanted = self._limiter.wanted(spec.limits)
+        effective = self._limiter.effective_limits(spec.limits)
         argv = ["run", "--detach", "--name", f"rollyard-{name}", "--label", self._label, "--network", "none"]
         argv += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--hostname", "sandbox", "--user", "0"]
-        argv += ["--ulimit", f"nofile={wanted.open_files or 4096}", "--ulimit", "nproc=32768", "--workdir", "/"]
+        argv += ["--ulimit", f"nofile={effective.open_files or 4096}", "--ulimit", "nproc=32768", "--workdir", "/"]
         if self._has_uids:
             first = self._take_uids(name)
             argv += ["--uidmap", f"0:{first}:{UIDS_EACH}", "--gidmap", f"0:{first}:{UIDS_EACH}"]
         for field, flag in _FLAGS.items():
-            value = getattr(wanted, field)
+            value = getattr(effective, field)
             if value is not None and flag:
                 argv += [flag, str(value)]
         binds = [(control, CONTROL_DIR, True), (python.folder, INSIDE, True)]
@@ -264,8 +264,8 @@ class OciRuntime(LaunchedRuntime):
         image = spec.image or self._image or ""
         if not image.startswith("/"):
             return image
-        found = await asyncio.to_thread(os.stat, image)
-        digest = blake2b(f"{image}\0{found.st_ino}\0{found.st_mtime_ns}".encode(), digest_size=12).hexdigest()
+        image_stat = await asyncio.to_thread(os.stat, image)
+        digest = blake2b(f"{image}\0{image_stat.st_ino}\0{image_stat.st_mtime_ns}".encode(), digest_size=12).hexdigest()
         name = f"localhost/rollyard:{digest}"
         if name not in self._imports:
             self._imports[name] = asyncio.get_running_loop().create_task(self._import(image, name))
@@ -308,7 +308,7 @@ class OciRuntime(LaunchedRuntime):
 
     # --- an end ---
 
-    async def _keep(self, sandbox_id: str, upper: Path, frozen: FreezeRequest) -> None:
+    async def _freeze_layer(self, sandbox_id: str, upper: Path, frozen: FreezeRequest) -> None:
         if frozen.without:
             raise SandboxLost("a container engine cannot leave paths out of a layer: EVAL `same` needs another runtime")
         name = f"localhost/rollyard-layer:{sandbox_id.lower()}"
@@ -316,13 +316,13 @@ class OciRuntime(LaunchedRuntime):
             first = self._first_uids[sandbox_id]
             await asyncio.to_thread(export_container, self._engine(), f"rollyard-{sandbox_id}", name, first)
         else:
-            done = await self._call("commit", "--quiet", f"rollyard-{sandbox_id}", name, bound_s=IMPORT_S)
-            if done.returncode != 0:
-                raise SandboxLost(f"commit: {done.stderr.strip()[-500:]}")
+            completed = await self._call("commit", "--quiet", f"rollyard-{sandbox_id}", name, bound_s=IMPORT_S)
+            if completed.returncode != 0:
+                raise SandboxLost(f"commit: {completed.stderr.strip()[-500:]}")
         frozen.target.mkdir(mode=0o700, parents=True)
         (frozen.target / "image.json").write_text(json.dumps({"image": name}))
 
-    async def _on_gone(self, sandbox_id: str, place: SandboxPaths) -> None:
+    async def _on_ended(self, sandbox_id: str, place: SandboxPaths) -> None:
         self._images.pop(sandbox_id, None)
         self._limiter.forget(sandbox_id)
         launching = self._launching.pop(sandbox_id, None)
@@ -333,19 +333,19 @@ class OciRuntime(LaunchedRuntime):
 
     async def _remove_container(self, sandbox_id: str) -> None:
         """Removes a container. Retries, since podman's own clean-up may be running (its shm mount is then busy)."""
-        done = None
+        completed = None
         for wait_s in (0.0, 0.1, 0.3, 1.0):
             await asyncio.sleep(wait_s)
-            done = await self._call("rm", "--force", f"rollyard-{sandbox_id}")
-            if done.returncode == 0 or "no such container" in done.stderr.lower():
+            completed = await self._call("rm", "--force", f"rollyard-{sandbox_id}")
+            if completed.returncode == 0 or "no such container" in completed.stderr.lower():
                 return
-        detail = done.stderr[-500:] if done else ""
+        detail = completed.stderr[-500:] if completed else ""
         log.warning("a container could not be removed", extra={"sandbox": sandbox_id, "detail": detail})
 
     async def remove(self, paths: Sequence[Path]) -> bool:
         for path in paths:
-            if (found := path / "image.json").is_file():
-                await self._call("rmi", "--force", json.loads(found.read_text())["image"])
+            if (image_file := path / "image.json").is_file():
+                await self._call("rmi", "--force", json.loads(image_file.read_text())["image"])
         return await super().remove(paths)
 
     # --- probe ---

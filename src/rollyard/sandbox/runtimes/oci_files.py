@@ -18,7 +18,7 @@ def import_folder(engine: list[str], folder: str, name: str) -> None:
     """Imports a folder by `tar | import`, which both engines support. All files become root's, as in an image."""
     packing = ["tar", "--create", "--numeric-owner", "--owner=0", "--group=0", "--directory", folder, "."]
     with subprocess.Popen(packing, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tar:
-        done = subprocess.run(
+        completed = subprocess.run(
             [*engine, "import", "-", name],
             stdin=tar.stdout,
             capture_output=True,
@@ -26,8 +26,8 @@ def import_folder(engine: list[str], folder: str, name: str) -> None:
             timeout=IMPORT_S,
             check=False,
         )
-    if done.returncode != 0 or tar.returncode != 0:
-        raise SandboxStartFailed(f"import of {folder}: {done.stderr.strip()[-500:] or 'tar failed'}", step="image")
+    if completed.returncode != 0 or tar.returncode != 0:
+        raise SandboxStartFailed(f"import of {folder}: {completed.stderr.strip()[-500:] or 'tar failed'}", step="image")
 
 
 def upper_folder(pid: int) -> Path | None:
