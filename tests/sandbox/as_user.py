@@ -43,7 +43,7 @@ def run_as_user(*selection: str, timeout_s: float) -> None:
         script = "\n".join(["set -e", *_mounts(home), shlex.join([*_SETPRIV, *pytest]), "exit 0"])
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(
+            completed = subprocess.run(
                 [*namespaces, "sh", "-c", script],
                 env=_environment(home),
                 cwd="/",
@@ -54,8 +54,12 @@ def run_as_user(*selection: str, timeout_s: float) -> None:
                 check=False,
             )
             failures = list(_failures(report))
-            assert done.returncode == 0 and not failures, "\n\n".join(
-                [*failures, f"as uid {UID}, pytest ended with {done.returncode}:", done.stdout.decode()[-TAIL:]]
+            assert completed.returncode == 0 and not failures, "\n\n".join(
+                [
+                    *failures,
+                    f"as uid {UID}, pytest ended with {completed.returncode}:",
+                    completed.stdout.decode()[-TAIL:],
+                ]
             )
             return
         raise AssertionError(f"as uid {UID}, {shlex.join(selection)} took more than {timeout_s} s")
@@ -80,14 +84,14 @@ def _environment(home: Path) -> dict[str, str]:
 
 def _mounts(home: Path) -> Iterator[str]:
     """Yields shell commands that make the paths that the tests need accessible to the user."""
-    held = home / "held"
+    staging = home / "held"
     covered: set[Path] = set()
     needed = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)]
     shut = {path: _shut_above(path) for path in needed}
     for number, path in enumerate(needed):
         if shut[path] is not None:
-            yield shlex.join(["mkdir", "-p", f"{held}/{number}"])
-            yield shlex.join(["mount", "--bind", str(path), f"{held}/{number}"])
+            yield shlex.join(["mkdir", "-p", f"{staging}/{number}"])
+            yield shlex.join(["mount", "--bind", str(path), f"{staging}/{number}"])
     for cover in filter(None, shut.values()):
         if cover not in covered and not covered & set(cover.parents):
             covered.add(cover)
@@ -95,7 +99,7 @@ def _mounts(home: Path) -> Iterator[str]:
     for number, path in enumerate(needed):
         if shut[path] is not None:
             yield shlex.join(["mkdir", "-p", str(path)])
-            yield shlex.join(["mount", "--move", f"{held}/{number}", str(path)])
+            yield shlex.join(["mount", "--move", f"{staging}/{number}", str(path)])
     yield shlex.join(["mount", "--bind", str(home / "passwd"), "/etc/passwd"])  # Apptainer looks its user up
     yield shlex.join(["cd", str(REPOSITORY)])
 

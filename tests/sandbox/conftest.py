@@ -32,14 +32,14 @@ Opened = Callable[[str], Awaitable[LaunchedRuntime]]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Opened, None]:
     """Runtimes by name, each opened once for a whole module."""
-    found: dict[str, LaunchedRuntime] = {}
+    runtimes: dict[str, LaunchedRuntime] = {}
     async with AsyncExitStack() as stack:
 
         async def open_once(name: str) -> LaunchedRuntime:
-            if name not in found:
+            if name not in runtimes:
                 runtime = RUNTIMES[name](root=tmp_path_factory.mktemp(name) / "root")
-                found[name] = await stack.enter_async_context(runtime)
-            return found[name]
+                runtimes[name] = await stack.enter_async_context(runtime)
+            return runtimes[name]
 
         yield open_once
 

@@ -154,7 +154,7 @@ class Registry:
     login: tuple[str, str] | None = None  # requires a token, which only this user gets
     breaks: list[int] = field(default_factory=list)  # the next blobs are cut after so many bytes
     ignores_range: bool = False
-    held: asyncio.Event | None = None  # blobs stop halfway until it is set
+    blob_gate: asyncio.Event | None = None  # blobs stop halfway until it is set
     reached: asyncio.Event = field(default_factory=asyncio.Event)  # a blob is halfway
     log: list[str] = field(default_factory=list)
     redirect: str = ""  # where blobs are redirected to
@@ -176,8 +176,8 @@ class Registry:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.held is not None:
-            self.held.set()
+        if self.blob_gate is not None:
+            self.blob_gate.set()
         await self._runner.cleanup()
 
     def put(self, name: str, image: Packed, index: bytes | None = None) -> str:
@@ -235,9 +235,9 @@ class Registry:
         end = min(len(data), begin + self.breaks.pop(0)) if self.breaks else len(data)
         half = begin + (end - begin) // 2
         await reply.write(data[begin:half])
-        if self.held is not None and half > begin:
+        if self.blob_gate is not None and half > begin:
             self.reached.set()
-            await self.held.wait()
+            await self.blob_gate.wait()
         await reply.write(data[half:end])
         if end < len(data):
             assert request.transport is not None

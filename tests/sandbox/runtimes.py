@@ -26,10 +26,10 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "make-test-image"
 def image(*, is_sif: bool) -> str:
     """Returns the image's folder or SIF file; made at the first call."""
     folder = CACHE / "images-for-tests" / "debian"
-    wanted = folder.with_suffix(".sif") if is_sif else folder
-    done = subprocess.run([str(SCRIPT), str(folder), *([str(wanted)] if is_sif else [])], stderr=subprocess.PIPE)
-    assert done.returncode == 0, done.stderr.decode()
-    return str(wanted)
+    target = folder.with_suffix(".sif") if is_sif else folder
+    completed = subprocess.run([str(SCRIPT), str(folder), *([str(target)] if is_sif else [])], stderr=subprocess.PIPE)
+    assert completed.returncode == 0, completed.stderr.decode()
+    return str(target)
 
 
 class BubblewrapOnFolder(BubblewrapRuntime):

@@ -31,15 +31,15 @@ def breakers(clock: Clock) -> Breakers:
 def fail(breakers: Breakers, image: str | None = None, error: Callable[[], BaseException] | None = None) -> None:
     """Makes one start fail. Raises AssertionError if the breaker refused the start instead."""
     raised = error() if error else SandboxStartFailed("the disk is on fire")
-    with pytest.raises(type(raised)) as found, breakers.guard("bubblewrap", image):
+    with pytest.raises(type(raised)) as caught, breakers.guard("bubblewrap", image):
         raise raised
-    assert found.value is raised, "the breaker refused the start"
+    assert caught.value is raised, "the breaker refused the start"
 
 
 def refused(breakers: Breakers, image: str | None = None) -> RollyardError:
-    with pytest.raises(SandboxStartFailed) as found, breakers.guard("bubblewrap", image):
+    with pytest.raises(SandboxStartFailed) as caught, breakers.guard("bubblewrap", image):
         pytest.fail("an open breaker let a start through")
-    return found.value
+    return caught.value
 
 
 def start(breakers: Breakers, image: str | None = None) -> None:

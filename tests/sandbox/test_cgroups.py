@@ -34,14 +34,14 @@ def mark() -> str:
 
 @pytest.fixture
 def cgroups(mark: str) -> Generator[Cgroups, None, None]:
-    found = Cgroups.find(mark)
-    if found is None:
+    mechanism = Cgroups.find(mark)
+    if mechanism is None:
         pytest.skip("control groups are not available: neither v2 delegated, nor by systemd, nor v1 as root")
     try:
-        yield found
+        yield mechanism
     finally:
-        found.sweep()
-        found.close()
+        mechanism.sweep()
+        mechanism.close()
 
 
 def run_in(group: Group, code: str, *, uid: int | None = None) -> int:
@@ -56,11 +56,11 @@ def run_in(group: Group, code: str, *, uid: int | None = None) -> int:
     )
     argv = [sys.executable, "-I", "-S", "-c", source, ",".join(map(str, fds))]
     try:
-        done = subprocess.run(argv, pass_fds=fds, capture_output=True, timeout=50)
+        completed = subprocess.run(argv, pass_fds=fds, capture_output=True, timeout=50)
     finally:
         for fd in fds:
             os.close(fd)
-    return done.returncode
+    return completed.returncode
 
 
 @contextlib.contextmanager
@@ -283,11 +283,11 @@ async def test_starts_that_are_cancelled_or_fail_leave_no_group(cgroups: Cgroups
 
 
 def test_close_leaves_no_folder(mark: str):
-    found = Cgroups.find(mark)
-    if found is None:
+    mechanism = Cgroups.find(mark)
+    if mechanism is None:
         pytest.skip("control groups are not available")
     assert folders_of(mark) != []
-    found.close()
+    mechanism.close()
     assert folders_of(mark) == []
 
 
@@ -360,10 +360,10 @@ def imitation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
 
 def test_imitated_v2_writes_every_limit(imitation: Callable[[str, str], Imitation]):
     tree = imitation("cpuset cpu io memory pids", "")
-    found = _cgroups.find_v2("m", proc=tree.proc)
-    assert found is not None
-    assert (found.means, found.enforces) == ("cgroup v2", {"memory", "processes", "cpus"})
-    group = found.make("sbx_1", 64 * MIB, 20, 1.5)
+    mechanism = _cgroups.find_v2("m", proc=tree.proc)
+    assert mechanism is not None
+    assert (mechanism.means, mechanism.enforces) == ("cgroup v2", {"memory", "processes", "cpus"})
+    group = mechanism.make("sbx_1", 64 * MIB, 20, 1.5)
     folder = tree.base / "rollyard-m" / "sbx_1"
     written = {name: (folder / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")}
     assert written.pop("cpu.max") == "150000 100000"
@@ -377,14 +377,14 @@ def test_imitated_v2_writes_every_limit(imitation: Callable[[str, str], Imitatio
     (folder / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 0\noom_kill 1\noom_group_kill 0\n")
     assert group.events() == _cgroups.GroupEvents(0, 1, 3, 4096, 2)
     assert group.remove()
-    found.close()
+    mechanism.close()
     assert not (tree.base / "rollyard-m").exists()
 
 
 def test_imitated_v2_reports_missing_controllers(imitation: Callable[[str, str], Imitation]):
-    found = _cgroups.find_v2("m", proc=imitation("memory pids", "").proc)
-    assert found is not None
-    assert found.enforces == {"memory", "processes"}
+    mechanism = _cgroups.find_v2("m", proc=imitation("memory pids", "").proc)
+    assert mechanism is not None
+    assert mechanism.enforces == {"memory", "processes"}
 
 
 def test_imitated_v2_without_the_needed_controllers_is_not_used(imitation: Callable[[str, str], Imitation]):

@@ -51,7 +51,7 @@ async def whole(reader: asyncio.StreamReader) -> bytes:
     return bytes(data)
 
 
-async def said(doorway: Doorway, data: bytes) -> bytes:
+async def send_raw(doorway: Doorway, data: bytes) -> bytes:
     """Sends raw bytes and returns the whole answer, until the connection ends."""
     reader, writer = await raw(doorway)
     writer.write(data)
@@ -86,16 +86,16 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await reply(send, b"%s %s %s" % (scope["method"].encode(), scope["raw_path"], body))
 
 
-class Held:
+class BlockingApp:
     """An app that starts and then waits, and records how it ended."""
 
     def __init__(self) -> None:
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.ended = asyncio.Event()
         self.was_cancelled = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.begun.set()
+        self.started.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -126,9 +126,9 @@ async def test_sequential_requests_share_one_connection() -> None:
 async def test_chunked_bodies_and_http_1_0_are_supported() -> None:
     async with serving(echo) as doorway:
         chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
-        answer = await said(doorway, chunked + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+        answer = await send_raw(doorway, chunked + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
         assert b"POST / abcde" in answer
-        assert (await said(doorway, b"GET /old HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\nGET /old ")
+        assert (await send_raw(doorway, b"GET /old HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\nGET /old ")
 
 
 @on_both_loops
@@ -254,7 +254,7 @@ async def test_an_exception_in_the_app_returns_500_and_is_logged(caplog: pytest.
     with caplog.at_level(logging.ERROR, "rollyard.http"):
         async with serving(broken) as doorway:
             unread = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n" + b"x" * 5_000_000
-            assert status_of(await said(doorway, unread)) == 500
+            assert status_of(await send_raw(doorway, unread)) == 500
     (record,) = caplog.records
     assert record.owner == "ro-1"  # type: ignore[attr-defined]
 
@@ -288,7 +288,7 @@ async def test_a_header_that_would_break_the_framing_is_not_sent(caplog: pytest.
         await reply(send, b"", headers=[(b"x-a", b"1\r\nx-b: 2")])
 
     async with serving(split) as doorway:
-        answer = await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = await send_raw(doorway, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert status_of(answer) == 500
         assert b"x-b" not in answer
 
@@ -315,17 +315,17 @@ async def test_an_early_answer_reaches_a_client_that_is_still_sending() -> None:
 @on_both_loops
 async def test_a_connection_above_the_limit_is_closed_and_others_continue() -> None:
     async with serving(echo, connections=16) as doorway:
-        held = [await raw(doorway) for _ in range(16)]
-        for reader, writer in held:
+        connections = [await raw(doorway) for _ in range(16)]
+        for reader, writer in connections:
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.readuntil(b"0\r\n\r\n")
-        assert await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n") == b""
-        for reader, writer in held:
+        assert await send_raw(doorway, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n") == b""
+        for reader, writer in connections:
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.readuntil(b"0\r\n\r\n")
             writer.close()
             assert await whole(reader) == b""
-        assert b"200" in await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert b"200" in await send_raw(doorway, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
 
 
 @on_both_loops
@@ -348,34 +348,34 @@ async def test_slow_headers_are_refused() -> None:
 @on_both_loops
 async def test_new_and_used_idle_connections_are_closed() -> None:
     async with serving(echo, idle_s=0.2) as doorway:
-        assert await said(doorway, b"") == b""
-        assert await said(doorway, b"\r\n") == b""  # no request has started
-        assert status_of(await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")) == 200
+        assert await send_raw(doorway, b"") == b""
+        assert await send_raw(doorway, b"\r\n") == b""  # no request has started
+        assert status_of(await send_raw(doorway, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")) == 200
 
 
 @on_both_loops
 async def test_large_headers_are_refused_while_they_arrive() -> None:
     async with serving(echo, header_bytes=4096) as doorway:
         endless = b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000
-        assert status_of(await said(doorway, endless)) == 431
+        assert status_of(await send_raw(doorway, endless)) == 431
         ended = b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 2000 + b"\r\n"
-        assert status_of(await said(doorway, ended)) == 431
-        assert status_of(await said(doorway, b"\r\n" * 10_000)) == 431
+        assert status_of(await send_raw(doorway, ended)) == 431
+        assert status_of(await send_raw(doorway, b"\r\n" * 10_000)) == 431
 
 
 @on_both_loops
 async def test_a_large_body_is_refused_with_length_or_chunked() -> None:
-    held = Held()
-    async with serving(held, body_bytes=1 << 20) as doorway:
+    blocking_app = BlockingApp()
+    async with serving(blocking_app, body_bytes=1 << 20) as doorway:
         announced = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1048577\r\n\r\n"
-        assert status_of(await said(doorway, announced + b"x" * 1048577)) == 413
-        assert not held.begun.is_set()
+        assert status_of(await send_raw(doorway, announced + b"x" * 1048577)) == 413
+        assert not blocking_app.started.is_set()
         _, writer = await raw(doorway)
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
-        await held.begun.wait()
+        await blocking_app.started.wait()
     async with serving(echo, body_bytes=1 << 20) as doorway:
         chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-        assert status_of(await said(doorway, chunked + b"10000\r\n%s\r\n" % (b"x" * 65536) * 20)) == 413
+        assert status_of(await send_raw(doorway, chunked + b"10000\r\n%s\r\n" % (b"x" * 65536) * 20)) == 413
         writer.close()
 
 
@@ -383,24 +383,24 @@ async def test_a_large_body_is_refused_with_length_or_chunked() -> None:
 async def test_excessive_chunk_framing_is_refused() -> None:
     async with serving(echo, header_bytes=4096) as doorway:
         chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-        assert status_of(await said(doorway, chunked + b"1;" + b"e" * 1_000_000)) == 400
-        assert status_of(await said(doorway, chunked + b"0\r\n" + b"t: v\r\n" * 200_000)) == 400
+        assert status_of(await send_raw(doorway, chunked + b"1;" + b"e" * 1_000_000)) == 400
+        assert status_of(await send_raw(doorway, chunked + b"0\r\n" + b"t: v\r\n" * 200_000)) == 400
 
 
 @on_both_loops
 async def test_a_body_that_does_not_arrive_is_refused() -> None:
     async with serving(echo, body_s=0.2) as doorway:
-        assert status_of(await said(doorway, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab")) == 408
+        assert status_of(await send_raw(doorway, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nab")) == 408
 
 
 @on_both_loops
 async def test_invalid_requests_return_400_and_connect_405() -> None:
     async with serving(echo) as doorway:
-        assert status_of(await said(doorway, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")) == 400
-        assert status_of(await said(doorway, b"GET  HTTP/1.1\r\n\r\n")) == 400
+        assert status_of(await send_raw(doorway, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")) == 400
+        assert status_of(await send_raw(doorway, b"GET  HTTP/1.1\r\n\r\n")) == 400
         both = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
-        assert status_of(await said(doorway, both)) == 400
-        assert status_of(await said(doorway, b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n")) == 405
+        assert status_of(await send_raw(doorway, both)) == 400
+        assert status_of(await send_raw(doorway, b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n")) == 405
 
 
 @on_both_loops
@@ -414,7 +414,7 @@ async def test_pipelined_requests_are_not_queued() -> None:
 
     async with serving(note) as doorway:
         one = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
-        answer = await said(doorway, b"".join(one % number for number in range(1000)))
+        answer = await send_raw(doorway, b"".join(one % number for number in range(1000)))
         assert (asked, answer.count(b"HTTP/1.1 200")) == (["/0"], 1)
         assert b"connection: close" in answer
 
@@ -425,55 +425,55 @@ async def test_pipelined_requests_are_not_queued() -> None:
 @on_both_loops
 async def test_an_app_is_cancelled_when_its_client_disconnects(caplog: pytest.LogCaptureFixture) -> None:
     for is_cut in (True, False):
-        held = Held()
-        async with serving(held) as doorway:
+        blocking_app = BlockingApp()
+        async with serving(blocking_app) as doorway:
             _, writer = await raw(doorway)
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            await held.begun.wait()
+            await blocking_app.started.wait()
             if is_cut:
                 writer.transport.abort()
             else:
                 writer.close()
-            await held.ended.wait()
-            assert held.was_cancelled
+            await blocking_app.ended.wait()
+            assert blocking_app.was_cancelled
     assert not caplog.records  # a disconnect is not an error
 
 
 @on_both_loops
 async def test_close_ends_the_listener_the_connections_and_the_apps() -> None:
-    held = Held()
-    async with serving(held) as doorway:
+    blocking_app = BlockingApp()
+    async with serving(blocking_app) as doorway:
         busy, idle = await raw(doorway), await raw(doorway)
         busy[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        await held.begun.wait()
+        await blocking_app.started.wait()
         doorway.close()
         doorway.close()
-        await held.ended.wait()
-        assert held.was_cancelled
+        await blocking_app.ended.wait()
+        assert blocking_app.was_cancelled
         assert [await whole(reader) for reader, _ in (busy, idle)] == [b"", b""]
         with pytest.raises(ConnectionError):
             await raw(doorway)
         with pytest.raises(RuntimeError, match="closed"):
-            await doorway.serve(held)
+            await doorway.serve(blocking_app)
         for _, writer in (busy, idle):
             writer.close()
 
 
 @on_both_loops
 async def test_close_cancels_an_app_that_continues_after_its_answer() -> None:
-    held = Held()
+    blocking_app = BlockingApp()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await reply(send, b"ok")
-        await held(scope, receive, send)
+        await blocking_app(scope, receive, send)
 
     async with serving(app) as doorway:
-        await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        await held.begun.wait()
-        assert not held.ended.is_set()  # the client has its answer, so its disconnect does not cancel the app
+        await send_raw(doorway, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await blocking_app.started.wait()
+        assert not blocking_app.ended.is_set()  # the client has its answer, so its disconnect does not cancel the app
         doorway.close()
-        await held.ended.wait()
-        assert held.was_cancelled
+        await blocking_app.ended.wait()
+        assert blocking_app.was_cancelled
 
 
 @on_both_loops

@@ -38,8 +38,8 @@ QUICK = RetrySettings(tries=3, wait_s=0.01, connect_s=5, silence_s=10)
 
 @pytest.fixture
 async def registry() -> AsyncGenerator[Registry, None]:
-    async with Registry() as made:
-        yield made
+    async with Registry() as server:
+        yield server
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def without_registry_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("REGISTRY_AUTH_FILE", "DOCKER_CONFIG", "XDG_RUNTIME_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -77,8 +77,8 @@ async def test_an_image_is_pulled_by_tag_and_found_by_all_its_names(registry: Re
     assert [path.name for path in (store.path(pulled, "folder") / "etc").iterdir()] == ["new"]
     names = (reference, f"docker://{reference}", image.digest, f"{registry.url}/org/name@{image.digest}")
     for name in (*names, f"{registry.url}/org/name:any@{sha256(index)}"):
-        found = store.find(name)
-        assert found is not None and found.digest == image.digest, name
+        stored = store.find(name)
+        assert stored is not None and stored.digest == image.digest, name
     assert store.find(f"{registry.url}/org/name:v2") is None
     assert store.find("no/such: name") is None
     assert {step.item for step in steps if step.phase == "download"} == {sha256(layer) for layer in image.layers}
@@ -104,8 +104,8 @@ async def test_a_tag_that_moved_is_pulled_again(registry: Registry, store: Image
     await store.pull(reference)
     registry.put("name:latest", second)
     await store.pull(reference)
-    found = store.find(reference)
-    assert found is not None and found.digest == second.digest
+    stored = store.find(reference)
+    assert stored is not None and stored.digest == second.digest
     assert store.find(first.digest) is not None, "a pinned digest is still found"
 
 
@@ -316,8 +316,8 @@ async def test_sif_files_are_built_copied_and_unpacked(registry: Registry, store
     sif = store.path(image, "sif")
     with pytest.raises(ImageMissing, match="stored as sif, not as folder"):
         store.path(image, "folder")
-    said = await output("apptainer", "exec", "--userns", str(sif), "/bin/sh", "-c", "echo from-inside")
-    assert "from-inside" in said
+    text = await output("apptainer", "exec", "--userns", str(sif), "/bin/sh", "-c", "echo from-inside")
+    assert "from-inside" in text
 
     assert (await store.pull(reference, ["folder"])).kinds == ("folder", "sif")
 
@@ -365,43 +365,43 @@ async def output(*argv: str) -> str:
     process = await asyncio.create_subprocess_exec(
         *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    said, _ = await process.communicate()
-    return said.decode()
+    stdout, _ = await process.communicate()
+    return stdout.decode()
 
 
 async def test_of_two_processes_one_pulls_and_the_other_reports_that_it_waits(registry: Registry, store: ImageStore):
     image = pack(tar(file("noise", os.urandom(100_000))))
     reference = registry.put("name:1", image)
-    registry.held = asyncio.Event()
+    registry.blob_gate = asyncio.Event()
     first = await puller(store, reference)
     await asyncio.wait_for(registry.reached.wait(), 30)  # the config, then the layer
     registry.reached.clear()
-    registry.held.set()
-    registry.held = asyncio.Event()
+    registry.blob_gate.set()
+    registry.blob_gate = asyncio.Event()
     await asyncio.wait_for(registry.reached.wait(), 30)
-    layer_hold, registry.held = registry.held, None
+    layer_hold, registry.blob_gate = registry.blob_gate, None
     second = await puller(store, reference)
     assert second.stdout is not None and first.stdout is not None
     line = await asyncio.wait_for(second.stdout.readline(), 30)
     assert line.decode().startswith(f"waiting pid {first.pid} on {socket.gethostname()} is making this image")
     assert store.find(reference) is None
     layer_hold.set()
-    said = [(await asyncio.wait_for(process.communicate(), 30))[0].decode() for process in (first, second)]
-    assert all(f"pulled {image.digest}" in text for text in said), said
+    outputs = [(await asyncio.wait_for(process.communicate(), 30))[0].decode() for process in (first, second)]
+    assert all(f"pulled {image.digest}" in text for text in outputs), outputs
     assert len(registry.asked(sha256(image.layers[0]))) == 1
-    assert "download" not in said[1]
+    assert "download" not in outputs[1]
 
 
 async def test_after_kill_9_the_next_pull_resumes_the_download(registry: Registry, store: ImageStore):
     noise = os.urandom(400_000)
     image = pack(tar(file("noise", noise)))
     reference = registry.put("name:1", image)
-    registry.held = asyncio.Event()
+    registry.blob_gate = asyncio.Event()
     process = await puller(store, reference)
     await asyncio.wait_for(registry.reached.wait(), 30)
     registry.reached.clear()
-    registry.held.set()
-    registry.held = asyncio.Event()
+    registry.blob_gate.set()
+    registry.blob_gate = asyncio.Event()
     await asyncio.wait_for(registry.reached.wait(), 30)
     part = next(iter(store.root.glob("*/.partial/blobs/*.part")), None)
     async with asyncio.timeout(90):
@@ -410,8 +410,8 @@ async def test_after_kill_9_the_next_pull_resumes_the_download(registry: Registr
             part = next(iter(store.root.glob("*/.partial/blobs/*.part")), None)
     process.send_signal(signal.SIGKILL)
     await process.communicate()
-    registry.held.set()
-    registry.held = None
+    registry.blob_gate.set()
+    registry.blob_gate = None
     assert store.find(reference) is None and leftovers(store)
     (part.parent.parent / "folder/junk").write_text("junk")  # as if it had been killed while unpacking
 
@@ -437,14 +437,14 @@ async def test_a_layer_corrupted_by_a_crash_is_fetched_again(registry: Registry,
 async def test_a_cancelled_pull_releases_its_lock(registry: Registry, store: ImageStore):
     image = pack(tar(file("noise", os.urandom(100_000))))
     reference = registry.put("name:1", image)
-    registry.held = asyncio.Event()
+    registry.blob_gate = asyncio.Event()
     pulling = asyncio.create_task(store.pull(reference))
     await asyncio.wait_for(registry.reached.wait(), 30)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pulling
-    registry.held.set()
-    registry.held = None
+    registry.blob_gate.set()
+    registry.blob_gate = None
     assert (await store.pull(reference)).digest == image.digest
 
 
@@ -457,8 +457,8 @@ async def test_an_image_in_use_is_not_removed(registry: Registry, store: ImageSt
     with store.hold(image):
         with pytest.raises(ImageInUse):
             other.remove(image.reference)
-        kept = other.prune(older_than_s=-1.0)
-        assert (kept.images, [one.digest for one in kept.in_use]) == ((), [image.digest])
+        pruned = other.prune(older_than_s=-1.0)
+        assert (pruned.images, [one.digest for one in pruned.in_use]) == ((), [image.digest])
         assert (store.path(image, "folder") / "etc/hello").exists()
     assert [one.digest for one in other.prune(older_than_s=-1.0, is_dry_run=True).images] == [image.digest]
     assert store.find(image.reference) is not None, "a dry run removes nothing"
@@ -481,11 +481,11 @@ async def test_prune_removes_the_longest_unused_until_the_rest_fits(registry: Re
         os.utime(lock, (then, then))
     with store.hold(images[2]):
         pass  # updates its time of use
-    done = store.prune(max_bytes=25_000)
-    assert [image.reference for image in done.images] == [images[1].reference]
-    assert done.freed_bytes == 10_000
-    done = store.prune(older_than_s=50)
-    assert [image.reference for image in done.images] == [images[0].reference]
+    pruned = store.prune(max_bytes=25_000)
+    assert [image.reference for image in pruned.images] == [images[1].reference]
+    assert pruned.freed_bytes == 10_000
+    pruned = store.prune(older_than_s=50)
+    assert [image.reference for image in pruned.images] == [images[0].reference]
     assert [image.reference for image in store.list()] == [images[2].reference]
 
 

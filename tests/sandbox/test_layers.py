@@ -43,7 +43,7 @@ async def layers(tmp_path: Path) -> AsyncGenerator[LayerCache, None]:
         yield layers
 
 
-async def made(layers: LayerCache, key: str, make: Make | None = None) -> LayerLease:
+async def get_and_release(layers: LayerCache, key: str, make: Make | None = None) -> LayerLease:
     lease = await layers.get(key, make or Maker())
     lease.release()
     return lease
@@ -69,30 +69,30 @@ async def test_eight_concurrent_callers_make_a_layer_once(layers: LayerCache):
 
 async def test_a_layer_is_found_by_the_next_service(tmp_path: Path):
     async with LayerCache(tmp_path, BIG) as first:
-        path = (await made(first, "k")).path
+        path = (await get_and_release(first, "k")).path
         size_bytes = first.size_bytes
     make = Maker()
     async with LayerCache(tmp_path, BIG) as second:
-        lease = await made(second, "k", make)
+        lease = await get_and_release(second, "k", make)
         assert lease.is_found and lease.path == path and make.count == 0
         assert second.size_bytes == size_bytes
 
 
 async def test_a_layer_from_before_the_last_boot_is_made_again(tmp_path: Path):
     async with LayerCache(tmp_path, BIG) as first:
-        await made(first, "k")
+        await get_and_release(first, "k")
     label = tmp_path / "k" / "layer.json"
     label.write_text(json.dumps({**json.loads(label.read_text()), "boot_id": "another"}))
     async with LayerCache(tmp_path, BIG) as second:
         assert len(second) == 0
-        assert not (await made(second, "k")).is_found
+        assert not (await get_and_release(second, "k")).is_found
         assert await settled(second) == ["k"]
 
 
 @pytest.mark.parametrize("harm", ["no label", "half a label", "no files", "another's label"])
 async def test_incomplete_layers_are_deleted(tmp_path: Path, harm: str):
     async with LayerCache(tmp_path, BIG) as first:
-        await made(first, "k")
+        await get_and_release(first, "k")
     match harm:
         case "no label":
             (tmp_path / "k" / "layer.json").unlink()
@@ -106,7 +106,7 @@ async def test_incomplete_layers_are_deleted(tmp_path: Path, harm: str):
     (tmp_path / ".run-x").mkdir()
     async with LayerCache(tmp_path, BIG) as second:
         assert await settled(second) == []
-        assert not (await made(second, "k")).is_found
+        assert not (await get_and_release(second, "k")).is_found
 
 
 async def test_a_failed_set_up_fails_all_callers_after_one_try_each_with_its_own_error(layers: LayerCache):
@@ -121,11 +121,11 @@ async def test_a_failed_set_up_fails_all_callers_after_one_try_each_with_its_own
 
 
 async def test_a_cached_failure_holds_no_reference_to_the_failed_set_up(layers: LayerCache):
-    left: list[weakref.ref[Maker]] = []
+    refs: list[weakref.ref[Maker]] = []
 
     async def make(target: Path) -> None:
         sandbox = Maker()  # stands for an object that a set-up uses
-        left.append(weakref.ref(sandbox))
+        refs.append(weakref.ref(sandbox))
         try:
             raise MemoryLimit("too much")
         except MemoryLimit as error:
@@ -134,10 +134,10 @@ async def test_a_cached_failure_holds_no_reference_to_the_failed_set_up(layers: 
     with pytest.raises(SetupFailed):
         await layers.get("k", make)
     gc.collect()
-    assert left[0]() is None
+    assert refs[0]() is None
     with pytest.raises(SetupFailed, match="hit a limit"):
         await layers.get("k", make)
-    assert len(left) == 1
+    assert len(refs) == 1
 
 
 async def test_a_failure_is_cached_for_the_same_terms_and_expires(layers: LayerCache, monkeypatch: pytest.MonkeyPatch):
@@ -152,7 +152,7 @@ async def test_a_failure_is_cached_for_the_same_terms_and_expires(layers: LayerC
     monkeypatch.setattr(layers_module, "FAILED_S", 0.0)
     with pytest.raises(SetupFailed):
         await layers.get("i", make)
-    assert not (await made(layers, "i")).is_found, "the cached failure has expired"
+    assert not (await get_and_release(layers, "i")).is_found, "the cached failure has expired"
 
 
 async def test_the_number_of_cached_failures_is_bounded(layers: LayerCache, monkeypatch: pytest.MonkeyPatch):
@@ -164,7 +164,7 @@ async def test_the_number_of_cached_failures_is_bounded(layers: LayerCache, monk
     with pytest.raises(SetupFailed):
         await layers.get("c", make)
     assert make.count == 3
-    assert not (await made(layers, "a")).is_found, "the oldest was dropped"
+    assert not (await get_and_release(layers, "a")).is_found, "the oldest was dropped"
 
 
 async def test_after_an_infrastructure_failure_the_next_caller_makes_the_layer(layers: LayerCache):
@@ -219,14 +219,14 @@ async def test_the_least_recently_used_are_pruned_first_and_leased_ones_never(tm
     size_bytes = 1 << 20
     async with LayerCache(tmp_path, int(2.5 * size_bytes)) as layers:
         leased = await layers.get("a", Maker(size_bytes=size_bytes))
-        await made(layers, "b", Maker(size_bytes=size_bytes))
-        await made(layers, "c", Maker(size_bytes=size_bytes))  # above the limit: `a` is older, but leased
+        await get_and_release(layers, "b", Maker(size_bytes=size_bytes))
+        await get_and_release(layers, "c", Maker(size_bytes=size_bytes))  # above the limit: `a` is older, but leased
         assert await settled(layers) == ["a", "c"]
         assert (leased.path / "file").is_file()
         leased.release()
         leased.release()
-        await made(layers, "c", Maker(size_bytes=size_bytes))
-        await made(layers, "d", Maker(size_bytes=size_bytes))
+        await get_and_release(layers, "c", Maker(size_bytes=size_bytes))
+        await get_and_release(layers, "d", Maker(size_bytes=size_bytes))
         assert await settled(layers) == ["c", "d"]
         assert (layers.pruned, len(layers)) == (2, 2)
 
@@ -248,7 +248,7 @@ async def test_the_order_of_use_survives_a_restart(tmp_path: Path):
     size_bytes = 1 << 20
     async with LayerCache(tmp_path, BIG) as layers:
         for key in ("a", "b"):
-            await made(layers, key, Maker(size_bytes=size_bytes))
+            await get_and_release(layers, key, Maker(size_bytes=size_bytes))
     os.utime(tmp_path / "b" / "layer.json", (1.0, 1.0))
     async with LayerCache(tmp_path, int(1.5 * size_bytes)) as layers:
         assert await settled(layers) == ["a"]
@@ -261,7 +261,7 @@ async def test_a_layer_above_the_limit_serves_its_group_and_is_pruned_by_the_nex
         assert other.is_found and other.path.is_dir()
         lease.release()
         other.release()
-        await made(layers, "next")
+        await get_and_release(layers, "next")
         assert "big" not in await settled(layers)
 
 
@@ -273,15 +273,15 @@ async def test_unwritable_folders_are_deleted(tmp_path: Path):
         target.chmod(0o500)
 
     async with LayerCache(tmp_path, 0) as layers:
-        await made(layers, "a", make)
-        await made(layers, "b")
+        await get_and_release(layers, "a", make)
+        await get_and_release(layers, "b")
         assert await settled(layers) == ["b"]
 
 
 async def test_a_layer_deleted_from_disk_is_made_again(layers: LayerCache):
-    path = (await made(layers, "k")).path
+    path = (await get_and_release(layers, "k")).path
     path.rename(path.with_name("elsewhere"))
-    assert not (await made(layers, "k")).is_found
+    assert not (await get_and_release(layers, "k")).is_found
 
 
 async def test_a_discarded_scratch_layer_is_deleted(layers: LayerCache):

@@ -29,7 +29,7 @@ MIB = 1 << 20
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user or mount")
 
 
-class Told:
+class MonitorReports:
     """The reports of the monitor, in order."""
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class Told:
 
     def monitor(self, **reserves: object) -> MonitorClient:
         return MonitorClient(
-            lambda *said: self.limits.put_nowait(said),
-            lambda *said: self.ooms.put_nowait(said),
-            lambda *said: self.pressure.put_nowait(said),
+            lambda *report: self.limits.put_nowait(report),
+            lambda *report: self.ooms.put_nowait(report),
+            lambda *report: self.pressure.put_nowait(report),
             **reserves,  # pyright: ignore[reportArgumentType]
         )
 
@@ -51,13 +51,13 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def reports() -> MonitorReports:
+    return MonitorReports()
 
 
 @pytest.fixture
-async def monitor(told: Told) -> AsyncGenerator[MonitorClient, None]:
-    monitor = told.monitor()
+async def monitor(reports: MonitorReports) -> AsyncGenerator[MonitorClient, None]:
+    monitor = reports.monitor()
     yield monitor
     await monitor.close()
 
@@ -92,55 +92,61 @@ def init_client() -> Generator[Callable[..., int], None, None]:
 HEAP = "x = b'x' * (100 << 20)"
 
 
-async def is_silent(told: Told, monitor: MonitorClient, init_client: Callable[..., int]) -> None:
+async def is_silent(reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]) -> None:
     """Checks that nothing is reported of the existing watches, although all of them are checked."""
     monitor.watch("the sign", pid=init_client(HEAP), memory_bytes=16 * MIB)
-    assert await told.limit() == ("the sign", "memory")
-    assert told.limits.empty()
+    assert await reports.limit() == ("the sign", "memory")
+    assert reports.limits.empty()
 
 
 # --- memory -------------------------------------------------------------------------------------------
 
 
 async def test_a_heap_above_the_limit_is_reported_once(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
 ):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=64 * MIB)
-    assert await told.limit() == ("a", "memory")
-    await is_silent(told, monitor, init_client)
+    assert await reports.limit() == ("a", "memory")
+    await is_silent(reports, monitor, init_client)
 
 
 async def test_memory_within_the_limit_is_not_reported(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
 ):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=200 * MIB)
-    await is_silent(told, monitor, init_client)
+    await is_silent(reports, monitor, init_client)
 
 
 MANY = "for _ in range(8):\n  if os.fork() == 0:\n    x = b'x' * (20 << 20); stay(); os._exit(0)\n"
 
 
-async def test_many_processes_are_counted_together(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_many_processes_are_counted_together(
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
+):
     monitor.watch("a", pid=init_client(MANY), memory_bytes=100 * MIB)
-    assert await told.limit() == ("a", "memory")
+    assert await reports.limit() == ("a", "memory")
 
 
-async def test_pages_that_forks_share_count_once(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_pages_that_forks_share_count_once(
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
+):
     code = HEAP + "\nfor _ in range(5):\n  if os.fork() == 0: stay(); os._exit(0)"
     monitor.watch("a", pid=init_client(code), memory_bytes=200 * MIB)
-    await is_silent(told, monitor, init_client)
+    await is_silent(reports, monitor, init_client)
 
 
 SHARED = "import mmap\nm = mmap.mmap(-1, 100 << 20)\nfor i in range(0, len(m), 4096): m[i] = 1\n"
 READ_IT = "for _ in range(3):\n  if os.fork() == 0: sum(m[i] for i in range(0, len(m), 4096)); stay(); os._exit(0)\n"
 
 
-async def test_shared_anonymous_memory_counts_once(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_shared_anonymous_memory_counts_once(
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
+):
     pid = init_client(SHARED + READ_IT)
     monitor.watch("within", pid=pid, memory_bytes=200 * MIB)
     monitor.watch("beyond", pid=init_client(SHARED), memory_bytes=64 * MIB)
-    assert await told.limit() == ("beyond", "memory")
-    await is_silent(told, monitor, init_client)
+    assert await reports.limit() == ("beyond", "memory")
+    await is_silent(reports, monitor, init_client)
 
 
 TMPFS = (
@@ -151,45 +157,49 @@ OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 async def test_a_private_tmpfs_counts_as_memory(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     pid = init_client(TMPFS, argv=OWN_MOUNTS, at=tmp_path)
     monitor.watch("within", pid=pid, memory_bytes=200 * MIB, tmpfs_paths=[str(tmp_path)])
     monitor.watch("beyond", pid=pid, memory_bytes=64 * MIB, tmpfs_paths=["/missing", str(tmp_path)])
-    assert await told.limit() == ("beyond", "memory")
-    await is_silent(told, monitor, init_client)
+    assert await reports.limit() == ("beyond", "memory")
+    await is_silent(reports, monitor, init_client)
 
 
 async def test_a_file_mapped_from_its_tmpfs_counts_once(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     code = TMPFS + "\nimport mmap\nm = mmap.mmap(os.open(sys.argv[1] + '/f', os.O_RDWR), 0)\n" + READ_IT
     pid = init_client(code, argv=OWN_MOUNTS, at=tmp_path)
     monitor.watch("a", pid=pid, memory_bytes=150 * MIB, tmpfs_paths=[str(tmp_path)])
-    await is_silent(told, monitor, init_client)
+    await is_silent(reports, monitor, init_client)
 
 
-async def test_a_tmpfs_of_the_host_does_not_count(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_a_tmpfs_of_the_host_does_not_count(
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
+):
     file = Path("/dev/shm") / f"rollyard-test-{uuid.uuid4().hex}"
     try:
         file.write_bytes(b"x" * (100 * MIB))
         monitor.watch("a", pid=init_client(""), memory_bytes=64 * MIB, tmpfs_paths=["/dev/shm", "/"])
-        await is_silent(told, monitor, init_client)
+        await is_silent(reports, monitor, init_client)
     finally:
         file.unlink(missing_ok=True)
 
 
-async def test_other_process_trees_are_not_counted(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_other_process_trees_are_not_counted(
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
+):
     hog = init_client(HEAP)
     monitor.watch("a", pid=init_client(""), memory_bytes=64 * MIB, processes=4)
-    await is_silent(told, monitor, init_client)
+    await is_silent(reports, monitor, init_client)
     assert hog
 
 
 async def test_a_reused_pid_is_not_taken_for_the_init_process(init_client: Callable[..., int]):
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        monitor = monitor_program.ResourceMonitor(theirs)
+    own_end, monitor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own_end, monitor_end:
+        monitor = monitor_program.ResourceMonitor(monitor_end)
         request = {"id": "a", "pid": init_client(HEAP), "memory_bytes": 1, "processes": None, "disk_bytes": None}
         watched = monitor_program.WatchedSandbox({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
         assert len(monitor.trees_of([watched])[0][1]) == 1
@@ -198,8 +208,8 @@ async def test_a_reused_pid_is_not_taken_for_the_init_process(init_client: Calla
 
 
 def test_a_cycle_of_reused_pids_terminates():
-    seen = {7: usage.Process(8, 1, 1, 0), 8: usage.Process(7, 1, 1, 0), 9: usage.Process(5, 1, 1, 0)}
-    assert usage.trees([5], seen) == {5: [9]}
+    process_table = {7: usage.Process(8, 1, 1, 0), 8: usage.Process(7, 1, 1, 0), 9: usage.Process(5, 1, 1, 0)}
+    assert usage.trees([5], process_table) == {5: [9]}
 
 
 # --- processes ----------------------------------------------------------------------------------------
@@ -216,18 +226,22 @@ BOMB = (
 
 
 @as_root
-async def test_a_lasting_fork_bomb_is_reported(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_a_lasting_fork_bomb_is_reported(
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
+):
     pid = init_client(BOMB, uid=2_000_000 + os.getpid())
     monitor.watch("within", pid=pid, processes=21)
     monitor.watch("beyond", pid=init_client(BOMB, uid=3_000_000 + os.getpid()), processes=20)
-    assert await told.limit() == ("beyond", "processes")
-    assert told.limits.empty()
+    assert await reports.limit() == ("beyond", "processes")
+    assert reports.limits.empty()
 
 
-async def test_threads_count_as_processes(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_threads_count_as_processes(
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
+):
     code = "import threading\nfor _ in range(9): threading.Thread(target=sys.stdin.read, daemon=True).start()"
     monitor.watch("a", pid=init_client(code), processes=10)
-    assert await told.limit() == ("a", "processes")
+    assert await reports.limit() == ("a", "processes")
 
 
 def test_a_short_peak_is_not_reported():
@@ -267,12 +281,16 @@ def one_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [one_file, small_files, deep_files])
 async def test_use_above_the_disk_limit_is_reported(
-    fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None],
+    reports: MonitorReports,
+    monitor: MonitorClient,
+    init_client: Callable[..., int],
+    tmp_path: Path,
 ):
     fill(tmp_path)
     pid = init_client("")
     monitor.watch("a", pid=pid, disk_bytes=2 * MIB, disk_folders=[tmp_path / "missing", tmp_path])
-    assert await told.limit() == ("a", "disk")
+    assert await reports.limit() == ("a", "disk")
     subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
 
 
@@ -290,7 +308,11 @@ def links(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [sparse, links])
 async def test_sparse_files_and_links_do_not_count(
-    fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None],
+    reports: MonitorReports,
+    monitor: MonitorClient,
+    init_client: Callable[..., int],
+    tmp_path: Path,
 ):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -298,12 +320,12 @@ async def test_sparse_files_and_links_do_not_count(
     one_file(tmp_path / "b")
     monitor.watch("a", pid=init_client(""), disk_bytes=2 * MIB, disk_folders=[tmp_path / "a"])
     monitor.watch("b", pid=init_client(""), disk_bytes=2 * MIB, disk_folders=[tmp_path / "b"])
-    assert await told.limit() == ("b", "disk")
-    assert told.limits.empty()
+    assert await reports.limit() == ("b", "disk")
+    assert reports.limits.empty()
 
 
 async def test_a_deleted_but_open_file_counts_as_disk(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int], disk_path: Path
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int], disk_path: Path
 ):
     code = "f = open(sys.argv[1], 'wb'); f.write(b'x' * (8 << 20)); f.flush(); os.unlink(sys.argv[1])"
     in_memory = "fd = os.memfd_create('x'); os.write(fd, b'x' * (8 << 20))"
@@ -311,24 +333,24 @@ async def test_a_deleted_but_open_file_counts_as_disk(
     (two := disk_path / "two").mkdir()
     monitor.watch("memory", pid=init_client(in_memory), disk_bytes=2 * MIB, disk_folders=[one])
     monitor.watch("disk", pid=init_client(code, at=two / "file"), disk_bytes=2 * MIB, disk_folders=[two])
-    assert await told.limit() == ("disk", "disk")
-    assert told.limits.empty()
+    assert await reports.limit() == ("disk", "disk")
+    assert reports.limits.empty()
 
 
 async def test_a_disk_that_fills_later_is_reported(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     monitor.watch("a", pid=init_client(""), disk_bytes=8 * MIB, disk_folders=[tmp_path])
-    await is_silent(told, monitor, init_client)  # its first walk is done and found nothing
+    await is_silent(reports, monitor, init_client)  # its first walk is done and found nothing
     for number in range(32):
         (tmp_path / str(number)).write_bytes(b"x" * MIB)
-    assert await told.limit() == ("a", "disk")
+    assert await reports.limit() == ("a", "disk")
 
 
 def test_a_disk_is_walked_again_after_growth_or_a_while(tmp_path: Path):
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        monitor = monitor_program.ResourceMonitor(theirs)
+    own_end, monitor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own_end, monitor_end:
+        monitor = monitor_program.ResourceMonitor(monitor_end)
         request = {"id": "a", "pid": 1, "memory_bytes": None, "processes": None, "disk_bytes": 16 * MIB}
         watched = monitor_program.WatchedSandbox(
             {**request, "disk_folders": ["x"], "tmpfs_paths": [], "event_files": []}
@@ -362,7 +384,11 @@ def symbolic_links(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [empty_files, empty_folders, symbolic_links])
 async def test_too_many_files_are_reported(
-    fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None],
+    reports: MonitorReports,
+    monitor: MonitorClient,
+    init_client: Callable[..., int],
+    tmp_path: Path,
 ):
     (tmp_path / "few").mkdir()
     links(tmp_path / "few")  # a file with many names counts once
@@ -370,16 +396,16 @@ async def test_too_many_files_are_reported(
     (tmp_path / "many").mkdir()
     fill(tmp_path / "many")
     monitor.watch("many", pid=init_client(""), files=200, disk_folders=[tmp_path / "many"])
-    assert await told.limit() == ("many", "files")
-    assert told.limits.empty()
+    assert await reports.limit() == ("many", "files")
+    assert reports.limits.empty()
 
 
 async def test_deleted_but_open_files_count_as_files(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int], disk_path: Path
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int], disk_path: Path
 ):
     code = "held = [open(f'{sys.argv[1]}{n}', 'w') for n in range(300)]\nfor file in held: os.unlink(file.name)"
     monitor.watch("a", pid=init_client(code, at=disk_path / "file"), files=200, disk_folders=[disk_path])
-    assert await told.limit() == ("a", "files")
+    assert await reports.limit() == ("a", "files")
 
 
 def walked(folder: Path, limit: int = 1 << 50) -> disk_walk.DiskWalk:
@@ -473,19 +499,19 @@ def test_deeply_nested_forbidden_folders_count_as_an_attack(tmp_path: Path):
 
 @pytest.fixture
 def cgroups() -> Generator[Cgroups, None, None]:
-    found = Cgroups.find(f"test-{uuid.uuid4().hex[:8]}")
-    if found is None:
+    mechanism = Cgroups.find(f"test-{uuid.uuid4().hex[:8]}")
+    if mechanism is None:
         pytest.skip("control groups are not available")
-    yield found
-    found.sweep()
-    found.close()
+    yield mechanism
+    mechanism.sweep()
+    mechanism.close()
 
 
 ENTER = "for path in sys.argv[1].split(','): open(path, 'w').write('0')\n"
 
 
 async def test_an_oom_kill_in_its_cgroup_is_reported(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int], cgroups: Cgroups
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int], cgroups: Cgroups
 ):
     group = cgroups.make("sbx_1", 32 * MIB, None, None)
     monitor.watch("a", pid=init_client(""), event_files=group.event_files)
@@ -493,27 +519,27 @@ async def test_an_oom_kill_in_its_cgroup_is_reported(
         "pid = os.fork()\nif pid == 0:\n  " + ENTER + "  " + HEAP + "\nos.waitpid(pid, 0)", at=group.procs_files[0]
     )
     async with asyncio.timeout(90):
-        assert await told.ooms.get() == ("a", 1)
+        assert await reports.ooms.get() == ("a", 1)
     os.kill(monitor.pid or 0, signal.SIGKILL)
-    await is_silent(told, monitor, init_client)
-    assert told.ooms.empty()  # the new monitor reported the same kill again
+    await is_silent(reports, monitor, init_client)
+    assert reports.ooms.empty()  # the new monitor reported the same kill again
 
 
 async def test_a_group_that_stays_at_its_process_limit_is_reported(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int], cgroups: Cgroups
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int], cgroups: Cgroups
 ):
     group = cgroups.make("sbx_1", None, 6, None)
     code = ENTER + "\nfor _ in range(5):\n  if os.fork() == 0: sys.stdin.read(); os._exit(0)"
     pid = init_client(code, at=group.procs_files[0])
     monitor.watch("a", pid=pid, processes=6, event_files=group.event_files)
-    assert await told.limit() == ("a", "processes")
+    assert await reports.limit() == ("a", "processes")
 
 
-async def test_low_memory_of_the_machine_is_reported(told: Told):
-    monitor = told.monitor(memory_reserve_bytes=1 << 60)
+async def test_low_memory_of_the_machine_is_reported(reports: MonitorReports):
+    monitor = reports.monitor(memory_reserve_bytes=1 << 60)
     try:
         async with asyncio.timeout(90):
-            is_low, free = await told.pressure.get()
+            is_low, free = await reports.pressure.get()
         assert is_low
         assert 0 < free["memory_available_bytes"] < 1 << 60
     finally:
@@ -521,52 +547,52 @@ async def test_low_memory_of_the_machine_is_reported(told: Told):
 
 
 @as_root
-async def test_a_full_disk_of_the_machine_and_its_recovery_are_reported(told: Told, tmp_path: Path):
+async def test_a_full_disk_of_the_machine_and_its_recovery_are_reported(reports: MonitorReports, tmp_path: Path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "none", str(tmp_path)], check=True)
-    monitor = told.monitor(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
+    monitor = reports.monitor(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
     try:
         one_file(tmp_path)  # 12 MB are left: not low yet
         (tmp_path / "more").write_bytes(b"x" * (8 * MIB))
         async with asyncio.timeout(90):
-            is_low, free = await told.pressure.get()
+            is_low, free = await reports.pressure.get()
             assert is_low and free["disk_free_bytes"] < 8 * MIB
             (tmp_path / "more").unlink()
-            assert (await told.pressure.get())[0] is False
+            assert (await reports.pressure.get())[0] is False
     finally:
         await monitor.close()
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @as_root
-async def test_a_lack_of_inodes_and_its_recovery_are_reported(told: Told, tmp_path: Path):
+async def test_a_lack_of_inodes_and_its_recovery_are_reported(reports: MonitorReports, tmp_path: Path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=400", "none", str(tmp_path)], check=True)
-    monitor = told.monitor(disk_reserve_files=200, disk_path=tmp_path)
+    monitor = reports.monitor(disk_reserve_files=200, disk_path=tmp_path)
     try:
         empty_files(tmp_path)
         async with asyncio.timeout(90):
-            is_low, free = await told.pressure.get()
+            is_low, free = await reports.pressure.get()
             assert is_low and free["disk_free_files"] < 200 and free["disk_free_bytes"] > MIB
             for file in tmp_path.iterdir():
                 file.unlink()
-            assert (await told.pressure.get())[0] is False
+            assert (await reports.pressure.get())[0] is False
     finally:
         await monitor.close()
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @as_root
-async def test_a_recovery_during_a_restart_is_reported_by_the_next_monitor(told: Told, tmp_path: Path):
+async def test_a_recovery_during_a_restart_is_reported_by_the_next_monitor(reports: MonitorReports, tmp_path: Path):
     """Otherwise no sandbox would be started any more."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "none", str(tmp_path)], check=True)
-    monitor = told.monitor(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
+    monitor = reports.monitor(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
     try:
         (tmp_path / "more").write_bytes(b"x" * (12 * MIB))
         async with asyncio.timeout(90):
-            assert (await told.pressure.get())[0] is True
+            assert (await reports.pressure.get())[0] is True
             assert monitor.pid is not None
             os.kill(monitor.pid, signal.SIGKILL)
             (tmp_path / "more").unlink()
-            assert (await told.pressure.get())[0] is False
+            assert (await reports.pressure.get())[0] is False
     finally:
         await monitor.close()
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -576,37 +602,39 @@ async def test_a_recovery_during_a_restart_is_reported_by_the_next_monitor(told:
 
 
 async def test_a_killed_monitor_is_replaced_and_gets_all_watches(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     monitor.watch("a", pid=init_client(""), disk_bytes=4 * MIB, disk_folders=[tmp_path])
-    await is_silent(told, monitor, init_client)
+    await is_silent(reports, monitor, init_client)
     first = monitor.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
     small_files(tmp_path)
     one_file(tmp_path)
-    assert await told.limit() == ("a", "disk")
+    assert await reports.limit() == ("a", "disk")
     assert monitor.pid not in (None, first)
 
 
-async def test_a_forgotten_sandbox_is_not_reported(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_a_forgotten_sandbox_is_not_reported(
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
+):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
     monitor.forget("a")
     monitor.forget("a")
-    await is_silent(told, monitor, init_client)
+    await is_silent(reports, monitor, init_client)
 
 
 async def test_a_watch_of_the_same_name_starts_again(
-    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+    reports: MonitorReports, monitor: MonitorClient, init_client: Callable[..., int]
 ):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
-    assert await told.limit() == ("a", "memory")
+    assert await reports.limit() == ("a", "memory")
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
-    assert await told.limit() == ("a", "memory")
+    assert await reports.limit() == ("a", "memory")
 
 
-async def test_close_leaves_no_process(told: Told, init_client: Callable[..., int]):
-    monitor = told.monitor()
+async def test_close_leaves_no_process(reports: MonitorReports, init_client: Callable[..., int]):
+    monitor = reports.monitor()
     monitor.watch("a", pid=init_client(""), memory_bytes=16 * MIB)
     pid = monitor.pid
     await monitor.close()
@@ -616,9 +644,9 @@ async def test_close_leaves_no_process(told: Told, init_client: Callable[..., in
 
 
 def test_a_monitor_ends_with_its_service():
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        argv = [sys.executable, "-I", "-S", monitor_program.__file__, str(theirs.fileno())]
-        process = subprocess.Popen(argv, pass_fds=(theirs.fileno(),))
-    ours.close()
+    own_end, monitor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with monitor_end:
+        argv = [sys.executable, "-I", "-S", monitor_program.__file__, str(monitor_end.fileno())]
+        process = subprocess.Popen(argv, pass_fds=(monitor_end.fileno(),))
+    own_end.close()
     assert process.wait(20) == 0

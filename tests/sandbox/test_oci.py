@@ -83,8 +83,8 @@ async def test_a_stopped_first_process_is_killed(tmp_path: Path) -> None:
         os.kill(sandbox.pid, signal.SIGSTOP)
         await sandbox.kill()
         assert (await sandbox.ended()).reason == "killed"
-        left = await runtime._call("ps", "--all", "--quiet", "--filter", f"name=rollyard-{sandbox.id}")
-        assert not left.stdout
+        listing = await runtime._call("ps", "--all", "--quiet", "--filter", f"name=rollyard-{sandbox.id}")
+        assert not listing.stdout
 
 
 async def test_a_sandbox_above_its_disk_limit_is_ended(tmp_path: Path) -> None:

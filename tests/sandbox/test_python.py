@@ -51,15 +51,15 @@ def in_nothing(python: PortablePython, *arguments: str) -> str:
     bare += ["--tmpfs", "/", "--ro-bind", str(python.folder), INSIDE, "--proc", "/proc", "--dev", "/dev"]
     for name, value in python.env.items():
         bare += ["--setenv", name, value]
-    done = subprocess.run([*bare, "--", *python.argv, *arguments], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run([*bare, "--", *python.argv, *arguments], capture_output=True, text=True, timeout=30)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def test_it_runs_in_an_empty_root(python: PortablePython) -> None:
-    found = in_nothing(python, "-c", f"import {EVERYTHING}, os, sys; print(sys.version, sys.prefix, os.listdir('/'))")
-    assert found.startswith(sys.version) and INSIDE in found
-    assert "usr" not in found.rpartition("[")[2] and "lib" not in found.rpartition("[")[2]
+    output = in_nothing(python, "-c", f"import {EVERYTHING}, os, sys; print(sys.version, sys.prefix, os.listdir('/'))")
+    assert output.startswith(sys.version) and INSIDE in output
+    assert "usr" not in output.rpartition("[")[2] and "lib" not in output.rpartition("[")[2]
 
 
 def test_it_loads_no_library_of_the_image(python: PortablePython) -> None:
@@ -87,11 +87,11 @@ def test_the_launcher_can_import_all_that_it_needs(python: PortablePython) -> No
 def test_python_variables_of_a_task_are_ignored(python: PortablePython) -> None:
     on_host = python.on_host()
     env = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere", **on_host.env}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*on_host.argv, "-c", "import sys; print(sys.path, sys.prefix)"], env=env, capture_output=True
     )
-    assert done.returncode == 0, done.stderr
-    assert str(python.folder).encode() in done.stdout and b"nowhere" not in done.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert str(python.folder).encode() in completed.stdout and b"nowhere" not in completed.stdout
 
 
 def test_all_users_can_read_it(python: PortablePython) -> None:
@@ -106,9 +106,9 @@ def test_no_unfinished_build_is_left(python: PortablePython) -> None:
 
 
 async def test_it_is_built_once_for_all_callers(python: PortablePython, caplog: pytest.LogCaptureFixture) -> None:
-    shelf = PythonBuilds(python.folder.parent)
+    builds = PythonBuilds(python.folder.parent)
     with caplog.at_level(logging.INFO, "rollyard.sandbox"):
-        assert await asyncio.gather(*[shelf.get() for _ in range(4)]) == [python] * 4
+        assert await asyncio.gather(*[builds.get() for _ in range(4)]) == [python] * 4
     assert not caplog.records
 
 
@@ -122,8 +122,8 @@ def test_missing_bytecode_is_compiled_again_and_readable(tmp_path: Path) -> None
         module._build(parts, tmp_path / "built")
     finally:
         os.umask(before)
-    made = [path for path in (tmp_path / "built").rglob("*.pyc") if "IPython" in path.parts]
-    assert made and {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o644}
+    bytecode = [path for path in (tmp_path / "built").rglob("*.pyc") if "IPython" in path.parts]
+    assert bytecode and {stat.S_IMODE(path.stat().st_mode) for path in bytecode} == {0o644}
 
 
 def test_a_build_that_does_not_run_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +149,9 @@ package.__path__ = [{str(source / "sandbox")!r}]
 from rollyard.sandbox.python import portable_python
 print(portable_python(Path({str(tmp_path)!r})).folder)
 """
-    done = subprocess.run([other, "-B", "-c", code], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr
-    theirs = PortablePython(Path(done.stdout.strip()), python.argv, python.env)
-    assert theirs.folder.name != python.folder.name
-    assert in_nothing(theirs, "-c", f"import {EVERYTHING}, sys; print(sys.prefix)") == f"{INSIDE}\n"
+    completed = subprocess.run([other, "-B", "-c", code], capture_output=True, text=True, timeout=50)
+    assert completed.returncode == 0, completed.stderr
+    other_python = PortablePython(Path(completed.stdout.strip()), python.argv, python.env)
+    assert other_python.folder.name != python.folder.name
+    assert in_nothing(other_python, "-c", f"import {EVERYTHING}, sys; print(sys.prefix)") == f"{INSIDE}\n"
     shutil.rmtree(tmp_path)

@@ -53,23 +53,23 @@ pytestmark = pytest.mark.slow
 SPEC = SandboxSpec(owner="test")
 
 
-def left_below(root: Path) -> list[str]:
+def sandbox_folders(root: Path) -> list[str]:
     return [entry.name for entry in root.glob("sbx_*")]
 
 
 def in_session(leader: int) -> list[str]:
     """Returns the live processes of that session, and where in the kernel they wait. The launcher and all its
     descendants stay in its session."""
-    found: list[str] = []
+    processes: list[str] = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(f"{entry.name} {fields[0]}")
+                processes.append(f"{entry.name} {fields[0]}")
         with contextlib.suppress(OSError):  # separate: not every kernel has it
-            if found and found[-1].startswith(f"{entry.name} "):
-                found[-1] += f" in {(entry / 'wchan').read_text()}"
-    return found
+            if processes and processes[-1].startswith(f"{entry.name} "):
+                processes[-1] += f" in {(entry / 'wchan').read_text()}"
+    return processes
 
 
 def test_runtimes_implement_the_interface() -> None:
@@ -106,7 +106,7 @@ async def test_two_hundred_start_at_once(bubblewrap: BubblewrapRuntime, tmp_path
     results = await asyncio.gather(*[sandbox.exec(["pwd"], timeout_s=30.0) for sandbox in sandboxes])
     assert {result.stdout for result in results} == {b"/workspace\n"}
     await asyncio.gather(*[sandbox.kill() for sandbox in sandboxes])
-    assert not left_below(tmp_path / "bubblewrap")
+    assert not sandbox_folders(tmp_path / "bubblewrap")
 
 
 async def test_descriptors_do_not_grow(bubblewrap: BubblewrapRuntime) -> None:
@@ -137,7 +137,7 @@ async def test_the_error_contains_the_output_of_bwrap(tmp_path: Path) -> None:
     async with BubblewrapRuntime(root=tmp_path / "root", program=str(program), uids=None) as runtime:
         with pytest.raises(SandboxStartFailed, match=r"No permissions.*apparmor_restrict_unprivileged_userns"):
             await runtime.start(SPEC, lease_s=60.0)
-        assert not left_below(tmp_path / "root")
+        assert not sandbox_folders(tmp_path / "root")
 
 
 async def test_a_start_that_hangs_times_out_and_is_cleaned_up(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ async def test_a_start_that_hangs_times_out_and_is_cleaned_up(tmp_path: Path) ->
         with pytest.raises(SandboxStartFailed, match=re.escape("0.5 s")):
             await runtime.start(SPEC, lease_s=60.0)
         assert not alive(mark)
-        assert not left_below(tmp_path / "root")
+        assert not sandbox_folders(tmp_path / "root")
 
 
 async def test_a_dead_launcher_is_replaced_and_ends_no_sandbox(bubblewrap: BubblewrapRuntime) -> None:
@@ -180,7 +180,7 @@ async def test_close_ends_running_and_starting_sandboxes(tmp_path: Path) -> None
     for task in starting:  # one that was ready before `close` was ended like any other
         error = task.exception()
         assert isinstance(error, SandboxStartFailed) or (error is None and task.result().end is not None)
-    assert not left_below(tmp_path)
+    assert not sandbox_folders(tmp_path)
 
 
 async def test_close_waits_for_a_kill_whose_caller_was_cancelled(
@@ -202,7 +202,7 @@ async def test_close_waits_for_a_kill_whose_caller_was_cancelled(
         finally:
             os.kill(fork_server, signal.SIGCONT)
         await closing
-    assert not runtime._endings and not left_below(tmp_path)
+    assert not runtime._endings and not sandbox_folders(tmp_path)
     assert runtime._fork_server.pid is None
     assert "could not be deleted" not in caplog.text
 
@@ -217,7 +217,7 @@ async def test_close_ends_the_wait_for_room(tmp_path: Path) -> None:
     with pytest.raises(SandboxStartFailed, match="closed"):
         await starting
     assert runtime._fork_server.pid is None
-    assert not left_below(tmp_path)
+    assert not sandbox_folders(tmp_path)
 
 
 async def test_a_failure_after_the_start_leaves_nothing(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ async def test_a_failure_after_the_start_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="no descriptor"):
             await runtime.start(SPEC, lease_s=60.0)
         assert not runtime._live
-        assert not left_below(tmp_path)
+        assert not sandbox_folders(tmp_path)
 
 
 async def test_a_failed_open_leaves_nothing_open(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ async def test_a_start_cancelled_while_copying_a_layer_leaves_nothing(tmp_path: 
         await eventually(lambda: any(copied("sbx_*/upper/folder*")), "no copy began")
         starting.cancel()
         await asyncio.wait([starting])
-    assert not left_below(tmp_path / "root")
+    assert not sandbox_folders(tmp_path / "root")
 
 
 async def test_a_root_belongs_to_one_process(tmp_path: Path) -> None:
@@ -273,11 +273,11 @@ def small_image(folder: Path, programs: tuple[str, ...] = ("sh", "sleep", "cat",
     for name in programs:
         program = shutil.which(name)
         assert program is not None
-        wanted = [
+        files = [
             program,
             *re.findall(r"(/\S+) \(0x", subprocess.run(["ldd", program], capture_output=True, text=True).stdout),
         ]
-        for path in wanted:
+        for path in files:
             target = folder / path.lstrip("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
@@ -308,7 +308,7 @@ async def test_a_bad_image_is_refused(bubblewrap: BubblewrapRuntime, tmp_path: P
     (tmp_path / "empty").mkdir()
     with pytest.raises(SandboxStartFailed, match="cat: No such file" if name == "empty" else name):
         await bubblewrap.start(SandboxSpec(image=str(tmp_path / name)), lease_s=60.0)
-    assert not left_below(tmp_path / "bubblewrap")
+    assert not sandbox_folders(tmp_path / "bubblewrap")
 
 
 async def test_binds_mount_host_paths(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
@@ -390,17 +390,17 @@ async def test_a_download_without_free_memory_fails_with_memory_limit(disk_path:
         if sandbox.limits_in_force["memory"] == "watchdog":
             pytest.skip("only a cgroup counts files in memory")
         names = "seq 100000 | sed s/$/$(printf %060d 0)/ | xargs touch"
-        made = await sandbox.exec(
+        result = await sandbox.exec(
             f"mkdir d; cd d; {names}; dd if=/dev/zero of=/dev/shm/x bs=1M count=32", timeout_s=60.0
         )
-        assert made.status == 0, made
+        assert result.status == 0, result
         with pytest.raises(MemoryLimit):
             await sandbox.download("d", disk_path / "d", limit_bytes=1 << 30)
 
 
 async def test_the_probe_reports_ok(bubblewrap: BubblewrapRuntime, local: LocalRuntime) -> None:
-    found = dict(await bubblewrap.probe())
-    assert {found[name] for name in ("bubblewrap", "start", "overlay")} == {"ok"}
+    probed = dict(await bubblewrap.probe())
+    assert {probed[name] for name in ("bubblewrap", "start", "overlay")} == {"ok"}
     assert await local.probe() == {"start": "ok"}
 
 
@@ -569,19 +569,19 @@ def test_a_program_that_the_machine_cannot_start_has_no_status(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(sandbox_init, "run_program", run_program)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_end, init_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifeline, lifeline_in = os.pipe()
     request = {"n": 7, "tty": False, "limits": {}, "reaps": False, "slots": [], "cwd": "/", "argv": ["prog"], "env": {}}
     pid = os.fork()
     if pid == 0:
-        sandbox_init.SandboxInit(theirs, lifeline, -1, sandbox_init.ProcessSpace(), b"").execute(request, [])
+        sandbox_init.SandboxInit(init_end, lifeline, -1, sandbox_init.ProcessSpace(), b"").execute(request, [])
     if isinstance(answer, int):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == answer
     else:
-        assert kernel.receive(ours)[0] == {"n": 7, **answer}
+        assert kernel.receive(own_end)[0] == {"n": 7, **answer}
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    for end in (ours, theirs):
+    for end in (own_end, init_end):
         end.close()
     for fd in (lifeline, lifeline_in):
         os.close(fd)
@@ -607,7 +607,7 @@ async def test_a_sandbox_whose_end_is_not_proven_is_stuck_and_its_folder_kept(tm
         for _ in range(2):
             with pytest.raises(SandboxStuck):
                 await sandbox.kill()
-        assert left_below(tmp_path) == [sandbox.id]
+        assert sandbox_folders(tmp_path) == [sandbox.id]
         os.kill(sandbox.pid, signal.SIGCONT)
         assert (await sandbox.ended()).reason == "killed"
 
@@ -644,7 +644,7 @@ async def test_deep_and_forbidden_folders_are_deleted(bubblewrap: BubblewrapRunt
         deep = "import os\nfor _ in range(300):\n os.mkdir('d' * 100); os.chdir('d' * 100)"
         assert (await sandbox.exec(["python3", "-c", deep], timeout_s=10.0)).status == 0
         assert (await sandbox.exec("mkdir -p no/way; chmod 0 no", timeout_s=60.0)).status == 0
-    assert not left_below(tmp_path / "bubblewrap")
+    assert not sandbox_folders(tmp_path / "bubblewrap")
 
 
 _STARTER = """
@@ -673,7 +673,7 @@ async def test_kill_9_during_starts_leaves_nothing(tmp_path: Path, rounds: int) 
         server.wait()
     await eventually(lambda: not in_session(leader), "nothing is left of the starts", lambda: in_session(leader))
     async with BubblewrapRuntime(root=tmp_path):
-        assert not left_below(tmp_path)
+        assert not sandbox_folders(tmp_path)
 
 
 # --- the sweep ----------------------------------------------------------------------------------------
@@ -693,7 +693,7 @@ async def test_the_sweep_ends_the_recorded_process_and_no_other(tmp_path: Path, 
             folder.mkdir()
             (folder / "record.json").write_text(json.dumps(record_of(victim.pid, **changes)))
             async with BubblewrapRuntime(root=tmp_path):
-                assert not left_below(tmp_path)
+                assert not sandbox_folders(tmp_path)
             assert victim.poll() == (None if changes else -signal.SIGKILL)
         finally:
             victim.kill()
@@ -703,7 +703,7 @@ async def test_a_corrupt_record_does_not_prevent_opening(tmp_path: Path) -> None
     (tmp_path / "sbx_left").mkdir()
     (tmp_path / "sbx_left" / "record.json").write_text("{")
     async with LocalRuntime(root=tmp_path):
-        assert not left_below(tmp_path)
+        assert not sandbox_folders(tmp_path)
 
 
 async def test_a_foreign_control_folder_is_refused(tmp_path: Path) -> None:
@@ -764,11 +764,11 @@ async def test_files_that_could_not_be_deleted_are_tried_again(tmp_path: Path, m
             return await real(paths, groups)
 
         monkeypatch.setattr(runtime._fork_server, "remove", short)
-        for left in (1, 2, 1):  # the third deletes its own files and those of one other
+        for remaining in (1, 2, 1):  # the third deletes its own files and those of one other
             async with started(runtime, SPEC):
                 pass
-            assert len(left_below(tmp_path)) == left
-    assert left_below(tmp_path) == [], "close deletes the rest"
+            assert len(sandbox_folders(tmp_path)) == remaining
+    assert sandbox_folders(tmp_path) == [], "close deletes the rest"
 
 
 async def test_a_lease_does_not_expire_while_the_process_is_suspended(tmp_path: Path) -> None:

@@ -42,13 +42,13 @@ def run(body: str, *, is_filtered: bool = True, refuse_memfd: bool = True) -> di
     """Runs `body` in its own process and returns what it stored in `found`."""
     source = PRELUDE + ("filtered()\n" if is_filtered else "") + "found = {}\n" + textwrap.dedent(body)
     program = seccomp.program(refuse_memfd=refuse_memfd).hex()
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-I", "-S", "-c", source + "\nprint(json.dumps(found))", kernel.__file__, program],
         capture_output=True,
         timeout=30,
     )
-    assert done.returncode == 0, done.stderr.decode()
-    return json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr.decode()
+    return json.loads(completed.stdout)
 
 
 def by_number(names: dict[str, tuple[int, int]]) -> str:
@@ -62,20 +62,20 @@ def test_every_listed_call_is_refused():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make these calls without the filter")
 def test_without_the_filter_they_are_not_refused():
-    found = run(by_number(seccomp.REFUSED | seccomp.UNSEEN_MEMORY), is_filtered=False)
-    assert [name for name, result in found.items() if result == -EPERM] == []
+    results = run(by_number(seccomp.REFUSED | seccomp.UNSEEN_MEMORY), is_filtered=False)
+    assert [name for name, result in results.items() if result == -EPERM] == []
 
 
 @MEMFD_KINDS
 def test_unmeasurable_memory_is_refused_only_if_the_monitor_enforces_memory(refuse_memfd: bool):
-    found = run(by_number(seccomp.UNSEEN_MEMORY), refuse_memfd=refuse_memfd)
-    assert {result == -EPERM for result in found.values()} == {refuse_memfd}
+    results = run(by_number(seccomp.UNSEEN_MEMORY), refuse_memfd=refuse_memfd)
+    assert {result == -EPERM for result in results.values()} == {refuse_memfd}
 
 
 def test_the_filter_is_inherited_through_exec():
     code = "import os, sys\ntry: os.memfd_create('x')\nexcept PermissionError: sys.exit(7)"
-    found = run(f"import subprocess; found['status'] = subprocess.run([sys.executable, '-c', {code!r}]).returncode")
-    assert found == {"status": 7}
+    results = run(f"import subprocess; found['status'] = subprocess.run([sys.executable, '-c', {code!r}]).returncode")
+    assert results == {"status": 7}
 
 
 def test_no_namespace_can_be_made_by_clone_or_unshare():
@@ -86,9 +86,9 @@ def test_no_namespace_can_be_made_by_clone_or_unshare():
         if bit != 7:
             found[f"clone {{bit}}"] = call({seccomp.CLONE[COLUMN]}, 17 | 1 << bit, 0, 0, 0, 0)
     """
-    found = run(body)
-    assert len(found) == 23
-    assert set(found.values()) == {-EPERM}
+    results = run(body)
+    assert len(results) == 23
+    assert set(results.values()) == {-EPERM}
 
 
 def test_unshare_of_files_is_still_allowed():
@@ -109,10 +109,10 @@ def test_a_terminal_cannot_be_typed_into():
             found[f"{{name}} {{high}}"] = call({seccomp.IOCTL[COLUMN]}, slave, high | request, ctypes.addressof(byte))
     found["TIOCGPGRP"] = call({seccomp.IOCTL[COLUMN]}, slave, 0x540F, 1)
     """
-    found = run(body)
-    assert found.pop("TIOCGPGRP") != -EPERM
-    assert len(found) == 4
-    assert set(found.values()) == {-EPERM}
+    results = run(body)
+    assert results.pop("TIOCGPGRP") != -EPERM
+    assert len(results) == 4
+    assert set(results.values()) == {-EPERM}
 
 
 def test_sockets_outside_network_namespaces_are_refused():
@@ -120,9 +120,9 @@ def test_sockets_outside_network_namespaces_are_refused():
     for family in (1, 2, 10, 16, 40, 42):
         found[family] = call({seccomp.SOCKET[COLUMN]}, family, 3 if family == 16 else 1, 0)
     """
-    found = run(body)
-    assert {family for family, result in found.items() if result == -EPERM} == {"40", "42"}
-    assert found["1"] > 0 and found["2"] > 0 and found["16"] > 0
+    results = run(body)
+    assert {family for family, result in results.items() if result == -EPERM} == {"40", "42"}
+    assert results["1"] > 0 and results["2"] > 0 and results["16"] > 0
 
 
 def test_calls_of_other_architectures_are_refused():
@@ -145,9 +145,9 @@ def test_calls_of_other_architectures_are_refused():
         os._exit(0 if getpid() == -1 else 9)
     found["i386"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     """
-    found = run(body)
-    assert found["x32"] == found["x32 mount"] == -EPERM
-    assert found["i386"] in (0, -11)
+    results = run(body)
+    assert results["x32"] == results["x32 mount"] == -EPERM
+    assert results["i386"] in (0, -11)
 
 
 def filtered_run(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -193,9 +193,9 @@ def test_ordinary_programs_run(name: str, tmp_path: Path):
     argv = ORDINARY[name]
     if name in ("git", "gcc") and not shutil.which(name):
         pytest.skip(f"{name} is not installed")
-    done = filtered_run(argv, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    completed = filtered_run(argv, tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout
 
 
 def test_the_numbers_match_the_kernel_headers():
@@ -210,10 +210,10 @@ def test_the_numbers_match_the_kernel_headers():
         path = Path("/usr/include") / header
         if not path.exists():
             continue
-        known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
+        defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
         for name, numbers in listed.items():
-            assert int(known.get(name, numbers[column])) == numbers[column], name
-            looked_at += name in known
+            assert int(defined.get(name, numbers[column])) == numbers[column], name
+            looked_at += name in defined
     if not looked_at:
         pytest.skip("the kernel's headers are not installed")
     assert looked_at > 35 * sum((Path("/usr/include") / header).exists() for header in headers.values())

@@ -24,11 +24,11 @@ async def test_no_signal_is_ignored_inside_if_the_service_runs_in_the_background
     try:
         async with kind(root=tmp_path / "root") as runtime:
             sandbox = await runtime.start(SandboxSpec(), lease_s=60)
-            done = await sandbox.exec(["grep", "SigIgn", "/proc/self/status"], timeout_s=10)
+            result = await sandbox.exec(["grep", "SigIgn", "/proc/self/status"], timeout_s=10)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert int(done.stdout.split()[1], 16) & sum(1 << (number - 1) for number in IGNORED) == 0
+    assert int(result.stdout.split()[1], 16) & sum(1 << (number - 1) for number in IGNORED) == 0
 
 
 @pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime])

@@ -15,10 +15,10 @@ from tests.sandbox.registry import Entry, file, folder, hard, link, tar
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
     """A folder that no layer may change."""
-    made = tmp_path / "outside"
-    made.mkdir()
-    (made / "secret").write_text("secret")
-    return made
+    outside_folder = tmp_path / "outside"
+    outside_folder.mkdir()
+    (outside_folder / "secret").write_text("secret")
+    return outside_folder
 
 
 def unpack(tmp_path: Path, *layers: Sequence[Entry], bounds: UnpackBounds | None = None) -> Path:

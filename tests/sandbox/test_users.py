@@ -30,12 +30,12 @@ def uids_below(pid: int) -> set[int]:
         except OSError:
             continue
         parents[int(entry.name)] = (int(lines["PPid"]), {int(word) for word in lines["Uid"].split()})
-    found, level = set[int](), {pid}
+    uids, level = set[int](), {pid}
     while level:
         for each in level:
-            found |= parents[each][1] if each in parents else set()
+            uids |= parents[each][1] if each in parents else set()
         level = {each for each, (parent, _) in parents.items() if parent in level}
-    return found
+    return uids
 
 
 def init_client(sandbox: Sandbox) -> int:

@@ -58,8 +58,8 @@ class Server:
 
     async def respond(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lines = head.decode("latin-1").split("\r\n")
-        found = re.search(r"[A-Z] (\S+) HTTP/1", head.decode("latin-1"))
-        path = found[1] if found else ""
+        match = re.search(r"[A-Z] (\S+) HTTP/1", head.decode("latin-1"))
+        path = match[1] if match else ""
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
         body = b"welcome\n"
         if "content-length" in headers:
@@ -104,10 +104,10 @@ class Names:
                 await asyncio.Event().wait()
         finally:
             self._now -= 1
-        found = self.answers.get(host)
-        if not found:
+        answers = self.answers.get(host)
+        if not answers:
             raise OSError(f"{host} is not known")
-        return found.pop(0) if len(found) > 1 else found[0]
+        return answers.pop(0) if len(answers) > 1 else answers[0]
 
 
 @dataclass
@@ -123,9 +123,9 @@ class Site:
 
     async def python(self, script: str, timeout_s: float = 60.0) -> str:
         """Runs a script inside, with `preamble.py` before it, and returns its output."""
-        done = await self.run(["python3", "-c", PREAMBLE + script, *self.arguments], timeout_s)
-        assert done.status == 0, done.stderr.decode("utf-8", "replace")
-        return done.stdout.decode("utf-8", "replace")
+        result = await self.run(["python3", "-c", PREAMBLE + script, *self.arguments], timeout_s)
+        assert result.status == 0, result.stderr.decode("utf-8", "replace")
+        return result.stdout.decode("utf-8", "replace")
 
     async def run(self, command: str | list[str], timeout_s: float = 60.0) -> ExecResult:
         return await self.sandbox.exec(command, timeout_s=timeout_s)
@@ -143,8 +143,10 @@ class Site:
         """Checks that no forbidden server was connected to and no forbidden name looked up."""
         assert self.forbidden.connections == 0, self.forbidden.requests
         assert self.forbidden_tls.connections == 0, self.forbidden_tls.requests
-        wanted = {name for name in self.names.asked if name in (ALLOWED, *self.names.answers) and name != FORBIDDEN}
-        assert set(self.names.asked) == wanted
+        allowed_names = {
+            name for name in self.names.asked if name in (ALLOWED, *self.names.answers) and name != FORBIDDEN
+        }
+        assert set(self.names.asked) == allowed_names
 
 
 PREAMBLE = (Path(__file__).parent / "preamble.py").read_text()

@@ -69,18 +69,18 @@ async def test_the_doorway_is_reached_without_the_proxy(runtime: LaunchedRuntime
             await send({"type": "http.response.body", "body": b"door"})
 
         await site.sandbox.doorway.serve(app)
-        done = await site.run(f"curl -sS {site.sandbox.doorway.url}/")
-        assert done.stdout == b"door" and site.verdicts == {}
+        result = await site.run(f"curl -sS {site.sandbox.doorway.url}/")
+        assert result.stdout == b"door" and site.verdicts == {}
 
 
 @pytest.mark.parametrize("runtime", ["bubblewrap-folder", "apptainer", "apptainer-folder", "oci"], indirect=True)
 async def test_every_isolated_runtime_supports_egress(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
-        said = await site.python(
+        output = await site.python(
             "show(get(f'http://{ALLOWED}:{AP}/')); show(get(f'http://{FORBIDDEN}:{FP}/'));"
             "show(tls(f'{ALLOWED}:{AT}', ALLOWED))"
         )
-        assert said.count("welcome") == 2 and " 403 " in said
+        assert output.count("welcome") == 2 and " 403 " in output
         assert site.verdicts == {"allowed": 2, "host": 1}
         site.check_unreached()
 
@@ -88,8 +88,8 @@ async def test_every_isolated_runtime_supports_egress(runtime: LaunchedRuntime):
 @BY_BUBBLEWRAP
 async def test_a_sandbox_without_egress_has_no_listener(runtime: LaunchedRuntime):
     sandbox = await runtime.start(SandboxSpec(), lease_s=60)
-    done = await sandbox.exec("env; curl -sS http://127.0.0.1:8130/", timeout_s=30)
-    assert b"proxy" not in done.stdout.lower() and done.status == 7  # could not connect
+    result = await sandbox.exec("env; curl -sS http://127.0.0.1:8130/", timeout_s=30)
+    assert b"proxy" not in result.stdout.lower() and result.status == 7  # could not connect
     await sandbox.kill()
 
 

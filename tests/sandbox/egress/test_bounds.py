@@ -25,16 +25,16 @@ async def test_bytes_are_bounded_in_both_directions(runtime: LaunchedRuntime):
         assert int(down.stdout) <= QUICK.most_bytes and site.verdicts == {"allowed": 1, "bytes": 1}
         assert site.ledger.total_bytes <= QUICK.most_bytes
         site.ledger.add(None, sent=QUICK.most_bytes - site.ledger.total_bytes)
-        said = await site.python("show(get(f'http://{ALLOWED}:{AP}/')); show(tls(f'{ALLOWED}:{AT}', ALLOWED))")
-        assert said.count(" 403 ") == 2 and site.allowed.connections == 1 and site.allowed_tls.connections == 0
+        output = await site.python("show(get(f'http://{ALLOWED}:{AP}/')); show(tls(f'{ALLOWED}:{AT}', ALLOWED))")
+        assert output.count(" 403 ") == 2 and site.allowed.connections == 1 and site.allowed_tls.connections == 0
 
 
 async def test_an_upload_is_bounded(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=QUICK) as site:
-        done = await site.run(
+        result = await site.run(
             f"head -c 3000000 /dev/zero | curl -sS -o /dev/null --data-binary @- https://{ALLOWED}:{site.allowed_tls.port}/echo"
         )
-        assert done.status != 0 and site.verdicts.get("bytes") == 1
+        assert result.status != 0 and site.verdicts.get("bytes") == 1
         assert site.ledger.total_bytes <= QUICK.most_bytes
 
 
@@ -51,8 +51,8 @@ for sock in held + many: sock.close()
 time.sleep(0.5)
 show(get(f"http://{ALLOWED}:{AP}/"))
 """
-        said = await site.python(script)
-        assert " 503 " in said and "cut off: True" in said and said.count("welcome") == 1
+        output = await site.python(script)
+        assert " 503 " in output and "cut off: True" in output and output.count("welcome") == 1
 
 
 async def test_an_idle_tunnel_times_out(runtime: LaunchedRuntime):
@@ -70,8 +70,10 @@ show(f"ended: {time.monotonic() - began > 1}")
 
 async def test_a_host_that_never_answers_times_out(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=QUICK) as site:
-        done = await site.run(f"curl -sS -o /dev/null -w '%{{http_code}}' http://{ALLOWED}:{site.allowed.port}/silent")
-        assert done.stdout == b"504" and site.verdicts == {"allowed": 1, "idle": 1}
+        result = await site.run(
+            f"curl -sS -o /dev/null -w '%{{http_code}}' http://{ALLOWED}:{site.allowed.port}/silent"
+        )
+        assert result.stdout == b"504" and site.verdicts == {"allowed": 1, "idle": 1}
 
 
 SHORT = ProxyBounds(connect_s=0.5, idle_s=5.0)
@@ -82,12 +84,12 @@ async def test_failed_lookups_are_reported(runtime: LaunchedRuntime):
         site.names.answers["gone.sub.test"] = [["127.0.0.1"]]
         site.names.answers["many.sub.test"] = [["1.1.1.1"] * 65]
         site.names.silent.add("slow.sub.test")
-        said = await site.python(
+        output = await site.python(
             "show(get(f'http://unknown.sub.test:{AP}/')); show(get(f'http://slow.sub.test:{AP}/'));"
             "show(get(f'http://many.sub.test:{AP}/'))"
         )
-        assert "unknown.sub.test has no address" in said and "was not looked up in time" in said
-        assert "has 65 addresses" in said
+        assert "unknown.sub.test has no address" in output and "was not looked up in time" in output
+        assert "has 65 addresses" in output
         assert site.verdicts == {"dns": 3} and site.ledger.troubles == 3
 
 
@@ -105,8 +107,8 @@ async def test_failed_lookups_are_reported(runtime: LaunchedRuntime):
 async def test_an_invalid_answer_is_not_forwarded(answer: bytes, text: str, runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=SHORT) as site:
         site.allowed.raw = answer
-        said = await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
-        assert said.startswith(("HTTP/1.1 502", "HTTP/1.1 431")) and text in said, said
+        output = await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
+        assert output.startswith(("HTTP/1.1 502", "HTTP/1.1 431")) and text in output, output
 
 
 async def test_a_malformed_chunk_ends_the_answer(runtime: LaunchedRuntime):
@@ -146,8 +148,8 @@ try:
 except OSError:
     show("no names")
 """
-        said = await site.python(script)
-        assert said.count("no way") == 4 and "no names" in said
+        output = await site.python(script)
+        assert output.count("no way") == 4 and "no names" in output
         site.check_unreached()
 
 

@@ -200,10 +200,10 @@ TUNNELS = [
 @pytest.mark.parametrize("attack", [*PLAIN, *TUNNELS])
 async def test_the_attack_reaches_no_server(attack: Case, runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=QUICK) as site:
-        said = await site.python(attack.script)
-        assert attack.prints in said, said
-        assert set(site.verdicts) == {attack.verdict}, (site.verdicts, said)
-        assert "welcome" not in said
+        output = await site.python(attack.script)
+        assert attack.prints in output, output
+        assert set(site.verdicts) == {attack.verdict}, (site.verdicts, output)
+        assert "welcome" not in output
         site.check_unreached()
         assert site.allowed.connections == site.allowed_tls.connections == 0, "no connection is made before the check"
 
@@ -214,10 +214,10 @@ async def test_the_attack_reaches_no_server(attack: Case, runtime: LaunchedRunti
 async def test_a_redirect_is_checked_as_a_request(runtime: LaunchedRuntime):
     async with open_site(runtime) as site:
         target = f"http://forbidden.test:{site.forbidden.port}/"
-        done = await site.run(
+        result = await site.run(
             f"curl -sSL -o /dev/null -w '%{{http_code}}' http://{ALLOWED}:{site.allowed.port}/redirect/{target}"
         )
-        assert done.stdout == b"403" and site.verdicts == {"allowed": 1, "host": 1}
+        assert result.stdout == b"403" and site.verdicts == {"allowed": 1, "host": 1}
         site.check_unreached()
 
 
@@ -228,8 +228,8 @@ one = f"GET http://{ALLOWED}:{AP}/ HTTP/1.1\\r\\nHost: {ALLOWED}:{AP}\\r\\nConne
 two = f"GET http://{FORBIDDEN}:{FP}/ HTTP/1.1\\r\\nHost: {FORBIDDEN}:{FP}\\r\\n\\r\\n"
 show(send(one + two))
 """
-        said = await site.python(script)
-        assert said.count("HTTP/1.1 ") == 1 and "Connection: close" in said
+        output = await site.python(script)
+        assert output.count("HTTP/1.1 ") == 1 and "Connection: close" in output
         assert len(site.allowed.requests) == 1
         site.check_unreached()
 
@@ -243,8 +243,8 @@ chunk = b"3;x=y\\r\\nabc\\r\\n0\\r\\nHost: inner.test\\r\\n\\r\\n"
 show(get(f"http://{ALLOWED}:{AP}/", "Transfer-Encoding: chunked", method="POST", body=chunk + inner))
 show(get(f"http://{ALLOWED}:{AP}/", "Transfer-Encoding: chunked", method="POST", body=b"-1\\r\\nabc\\r\\n"))
 """
-        said = await site.python(script)
-        assert "got abc" in said and "got 3\r\nabc\r\n0" in said.replace("\n", "\r\n").replace("\r\r", "\r")
+        output = await site.python(script)
+        assert "got abc" in output and "got 3\r\nabc\r\n0" in output.replace("\n", "\r\n").replace("\r\r", "\r")
         assert not any(b"inner.test" in request for request in site.allowed.requests)
         assert all(request.count(b"HTTP/1.1") == 1 for request in site.allowed.requests)
 
@@ -274,11 +274,11 @@ async def test_an_allowed_name_with_a_private_address_is_refused(address: str, r
     async with open_site(runtime) as site:
         site.names.answers["lying.sub.test"] = [[address]]
         site.names.answers["half.sub.test"] = [["1.1.1.1", address]]
-        said = await site.python(
+        output = await site.python(
             "show(get(f'http://lying.sub.test:{AP}/')); show(get(f'http://half.sub.test:{AP}/'));"
             "show(tls(f'half.sub.test:{AT}', 'half.sub.test'))"
         )
-        assert said.count(" 403 ") == 3 and site.verdicts == {"address": 3}
+        assert output.count(" 403 ") == 3 and site.verdicts == {"address": 3}
         assert site.allowed.connections == site.allowed_tls.connections == 0
 
 
@@ -300,8 +300,8 @@ async def test_a_name_is_looked_up_once_for_a_connection(runtime: LaunchedRuntim
 
 async def test_the_number_of_names_below_a_wildcard_is_bounded(runtime: LaunchedRuntime):
     async with open_site(runtime, bounds=QUICK) as site:
-        said = await site.python("for i in range(20): show(get(f'http://data{i}.sub.test:{AP}/'))")
-        assert len(site.names.asked) == QUICK.names and " 429 " in said
+        output = await site.python("for i in range(20): show(get(f'http://data{i}.sub.test:{AP}/'))")
+        assert len(site.names.asked) == QUICK.names and " 429 " in output
         assert site.verdicts == {"dns": QUICK.names, "names": 20 - QUICK.names}
 
 

@@ -97,7 +97,7 @@ async def python(sandbox: Sandbox, script: str, *arguments: str, timeout_s: floa
     return await sandbox.exec(["python3", "-c", script, *arguments], timeout_s=timeout_s)
 
 
-async def said(sandbox: Sandbox, script: str, *arguments: str, timeout_s: float = SECONDS) -> str:
+async def script_output(sandbox: Sandbox, script: str, *arguments: str, timeout_s: float = SECONDS) -> str:
     """What a Python script printed; it must succeed."""
     result = await python(sandbox, script, *arguments, timeout_s=timeout_s)
     assert result.status == 0, result

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rollyard.sandbox.base import Runtime, Sandbox, SandboxSpec
 from rollyard.sandbox.doorway import AsgiApp
-from tests.sandbox.hostile.cases import LONG_S, hostile, said, started
+from tests.sandbox.hostile.cases import LONG_S, hostile, script_output, started
 
 SPEC = SandboxSpec(has_doorway=True, owner="hostile")
 
 
-def app_that_says(word: str) -> AsgiApp:
+def app_answering(word: str) -> AsgiApp:
     async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
         more = True
         while more:
@@ -35,7 +35,7 @@ def app_that_says(word: str) -> AsgiApp:
 async def open_door(runtime: Runtime, word: str) -> AsyncGenerator[Sandbox, None]:
     async with started(runtime, SPEC) as sandbox:
         assert sandbox.doorway is not None
-        await sandbox.doorway.serve(app_that_says(word))
+        await sandbox.doorway.serve(app_answering(word))
         yield sandbox
 
 
@@ -47,7 +47,7 @@ print(urllib.request.urlopen(sys.argv[1], timeout=15).read().decode(), end="")
 
 async def answers_as(sandbox: Sandbox, word: str) -> None:
     assert sandbox.doorway is not None
-    assert await said(sandbox, _ASK, sandbox.doorway.url, timeout_s=LONG_S) == word
+    assert await script_output(sandbox, _ASK, sandbox.doorway.url, timeout_s=LONG_S) == word
 
 
 _SQUAT = """
@@ -73,9 +73,9 @@ async def the_doorways_port_taken_first(runtime: Runtime) -> None:
     """It listens before anything inside runs, and does not share its port: no other socket can take its place."""
     async with started(runtime, SPEC) as sandbox:
         assert sandbox.doorway is not None
-        assert await said(sandbox, _SQUAT, str(sandbox.doorway.port)) == ""
-        await sandbox.doorway.serve(app_that_says("mine"))
-        assert await said(sandbox, _SQUAT, str(sandbox.doorway.port)) == ""
+        assert await script_output(sandbox, _SQUAT, str(sandbox.doorway.port)) == ""
+        await sandbox.doorway.serve(app_answering("mine"))
+        assert await script_output(sandbox, _SQUAT, str(sandbox.doorway.port)) == ""
         await answers_as(sandbox, "mine")
 
 
@@ -100,7 +100,7 @@ except OSError:
 async def the_doorways_interface_taken_down(runtime: Runtime) -> None:
     """No process inside owns the network namespace: `lo` stays up, with its address."""
     async with open_door(runtime, "mine") as sandbox:
-        assert await said(sandbox, _LO_DOWN) == ""
+        assert await script_output(sandbox, _LO_DOWN) == ""
         await sandbox.exec(
             "ip link set lo down; ip addr flush dev lo; ip route add blackhole 127.0.0.0/8", timeout_s=10
         )
@@ -199,7 +199,7 @@ async def requests_that_never_end(runtime: Runtime) -> None:
     async with open_door(runtime, "mine") as sandbox, open_door(runtime, "theirs") as neighbour:
         assert sandbox.doorway is not None
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        endless = asyncio.ensure_future(said(sandbox, _ENDLESS, str(sandbox.doorway.port), timeout_s=LONG_S))
+        endless = asyncio.ensure_future(script_output(sandbox, _ENDLESS, str(sandbox.doorway.port), timeout_s=LONG_S))
         try:
             await answers_as(neighbour, "theirs")
             taken = await endless

@@ -22,8 +22,10 @@ _DAEMON = "setsid sh -c 'trap \"\" TERM HUP INT; while :; do sleep {mark}; done'
 async def kill_9_of_everything(runtime: Runtime) -> None:
     """The PID namespace: `kill -9 -1` reaches only the sandbox's own, and its end is its owner's doing."""
     async with started(runtime) as sandbox, started(runtime) as neighbour:
-        theirs = await sandbox.exec(["readlink", "/proc/self/ns/pid"], timeout_s=SECONDS)
-        assert theirs.stdout.decode().strip() not in ("", str(Path("/proc/self/ns/pid").readlink())), "it is the host's"
+        pid_namespace = await sandbox.exec(["readlink", "/proc/self/ns/pid"], timeout_s=SECONDS)
+        assert pid_namespace.stdout.decode().strip() not in ("", str(Path("/proc/self/ns/pid").readlink())), (
+            "it is the host's"
+        )
         with contextlib.suppress(PolicyFailure):
             await sandbox.exec("kill -9 -1", timeout_s=SECONDS)
         await lives_or_was_ended_by_its_owner(sandbox)
@@ -77,14 +79,14 @@ async def rm_of_everything(runtime: Runtime) -> None:
             roots = [Path("/"), *([Path(sandbox.spec.image)] if sandbox.spec.image else [])]
             for root in roots:
                 assert not (root / "usr" / mark).exists() and not (root / "tmp" / mark).exists()
-            found = await sandbox.exec(["cat", str(unseen / "kept")], timeout_s=SECONDS)
-            assert found.status != 0
+            result = await sandbox.exec(["cat", str(unseen / "kept")], timeout_s=SECONDS)
+            assert result.status != 0
             (sandbox.control_dir / "kept").write_text("kept")
             with contextlib.suppress(PolicyFailure):
                 await sandbox.exec("rm -rf --no-preserve-root /* /.[!.]* 2>/dev/null; :", timeout_s=LONG_S)
             await lives_or_was_ended_by_its_owner(sandbox)
-            for kept in (shown, unseen, sandbox.control_dir):
-                assert (kept / "kept").read_text() == "kept"
+            for untouched in (shown, unseen, sandbox.control_dir):
+                assert (untouched / "kept").read_text() == "kept"
             await answers(neighbour)
             async with asyncio.timeout(LONG_S):
                 await sandbox.kill()

@@ -44,8 +44,8 @@ async def reading_another_sandboxs_files(runtime: Runtime) -> None:
         for path in (name, f"/tmp/{name}"):
             await victim.write(path, b"not yours")
         (victim.control_dir / name).write_text("not yours")
-        found = await thief.exec(["find", "/", "-name", name], timeout_s=LONG_S)
-        assert found.stdout == b"", found.stdout
+        result = await thief.exec(["find", "/", "-name", name], timeout_s=LONG_S)
+        assert result.stdout == b"", result.stdout
         for path in (victim.control_dir / name, Path("/proc/1/root", "workspace", name)):
             assert (await thief.exec(["cat", str(path)], timeout_s=SECONDS)).status != 0
         await thief.write("planted", b"")
@@ -55,7 +55,7 @@ async def reading_another_sandboxs_files(runtime: Runtime) -> None:
 @hostile
 async def links_out_through_read_and_download(runtime: Runtime) -> None:
     """File jobs run in the sandbox's mounts and outside its PID namespace: neither a link nor /proc leads out."""
-    with host_folder() as folder, tempfile.TemporaryDirectory() as kept:
+    with host_folder() as folder, tempfile.TemporaryDirectory() as scratch:
         async with started(runtime) as sandbox:
             links = {
                 "way": str(folder / "secret"),
@@ -67,7 +67,7 @@ async def links_out_through_read_and_download(runtime: Runtime) -> None:
             }
             for name, target in links.items():
                 await sandbox.exec(["ln", "-s", target, name], timeout_s=SECONDS)
-            target = Path(kept, "target")
+            target = Path(scratch, "target")
             for path in (*links, "door/secret", *(f"/proc/self/fd/{n}" for n in range(10)), "/proc/self/environ"):
                 with contextlib.suppress(OSError, ValueError):
                     got = await sandbox.read(path, limit_bytes=1000)
@@ -83,8 +83,8 @@ async def links_out_through_read_and_download(runtime: Runtime) -> None:
 @hostile
 async def links_out_through_write_and_upload(runtime: Runtime) -> None:
     """A file is made under a new name and renamed: a link at its place is replaced, and none leads out."""
-    with host_folder() as folder, tempfile.TemporaryDirectory() as given:
-        Path(given, "secret").write_text("overwritten")
+    with host_folder() as folder, tempfile.TemporaryDirectory() as source:
+        Path(source, "secret").write_text("overwritten")
         async with started(runtime) as sandbox:
             await sandbox.exec(["ln", "-s", str(folder / "secret"), "way"], timeout_s=SECONDS)
             await sandbox.exec(["ln", "-s", str(folder), "door"], timeout_s=SECONDS)
@@ -92,27 +92,27 @@ async def links_out_through_write_and_upload(runtime: Runtime) -> None:
                 with contextlib.suppress(OSError):
                     await sandbox.write(path, b"overwritten")
                 with contextlib.suppress(OSError):
-                    await sandbox.upload(Path(given, "secret"), path)
+                    await sandbox.upload(Path(source, "secret"), path)
             for path in ("door", "door/deeper"):
                 with contextlib.suppress(OSError):
-                    await sandbox.upload(Path(given), path)
+                    await sandbox.upload(Path(source), path)
         assert only_the_secret(folder)
 
 
 @hostile
 async def links_out_through_unpack(runtime: Runtime) -> None:
     """An archive from a sandbox is unpacked inside one: its names and links, however made up, end there."""
-    with host_folder() as folder, tempfile.TemporaryDirectory() as kept:
-        archive = Path(kept, "archive")
-        with tarfile.open(archive, "w") as made:
+    with host_folder() as folder, tempfile.TemporaryDirectory() as scratch:
+        archive = Path(scratch, "archive")
+        with tarfile.open(archive, "w") as writer:
             link = tarfile.TarInfo("door")
             link.type, link.linkname = tarfile.SYMTYPE, str(folder)
-            made.addfile(link)
+            writer.addfile(link)
             names = ("door/planted", "door/secret", "../" * 40 + f"{folder}/planted".lstrip("/"), f"{folder}/planted")
             for name in names:
                 entry = tarfile.TarInfo(name)
                 entry.size = 1
-                made.addfile(entry, io.BytesIO(b"x"))
+                writer.addfile(entry, io.BytesIO(b"x"))
         async with started(runtime) as sandbox:
             await sandbox.exec(["ln", "-s", str(folder), "here"], timeout_s=SECONDS)
             for path in (".", "here", "new"):
@@ -155,12 +155,12 @@ async def folders_without_end(runtime: Runtime) -> None:
         assert (await python(sandbox, deep, timeout_s=LONG_S)).status == 0
         wide = "for n in range(5000): open(f'wide-{n}', 'w').close()"
         assert (await python(sandbox, wide, timeout_s=LONG_S)).status == 0
-        with tempfile.TemporaryDirectory() as kept:
+        with tempfile.TemporaryDirectory() as scratch:
             async with asyncio.timeout(LONG_S):
                 with contextlib.suppress(ValueError):
-                    await sandbox.download(".", Path(kept, "target"), limit_bytes=16 * MEGABYTE)
+                    await sandbox.download(".", Path(scratch, "target"), limit_bytes=16 * MEGABYTE)
                 with contextlib.suppress(ValueError):
-                    await sandbox.download("deep-down", Path(kept, "target"), limit_bytes=16 * MEGABYTE)
+                    await sandbox.download("deep-down", Path(scratch, "target"), limit_bytes=16 * MEGABYTE)
         await answers(sandbox)
 
 
@@ -168,15 +168,15 @@ async def folders_without_end(runtime: Runtime) -> None:
 async def artifacts_that_never_end(runtime: Runtime) -> None:
     """Regular files only, opened without waiting, the size looked at first: no FIFO holds us, no hole fills a disk."""
     async with started(runtime) as sandbox:
-        made = (
+        setup = (
             "mkfifo fifo; ln -s /dev/zero zero; ln -s /dev/tty tty; ln -s fifo way; ln -s /proc/kmsg log; mkdir folder"
             "; for f in sparse folder/sparse; do truncate -s 1T $f || truncate -s 1G $f; done"
         )
-        await sandbox.exec(made, timeout_s=SECONDS)
+        await sandbox.exec(setup, timeout_s=SECONDS)
         server = "import socket; socket.socket(socket.AF_UNIX).bind('socket')"
         await python(sandbox, server)
-        with tempfile.TemporaryDirectory() as kept:
-            target = Path(kept, "target")
+        with tempfile.TemporaryDirectory() as scratch:
+            target = Path(scratch, "target")
             async with asyncio.timeout(SECONDS):
                 for name in ("fifo", "sparse", "zero", "tty", "way", "log", "socket", "folder"):
                     # A folder is none of a file's ends, and what is not there is missing: both are answers too.
@@ -188,4 +188,4 @@ async def artifacts_that_never_end(runtime: Runtime) -> None:
                         raise AssertionError(f"{name} came out")
                 for name in ("fifo", "way", "tty"):
                     await sandbox.write(name, b"a file now")
-            assert not list(Path(kept).iterdir())
+            assert not list(Path(scratch).iterdir())

@@ -11,7 +11,7 @@ import tempfile
 from rollyard.sandbox.base import Runtime
 from rollyard.testing.sandbox_conformance import marked
 from rollyard.tools.shell import Shell
-from tests.sandbox.hostile.cases import LONG_S, SECONDS, answers, hostile, python, said, started
+from tests.sandbox.hostile.cases import LONG_S, SECONDS, answers, hostile, python, script_output, started
 
 _ENVIRONMENT = {
     "ROLLYARD_HOSTILE": "secret-of-the-host",
@@ -35,11 +35,11 @@ async def the_hosts_environment(runtime: Runtime) -> None:
             shell = await Shell.open(sandbox)
             try:
                 everyone = "cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'; env; ls -d /secret* 2>/dev/null; :"
-                seen = (await sandbox.exec(everyone, timeout_s=SECONDS)).stdout.decode()
-                seen += (await shell.run(everyone, SECONDS)).output
-                assert "PATH=" in seen
+                output = (await sandbox.exec(everyone, timeout_s=SECONDS)).stdout.decode()
+                output += (await shell.run(everyone, SECONDS)).output
+                assert "PATH=" in output
                 for word in ("secret-of-the-host", "SLURM", "PMI", "ROLLYARD_HOSTILE"):
-                    assert word not in seen, [line for line in seen.splitlines() if word in line]
+                    assert word not in output, [line for line in output.splitlines() if word in line]
             finally:
                 await shell.close()
     finally:
@@ -79,8 +79,8 @@ async def descriptors_left_open(runtime: Runtime) -> None:
             finally:
                 for fd in (reader, writer, null):
                     os.close(fd)
-            seen = await said(sandbox, _DESCRIPTORS)
-            for line in seen.splitlines():
+            listing = await script_output(sandbox, _DESCRIPTORS)
+            for line in listing.splitlines():
                 target = line.split(" ", 2)[2]
                 assert "secret-of-the-host" not in target, line
                 assert target.startswith(("/proc/", "/dev/null", "pipe:", "anon_inode:")), line
@@ -163,15 +163,15 @@ for word in sys.argv[1:]:
 async def the_hosts_loopback_services(runtime: Runtime) -> None:
     """The network namespace: 127.0.0.1 is the sandbox's own, and the host has no other address in there."""
     with contextlib.ExitStack() as stack:
-        wanted: list[str] = []
+        addresses: list[str] = []
         for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
             with contextlib.suppress(OSError):  # no IPv6 here
                 server = stack.enter_context(socket.create_server((address, 0), family=family))
                 port = server.getsockname()[1]
-                wanted += [f"{address}:{port}", f"localhost:{port}", f"0.0.0.0:{port}", f"10.0.2.2:{port}"]
-        assert wanted
+                addresses += [f"{address}:{port}", f"localhost:{port}", f"0.0.0.0:{port}", f"10.0.2.2:{port}"]
+        assert addresses
         async with started(runtime) as sandbox:
-            assert await said(sandbox, _CONNECT, *wanted) == ""
+            assert await script_output(sandbox, _CONNECT, *addresses) == ""
             routes = await sandbox.exec("tail -n +2 /proc/net/route", timeout_s=SECONDS)
             assert routes.stdout == b"", routes.stdout
 
@@ -180,7 +180,7 @@ async def the_hosts_loopback_services(runtime: Runtime) -> None:
 async def the_metadata_address(runtime: Runtime) -> None:
     """No route: the credentials of a cloud machine are one request away from anyone who has one."""
     async with started(runtime) as sandbox:
-        assert await said(sandbox, _CONNECT, "169.254.169.254:80", "fd00:ec2::254:80", "192.0.2.1:443") == ""
+        assert await script_output(sandbox, _CONNECT, "169.254.169.254:80", "fd00:ec2::254:80", "192.0.2.1:443") == ""
         script = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'', ('169.254.169.254', 53))"
         assert (await python(sandbox, script)).status == 1
         raw = "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)"

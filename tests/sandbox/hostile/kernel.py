@@ -13,7 +13,7 @@ from collections.abc import Generator
 from rollyard.sandbox.base import Runtime
 from rollyard.testing.sandbox_conformance import marked
 from rollyard.tools.shell import Shell
-from tests.sandbox.hostile.cases import SECONDS, answers, hostile, limited, said, started
+from tests.sandbox.hostile.cases import SECONDS, answers, hostile, limited, script_output, started
 
 _NAMESPACES = """
 import ctypes, os, signal
@@ -50,7 +50,7 @@ for name in kinds:
 async def nested_namespaces(runtime: Runtime) -> None:
     """None can be made: in a user namespace of its own a process is root, and most holes of the kernel begin there."""
     async with started(runtime) as sandbox:
-        assert await said(sandbox, _NAMESPACES) == ""
+        assert await script_output(sandbox, _NAMESPACES) == ""
 
 
 _DEVICES = """
@@ -82,7 +82,7 @@ for top, _, names in os.walk("/dev"):
 async def device_nodes(runtime: Runtime) -> None:
     """No mknod, and a /dev with nothing in it that is anybody else's: no disk, no memory, no FUSE."""
     async with started(runtime) as sandbox:
-        assert await said(sandbox, _DEVICES) == ""
+        assert await script_output(sandbox, _DEVICES) == ""
 
 
 _SETTINGS = """
@@ -108,8 +108,8 @@ for path in paths:  # asked, never tried: where this fails, trying would do it
 async def settings_and_memory_of_the_kernel(runtime: Runtime) -> None:
     """/proc/sys and /sys are read-only for every user of the service: core_pattern alone would run anything as root."""
     async with started(runtime) as sandbox:
-        seen = await said(sandbox, _SETTINGS)
-        assert seen == "", seen[:1000]
+        output = await script_output(sandbox, _SETTINGS)
+        assert output == "", output[:1000]
 
 
 _SETUID = """
@@ -140,7 +140,7 @@ for change in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups(
 async def setuid_programs(runtime: Runtime) -> None:
     """no_new_privs, and no capability in any set: a setuid bit or a file capability grants nothing."""
     async with started(runtime) as sandbox:
-        assert await said(sandbox, _SETUID) == ""
+        assert await script_output(sandbox, _SETUID) == ""
         shell = await Shell.open(sandbox)
         try:
             result = await shell.run("grep -E '^(CapBnd|NoNewPrivs)' /proc/$$/status", SECONDS)
@@ -198,7 +198,7 @@ async def ptrace_and_the_ways_through_proc(runtime: Runtime) -> None:
         secret.write("the host's")
         secret.flush()
         async with started(runtime) as sandbox:
-            assert await said(sandbox, _PTRACE, secret.name) == ""
+            assert await script_output(sandbox, _PTRACE, secret.name) == ""
             await answers(sandbox)
 
 
@@ -242,7 +242,7 @@ async def the_hosts_keys(runtime: Runtime) -> None:
     name = f"rollyard-hostile-{marked()}"
     with host_key(name):
         async with started(runtime) as sandbox:
-            assert await said(sandbox, _KEYS, name) == ""
+            assert await script_output(sandbox, _KEYS, name) == ""
 
 
 _TERMINALS = """
@@ -270,8 +270,8 @@ async def every_terminal_there_is(runtime: Runtime) -> None:
         master, slave = os.openpty()
         try:
             name = os.ttyname(slave)
-            seen = await sandbox.exec(["test", "-e", name], timeout_s=SECONDS)
-            assert seen.status == 1, f"{name} of the host is seen"
+            result = await sandbox.exec(["test", "-e", name], timeout_s=SECONDS)
+            assert result.status == 1, f"{name} of the host is seen"
             process = await sandbox.spawn(["python3", "-c", _TERMINALS], fds={0: null, 1: writer, 2: null})
             async with asyncio.timeout(SECONDS):
                 for _ in range(8):

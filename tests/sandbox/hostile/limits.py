@@ -24,7 +24,7 @@ from tests.sandbox.hostile.cases import (
     limited,
     lives_or_was_ended_by_its_owner,
     python,
-    said,
+    script_output,
     started,
 )
 
@@ -56,8 +56,8 @@ async def a_fork_bomb(runtime: Runtime) -> None:
     async with started(runtime, limited(processes=True)) as sandbox, started(runtime) as neighbour:
         if sandbox.limits_in_force["processes"] == "none":
             return
-        made = await _attempt(sandbox, "processes", _FORK_BOMB, mark)
-        assert made is None or int(made.stdout) <= LIMIT_PROCESSES, made
+        result = await _attempt(sandbox, "processes", _FORK_BOMB, mark)
+        assert result is None or int(result.stdout) <= LIMIT_PROCESSES, result
         await answers(neighbour)
         await lives_or_was_ended_by_its_owner(sandbox)
     assert not alive(mark)
@@ -184,7 +184,7 @@ async def memory_by_tmpfs(runtime: Runtime) -> None:
     """Files in memory count, wherever one can be written: no process has them, and a tmpfs may take half of the
     machine unless it is given a size."""
     async with started(runtime) as sandbox:
-        places = (await said(sandbox, _PLACES)).split()
+        places = (await script_output(sandbox, _PLACES)).split()
     for place in places:
         await _memory(runtime, _TMPFS, place)
 

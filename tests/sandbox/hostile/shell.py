@@ -39,9 +39,9 @@ async def in_step(shell: Shell, after: str) -> None:
         if result.is_restarted and not was_lost:
             was_lost = True
             continue
-        told = (after, result.outcome, result.status, result.output[-300:])
-        assert (result.outcome, result.status) == (ShellOutcome.COMPLETED, status), told
-        assert token in result.output and not any(other in result.output for other in earlier), told
+        details = (after, result.outcome, result.status, result.output[-300:])
+        assert (result.outcome, result.status) == (ShellOutcome.COMPLETED, status), details
+        assert token in result.output and not any(other in result.output for other in earlier), details
         earlier.add(token)
 
 

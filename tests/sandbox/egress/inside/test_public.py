@@ -54,23 +54,23 @@ async def asked(
     )
     async with BubblewrapRuntime(root=folder / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(egress=egress), lease_s=60)
-        done = await sandbox.exec("; ".join(f"curl -sS '{url}'" for url in urls), timeout_s=60)
+        result = await sandbox.exec("; ".join(f"curl -sS '{url}'" for url in urls), timeout_s=60)
         await sandbox.kill()
-    return done.stdout.decode()
+    return result.stdout.decode()
 
 
 async def test_a_public_host_is_reached(tmp_path: Path):
     async with open_place() as place:
         place.names.answers = {"a.test": [[PUBLIC]], "six.test": [[PUBLIC6]]}
-        said = await asked(place, tmp_path, "http://a.test:8080/", "http://six.test:8080/")
-        assert said == "welcome\nwelcome\n" and place.ledger.verdicts == {"allowed": 2}
+        output = await asked(place, tmp_path, "http://a.test:8080/", "http://six.test:8080/")
+        assert output == "welcome\nwelcome\n" and place.ledger.verdicts == {"allowed": 2}
 
 
 async def test_every_changed_dns_answer_is_checked(tmp_path: Path):
     async with open_place() as place:
         place.names.answers = {"re.test": [[PUBLIC], [PRIVATE], ["127.0.0.1"], [PUBLIC, PRIVATE], [PUBLIC]]}
-        said = await asked(place, tmp_path, *["http://re.test:8080/"] * 5)
-        assert said.count("welcome") == 2 and said.count("private address") == 3
+        output = await asked(place, tmp_path, *["http://re.test:8080/"] * 5)
+        assert output.count("welcome") == 2 and output.count("private address") == 3
         assert place.names.asked == ["re.test"] * 5, "one lookup for each request"
         assert place.private.connections == 0 and place.public.connections == 2
 
@@ -80,13 +80,13 @@ async def test_a_literal_address_is_reached_only_if_it_is_listed(tmp_path: Path)
         urls = [f"http://{PUBLIC}:8080/", f"http://[{PUBLIC6}]:8080/", f"http://{PRIVATE}:8080/"]
         assert "welcome" not in await asked(place, tmp_path, *urls)
         rules = (f"{PUBLIC}:8080", f"[{PUBLIC6}]:8080", f"{PRIVATE}:8080")
-        said = await asked(place, tmp_path / "listed", *urls, rules=rules)
-        assert said.count("welcome") == 2 and "private address" in said
+        output = await asked(place, tmp_path / "listed", *urls, rules=rules)
+        assert output.count("welcome") == 2 and "private address" in output
         assert place.private.connections == 0 and place.names.asked == []
 
 
 async def test_a_public_address_of_this_machine_is_not_reached(tmp_path: Path):
     async with open_place() as place:
         place.names.answers = {"a.test": [[PUBLIC]], "six.test": [[PUBLIC6]]}
-        said = await asked(place, tmp_path, "http://a.test:8080/", "http://six.test:8080/", is_own=True)
-        assert said.count("this machine's own") == 2 and place.public.connections == 0
+        output = await asked(place, tmp_path, "http://a.test:8080/", "http://six.test:8080/", is_own=True)
+        assert output.count("this machine's own") == 2 and place.public.connections == 0
