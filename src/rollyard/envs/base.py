@@ -116,9 +116,9 @@ class Evidence:
     @property
     def answer(self) -> str:
         """The answer passed to the finish tool, else the last assistant message that is not blank."""
-        given = self.trajectory.info.get("answer")
-        if isinstance(given, str):
-            return given
+        finish_answer = self.trajectory.info.get("answer")
+        if isinstance(finish_answer, str):
+            return finish_answer
         for message in reversed(self.trajectory.messages):
             content = message.get("content")
             if message.get("role") == "assistant" and isinstance(content, str) and content.strip():

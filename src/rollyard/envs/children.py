@@ -88,8 +88,8 @@ class Children:
         finally:
             self._slots.release()
         if not isinstance(reply, Mapping) or isinstance(reply.get("error"), str):
-            told = reply["error"] if isinstance(reply, Mapping) else "its process returned an unexpected reply"
-            raise VerifierCrashed(f"{self._what}: {told}")
+            error = reply["error"] if isinstance(reply, Mapping) else "its process returned an unexpected reply"
+            raise VerifierCrashed(f"{self._what}: {error}")
         return reply
 
     async def _asked(self, question: Json, answer_s: float) -> Json:
@@ -116,17 +116,17 @@ class Children:
             await self.idle.pop().end()
 
     async def _start(self) -> _Child:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_socket, child_socket = socket.socketpair()
+        with child_socket:
             process = subprocess.Popen(  # noqa: ASYNC220 (a vfork; it does not wait)
                 self._command,
-                stdin=theirs.fileno(),
+                stdin=child_socket.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                 start_new_session=True,
             )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        reader, writer = await asyncio.open_connection(sock=parent_socket, limit=MAX_LINE_BYTES)
         child = _Child(process, reader, writer)
         is_ready = False
         try:

@@ -24,26 +24,26 @@ class Environments:
     """
 
     def __init__(self, extra: Mapping[str, Environment | type[Environment]] | None = None) -> None:
-        self._found = {point.name: point for point in plugins(GROUP)}
-        self._made: dict[str, Environment] = {}
+        self._entry_points = {point.name: point for point in plugins(GROUP)}
+        self._instances: dict[str, Environment] = {}
         for name, environment in (extra or {}).items():
-            self._made[name] = environment() if isinstance(environment, type) else environment
+            self._instances[name] = environment() if isinstance(environment, type) else environment
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({*self._found, *self._made}))
+        return tuple(sorted({*self._entry_points, *self._instances}))
 
     def get(self, name: str) -> Environment:
         """Returns the environment with that name. Raises `UnknownEnvironment`."""
-        if name not in self._made:
-            if name not in self._found:
+        if name not in self._instances:
+            if name not in self._entry_points:
                 raise UnknownEnvironment(f"there is no environment {name!r}; there are: {', '.join(self.names)}")
-            self._made[name] = cast("type[Environment]", self._found[name].load())()
-        return self._made[name]
+            self._instances[name] = cast("type[Environment]", self._entry_points[name].load())()
+        return self._instances[name]
 
     async def close(self) -> None:
         async with AsyncExitStack() as stack:
-            for environment in self._made.values():
+            for environment in self._instances.values():
                 stack.push_async_callback(environment.close)
 
     async def __aenter__(self) -> Self:

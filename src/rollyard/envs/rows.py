@@ -61,8 +61,8 @@ def read_rows(path: Path, *, split: str | None = None, on_bad: OnBad | None = No
         return _read_file(path, on_bad)
     if (path / "dataset_dict.json").is_file():
         names = _json_file(path / "dataset_dict.json").get("splits")
-        found = {str(name): path / str(name) for name in names} if isinstance(names, list) else {}
-        return _read_saved(_chosen(path, found, split))
+        splits = {str(name): path / str(name) for name in names} if isinstance(names, list) else {}
+        return _read_saved(_chosen(path, splits, split))
     if (path / "state.json").is_file():
         own = _json_file(path / "state.json").get("_split")
         if split is not None and split != own:
@@ -181,7 +181,7 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
     contain any file.
     """
     for endings in ((PARQUET,), LINES):
-        found: dict[str, list[Path]] = {}
+        files_by_split: dict[str, list[Path]] = {}
         for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
             ending = next((it for it in endings if file.name.lower().endswith(it)), None)
             if ending is None or not file.is_file():
@@ -192,9 +192,9 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
             if shard is None and not is_numbered and file.parent not in (folder, folder / "data"):
                 continue
             name = shard["split"] if shard else file.parent.name if is_numbered else stem
-            found.setdefault(name, []).append(file)
-        if found:
-            return found
+            files_by_split.setdefault(name, []).append(file)
+        if files_by_split:
+            return files_by_split
     return {}
 
 
@@ -213,12 +213,12 @@ def _chosen(folder: Path, splits: Mapping[str, T], split: str | None) -> T:
 
 def _json_file(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RowsUnreadable(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RowsUnreadable(f"{path} is not what `datasets` writes")
-    return found
+    return content
 
 
 # --- values -------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class TimeIsUp(BaseException):
     pass
 
 
-class SolutionGone(BaseException):
+class SolutionFailed(BaseException):
     """The solution exited or sent an invalid answer. `except Exception` in an assert does not catch it."""
 
 
@@ -115,14 +115,14 @@ class Session:
             self._requests.write(json.dumps(value).encode() + b"\n")
             self._requests.flush()
         except OSError:
-            self._gone()
+            self._raise_ended()
 
-    def _gone(self):
+    def _raise_ended(self):
         try:
             is_late = self._process.wait(1.0) == -signal.SIGXCPU
         except subprocess.TimeoutExpired:
             is_late = False
-        raise TimeIsUp if is_late else SolutionGone
+        raise TimeIsUp if is_late else SolutionFailed
 
     def sent(self, value):
         return self._encode(value, self._number)
@@ -139,11 +139,11 @@ class Session:
         number = int(number)
         return self._remotes.setdefault(number, Remote(self, number))
 
-    def ask(self, request, given=()):
+    def ask(self, request, arguments=()):
         self._write(request)
         line = self._answers.readline(MOST_BYTES)
         if not line.endswith(b"\n"):
-            self._gone()
+            self._raise_ended()
         value = raised = None
         try:
             answer = json.loads(line.decode())
@@ -151,9 +151,9 @@ class Session:
                 raised = [str(text) for text in answer["raised"]]
             else:
                 value = self._decode(answer["value"], self._remote)
-                self._change(given, self._decode(answer.get("args", []), self._remote))
+                self._change(arguments, self._decode(answer.get("args", []), self._remote))
         except Exception:
-            raise SolutionGone from None
+            raise SolutionFailed from None
         if raised is not None:
             kind = getattr(builtins, raised[0], None)
             if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_AS_THEY_ARE):
@@ -162,10 +162,10 @@ class Session:
         return value
 
     @staticmethod
-    def _change(given, now):
+    def _change(arguments, now):
         """Applies the solution's in-place changes of arguments to the objects here."""
-        for index in range(min(len(given), len(now))):
-            old, new = given[index], now[index]
+        for index in range(min(len(arguments), len(now))):
+            old, new = arguments[index], now[index]
             if type(old) is list and type(new) is list:
                 old[:] = new
             elif isinstance(old, (dict, set)) and type(new) is type(old):
@@ -197,19 +197,19 @@ def kill_children():
 
 def names_of(tree):
     """The names that the code uses, and the names that it defines."""
-    used, given = set(), set()
+    used, defined = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else given).add(node.id)
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            given.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.arg):
-            given.add(node.arg)
+            defined.add(node.arg)
         elif isinstance(node, ast.alias):
-            given.add((node.asname or node.name).split(".")[0])
+            defined.add((node.asname or node.name).split(".")[0])
         elif isinstance(node, ast.ExceptHandler) and node.name:
-            given.add(node.name)
-    return used, given
+            defined.add(node.name)
+    return used, defined
 
 
 def run(job, codec, code):
@@ -220,8 +220,8 @@ def run(job, codec, code):
     session = Session(job, codec)
     exec(compile(job["settings"]["prelude"], "<prelude>", "exec", dont_inherit=True), names)
     tree = ast.parse(code)
-    used, given = names_of(tree)
-    stand_ins = used - given - set(names) - set(dir(builtins))
+    used, defined = names_of(tree)
+    stand_ins = used - defined - set(names) - set(dir(builtins))
     if job["entry_point"]:
         stand_ins.add(job["entry_point"])
     for name in stand_ins:
@@ -253,18 +253,18 @@ def main():
     job = json.loads(sys.stdin.buffer.read().decode())
     codec = {"__name__": "codec"}
     exec(job["worker"], codec)
-    told = os.dup(1)
+    verdict_fd = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)  # output of the asserts must not look like a verdict
-    os.write(told, f"{job['nonce']} tester ready\n".encode())
+    os.write(verdict_fd, f"{job['nonce']} tester ready\n".encode())
     late = 0
     for index, code in enumerate(job["asserts"]):
-        found = verdict(job, codec, code) if late < job["most_late"] else "skipped"
+        outcome = verdict(job, codec, code) if late < job["most_late"] else "skipped"
         Clock.is_running = False
         kill_children()
-        late += found == "timed_out"
-        os.write(told, f"{job['nonce']} {index} {found}\n".encode())
+        late += outcome == "timed_out"
+        os.write(verdict_fd, f"{job['nonce']} {index} {outcome}\n".encode())
     os._exit(0)
 
 

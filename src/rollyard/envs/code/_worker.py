@@ -109,10 +109,10 @@ class Worker:
     def named(self, name):
         if name in self.names:
             return self.names[name]
-        made = self.names.get("Solution")
-        if made is None or not hasattr(made, name):
+        solution_class = self.names.get("Solution")
+        if solution_class is None or not hasattr(solution_class, name):
             raise NameError("the solution does not define " + name)
-        return getattr(made(), name)
+        return getattr(solution_class(), name)
 
     def answer(self, request):
         on = request["on"]
@@ -167,23 +167,23 @@ def load(file, prelude):
 def main():
     import os
 
-    asked = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    answered = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    settings = json.loads(asked.readline())
+    settings = json.loads(requests.readline())
     limit(settings["time_s"], settings["memory_bytes"], settings["processes"])
     worker = None
-    for line in asked:
+    for line in requests:
         try:
             if worker is None:
                 worker = Worker(load(settings["file"], settings["prelude"]))
             answer = json.dumps(worker.answer(json.loads(line)))
         except BaseException as error:
             answer = json.dumps({"raised": [type(error).__name__, str(error)[:1000]]})
-        answered.write(answer + "\n")
-        answered.flush()
+        replies.write(answer + "\n")
+        replies.flush()
     os._exit(0)  # even if threads of the solution still run
 
 

@@ -20,51 +20,56 @@ _FRACTION = re.compile(r"[+-]?(\d{0,40}\.\d{0,40}|\d{1,40}(?=[eE]))([eE][+-]?\d{
 _NUMBER = re.compile(r"[+-]?\d{0,400}\.?\d{0,400}([eE][+-]?\d{1,4})?", re.ASCII)
 
 
-def is_same_output(given: str, expected: str, tolerance: float = TOLERANCE) -> bool:
-    if given == expected:
+def is_same_output(actual: str, expected: str, tolerance: float = TOLERANCE) -> bool:
+    if actual == expected:
         return True
-    ours, theirs = expected.strip().splitlines(), given.strip().splitlines()
-    return len(ours) == len(theirs) and all(
-        _is_same_line(there.split(), here.split(), tolerance) for there, here in zip(theirs, ours, strict=True)
+    expected_lines, actual_lines = expected.strip().splitlines(), actual.strip().splitlines()
+    return len(expected_lines) == len(actual_lines) and all(
+        _is_same_line(actual_line.split(), expected_line.split(), tolerance)
+        for actual_line, expected_line in zip(actual_lines, expected_lines, strict=True)
     )
 
 
-def is_same_result(given: object, expected: object, tolerance: float = TOLERANCE) -> bool:
-    if isinstance(expected, int) and isinstance(given, int):
-        return given == expected
-    if isinstance(expected, int | float) and isinstance(given, int | float):
-        return _is_close(given, expected, tolerance)
+def is_same_result(actual: object, expected: object, tolerance: float = TOLERANCE) -> bool:
+    if isinstance(expected, int) and isinstance(actual, int):
+        return actual == expected
+    if isinstance(expected, int | float) and isinstance(actual, int | float):
+        return _is_close(actual, expected, tolerance)
     if expected is None or isinstance(expected, str):
-        return given == expected
+        return actual == expected
     if isinstance(expected, Mapping):
-        if not isinstance(given, Mapping):
+        if not isinstance(actual, Mapping):
             return False
-        found = {str(key): value for key, value in given.items()}
-        return found.keys() == expected.keys() and all(
-            is_same_result(found[key], value, tolerance) for key, value in expected.items()
+        actual_by_key = {str(key): value for key, value in actual.items()}
+        return actual_by_key.keys() == expected.keys() and all(
+            is_same_result(actual_by_key[key], value, tolerance) for key, value in expected.items()
         )
-    if isinstance(expected, Sequence) and isinstance(given, list | tuple) and len(given) == len(expected):
-        return all(is_same_result(mine, its, tolerance) for mine, its in zip(given, expected, strict=True))
+    if isinstance(expected, Sequence) and isinstance(actual, list | tuple) and len(actual) == len(expected):
+        return all(
+            is_same_result(actual_item, expected_item, tolerance)
+            for actual_item, expected_item in zip(actual, expected, strict=True)
+        )
     return False
 
 
-def _is_same_line(given: list[str], expected: list[str], tolerance: float) -> bool:
-    return len(given) == len(expected) and all(
-        mine == its or _is_near(mine, its, tolerance) for mine, its in zip(given, expected, strict=True)
+def _is_same_line(actual: list[str], expected: list[str], tolerance: float) -> bool:
+    return len(actual) == len(expected) and all(
+        actual_word == expected_word or _is_near(actual_word, expected_word, tolerance)
+        for actual_word, expected_word in zip(actual, expected, strict=True)
     )
 
 
-def _is_near(given: str, expected: str, tolerance: float) -> bool:
-    if not _FRACTION.fullmatch(expected) or not _NUMBER.fullmatch(given):
+def _is_near(actual: str, expected: str, tolerance: float) -> bool:
+    if not _FRACTION.fullmatch(expected) or not _NUMBER.fullmatch(actual):
         return False
     try:
-        return _is_close(float(given), float(expected), tolerance)
+        return _is_close(float(actual), float(expected), tolerance)
     except ValueError:  # only a sign or a point
         return False
 
 
-def _is_close(given: float, expected: float, tolerance: float) -> bool:
+def _is_close(actual: float, expected: float, tolerance: float) -> bool:
     try:
-        return math.isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
+        return math.isclose(actual, expected, rel_tol=tolerance, abs_tol=tolerance)
     except OverflowError:  # an integer too large for a float
         return False

@@ -131,7 +131,7 @@ class CodeData:
 
 def _language(fields: Fields) -> tuple[str, Language]:
     name = fields.optional_text("language") or "python"
-    file, command, made_by = (fields.optional_text(field) for field in ("file", "command", "compile"))
+    file, command, compile_command = (fields.optional_text(field) for field in ("file", "command", "compile"))
     if file is not None and (not file.strip() or "/" in file or file in (".", "..") or "\0" in file):
         raise fields.wrong("file", f"the name of a file in {WORKDIR}")
     known = LANGUAGES.get(name)
@@ -141,8 +141,10 @@ def _language(fields: Fields) -> tuple[str, Language]:
     if known is None or command:
         if not (file and command):
             raise fields.wrong("file", "the name of the file that data.command runs")
-        return name, Language(file, command, made_by, (known or Language("", "", tags=(name,))).tags, memory_bytes=None)
-    if made_by is not None or file is not None:
+        return name, Language(
+            file, command, compile_command, (known or Language("", "", tags=(name,))).tags, memory_bytes=None
+        )
+    if compile_command is not None or file is not None:
         raise fields.wrong("command", "the command that runs the solution, with data.file and data.compile,")
     return name, known
 
@@ -150,10 +152,10 @@ def _language(fields: Fields) -> tuple[str, Language]:
 def _memory_bytes(fields: Fields, language: Language) -> int | None:
     if fields.get("memory_bytes") is None:
         return language.memory_bytes
-    found = int(fields.positive("memory_bytes", 0))
-    if found < LEAST_MEMORY_BYTES:
+    memory_bytes = int(fields.positive("memory_bytes", 0))
+    if memory_bytes < LEAST_MEMORY_BYTES:
         raise fields.wrong("memory_bytes", f"at least {LEAST_MEMORY_BYTES} (bytes)")
-    return found
+    return memory_bytes
 
 
 def _tests(task: Task, fields: Fields, name: str, entry_point: str | None) -> list[Case]:
@@ -164,7 +166,7 @@ def _test(task: Task, fields: Fields, item: Json, where: str, entry_point: str |
     if not isinstance(item, Mapping):
         raise fields.wrong(where, "an object with input and output")
     own = Fields(task, item, f"data.{where}")
-    given = own.get("input")
+    test_input = own.get("input")
     if "outputs" in item:
         accepted = tuple(own.items("outputs"))
     else:
@@ -172,26 +174,26 @@ def _test(task: Task, fields: Fields, item: Json, where: str, entry_point: str |
     if not accepted:
         raise own.wrong("output", "the right output, or in `outputs` a list of right outputs,")
     if entry_point is None:
-        if not isinstance(given, str):
+        if not isinstance(test_input, str):
             raise own.wrong("input", "a string for standard input (arguments of a call need data.entry_point)")
         if not all(isinstance(output, str) for output in accepted):
             raise own.wrong("output", "a string")
     else:
-        given = own.items("input")
+        test_input = own.items("input")
     own.done()
-    return Case(given, accepted)
+    return Case(test_input, accepted)
 
 
 def _public_tests(task: Task, fields: Fields, entry_point: str | None) -> tuple[Case | str, ...]:
-    found: list[Case | str] = []
+    cases: list[Case | str] = []
     for index, item in enumerate(fields.items("public_tests")):
         is_text = isinstance(item, str)
-        found.append(item if is_text else _test(task, fields, item, f"public_tests[{index}]", entry_point))
-    return tuple(found)
+        cases.append(item if is_text else _test(task, fields, item, f"public_tests[{index}]", entry_point))
+    return tuple(cases)
 
 
 def _reward(fields: Fields) -> Literal["all", "share"]:
-    found = fields.optional_text("reward") or "all"
-    if found == "all" or found == "share":
-        return found
+    reward = fields.optional_text("reward") or "all"
+    if reward == "all" or reward == "share":
+        return reward
     raise fields.wrong("reward", '"all" or "share"')

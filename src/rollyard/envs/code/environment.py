@@ -72,8 +72,8 @@ class CodeEnvironment(Environment):
         if block is not None:
             await sandbox.write(data.path, block.encode("utf-8", "replace"))
         has_solution = block is not None or (artifact is not None and artifact.kind == "file")
-        found = await graded(sandbox, data) if has_solution else {}
-        counts = {name: float(found.get(name, 0)) for name in ("passed", "failed", "timed_out")}
+        verdict_counts = await graded(sandbox, data) if has_solution else {}
+        counts = {name: float(verdict_counts.get(name, 0)) for name in ("passed", "failed", "timed_out")}
         share = counts["passed"] / total
         reward = share if data.reward == "share" else float(share == 1.0)
         skipped = total - sum(counts.values())
@@ -87,17 +87,17 @@ class CodeEnvironment(Environment):
 async def _probe(sandbox: Sandbox, data: CodeData) -> None:
     """Raises SetupFailed if the image cannot run solutions: every solution would fail and look wrong."""
     for program in data.language.needs:
-        found = await sandbox.exec(f"command -v {program}", timeout_s=PROBE_S)
-        if found.status != 0:
+        result = await sandbox.exec(f"command -v {program}", timeout_s=PROBE_S)
+        if result.status != 0:
             raise SetupFailed(
                 f"code: the image has no {program}, which {data.language_name} solutions need: choose another image",
                 program=program,
             )
     if data.is_called:
-        found = await sandbox.exec(["python3", "-I", "-c", _LOOK, *_imported(data)], timeout_s=PROBE_S)
-        if found.status != 0:
+        result = await sandbox.exec(["python3", "-I", "-c", _LOOK, *_imported(data)], timeout_s=PROBE_S)
+        if result.status != 0:
             raise SetupFailed("code: the image's python3 cannot run the tests: it must be 3.7 or newer, with ctypes")
-        if missing := found.stdout.decode("utf-8", "replace").split():
+        if missing := result.stdout.decode("utf-8", "replace").split():
             raise SetupFailed(
                 f"code: the image's python3 has no {', '.join(missing)}, which this task's tests import: choose "
                 "another image (tests need not import what the solution defines)",
@@ -107,7 +107,7 @@ async def _probe(sandbox: Sandbox, data: CodeData) -> None:
 
 def _imported(data: CodeData) -> list[str]:
     """The modules that the asserts and the prelude import. Raises TaskInvalid if one of them is not Python."""
-    found: set[str] = set()
+    modules: set[str] = set()
     texts = {"prelude": data.prelude, **{f"asserts[{index}]": code for index, code in enumerate(data.asserts)}}
     for where, text in texts.items():
         try:
@@ -118,7 +118,7 @@ def _imported(data: CodeData) -> list[str]:
             raise TaskInvalid(f"code: data.{where}: this is not Python: {error}", field=where) from error
         for node in body:
             if isinstance(node, ast.Import):
-                found.update(alias.name.split(".")[0] for alias in node.names)
+                modules.update(alias.name.split(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.split(".")[0])
-    return sorted(found)
+                modules.add(node.module.split(".")[0])
+    return sorted(modules)

@@ -49,17 +49,17 @@ _TOO_LONG = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
 
 async def graded(sandbox: Sandbox, data: CodeData) -> Counter[Verdict]:
     """Returns the number of tests for each verdict. The solution is already in the sandbox."""
-    found: Counter[Verdict] = Counter()
+    counts: Counter[Verdict] = Counter()
     try:
         if data.asserts:
-            await _run_asserts(sandbox, data, found)
+            await _run_asserts(sandbox, data, counts)
         elif data.language.compile is None or await _is_compiled(sandbox, data.language.compile):
-            await _run_tests(sandbox, data, found)
+            await _run_tests(sandbox, data, counts)
     except EvalDeadline:
         raise
     except PolicyFailure:  # the solution ended the sandbox by its use of memory, disk or processes
-        found["failed"] += 1
-    return found
+        counts["failed"] += 1
+    return counts
 
 
 async def _is_compiled(sandbox: Sandbox, command: str) -> bool:
@@ -67,11 +67,11 @@ async def _is_compiled(sandbox: Sandbox, command: str) -> bool:
     return result.status == 0 and not result.is_timed_out
 
 
-async def _run_tests(sandbox: Sandbox, data: CodeData, found: Counter[Verdict]) -> None:
+async def _run_tests(sandbox: Sandbox, data: CodeData, counts: Counter[Verdict]) -> None:
     for test in data.tests:
-        if found["timed_out"] >= MOST_LATE:
+        if counts["timed_out"] >= MOST_LATE:
             return
-        found[await (_called if data.is_called else _ran)(sandbox, data, test)] += 1
+        counts[await (_called if data.is_called else _ran)(sandbox, data, test)] += 1
 
 
 # --- programs -----------------------------------------------------------------------------------------
@@ -96,9 +96,9 @@ async def _ran(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
     )
     if (missed := _missed(result)) is not None:
         return missed
-    given = result.stdout.decode("utf-8", "replace")
+    stdout = result.stdout.decode("utf-8", "replace")
     is_same = await asyncio.to_thread(
-        lambda: any(is_same_output(given, str(output), data.tolerance) for output in test.accepted)
+        lambda: any(is_same_output(stdout, str(output), data.tolerance) for output in test.accepted)
     )
     return "passed" if is_same else "failed"
 
@@ -132,8 +132,8 @@ async def _called(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
 def _is_accepted(answer: bytes, test: Case, tolerance: float) -> bool:
     """The solution shares the worker's process, so the answer may contain anything."""
     try:
-        told = json.loads(answer)
-        value = _worker.decode(told["value"], lambda _: object())
+        reply = json.loads(answer)
+        value = _worker.decode(reply["value"], lambda _: object())
         return any(is_same_result(value, output, tolerance) for output in test.accepted)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError):
         return False
@@ -147,7 +147,7 @@ def _encoded(value: Json) -> Json:
 # --- asserts ------------------------------------------------------------------------------------------
 
 
-async def _run_asserts(sandbox: Sandbox, data: CodeData, found: Counter[Verdict]) -> None:
+async def _run_asserts(sandbox: Sandbox, data: CodeData, counts: Counter[Verdict]) -> None:
     nonce = secrets.token_hex(16)
     job = {
         "nonce": nonce,
@@ -165,13 +165,13 @@ async def _run_asserts(sandbox: Sandbox, data: CodeData, found: Counter[Verdict]
         env=ENV,
         stdin=json.dumps(job).encode(),
     )
-    told = [line.split() for line in result.stdout.decode("utf-8", "replace").splitlines()]
-    verdicts = {words[1]: words[2] for words in told if len(words) == 3 and words[0] == nonce}
+    records = [line.split() for line in result.stdout.decode("utf-8", "replace").splitlines()]
+    verdicts = {words[1]: words[2] for words in records if len(words) == 3 and words[0] == nonce}
     if "tester" not in verdicts:  # it failed before the solution was loaded; any later failure is the solution's
-        said = result.stderr[-500:].decode("utf-8", "replace").strip()
-        raise VerifierCrashed(f"code: the tester did not start (status {result.status}): {said}")
+        stderr = result.stderr[-500:].decode("utf-8", "replace").strip()
+        raise VerifierCrashed(f"code: the tester did not start (status {result.status}): {stderr}")
     for index in range(len(data.asserts)):
-        found[cast("Verdict", verdicts.get(str(index), "failed"))] += 1
+        counts[cast("Verdict", verdicts.get(str(index), "failed"))] += 1
 
 
 def _settings(sandbox: Sandbox, data: CodeData) -> dict[str, Json]:

@@ -15,12 +15,12 @@ def prompt(data: CodeData) -> str:
     if data.public_tests:
         examples = [_example(test, data) for test in data.public_tests]
         parts.append("\n\n".join([f"Example{'s' if len(examples) > 1 else ''}:", *examples]))
-    parts.append(f"{_wanted(data)} {_bounds(data)}")
+    parts.append(f"{_requirement(data)} {_bounds(data)}")
     parts.append(f"Save it as {data.path}. If you have no tools, end your answer with all of it in one code block.")
     return "\n\n".join(parts)
 
 
-def _wanted(data: CodeData) -> str:
+def _requirement(data: CodeData) -> str:
     if not data.is_called:
         return f"Write a {data.language_name} program that reads standard input and writes to standard output."
     if data.entry_point is None:

@@ -81,25 +81,25 @@ def _apps(row: Row) -> Data:
     return {
         "question": _text(row, "question"),
         "entry_point": entry_point,
-        "tests": [make(given, output) for given, output in zip(inputs, outputs, strict=True)],
+        "tests": [make(test_input, output) for test_input, output in zip(inputs, outputs, strict=True)],
         "starter_code": row.get("starter_code") or None,
         "solution": solutions[0] if solutions else None,
     }
 
 
-def _program_test(given: Json, output: Json) -> Json:
+def _program_test(test_input: Json, output: Json) -> Json:
     """Some rows contain lists of lines."""
-    return {"input": _lines(given), "output": _lines(output)}
+    return {"input": _lines(test_input), "output": _lines(output)}
 
 
 def _lines(value: Json) -> str:
     return value if isinstance(value, str) else "\n".join(str(line) for line in _list(value, "input_output"))
 
 
-def _call_test(given: Json, output: Json) -> Json:
+def _call_test(arguments: Json, output: Json) -> Json:
     """Many rows wrap a result in a list, and nothing marks them, so both forms are accepted."""
-    is_alone = isinstance(output, list) and len(output) == 1
-    return {"input": given, "outputs": [output, cast("list[Json]", output)[0]] if is_alone else [output]}
+    is_single = isinstance(output, list) and len(output) == 1
+    return {"input": arguments, "outputs": [output, cast("list[Json]", output)[0]] if is_single else [output]}
 
 
 def _live_code_bench(row: Row) -> Data:
@@ -118,13 +118,13 @@ def _live_code_bench(row: Row) -> Data:
 
 
 def _lcb_test(test: Json, entry_point: Json) -> Json:
-    found = _object(test, "public_test_cases")
-    given, output = found.get("input"), found.get("output")
+    fields = _object(test, "public_test_cases")
+    test_input, output = fields.get("input"), fields.get("output")
     if entry_point is None:
-        return {"input": given, "output": output}
-    if not isinstance(given, str) or not isinstance(output, str):
+        return {"input": test_input, "output": output}
+    if not isinstance(test_input, str) or not isinstance(output, str):
         _wrong("public_test_cases", "strings for input and output")
-    lines = [line for line in given.split("\n") if line.strip()]  # not splitlines: a string may contain U+2028
+    lines = [line for line in test_input.split("\n") if line.strip()]  # not splitlines: a string may contain U+2028
     return {"input": [_json(line, "input") for line in lines], "output": _json(output, "output")}
 
 
@@ -217,11 +217,11 @@ def _tested(code: str, tests: Sequence[str]) -> str | None:
             used = {node.id for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    found = sorted(defined & used)
-    return found[0] if len(found) == 1 else None
+    names = sorted(defined & used)
+    return names[0] if len(names) == 1 else None
 
 
-def _ours(row: Row) -> Data:
+def _rollyard(row: Row) -> Data:
     return dict(row)
 
 
@@ -231,8 +231,8 @@ FORMATS: tuple[tuple[tuple[str, ...], Callable[[Row], Data]], ...] = (
     (("description", "official_tests"), _codeforces),
     (("prompt", "test", "entry_point"), _human_eval),
     (("code", "test_list"), _mbpp),
-    (("question", "tests"), _ours),
-    (("question", "asserts"), _ours),
+    (("question", "tests"), _rollyard),
+    (("question", "asserts"), _rollyard),
 )
 
 

@@ -81,21 +81,23 @@ class GymEnvironment(Environment):
         data = GymData.read(context.task)
         if data.steps is None:
             raise TaskInvalid("gym: data.oracle: this task has no solution, so there is no oracle for it")
-        said: list[Message] = []
+        messages: list[Message] = []
         for index, step in enumerate(data.steps):
             arguments = encoded(step.arguments).decode()
             function: Json = {"name": step.tool, "arguments": arguments}
             call: Json = {"id": f"call_{index}", "type": "function", "function": function}
-            said.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             result = await tools[step.tool].call(step.arguments, timeout_s=context.task.limits.tool_s)
-            said.append({"role": "tool", "tool_call_id": f"call_{index}", "name": step.tool, "content": result.content})
+            messages.append(
+                {"role": "tool", "tool_call_id": f"call_{index}", "name": step.tool, "content": result.content}
+            )
         if data.answer is not None:
-            said.append({"role": "assistant", "content": data.answer})
-        return Solution(messages=tuple(said))
+            messages.append({"role": "assistant", "content": data.answer})
+        return Solution(messages=tuple(messages))
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         data = GymData.read(context.task)
-        session = self._session(data, _kept_cookies(evidence))
+        session = self._session(data, _session_cookies(evidence))
         response = response_of(data, evidence.trajectory)
         within_s = SHARE * context.task.limits.eval_s
         body = encoded({**data.row, "response": response})
@@ -121,7 +123,11 @@ class GymEnvironment(Environment):
         if field:
             data["oracle"] = row[field]
         GymData.read(Task(self.name, data))
-        sampling = {ours: _number(params, name) for name, ours in _SAMPLING.items() if params.get(name) is not None}
+        sampling = {
+            sampling_name: _number(params, name)
+            for name, sampling_name in _SAMPLING.items()
+            if params.get(name) is not None
+        }
         body: dict[str, Json] = {"environment": self.name, "data": data}
         return {**body, "sampling": sampling} if sampling else body
 
@@ -130,9 +136,9 @@ class GymEnvironment(Environment):
             await self._http.close()
 
     def _url_of(self, data: GymData) -> str:
-        wanted = data.server.rstrip("/")
-        if wanted in self._servers.values():
-            return wanted
+        url = data.server.rstrip("/")
+        if url in self._servers.values():
+            return url
         if data.server not in self._servers:
             known = ", ".join(sorted(self._servers)) or "none"
             raise TaskInvalid(
@@ -161,9 +167,9 @@ def _check_seed(reply: Reply, data: GymData) -> None:
         )
 
 
-def _kept_cookies(evidence: Evidence) -> dict[str, Json]:
-    kept = evidence.trajectory.info.get(INFO)
-    cookies = kept.get("cookies") if isinstance(kept, Mapping) else None
+def _session_cookies(evidence: Evidence) -> dict[str, Json]:
+    session_info = evidence.trajectory.info.get(INFO)
+    cookies = session_info.get("cookies") if isinstance(session_info, Mapping) else None
     if not isinstance(cookies, Mapping):
         raise VerifierCrashed("the record has no session of the resources server: there is nothing to verify")
     return dict(cookies)
@@ -178,24 +184,24 @@ def _score(reply: Reply, data: GymData) -> Score:
     if verdict is None:
         raise VerifierCrashed(f"{who} returned a verdict that is not a JSON object: {reply.excerpt}")
     if failed := verdict.get("_ng_failure_class"):  # for example, its judge did not answer: the reward is meaningless
-        said = verdict.get("_ng_failure_message") or verdict.get("_ng_failure_judge_error")
-        why = said or "no reason given"
+        message = verdict.get("_ng_failure_message") or verdict.get("_ng_failure_judge_error")
+        why = message or "no reason given"
         raise VerifierCrashed(f"{who} could not verify: {failed}: {why}")
     reward = _finite(verdict.get("reward"))
     if reward is None or isinstance(verdict.get("reward"), bool):
         raise VerifierCrashed(f"{who} returned a verdict without a reward: {reply.excerpt}")
     parts = verdict.get("reward_components")
-    ours = {*data.row, "response", "reward"}
+    excluded = {*data.row, "response", "reward"}
     return Score(
         reward,
         components=_numbers(parts) if isinstance(parts, Mapping) else {},
-        metrics=_numbers({name: value for name, value in verdict.items() if name not in ours}),
+        metrics=_numbers({name: value for name, value in verdict.items() if name not in excluded}),
     )
 
 
 def _numbers(values: Mapping[str, Json]) -> dict[str, float]:
-    found = {name: number for name, value in values.items() if (number := _finite(value)) is not None}
-    return dict(list(found.items())[:MOST_METRICS])
+    numbers = {name: number for name, value in values.items() if (number := _finite(value)) is not None}
+    return dict(list(numbers.items())[:MOST_METRICS])
 
 
 def _finite(value: Json) -> float | None:
@@ -205,10 +211,10 @@ def _finite(value: Json) -> float | None:
 
 def _object(reply: Reply) -> Mapping[str, Json] | None:
     try:
-        found = orjson.loads(reply.body)
+        value = orjson.loads(reply.body)
     except orjson.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _number(params: Mapping[str, Json], name: str) -> Json:

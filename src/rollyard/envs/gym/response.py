@@ -29,8 +29,8 @@ def response_of(data: GymData, trajectory: Trajectory) -> dict[str, Json]:
     names = [tool.name for tool in data.tools] if is_program else []
     output = _items(_after(data.messages, trajectory.messages), trajectory.rollout_id, names)
     answer, last = trajectory.info.get("answer"), output[-1] if output else {}
-    said = last.get("content") if last.get("role") == "assistant" else None
-    if isinstance(answer, str) and said != _parts(answer):
+    last_content = last.get("content") if last.get("role") == "assistant" else None
+    if isinstance(answer, str) and last_content != _parts(answer):
         output.append(_message(answer, trajectory.rollout_id, len(output)))
     elif not output:
         output.append(_message("", trajectory.rollout_id, 0))
@@ -52,10 +52,10 @@ def response_of(data: GymData, trajectory: Trajectory) -> dict[str, Json]:
     }
 
 
-def _after(given: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
+def _after(input_messages: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
     """The messages from the agent's first one on. An agent may add its own system prompt before the input, or join
     parts of the input, but it cannot remove an assistant turn."""
-    earlier = sum(message.get("role") == "assistant" for message in given)
+    earlier = sum(message.get("role") == "assistant" for message in input_messages)
     places = (index for index, message in enumerate(messages) if message.get("role") == "assistant")
     first = next(islice(places, earlier, None), len(messages))
     return messages[first:]

@@ -70,8 +70,8 @@ def _params(fields: Fields, row: Mapping[str, Json]) -> tuple[tuple[Message, ...
     except Problem as problem:
         at = f"{where}.{problem.param}" if problem.param else where
         raise TaskInvalid(f"gym: data.{where}: {problem.message}", field=f"data.{at}") from None
-    given = params.get("tools")
-    for index, tool in enumerate(given if isinstance(given, list | tuple) else ()):
+    raw_tools = params.get("tools")
+    for index, tool in enumerate(raw_tools if isinstance(raw_tools, list | tuple) else ()):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             raise fields.wrong(f"{where}.tools[{index}]", "a tool of type function")
     return ask.messages, tuple(_spec(fields, f"{where}.tools", schema) for schema in ask.tools)

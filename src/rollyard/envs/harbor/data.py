@@ -20,7 +20,7 @@ from rollyard.envs.harbor.files import Files, check_files, text_of
 APP = "/app"
 """The working folder of Harbor tasks if they do not set one."""
 
-OURS = ("/tests", "/logs", "/solution")
+RESERVED_FOLDERS = ("/tests", "/logs", "/solution")
 """Folders of the verifier and the oracle. They never contain files of RUN."""
 
 ABOVE_TESTS = (
@@ -66,10 +66,10 @@ class HarborData:
             verifier_env=fields.text_map("verifier_env"),
             solution=check_files(fields, "solution", fields.get("solution") or {}),
             solution_env=fields.text_map("solution_env"),
-            keep=tuple(_kept(fields, path) for path in fields.texts("keep")),
+            keep=tuple(_keep_path(fields, path) for path in fields.texts("keep")),
         )
-        for told in ("name", "metadata", "notes"):  # informational: not used
-            fields.get(told)
+        for unused in ("name", "metadata", "notes"):  # informational: not used
+            fields.get(unused)
         fields.done()
         if not text_of(data.tests, "test.sh").strip():
             raise fields.wrong("tests['test.sh']", "a script")
@@ -84,10 +84,10 @@ def _folder(fields: Fields, name: str, path: str) -> str:
     return normpath("/" + path.lstrip("/"))
 
 
-def _kept(fields: Fields, path: str) -> str:
+def _keep_path(fields: Fields, path: str) -> str:
     path = _folder(fields, "keep", path)
-    if path == "/" or any(commonpath((path, ours)) in (path, ours) for ours in OURS):
-        raise fields.wrong("keep", f"paths other than /, {', '.join(OURS)}")
+    if path == "/" or any(commonpath((path, reserved)) in (path, reserved) for reserved in RESERVED_FOLDERS):
+        raise fields.wrong("keep", f"paths other than /, {', '.join(RESERVED_FOLDERS)}")
     return path
 
 

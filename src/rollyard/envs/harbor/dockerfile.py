@@ -48,24 +48,24 @@ class Instruction:
 
     number: int
     word: str
-    rest: str
+    arguments: str
     place: str
 
     def refused(self, why: str) -> TaskInvalid:
-        said = f"{self.word} {self.rest}"
-        said = said if len(said) <= 100 else f"{said[:97]}..."
-        return TaskInvalid(f"{self.place}:{self.number}: {said!r}: {why}")
+        text = f"{self.word} {self.arguments}"
+        text = text if len(text) <= 100 else f"{text[:97]}..."
+        return TaskInvalid(f"{self.place}:{self.number}: {text!r}: {why}")
 
     def words(self) -> list[str]:
         try:
-            return shlex.split(self.rest)
+            return shlex.split(self.arguments)
         except ValueError as error:
             raise self.refused(f"cannot be read: {error}") from error
 
     def texts(self) -> list[str]:
         """The arguments in JSON form: ["a", "b"]."""
         try:
-            return TypeAdapter(list[str]).validate_json(self.rest)
+            return TypeAdapter(list[str]).validate_json(self.arguments)
         except ValidationError as error:
             raise self.refused("a list of strings was expected") from error
 
@@ -76,8 +76,8 @@ def last_workdir(path: Path, place: str) -> str:
     for line in read_lines(path, place):
         if line.word == "FROM":
             workdir = ""
-        elif line.word == "WORKDIR" and "$" not in line.rest:
-            workdir = normpath(join(workdir or "/", line.rest.strip("\"'")))
+        elif line.word == "WORKDIR" and "$" not in line.arguments:
+            workdir = normpath(join(workdir or "/", line.arguments.strip("\"'")))
     return workdir
 
 
@@ -91,19 +91,19 @@ def read_lines(path: Path, place: str) -> Iterator[Instruction]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise TaskInvalid(f"{place} cannot be read: {error}") from error
-    joined, begun = "", 0
+    joined, first_number = "", 0
     lines = text.splitlines()
     for number, raw in enumerate([*lines, ""], 1):
         if raw.lstrip().startswith("#") or (joined and not raw.strip() and number <= len(lines)):
             continue
-        begun = begun if joined else number
+        first_number = first_number if joined else number
         if raw.rstrip().endswith("\\"):
             joined += raw.rstrip()[:-1]
             continue
         words = (joined + raw).split(maxsplit=1)
         joined = ""
         if words:
-            yield Instruction(begun, words[0].upper(), "".join(words[1:]).strip(), place)
+            yield Instruction(first_number, words[0].upper(), "".join(words[1:]).strip(), place)
 
 
 class _Reader:
@@ -171,7 +171,7 @@ class _Reader:
         self._folders.add(self._recipe.workdir)
 
     def _run(self, line: Instruction) -> None:
-        command = line.rest
+        command = line.arguments
         if command.startswith("--") or "<<" in command:
             raise line.refused("options and heredocs of RUN need a build")
         if command.startswith("["):
@@ -180,7 +180,7 @@ class _Reader:
         if args := {name: value for name, value in self._args.items() if name not in self._recipe.env}:
             step["env"] = args
         self._recipe.setup.append(step)
-        self._recipe.runs.append(f"{line.place}:{line.number}: RUN {line.rest}")
+        self._recipe.runs.append(f"{line.place}:{line.number}: RUN {line.arguments}")
 
     def _add(self, line: Instruction) -> None:
         if any("://" in word or word.endswith((".git", *_ARCHIVES)) for word in line.words()):
@@ -188,7 +188,7 @@ class _Reader:
         self._copy(line)
 
     def _copy(self, line: Instruction) -> None:
-        if "<<" in line.rest:
+        if "<<" in line.arguments:
             raise line.refused("a heredoc needs a build")
         words = Instruction(line.number, line.word, self._expanded(line), line.place).words()
         options = [word for word in words if word.startswith("--")]
@@ -199,16 +199,16 @@ class _Reader:
             words = line.texts()
         if len(words) < 2:
             raise line.refused("a source and a destination were expected")
-        *sources, wanted = words
-        if not wanted.startswith("/") and not self._recipe.workdir:
+        *sources, destination = words
+        if not destination.startswith("/") and not self._recipe.workdir:
             raise line.refused("the working folder of the base image is not known here: set WORKDIR before this line")
         if any((self._context / name).exists() for name in _IGNORE_FILES):
             raise line.refused("a .dockerignore excludes files of environment/, which needs a build")
-        found = [path for source in sources for path in self._found(line, source)]
-        target = normpath(join(self._recipe.workdir or "/", wanted))
-        is_folder = wanted.endswith(("/", "/.")) or wanted == "." or len(found) > 1 or target in self._folders
+        paths = [path for source in sources for path in self._matching_paths(line, source)]
+        target = normpath(join(self._recipe.workdir or "/", destination))
+        is_folder = destination.endswith(("/", "/.")) or destination == "." or len(paths) > 1 or target in self._folders
         files: dict[str, Json] = {}
-        for path in found:
+        for path in paths:
             if path.is_dir():
                 self._folders.add(target)
                 files |= self._packer.folder(path, f"{target.strip('/')}/".lstrip("/"))
@@ -219,7 +219,7 @@ class _Reader:
             self._folders.add(target)
         self._recipe.setup.append({"files": files})
 
-    def _found(self, line: Instruction, source: str) -> list[Path]:
+    def _matching_paths(self, line: Instruction, source: str) -> list[Path]:
         """The files in the Dockerfile's folder, which is the build context."""
         inside = normpath("/" + source).strip("/")
         root = self._context.resolve()
@@ -227,10 +227,10 @@ class _Reader:
             named = sorted(root.glob(inside)) if inside else [root]
         except ValueError as error:  # "**" in the middle of a name
             raise line.refused(f"{source!r} is a pattern that needs a build: {error}") from error
-        found = [path for path in named if path.resolve().is_relative_to(root)]
-        if not found:
+        matches = [path for path in named if path.resolve().is_relative_to(root)]
+        if not matches:
             raise line.refused(f"there is no {source!r} in environment/")
-        return found
+        return matches
 
     def _expanded(self, line: Instruction) -> str:
         def value(match: re.Match[str]) -> str:
@@ -242,7 +242,7 @@ class _Reader:
                     return known[name]
             raise line.refused(f"the value of ${name} is known only in a build")
 
-        expanded = _VARIABLE.sub(value, line.rest)
+        expanded = _VARIABLE.sub(value, line.arguments)
         if "${" in expanded:
             raise line.refused("this form of a variable needs a build")
         return expanded

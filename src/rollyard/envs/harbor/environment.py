@@ -26,7 +26,7 @@ from typing import ClassVar
 from rollyard.core import Json, Message, Score, Task
 from rollyard.core.failure import EvalDeadline, SetupDeadline, SetupFailed, TaskInvalid
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start
-from rollyard.envs.harbor.data import ABOVE_TESTS, OURS, HarborData
+from rollyard.envs.harbor.data import ABOVE_TESTS, RESERVED_FOLDERS, HarborData
 from rollyard.envs.harbor.files import Files, text_of, write_files
 from rollyard.envs.harbor.folder import bodies
 from rollyard.envs.harbor.scripts import command_of, interpreter_of
@@ -47,7 +47,7 @@ OWN_S = 120.0
 RUN_THERE = 'cd "$0" 2>/dev/null; exec "$@"'
 """Also works if the agent has deleted the working folder."""
 
-KEPT = "/.harbor-kept"
+KEEP_FOLDER = "/.harbor-kept"
 """Where `collect` copies the paths of `keep`: a folder that is not protected."""
 
 
@@ -64,7 +64,7 @@ class HarborEnvironment(Environment):
 
     def plan(self, task: Task) -> Plan:
         data = HarborData.read(task)
-        protected = (*PROTECTED, *OURS, *(ABOVE_TESTS if data.workdir != "/" else ()))
+        protected = (*PROTECTED, *RESERVED_FOLDERS, *(ABOVE_TESTS if data.workdir != "/" else ()))
         return Plan(workdir=data.workdir, env=data.env, eval_mode="same", protected=protected)
 
     def layer_key(self, task: Task) -> str | None:
@@ -86,8 +86,8 @@ class HarborEnvironment(Environment):
     async def init(self, context: EnvContext) -> Start:
         data = HarborData.read(context.task)
         program = interpreter_of(text_of(data.tests, "test.sh"))
-        found = await context.run(f"command -v {shlex.quote(program)}", timeout_s=context.task.limits.init_s)
-        if found.status != 0:
+        result = await context.run(f"command -v {shlex.quote(program)}", timeout_s=context.task.limits.init_s)
+        if result.status != 0:
             raise SetupFailed(f"tests/test.sh is run by {program}, which the image does not have")
         message: Message = {"role": "user", "content": data.instruction}
         return Start((message,))
@@ -97,9 +97,9 @@ class HarborEnvironment(Environment):
         data = HarborData.read(context.task)
         if not data.keep:
             return
-        lines = [f"rm -rf {KEPT}; mkdir -p {KEPT}"]
+        lines = [f"rm -rf {KEEP_FOLDER}; mkdir -p {KEEP_FOLDER}"]
         for number, path in enumerate(data.keep):
-            lines.append(f"test -e {shlex.quote(path)} && cp -a {shlex.quote(path)} {KEPT}/{number}")
+            lines.append(f"test -e {shlex.quote(path)} && cp -a {shlex.quote(path)} {KEEP_FOLDER}/{number}")
         await context.box.exec("\n".join(lines), timeout_s=OWN_S, cwd="/")
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
@@ -109,9 +109,9 @@ class HarborEnvironment(Environment):
         await _upload(sandbox, data.solution, "/solution", "solve.sh")
         command = command_of(text_of(data.solution, "solve.sh"), "/solution/solve.sh")
         timeout_s = context.task.limits.run_s + GRACE_S
-        done = await sandbox.exec(command, timeout_s=timeout_s, cwd=data.workdir, env=data.solution_env)
-        said = f"solve.sh ended with status {done.status}\n{_tail(done)}"
-        return Solution(messages=({"role": "assistant", "content": said.strip()},))
+        result = await sandbox.exec(command, timeout_s=timeout_s, cwd=data.workdir, env=data.solution_env)
+        message = f"solve.sh ended with status {result.status}\n{_tail(result)}"
+        return Solution(messages=({"role": "assistant", "content": message.strip()},))
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         data, sandbox = HarborData.read(context.task), context.box
@@ -119,18 +119,18 @@ class HarborEnvironment(Environment):
             log.info("RUN's files prevented the verifier from starting", extra={"rollout": context.rollout_id})
             return Score(0.0, metrics={"verifier_ran": 0.0, "reward_written": 0.0})
         command = command_of(text_of(data.tests, "test.sh"), "/tests/test.sh")
-        done = await sandbox.exec(
+        result = await sandbox.exec(
             ["sh", "-c", RUN_THERE, data.workdir, *command],
             timeout_s=context.task.limits.eval_s + GRACE_S,
             cwd="/",
             env={"PYTHONPATH": _python_path(sandbox), **data.verifier_env},
         )
-        if done.is_timed_out:
+        if result.is_timed_out:
             raise EvalDeadline("tests/test.sh did not end in time")
-        metrics = {"verifier_ran": 1.0, "verifier_status": float(done.status)}
+        metrics = {"verifier_ran": 1.0, "verifier_status": float(result.status)}
         verdict = await read_verdict(sandbox, data.tests)
         if verdict is None:
-            log.info("the verifier wrote no reward", extra={"rollout": context.rollout_id, "status": done.status})
+            log.info("the verifier wrote no reward", extra={"rollout": context.rollout_id, "status": result.status})
             return Score(0.0, metrics={**metrics, "reward_written": 0.0})
         others = {name: number for name, number in verdict.items() if name != "reward"}
         return Score(verdict["reward"], components=others, metrics={**metrics, "reward_written": 1.0})
@@ -144,13 +144,13 @@ async def _laid_out(sandbox: Sandbox, data: HarborData) -> bool:
     the image does not, because `prepare` did the same."""
     lines: list[str] = []
     for number, path in enumerate(data.keep):
-        to, kept = shlex.quote(path), f"{KEPT}/{number}"
+        to, saved = shlex.quote(path), f"{KEEP_FOLDER}/{number}"
         above = shlex.quote(dirname(path))
-        lines.append(f"rm -rf {to} && mkdir -p {above} && {{ test ! -e {kept} || cp -a {kept} {to}; }} || exit 1")
+        lines.append(f"rm -rf {to} && mkdir -p {above} && {{ test ! -e {saved} || cp -a {saved} {to}; }} || exit 1")
     # last: through a link of the agent, a path of `keep` may have been copied here
     lines.append(f"rm -rf /tests {FOLDER} && mkdir -p /tests {FOLDER} || exit 1")
-    done = await sandbox.exec("\n".join(lines), timeout_s=OWN_S, cwd="/")
-    if done.status != 0:
+    result = await sandbox.exec("\n".join(lines), timeout_s=OWN_S, cwd="/")
+    if result.status != 0:
         return False
     async with _on_host(data.tests, "test.sh") as folder:  # a full disk is not the policy's fault
         try:
@@ -161,12 +161,14 @@ async def _laid_out(sandbox: Sandbox, data: HarborData) -> bool:
 
 
 async def _set_up(sandbox: Sandbox, command: str, cwd: str, env: Mapping[str, str] | None, timeout_s: float) -> None:
-    done = await sandbox.exec(command, timeout_s=timeout_s, cwd=cwd, env=env)
-    if done.is_timed_out:
+    result = await sandbox.exec(command, timeout_s=timeout_s, cwd=cwd, env=env)
+    if result.is_timed_out:
         raise SetupDeadline(f"{command!r} did not end within {timeout_s:g} s")
-    if done.status != 0:
-        tail = _tail(done)
-        raise SetupFailed(f"{command!r} ended with status {done.status}: {tail}", command=command, status=done.status)
+    if result.status != 0:
+        tail = _tail(result)
+        raise SetupFailed(
+            f"{command!r} ended with status {result.status}: {tail}", command=command, status=result.status
+        )
 
 
 async def _upload(sandbox: Sandbox, files: Files, path: str, script: str = "") -> None:
@@ -187,5 +189,5 @@ def _python_path(sandbox: Sandbox) -> str:
     return ":".join(filter(None, ("/tests", sandbox.spec.env.get("PYTHONPATH"))))
 
 
-def _tail(done: ExecResult) -> str:
-    return (done.stderr or done.stdout)[-TAIL_BYTES:].decode("utf-8", "replace").strip()
+def _tail(result: ExecResult) -> str:
+    return (result.stderr or result.stdout)[-TAIL_BYTES:].decode("utf-8", "replace").strip()

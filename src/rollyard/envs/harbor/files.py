@@ -30,7 +30,7 @@ class Packer:
 
     def __init__(self, place: str) -> None:
         self._place = place
-        self._left = MOST_BYTES
+        self._remaining_bytes = MOST_BYTES
 
     def folder(self, folder: Path, below: str = "") -> dict[str, Json]:
         """All files in the folder, by relative path, prefixed with `below`."""
@@ -48,8 +48,8 @@ class Packer:
         name = os.fsencode(path.name).decode("utf-8", "replace")
         if not path.is_file() or name != path.name:
             raise TaskInvalid(f"{self._place}: {name!r} is not a plain file with a UTF-8 name")
-        self._left -= path.stat().st_size
-        if self._left < 0:
+        self._remaining_bytes -= path.stat().st_size
+        if self._remaining_bytes < 0:
             raise TaskInvalid(
                 f"{self._place}: its files have more than {MOST_BYTES >> 20} MiB in all; a task contains its tests and"
                 " its solution, so larger data belongs in the image"

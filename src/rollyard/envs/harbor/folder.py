@@ -67,33 +67,33 @@ class Options:
 
 
 def _is(options: Mapping[str, str], name: str, value: str, default: str) -> bool:
-    given = options.get(name, default)
-    if given not in (value, default):
-        raise TaskInvalid(f"harbor: option {name}: {value!r} or {default!r} was expected, not {given!r}")
-    return given == value
+    choice = options.get(name, default)
+    if choice not in (value, default):
+        raise TaskInvalid(f"harbor: option {name}: {value!r} or {default!r} was expected, not {choice!r}")
+    return choice == value
 
 
-def bodies(folder: Path, given: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:
+def bodies(folder: Path, raw_options: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:
     """The tasks of a task folder, or of all task folders below a folder. A refused task stops the import unless refused
     tasks are skipped; the error names all refused tasks."""
-    options = Options.read(given)
+    options = Options.read(raw_options)
     named = {path.parent for path in folder.rglob("task.toml")}
-    found = sorted(path for path in named if named.isdisjoint(path.parents))
-    if not found:
+    task_folders = sorted(path for path in named if named.isdisjoint(path.parents))
+    if not task_folders:
         raise TaskInvalid(f"harbor: {folder}: there is no task.toml in it or below it")
-    made: list[Mapping[str, Json]] = []
+    task_bodies: list[Mapping[str, Json]] = []
     refused: list[str] = []
-    for task in found:
+    for task in task_folders:
         try:
-            made.append(body_of(task, options))
+            task_bodies.append(body_of(task, options))
         except TaskInvalid as error:
             refused.append(f"{task}: {error.detail}")
-    if refused and not (options.skips_refused and made):
-        hint = "; --set refused=skip imports the others" if made else ""
+    if refused and not (options.skips_refused and task_bodies):
+        hint = "; --set refused=skip imports the others" if task_bodies else ""
         raise TaskInvalid("harbor: " + "\n".join(refused) + hint)
     for reason in refused:
         log.warning("task not imported: %s", reason)
-    yield from made
+    yield from task_bodies
 
 
 def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
@@ -109,13 +109,13 @@ def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
         raise TaskInvalid("tests/test.sh: there is none, or it is empty")
     notes = [*recipe.notes, *(f"task.toml: {key} is not used" for key in manifest.unknown_keys())]
     if (line := fetching_line(script)) and not eval_hosts and not options.is_offline:
-        if not manifest.says_nothing_of_network:
+        if not manifest.omits_network:
             raise TaskInvalid(
                 f"tests/test.sh: {line!r} needs a network, and task.toml allows none: every rollout would fail; add"
                 " what it fetches to the image and import with --set offline=yes, or allow hosts: --set network=HOSTS"
             )
         eval_hosts = ANYWHERE
-    if manifest.says_nothing_of_network and not options.network:
+    if manifest.omits_network and not options.network:
         notes.append(f"task.toml does not mention a network; Harbor would allow one, here {_shown(eval_hosts)}")
     if line and eval_hosts and needs_root(line):
         notes.append(
@@ -151,9 +151,9 @@ def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
     }
     if run_hosts or eval_hosts:
         sandbox["egress"] = {"hosts": list(run_hosts), "eval_hosts": list(eval_hosts)}
-    kept: dict[str, Json] = {name: value for name, value in data.items() if value or name == "tests"}
-    HarborData.read(Task("harbor", kept))
-    return {"environment": "harbor", "data": kept, "limits": limits, "sandbox": sandbox}
+    non_empty: dict[str, Json] = {name: value for name, value in data.items() if value or name == "tests"}
+    HarborData.read(Task("harbor", non_empty))
+    return {"environment": "harbor", "data": non_empty, "limits": limits, "sandbox": sandbox}
 
 
 def _refuse(folder: Path, manifest: Manifest, options: Options) -> None:
@@ -181,7 +181,7 @@ def _hosts(manifest: Manifest, options: Options) -> tuple[tuple[str, ...], tuple
     if options.is_offline:
         return (), ()
     run, judging = manifest.hosts()
-    if options.network and manifest.says_nothing_of_network:
+    if options.network and manifest.omits_network:
         run = judging = options.network
     elif options.network:
         run, judging = (options.network if hosts else () for hosts in (run, judging))
@@ -239,12 +239,12 @@ def _env(env: Mapping[str, str], table: str, options: Options) -> dict[str, str]
     """Replaces ${NAME} in values. In Harbor it is a variable of the host; here only variables from --set are used."""
 
     def value(match: re.Match[str]) -> str:
-        found = (options.env or {}).get(match[1], match[2])
-        if found is None:
+        replacement = (options.env or {}).get(match[1], match[2])
+        if replacement is None:
             raise TaskInvalid(
                 f"task.toml: {table}.env: ${{{match[1]}}} is a variable of the host; set its value with"
                 f" --set env.{match[1]}=VALUE"
             )
-        return found
+        return replacement
 
     return {name: _HOSTS.sub(value, text) for name, text in env.items()}

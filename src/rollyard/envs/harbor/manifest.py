@@ -101,7 +101,7 @@ class Manifest(BaseModel):
         return common if run is None else run, common if judging is None else judging
 
     @property
-    def says_nothing_of_network(self) -> bool:
+    def omits_network(self) -> bool:
         return self.environment.allow_internet is None and self.environment.network_mode is None
 
 
@@ -119,7 +119,7 @@ def read_manifest(path: Path) -> Manifest:
 def _size(text: str | None, megabytes: int, key: str) -> int:
     if text is None:
         return megabytes << 20
-    found = re.fullmatch(r"\s*([1-9][0-9]*)\s*([KMGT])(i?B)?\s*", text, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"\s*([1-9][0-9]*)\s*([KMGT])(i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
         raise TaskInvalid(f'task.toml: environment.{key}: a size such as "4G" was expected', field=f"environment.{key}")
-    return int(found[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
+    return int(match[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[match[2].upper()]

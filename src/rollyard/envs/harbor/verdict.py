@@ -52,10 +52,10 @@ async def read_verdict(sandbox: Sandbox, tests: Files) -> Mapping[str, float] | 
 
 def parse_verdict(name: str, text: bytes) -> dict[str, float] | None:
     try:
-        found: Json = json.loads(text) if name.endswith(".json") else float(text)
+        parsed: Json = json.loads(text) if name.endswith(".json") else float(text)
     except (ValueError, RecursionError):
         return None
-    numbers = found if isinstance(found, dict) else {"reward": found}
+    numbers = parsed if isinstance(parsed, dict) else {"reward": parsed}
     read = {key: number for key, value in numbers.items() if (number := _number(value)) is not None}
     if "reward" in read:
         return read

@@ -24,19 +24,19 @@ def same(known: str, answer: str, tolerance: float | None = None) -> bool:
     at most that share of the known one."""
     from math_verify import parse, verify
 
-    words, said = _words(known), _words(answer)
-    if known.strip() == answer.strip() or (words and words == said):
+    known_words, answer_words = _words(known), _words(answer)
+    if known.strip() == answer.strip() or (known_words and known_words == answer_words):
         return True
-    if _WORDS.fullmatch(words):  # math-verify reads words as products of letters: Paris = Pairs
-        return words.casefold() == said.casefold()
+    if _WORDS.fullmatch(known_words):  # math-verify reads words as products of letters: Paris = Pairs
+        return known_words.casefold() == answer_words.casefold()
     read = cast("Callable[[str], Sequence[Any]]", parse)
-    gold, given = read(_as_latex(known)), read(_as_latex(answer))
-    if not gold or not given:
+    gold, parsed_answer = read(_as_latex(known)), read(_as_latex(answer))
+    if not gold or not parsed_answer:
         return False
     if tolerance is None:
-        return bool(verify(list(gold), list(given)))
-    wanted, number = _number(gold[0]), _number(given[0])
-    return wanted is not None and number is not None and abs(number - wanted) <= tolerance * abs(wanted)
+        return bool(verify(list(gold), list(parsed_answer)))
+    expected, number = _number(gold[0]), _number(parsed_answer[0])
+    return expected is not None and number is not None and abs(number - expected) <= tolerance * abs(expected)
 
 
 def _number(value: Any) -> float | None:

@@ -15,7 +15,7 @@ def all_boxed(text: str) -> list[str]:
     One pass over the text: a model in a loop writes thousands of unclosed or nested boxes.
     """
     last = -1
-    found: list[str] = []
+    contents: list[str] = []
     opened: list[tuple[int, bool]] = []  # for each open brace: where its content starts, and whether it is a box
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
@@ -24,11 +24,11 @@ def all_boxed(text: str) -> list[str]:
             start, is_box = opened.pop()
             if is_box and start > last:
                 last = start
-                found.append(text[start : brace.start()].strip())
-    return found
+                contents.append(text[start : brace.start()].strip())
+    return contents
 
 
 def last_boxed(text: str) -> str | None:
     """The content of the last box; None if there is none or it is empty."""
-    found = all_boxed(text)
-    return (found[-1] or None) if found else None
+    boxes = all_boxed(text)
+    return (boxes[-1] or None) if boxes else None

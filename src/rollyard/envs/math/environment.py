@@ -55,7 +55,7 @@ class MathEnvironment(Environment):
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         _, known, _ = _read(context.task)
-        answer = given_answer(evidence)
+        answer = final_answer(evidence)
         if answer is None:
             return Score(0.0, components={"correct": 0.0}, metrics={"answered": 0.0})
         # Wait for half of EVAL's time at most; else other rollouts' slow answers could use up this one's time.
@@ -67,7 +67,7 @@ class MathEnvironment(Environment):
         await self._judge.close()
 
 
-def given_answer(evidence: Evidence) -> str | None:
+def final_answer(evidence: Evidence) -> str | None:
     """The agent's answer, or None."""
     finished = evidence.trajectory.info.get("answer")
     if isinstance(finished, str) and finished.strip():

@@ -56,11 +56,11 @@ class Columns:
         return next((it for name in columns if (it := self._cells.get(name.lower())) not in (None, "")), None)
 
     def text(self, part: str, columns: Sequence[str]) -> str:
-        found = as_text(self.get(part, columns))
-        if found is None:
+        text = as_text(self.get(part, columns))
+        if text is None:
             expected = self._named.get(part) or " or ".join(columns)
             raise self.wrong(f"the row has no {part}: a column {expected} with a string or a number was expected")
-        return found
+        return text
 
 
 def as_text(value: Json) -> str | None:
@@ -93,18 +93,18 @@ def _question(cells: Columns) -> tuple[str, str | None]:
     asked = cells.get("question", (*QUESTIONS, "prompt"))
     if isinstance(asked, str) or not isinstance(asked, Sequence):
         return _unwrapped(cells.text("question", (*QUESTIONS, "prompt"))), None
-    said: list[tuple[str, str]] = []
+    messages: list[tuple[str, str]] = []
     for message in asked:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise cells.wrong("prompt: messages with a role and a string as content were expected")
-        said.append((role, content))
-    match said:
+        messages.append((role, content))
+    match messages:
         case [("user", question)] if question.strip():
             return _unwrapped(question), None
         case [("system", system_prompt), ("user", question)] if question.strip():
             return _unwrapped(question), system_prompt
-    roles = ", ".join(role for role, _ in said) or "none"
+    roles = ", ".join(role for role, _ in messages) or "none"
     raise cells.wrong(f"prompt: one user message, or a system and a user message, was expected; there are {roles}")
 
 
@@ -113,10 +113,10 @@ def _answer(cells: Columns) -> str:
     if isinstance(model, Mapping) and (truth := as_text(model.get("ground_truth"))) is not None:
         return _final(truth) or truth
     if cells.get("answer", ANSWERS) is None and (solution := as_text(cells.get("solution", ("solution",)))) is not None:
-        found = _final(solution)
-        if found is None:
+        boxed = _final(solution)
+        if boxed is None:
             raise cells.wrong("solution: a \\boxed{} answer was expected, since there is no column answer")
-        return found
+        return boxed
     answer = cells.text("answer", ANSWERS)
     return _final(answer) or answer
 
@@ -130,6 +130,6 @@ def _final(text: str) -> str | None:
 
 def _unwrapped(question: str) -> str:
     for wrapped in _WRAPPED:
-        if (found := wrapped.match(question)) is not None and found[1].strip():
-            return found[1].strip()
+        if (match := wrapped.match(question)) is not None and match[1].strip():
+            return match[1].strip()
     return question

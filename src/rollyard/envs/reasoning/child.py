@@ -100,8 +100,8 @@ def _known(item: Item) -> str | None:
     return max(known_answers(item.entry), key=lambda text: guard.score(item.dataset, item.entry, text), default=None)
 
 
-def _judged(item: Item, given: str | None) -> dict[str, Json]:
-    score, why = _scored(item, given)
+def _judged(item: Item, candidate: str | None) -> dict[str, Json]:
+    score, why = _scored(item, candidate)
     if why is None:
         return {"score": score, "why": None}
     _, broken = _scored(item, next(known_answers(item.entry), None))
@@ -110,29 +110,29 @@ def _judged(item: Item, given: str | None) -> dict[str, Json]:
     return {"score": 0.0, "why": why}
 
 
-def _scored(item: Item, given: str | None) -> tuple[float, str | None]:
+def _scored(item: Item, candidate: str | None) -> tuple[float, str | None]:
     """Returns the score and why there is none, or None."""
     receiver, sender = os.pipe()
     process = os.fork()
     if process == 0:
-        _score_and_end(item, given, sender)
+        _score_and_end(item, candidate, sender)
     os.close(sender)
     with os.fdopen(receiver, "rb") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(process, 0)
-    if status != 0 or not said:
+    if status != 0 or not output:
         number = os.waitstatus_to_exitcode(status)
         return 0.0, f"the scorer ended with {number}" if number >= 0 else f"the scorer was ended by signal {-number}"
-    score, why = json.loads(said)
+    score, why = json.loads(output)
     return score, why
 
 
-def _score_and_end(item: Item, given: str | None, sender: int) -> None:
+def _score_and_end(item: Item, candidate: str | None, sender: int) -> None:
     try:
         os.close(0)  # scorers must not reach the socket to the parent
         resource.setrlimit(resource.RLIMIT_CPU, (SCORE_CPU_S, SCORE_CPU_S))
         guard.fence()
-        score = float(guard.score(item.dataset, item.entry, given))
+        score = float(guard.score(item.dataset, item.entry, candidate))
         verdict = [min(max(score, 0.0), 1.0), None] if math.isfinite(score) else [0.0, f"the scorer returned {score}"]
     except BaseException as error:
         verdict = [0.0, f"{type(error).__name__}: {error}"[:500]]

@@ -60,8 +60,8 @@ class ReasoningEnvironment(Environment):
 
     async def init(self, context: EnvContext) -> Start:
         item, system_prompt = _read(context.task)
-        made = await self._ask_first({"do": "make", **item}, context.task)
-        question, info = str(made["question"]), {"question_sha256": made["sha256"]}
+        generated = await self._ask_first({"do": "make", **item}, context.task)
+        question, info = str(generated["question"]), {"question_sha256": generated["sha256"]}
         if system_prompt is None:
             return Start(({"role": "user", "content": f"{question}\n\n{HINT}"},), info=info)
         system: Message = {"role": "system", "content": system_prompt}
@@ -76,7 +76,7 @@ class ReasoningEnvironment(Environment):
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         item, _ = _read(context.task)
-        answer = given_answer(evidence)
+        answer = final_answer(evidence)
         is_too_long = answer is not None and len(answer) > MAX_ANSWER_CHARS
         if is_too_long:
             return _score(0.0, is_answered=True, is_unscorable=True)
@@ -143,7 +143,7 @@ class ReasoningEnvironment(Environment):
         return reply
 
 
-def given_answer(evidence: Evidence) -> str | None:
+def final_answer(evidence: Evidence) -> str | None:
     """The agent's answer, or None."""
     finished = evidence.trajectory.info.get("answer")
     if isinstance(finished, str) and finished.strip():
@@ -161,8 +161,8 @@ def last_tagged(text: str) -> str | None:
 
 def near(name: str, names: Iterable[str]) -> str:
     """The end of an error message for an unknown name: similar names."""
-    found = difflib.get_close_matches(name, list(names), n=5, cutoff=0.5)
-    return f"; similar names: {', '.join(found)}" if found else ""
+    matches = difflib.get_close_matches(name, list(names), n=5, cutoff=0.5)
+    return f"; similar names: {', '.join(matches)}" if matches else ""
 
 
 def _score(reward: float, *, is_answered: bool, is_unscorable: bool) -> Score:
@@ -203,19 +203,19 @@ def _whole(fields: Fields, name: str, default: int | None, low: int, high: int) 
     return value
 
 
-def _families(given: str) -> list[str]:
+def _families(option: str) -> list[str]:
     from reasoning_gym.factory import DATASETS
 
     names = sorted(set(DATASETS) - {"composite"})  # composite needs a config
-    wanted = [name.strip() for name in given.split(",") if name.strip()]
-    if not wanted:
+    requested = [name.strip() for name in option.split(",") if name.strip()]
+    if not requested:
         raise TaskInvalid("reasoning_gym: family: give one family, several separated by commas, or all")
-    if wanted == ["all"]:
+    if requested == ["all"]:
         return names
-    for name in wanted:
+    for name in requested:
         if name not in DATASETS:
             raise TaskInvalid(f"reasoning_gym: there is no family {name!r}{near(name, names)}")
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys(requested))
 
 
 def _number(options: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:

@@ -71,13 +71,13 @@ def score(dataset: Any, entry: Mapping[str, Any], answer: str | None) -> float:
     family = entry["metadata"].get("source_dataset")
     if family == "game_of_life_halting":
         return ProceduralDataset.score_answer(dataset, answer, dict(entry))
-    found = dataset.score_answer(answer=answer, entry=entry)
-    if family == "coin_flip" and answer is not None and found > 0:
+    family_score = dataset.score_answer(answer=answer, entry=entry)
+    if family == "coin_flip" and answer is not None and family_score > 0:
         distance = Fraction(answer.replace(",", "")) - Fraction(entry["answer"].replace(",", ""))
         return float(abs(distance) <= _COIN_TOLERANCE)
-    if family == "puzzle24" and answer is not None and found == 1.0:
+    if family == "puzzle24" and answer is not None and family_score == 1.0:
         return 1.0 if _is_24(answer, entry["metadata"]["numbers"]) else 0.01
-    return found
+    return family_score
 
 
 def _is_24(answer: str, numbers: Sequence[int]) -> bool:

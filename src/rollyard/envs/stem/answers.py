@@ -94,8 +94,8 @@ def without_unit(answer: str, unit: str) -> str | None:
     text, unit = (for_math_verify(it.replace("\\%", "%")) for it in (answer, unit))
     if (quantity := _QUANTITY.fullmatch(text)) is not None:
         return quantity[1] if quantity[2].translate(_POWERS) == unit.translate(_POWERS) else None
-    rest = text.removesuffix(unit).strip()
-    return None if re.search(r"[^\W\d_]|°", re.sub(r"\\[A-Za-z]+", "", rest)) else rest
+    stripped = text.removesuffix(unit).strip()
+    return None if re.search(r"[^\W\d_]|°", re.sub(r"\\[A-Za-z]+", "", stripped)) else stripped
 
 
 def _choice(claim: str, choices: Sequence[str]) -> int | None:
@@ -111,8 +111,8 @@ def _choice(claim: str, choices: Sequence[str]) -> int | None:
         index = _index(both[1], choices)
         if index is not None and _words(both[2]) == _words(choices[index]):
             return index
-    found = [index for index, choice in enumerate(choices) if _words(choice) == _words(text)]
-    return found[0] if len(found) == 1 else None
+    matches = [index for index, choice in enumerate(choices) if _words(choice) == _words(text)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _index(letter: str, choices: Sequence[str]) -> int | None:

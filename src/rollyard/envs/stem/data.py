@@ -80,14 +80,14 @@ def _choices(fields: Fields) -> dict[str, str]:
     if value is None:
         return {}
     if isinstance(value, Mapping):
-        found = {name: value[name] for name in sorted(value, key=lambda name: (len(name), name))}
+        choices = {name: value[name] for name in sorted(value, key=lambda name: (len(name), name))}
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        found = dict(zip(LETTERS, value, strict=False)) if len(value) <= len(LETTERS) else {}
+        choices = dict(zip(LETTERS, value, strict=False)) if len(value) <= len(LETTERS) else {}
     else:
         raise fields.wrong("choices", "a list or an object of strings")
-    if not 2 <= len(found) <= len(LETTERS):
+    if not 2 <= len(choices) <= len(LETTERS):
         raise fields.wrong("choices", f"2 to {len(LETTERS)} choices")
-    texts = {name: as_text(text) for name, text in found.items()}
+    texts = {name: as_text(text) for name, text in choices.items()}
     for name, text in texts.items():
         if text is None:
             raise fields.wrong(f"choices[{name!r}]", "a string or a number")
@@ -99,16 +99,16 @@ def _right(fields: Fields, named: dict[str, str], answer: Json) -> int:
     if isinstance(answer, int) and not isinstance(answer, bool):
         if not 0 <= answer < len(texts):
             raise fields.wrong("answer", f"an index from 0 to {len(texts) - 1}")
-        found = {answer}
+        indices = {answer}
     else:
         text = as_text(answer)
-        found = {names.index(text)} if text in named else set[int]()
-        found |= {texts.index(text)} if text in texts else set()
-        if not found:
+        indices = {names.index(text)} if text in named else set[int]()
+        indices |= {texts.index(text)} if text in texts else set()
+        if not indices:
             raise fields.wrong("answer", "the letter, the index or the text of a choice")
-    if len(found) > 1:
+    if len(indices) > 1:
         raise fields.wrong("answer", "an index, since this is the letter of one choice and the text of another,")
-    right = found.pop()
+    right = indices.pop()
     if texts.count(texts[right]) > 1:
         raise fields.wrong("choices", "a right choice that occurs only once")
     return right

@@ -93,13 +93,13 @@ class StemEnvironment(Environment):
             return await is_same_to_judge(context.judge, data.question, data.answer, answer)
         if len(answer) > MAX_ANSWER_CHARS:
             return False
-        given = answer if data.unit is None else without_unit(answer, data.unit)
-        if given is None or not is_formula(data.answer):
+        candidate = answer if data.unit is None else without_unit(answer, data.unit)
+        if candidate is None or not is_formula(data.answer):
             return False
         # Wait for half of EVAL's time at most; else other rollouts' slow answers could use up this one's time.
         wait_s = context.task.limits.eval_s / 2
-        known, given = for_math_verify(data.answer), for_math_verify(given)
-        return await self._math.is_same(known, given, tolerance=data.tolerance, wait_s=wait_s)
+        known, candidate = for_math_verify(data.answer), for_math_verify(candidate)
+        return await self._math.is_same(known, candidate, tolerance=data.tolerance, wait_s=wait_s)
 
     async def close(self) -> None:
         await self._math.close()

@@ -16,7 +16,7 @@ from rollyard.envs.base import Judge
 
 MAX_ANSWER_CHARS = 4000
 """The length at which an answer is cut for the judge: a page, more than any answer needs."""
-MAX_TOLD_CHARS = 200
+MAX_DETAIL_CHARS = 200
 """How much of an unreadable verdict is in the failure's detail."""
 
 SYSTEM = """\
@@ -53,7 +53,7 @@ async def is_same_to_judge(judge: Judge | None, question: str, known: str, answe
     content = reply.message.get("content")
     verdict = read_verdict(content if isinstance(content, str) else "")
     if verdict is None:
-        raise VerifierCrashed(f"the judge did not say yes or no, but {str(content)[:MAX_TOLD_CHARS]!r}")
+        raise VerifierCrashed(f"the judge did not say yes or no, but {str(content)[:MAX_DETAIL_CHARS]!r}")
     return verdict
 
 
@@ -82,10 +82,10 @@ def _verdict(text: str) -> bool | None:
         text = fenced[1]
     if text.startswith("{"):
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        value = found.get("same", found.get("verdict"))
+        value = parsed.get("same", parsed.get("verdict"))
         if isinstance(value, str):
             return {"yes": True, "no": False}.get(value.strip().lower())
         return value if isinstance(value, bool) else None
@@ -96,8 +96,8 @@ def _verdict(text: str) -> bool | None:
 def _without_verdicts(answer: str) -> str:
     """Removes lines that look like verdicts, unless the answer has no other: some questions are answered by yes."""
     lines = [line for line in answer.splitlines() if line.strip()]
-    kept = [line for line in lines if not _VERDICT_LINE.fullmatch(line)]
-    return "\n".join(kept or lines[:1])
+    other_lines = [line for line in lines if not _VERDICT_LINE.fullmatch(line)]
+    return "\n".join(other_lines or lines[:1])
 
 
 def _cut(answer: str) -> str:

@@ -76,17 +76,17 @@ def _as_expected(log: str, expected: dict[str, str], spec: TestSpec) -> Any:
     three outcomes: a test that is skipped or expected to fail does not count."""
     _, _, summary = ansi_escape(log).partition(SUMMARY)
     outcomes = PARSER_REGISTRY[spec.log_parser](summary, spec)
-    found = {
+    actual_outcomes = {
         _name(test.partition("::")[2]): outcome
         for test, outcome in outcomes.items()
         if "::" in test and outcome in R2E_OUTCOMES
     }
-    wanted = {_name(test): outcome for test, outcome in expected.items() if test}
-    matched = sum(found.get(test) == outcome for test, outcome in wanted.items())
+    expected_outcomes = {_name(test): outcome for test, outcome in expected.items() if test}
+    matched = sum(actual_outcomes.get(test) == outcome for test, outcome in expected_outcomes.items())
     return {
-        "resolved": found == wanted,
-        "shares": {"expected": matched / len(wanted) if wanted else 0.0},
-        "tests": len(found),
+        "resolved": actual_outcomes == expected_outcomes,
+        "shares": {"expected": matched / len(expected_outcomes) if expected_outcomes else 0.0},
+        "tests": len(actual_outcomes),
     }
 
 

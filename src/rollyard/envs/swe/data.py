@@ -153,7 +153,7 @@ class SweData:
         return tuple(file for file in files if file not in self.fixed_files)
 
     @property
-    def left_out(self) -> tuple[str, ...]:
+    def excluded_patterns(self) -> tuple[str, ...]:
         """Patterns of files that are not part of a solution: they belong to the tests or decide how tests run."""
         fixed = {basename(path) for path in self.fixed_files}
         patterns = [re.sub(r"([\\*?\[])", r"\\\1", path) for path in self.test_files]
@@ -167,7 +167,7 @@ class SweData:
             patterns += [pattern for name in R2E_TESTS for pattern in (name, f"{name}/*")]
         return tuple(patterns)
 
-    def told(self) -> str:
+    def first_message(self) -> str:
         """The first message. It does not use `format`, because issues are full of braces."""
         places = {
             "problem_statement": self.problem_statement,
@@ -175,11 +175,11 @@ class SweData:
             "workdir": self.workdir,
             "repo": self.repo,
         }
-        return re.sub(r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), self.instruction)
+        return re.sub(r"\{(\w+)\}", lambda match: places.get(match[1], match[0]), self.instruction)
 
     def tests_to_run(self) -> str:
         """The command, with {test_files} replaced by the files of the test patch."""
-        files = [path for path in _left_by(self.test_patch) if not path.endswith(_NO_TESTS)]
+        files = [path for path in _files_after(self.test_patch) if not path.endswith(_NO_TESTS)]
         if self.repo == "django/django":  # its runner expects modules below tests/
             files = [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in files]
         return self.test_command.replace("{test_files}", shlex.join(files))
@@ -187,11 +187,11 @@ class SweData:
 
 def touched(patch: str) -> tuple[str, ...]:
     """The files that a patch names, old and new."""
-    found = (name for match in _FILES.finditer(patch) for name in match.groups() if name)
-    return tuple(dict.fromkeys(name.rstrip("\r") for name in found))
+    names = (name for match in _FILES.finditer(patch) for name in match.groups() if name)
+    return tuple(dict.fromkeys(name.rstrip("\r") for name in names))
 
 
-def _left_by(patch: str) -> list[str]:
+def _files_after(patch: str) -> list[str]:
     """The files that exist after the patch: a runner runs nothing if it gets a missing file."""
     parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
     names = [(_FILES.match(part), part) for part in parts]

@@ -78,7 +78,7 @@ class SweEnvironment(Environment):
         messages: list[Message] = []
         if data.system_prompt is not None:
             messages.append({"role": "system", "content": data.system_prompt})
-        messages.append({"role": "user", "content": data.told()})
+        messages.append({"role": "user", "content": data.first_message()})
         return Start(tuple(messages))
 
     async def collect(self, context: EnvContext) -> None:
@@ -128,7 +128,7 @@ class SweEnvironment(Environment):
             refused = await repository.apply(sandbox, workdir, tests, is_only_tried=True, timeout_s=limit_s)
             if refused is not None:
                 raise TaskInvalid(f"swe: data.test_patch does not apply to the image: {refused}")
-        without = data.left_out
+        without = data.excluded_patterns
         changed = await repository.files(sandbox, workdir, timeout_s=limit_s)
         counted = await repository.files(sandbox, workdir, without=without, timeout_s=limit_s)
         metrics |= {"patch_files": float(counted), "patch_files_left_out": float(changed - counted)}

@@ -36,7 +36,7 @@ _OWN = {**_QUIET, "GIT_DIR": GIT_DIR, "GIT_WORK_TREE": "."}
 SAFE = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
 """In the image the repository may belong to another user than the sandbox's; git would refuse it."""
 
-_THEIRS = {**_QUIET, **SAFE}  # for the repository's own `.git`
+_REPOSITORY_ENV = {**_QUIET, **SAFE}  # for the repository's own `.git`
 
 _ATTRIBUTES = "* -text -ident -filter -working-tree-encoding !diff !merge !eol !whitespace\n"
 """The git directory's attributes, which override any `.gitattributes`."""
@@ -56,19 +56,24 @@ cd "$(git rev-parse --git-dir)" && rm -f FETCH_HEAD ORIG_HEAD
 
 async def hide_the_future(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
     """Removes remotes, later branches and tags, and reflogs from the repository. Objects remain, unreferenced."""
-    await _done(sandbox, _HIDE, workdir, _THEIRS, "hiding later commits", timeout_s)
+    await _checked_output(sandbox, _HIDE, workdir, _REPOSITORY_ENV, "hiding later commits", timeout_s)
 
 
 async def base(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
     """Creates the second git directory from the tracked files. Raises SetupFailed if there is no repository."""
-    files = await _done(
-        sandbox, ["git", "ls-files", "-z", "--stage"], workdir, _THEIRS, f"no git repository in {workdir}", timeout_s
+    files = await _checked_output(
+        sandbox,
+        ["git", "ls-files", "-z", "--stage"],
+        workdir,
+        _REPOSITORY_ENV,
+        f"no git repository in {workdir}",
+        timeout_s,
     )
-    others = await _done(
+    others = await _checked_output(
         sandbox,
         ["git", "ls-files", "-z", "--others", "--exclude-standard", "--directory"],
         workdir,
-        _THEIRS,
+        _REPOSITORY_ENV,
         "listing untracked files",
         timeout_s,
     )
@@ -81,7 +86,7 @@ async def base(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
         " && cp $GIT_DIR/index $GIT_DIR/index.base"
     )
     listing = b"".join(name + b"\0" for name in tracked)
-    await _done(sandbox, command, workdir, _OWN, "keeping the base", timeout_s, listing)
+    await _checked_output(sandbox, command, workdir, _OWN, "keeping the base", timeout_s, listing)
 
 
 async def make(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
@@ -90,7 +95,7 @@ async def make(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
     for name, value in (("fileMode", "true"), ("autocrlf", "false"), ("safecrlf", "false"), ("hooksPath", "/dev/null")):
         command += f" && git config core.{name} {value}"
     command += " && git config apply.whitespace nowarn && mkdir -p $GIT_DIR/info"
-    await _done(sandbox, command, workdir, _OWN, "git init", timeout_s)
+    await _checked_output(sandbox, command, workdir, _OWN, "git init", timeout_s)
     await sandbox.write(f"{GIT_DIR}/info/attributes", _ATTRIBUTES.encode())
 
 
@@ -140,7 +145,7 @@ async def _git(
     )
 
 
-async def _done(
+async def _checked_output(
     sandbox: Sandbox,
     command: str | Sequence[str],
     workdir: str,

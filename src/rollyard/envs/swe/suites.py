@@ -30,11 +30,11 @@ def suite_of(repo: str, version: str) -> Suite | None:
     """The suite of the repository at that version, or None if it is not listed."""
     suites = SUITES.get(repo, {})
     number = _number(version)
-    found = suites.get("")
+    selected = suites.get("")
     for since, suite in suites.items():
         if since and number and _number(since) <= number:
-            found = suite
-    return found
+            selected = suite
+    return selected
 
 
 def _number(version: str) -> tuple[int, ...]:

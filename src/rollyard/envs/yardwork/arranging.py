@@ -84,8 +84,8 @@ def permissions(draw: SeededDraw, level: int, rule: str) -> Scene:
     files: dict[str, File | None] = {}
     after: dict[str, File | None] = {}
     for name in names:
-        said = [f"echo {line}" for line in draw.lines(1, [word] if name in chosen else [])]
-        file = text_file(said, before)
+        commands = [f"echo {line}" for line in draw.lines(1, [word] if name in chosen else [])]
+        file = text_file(commands, before)
         files[name] = file
         after[name] = replace(file, mode=now) if name in chosen else file
     flag = "+x" if rule == "on" else "-x"

@@ -30,17 +30,17 @@ def count_matches(draw: SeededDraw, level: int, rule: str) -> Scene:
     note, *names = [f"{stem}.{ending}" for stem in draw.words(1 + (level + 1) // 2)]
     names.sort()
     files: dict[str, File | None] = {note: text_file([word])}
-    found = 0
+    total = 0
     for name in names:
         size = draw.count(5, 8 + level)
         hits = draw.count(2, size - 2)
         files[name] = text_file(draw.lines(size, [word] * hits))
-        found += hits if rule == "with" else size - hits
+        total += hits if rule == "with" else size - hits
     flag = "-c" if rule == "with" else "-vc"
     what = f"grep {flag} {word} {names[0]}" if len(names) == 1 else f"cat {' '.join(names)} | grep {flag} {word}"
     steps = [SolutionStep(f"cat {note}", "Read the word."), SolutionStep(what, f"The word is {word}.")]
     slots = {"note": note, "names": " and ".join(names) if len(names) < 3 else ", ".join(names)}
-    return Scene(files, slots, steps, answer=str(found))
+    return Scene(files, slots, steps, answer=str(total))
 
 
 def count_files(draw: SeededDraw, level: int, rule: str) -> Scene:
@@ -50,12 +50,14 @@ def count_files(draw: SeededDraw, level: int, rule: str) -> Scene:
     hits, others = draw.count(2, 4 + 2 * level), draw.count(2, 2 + level)
     if rule == "named":
         stems = draw.words(hits)
-        wanted = [f"{word}_{stem}.{ending}" if draw.below(2) else f"{stem}_{word}.{ending}" for stem in stems]
-        wanted = [f"{folders[index % len(folders)]}/{name}" if folders else name for index, name in enumerate(wanted)]
-        rest = draw.names(others, ending, folders)
+        matching_names = [f"{word}_{stem}.{ending}" if draw.below(2) else f"{stem}_{word}.{ending}" for stem in stems]
+        matching_names = [
+            f"{folders[index % len(folders)]}/{name}" if folders else name for index, name in enumerate(matching_names)
+        ]
+        other_names = draw.names(others, ending, folders)
     else:
-        wanted, rest = draw.names(hits, ending, folders), draw.names(others, "csv", folders)
-    files: dict[str, File | None] = {name: text_file(draw.lines(1)) for name in [*wanted, *rest]}
+        matching_names, other_names = draw.names(hits, ending, folders), draw.names(others, "csv", folders)
+    files: dict[str, File | None] = {name: text_file(draw.lines(1)) for name in [*matching_names, *other_names]}
     pattern = f"'*{word}*'" if rule == "named" else f"'*.{ending}'"
     steps = [SolutionStep("ls", "Look around."), SolutionStep(f"find . -name {pattern} | wc -l", "Count them.")]
     return Scene(files, {"ending": ending, "word": word}, steps, answer=str(hits))

@@ -62,8 +62,8 @@ class SeededDraw:
 
     def numbers(self, count: int, low: int = 10, high: int = 499) -> list[int]:
         """Distinct numbers of this split."""
-        ours = [number for number in range(low, high + 1) if is_held_out(number) == self._is_held_out]
-        return self.shuffled(ours)[:count]
+        candidates = [number for number in range(low, high + 1) if is_held_out(number) == self._is_held_out]
+        return self.shuffled(candidates)[:count]
 
     def names(self, count: int, ending: str, folders: Sequence[str] = ()) -> list[str]:
         """New file names, in the order of `ls`, distributed over the folders if there are any."""

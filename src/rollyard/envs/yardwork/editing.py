@@ -33,14 +33,14 @@ def delete_lines(draw: SeededDraw, level: int, rule: str) -> Scene:
     for name in names:
         files[name] = text_file(draw.lines(4 + level, [word] * draw.count(1, 1 + level)))
     rows = lines_of(files, target)
-    kept = [line for line in rows if (word in line) == (rule == "keep")]
+    remaining = [line for line in rows if (word in line) == (rule == "keep")]
     edit = f"/{word}/d" if rule == "delete" else f"/{word}/!d"
     steps = [
         SolutionStep(f"cat {note}", "Read the word."),
         SolutionStep(f"grep {word} {target}", f"The word is {word}."),
         SolutionStep(f"sed -i '{edit}' {target}", "Edit the file."),
     ]
-    return Scene(files, {"note": note, "target": target}, steps, after=changed(files, target, kept))
+    return Scene(files, {"note": note, "target": target}, steps, after=changed(files, target, remaining))
 
 
 def complete_index(draw: SeededDraw, level: int, rule: str) -> Scene:

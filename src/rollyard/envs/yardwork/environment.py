@@ -86,7 +86,7 @@ class YardworkEnvironment(Environment):
         puzzle = YardworkData.read(context.task).puzzle()
         if "shell" not in tools:
             raise TaskInvalid(f"{self.name}: the oracle needs the tool shell, which this task does not have")
-        said: list[Message] = []
+        messages: list[Message] = []
         for index, turn in enumerate(puzzle.turns):
             arguments = json.dumps(dict(turn.arguments), ensure_ascii=False)
             call: Json = {
@@ -94,12 +94,12 @@ class YardworkEnvironment(Environment):
                 "type": "function",
                 "function": {"name": turn.tool, "arguments": arguments},
             }
-            said.append({"role": "assistant", "content": turn.text, "tool_calls": [call]})
+            messages.append({"role": "assistant", "content": turn.text, "tool_calls": [call]})
             if (tool := tools.get(turn.tool)) is not None:
                 result = await tool.call(turn.arguments, timeout_s=context.task.limits.tool_s)
-                told: Message = {"role": "tool", "tool_call_id": f"call_{index}", "name": turn.tool}
-                said.append({**told, "content": result.content})
-        return Solution(answer=puzzle.scene.answer, messages=tuple(said))
+                tool_message: Message = {"role": "tool", "tool_call_id": f"call_{index}", "name": turn.tool}
+                messages.append({**tool_message, "content": result.content})
+        return Solution(answer=puzzle.scene.answer, messages=tuple(messages))
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         scene = YardworkData.read(context.task).puzzle().scene
@@ -113,11 +113,11 @@ class YardworkEnvironment(Environment):
                 archive = Path(folder) / "left.tar"
                 try:
                     await context.box.download(WORKDIR, archive, limit_bytes=WORKSPACE_BYTES)
-                    found = await asyncio.to_thread(unpacked, archive)
+                    files = await asyncio.to_thread(unpacked, archive)
                 except ValueError:  # RUN removed the folder, or it exceeds the limit
-                    found = None
-            if found is not None:
-                share = share_right(scene.after, found, checks_modes=scene.checks_modes)
+                    files = None
+            if files is not None:
+                share = share_right(scene.after, files, checks_modes=scene.checks_modes)
         is_right = share == 1.0
         return Score(float(is_right), components={"files": float(is_right)}, metrics={"files_right": share})
 
@@ -130,9 +130,11 @@ class YardworkEnvironment(Environment):
         levels = _levels(options.get("levels", f"{LEVELS[0]}-{LEVELS[-1]}"))
         count = _number(options, "count", COUNT, 1, MAX_COUNT)
         seed = _number(options, "seed", 0, 0, MAX_SEED)
-        told = [[one for one in family.templates[split] if _is_of(family, one, rules)] for family in families]
+        family_templates = [
+            [one for one in family.templates[split] if _is_of(family, one, rules)] for family in families
+        ]
         for index in range(count):
-            family, templates = families[index % len(families)], told[index % len(families)]
+            family, templates = families[index % len(families)], family_templates[index % len(families)]
             digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
             # One byte is uneven over dozens of templates. For three it suffices, and held-out tasks must not change.
             chance = int.from_bytes(digest[6:8], "little") if split == "train" else digest[6]
@@ -146,19 +148,19 @@ class YardworkEnvironment(Environment):
             yield {"environment": self.name, "data": data}
 
 
-def _split(given: str) -> Split:
+def _split(option: str) -> Split:
     for split in SPLITS:
-        if split == given:
+        if split == option:
             return split
-    raise TaskInvalid(f"yardwork: split={given}: {' or '.join(SPLITS)} was expected")
+    raise TaskInvalid(f"yardwork: split={option}: {' or '.join(SPLITS)} was expected")
 
 
-def _rules(given: str, split: Split) -> str:
-    if given not in RULES:
-        raise TaskInvalid(f"yardwork: rules={given}: one of {', '.join(RULES)} was expected")
-    if (given, split) == ("new", "train"):
+def _rules(option: str, split: Split) -> str:
+    if option not in RULES:
+        raise TaskInvalid(f"yardwork: rules={option}: one of {', '.join(RULES)} was expected")
+    if (option, split) == ("new", "train"):
         raise TaskInvalid("yardwork: rules=new: only the split held_out has rules that are not trained")
-    return given
+    return option
 
 
 def _is_of(family: Family, template: Template, rules: str) -> bool:
@@ -166,24 +168,24 @@ def _is_of(family: Family, template: Template, rules: str) -> bool:
     return rules == "all" or (template.rule in trained) == (rules == "trained")
 
 
-def _families(given: str) -> list[Family]:
-    if given == "all":
+def _families(option: str) -> list[Family]:
+    if option == "all":
         return list(FAMILIES.values())
-    names = list(dict.fromkeys(name.strip() for name in given.split(",")))
+    names = list(dict.fromkeys(name.strip() for name in option.split(",")))
     for name in names:
         if name not in FAMILIES:
             raise TaskInvalid(f"yardwork: families: there is no family {name!r}; there are {', '.join(FAMILIES)}")
     return [FAMILIES[name] for name in names]
 
 
-def _levels(given: str) -> list[int]:
+def _levels(option: str) -> list[int]:
     """`2`, or `1-3`."""
-    low, _, high = given.partition("-")
+    low, _, high = option.partition("-")
     if not low.isdecimal() or not (high or low).isdecimal():
-        raise TaskInvalid(f"yardwork: levels={given}: a level, or a range such as 1-3, was expected")
+        raise TaskInvalid(f"yardwork: levels={option}: a level, or a range such as 1-3, was expected")
     levels = [level for level in LEVELS if int(low) <= level <= int(high or low)]
     if not levels or int(low) not in LEVELS or int(high or low) not in LEVELS:
-        raise TaskInvalid(f"yardwork: levels={given}: levels are {LEVELS[0]} to {LEVELS[-1]}")
+        raise TaskInvalid(f"yardwork: levels={option}: levels are {LEVELS[0]} to {LEVELS[-1]}")
     return levels
 
 

@@ -39,13 +39,13 @@ def pack(tree: Tree, target: Path) -> None:
 
 def unpacked(archive: Path) -> dict[str, File | None] | None:
     """Reads an archive that `Sandbox.download` wrote. None if it has more than `MAX_ENTRIES`."""
-    found: dict[str, File | None] = {}
+    files: dict[str, File | None] = {}
     with tarfile.open(archive, "r:") as members:
         for info in members:
-            if len(found) >= MAX_ENTRIES:
+            if len(files) >= MAX_ENTRIES:
                 return None
-            found[info.name] = None if info.isdir() else _file(members, info)
-    return found
+            files[info.name] = None if info.isdir() else _file(members, info)
+    return files
 
 
 def _file(members: tarfile.TarFile, info: tarfile.TarInfo) -> File:
@@ -58,26 +58,27 @@ def _file(members: tarfile.TarFile, info: tarfile.TarInfo) -> File:
         return STRANGE
 
 
-def share_right(expected: Tree, found: Mapping[str, File | None], *, checks_modes: bool) -> float:
+def share_right(expected: Tree, actual: Mapping[str, File | None], *, checks_modes: bool) -> float:
     """The share of all paths, expected or found, that are right. It is 1.0 if the files are exactly as expected.
 
     Newlines at the end of a file are ignored. Permissions are compared only if the task is about them."""
-    wanted = whole(expected)
-    paths = wanted.keys() | found.keys()
+    expected_files = whole(expected)
+    paths = expected_files.keys() | actual.keys()
     right = sum(
-        path in wanted and path in found and _is_same(wanted[path], found[path], checks_modes) for path in paths
+        path in expected_files and path in actual and _is_same(expected_files[path], actual[path], checks_modes)
+        for path in paths
     )
     return right / len(paths)
 
 
-def _is_same(wanted: File | None, found: File | None, checks_modes: bool) -> bool:
-    if wanted is None or found is None:
-        return wanted is found
-    if found is STRANGE or wanted.text.rstrip("\n") != found.text.rstrip("\n"):
+def _is_same(expected: File | None, actual: File | None, checks_modes: bool) -> bool:
+    if expected is None or actual is None:
+        return expected is actual
+    if actual is STRANGE or expected.text.rstrip("\n") != actual.text.rstrip("\n"):
         return False
-    return not checks_modes or (wanted.mode & 0o100) == (found.mode & 0o100)
+    return not checks_modes or (expected.mode & 0o100) == (actual.mode & 0o100)
 
 
-def is_answer(expected: str, given: str) -> bool:
+def is_answer(expected: str, answer: str) -> bool:
     """Whether both are the same, except for white space and a leading `./`."""
-    return " ".join(given.split()).removeprefix("./") == expected
+    return " ".join(answer.split()).removeprefix("./") == expected

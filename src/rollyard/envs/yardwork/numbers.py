@@ -35,11 +35,11 @@ def total(draw: SeededDraw, level: int, rule: str) -> Scene:
     note = f"{draw.word()}.csv"
     files[note] = text_file([",".join(word for word, _ in chosen)])
     pattern = " ".join(f"-e {word}" for word, _ in chosen)
-    found = " + ".join(str(number) for word, number in rows if (word, number) in chosen)
+    terms = " + ".join(str(number) for word, number in rows if (word, number) in chosen)
     steps = [
         SolutionStep(f"cat {note}", "Read the list."),
         SolutionStep(f"cat *.{ending} | grep {pattern}", "Look them up."),
-        SolutionStep(f"echo $(({found}))", "Add."),
+        SolutionStep(f"echo $(({terms}))", "Add."),
     ]
     return Scene(files, {"ending": ending, "note": note}, steps, answer=str(sum(number for _, number in chosen)))
 
@@ -70,8 +70,8 @@ def field(draw: SeededDraw, level: int, rule: str) -> Scene:
     slots = {"table": name, "who": row[0], "column": columns[at], "value": row[at]}
     head = SolutionStep(f"head -n 1 {name}", "Look at the columns.")
     if rule == "cell":
-        said = f"{columns[at]} is column {at + 1}."
-        steps = [head, SolutionStep(f"grep {row[0]}, {name} | cut -d , -f {at + 1}", said)]
+        comment = f"{columns[at]} is column {at + 1}."
+        steps = [head, SolutionStep(f"grep {row[0]}, {name} | cut -d , -f {at + 1}", comment)]
         return Scene(files, slots, steps, answer=row[at])
     steps = [head, SolutionStep(f"grep {row[at]} {name} | cut -d , -f 1", "The name is column 1.")]
     return Scene(files, slots, steps, answer=row[0])

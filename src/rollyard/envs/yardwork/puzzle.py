@@ -31,7 +31,7 @@ class SolutionStep:
     """A command, and the short text before it."""
 
     command: str
-    said: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Puzzle:
     @property
     def turns(self) -> list[SolutionTurn]:
         """The steps as turns, including `finish`."""
-        turns = [SolutionTurn(step.said, "shell", {"command": step.command}) for step in self.scene.steps]
+        turns = [SolutionTurn(step.text, "shell", {"command": step.command}) for step in self.scene.steps]
         if self.scene.answer is None:
             return [*turns, SolutionTurn("Done.", "finish", {})]
         return [*turns, SolutionTurn(f"It is {self.scene.answer}.", "finish", {"answer": self.scene.answer})]

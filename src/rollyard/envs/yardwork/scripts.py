@@ -9,7 +9,7 @@ from rollyard.envs.yardwork.draw import SeededDraw
 from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, changed, family, lines_of, text_file
 
 
-def _mended(files: dict[str, File | None], script: str, wrong: str, right: str) -> dict[str, File | None]:
+def _with_fix(files: dict[str, File | None], script: str, wrong: str, right: str) -> dict[str, File | None]:
     return changed(files, script, [line.replace(wrong, right) for line in lines_of(files, script)])
 
 
@@ -30,7 +30,7 @@ def fix_constant(draw: SeededDraw, level: int, rule: str) -> Scene:
     if rule == "any":
         steps[1] = SolutionStep(f"cat {table}", "Read the table.")
     slots = {"script": script, "table": table, "variable": variable}
-    return Scene(files, slots, steps, after=_mended(files, script, f"={wrong}", f"={right}"))
+    return Scene(files, slots, steps, after=_with_fix(files, script, f"={wrong}", f"={right}"))
 
 
 def fix_path(draw: SeededDraw, level: int, rule: str) -> Scene:
@@ -55,7 +55,7 @@ def fix_path(draw: SeededDraw, level: int, rule: str) -> Scene:
         look,
         SolutionStep(f"sed -i s,{wrong},{right}, {script}", f"It is {right}."),
     ]
-    return Scene(files, {"script": script}, steps, after=_mended(files, script, wrong, right))
+    return Scene(files, {"script": script}, steps, after=_with_fix(files, script, wrong, right))
 
 
 def fix_source(draw: SeededDraw, level: int, rule: str) -> Scene:
@@ -76,7 +76,7 @@ def fix_source(draw: SeededDraw, level: int, rule: str) -> Scene:
     ]
     if rule == "run":
         steps.insert(1, SolutionStep(f"sh {script}.sh", "Run it."))
-    return Scene(files, {"script": f"{script}.sh"}, steps, after=_mended(files, f"{script}.sh", wrong, right))
+    return Scene(files, {"script": f"{script}.sh"}, steps, after=_with_fix(files, f"{script}.sh", wrong, right))
 
 
 SCRIPTS = (

@@ -17,14 +17,14 @@ def sort_unique(draw: SeededDraw, level: int, rule: str) -> Scene:
     }
     chosen = sorted(draw.shuffled(names)[: (level + 2) // 2])
     files[note] = text_file(chosen)
-    found = sorted({line for name in chosen for line in lines_of(files, name)}, reverse=rule == "down")
+    unique_lines = sorted({line for name in chosen for line in lines_of(files, name)}, reverse=rule == "down")
     flag = "-u" if rule == "up" else "-ru"
     steps = [
         SolutionStep(f"cat {note}", "Read the note."),
         SolutionStep(f"sort {flag} {' '.join(chosen)} > {out}.{ending}", "Sort."),
     ]
     slots = {"note": note, "out": f"{out}.{ending}"}
-    return Scene(files, slots, steps, after=changed(files, f"{out}.{ending}", found))
+    return Scene(files, slots, steps, after=changed(files, f"{out}.{ending}", unique_lines))
 
 
 def merge(draw: SeededDraw, level: int, rule: str) -> Scene:
