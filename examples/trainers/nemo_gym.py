@@ -33,10 +33,10 @@ def tokens_of(result: dict[str, Any]) -> tuple[list[int], list[int], list[float]
         prompt, generated = item["prompt_token_ids"], item["generation_token_ids"]
         if prompt[: len(ids)] != ids:
             raise ValueError("the history of this rollout was rewritten")
-        told = prompt[len(ids) :]
-        ids += [*told, *generated]
-        mask += [0] * len(told) + [1] * len(generated)
-        logprobs += [0.0] * len(told) + item["generation_log_probs"]
+        context = prompt[len(ids) :]
+        ids += [*context, *generated]
+        mask += [0] * len(context) + [1] * len(generated)
+        logprobs += [0.0] * len(context) + item["generation_log_probs"]
     return ids, mask, logprobs
 
 
@@ -45,7 +45,7 @@ def advantages(rewards: list[float]) -> list[float]:
     return [(reward - mean) / (spread + EPSILON) for reward in rewards]
 
 
-def say(*words: str) -> None:
+def write_line(*words: str) -> None:
     sys.stdout.write(" ".join(words) + "\n")
 
 
@@ -65,13 +65,13 @@ async def main(arguments: argparse.Namespace) -> None:
             # Failed rollouts are in neither loss nor baseline; rollouts with mask_sample have no tokens.
             counted = [it for it in group if "_ng_failure_class" not in it and not it["mask_sample"]]
             failed = [it["_ng_failure_class"] for it in group if "_ng_failure_class" in it]
-            say(f"task {task}: {len(counted)} of {len(group)} to be trained on", *failed)
+            write_line(f"task {task}: {len(counted)} of {len(group)} to be trained on", *failed)
             if not counted:
                 continue
             for result, advantage in zip(counted, advantages([it["reward"] for it in counted]), strict=True):
                 ids, mask, _ = tokens_of(result)
                 size = f"{len(ids)} tokens, {sum(mask)} sampled"
-                say(f"  reward {result['reward']:g}  advantage {advantage:+.2f}  {size}")
+                write_line(f"  reward {result['reward']:g}  advantage {advantage:+.2f}  {size}")
 
 
 if __name__ == "__main__":

@@ -95,11 +95,11 @@ def without_a_gpu() -> None:
             part = slice(q_ends[i], q_ends[i + 1]), slice(k_ends[i], k_ends[i + 1]), slice(k_ends[i], k_ends[i + 1])
             query, key, value = (x[where].transpose(0, 1)[None] for x, where in zip((q, k, v), part, strict=True))
             # A segment's queries are at the end of the path that its keys form.
-            seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
-            found = scaled_dot_product_attention(
-                query, key, value, attn_mask=seen, scale=softmax_scale, enable_gqa=True
+            visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+            attended = scaled_dot_product_attention(
+                query, key, value, attn_mask=visible, scale=softmax_scale, enable_gqa=True
             )
-            parts.append(found[0].transpose(0, 1))
+            parts.append(attended[0].transpose(0, 1))
         return torch.cat(parts)
 
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None

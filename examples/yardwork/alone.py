@@ -33,11 +33,11 @@ engine's many small kernels wait for the trainer's few large ones"""
 
 def main() -> int:
     args = options(sys.argv[1:])
-    with running(args) as told:
-        return train([*told, *args.rest], args.trainer_share)
+    with running(args) as service_options:
+        return train([*service_options, *args.rest], args.trainer_share)
 
 
-def options(given: Sequence[str]) -> argparse.Namespace:
+def options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a known name, or a folder")
     parser.add_argument("--data", type=Path, default=Path("runs/service"), help="the service's folder")
@@ -52,7 +52,7 @@ def options(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trainer-share", type=int, choices=range(1, 101), metavar="PERCENT", help=SHARE)
     parser.add_argument("--service-python", default=sys.executable, help="Python for the service, if not this one")
     parser.add_argument("rest", nargs="*", help="options of train.py, after --")
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
 @contextmanager
@@ -70,8 +70,8 @@ def running(args: argparse.Namespace) -> Iterator[list[str]]:
     engine += ["--dtype", args.dtype, "--device", args.device, "--max-running", str(args.max_running)]
     engine += ["--tf32"] if args.tf32 else []
     engine += ["--chunk-tokens", str(args.chunk_tokens), "--cache-gib", str(args.cache_gib), "--json"]
-    with process(engine) as said:
-        url = json.loads(said)["url"]
+    with process(engine) as first_line:
+        url = json.loads(first_line)["url"]
         known.write_text(url.rpartition(":")[2])
         slots = {"run_slots": args.run_slots, "ready_slots": args.run_slots, "init_slots": args.init_slots}
         settings = {"port": 0, "data_dir": args.data, "log_level": "warning", **slots, "max_live": 4 * args.run_slots}
@@ -84,16 +84,16 @@ def running(args: argparse.Namespace) -> Iterator[list[str]]:
             yield ["--model", str(folder), "--engine", url]
 
 
-def train(given: Sequence[str], share: int | None = None) -> int:
-    command = [sys.executable, str(TRAIN), *given]
+def train(train_options: Sequence[str], share: int | None = None) -> int:
+    command = [sys.executable, str(TRAIN), *train_options]
     return subprocess.run(command, check=False, preexec_fn=_die_with_parent, env=_shared(share)).returncode
 
 
 @contextmanager
-def trainer(given: Sequence[str], share: int | None = None) -> Iterator[Callable[[Sequence[str]], bool]]:
+def trainer(train_options: Sequence[str], share: int | None = None) -> Iterator[Callable[[Sequence[str]], bool]]:
     """A process that runs one training after another. Each call adds the options of one training and returns whether it
     completed. Its output goes to stderr."""
-    command = [sys.executable, str(TRAIN), *given, "-"]
+    command = [sys.executable, str(TRAIN), *train_options, "-"]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -103,11 +103,11 @@ def trainer(given: Sequence[str], share: int | None = None) -> Iterator[Callable
         env=_shared(share),
     ) as started:
         assert started.stdin is not None and started.stdout is not None
-        said, asked = started.stdout, started.stdin
+        output, commands = started.stdout, started.stdin
 
         def run(more: Sequence[str]) -> bool:
-            print(shlex.join(more), file=asked, flush=True)
-            for line in said:
+            print(shlex.join(more), file=commands, flush=True)
+            for line in output:
                 if line.rstrip() == OVER:
                     return True
                 print(line, end="", file=sys.stderr, flush=True)
@@ -136,8 +136,8 @@ def process(arguments: list[str], until: Path | None = None, python: str = sys.e
     )
     assert started.stdout is not None
     try:
-        said = started.stdout.readline() if until is None else ""
-        if until is None and not said:
+        first_line = started.stdout.readline() if until is None else ""
+        if until is None and not first_line:
             started.wait()
         while until is not None and not until.exists() and started.poll() is None:
             try:
@@ -146,7 +146,7 @@ def process(arguments: list[str], until: Path | None = None, python: str = sys.e
                 continue
         if started.poll() is not None:
             raise SystemExit(f"rollyard {arguments[0]} ended with {started.returncode}")
-        yield said
+        yield first_line
     finally:
         started.terminate()
         try:

@@ -40,7 +40,7 @@ class Learner:
         an `advantage`. Returns the norm of the gradient and each row's new logprobs."""
         started = time.monotonic()
         tokens = float(sum(row["mask"][1:].sum() for row in rows))
-        found: list[torch.Tensor | None] = [None] * len(rows)
+        row_logprobs: list[torch.Tensor | None] = [None] * len(rows)
         self.optimizer.zero_grad(set_to_none=True)
         for places in self._micro_batches(rows):
             part = [rows[place] for place in places]
@@ -57,14 +57,14 @@ class Learner:
                 loss = -logprobs.sum() / tokens
             loss.backward()
             for place, values in zip(places, logprobs.detach().split(counts.tolist()), strict=True):
-                found[place] = values
+                row_logprobs[place] = values
         norm = torch.nn.utils.clip_grad_norm_(self.lora.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         gap = float(norm)  # waits for the device
         self.busy_s += time.monotonic() - started
-        return gap, [values for values in found if values is not None]
+        return gap, [values for values in row_logprobs if values is not None]
 
     def _micro_batches(self, rows: Sequence[dict[str, np.ndarray]]) -> Iterator[list[int]]:
         """Groups rows of similar length, so that there is little padding."""
@@ -84,10 +84,10 @@ class Learner:
         for place, row in enumerate(rows):
             ids[place, : len(row["ids"])], mask[place, : len(row["ids"])] = row["ids"], row["mask"]
         device = torch.device(self.args.device)
-        given, chosen = torch.tensor(ids, device=device), torch.tensor(mask[:, 1:] == 1, device=device)
+        inputs, chosen = torch.tensor(ids, device=device), torch.tensor(mask[:, 1:] == 1, device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.has_bf16):
-            logits = self.lora.logits(self.lora.hidden(given)[:, :-1][chosen])
-        return -cross_entropy(logits, given[:, 1:][chosen], reduction="none"), chosen.sum(1)
+            logits = self.lora.logits(self.lora.hidden(inputs)[:, :-1][chosen])
+        return -cross_entropy(logits, inputs[:, 1:][chosen], reduction="none"), chosen.sum(1)
 
     # --- checkpoints
 

@@ -43,9 +43,9 @@ class Log:
         """Removes all lines of a phase, and those tests."""
         self._keep([line for line in self.lines() if line["phase"] != phase and line.get("what") not in tested])
 
-    def _keep(self, kept: Sequence[dict[str, Any]]) -> None:
+    def _keep(self, lines: Sequence[dict[str, Any]]) -> None:
         fresh = self.path.with_suffix(".new")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
         fresh.replace(self.path)
 
     def write(self, phase: str, step: int, **values: Any) -> None:
@@ -63,19 +63,19 @@ class Log:
 
 def by_lag(rows: Sequence[dict[str, Any]], logprobs: Sequence[Any], version: int) -> dict[str, Any]:
     """The gap between the trainer's and the engine's logprobs, by how many versions older the engine's weights were."""
-    found: dict[int, list[float]] = defaultdict(list)
+    gaps_by_lag: dict[int, list[float]] = defaultdict(list)
     for row, new in zip(rows, logprobs, strict=True):
         chosen = row["mask"][1:] == 1
         gaps = np.abs(new.float().cpu().numpy() - row["old"][1:][chosen])
         for lag, gap in zip(version - row["versions"][1:][chosen], gaps, strict=True):
-            found[int(lag)].append(float(gap))
+            gaps_by_lag[int(lag)].append(float(gap))
     return {
         str(lag): {"tokens": len(g), "mean": float(np.mean(g)), "p99": float(np.quantile(g, 0.99)), "max": max(g)}
-        for lag, g in sorted(found.items())
+        for lag, g in sorted(gaps_by_lag.items())
     }
 
 
 def passed(result: dict[str, Any]) -> dict[str, float]:
     """pass@1 and its interval, from an evaluation's result."""
-    found = result["all"]["pass_at"]["1"]
-    return {"pass_at_1": found["mean"], "low": found["low"], "high": found["high"]}
+    estimate = result["all"]["pass_at"]["1"]
+    return {"pass_at_1": estimate["mean"], "low": estimate["low"], "high": estimate["high"]}

@@ -38,9 +38,9 @@ class Lora(nn.Module):
                 base = torch.stack([getattr(getattr(layer, block), name).weight for layer in causal.model.layers])
                 layers, wide, narrow = base.shape
                 self._bases[f"{block}.{name}"] = base
-                made = torch.empty(layers, rank, narrow, device=base.device)
-                nn.init.uniform_(made, -1 / math.sqrt(narrow), 1 / math.sqrt(narrow))
-                first[name] = nn.Parameter(made)
+                matrix = torch.empty(layers, rank, narrow, device=base.device)
+                nn.init.uniform_(matrix, -1 / math.sqrt(narrow), 1 / math.sqrt(narrow))
+                first[name] = nn.Parameter(matrix)
                 second[name] = nn.Parameter(torch.zeros(layers, wide, rank, device=base.device))
         self.first, self.second = nn.ParameterDict(first), nn.ParameterDict(second)
 
@@ -51,8 +51,8 @@ class Lora(nn.Module):
             name = path.rpartition(".")[2]
             whole = torch.baddbmm(base, self.second[name], self.first[name], alpha=self.alpha / self.rank)
             weights |= {f"layers.{n}.{path}.weight": one for n, one in enumerate(whole.unbind(0))}
-        given = {"input_ids": ids, "use_cache": False}
-        return functional_call(self._causal[0].model, weights, (), given).last_hidden_state
+        arguments = {"input_ids": ids, "use_cache": False}
+        return functional_call(self._causal[0].model, weights, (), arguments).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._causal[0].lm_head(hidden).float()

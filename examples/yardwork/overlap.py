@@ -38,8 +38,8 @@ QUERY = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,no
 
 
 def main() -> None:
-    given, _, rest = _cut(sys.argv[1:])
-    services, _, train = _cut(rest)
+    own_arguments, _, other_arguments = _cut(sys.argv[1:])
+    services, _, train = _cut(other_arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", required=True, help="the adapter to start with")
     parser.add_argument("--out", type=Path, required=True)
@@ -49,16 +49,19 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=6, help="steps of each variant before anything is measured")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(given)
+    args = parser.parse_args(own_arguments)
     if not 0 <= args.skip < args.steps or args.warm_up < 0:
         parser.error("--skip must be less than --steps, and --warm-up 0 or more")
     if len({*args.ways}) < len(args.ways) or len({*args.latency_s}) < len(args.latency_s):
         parser.error("--ways and --latency-s must not repeat a value")
     if args.out.exists():  # its results are of other weights, or incomplete
         raise SystemExit(f"{args.out} already exists: choose another --out, or delete it")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     parts = alone.options(["--data", str(args.out / "service"), *services])
-    with alone.running(parts) as told, alone.trainer([*told, *train], parts.trainer_share) as training:
+    with (
+        alone.running(parts) as service_options,
+        alone.trainer([*service_options, *train], parts.trainer_share) as training,
+    ):
 
         def run(name: str, latency_s: float, steps: int, way: Sequence[str]) -> _Busy:
             out = args.out / name
@@ -76,28 +79,29 @@ def main() -> None:
             for way in args.ways:
                 name = f"{way}-{latency_s:g}"
                 busy = run(name, latency_s, args.steps, WAYS[way])
-                found[f"{way}_{latency_s:g}"] = measured(args.out / name, args.skip, busy)
-                found |= ratios(found, latency_s)
-                (args.out / "new.json").write_text(json.dumps(found))
+                results[f"{way}_{latency_s:g}"] = measured(args.out / name, args.skip, busy)
+                results |= ratios(results, latency_s)
+                (args.out / "new.json").write_text(json.dumps(results))
                 (args.out / "new.json").replace(args.out / "overlap.json")
-                speed = found[f"{way}_{latency_s:g}"]["tokens_per_s"]
+                speed = results[f"{way}_{latency_s:g}"]["tokens_per_s"]
                 print(f"{way} at a tool latency of {latency_s:g} s: {speed:.0f} tokens/s", file=sys.stderr, flush=True)
-    print(json.dumps(found) if args.json else json.dumps(found, indent=2))
+    print(json.dumps(results) if args.json else json.dumps(results, indent=2))
 
 
-def ratios(found: dict[str, Any], latency_s: float) -> dict[str, Any]:
+def ratios(results: dict[str, Any], latency_s: float) -> dict[str, Any]:
     """The ratios of tokens per second of decoupled to each coupled variant, as far as they are measured, each with a
     95 % bootstrap interval over the steps of each run (that is the noise of steps, not of runs)."""
-    steps = {way: found[name]["steps"] for way in WAYS if (name := f"{way}_{latency_s:g}") in found}
-    ours, told = steps.pop("decoupled", None), {}
-    for way, theirs in steps.items() if ours else ():
+    steps = {way: results[name]["steps"] for way in WAYS if (name := f"{way}_{latency_s:g}") in results}
+    decoupled, figures = steps.pop("decoupled", None), {}
+    for way, coupled in steps.items() if decoupled else ():
         chance = random.Random(way)
         again = sorted(
-            per_s(chance.choices(ours, k=len(ours))) / per_s(chance.choices(theirs, k=len(theirs))) for _ in range(2000)
+            per_s(chance.choices(decoupled, k=len(decoupled))) / per_s(chance.choices(coupled, k=len(coupled)))
+            for _ in range(2000)
         )
-        told[f"ratio_{way}_{latency_s:g}"] = per_s(ours) / per_s(theirs)
-        told[f"range_{way}_{latency_s:g}"] = [again[50], again[-51]]
-    return told
+        figures[f"ratio_{way}_{latency_s:g}"] = per_s(decoupled) / per_s(coupled)
+        figures[f"range_{way}_{latency_s:g}"] = [again[50], again[-51]]
+    return figures
 
 
 def per_s(steps: Sequence[Sequence[float]]) -> float:
@@ -147,18 +151,18 @@ class _Busy:
 
     def share(self, since: float, until: float) -> float | None:
         """The mean utilization in that time; None without a GPU."""
-        seen: list[float] = []
+        samples: list[float] = []
         for line in self._file.read_text().splitlines():
             at, _, value = line.partition(", ")
             with suppress(ValueError):  # an incomplete line, or a word instead of a number
                 if since <= datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp() <= until:
-                    seen.append(float(value))
-        return sum(seen) / len(seen) / 100 if seen else None
+                    samples.append(float(value))
+        return sum(samples) / len(samples) / 100 if samples else None
 
 
-def _cut(given: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    at = list(given).index("--") if "--" in given else len(given)
-    return list(given[:at]), "--", list(given[at + 1 :])
+def _cut(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:at]), "--", list(arguments[at + 1 :])
 
 
 if __name__ == "__main__":

@@ -41,18 +41,21 @@ def read(path: Path) -> list[Line]:
 
 
 def report(runs: dict[str, list[Line]], every: int) -> list[str]:
-    told = ["## Held-out pass@1", "", *table(["", *runs], tests(runs)), *families(runs)]
+    output = ["## Held-out pass@1", "", *table(["", *runs], tests(runs)), *families(runs)]
     for name, lines in runs.items():
         warm = [line for line in lines if line["phase"] == "warm"]
         steps = [line for line in lines if line["phase"] == "rl"]
-        told += ["", f"## {name}", ""]
+        output += ["", f"## {name}", ""]
         if warm:
-            told += ["Warm start, epoch by epoch: " + ", ".join(f"{line['pass_at_1']:.2f}" for line in warm) + ".", ""]
+            output += [
+                "Warm start, epoch by epoch: " + ", ".join(f"{line['pass_at_1']:.2f}" for line in warm) + ".",
+                "",
+            ]
         if more := [f"{line['pass_at_1']:.2f}" for line in lines if line["phase"] == "more_warm"]:
-            told += ["Further warm start, after 1, 2, 4… epochs: " + ", ".join(more) + ".", ""]
+            output += ["Further warm start, after 1, 2, 4… epochs: " + ", ".join(more) + ".", ""]
         if steps:
-            told += [*curve(steps, every), "", *times(steps), "", *lags(steps)]
-    return told
+            output += [*curve(steps, every), "", *times(steps), "", *lags(steps)]
+    return output
 
 
 def tests(runs: dict[str, list[Line]]) -> Iterable[list[str]]:
@@ -65,15 +68,15 @@ def tests(runs: dict[str, list[Line]]) -> Iterable[list[str]]:
 
 def families(runs: dict[str, list[Line]]) -> list[str]:
     """Sampled pass@1 of the trained weights: a row per stage, a column per family."""
-    found = [
+    results = [
         (f"{name}, {stage}", line["result"]["by"])
         for name, lines in runs.items()
         for what, stage in STAGES.items()
         for line in lines
         if what != "raw" and line["phase"] == "test" and line.get("what") == what and line.get("result", {}).get("by")
     ]
-    columns = sorted({family for _, by in found for family in by})
-    rows = [[row, *(_of_family(by.get(family)) for family in columns)] for row, by in found]
+    columns = sorted({family for _, by in results for family in by})
+    rows = [[row, *(_of_family(by.get(family)) for family in columns)] for row, by in results]
     return ["", *table(["", *columns], rows)] if rows else []
 
 
@@ -82,8 +85,8 @@ def _of_family(family: Line | None) -> str:
 
 
 def _tested(lines: Sequence[Line], phase: str, what: str) -> str:
-    found = [line for line in lines if line["phase"] == phase and line.get("what") == what]
-    return f"{found[-1]['pass_at_1']:.3f} ({found[-1]['low']:.3f} to {found[-1]['high']:.3f})" if found else ""
+    matches = [line for line in lines if line["phase"] == phase and line.get("what") == what]
+    return f"{matches[-1]['pass_at_1']:.3f} ({matches[-1]['low']:.3f} to {matches[-1]['high']:.3f})" if matches else ""
 
 
 def curve(steps: Sequence[Line], every: int) -> list[str]:
@@ -119,10 +122,10 @@ def times(steps: Sequence[Line]) -> list[str]:
 def lags(steps: Sequence[Line]) -> list[str]:
     rows: list[list[str]] = []
     for lag in sorted({int(lag) for step in steps for lag in step["by_lag"]}):
-        seen = [step["by_lag"][str(lag)] for step in steps if str(lag) in step["by_lag"]]
-        tokens = sum(one["tokens"] for one in seen)
-        mean = sum(one["tokens"] * one["mean"] for one in seen) / tokens
-        rows.append([str(lag), f"{tokens:,}", f"{mean:.4f}", f"{median(one['p99'] for one in seen):.3f}"])
+        entries = [step["by_lag"][str(lag)] for step in steps if str(lag) in step["by_lag"]]
+        tokens = sum(one["tokens"] for one in entries)
+        mean = sum(one["tokens"] * one["mean"] for one in entries) / tokens
+        rows.append([str(lag), f"{tokens:,}", f"{mean:.4f}", f"{median(one['p99'] for one in entries):.3f}"])
     return table(["lag", "tokens", "mean gap in nats", "median of the steps' 99th percentiles"], rows)
 
 

@@ -33,18 +33,18 @@ OVER = "this training is over"
 
 
 def main() -> None:
-    given = sys.argv[1:]
-    if given[-1:] != ["-"]:
-        train(given)
+    argv = sys.argv[1:]
+    if argv[-1:] != ["-"]:
+        train(argv)
         return
     for line in sys.stdin:
-        train([*given[:-1], *shlex.split(line)])
+        train([*argv[:-1], *shlex.split(line)])
         gc.collect()  # frees its model before the next one is loaded
         print(OVER, flush=True)
 
 
-def train(given: Sequence[str]) -> None:
-    args = options(given)  # refuses wrong options before torch is imported, which takes seconds
+def train(argv: Sequence[str]) -> None:
+    args = options(argv)  # refuses wrong options before torch is imported, which takes seconds
 
     gc.disable()  # the imports create hundreds of thousands of objects, and no garbage
     from training import run
@@ -53,7 +53,7 @@ def train(given: Sequence[str]) -> None:
     run(args)
 
 
-def options(given: Sequence[str]) -> argparse.Namespace:
+def options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="the folder of the model that the engine serves")
@@ -99,7 +99,7 @@ def options(given: Sequence[str]) -> argparse.Namespace:
     add("--minutes", type=float, help="save and end after so many minutes")
     add("--tensorboard", action="store_true")
     add("--wandb", metavar="PROJECT")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     if args.oversample and args.max_staleness:
         parser.error("--oversample needs --max-staleness 0, with which sampling and learning alternate")
     return args

@@ -81,12 +81,12 @@ class Training:
         for attempt in range(3):  # an id identifies one evaluation of these weights for ever
             id = f"{self.name}-{what}-{self.weights}" + (f"-{attempt}" if attempt else "")
             with self.spending("score_s"):
-                found = self.client.evaluate(
+                evaluation = self.client.evaluate(
                     source=body, id=id, seed=self.args.seed, pool_share=1.0, by="family", defaults=defaults
                 )
-            if found.state == "done" and found.result is not None:
-                return found.result
-        raise RuntimeError(f"evaluation {found.id} {found.state}: {found.reason} {found.detail}")
+            if evaluation.state == "done" and evaluation.result is not None:
+                return evaluation.result
+        raise RuntimeError(f"evaluation {evaluation.id} {evaluation.state}: {evaluation.reason} {evaluation.detail}")
 
     def _options(self, split: str, seed: int, count: int) -> dict[str, str]:
         return {**self.tasks, "split": split, "seed": str(seed), "count": str(count)}
@@ -101,7 +101,7 @@ class Training:
             result = self.score(f"{what}-test{tag}", TEST, self.args.test_tasks, heat, rules)
             self.log.write(f"test{tag}", 0, what=what, **passed(result), result=result)
 
-    def wants_test(self, what: str) -> bool:
+    def needs_test(self, what: str) -> bool:
         return bool(self.args.test_tasks) and not self.log.has_tested(what)
 
     def cut(self) -> None:
@@ -112,8 +112,8 @@ class Training:
 
     def demonstrations(self) -> list[dict[str, np.ndarray]]:
         """Traces of the tasks' own solutions, as if the policy had sampled them."""
-        kept = self.args.out / "demonstrations.npz"
-        if not kept.exists():
+        archive = self.args.out / "demonstrations.npz"
+        if not archive.exists():
             run = f"{self.name}-demonstrations"
             self.client.create_run(
                 run, defaults={**self.defaults, "agent": {"name": "demonstrate", "options": self.agent}}
@@ -127,10 +127,12 @@ class Training:
                     arrays[f"ids{number}"], arrays[f"mask{number}"] = trace.token_ids, trace.mask
             if not arrays:
                 raise SystemExit(f"of {len(records)} demonstrations, 0 got a reward: see rollyard rollouts list")
-            np.savez(kept.with_name("new.npz"), **arrays)
-            kept.with_name("new.npz").replace(kept)
-        found = np.load(kept)
-        return [{"ids": found[n], "mask": found[n.replace("ids", "mask")]} for n in found.files if n.startswith("ids")]
+            np.savez(archive.with_name("new.npz"), **arrays)
+            archive.with_name("new.npz").replace(archive)
+        loaded = np.load(archive)
+        return [
+            {"ids": loaded[n], "mask": loaded[n.replace("ids", "mask")]} for n in loaded.files if n.startswith("ids")
+        ]
 
     def warm(self) -> None:
         """Trains until pass@1 stops rising. `warm` is the current checkpoint, `best` is the one that RL starts from."""
@@ -177,10 +179,10 @@ class Training:
             loss = self._epoch(rows, 1000 + epoch)
             if epoch.bit_count() == 1:  # 1, 2, 4, 8…
                 self.push(1000 + epoch)
-                found = passed(self.score(f"more-warm-{epoch}", VALIDATION, args.validate_tasks, 1.0))
-                self.log.write("more_warm", epoch, loss=loss, **found, busy_s=learner.busy_s - started)
-                if found["pass_at_1"] > best:
-                    best = found["pass_at_1"]
+                figures = passed(self.score(f"more-warm-{epoch}", VALIDATION, args.validate_tasks, 1.0))
+                self.log.write("more_warm", epoch, loss=loss, **figures, busy_s=learner.busy_s - started)
+                if figures["pass_at_1"] > best:
+                    best = figures["pass_at_1"]
                     learner.save(args.out / "more-warm-best", {"epoch": epoch})
         self.push(1000 + epoch)
         self.test("more-warm")
@@ -192,8 +194,8 @@ class Training:
 
     def reinforce(self) -> None:
         out, args, client = self.args.out, self.args, self.client
-        done = self.learner.load(out / "rl")["step"] if has_saved(out / "rl") else 0
-        self.log.rewind("rl", done)
+        last_step = self.learner.load(out / "rl")["step"] if has_saved(out / "rl") else 0
+        self.log.rewind("rl", last_step)
         client.create_run(f"{self.name}-rl", defaults=self.defaults, seed=args.seed)
         draw = client.draw(
             f"{self.name}-rl",
@@ -206,9 +208,9 @@ class Training:
             epochs=1000,
         )
         self.anchors = self.demonstrations() if args.anchor and not args.start else []
-        self.push(done)
-        draw.rewind(batch=done, version=done)
-        for step in range(done + 1, args.steps + 1):
+        self.push(last_step)
+        draw.rewind(batch=last_step, version=last_step)
+        for step in range(last_step + 1, args.steps + 1):
             before, started = dict(self.spent), time.monotonic()
             with self.spending("wait_s"):
                 batch = self._next(draw, step)
@@ -235,8 +237,10 @@ class Training:
             except rollyard.DrawEnded as ended:
                 raise SystemExit(f"the draw has ended: {ended}") from ended
             except TimeoutError:
-                seen = draw.status().get("figures") or {}
-                print(f"step {step} waits for groups: {seen.get('all_zero')} all zero, {seen.get('all_one')} all one")
+                counts = draw.status().get("figures") or {}
+                print(
+                    f"step {step} waits for groups: {counts.get('all_zero')} all zero, {counts.get('all_one')} all one"
+                )
                 if time.monotonic() > self.ends and step > 1:
                     self.learner.save(self.args.out / "rl", {"step": step - 1})
                 self.cut()
@@ -290,10 +294,10 @@ def pace(max_staleness: int, *, oversample: bool) -> dict[str, Any]:
 
 def _name(out: Path) -> str:
     """The name prefix of its runs, draws and evaluations. It is random, so that a deleted folder's are not reused."""
-    kept = out / "id"
-    if not kept.exists() or not kept.read_text():
-        kept.write_text(f"{out.resolve().name}-{secrets.token_hex(3)}")
-    return kept.read_text()
+    id_file = out / "id"
+    if not id_file.exists() or not id_file.read_text():
+        id_file.write_text(f"{out.resolve().name}-{secrets.token_hex(3)}")
+    return id_file.read_text()
 
 
 def run(args: argparse.Namespace) -> None:
@@ -304,7 +308,7 @@ def run(args: argparse.Namespace) -> None:
     with rollyard.Client(args.service, args.token) as client:
         training = Training(args, client)
         try:
-            if training.wants_test("raw"):
+            if training.needs_test("raw"):
                 training.push(0)  # an untrained adapter changes nothing
                 training.test("raw")
             if args.start:
@@ -313,7 +317,7 @@ def run(args: argparse.Namespace) -> None:
                 training.warm()
                 has_saved(args.out / "best")
                 training.learner.load(args.out / "best", with_optimizer=bool(args.more_warm_s))
-            if training.wants_test("warm"):
+            if training.needs_test("warm"):
                 training.push(1)
                 training.test("warm")
             if args.more_warm_s:
@@ -321,7 +325,7 @@ def run(args: argparse.Namespace) -> None:
                 return
             training.learner.optimizer = training.learner.new_optimizer()
             training.reinforce()
-            if training.wants_test("rl"):
+            if training.needs_test("rl"):
                 training.test("rl")
             print(f"done: try it with rollyard demo --adapter {args.out / 'rl'}", flush=True)
         except Cut:

@@ -27,7 +27,7 @@ def response_of(row: Mapping[str, Any], trajectory: Trajectory) -> Item:
     params = row.get("responses_create_params") or {}
     record = trajectory.record
     is_cut_off = trajectory.ended_by in CUT_OFF
-    trace = told_trace(trajectory)
+    trace = trained_trace(trajectory)
     return {
         "id": f"resp_{record.id}",
         "object": "response",
@@ -45,7 +45,7 @@ def response_of(row: Mapping[str, Any], trajectory: Trajectory) -> Item:
     }
 
 
-def told_trace(trajectory: Trajectory) -> Trace | None:
+def trained_trace(trajectory: Trajectory) -> Trace | None:
     """Returns the trace whose tokens are returned; None if there is no trace to learn from."""
     chosen = max(trajectory.traces, key=lambda trace: int(trace.mask.sum()), default=None)
     if chosen is None or not chosen.trainable or chosen.logprobs is None or not chosen.mask.any():
@@ -71,9 +71,9 @@ def _output(trajectory: Trajectory, trace: Trace | None) -> list[Item]:
             turn += 1
             if turn <= 0:
                 continue
-            items += _with_tokens(_said(message, name, len(items)), trace, spans.get(turn - 1))
+            items += _with_tokens(_sampled_items(message, name, len(items)), trace, spans.get(turn - 1))
         elif turn > 0:
-            items.append(_told(message))
+            items.append(_context_item(message))
     return items
 
 
@@ -86,7 +86,7 @@ def _with_tokens(items: list[Item], trace: Trace | None, span: Span | None) -> l
     return items
 
 
-def _said(message: Message, name: str, at: int) -> list[Item]:
+def _sampled_items(message: Message, name: str, at: int) -> list[Item]:
     """Returns the items that one call sampled: at least one."""
     items: list[Item] = []
     if reasoning := _text(message.get("reasoning_content")):
@@ -102,7 +102,7 @@ def _said(message: Message, name: str, at: int) -> list[Item]:
     return items
 
 
-def _told(message: Message) -> Item:
+def _context_item(message: Message) -> Item:
     text = _text(message.get("content"))
     if message.get("role") == "tool":
         return {"type": "function_call_output", "call_id": str(message.get("tool_call_id") or ""), "output": text}
@@ -122,12 +122,12 @@ def _message(text: str, name: str, at: int) -> Item:
 
 def _called(call: Json) -> tuple[str, str, str]:
     """Returns the id, the tool and the arguments of a call in the chat format."""
-    found = call if isinstance(call, Mapping) else {}
-    function = found.get("function")
+    fields = call if isinstance(call, Mapping) else {}
+    function = fields.get("function")
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return str(found.get("id") or ""), str(function.get("name") or ""), text
+    return str(fields.get("id") or ""), str(function.get("name") or ""), text
 
 
 def _text(content: Json) -> str:

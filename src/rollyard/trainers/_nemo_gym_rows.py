@@ -29,7 +29,7 @@ from rollyard.core.failure import (
     TaskInvalid,
     Unauthorized,
 )
-from rollyard.trainers._nemo_gym_response import response_of, told_trace
+from rollyard.trainers._nemo_gym_response import response_of, trained_trace
 
 Row = Mapping[str, Any]
 
@@ -66,7 +66,11 @@ def task_of(row: Row, server: str) -> dict[str, Any]:
     params = row.get(PARAMS)
     if not isinstance(params, Mapping):
         raise TaskInvalid(f"a row of a Gym dataset must have an object {PARAMS!r}", field=PARAMS)
-    sampling = {ours: params[theirs] for theirs, ours in _SAMPLING.items() if params.get(theirs) is not None}
+    sampling = {
+        sampling_name: params[gym_name]
+        for gym_name, sampling_name in _SAMPLING.items()
+        if params.get(gym_name) is not None
+    }
     own = row.get(TASK)
     if own is None:
         chosen = row.get(SERVER) or server
@@ -104,7 +108,7 @@ def result(row: Row, trajectory: Trajectory) -> dict[str, Any]:
             **about,
         )
     components = (record.score or {}).get("components") or {}
-    is_trained = record.trainable and told_trace(trajectory) is not None
+    is_trained = record.trainable and trained_trace(trajectory) is not None
     return {
         **row,
         "response": response_of(row, trajectory),
@@ -124,7 +128,7 @@ def refused(row: Row, error: RollyardError) -> dict[str, Any]:
 def failure_row(
     row: Row, code: str, detail: str, *, is_terminal: bool, is_cancelled: bool = False, **about: Any
 ) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    result_row: dict[str, Any] = {
         **row,
         "response": _nothing(row),
         "reward": 0.0,
@@ -134,10 +138,10 @@ def failure_row(
         **about,
     }
     if is_terminal:  # both are either true or absent: some readers only check their presence
-        made["_ng_failure_terminal"] = True
+        result_row["_ng_failure_terminal"] = True
     if is_cancelled:
-        made["_ng_no_persist"] = True
-    return made
+        result_row["_ng_no_persist"] = True
+    return result_row
 
 
 def _nothing(row: Row) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Buffer(queue.Queue[Any]):
 
     def __init__(self, maxsize: int) -> None:
         super().__init__(maxsize)
-        self.given = self.taken = 0
+        self.added = self.taken = 0
         self._room = asyncio.Event()
         self._on_taken: Callable[[], object] | None = None
 
@@ -43,14 +43,14 @@ class Buffer(queue.Queue[Any]):
         """Waits for space, then adds the item. There must be only one such coroutine."""
         await self.until(lambda: not self.full())
         self.put_nowait(item)
-        self.given += 1
+        self.added += 1
 
     def _get(self) -> Any:
         item = super()._get()  # type: ignore[misc]  # the hook of queue.Queue
         self.taken += 1
-        if (tell := self._on_taken) is not None:
+        if (notify := self._on_taken) is not None:
             with contextlib.suppress(RuntimeError):  # its loop has just ended
-                tell()
+                notify()
         return item
 
 

@@ -58,8 +58,8 @@ class RollyardRolloutFunc:
         with Client(*self._place) as client:
             self._push_weights(client, trainer)
             # The n copies of a prompt are adjacent; with several processes, each has a part of them.
-            wanted = [(prompt, len([*copies])) for prompt, copies in itertools.groupby(prompts)]
-            rows = [row_of(rollout) for group in self._roll(client, wanted) for rollout in group.rollouts]
+            requests = [(prompt, len([*copies])) for prompt, copies in itertools.groupby(prompts)]
+            rows = [row_of(rollout) for group in self._roll(client, requests) for rollout in group.rollouts]
         if len(rows) != len(prompts):
             raise RolloutsMissing(f"{len(prompts)} prompts got {len(rows)} rollouts")
         return {
@@ -71,14 +71,14 @@ class RollyardRolloutFunc:
             "rollyard_rollout": [row.rollout for row in rows],
         }
 
-    def _roll(self, client: Client, wanted: Sequence[tuple[Any, int]]) -> list[Group]:
+    def _roll(self, client: Client, requests: Sequence[tuple[Any, int]]) -> list[Group]:
         """Returns a complete group for each prompt, in order."""
-        found: dict[int, Group] = {}
+        groups: dict[int, Group] = {}
         for _ in range(self._tries):
             started: dict[int, Group] = {}
             try:
-                for place, (prompt, size) in enumerate(wanted):
-                    if place not in found or found[place].state != "complete":
+                for place, (prompt, size) in enumerate(requests):
+                    if place not in groups or groups[place].state != "complete":
                         task = self._task_of(prompt)
                         started[place] = client.group(task, run=self._run, size=size, spares=self._spares)
                 for place in started:
@@ -89,14 +89,14 @@ class RollyardRolloutFunc:
                     with contextlib.suppress(RollyardError):
                         client.cancel_group(group.id)
                 raise
-            found |= started
-        short = [group for group in found.values() if group.state != "complete"]
+            groups |= started
+        short = [group for group in groups.values() if group.state != "complete"]
         if short:
             raise RolloutsMissing(
-                f"{len(short)} of {len(wanted)} prompts have no complete group after {self._tries} tries; the first, "
+                f"{len(short)} of {len(requests)} prompts have no complete group after {self._tries} tries; the first, "
                 f"{short[0].id}, is {short[0].state}: {short[0].reason}"
             )
-        return [client.get_group(found[place].id, traces=True) for place in range(len(wanted))]
+        return [client.get_group(groups[place].id, traces=True) for place in range(len(requests))]
 
     def _push_weights(self, client: Client, trainer: Any) -> None:
         if self._push is None or trainer.state.global_step == self._pushed_step:

@@ -95,9 +95,9 @@ def learned(rollout: GroupRollout) -> list[Trace]:
 def metrics_of(group: Group, rollout: GroupRollout) -> dict[str, float]:
     """Returns what TRL averages over a step's samples, under TRL's names where they exist."""
     stats, score, summary = group.stats or {}, rollout.record.score or {}, rollout.record.summary or {}
-    found = {"reward": rollout.reward, "reward_std": stats.get("spread"), "rollyard/turns": summary.get("turns")}
-    found |= {f"rewards/{name}": value for name, value in (score.get("components") or {}).items()}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    metrics = {"reward": rollout.reward, "reward_std": stats.get("spread"), "rollyard/turns": summary.get("turns")}
+    metrics |= {f"rewards/{name}": value for name, value in (score.get("components") or {}).items()}
+    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

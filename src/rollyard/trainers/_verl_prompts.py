@@ -95,25 +95,25 @@ def _ask(
 
 def task_of(row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Returns the task of one row of verl's data, as described above."""
-    given = row.get(TASK)
-    if given is None:
-        given = at(row, f"extra_info.{TASK}")
-    if isinstance(given, str | bytes):
+    task = row.get(TASK)
+    if task is None:
+        task = at(row, f"extra_info.{TASK}")
+    if isinstance(task, str | bytes):
         try:
-            given = msgspec.json.decode(given)
+            task = msgspec.json.decode(task)
         except msgspec.DecodeError as error:
             raise ValueError(f"{TASK} of a row is not JSON: {error}") from None
-    if given is None:
+    if task is None:
         if settings.environment is None:
             raise ValueError(f"a row has no {TASK}, and rollyard.environment is not set")
         data = {name: at(row, place) for name, place in settings.data.items()}
         missing = [settings.data[name] for name, value in data.items() if value is None]
         if missing:
             raise ValueError(f"a row has no {missing[0]!r}, to which rollyard.data refers")
-        given = {"environment": settings.environment, "data": data}
-    if not isinstance(given, Mapping) or not given.get("environment"):
+        task = {"environment": settings.environment, "data": data}
+    if not isinstance(task, Mapping) or not task.get("environment"):
         raise ValueError(f"{TASK} of a row is not a task: it names no environment")
-    return plain(given)
+    return plain(task)
 
 
 def plain(value: Any) -> Any:

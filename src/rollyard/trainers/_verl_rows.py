@@ -56,15 +56,15 @@ class VerlRow:
     def components(self) -> dict[str, float]:
         """Components of the reward, by name, except two names of verl: "reward" is the whole, and with "acc" verl would
         count a validation sample that infrastructure failed as wrong."""
-        found = (self.rollout.record.score or {}).get("components") or {}
-        return {str(name): float(value) for name, value in found.items() if name not in ("reward", "acc")}
+        components = (self.rollout.record.score or {}).get("components") or {}
+        return {str(name): float(value) for name, value in components.items() if name not in ("reward", "acc")}
 
     @property
     def seconds(self) -> dict[str, float]:
         """Durations, under verl's names."""
         timings = self.rollout.record.timings or {}
         names = {"generate_sequences": "model_s", "tool_calls": "tool_s", "compute_score": "eval_s"}
-        return {name: float(timings.get(ours) or 0.0) for name, ours in names.items()}
+        return {name: float(timings.get(timing_name) or 0.0) for name, timing_name in names.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +114,7 @@ def harvest(group: Group, size: int, *, is_training: bool, temperature: float | 
 def _rows(rollout: GroupRollout, *, is_training: bool, temperature: float | None) -> tuple[VerlRow, ...]:
     if rollout.reward is None or (is_training and not rollout.trainable):
         return ()
-    found: list[VerlRow] = []
+    rows: list[VerlRow] = []
     for trace in rollout.traces:
         if not trace.mask.any() or (is_training and (not trace.trainable or trace.logprobs is None)):
             continue
@@ -123,8 +123,8 @@ def _rows(rollout: GroupRollout, *, is_training: bool, temperature: float | None
                 f"rollout {rollout.id} was sampled at temperature {trace.sampling.temperature:g}, but verl computes "
                 f"its logprobs at {temperature:g} (actor_rollout_ref.rollout.temperature): use the same one"
             )
-        found.append(_row(rollout, rollout.reward, trace))
-    return tuple(found)
+        rows.append(_row(rollout, rollout.reward, trace))
+    return tuple(rows)
 
 
 def _row(rollout: GroupRollout, reward: float, trace: Trace) -> VerlRow:
@@ -141,7 +141,7 @@ def _row(rollout: GroupRollout, reward: float, trace: Trace) -> VerlRow:
     return VerlRow(rollout, reward, ids[:start], ids[cut], mask[cut], logprobs[cut], versions[cut])
 
 
-def fill(found: GroupRows, pad_id: int, otherwise: float = 0.0) -> tuple[list[VerlRow | BlankRow], list[VerlRow]]:
+def fill(group: GroupRows, pad_id: int, otherwise: float = 0.0) -> tuple[list[VerlRow | BlankRow], list[VerlRow]]:
     """Returns one row for each requested member, and the rows that are left out.
 
     Of a rollout whose history forked, the row is the trace that owns the most tokens. `otherwise` is the score of blank
@@ -151,14 +151,14 @@ def fill(found: GroupRows, pad_id: int, otherwise: float = 0.0) -> tuple[list[Ve
 
     rows: list[VerlRow | BlankRow] = []
     left_out: list[VerlRow] = []
-    for each in found.members[: found.size]:
+    for each in group.members[: group.size]:
         best = max(each, key=lambda row: row.sampled_tokens)
         rows.append(best)
         left_out += [row for row in each if row is not best]
-    prompt = found.members[0][0].prompt_ids if found.members else np.full(1, pad_id, dtype=np.int64)
-    mean = found.mean
+    prompt = group.members[0][0].prompt_ids if group.members else np.full(1, pad_id, dtype=np.int64)
+    mean = group.mean
     neutral = otherwise if mean is None else mean
-    return rows + [BlankRow(prompt, neutral)] * (found.size - len(rows)), left_out
+    return rows + [BlankRow(prompt, neutral)] * (group.size - len(rows)), left_out
 
 
 def padded(

@@ -169,11 +169,11 @@ class VerlService:
             return
         mine = f"{settings.policy}.verl"
         there = {str(each.get("id")): str(each.get("url")).rstrip("/") for each in await self._client.engines()}
-        wanted = {f"{mine}{i}": url.rstrip("/") for i, url in enumerate(urls)}
+        expected = {f"{mine}{i}": url.rstrip("/") for i, url in enumerate(urls)}
         for id, url in there.items():
-            if id.startswith(mine) and wanted.get(id) != url:
+            if id.startswith(mine) and expected.get(id) != url:
                 await self._client.remove_engine(id)  # of an earlier trainer
-        for id, url in wanted.items():
+        for id, url in expected.items():
             if there.get(id) != url:
                 await self._client.add_engine(
                     url,

@@ -37,16 +37,16 @@ class Settings:
 
 def read_settings(config: Any) -> Settings:
     """Reads the settings from verl's whole configuration."""
-    given = config.get("rollyard") or {}
-    if not isinstance(given, dict):  # OmegaConf's
+    raw = config.get("rollyard") or {}
+    if not isinstance(raw, dict):  # OmegaConf's
         from omegaconf import OmegaConf  # type: ignore[import-not-found]
 
-        given = OmegaConf.to_container(given, resolve=True)
-    unknown = set(given) - set(Settings.__dataclass_fields__)
+        raw = OmegaConf.to_container(raw, resolve=True)
+    unknown = set(raw) - set(Settings.__dataclass_fields__)
     if unknown:
         raise ValueError(f"rollyard.{min(unknown)} is not a setting: {', '.join(Settings.__dataclass_fields__)}")
     try:
-        settings = msgspec.convert(given, Settings, strict=False)
+        settings = msgspec.convert(raw, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"rollyard in verl's configuration: {error}") from None
     check_id(settings.run, "rollyard.run")
@@ -86,14 +86,14 @@ def defaults_of(rollout: Any, settings: Settings, *, is_validation: bool) -> dic
         "top_k": int(source.top_k),
         "max_tokens": int(rollout.response_length),
     }
-    found: dict[str, Json] = {
+    defaults: dict[str, Json] = {
         "sampling": sampling,
         "limits": {"max_context": int(rollout.prompt_length) + int(rollout.response_length)},
     }
     for name, value in settings.defaults.items():
-        below = found.get(name)
-        found[name] = {**below, **value} if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return found
+        below = defaults.get(name)
+        defaults[name] = {**below, **value} if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return defaults
 
 
 def at(place: Any, path: str) -> Any:

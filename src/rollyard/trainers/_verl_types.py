@@ -83,7 +83,7 @@ def _fields(row: VerlRow) -> dict[str, Any]:
         AgentLoopOutput,
     )
 
-    found: dict[str, Any] = AgentLoopOutput(
+    fields: dict[str, Any] = AgentLoopOutput(
         prompt_ids=row.prompt_ids.tolist(),
         response_ids=row.response_ids.tolist(),
         response_mask=row.mask.tolist(),
@@ -98,9 +98,9 @@ def _fields(row: VerlRow) -> dict[str, Any]:
             "rollyard_rollout": row.rollout.id,
         },
     ).as_dict()
-    whole = torch.cat((found["prompts"], found["responses"]))
-    return found | {
-        "loss_mask": found["response_mask"],
+    whole = torch.cat((fields["prompts"], fields["responses"]))
+    return fields | {
+        "loss_mask": fields["response_mask"],
         "input_ids": whole,
         "position_ids": torch.arange(len(whole), dtype=torch.int64),
         "multi_modal_inputs": {},
@@ -117,9 +117,9 @@ def data_proto(
     from verl.protocol import DataProto  # type: ignore[import-not-found]
 
     def objects(values: Sequence[object]) -> NDArray[Any]:
-        found = np.empty(len(values), dtype=object)
-        found[:] = values
-        return found
+        column = np.empty(len(values), dtype=object)
+        column[:] = values
+        return column
 
     batch = TensorDict({name: torch.from_numpy(array) for name, array in arrays.items()}, batch_size=len(rows))
     real = [row if isinstance(row, VerlRow) else None for row in rows]

@@ -69,19 +69,19 @@ class GymAgent:
         except NotFound:
             await self.client.create_run(self.run, policy=self.policy, defaults=self.defaults)
 
-    async def play(self, row: Mapping[str, Any], gone: Awaitable[object] | None = None) -> dict[str, Any]:
-        """Returns the result of a row, also if it fails. `gone` ends when its caller disconnects."""
+    async def play(self, row: Mapping[str, Any], disconnected: Awaitable[object] | None = None) -> dict[str, Any]:
+        """Returns the result of a row, also if it fails. `disconnected` ends when its caller disconnects."""
         try:
             name, is_named = rollout_id(row, self.run)
             body = task_of(row, self.server)
             await self.client.submit([body], run=self.run, ids=[name])
             try:
-                record = await _unless(self.client.wait(name, run=self.run), gone)
+                record = await _unless(self.client.wait(name, run=self.run), disconnected)
             except asyncio.CancelledError:
                 if not is_named:
                     await self._cancel(name)
                 raise
-            return self._told(row, await self._trajectory(record))
+            return self._result_or_failure(row, await self._trajectory(record))
         except RollyardError as error:
             if self.failures == "status" and error.status >= 500:
                 raise Failed503(error.detail) from error
@@ -90,7 +90,11 @@ class GymAgent:
     async def respond(self, params: Mapping[str, Any]) -> tuple[int, bytes]:
         """Returns one reply of the policy, in its own session without a reward."""
         names = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
-        sampling = {ours: params[theirs] for theirs, ours in names.items() if params.get(theirs) is not None}
+        sampling = {
+            sampling_name: params[gym_name]
+            for gym_name, sampling_name in names.items()
+            if params.get(gym_name) is not None
+        }
         async with (
             self.client.session(run=self.run, sampling=sampling or None) as session,
             aiohttp.ClientSession() as http,
@@ -101,7 +105,7 @@ class GymAgent:
             async with http.post(f"{session.base_url}/responses", json=body, headers=headers, timeout=timeout) as reply:
                 return reply.status, await reply.read()
 
-    def _told(self, row: Mapping[str, Any], trajectory: Trajectory) -> dict[str, Any]:
+    def _result_or_failure(self, row: Mapping[str, Any], trajectory: Trajectory) -> dict[str, Any]:
         failure = trajectory.record.failure or {}
         if self.failures == "status" and trajectory.record.reward is None and failure.get("blame") == "infra":
             raise Failed503(f"{failure.get('code')}: {failure.get('detail')}")
@@ -166,18 +170,18 @@ def create_app(agent: GymAgent) -> ASGIApp:
         row = await _object(request)
         if row is None:
             return _reply({"detail": "expected a row of a dataset, an object"}, 422)
-        gone = asyncio.create_task(_disconnected(request.receive))
+        disconnected = asyncio.create_task(_disconnected(request.receive))
         try:
-            return _reply(await agent.play(row, gone))
+            return _reply(await agent.play(row, disconnected))
         except Failed503 as error:
             return _reply({"detail": str(error)}, 503)
         except asyncio.CancelledError:
-            if not gone.done():
+            if not disconnected.done():
                 raise
             return Response(status_code=499)
         finally:
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
+            disconnected.cancel()
+            await asyncio.gather(disconnected, return_exceptions=True)
 
     async def responses(request: Request) -> Response:
         params = await _object(request)
@@ -223,10 +227,10 @@ class _NoPages:
         await self._app(scope, receive, send)
 
 
-async def _unless(work: Awaitable[Record], gone: Awaitable[object] | None) -> Record:
+async def _unless(work: Awaitable[Record], disconnected: Awaitable[object] | None) -> Record:
     """Returns the record. Raises CancelledError as soon as the caller disconnects."""
     task = asyncio.ensure_future(work)
-    other = asyncio.ensure_future(gone) if gone is not None else None
+    other = asyncio.ensure_future(disconnected) if disconnected is not None else None
     try:
         await asyncio.wait([task, *([other] if other else [])], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -244,10 +248,10 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _object(request: Request) -> dict[str, Any] | None:
     try:
-        found = msgspec.json.decode(await request.body())
+        body = msgspec.json.decode(await request.body())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return body if isinstance(body, dict) else None
 
 
 def _reply(body: object, status: int = 200) -> Response:

@@ -296,7 +296,7 @@ class RollyardRolloutWorker:
                     continue
                 batch = draw.last_batch
                 assert batch is not None
-                self._ends.append((buffer.given, batch.number))
+                self._ends.append((buffer.added, batch.number))
                 self._report(batch)
                 if batch.is_last:
                     raise RuntimeError(f"the draw has ended ({batch.reason}) and its last group was delivered")

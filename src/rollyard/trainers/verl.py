@@ -98,10 +98,10 @@ class RollyardAgentLoopManager:
         try:
             await put_status(ask, "running")
             async with self._service.ended(ask) as group:
-                found = self._harvest(ask, group)
-                if len(found.members) >= (1 if ask.is_validation else min(2, ask.size)):
-                    await put_rows(ask, found.rows)
-                    status = "failure" if found.lost else "finished"
+                group_rows = self._harvest(ask, group)
+                if len(group_rows.members) >= (1 if ask.is_validation else min(2, ask.size)):
+                    await put_rows(ask, group_rows.rows)
+                    status = "failure" if group_rows.lost else "finished"
         except Exception as error:
             log.exception("rollyard.group_lost %s", ask.group)
             self._broken, status = error, "failure"
@@ -112,23 +112,23 @@ class RollyardAgentLoopManager:
     async def _as_data_proto(self, prompts: Any) -> Any:
         from rollyard.trainers._verl_types import data_proto
 
-        began = time.monotonic()
+        started = time.monotonic()
         asks, place = asks_of_repeated(prompts, self._settings)
         await self._service.begin(asks)
-        found = await asyncio.gather(*(self._collect(ask) for ask in asks))
-        if not any(each.members for each in found):
-            raise RuntimeError(f"no group of {len(asks)} has a rollout to learn from: {found[0].reason}")
-        filled = [fill(each, PAD_ID, score) for each, score in zip(found, _means(asks, found), strict=True)]
+        groups = await asyncio.gather(*(self._collect(ask) for ask in asks))
+        if not any(each.members for each in groups):
+            raise RuntimeError(f"no group of {len(asks)} has a rollout to learn from: {groups[0].reason}")
+        filled = [fill(each, PAD_ID, score) for each, score in zip(groups, _means(asks, groups), strict=True)]
         of_ask = [iter(rows) for rows, _ in filled]
         rows = [next(of_ask[ask]) for ask in place]
         left_out = [row for _, more in filled for row in more]
         arrays = padded(rows, int(self._rollout.prompt_length), int(self._rollout.response_length), PAD_ID)
         figures = {
             **_seconds([row for row in rows if isinstance(row, VerlRow)]),
-            "agent_loop/rollyard/batch": time.monotonic() - began,
+            "agent_loop/rollyard/batch": time.monotonic() - started,
             # Counts, in the only place that this trainer reads from a manager.
             "agent_loop/rollyard/blank_rows": float(sum(not isinstance(row, VerlRow) for row in rows)),
-            "agent_loop/rollyard/lost_members": float(sum(each.lost for each in found)),
+            "agent_loop/rollyard/lost_members": float(sum(each.lost for each in groups)),
             "agent_loop/rollyard/traces_left_out": float(len(left_out)),
             "agent_loop/rollyard/tokens_left_out": float(sum(row.sampled_tokens for row in left_out)),
         }
@@ -140,18 +140,23 @@ class RollyardAgentLoopManager:
 
     def _harvest(self, ask: PromptGroup, group: Group) -> GroupRows:
         temperature = None if ask.is_validation or ask.is_greedy else float(self._rollout.temperature)
-        found = harvest(group, ask.size, is_training=not ask.is_validation, temperature=temperature)
-        if found.lost or found.untrainable:
-            facts = {"group": group.id, "lost": found.lost, "untrainable": found.untrainable, "reason": found.reason}
+        group_rows = harvest(group, ask.size, is_training=not ask.is_validation, temperature=temperature)
+        if group_rows.lost or group_rows.untrainable:
+            facts = {
+                "group": group.id,
+                "lost": group_rows.lost,
+                "untrainable": group_rows.untrainable,
+                "reason": group_rows.reason,
+            }
             log.warning("rollyard.short_group", extra=facts)
-        return found
+        return group_rows
 
 
-def _means(asks: Sequence[PromptGroup], found: Sequence[GroupRows]) -> list[float]:
+def _means(asks: Sequence[PromptGroup], groups: Sequence[GroupRows]) -> list[float]:
     """Returns for each ask the mean of the groups of its data source, by which verl groups its validation figures; if
     all of that source are lost, the mean of all groups."""
     means: dict[str | None, list[float]] = {}
-    for ask, each in zip(asks, found, strict=True):
+    for ask, each in zip(asks, groups, strict=True):
         if each.mean is not None:
             for source in (str(ask.fields.get("data_source")), None):
                 means.setdefault(source, []).append(each.mean)
@@ -161,9 +166,9 @@ def _means(asks: Sequence[PromptGroup], found: Sequence[GroupRows]) -> list[floa
 
 def _seconds(rows: Sequence[VerlRow]) -> dict[str, float]:
     """Returns durations, under the names that verl logs."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name in ("generate_sequences", "tool_calls", "compute_score"):
         seconds = [row.seconds[name] for row in rows]
-        found |= {f"agent_loop/{name}/{what}": of(seconds) for what, of in (("min", min), ("max", max))}
-        found[f"agent_loop/{name}/mean"] = sum(seconds) / len(seconds)
-    return found
+        figures |= {f"agent_loop/{name}/{what}": of(seconds) for what, of in (("min", min), ("max", max))}
+        figures[f"agent_loop/{name}/mean"] = sum(seconds) / len(seconds)
+    return figures

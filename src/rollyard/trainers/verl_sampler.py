@@ -29,8 +29,8 @@ class RollyardReplayBuffer(ReplayBufferAsync):
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         batch = super().sample(global_steps, partition_id, batch_size)
         if partition_id == "train":  # after validation no weights change
-            given = self.sampler_kwargs or {}
-            with Client(given.get("url"), given.get("token"), retry_s=given.get("retry_s", 600.0)) as client:
-                policy = client.policy(given.get("policy", "default"), holder=HOLDER)
-                policy.pause(mode="abort", lease_s=given.get("lease_s", 7200.0))
+            options = self.sampler_kwargs or {}
+            with Client(options.get("url"), options.get("token"), retry_s=options.get("retry_s", 600.0)) as client:
+                policy = client.policy(options.get("policy", "default"), holder=HOLDER)
+                policy.pause(mode="abort", lease_s=options.get("lease_s", 7200.0))
         return batch
