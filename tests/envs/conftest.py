@@ -28,11 +28,11 @@ def task(environment: str, data: Mapping[str, Json], limits: Limits | None = Non
     return Task(environment, data, limits=limits or Limits())
 
 
-def context(given: Task, sandbox: Sandbox | None = None) -> EnvContext:
-    return EnvContext(given, "r1", sandbox)
+def context(env_task: Task, sandbox: Sandbox | None = None) -> EnvContext:
+    return EnvContext(env_task, "r1", sandbox)
 
 
-def evidence(said: str = "", kept: tuple[str, ...] = ("workspace",), **info: Json) -> Evidence:
-    messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": said})
-    artifacts = {name: Artifact(name, WORKDIR, 0, "", "tar") for name in kept}
+def evidence(message: str = "", saved: tuple[str, ...] = ("workspace",), **info: Json) -> Evidence:
+    messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": message})
+    artifacts = {name: Artifact(name, WORKDIR, 0, "", "tar") for name in saved}
     return Evidence(Trajectory("r1", 1, messages=messages, info=info), artifacts)

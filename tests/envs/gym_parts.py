@@ -71,10 +71,10 @@ async def opened(gym: GymEnvironment, name: str = "increment_counter", **limits:
     """A tool of a new session, and the info for EVAL."""
     start = await gym.init(context(gym_task(**limits)))
     for kind in start.tools:
-        made = await kind.open(ToolContext(None))
-        assert not isinstance(made, list | tuple)
-        if made.spec.name == name:  # type: ignore[union-attr]
-            return made, start.info  # type: ignore[return-value]
+        tool = await kind.open(ToolContext(None))
+        assert not isinstance(tool, list | tuple)
+        if tool.spec.name == name:  # type: ignore[union-attr]
+            return tool, start.info  # type: ignore[return-value]
     raise AssertionError(f"no tool {name}")
 
 

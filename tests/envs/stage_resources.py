@@ -41,9 +41,9 @@ async def played(resources: StageResources, body: Mapping[str, Any], agent: str)
 
 async def rewards(resources: StageResources, body: Mapping[str, Any]) -> tuple[float, float]:
     """The rewards of the oracle and of the no-op. Asserts that both have one."""
-    found: list[float] = []
+    scores: list[float] = []
     for agent in ("oracle", "noop"):
         result = await played(resources, body, agent)
         assert result.score is not None, result.failure
-        found.append(result.score.reward)
-    return found[0], found[1]
+        scores.append(result.score.reward)
+    return scores[0], scores[1]

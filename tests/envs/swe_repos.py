@@ -118,7 +118,7 @@ class Hands(NoopAgent):
     name: ClassVar[str] = "hands"
 
     def __init__(self) -> None:
-        self.said: list[str] = []  # what its commands printed
+        self.outputs: list[str] = []  # what its commands printed
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         assert context.sandbox is not None
@@ -127,7 +127,7 @@ class Hands(NoopAgent):
         for command in commands:
             result = await context.sandbox.exec(str(command), timeout_s=20, cwd=context.sandbox.spec.workdir)
             assert result.status == 0, (command, result.stdout, result.stderr)
-            self.said.append(result.stdout.decode())
+            self.outputs.append(result.stdout.decode())
         return await super().run(context, messages)
 
 
@@ -151,8 +151,8 @@ def build(folder: Path) -> Repository:
         library.glob(f"python3.*/{below}__pycache__/*.pyc") for below in ("", "*/")
     )  # saves half a second a run
     shared = (library.glob(f"*/{name}") for name in ("libstdc++.so.6", "libgcc_s.so.1"))  # agent programs need them
-    for found in itertools.chain(*compiled, *shared):
-        _add(found, folder / found.relative_to("/"))
+    for path in itertools.chain(*compiled, *shared):
+        _add(path, folder / path.relative_to("/"))
     repository = folder / "testbed"
     repository.mkdir()
     _git(repository, "init", "-q", "-b", "main")
@@ -161,7 +161,7 @@ def build(folder: Path) -> Repository:
     base = _commit(repository, BASE, "base")
     fix = _commit(repository, FIX, "the fix")
     tests = _commit(repository, TESTS, "its tests")
-    found = Repository(folder, base, fix, _diff(repository, base, fix), _diff(repository, fix, tests))
+    built = Repository(folder, base, fix, _diff(repository, base, fix), _diff(repository, fix, tests))
     _git(repository, "remote", "add", "origin", "https://example.invalid/calc")
     _git(repository, "update-ref", "refs/remotes/origin/main", tests)
     _git(repository, "tag", "v2", fix)
@@ -169,7 +169,7 @@ def build(folder: Path) -> Repository:
     _git(repository, "checkout", "-q", "--detach", base)
     (repository / ".git/info/attributes").unlink()
     _write(repository, {"build/out.o": b"\0", "untracked.txt": b"of the image\n"})
-    return found
+    return built
 
 
 def _add(source: Path, target: Path) -> None:

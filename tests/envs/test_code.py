@@ -38,23 +38,23 @@ ASSERTED = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def resources():
-    async with open_resources("bubblewrap") as made:
-        yield made
+    async with open_resources("bubblewrap") as opened:
+        yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=RUNTIMES)
 async def any_resources(request: pytest.FixtureRequest):
-    async with open_resources(request.param) as made:
-        yield made
+    async with open_resources(request.param) as opened:
+        yield opened
 
 
 async def scored(resources: StageResources, data: dict[str, Any], solution: str | None = None, **sandbox: Any) -> Score:
     """The score of this solution. Every test here also checks that there is a score, whatever the solution does."""
-    given = to_play({"environment": "code", "data": data, "sandbox": sandbox}, resources.default_runtime)
-    rollout = Rollout(new_id("try"), "try", given)
-    said = {"role": "assistant", "content": f"```\n{solution or data['solution']}\n```"}
-    trajectory = Trajectory(rollout.id, 1, messages=(said,))
-    clock = Deadline(given.limits.eval_s)
+    code_task = to_play({"environment": "code", "data": data, "sandbox": sandbox}, resources.default_runtime)
+    rollout = Rollout(new_id("try"), "try", code_task)
+    message = {"role": "assistant", "content": f"```\n{solution or data['solution']}\n```"}
+    trajectory = Trajectory(rollout.id, 1, messages=(message,))
+    clock = Deadline(code_task.limits.eval_s)
     return await evaluate(
         resources.resolve(rollout.task), rollout.id, trajectory, clock, lease_s=600.0, watch=lambda _: None
     )
@@ -99,7 +99,7 @@ async def test_other_languages_run_with_their_own_programs_or_a_given_command(re
     assert (await scored(resources, bash)).reward == 1.0
     awk = {**PROGRAM, "language": "awk", "file": "sum.awk", "command": "awk -f sum.awk", "solution": "{print $1 + $2}"}
     assert (await scored(resources, awk)).reward == 1.0
-    made = {
+    compiled = {
         **PROGRAM,
         "language": "m4ke",
         "file": "raw.txt",
@@ -107,8 +107,8 @@ async def test_other_languages_run_with_their_own_programs_or_a_given_command(re
         "command": "sh made.sh",
         "solution": "read a b; echo $((a PLUS b))",
     }
-    assert (await scored(resources, made)).reward == 1.0
-    score = await scored(resources, {**made, "compile": "exit 1"})
+    assert (await scored(resources, compiled)).reward == 1.0
+    score = await scored(resources, {**compiled, "compile": "exit 1"})
     assert (score.reward, score.metrics["skipped"]) == (0.0, 3)
 
 
@@ -244,9 +244,9 @@ async def test_a_function_that_changes_its_arguments_keeps_its_result(resources:
     data = {**CALLED, "tests": [{"input": [[1], [2]], "output": [1, 2]}], "reward": "share"}
     solution = "def add(a, b):\n    c = a + b\n    a.extend([0] * 1_000_000)\n    return c"
     assert (await scored(resources, data, solution)).reward == 1.0
-    for given in (data, {**ASSERTED, "asserts": ["assert add([1], [2]) == [1, 2]"]}):
+    for variant in (data, {**ASSERTED, "asserts": ["assert add([1], [2]) == [1, 2]"]}):
         assert (
-            await scored(resources, given, "def add(a, b):\n    c = a + b\n    a.append(a)\n    return c")
+            await scored(resources, variant, "def add(a, b):\n    c = a + b\n    a.append(a)\n    return c")
         ).reward == 1.0
 
 
@@ -276,8 +276,8 @@ async def test_a_solution_that_ends_the_sandbox_has_a_score(resources: StageReso
 
 
 async def test_a_program_has_the_largest_allowed_stack(resources: StageResources):
-    given = "import resource\nprint(len(set(resource.getrlimit(resource.RLIMIT_STACK))))"
-    assert (await scored(resources, {**PROGRAM, "tests": [{"input": "", "output": "1"}]}, given)).reward == 1.0
+    solution = "import resource\nprint(len(set(resource.getrlimit(resource.RLIMIT_STACK))))"
+    assert (await scored(resources, {**PROGRAM, "tests": [{"input": "", "output": "1"}]}, solution)).reward == 1.0
 
 
 # --- cheats -------------------------------------------------------------------------------------------

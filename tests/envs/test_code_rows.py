@@ -100,10 +100,10 @@ MBPP_SANITIZED = {
     "test_imports": ["import math"],
     "test_list": ["assert math.isclose(add(0.1, 0.2), 0.3)"],
 }
-OURS = {"question": "Echo.", "tests": [{"input": "a", "output": "a"}], "solution": "print(input())"}
+ROLLYARD = {"question": "Echo.", "tests": [{"input": "a", "output": "a"}], "solution": "print(input())"}
 
 
-def made(row: dict[str, Any], **options: str) -> Any:
+def body_of(row: dict[str, Any], **options: str) -> Any:
     body = CodeEnvironment().from_row(row, options)
     CodeEnvironment().check(to_task(dict(body), {}))
     return body
@@ -116,21 +116,21 @@ async def resources():
 
 
 async def test_a_rows_own_solution_passes_all_tests(resources):
-    rows = (APPS, APPS_CALLED, HUMAN_EVAL, MBPP, MBPP_SET_UP, MBPP_SANITIZED, OURS)
-    results = await asyncio.gather(*(played(resources, made(row), "oracle") for row in rows))
+    rows = (APPS, APPS_CALLED, HUMAN_EVAL, MBPP, MBPP_SET_UP, MBPP_SANITIZED, ROLLYARD)
+    results = await asyncio.gather(*(played(resources, body_of(row), "oracle") for row in rows))
     assert [result.score and result.score.reward for result in results] == [1.0] * len(rows), results
 
 
 async def test_a_cheat_cannot_redefine_what_a_prompt_defines(resources):
     """HumanEval's tests may use the prompt's functions: those of the dataset, not of the solution."""
     cheat = "class Same(str):\n    __eq__ = lambda *_: True\nshift = lambda s: ''\ndef unshift(s): return ''"
-    body = made(HUMAN_EVAL)
+    body = body_of(HUMAN_EVAL)
     result = await played(resources, {**body, "data": {**body["data"], "solution": cheat}}, "oracle")
     assert result.score is not None and result.score.reward == 0.0, result
 
 
 async def test_apps_rows_become_tasks():
-    assert made(APPS) == {
+    assert body_of(APPS) == {
         "environment": "code",
         "data": {
             "question": "Print the sum.",
@@ -138,29 +138,29 @@ async def test_apps_rows_become_tasks():
             "solution": "print(sum(map(int, input().split())))",
         },
     }
-    assert made({**APPS, "solutions": ""})["data"].get("solution") is None
-    data = made(APPS_CALLED)["data"]
+    assert body_of({**APPS, "solutions": ""})["data"].get("solution") is None
+    data = body_of(APPS_CALLED)["data"]
     assert (data["entry_point"], data["starter_code"]) == ("pairs", "def pairs(a, b):\n\t")
     assert data["tests"] == [{"input": [2, 3], "outputs": [[6], 6]}, {"input": [4, 5], "outputs": [20]}]
 
 
 async def test_live_code_bench_rows_become_tasks():
-    data = made(LCB)["data"]
+    data = body_of(LCB)["data"]
     assert data["public_tests"] == [{"input": "1 2", "output": "3"}]
     assert data["tests"] == [{"input": "1 2", "output": "3"}, {"input": "9 9", "output": "18"}]
-    data = made(LCB_CALLED)["data"]
+    data = body_of(LCB_CALLED)["data"]
     assert data["entry_point"] == "add"
     assert data["tests"] == [{"input": [[1], 2], "output": 3}, {"input": [[1, 2], "x"], "output": None}]
-    apart = json.dumps([{"input": '"a\u2028b"\n2\n', "output": "3", "testtype": "functional"}])
-    assert made({**LCB_CALLED, "public_test_cases": apart})["data"]["tests"][0] == {
+    cases = json.dumps([{"input": '"a\u2028b"\n2\n', "output": "3", "testtype": "functional"}])
+    assert body_of({**LCB_CALLED, "public_test_cases": cases})["data"]["tests"][0] == {
         "input": ["a\u2028b", 2],
         "output": 3,
     }
-    assert len(made({**LCB, "private_test_cases": ""})["data"]["tests"]) == 1
+    assert len(body_of({**LCB, "private_test_cases": ""})["data"]["tests"]) == 1
 
 
 async def test_codeforces_rows_become_tasks():
-    data = made(CODEFORCES, language="cpp")["data"]
+    data = body_of(CODEFORCES, language="cpp")["data"]
     assert data["question"] == "Add two numbers.\n\nInput\n\nTwo numbers.\n\nOutput\n\nTheir sum."
     assert data["tests"] == [{"input": "5 6", "output": "11"}]
     assert data["public_tests"] == [{"input": "1 2", "output": "3"}]
@@ -168,27 +168,27 @@ async def test_codeforces_rows_become_tasks():
 
 
 async def test_mbpp_rows_become_tasks():
-    data = made(MBPP)["data"]
+    data = body_of(MBPP)["data"]
     assert (data["entry_point"], data["public_tests"]) == ("merge", MBPP["test_list"][:1])
     assert data["asserts"] == [*MBPP["test_list"], *MBPP["challenge_test_list"]]
 
 
 async def test_options_override_the_row():
-    body = made(CODEFORCES, time_s="7.5", memory_bytes="1000000000", reward="share", image="box.sif")
+    body = body_of(CODEFORCES, time_s="7.5", memory_bytes="1000000000", reward="share", image="box.sif")
     assert body["sandbox"] == {"image": "box.sif"}
     data = body["data"]
     assert (data["time_s"], data["memory_bytes"], data["reward"]) == (7.5, 1_000_000_000, "share")
     with pytest.raises(TaskInvalid, match=r"unknown option 'timeout' of its importer; there are image, language"):
-        made(APPS, timeout="3")
+        body_of(APPS, timeout="3")
     with pytest.raises(TaskInvalid, match="time_s=soon: a number was expected"):
-        made(APPS, time_s="soon")
+        body_of(APPS, time_s="soon")
 
 
 async def test_the_eval_limit_grows_with_the_number_of_tests():
     many = {**CODEFORCES, "official_tests": CODEFORCES["official_tests"] * 500}
-    assert made(many)["limits"] == {"eval_s": 1060.0}
-    assert made(many, time_s="100")["limits"] == {"eval_s": 7200.0}
-    assert "limits" not in made(CODEFORCES)
+    assert body_of(many)["limits"] == {"eval_s": 1060.0}
+    assert body_of(many, time_s="100")["limits"] == {"eval_s": 7200.0}
+    assert "limits" not in body_of(CODEFORCES)
 
 
 class Evil:
@@ -223,5 +223,5 @@ class Evil:
 async def test_rows_that_cannot_become_tasks_are_refused_with_the_reason(row, wrong, monkeypatch, capsys):
     monkeypatch.setattr(rows, "MOST_TESTS_BYTES", 1000)
     with pytest.raises(TaskInvalid, match=wrong):
-        made(row)
+        body_of(row)
     assert not capsys.readouterr().out

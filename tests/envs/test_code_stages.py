@@ -34,8 +34,8 @@ async def test_hidden_tests_are_neither_in_the_prompt_nor_in_runs_sandbox(new_sa
     assert system["content"] == "Be brief."
     assert "Add two numbers." in str(user["content"]) and "shown-15" in str(user["content"])
     assert f"{WORKDIR}/solution.py" in str(user["content"]) and "10 s and 4096 MiB" in str(user["content"])
-    told = f"{start} {(await sandbox.exec('cat -- * 2>&1; env', timeout_s=20)).stdout!r}"
-    assert not [text for text in ("1234", "hidden-5555", "secret") if text in told]
+    visible = f"{start} {(await sandbox.exec('cat -- * 2>&1; env', timeout_s=20)).stdout!r}"
+    assert not [text for text in ("1234", "hidden-5555", "secret") if text in visible]
 
 
 async def test_the_prompt_shows_how_functions_are_called(new_sandbox):
@@ -49,18 +49,18 @@ async def test_the_prompt_shows_how_functions_are_called(new_sandbox):
 
 
 async def test_without_a_file_the_last_code_block_is_the_solution(new_sandbox):
-    given = context(task("code", PROGRAM), await new_sandbox())
-    said = f"First:\n```python\nprint(1)\n```\nNo:\n```python\n{ADD}```\nIt prints\n```text\n3\n```\n"
-    assert (await CodeEnvironment().eval(given, evidence(said, kept=()))).reward == 1.0
-    assert (await CodeEnvironment().eval(given, evidence("done", kept=(), answer=said))).reward == 1.0
-    score = await CodeEnvironment().eval(given, evidence("I cannot.", kept=()))
+    eval_context = context(task("code", PROGRAM), await new_sandbox())
+    message = f"First:\n```python\nprint(1)\n```\nNo:\n```python\n{ADD}```\nIt prints\n```text\n3\n```\n"
+    assert (await CodeEnvironment().eval(eval_context, evidence(message, saved=()))).reward == 1.0
+    assert (await CodeEnvironment().eval(eval_context, evidence("done", saved=(), answer=message))).reward == 1.0
+    score = await CodeEnvironment().eval(eval_context, evidence("I cannot.", saved=()))
     assert (score.reward, score.metrics["has_solution"], score.metrics["skipped"]) == (0.0, 0.0, 3)
 
 
 async def test_a_folder_instead_of_the_solution_file_is_no_solution(new_sandbox):
     sandbox = await new_sandbox()
     await sandbox.write(f"{WORKDIR}/solution.py/__main__.py", ADD.encode())
-    score = await CodeEnvironment().eval(context(task("code", PROGRAM), sandbox), evidence(kept=("solution",)))
+    score = await CodeEnvironment().eval(context(task("code", PROGRAM), sandbox), evidence(saved=("solution",)))
     assert (score.reward, score.metrics["has_solution"]) == (0.0, 0.0)
 
 
@@ -105,5 +105,5 @@ async def test_a_tester_that_does_not_start_gives_no_score(new_sandbox, monkeypa
     sandbox = await new_sandbox()
     monkeypatch.setattr(grading, "_source", lambda name: "raise RuntimeError('no tester')")
     with pytest.raises(VerifierCrashed, match=r"the tester did not start \(status 1\)(.|\n)*no tester"):
-        given = context(task("code", ASSERTED), sandbox)
-        await CodeEnvironment().eval(given, evidence("```python\nx = 1\n```", kept=()))
+        eval_context = context(task("code", ASSERTED), sandbox)
+        await CodeEnvironment().eval(eval_context, evidence("```python\nx = 1\n```", saved=()))

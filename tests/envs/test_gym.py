@@ -58,8 +58,8 @@ async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
         assert rollout.ending.score.reward == 1.0
         trajectory = await site.store.trajectory(rollout.id)
     assert trajectory is not None
-    said = [message.get("content") for message in trajectory.messages if message.get("role") == "tool"]
-    assert said == ['{"success": true}', '{"success": true}', '{"count": 6}']
+    tool_contents = [message.get("content") for message in trajectory.messages if message.get("role") == "tool"]
+    assert tool_contents == ['{"success": true}', '{"success": true}', '{"count": 6}']
     (verified,) = server.verified
     call, output = "function_call", "function_call_output"
     kinds = [item["type"] for item in verified["response"]["output"]]
@@ -74,10 +74,10 @@ async def test_the_model_sees_neither_the_expected_result_nor_the_cookies(tmp_pa
     assert rollout.ending is not None and rollout.ending.score is not None
     assert rollout.ending.score.reward == 0.0
     assert trajectory is not None
-    seen = json.dumps([trajectory.messages, trajectory.tools])
-    assert "get_counter_value" in seen
-    assert "expected_count" not in seen
-    assert GymServer.cookie not in seen
+    visible = json.dumps([trajectory.messages, trajectory.tools])
+    assert "get_counter_value" in visible
+    assert "expected_count" not in visible
+    assert GymServer.cookie not in visible
 
 
 async def test_a_model_cannot_call_verify_or_seed_session(tmp_path, server):
@@ -95,12 +95,12 @@ async def test_a_model_cannot_call_verify_or_seed_session(tmp_path, server):
 async def test_the_newest_cookie_is_sent_and_reaches_eval_in_another_process(server):
     async with gym_of(server) as gym:
         tool, info = await opened(gym)
-        seen = [dict(info["gym"]["cookies"])]
+        cookie_states = [dict(info["gym"]["cookies"])]
         for count in (1, 2):
             result = await tool.call({"count": count}, timeout_s=5)
             assert (result.content, result.is_error) == ('{"success": true}', False)
-            seen.append(dict(info["gym"]["cookies"]))
-    assert len({json.dumps(cookies) for cookies in seen}) == 3
+            cookie_states.append(dict(info["gym"]["cookies"]))
+    assert len({json.dumps(cookies) for cookies in cookie_states}) == 3
     stored = json.loads(json.dumps(info))
     async with gym_of(server) as other:
         assert (await other.eval(context(gym_task()), evidence("So it is 6.", **stored))).reward == 1.0
@@ -140,8 +140,8 @@ async def test_without_the_sessions_cookies_nothing_is_verified(server):
 async def test_a_server_that_the_operator_has_not_named_is_refused(tmp_path, server):
     async with gym_site(tmp_path, PERFECT, server) as site:
         other: dict[str, Any] = body()
-        for wanted in ("http://169.254.169.254", "http://127.0.0.1:1", server.url + "/verify", "nobody"):
-            other["data"]["server"] = wanted
+        for name in ("http://169.254.169.254", "http://127.0.0.1:1", server.url + "/verify", "nobody"):
+            other["data"]["server"] = name
             with pytest.raises(TaskInvalid, match=r"no resources server .*; the operator has named: counter$"):
                 site.pipeline.resources.check(to_task(other, {}), site.run)
         other["data"]["server"] = server.url + "/"

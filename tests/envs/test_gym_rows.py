@@ -39,11 +39,11 @@ def test_input_is_a_string_or_items():
         {"type": "function_call", "call_id": "c", "name": "get_counter_value", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "3"},
     ]
-    found = read({"input": items, "instructions": "count", "tools": TOOLS})
-    assert [message["role"] for message in found.messages] == ["system", "developer", "user", "assistant", "tool"]
-    assert found.messages[2] == {"role": "user", "content": "hello"}
-    assert [tool.name for tool in found.tools] == ["increment_counter", "get_counter_value"]
-    assert found.tools[0].parameters == TOOLS[0]["parameters"]
+    parsed = read({"input": items, "instructions": "count", "tools": TOOLS})
+    assert [message["role"] for message in parsed.messages] == ["system", "developer", "user", "assistant", "tool"]
+    assert parsed.messages[2] == {"role": "user", "content": "hello"}
+    assert [tool.name for tool in parsed.tools] == ["increment_counter", "get_counter_value"]
+    assert parsed.tools[0].parameters == TOOLS[0]["parameters"]
 
 
 def function(name: str) -> dict[str, Any]:
@@ -90,13 +90,17 @@ def test_data_that_can_never_work_is_refused_with_the_field(wrong, field, match)
 
 
 def test_a_row_becomes_a_task_with_its_sampling():
-    given = row(3, 1, 2)
-    given["responses_create_params"] |= {"temperature": 0.7, "top_p": 0.9, "max_output_tokens": 512}
-    body = GymEnvironment().from_row({**given, "_rowidx": 4}, {"server": "counter", "oracle": "solution"})
-    made = to_task(body, {})
-    assert (made.environment, made.data["server"], made.data["oracle"]) == ("gym", "counter", given["solution"])
-    assert made.data["row"] == {**{name: given[name] for name in given if name != "solution"}, "_rowidx": 4}
-    assert (made.sampling.temperature, made.sampling.top_p, made.sampling.max_tokens) == (0.7, 0.9, 512)
+    gym_row = row(3, 1, 2)
+    gym_row["responses_create_params"] |= {"temperature": 0.7, "top_p": 0.9, "max_output_tokens": 512}
+    body = GymEnvironment().from_row({**gym_row, "_rowidx": 4}, {"server": "counter", "oracle": "solution"})
+    imported = to_task(body, {})
+    assert (imported.environment, imported.data["server"], imported.data["oracle"]) == (
+        "gym",
+        "counter",
+        gym_row["solution"],
+    )
+    assert imported.data["row"] == {**{name: gym_row[name] for name in gym_row if name != "solution"}, "_rowidx": 4}
+    assert (imported.sampling.temperature, imported.sampling.top_p, imported.sampling.max_tokens) == (0.7, 0.9, 512)
     assert "sampling" not in GymEnvironment().from_row(row(), {"server": "counter"})
 
 
@@ -123,10 +127,10 @@ def test_an_invalid_row_is_refused(given, options, match):
 # --- what a verifier gets -------------------------------------------------------------------------------
 
 
-def told(*messages: Message, params: Any = None, ended_by: str = "stop", **info: Any) -> dict[str, Any]:
+def response_from(*messages: Message, params: Any = None, ended_by: str = "stop", **info: Any) -> dict[str, Any]:
     params = params or {"input": "hello", "tools": TOOLS}
-    given = GymData.read(Task("gym", data(params)))
-    return response_of(given, Trajectory("r1", 1, messages=messages, ended_by=ended_by, info=info))
+    gym_data = GymData.read(Task("gym", data(params)))
+    return response_of(gym_data, Trajectory("r1", 1, messages=messages, ended_by=ended_by, info=info))
 
 
 def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> Message:
@@ -143,7 +147,7 @@ USER: Message = {"role": "user", "content": "hello"}
 
 
 def test_items_are_in_order_and_valid_for_the_api():
-    response = told(
+    response = response_from(
         USER,
         call("get_counter_value", "{}", content="Let me look.", reasoning_content="hm"),
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
@@ -173,39 +177,41 @@ def texts(response: dict[str, Any]) -> list[str]:
 def test_only_messages_after_the_input_are_in_the_output():
     items = [USER, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
     system: Message = {"role": "system", "content": "of the agent's own"}
-    response = told(system, *items, {"role": "assistant", "content": "well"}, params={"input": items})
+    response = response_from(system, *items, {"role": "assistant", "content": "well"}, params={"input": items})
     assert texts(response) == ["well"]
 
 
 def test_an_agent_that_did_nothing_has_an_empty_message():
-    assert texts(told(USER)) == [""]
-    assert texts(told()) == [""]
+    assert texts(response_from(USER)) == [""]
+    assert texts(response_from()) == [""]
 
 
 def test_the_answer_passed_to_finish_is_the_last_message_once():
     finished = call("finish", '{"answer": "6"}')
-    assert texts(told(USER, finished, answer="6")) == ["6"]
-    assert texts(told(USER, {"role": "assistant", "content": "6"}, answer="6")) == ["6"]
+    assert texts(response_from(USER, finished, answer="6")) == ["6"]
+    assert texts(response_from(USER, {"role": "assistant", "content": "6"}, answer="6")) == ["6"]
 
 
 def test_a_call_with_unreadable_arguments_becomes_text():
     error: Message = {"role": "tool", "tool_call_id": "c1", "content": "Error: no JSON"}
     for arguments in ("{nope", "[1]", "[" * 100_000):
-        output = told(USER, call("increment_counter", arguments), error)["output"]
+        output = response_from(USER, call("increment_counter", arguments), error)["output"]
         assert [item["type"] for item in output] == ["message", "message"]
         assert output[0]["content"][0]["text"] == f"increment_counter: {arguments}"
         assert (output[1]["role"], output[1]["content"]) == ("user", "Error: no JSON")
 
 
 def test_a_reply_that_was_cut_off_is_incomplete():
-    response = told(USER, {"role": "assistant", "content": "It i"}, ended_by="token_limit")
+    response = response_from(USER, {"role": "assistant", "content": "It i"}, ended_by="token_limit")
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
 def test_a_programs_name_of_a_tool_becomes_the_rows_name():
     named = call("mcp__environment__get_counter_value", "{}")
-    assert told(USER, named, gateway={})["output"][0]["name"] == "get_counter_value"
-    assert told(USER, named)["output"][0]["name"] == "mcp__environment__get_counter_value"  # not a program: unchanged
+    assert response_from(USER, named, gateway={})["output"][0]["name"] == "get_counter_value"
+    assert (
+        response_from(USER, named)["output"][0]["name"] == "mcp__environment__get_counter_value"
+    )  # not a program: unchanged
     tools: Json = [{"type": "function", "name": name} for name in ("count", "get__count")]
-    exact = told(USER, call("get__count", "{}"), params={"input": [USER], "tools": tools}, gateway={})
+    exact = response_from(USER, call("get__count", "{}"), params={"input": [USER], "tools": tools}, gateway={})
     assert exact["output"][0]["name"] == "get__count"

@@ -208,11 +208,11 @@ KEEPING = {
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_changes_to_the_system_are_scored_if_the_task_keeps_their_paths(tmp_path: Path, runtime: str):
-    kept, lost = ready(tmp_path, KEEPING, keep="/etc/tool:/etc/none"), ready(tmp_path, KEEPING)
-    for body in (kept, lost):
+    preserved, lost = ready(tmp_path, KEEPING, keep="/etc/tool:/etc/none"), ready(tmp_path, KEEPING)
+    for body in (preserved, lost):
         body["data"]["setup"] = [{"files": {"etc/tool/old": "x"}}]
     async with open_resources(runtime) as resources:
-        assert await rewards(resources, kept) == (1.0, 0.0)
+        assert await rewards(resources, preserved) == (1.0, 0.0)
         assert await rewards(resources, lost) == (0.0, 0.0)
 
 
@@ -313,9 +313,9 @@ async def test_the_output_of_the_oracle_is_in_its_messages(resources: StageResou
     result = await played(resources, body, "oracle")
     assert result.score is not None and result.score.reward == 1.0, "only the verifier decides the reward"
     assert result.trajectory is not None
-    user, said = result.trajectory.messages
+    user, assistant = result.trajectory.messages
     assert user["content"] == "Write 'Hello, world!' to hello.txt.\n"
-    assert said["content"] == "solve.sh ended with status 7\nnot quite"
+    assert assistant["content"] == "solve.sh ended with status 7\nnot quite"
 
 
 FETCH = "python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read())' http://{rule}/"

@@ -55,8 +55,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
     ],
 )
 async def test_the_boxed_answer_is_compared_by_value(math, known, said, reward):
-    given = task("math", {**DATA, "answer": known})
-    assert (await math.eval(context(given), evidence(said))).reward == reward
+    math_task = task("math", {**DATA, "answer": known})
+    assert (await math.eval(context(math_task), evidence(said))).reward == reward
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -79,8 +79,8 @@ async def test_a_missing_answer_has_the_metric_answered_0(math):
 
 
 async def test_questions_share_a_few_processes(math):
-    given = context(task("math", DATA))
-    scores = await asyncio.gather(*(math.eval(given, evidence("\\boxed{0.5}")) for _ in range(8)))
+    eval_context = context(task("math", DATA))
+    scores = await asyncio.gather(*(math.eval(eval_context, evidence("\\boxed{0.5}")) for _ in range(8)))
     assert [score.reward for score in scores] == [1.0] * 8
     assert 1 <= len(math._judge.children.idle) <= 2
 

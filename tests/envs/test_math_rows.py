@@ -52,9 +52,9 @@ def verl(*messages: tuple[str, str], truth="42"):
 async def test_a_row_becomes_a_task_that_its_oracle_solves(math, row, question, answer):
     body = math.from_row(row, {})
     assert body == {"environment": "math", "data": {"question": question, "answer": answer}}
-    given = context(task("math", body["data"]))
-    solved = await math.solve(given, {})
-    score = await math.eval(given, evidence(str(solved.messages[-1]["content"])))
+    eval_context = context(task("math", body["data"]))
+    solved = await math.solve(eval_context, {})
+    score = await math.eval(eval_context, evidence(str(solved.messages[-1]["content"])))
     assert score.reward == 1.0
 
 

@@ -27,12 +27,12 @@ async def gym():
 
 
 async def known(gym, data) -> str:
-    said = (await gym.solve(context(task("reasoning_gym", data)), {})).messages[-1]["content"]
-    return str(last_tagged(str(said)))
+    content = (await gym.solve(context(task("reasoning_gym", data)), {})).messages[-1]["content"]
+    return str(last_tagged(str(content)))
 
 
-async def score(gym, data, said="", **info):
-    return await gym.eval(context(task("reasoning_gym", data)), evidence(said, **info))
+async def score(gym, data, message="", **info):
+    return await gym.eval(context(task("reasoning_gym", data)), evidence(message, **info))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -74,21 +74,21 @@ async def test_other_data_give_another_question(gym):
 
 async def test_an_answer_in_tags_or_passed_to_finish_is_scored(gym):
     right = await known(gym, LEGS)
-    for said, info in [
+    for message, info in [
         (f"<answer>{right}</answer>", {}),
         (f"First <answer>-1</answer>, no: <answer> {right}\n</answer> I say.", {}),
         ("<answer>-1</answer>", {"answer": right}),
         ("", {"answer": f"It is <answer>{right}</answer>"}),
     ]:
-        found = await score(gym, LEGS, said, **info)
-        assert (found.reward, found.components, found.metrics) == (
+        result = await score(gym, LEGS, message, **info)
+        assert (result.reward, result.components, result.metrics) == (
             1.0,
             {"score": 1.0},
             {"answered": 1.0, "unscorable": 0.0},
         )
-    for said in ("", right, f"<answer>{right}", f"{right}</answer>"):
-        found = await score(gym, LEGS, said)
-        assert (found.reward, found.metrics["answered"]) == (0.0, 0.0)
+    for message in ("", right, f"<answer>{right}", f"{right}</answer>"):
+        result = await score(gym, LEGS, message)
+        assert (result.reward, result.metrics["answered"]) == (0.0, 0.0)
 
 
 async def test_a_partly_right_answer_gets_partial_credit(gym):
@@ -99,12 +99,12 @@ async def test_a_partly_right_answer_gets_partial_credit(gym):
 
 
 async def test_an_answer_that_the_scorer_cannot_read_scores_0(gym):
-    found = await score(gym, {**LEGS, "family": "prime_factorization"}, "<answer>I do not know</answer>")
-    assert (found.reward, found.metrics) == (0.0, {"answered": 1.0, "unscorable": 1.0})
-    found = await score(gym, LEGS, "<answer>" + "9" * 100_001 + "</answer>")
-    assert (found.reward, found.metrics["unscorable"]) == (0.0, 1.0)
-    found = await score(gym, LEGS, "<answer>half a pair: \ud800</answer>")
-    assert found.reward == 0.0
+    result = await score(gym, {**LEGS, "family": "prime_factorization"}, "<answer>I do not know</answer>")
+    assert (result.reward, result.metrics) == (0.0, {"answered": 1.0, "unscorable": 1.0})
+    result = await score(gym, LEGS, "<answer>" + "9" * 100_001 + "</answer>")
+    assert (result.reward, result.metrics["unscorable"]) == (0.0, 1.0)
+    result = await score(gym, LEGS, "<answer>half a pair: \ud800</answer>")
+    assert result.reward == 0.0
 
 
 async def test_a_different_question_than_in_init_gives_no_score(gym):
@@ -210,17 +210,17 @@ async def test_a_row_becomes_a_tasks_data():
 
 
 async def test_tasks_are_generated_family_by_family():
-    def made(**options: str) -> list[Json]:
+    def generated(**options: str) -> list[Json]:
         return [body["data"] for body in ReasoningEnvironment().generate(options)]
 
-    assert made(family="leg_counting", count="2", seed="7") == [
+    assert generated(family="leg_counting", count="2", seed="7") == [
         {"family": "leg_counting", "seed": 7, "index": 0},
         {"family": "leg_counting", "seed": 7, "index": 1},
     ]
-    assert len(made(family="gcd, lcm")) == 200
-    assert made(family="gcd", count="501")[-1] == {"family": "gcd", "seed": 0, "index": 500, "size": 501}
-    assert made(family="gcd", count="1", config='{"min_numbers": 3}')[0]["config"] == {"min_numbers": 3}  # type: ignore[index]
-    every = made(family="all", count="1")
+    assert len(generated(family="gcd, lcm")) == 200
+    assert generated(family="gcd", count="501")[-1] == {"family": "gcd", "seed": 0, "index": 500, "size": 501}
+    assert generated(family="gcd", count="1", config='{"min_numbers": 3}')[0]["config"] == {"min_numbers": 3}  # type: ignore[index]
+    every = generated(family="all", count="1")
     assert len(every) > 100
     assert "composite" not in [data["family"] for data in every]  # type: ignore[index]
 
@@ -301,8 +301,8 @@ async def odd():
 
 @pytest.mark.parametrize("answer", ["raise", "leave", "die", "spin", "memory", "nothing", "shell", "write"])
 async def test_an_answer_that_breaks_the_scorer_scores_0_and_the_next_one_is_scored(odd, answer):
-    found = await score(odd, ODD_DATA, f"<answer>{answer}</answer>")
-    assert (found.reward, found.metrics["unscorable"]) == (0.0, 1.0)
+    result = await score(odd, ODD_DATA, f"<answer>{answer}</answer>")
+    assert (result.reward, result.metrics["unscorable"]) == (0.0, 1.0)
     assert (await score(odd, ODD_DATA, "<answer>right</answer>")).reward == 1.0
 
 

@@ -66,10 +66,10 @@ async def test_no_family_runs_an_answer_as_code_or_accepts_it(ask, tmp_path):
     mark = tmp_path / "mark"
     code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
     for family in FAMILIES:
-        found = await ask("score", family, code)
-        assert isinstance(found["score"], float), family
-        assert found["score"] <= 0.25, family
-        assert "Fenced" not in str(found["why"]), family  # refused before the fence was needed
+        verdict = await ask("score", family, code)
+        assert isinstance(verdict["score"], float), family
+        assert verdict["score"] <= 0.25, family
+        assert "Fenced" not in str(verdict["why"]), family  # refused before the fence was needed
     spelt = "exec(" + "+".join(f"chr({ord(letter)})" for letter in code) + ")"
     for family in ("countdown", "intermediate_integration", "polynomial_multiplication", "n_queens"):
         assert (await ask("score", family, spelt))["score"] <= 0.01, family
@@ -96,8 +96,8 @@ async def test_an_answer_that_the_scorer_would_compute_is_wrong(ask, family, che
     from reasoning_gym import create_dataset
 
     entry = create_dataset(family, seed=SEED, size=500)[INDEX]
-    found = await ask("score", family, cheat.format(answer=entry["answer"], **entry["metadata"]))
-    assert found["score"] in (0.0, 0.01)
+    verdict = await ask("score", family, cheat.format(answer=entry["answer"], **entry["metadata"]))
+    assert verdict["score"] in (0.0, 0.01)
 
 
 @pytest.mark.parametrize("made", ["{target}e0 + 0e0*({all})", "(x/x)*{target}e0 + (x-x)*({all})"])
@@ -111,8 +111,8 @@ async def test_countdown_accepts_only_the_given_numbers(ask, made):
 @pytest.mark.parametrize("nan", ["NaN", "'nan'", '"\\u006ean"'])
 async def test_a_list_of_nans_is_not_sorted(ask, nan):
     known = str((await ask("solve", "number_sorting"))["answer"])
-    found = await ask("score", "number_sorting", f"[{', '.join([nan] * (known.count(',') + 1))}]")
-    assert found["score"] == 0.0
+    verdict = await ask("score", "number_sorting", f"[{', '.join([nan] * (known.count(',') + 1))}]")
+    assert verdict["score"] == 0.0
 
 
 async def test_puzzle24_rejects_24_and_a_fraction():
@@ -164,7 +164,7 @@ for attempt in sys.argv[1:]:
 
 
 async def test_after_the_fence_nothing_can_be_started_sent_or_written():
-    done = subprocess.run([sys.executable, "-B", "-c", TRY, *ATTEMPTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told = [line.split("\t") for line in done.stdout.splitlines()]
-    assert {attempt: is_fenced == "True" for attempt, is_fenced in told} == ATTEMPTS
+    completed = subprocess.run([sys.executable, "-B", "-c", TRY, *ATTEMPTS], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    outcomes = [line.split("\t") for line in completed.stdout.splitlines()]
+    assert {attempt: is_fenced == "True" for attempt, is_fenced in outcomes} == ATTEMPTS

@@ -62,12 +62,12 @@ async def test_a_handler_is_both_environment_and_agent():
 
 
 async def test_a_method_that_is_not_defined_raises_type_error():
-    given = context(Task("empty"))
+    env_context = context(Task("empty"))
     with pytest.raises(TypeError, match="does not define init"):
-        await Environment().init(given)
+        await Environment().init(env_context)
     with pytest.raises(TypeError, match="does not define eval"):
-        await Environment().eval(given, evidence())
+        await Environment().eval(env_context, evidence())
     with pytest.raises(TypeError, match="does not define run"):
         await Handler().run(None, ())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="no sandbox"):
-        await given.run("ls", timeout_s=1)
+        await env_context.run("ls", timeout_s=1)

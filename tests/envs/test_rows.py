@@ -203,8 +203,8 @@ def test_values_become_json(tmp_path: Path):
     ],
 )
 def test_values_of_python_and_numpy_become_json(value: object, json_value: object):
-    found = plain(value)
-    assert found == json_value and type(found) is type(json_value)
+    converted = plain(value)
+    assert converted == json_value and type(converted) is type(json_value)
 
 
 def test_text_in_a_table_that_is_not_utf_8_is_reported(tmp_path: Path):

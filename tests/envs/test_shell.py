@@ -17,18 +17,18 @@ GOOD = {
 
 async def test_files_are_written_and_set_up_runs_before_the_agent_starts(new_sandbox):
     sandbox = await new_sandbox()
-    given = context(task("shell", GOOD), sandbox)
+    env_context = context(task("shell", GOOD), sandbox)
     environment = ShellEnvironment()
-    await environment.prepare(given)
+    await environment.prepare(env_context)
     assert (await sandbox.read(f"{WORKDIR}/notes/a.txt", limit_bytes=100)).decode() == "ein Zettel 漢字"
     assert (await sandbox.read(f"{WORKDIR}/state", limit_bytes=100)) == b"ready\n"
-    start = await environment.init(given)
+    start = await environment.init(env_context)
     assert start.messages == ({"role": "user", "content": "Write 42 into answer.txt"},)
 
 
 async def test_a_system_prompt_comes_first():
-    given = context(task("shell", {**GOOD, "system_prompt": "Be brief."}))
-    start = await ShellEnvironment().init(given)
+    env_context = context(task("shell", {**GOOD, "system_prompt": "Be brief."}))
+    start = await ShellEnvironment().init(env_context)
     assert [m["role"] for m in start.messages] == ["system", "user"]
 
 
@@ -45,28 +45,28 @@ async def test_the_reward_is_the_weighted_share_of_passed_checks(new_sandbox):
 
 async def test_a_workspace_that_could_not_be_saved_passes_no_check(new_sandbox):
     """Otherwise exceeding the size limit would pass every check that a file is absent."""
-    given = task("shell", {"instruction": "Tidy up", "checks": ["test ! -e junk"]})
-    score = await ShellEnvironment().eval(context(given, await new_sandbox()), evidence(kept=()))
+    shell_task = task("shell", {"instruction": "Tidy up", "checks": ["test ! -e junk"]})
+    score = await ShellEnvironment().eval(context(shell_task, await new_sandbox()), evidence(saved=()))
     assert (score.reward, score.components, score.metrics) == (0.0, {"check_0": 0.0}, {"workspace_kept": 0.0})
 
 
 async def test_a_check_killed_by_a_signal_does_not_pass(new_sandbox):
-    given = task("shell", {"instruction": "x", "checks": ["kill -9 $$"]})
-    score = await ShellEnvironment().eval(context(given, await new_sandbox()), evidence())
+    shell_task = task("shell", {"instruction": "x", "checks": ["kill -9 $$"]})
+    score = await ShellEnvironment().eval(context(shell_task, await new_sandbox()), evidence())
     assert score.reward == 0.0
 
 
 async def test_a_failed_set_up_names_the_command_and_its_error(new_sandbox):
-    given = task("shell", {**GOOD, "setup": ["echo broken >&2; exit 3"]})
+    shell_task = task("shell", {**GOOD, "setup": ["echo broken >&2; exit 3"]})
     with pytest.raises(SetupFailed, match=r"'echo broken >&2; exit 3' ended with status 3: broken") as caught:
-        await ShellEnvironment().prepare(context(given, await new_sandbox()))
+        await ShellEnvironment().prepare(context(shell_task, await new_sandbox()))
     assert caught.value.data == {"command": "echo broken >&2; exit 3", "status": 3, "stderr": "broken"}
 
 
 async def test_a_set_up_that_hangs_is_ended(new_sandbox):
-    given = task("shell", {**GOOD, "setup": ["sleep 600"]}, Limits(init_s=0.2))
+    shell_task = task("shell", {**GOOD, "setup": ["sleep 600"]}, Limits(init_s=0.2))
     with pytest.raises(SetupDeadline, match=r"'sleep 600' did not end within 0\.2 s"):
-        await ShellEnvironment().prepare(context(given, await new_sandbox()))
+        await ShellEnvironment().prepare(context(shell_task, await new_sandbox()))
 
 
 def test_the_plan_saves_only_the_workspace():

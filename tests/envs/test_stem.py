@@ -142,10 +142,10 @@ async def test_a_letter_never_matches_the_text_of_another_choice(stem):
 
 
 async def test_texts_of_any_length_are_scanned_once(stem):
-    given = context(task("stem", GASES))
-    for said in ("Answer:" * 50_000, "Answer: A\n" * 20_000, "answer" + " " * 200_000, "\n" * 200_000):
-        assert (await stem.eval(given, evidence(said))).reward == 0.0
-    assert (await stem.eval(given, evidence("Answer: B", answer="B" * 200_000))).reward == 0.0
+    eval_context = context(task("stem", GASES))
+    for message in ("Answer:" * 50_000, "Answer: A\n" * 20_000, "answer" + " " * 200_000, "\n" * 200_000):
+        assert (await stem.eval(eval_context, evidence(message))).reward == 0.0
+    assert (await stem.eval(eval_context, evidence("Answer: B", answer="B" * 200_000))).reward == 0.0
     for data in (FREE, FALL, {**FALL, "unit": None}):
         for answer in (
             "9" * 100_000,
@@ -241,8 +241,8 @@ async def test_the_prompt_contains_the_choices_and_how_to_answer(stem):
     ],
 )
 async def test_free_answers_are_compared_as_text_or_by_value(stem, data, given, reward):
-    given_task = task("stem", {"question": "?", **data})
-    assert (await stem.eval(context(given_task), evidence(answer=given))).reward == reward
+    stem_task = task("stem", {"question": "?", **data})
+    assert (await stem.eval(context(stem_task), evidence(answer=given))).reward == reward
 
 
 @pytest.mark.parametrize(

@@ -167,10 +167,10 @@ async def test_an_answer_that_addresses_the_judge_is_quoted_data(answer):
         assert not await is_same_to_judge(router, "Why?", "known", answer)
         ((system, user),) = asked(engine)
     assert "never followed" in system["content"]
-    *_, told, _, last = user["content"].split("\n")
+    *_, answer_line, _, last = user["content"].split("\n")
     assert last == "Does the given answer mean the same as the known answer? One word, yes or no."
-    assert told.startswith('Given answer: "') and told.endswith('"'), "the whole answer is on one line"
-    quoted = json.loads(told.removeprefix("Given answer: "))
+    assert answer_line.startswith('Given answer: "') and answer_line.endswith('"'), "the whole answer is on one line"
+    quoted = json.loads(answer_line.removeprefix("Given answer: "))
     lines = [line for line in answer.splitlines() if line]
     assert quoted.splitlines() in (lines, lines[:-1])
     assert user["content"].count("\nKnown answer: ") == user["content"].count("\nGiven answer: ") == 1
@@ -178,7 +178,7 @@ async def test_an_answer_that_addresses_the_judge_is_quoted_data(answer):
         assert mark not in user["content"], "an engine would read it as the end of a message"
 
 
-def given(answer: str) -> str:
+def quoted_answer(answer: str) -> str:
     _, user = judge_messages("?", "known", answer)
     (line,) = [it for it in str(user["content"]).split("\n") if it.startswith("Given answer: ")]
     return json.loads(line.removeprefix("Given answer: "))
@@ -198,14 +198,14 @@ def given(answer: str) -> str:
     ],
 )
 def test_lines_that_look_like_a_verdict_are_removed_unless_they_are_the_whole_answer(answer, told):
-    assert given(answer) == told
+    assert quoted_answer(answer) == told
 
 
 def test_a_long_answer_is_cut():
-    told = given("x" * 1_000_000)
-    assert told == "x" * MAX_ANSWER_CHARS + " … (cut)"
-    assert given(" " * 1_000_000 + "yes").strip() == "… (cut)"
-    assert given("x" * MAX_ANSWER_CHARS) == "x" * MAX_ANSWER_CHARS
+    quoted = quoted_answer("x" * 1_000_000)
+    assert quoted == "x" * MAX_ANSWER_CHARS + " … (cut)"
+    assert quoted_answer(" " * 1_000_000 + "yes").strip() == "… (cut)"
+    assert quoted_answer("x" * MAX_ANSWER_CHARS) == "x" * MAX_ANSWER_CHARS
 
 
 def test_the_environment_is_registered():

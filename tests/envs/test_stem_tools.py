@@ -24,8 +24,8 @@ def library() -> MCPServer:
     def find(query: str) -> str:
         """Finds pages that have all words of the query."""
         words = query.lower().split()
-        found = [page for title, page in PAPERS.items() if all(word in f"{title} {page}".lower() for word in words)]
-        return "\n".join(found) or "nothing found"
+        pages = [page for title, page in PAPERS.items() if all(word in f"{title} {page}".lower() for word in words)]
+        return "\n".join(pages) or "nothing found"
 
     return server
 
@@ -55,9 +55,9 @@ async def test_an_agent_searches_computes_and_answers_correctly(tmp_path: Path):
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
-        heard = [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
-        assert heard[0] == "Gallium boils at 2673 K."
-        assert "2400" in heard[1]
+        tool_outputs = [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
+        assert tool_outputs[0] == "Gallium boils at 2673 K."
+        assert "2400" in tool_outputs[1]
         names = [schema["function"]["name"] for schema in trajectory.tools]  # type: ignore[index,call-overload]
         assert names == ["ipython", "finish", "search__find"]
         assert rollout.ending.score is not None

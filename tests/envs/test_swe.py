@@ -51,7 +51,7 @@ for fd in range(3, 64):  # pytest has its own output somewhere, while it catches
         os.write(fd, b"\nPASSED tests/test_calc.py::test_add\nPASSED tests/test_calc.py::test_mul\n")
         os.write(fd, b"\n>>>>> End Test Output\n>>>>> Test Exit Code: 0\n")
 """
-LEFT_OUT = {
+EXCLUDED_FILES = {
     "tests/test_calc.py": "def test_add():\n    pass\n",
     "conftest.py": ALWAYS_PASSED,
     "tests/conftest.py": ALWAYS_PASSED,
@@ -124,7 +124,7 @@ async def test_a_sif_image_works_too(calc: Repository, resource_sets: dict[str, 
     assert await rewards(resource_sets["apptainer"], as_sif(calc, tmp_path / "calc.sif").body()) == (1.0, 0.0)
 
 
-async def left(resources: StageResources, calc: Repository, script: str) -> Any:
+async def patch_metrics(resources: StageResources, calc: Repository, script: str) -> Any:
     """The metrics of an agent that replaces git with the script, which writes its patch. The reward must be 0."""
     program = adds("/usr/local/bin/git", f"#!/bin/sh\ncd /var/tmp/rollyard-swe\n{script}\n")
     command = f"mkdir -p /usr/local/bin; {program}; chmod +x /usr/local/bin/git"
@@ -138,15 +138,15 @@ async def test_a_patch_that_does_not_apply_scores_0(
     runtime: str, calc: Repository, resource_sets: dict[str, StageResources]
 ):
     stale = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-other\n+text\n"
-    metrics = await left(resource_sets[runtime], calc, f"cat > solution.patch <<'END'\n{stale}END")
+    metrics = await patch_metrics(resource_sets[runtime], calc, f"cat > solution.patch <<'END'\n{stale}END")
     assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
 
 
 async def test_an_invalid_patch_scores_0(calc: Repository, resources: StageResources):
-    garbage = await left(resources, calc, "echo no patch > solution.patch")
+    garbage = await patch_metrics(resources, calc, "echo no patch > solution.patch")
     assert (garbage["patch_files"], garbage["patch_applied"]) == (0.0, 0.0)
-    assert await left(resources, calc, "truncate -s 33M solution.patch") == {"patch_kept": 0.0}
-    assert await left(resources, calc, "mkdir -p solution.patch") == {"patch_kept": 0.0}
+    assert await patch_metrics(resources, calc, "truncate -s 33M solution.patch") == {"patch_kept": 0.0}
+    assert await patch_metrics(resources, calc, "mkdir -p solution.patch") == {"patch_kept": 0.0}
 
 
 class Ways(Hands):
@@ -163,7 +163,7 @@ class Ways(Hands):
             assert result.status == 0, (command, result.stderr)
             await repository.diff(context.sandbox, "/testbed", timeout_s=20)
             patch = await context.sandbox.read(repository.PATCH, limit_bytes=1 << 20)
-            self.said.append(patch.decode())
+            self.outputs.append(patch.decode())
         return "done"
 
 
@@ -192,7 +192,7 @@ async def test_the_patch_contains_the_changes_whatever_was_done_to_the_repositor
     resources = replace(resources, agents=Agents({"hands": agent}))
     score = score_of(await tried(resources, calc, list(ways.values()), **ONLY_ADD))
     assert (score.reward, score.metrics["patch_files"]) == (1.0, 1.0)  # the last command's
-    for way, patch in zip(ways, agent.said, strict=True):
+    for way, patch in zip(ways, agent.outputs, strict=True):
         assert "\n-    return a - b\n+    return a + b\n" in patch, (way, patch)
         assert patch.count("diff --git") == (3 if way == "with a configuration" else 1), (way, patch)
 
@@ -215,8 +215,8 @@ async def test_every_byte_and_mode_is_preserved(calc: Repository, resources: Sta
     hands = Hands()
     resources = replace(resources, agents=Agents({"hands": hands}))
     await played(resources, body, "hands")
-    seen = hands.said[-1].strip()
-    body["data"] |= {"FAIL_TO_PASS": ["x::same"], "PASS_TO_PASS": [], "test_command": test, "env": {"SEEN": seen}}
+    digest = hands.outputs[-1].strip()
+    body["data"] |= {"FAIL_TO_PASS": ["x::same"], "PASS_TO_PASS": [], "test_command": test, "env": {"SEEN": digest}}
     assert score_of(await played(resources, body, "hands")).reward == 1.0
     body["agent"]["options"]["commands"] = [make + "; printf x >> bytes"]
     assert score_of(await played(resources, body, "hands")).reward == 0.0
@@ -228,19 +228,19 @@ async def test_cheats_score_0(how: str, calc: Repository, resources: StageResour
 
 
 async def test_files_that_decide_how_tests_run_are_left_out(calc: Repository, resources: StageResources):
-    commands = [f'd=$(dirname {path}); mkdir -p "$d"; {adds(path, text)}' for path, text in LEFT_OUT.items()]
+    commands = [f'd=$(dirname {path}); mkdir -p "$d"; {adds(path, text)}' for path, text in EXCLUDED_FILES.items()]
     score = score_of(await tried(resources, calc, [*commands, adds("cheat.py", ALWAYS_PASSED)], **ONLY_ADD))
     assert score.reward == 0.0
-    assert (score.metrics["patch_files"], score.metrics["patch_files_left_out"]) == (1.0, len(LEFT_OUT))
+    assert (score.metrics["patch_files"], score.metrics["patch_files_left_out"]) == (1.0, len(EXCLUDED_FILES))
 
 
 async def test_edits_of_tests_have_no_effect(calc: Repository, resources: StageResources):
     spoilt = "echo 'assert False' > tests/test_calc.py; echo 'assert False' > tests/conftest.py"
     score = score_of(await tried(resources, calc, [f"{FIX}; {spoilt}"], **ONLY_ADD))
-    gone = score_of(await tried(resources, calc, [f"{FIX}; rm -r tests"], **ONLY_ADD))
+    deleted = score_of(await tried(resources, calc, [f"{FIX}; rm -r tests"], **ONLY_ADD))
     in_the_way = score_of(await tried(resources, calc, [f"{FIX}; rm -r tests; ln -s /tmp tests"], **ONLY_ADD))
     assert (score.reward, score.metrics["patch_files_left_out"]) == (1.0, 2.0)
-    assert gone.reward == 1.0
+    assert deleted.reward == 1.0
     assert in_the_way.reward == 0.0
 
 
@@ -339,7 +339,7 @@ async def test_errors_in_the_task_are_not_the_policys_fault(calc: Repository, re
         assert result.score is None and result.failure is not None
         return result.failure.code, result.failure.detail
 
-    found = {
+    failures = {
         "data.patch: this row has no solution": await code_of("oracle", patch=""),
         "data.patch does not apply to the image": await code_of("oracle", patch=calc.patch.replace("a - b", "a / b")),
         "data.test_patch does not apply to the image": await code_of(
@@ -347,7 +347,7 @@ async def test_errors_in_the_task_are_not_the_policys_fault(calc: Repository, re
         ),
         "swebench has no parser 'parse_log_nothing'": await code_of("hands", [FIX], log_parser="parse_log_nothing"),
     }
-    for text, (code, detail) in found.items():
+    for text, (code, detail) in failures.items():
         assert code == "task_invalid" and text in detail
     for workdir in ("/usr", "/nowhere"):
         code, detail = await code_of("noop", workdir=workdir)

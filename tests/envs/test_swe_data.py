@@ -161,8 +161,8 @@ def test_every_known_suite_has_a_swebench_parser():
         " print(json.dumps([{name: id(parser) for name, parser in PARSER_REGISTRY.items()},"
         " {repo: id(parser) for repo, parser in MAP_REPO_TO_PARSER_PY.items()}]))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    registry, by_repo = json.loads(found.stdout)
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    registry, by_repo = json.loads(completed.stdout)
     suites = [(repo, suite) for repo, versions in SUITES.items() for suite in versions.values()]
     assert {suite.log_parser for _, suite in suites} <= set(registry)
     for repo, suite in suites:
@@ -177,26 +177,26 @@ def test_a_stripped_patch_gets_its_final_line_break():
 
 
 def test_the_prompt_contains_the_issue_but_not_the_tests():
-    told = read(ROW).told()
-    assert "It {breaks}." in told and "/testbed" in told
-    assert "look at" not in told and "test_x" not in told
+    prompt = read(ROW).first_message()
+    assert "It {breaks}." in prompt and "/testbed" in prompt
+    assert "look at" not in prompt and "test_x" not in prompt
     own = read({**ROW, "instruction": "{repo}: {problem_statement} ({hints_text}) {other}"})
-    assert own.told() == "pallets/flask: It {breaks}. (look at {repo}) {other}"
+    assert own.first_message() == "pallets/flask: It {breaks}. (look at {repo}) {other}"
 
 
 def test_files_that_decide_how_tests_run_are_left_out_unless_the_fix_has_them():
-    left_out = read({**ROW, "test_patch": "diff --git a/t/a[1].py b/t/a[1].py\n"}).left_out
-    assert {r"t/a\[1].py", "conftest.py", "*/conftest.py", "setup.cfg", "pyproject.toml", "*.pth"} <= set(left_out)
-    assert "run_tests.sh" not in left_out
-    own = read({**ROW, "patch": "diff --git a/x/conftest.py b/x/conftest.py\n"}).left_out
+    excluded = read({**ROW, "test_patch": "diff --git a/t/a[1].py b/t/a[1].py\n"}).excluded_patterns
+    assert {r"t/a\[1].py", "conftest.py", "*/conftest.py", "setup.cfg", "pyproject.toml", "*.pth"} <= set(excluded)
+    assert "run_tests.sh" not in excluded
+    own = read({**ROW, "patch": "diff --git a/x/conftest.py b/x/conftest.py\n"}).excluded_patterns
     assert "conftest.py" not in own and "*/conftest.py" not in own and "setup.cfg" in own
-    r2e = read(R2E).left_out
+    r2e = read(R2E).excluded_patterns
     assert {"r2e_tests/*", "run_tests.sh", "tox.ini"} <= set(r2e) and "setup.cfg" not in r2e
     django = {**ROW, "repo": "django/django", "version": "4.0"}
-    assert "tests/runtests.py" in read(django).left_out
-    fixed = read({**django, "patch": "diff --git a/tests/runtests.py b/tests/runtests.py\n"}).left_out
+    assert "tests/runtests.py" in read(django).excluded_patterns
+    fixed = read({**django, "patch": "diff --git a/tests/runtests.py b/tests/runtests.py\n"}).excluded_patterns
     assert "tests/runtests.py" not in fixed and "*.egg-info/*" in fixed
-    plugin = read({**ROW, "patch": "diff --git a/x.egg-info/a b/x.egg-info/a\n"}).left_out
+    plugin = read({**ROW, "patch": "diff --git a/x.egg-info/a b/x.egg-info/a\n"}).excluded_patterns
     assert "*.egg-info/*" not in plugin and "*.dist-info/*" in plugin
 
 
@@ -223,12 +223,12 @@ def test_a_row_becomes_a_task_with_its_image(row: dict[str, Any], options: dict[
     row = {name: value for name, value in row.items() if value is not ...}
     body = SweEnvironment().from_row(row, options)
     assert body["sandbox"] == {"image": image}
-    made = to_task(json.loads(json.dumps(body)), {})
-    SweEnvironment().check(made)
-    assert (made.limits.run_s, made.limits.eval_s) == (3600, 1800)
-    assert {name: made.data[name] for name in row} == row
+    swe_task = to_task(json.loads(json.dumps(body)), {})
+    SweEnvironment().check(swe_task)
+    assert (swe_task.limits.run_s, swe_task.limits.eval_s) == (3600, 1800)
+    assert {name: swe_task.data[name] for name in row} == row
     bin_folder = "/testbed/.venv/bin" if row is R2E or "repo_name" in row else "/opt/miniconda3/envs/testbed/bin"
-    assert str(SweEnvironment().plan(made).env["PATH"]).startswith(bin_folder)
+    assert str(SweEnvironment().plan(swe_task).env["PATH"]).startswith(bin_folder)
 
 
 def test_options_of_the_importer_are_applied():
@@ -285,16 +285,16 @@ def test_a_script_that_stores_the_status_itself_does_not_hide_it():
     own = "cd /\n: '>>>>> Start Test Output'\n(exit 3)\nSWEBENCH_TEST_EXIT_CODE=$?\n: '>>>>> End Test Output'\n"
     for text, status in ((own, 3), (own.replace("SWEBENCH_TEST_EXIT_CODE=$?\n", ""), 3), (own.replace("3", "0"), 0)):
         data = read({**ROW, "eval_script": text})
-        done = subprocess.run(["bash", "-c", script(data, "N")], capture_output=True, text=True)
-        assert (done.returncode, cut(done.stdout, "N")) == (status, "")
+        completed = subprocess.run(["bash", "-c", script(data, "N")], capture_output=True, text=True)
+        assert (completed.returncode, cut(completed.stdout, "N")) == (status, "")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def grader() -> AsyncGenerator[Grader, None]:
     """Shared by all tests: swebench takes a second or two to start."""
-    made = Grader()
-    yield made
-    await made.close()
+    new_grader = Grader()
+    yield new_grader
+    await new_grader.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -302,8 +302,8 @@ async def test_swebench_decides(grader: Grader):
     data = read({**ROW, "log_parser": "parse_log_pytest", "FAIL_TO_PASS": ["t.py::a"], "PASS_TO_PASS": ["t.py::b"]})
 
     async def verdict(log: str, status: int = 0, of: SweData = data) -> tuple[bool, dict[str, float]]:
-        found = await grader.verdict(of, log, status, wait_s=60)
-        return found.is_resolved, found.shares
+        graded = await grader.verdict(of, log, status, wait_s=60)
+        return graded.is_resolved, graded.shares
 
     both = "PASSED t.py::a\nPASSED t.py::b\n"
     assert await verdict(both) == (True, {"fail_to_pass": 1.0, "pass_to_pass": 1.0})
@@ -326,8 +326,8 @@ async def test_swebench_decides(grader: Grader):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_outcomes_of_r2e_must_be_the_expected_ones(grader: Grader):
     async def verdict(log: str) -> tuple[bool, float]:
-        found = await grader.verdict(read(R2E), log, 1, wait_s=60)
-        return found.is_resolved, found.shares["expected"]
+        graded = await grader.verdict(read(R2E), log, 1, wait_s=60)
+        return graded.is_resolved, graded.shares["expected"]
 
     summary = "=== short test summary info ===\n"
     right = f"{summary}\x1b[32mPASSED\x1b[0m r2e_tests/t.py::T::test_a\nFAILED r2e_tests/t.py::test_b - it's wrong\n"
@@ -337,12 +337,12 @@ async def test_the_outcomes_of_r2e_must_be_the_expected_ones(grader: Grader):
     others = "XFAIL r2e_tests/t.py::test_x - later\nSKIPPED [1] r2e_tests/t.py:3: no\nSKIPPED r2e_tests/t.py::test_s\n"
     assert await verdict(f"{right}{others}") == (True, 1.0)
     spaced = {**R2E, "expected_output_json": {"test_a[x  y]": "PASSED"}}
-    found = await grader.verdict(read(spaced), f"{summary}PASSED r2e_tests/t.py::test_a[x  y]\n", 0, wait_s=60)
-    assert found.is_resolved
+    graded = await grader.verdict(read(spaced), f"{summary}PASSED r2e_tests/t.py::test_a[x  y]\n", 0, wait_s=60)
+    assert graded.is_resolved
     assert await verdict(right.replace(summary, "")) == (False, 0.0)
 
 
 def test_nothing_heavy_is_imported_with_the_environment():
     code = "import rollyard.envs.swe, sys; print('swebench' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert found.stdout == "False\n", found.stderr
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert completed.stdout == "False\n", completed.stderr

@@ -79,8 +79,8 @@ async def test_the_oracle_calls_the_tools_as_in_the_demonstration():
     assert [(call["name"], json.loads(call["arguments"])) for call in called] == [
         (turn.tool, dict(turn.arguments)) for turn in turns
     ]
-    told = [message["content"] for message in messages if message["role"] == "tool"]
-    assert told[-2:] == [make(FIND).scene.answer, "Done."], "the observations are real"
+    tool_contents = [message["content"] for message in messages if message["role"] == "tool"]
+    assert tool_contents[-2:] == [make(FIND).scene.answer, "Done."], "the observations are real"
 
 
 @pytest.mark.parametrize("data", [FIND, FIX])
@@ -139,7 +139,7 @@ class Unrunnable:
         self.spec, self.download, self.unpack = sandbox.spec, sandbox.download, sandbox.unpack
 
 
-async def left(sandbox: Sandbox, tree: Tree, folder: Path) -> None:
+async def write_files(sandbox: Sandbox, tree: Tree, folder: Path) -> None:
     pack(tree, folder / "left.tar")
     await sandbox.unpack(folder / "left.tar", WORKDIR)
 
@@ -149,13 +149,13 @@ async def test_files_are_scored_without_running_anything(new_sandbox, tmp_path: 
     after = make(FIX).scene.after
     assert after is not None
     sandbox = await new_sandbox()
-    await left(sandbox, after, tmp_path)
-    given = context(task("yardwork", FIX), Unrunnable(sandbox))  # type: ignore[arg-type]
-    score = await YardworkEnvironment().eval(given, evidence())
+    await write_files(sandbox, after, tmp_path)
+    eval_context = context(task("yardwork", FIX), Unrunnable(sandbox))  # type: ignore[arg-type]
+    score = await YardworkEnvironment().eval(eval_context, evidence())
     assert (score.reward, score.metrics) == (1.0, {"files_right": 1.0})
     script = next(path for path, file in after.items() if file and file.text.startswith(". "))
-    await left(sandbox, {script: File("touch /tmp/ran\n")}, tmp_path)
-    score = await YardworkEnvironment().eval(given, evidence())
+    await write_files(sandbox, {script: File("touch /tmp/ran\n")}, tmp_path)
+    score = await YardworkEnvironment().eval(eval_context, evidence())
     assert score.reward == 0.0 and 0.5 < score.metrics["files_right"] < 1.0
 
 
@@ -163,24 +163,24 @@ async def test_a_workspace_that_could_not_be_saved_scores_0(new_sandbox, tmp_pat
     after = make(FIX).scene.after
     assert after is not None
     sandbox = await new_sandbox()
-    await left(sandbox, after, tmp_path)
-    given = context(task("yardwork", FIX), sandbox)
-    assert (await YardworkEnvironment().eval(given, evidence(kept=()))).reward == 0.0
-    await left(sandbox, {"big": File("x" * (WORKSPACE_BYTES + 1))}, tmp_path)
-    assert (await YardworkEnvironment().eval(given, evidence())).reward == 0.0
+    await write_files(sandbox, after, tmp_path)
+    eval_context = context(task("yardwork", FIX), sandbox)
+    assert (await YardworkEnvironment().eval(eval_context, evidence(saved=()))).reward == 0.0
+    await write_files(sandbox, {"big": File("x" * (WORKSPACE_BYTES + 1))}, tmp_path)
+    assert (await YardworkEnvironment().eval(eval_context, evidence())).reward == 0.0
 
 
 async def test_an_answer_scores_1_or_0():
     answer = str(make(FIND).scene.answer)
     names = [path for path in make(FIND).scene.files if path != answer]
 
-    async def reward(said: str = "", **info: Any) -> float:
-        return (await YardworkEnvironment().eval(context(task("yardwork", FIND)), evidence(said, **info))).reward
+    async def reward(message: str = "", **info: Any) -> float:
+        return (await YardworkEnvironment().eval(context(task("yardwork", FIND)), evidence(message, **info))).reward
 
-    assert await reward(answer=answer) == await reward(answer=f" {answer}\n") == await reward(said=answer) == 1.0
+    assert await reward(answer=answer) == await reward(answer=f" {answer}\n") == await reward(message=answer) == 1.0
     for wrong in ("", names[0], f"{answer} {names[0]}", f"It is {answer}", answer.upper(), "*", "1.0"):
         assert await reward(answer=wrong) == 0.0, wrong
-    assert await reward(said=answer, answer=names[0]) == 0.0, "the argument of finish counts"
+    assert await reward(message=answer, answer=names[0]) == 0.0, "the argument of finish counts"
 
 
 # --- set-up
@@ -289,8 +289,8 @@ def test_trained_and_new_rules_can_be_chosen():
         return {(data["family"], rule_of(data)) for data in tasks}
 
     def rule_of(data: Any) -> str:
-        (found,) = (one for one in FAMILIES[data["family"]].templates[data["split"]] if one.name == data["template"])
-        return found.rule
+        (template,) = (one for one in FAMILIES[data["family"]].templates[data["split"]] if one.name == data["template"])
+        return template.rule
 
     in_training = {(family.name, one.rule) for family in FAMILIES.values() for one in family.templates["train"]}
     assert rules(drawn("train")) == in_training

@@ -38,7 +38,7 @@ def every(split: Split, seeds: Iterable[int], levels: Iterable[int] = LEVELS) ->
     ]
 
 
-def told(data: dict[str, Any]) -> list[str]:
+def instructions_of(data: dict[str, Any]) -> list[str]:
     """The instructions of all templates of the task's rule."""
     templates = FAMILIES[data["family"]].templates[data["split"]]
     (rule,) = (template.rule for template in templates if template.name == data["template"])
@@ -71,13 +71,13 @@ def carried_out(puzzle: Puzzle, folder: Path) -> tuple[list[str], dict[str, File
         if file is not None:
             (work / path).chmod(file.mode)  # tarfile's filter removes modes that it considers unsafe
     script = "".join(f"{step.command}\nprintf '\\000'\n" for step in puzzle.scene.steps)
-    done = subprocess.run(
+    completed = subprocess.run(
         ["sh"], input=script, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
     )
     with tarfile.open(archive, "w") as packed:
         for path in sorted(work.rglob("*")):
             packed.add(path, str(path.relative_to(work)), recursive=False)
-    return done.stdout.split("\0")[:-1], unpacked(archive)
+    return completed.stdout.split("\0")[:-1], unpacked(archive)
 
 
 def facts(text: str, split: Split) -> list[str]:
@@ -93,21 +93,21 @@ def test_the_solution_uses_only_what_it_has_seen(family: str, split: Split, tmp_
     for number, data in enumerate(d for d in every(split, seeds=[11]) if d["family"] == family):
         puzzle = make(data)
         scene = puzzle.scene
-        outputs, left = carried_out(puzzle, tmp_path / str(number))
+        outputs, files = carried_out(puzzle, tmp_path / str(number))
         assert len(outputs) == len(scene.steps) <= 6, data
-        seen, looked = puzzle.instruction, ""
+        observed, looked = puzzle.instruction, ""
         for step, output in zip(scene.steps, outputs, strict=True):
-            unseen = [fact for fact in facts(f"{step.said} {step.command}", split) if fact not in seen]
+            unseen = [fact for fact in facts(f"{step.text} {step.command}", split) if fact not in observed]
             assert not unseen, (data, step, "it has not been seen")
             looked += " ".join(fact for fact in facts(step.command, split) if fact not in puzzle.instruction)
             assert output.count("\n") <= LINES, (data, step, output)
-            seen += f"\n{output}"
+            observed += f"\n{output}"
         if scene.answer is not None:
             assert scene.answer in re.findall(r"[\w./]+", outputs[-1].replace("./", "")), (data, outputs)
         else:
             assert looked, (data, "the instruction contains everything: no exploration is needed")
-            assert left is not None and scene.after is not None
-            assert share_right(scene.after, left, checks_modes=scene.checks_modes) == 1.0, (data, left)
+            assert files is not None and scene.after is not None
+            assert share_right(scene.after, files, checks_modes=scene.checks_modes) == 1.0, (data, files)
 
 
 def test_no_task_is_solved_initially_or_by_its_instruction():
@@ -117,7 +117,9 @@ def test_no_task_is_solved_initially_or_by_its_instruction():
             scene = puzzle.scene
             assert (scene.answer is None) != (scene.after is None), data
             if scene.answer is not None:
-                assert not [text for text in told(data) if scene.answer in re.findall(r"[\w./]+", text)], data
+                assert not [text for text in instructions_of(data) if scene.answer in re.findall(r"[\w./]+", text)], (
+                    data
+                )
                 assert not is_answer(scene.answer, "")
             if scene.after is not None:
                 assert share_right(scene.after, whole(scene.files), checks_modes=scene.checks_modes) < 1.0, data
@@ -127,7 +129,7 @@ def test_instructions_commands_and_files_are_short():
     for split in SPLITS:
         for data in every(split, seeds=range(3)):
             puzzle = make(data)
-            assert not [text for text in told(data) if len(text.split()) >= WORDS], data
+            assert not [text for text in instructions_of(data) if len(text.split()) >= WORDS], data
             assert all(len(step.command) <= 120 for step in puzzle.scene.steps), data
             assert sum(len(file.text) for _, file in tree_of(puzzle) if file) < 4000, data
 
@@ -149,7 +151,7 @@ def test_the_same_data_give_the_same_task_in_every_process():
         "text = repr([(make(b['data']).instruction, list(make(b['data']).scene.files.items())) for b in bodies])\n"
         "print(hashlib.sha256(text.encode()).hexdigest()[:16])"
     )
-    found = {
+    digests = {
         split: {
             subprocess.run(
                 [sys.executable, "-c", code.replace("SPLIT", split)],
@@ -162,7 +164,7 @@ def test_the_same_data_give_the_same_task_in_every_process():
         }
         for split in SPLITS
     }
-    assert found == {"train": {"f64ba64548699bdd"}, "held_out": {"8aa8840535255444"}}
+    assert digests == {"train": {"f64ba64548699bdd"}, "held_out": {"8aa8840535255444"}}
 
 
 def test_a_seed_gives_thousands_of_different_tasks():
@@ -188,15 +190,15 @@ def test_two_seeds_have_no_task_in_common():
 def test_the_pools_are_disjoint_and_no_word_is_part_of_another():
     train, held_out = POOLS["train"], POOLS["held_out"]
     for name in ("words", "columns", "endings", "variables"):
-        ours, theirs = getattr(train, name), getattr(held_out, name)
-        assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs)
-        assert not set(ours) & set(theirs)
+        train_values, held_out_values = getattr(train, name), getattr(held_out, name)
+        assert len(set(train_values)) == len(train_values) and len(set(held_out_values)) == len(held_out_values)
+        assert not set(train_values) & set(held_out_values)
     words = [*train.words, *held_out.words]
     assert not [(one, other) for one in words for other in words if one != other and one in other]
-    told = " ".join(
+    template_text = " ".join(
         template.text for family in FAMILIES.values() for split in SPLITS for template in family.templates[split]
     )
-    assert not set(re.findall(r"\w+", told.lower())) & set(words)
+    assert not set(re.findall(r"\w+", template_text.lower())) & set(words)
 
 
 def test_the_splits_share_no_template_no_word_no_number_and_no_instruction():
@@ -243,26 +245,26 @@ def test_a_demonstration_is_the_solution_and_ends_with_finish():
 
 
 def test_files_are_compared_exactly():
-    wanted = {"a.txt": File("one\ntwo\n"), "b/c.sh": File("x\n", 0o755), "d": None}
-    right = whole(wanted)
+    expected = {"a.txt": File("one\ntwo\n"), "b/c.sh": File("x\n", 0o755), "d": None}
+    right = whole(expected)
 
     def share(**changes: File | None) -> float:
-        return share_right(wanted, {**right, **changes}, checks_modes=False)
+        return share_right(expected, {**right, **changes}, checks_modes=False)
 
     assert share() == share(**{"a.txt": File("one\ntwo")}) == share(**{"b/c.sh": File("x\n")}) == 1.0
     assert share(**{"a.txt": File("one\n\ntwo\n")}) == 0.75
     assert share(**{"a.txt": File(" one\ntwo\n")}) < 1.0
     assert share(extra=None) == 0.8
     assert share(d=File("")) < 1.0 and share(**{"a.txt": None}) < 1.0
-    assert share_right(wanted, {**right, "b/c.sh": File("x\n")}, checks_modes=True) < 1.0
-    assert share_right(wanted, {}, checks_modes=False) == 0.0
+    assert share_right(expected, {**right, "b/c.sh": File("x\n")}, checks_modes=True) < 1.0
+    assert share_right(expected, {}, checks_modes=False) == 0.0
     group_only = replace(File("x\n"), mode=0o654)
-    assert share_right(wanted, {**right, "b/c.sh": group_only}, checks_modes=True) < 1.0
+    assert share_right(expected, {**right, "b/c.sh": group_only}, checks_modes=True) < 1.0
 
 
 def test_answers_are_compared_exactly_except_for_white_space():
     assert is_answer("a/b.txt", " ./a/b.txt\n") and is_answer("7", "7")
-    assert not any(is_answer("7", given) for given in ("", "07", "7.", "6 7", "7 7", "It is 7", "<7>"))
+    assert not any(is_answer("7", answer) for answer in ("", "07", "7.", "6 7", "7 7", "It is 7", "<7>"))
 
 
 def test_the_how_to_page_lists_every_family_and_its_example_runs(capsys: pytest.CaptureFixture[str]):

@@ -48,8 +48,8 @@ def test_all_wordings_of_a_rule_have_the_same_slots():
     """So tests of solutions need only one wording."""
     for family in FAMILIES.values():
         for split in SPLITS:
-            found = {(template.rule, frozenset(slots_of(template.text))) for template in family.templates[split]}
-            assert len(found) == len({template.rule for template in family.templates[split]}), (family.name, split)
+            slot_sets = {(template.rule, frozenset(slots_of(template.text))) for template in family.templates[split]}
+            assert len(slot_sets) == len({template.rule for template in family.templates[split]}), (family.name, split)
 
 
 def test_sentences_are_well_formed():

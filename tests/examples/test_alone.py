@@ -21,7 +21,7 @@ from tests.trainers.environment import ROOT, trainer_python
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-def alone(model: Path, folder: Path) -> list[str]:
+def command(model: Path, folder: Path) -> list[str]:
     places = ["--model", str(model), "--data", str(folder / "data"), "--service-python", sys.executable]
     trained = ["--out", str(folder / "out"), "--demonstrations", "4", "--test-tasks", "2", "--levels", "1"]
     program = str(ROOT / "examples" / "yardwork" / "alone.py")
@@ -32,17 +32,17 @@ def test_an_engine_whose_port_is_taken_is_reported_without_a_traceback(tiny_mode
     (tmp_path / "data").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         (tmp_path / "data" / "engine-port").write_text(str(taken.getsockname()[1]))
-        done = subprocess.run(
-            alone(tiny_model, tmp_path),
+        completed = subprocess.run(
+            command(tiny_model, tmp_path),
             env=environ(tmp_path) | {"PYTHONPROFILEIMPORTTIME": "1"},
             capture_output=True,
             text=True,
             timeout=120,
         )
-    assert done.returncode == 1
-    assert "cannot be listened on: Address already in use" in done.stderr
-    assert "rollyard engine ended with 1" in done.stderr and "Traceback" not in done.stderr
-    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "it takes seconds to import, and is not needed"
+    assert completed.returncode == 1
+    assert "cannot be listened on: Address already in use" in completed.stderr
+    assert "rollyard engine ended with 1" in completed.stderr and "Traceback" not in completed.stderr
+    assert not re.search(r"\| +torch$", completed.stderr, re.MULTILINE), "it takes seconds to import, and is not needed"
 
 
 def inside(folder: Path, script: str, program: str) -> subprocess.CompletedProcess[str]:
@@ -57,13 +57,13 @@ def inside(folder: Path, script: str, program: str) -> subprocess.CompletedProce
 
 def test_only_the_trainer_gets_a_share_of_the_gpu(tmp_path: Path):
     script = "import os; print({n: v for n, v in os.environ.items() if 'CUDA_MPS' in n})"
-    done = inside(tmp_path, script, "alone.train([], 30); alone.train([])")
-    first, second = map(ast.literal_eval, done.stdout.splitlines())
+    completed = inside(tmp_path, script, "alone.train([], 30); alone.train([])")
+    first, second = map(ast.literal_eval, completed.stdout.splitlines())
     assert first.items() - second.items() == {
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "30"),
         ("CUDA_MPS_CLIENT_PRIORITY", "1"),
     }
-    assert "--trainer-share has no effect" in done.stderr
+    assert "--trainer-share has no effect" in completed.stderr
 
 
 def test_one_process_runs_several_trainings_and_always_ends(tmp_path: Path):
@@ -87,9 +87,12 @@ try:
 except KeyError:
     print("gone")
 """
-    done = inside(tmp_path, script, program)
-    assert done.stdout.splitlines() == ["True True False", "gone"], done.stderr
-    assert "got ['--fixed', '-'] --out 'a b' 30\n" in done.stderr and "got ['--fixed', '-'] good 30\n" in done.stderr
+    completed = inside(tmp_path, script, program)
+    assert completed.stdout.splitlines() == ["True True False", "gone"], completed.stderr
+    assert (
+        "got ['--fixed', '-'] --out 'a b' 30\n" in completed.stderr
+        and "got ['--fixed', '-'] good 30\n" in completed.stderr
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -98,18 +101,18 @@ def test_ending_it_ends_the_processes_that_it_started(tiny_model: Path, tmp_path
     environment = {**environ(tmp_path), "ALONE_MARK": mark}
     with (
         (tmp_path / "errors").open("wb") as errors,
-        subprocess.Popen(alone(tiny_model, tmp_path), env=environment, stdout=errors, stderr=errors) as process,
+        subprocess.Popen(command(tiny_model, tmp_path), env=environment, stdout=errors, stderr=errors) as process,
     ):
         try:
-            while not {"alone.py", "engine", "serve", "train.py"} <= (found := words(mark)):
+            while not {"alone.py", "engine", "serve", "train.py"} <= (running := words(mark)):
                 assert process.poll() is None, (tmp_path / "errors").read_text()
                 time.sleep(0.1)
             process.send_signal(number)
-            assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL), found
+            assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL), running
             give_up = time.monotonic() + 60
-            while (left := marked(mark)) and time.monotonic() < give_up:  # they get a signal and end by themselves
+            while (remaining := marked(mark)) and time.monotonic() < give_up:  # they get a signal and end by themselves
                 time.sleep(0.1)
-            assert left == []
+            assert remaining == []
         finally:
             process.kill()
 

@@ -27,14 +27,14 @@ def test_each_variant_is_measured_on_one_service(tiny_model: Path, tiny_adapter:
     train += ["--keep", "all", "--max-turns", "2", "--rounds", "1", "--minibatches", "1"]
     argv = [*command, "--", *services, "--cache-gib", "0.1", "--", *train]
     try:
-        done = subprocess.run(argv, env=env, capture_output=True, timeout=280)
+        completed = subprocess.run(argv, env=env, capture_output=True, timeout=280)
     except subprocess.TimeoutExpired as late:
         logs = "".join(f"\n{path}:\n{path.read_text(errors='replace')[-2000:]}" for path in out.rglob("*log*"))
         pytest.fail(f"it did not end: {(late.stderr or b'').decode()[-4000:]}{logs}")
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    found = json.loads(done.stdout)
-    assert json.loads((out / "overlap.json").read_text()) == found
-    ways = {name: found[f"{name}_0.05"] for name in ("decoupled", "coupled", "coupled_oversampled")}
+    assert completed.returncode == 0, completed.stderr.decode()[-4000:]
+    figures = json.loads(completed.stdout)
+    assert json.loads((out / "overlap.json").read_text()) == figures
+    ways = {name: figures[f"{name}_0.05"] for name in ("decoupled", "coupled", "coupled_oversampled")}
     for name, one in ways.items():
         assert one["tokens_per_s"] > 0 and one["step_s"] >= one["learn_s"] > 0
         assert one["gpu_busy_share"] is None and one["run_s"] > 0
@@ -43,19 +43,19 @@ def test_each_variant_is_measured_on_one_service(tiny_model: Path, tiny_adapter:
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert (out / f"warm-up-{name}" / "metrics.jsonl").read_text().count("\n") == 1
         assert name == "decoupled" or {lag for line in lines for lag in line["by_lag"]} == {"0"}
-        assert f"{name} at a tool latency of 0.05 s: {one['tokens_per_s']:.0f} tokens/s" in done.stderr.decode()
-    ours, *others = (one["tokens_per_s"] for one in ways.values())
-    ratios = [found["ratio_coupled_0.05"], found["ratio_coupled_oversampled_0.05"]]
-    assert ratios == pytest.approx([ours / other for other in others])
+        assert f"{name} at a tool latency of 0.05 s: {one['tokens_per_s']:.0f} tokens/s" in completed.stderr.decode()
+    decoupled, *others = (one["tokens_per_s"] for one in ways.values())
+    ratios = [figures["ratio_coupled_0.05"], figures["ratio_coupled_oversampled_0.05"]]
+    assert ratios == pytest.approx([decoupled / other for other in others])
     for way in ("coupled", "coupled_oversampled"):
-        low, high = found[f"range_{way}_0.05"]
-        assert low <= found[f"ratio_{way}_0.05"] <= high
+        low, high = figures[f"range_{way}_0.05"]
+        assert low <= figures[f"ratio_{way}_0.05"] <= high
 
 
 def test_an_existing_folder_is_refused_and_not_changed(tmp_path: Path):
     command = [str(trainer_python("local")), str(EXAMPLES / "overlap.py"), "--start", "x", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "already exists: choose another --out" in done.stderr
+    completed = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 1 and "already exists: choose another --out" in completed.stderr
     assert not any(tmp_path.iterdir())
 
 
@@ -71,5 +71,5 @@ def test_an_existing_folder_is_refused_and_not_changed(tmp_path: Path):
 def test_invalid_options_are_refused_before_anything_starts(tmp_path: Path, given: Sequence[str], says: str):
     out = tmp_path / "out"
     command = [str(trainer_python("local")), str(EXAMPLES / "overlap.py"), "--start", "x", "--out", str(out), *given]
-    done = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and says in done.stderr and not out.exists()
+    completed = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 2 and says in completed.stderr and not out.exists()

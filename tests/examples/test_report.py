@@ -22,9 +22,9 @@ def step(number: int, rewards: tuple[int, int], groups: tuple[int, int, int], **
     """`rewards`: rollouts and passed rollouts. `groups`: all groups, those with rewards all 0, those with all 1."""
     figures = {"judged": groups[0], "all_zero": groups[1], "all_one": groups[2], "rollouts": rewards[0]}
     figures |= {"rewards": rewards[0], "reward_sum": rewards[1], "tokens_sampled": 100, "tokens_delivered": 25}
-    made = {"phase": "rl", "step": number, "staleness": 0.5, "step_s": 4.0, "wait_s": 2.0, "learn_s": 1.5}
+    base = {"phase": "rl", "step": number, "staleness": 0.5, "step_s": 4.0, "wait_s": 2.0, "learn_s": 1.5}
     return {
-        **made,
+        **base,
         "push_s": 0.25,
         "figures": figures,
         "stages_s": {"init_s": 0.1, "run_s": 2.0, "eval_s": 0.05},
@@ -51,9 +51,9 @@ def test_the_report_has_tables_of_two_runs(tmp_path: Path):
     (tmp_path / "seed-0").mkdir()
     (tmp_path / "seed-0" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in one))
     (tmp_path / "seed-1.jsonl").write_text(json.dumps({**tested, "what": "warm", "phase": "test_greedy"}) + "\n")
-    done = report(tmp_path / "seed-0", tmp_path / "seed-1.jsonl", "--every", 2)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    completed = report(tmp_path / "seed-0", tmp_path / "seed-1.jsonl", "--every", 2)
+    assert completed.returncode == 0, completed.stderr
+    lines = completed.stdout.splitlines()
     assert lines[2] == "|  | seed-0 | seed-1 |"
     assert "| warm start | 0.250 (0.200 to 0.300) |  |" in lines
     assert "| warm start, greedily |  | 0.250 (0.200 to 0.300) |" in lines
@@ -72,5 +72,5 @@ def test_the_report_has_tables_of_two_runs(tmp_path: Path):
 def test_a_path_that_is_not_a_run_is_refused(tmp_path: Path):
     (tmp_path / "half.jsonl").write_text('{"phase": ')
     for path in (tmp_path, tmp_path / "half.jsonl", tmp_path / "nowhere"):
-        done = report(path)
-        assert done.returncode == 1 and done.stderr.startswith(f"{path} is not a run: "), done.stderr
+        completed = report(path)
+        assert completed.returncode == 1 and completed.stderr.startswith(f"{path} is not a run: "), completed.stderr

@@ -48,7 +48,7 @@ NUMBERS = ("grad_norm", "rollouts", "tokens_trained", "tokens_seen", "push_s", "
 class Life:
     """What a life of a training printed, and a copy of its folder at its end."""
 
-    said: Sequence[str]
+    output: Sequence[str]
     folder: Path
 
     @property
@@ -63,8 +63,8 @@ class Life:
         return [line["step"] for line in self.lines if line["phase"] == phase]
 
     def step(self, number: int) -> dict[str, Any]:
-        (found,) = (line for line in self.lines if (line["phase"], line["step"]) == ("rl", number))
-        return found
+        (step_line,) = (line for line in self.lines if (line["phase"], line["step"]) == ("rl", number))
+        return step_line
 
     def tests(self, phase: str) -> list[str]:
         return [line["what"] for line in self.lines if line["phase"] == phase]
@@ -113,27 +113,29 @@ class TrainingRun:
         """Runs one more training in the process, until it ends, or until all are killed after that step of RL."""
         print(shlex.join(["--out", str(out), *options]), file=self._process.stdin, flush=True)
         until = OVER if killed_at is None else f"rl {killed_at}:"
-        said: list[str] = []
+        output: list[str] = []
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(until):
                 if killed_at is not None:
                     self.kill()
-                return self._life(said, out)
-            said.append(line)
+                return self._life(output, out)
+            output.append(line)
         log = (self._folder / "log").read_text(errors="replace")
-        pytest.fail("".join(said)[-2000:] + log[-4000:])
+        pytest.fail("".join(output)[-2000:] + log[-4000:])
 
     def finish(self, out: Path) -> Life:
         """Waits for its only training and all its processes to end."""
-        said, _ = self._process.communicate()
-        assert self._process.returncode == 0, said[-2000:] + (self._folder / "log").read_text(errors="replace")[-4000:]
-        return self._life(said.splitlines(), out)
+        output, _ = self._process.communicate()
+        assert self._process.returncode == 0, (
+            output[-2000:] + (self._folder / "log").read_text(errors="replace")[-4000:]
+        )
+        return self._life(output.splitlines(), out)
 
-    def _life(self, said: Sequence[str], out: Path) -> Life:
+    def _life(self, output: Sequence[str], out: Path) -> Life:
         copy = self._folder / f"{out.name}-{len(list(self._folder.iterdir()))}"
         shutil.copytree(out, copy)
-        return Life(said, copy)
+        return Life(output, copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class Lives:
     killed: Life
     last: Life
     more: Life
-    nothing_left: Life
+    already_complete: Life
     again: Life
 
 
@@ -167,7 +169,7 @@ def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
         # A training that is complete needs neither an engine nor a service.
         nowhere = "http://127.0.0.1:9"
         places = ("--engine", nowhere, "--service", nowhere, "--token", "none")
-        nothing_left = running.train(more_out, *options, *places)
+        already_complete = running.train(more_out, *options, *places)
         file = more_out / "metrics.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in more.lines[:-1]))  # without its last test
         again = running.train(more_out, *options)
@@ -175,7 +177,7 @@ def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
         killed = running.train(out, killed_at=KILLED_AT)
     with TrainingRun.running(folder, tiny_model, "--out", str(out)) as running:
         last = running.finish(out)
-    return Lives(folder, warm, cut, killed, last, more, nothing_left, again)
+    return Lives(folder, warm, cut, killed, last, more, already_complete, again)
 
 
 async def delivered(folder: Path, out: Path) -> tuple[dict[str, Any], list[list[Any]]]:
@@ -188,14 +190,14 @@ async def delivered(folder: Path, out: Path) -> tuple[dict[str, Any], list[list[
 
 async def test_an_interrupted_run_continues_at_its_checkpoint(lives: Lives):
     first = lives.warm
-    assert "everything is saved" in first.said[-1]
+    assert "everything is saved" in first.output[-1]
     assert (first.steps("warm"), first.steps("rl")) == ([1], []) and not (first.folder / "rl").exists()
     assert {"loss", "pass_at_1", "low", "high", "busy_s"} <= first.lines[0].keys()
     for name in ("warm", "best"):
         assert {file.name for file in (first.folder / name).iterdir()} == CHECKPOINT
 
     second = lives.cut
-    assert "everything is saved" in second.said[-1]
+    assert "everything is saved" in second.output[-1]
     assert (second.steps("warm"), second.steps("rl"), second.saved_step) == ([1], [1], 1)
     assert second.lines[0] == first.lines[0], "the warm start is not done again"
 
@@ -206,7 +208,7 @@ async def test_an_interrupted_run_continues_at_its_checkpoint(lives: Lives):
     last = lives.last
     assert (last.steps("warm"), last.steps("rl")) == ([1], list(range(1, STEPS + 1))), "each step once"
     assert last.saved_step == STEPS and {file.name for file in (last.folder / "rl").iterdir()} == CHECKPOINT
-    assert next(line for line in last.said if line.startswith("rl ")).startswith(f"rl {third.saved_step + 1}:")
+    assert next(line for line in last.output if line.startswith("rl ")).startswith(f"rl {third.saved_step + 1}:")
     for step in range(1, third.saved_step + 1):
         assert last.step(step) == third.step(step), "steps before the checkpoint are unchanged"
     undone = third.saved_step + 1
@@ -248,7 +250,7 @@ def test_further_warm_start_is_tested_at_its_end_and_at_its_best(lives: Lives):
     pushed = (life.folder / "pushed" / "adapter_model.safetensors").read_bytes()
     assert pushed == (best / "adapter_model.safetensors").read_bytes(), "what was tested last"
 
-    assert lives.nothing_left.lines == life.lines
+    assert lives.already_complete.lines == life.lines
 
     epochs = lives.again.steps("more_warm")
     assert epochs and epochs == [2**n for n in range(len(epochs))], "it starts again"
@@ -268,7 +270,7 @@ def test_oversampling_is_refused_unless_sampling_and_learning_alternate(tmp_path
         str(tmp_path / "out"),
     ]
     env = environ(tmp_path) | {"PYTHONPROFILEIMPORTTIME": "1"}
-    done = subprocess.run([*command, "--oversample"], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "--oversample needs --max-staleness 0" in done.stderr
+    completed = subprocess.run([*command, "--oversample"], env=env, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 2 and "--oversample needs --max-staleness 0" in completed.stderr
     assert not (tmp_path / "out").exists()
-    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "it takes seconds to import, and is not needed"
+    assert not re.search(r"\| +torch$", completed.stderr, re.MULTILINE), "it takes seconds to import, and is not needed"

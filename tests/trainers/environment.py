@@ -60,10 +60,10 @@ class Script:
                 env=_environ(log),
             )
 
-    def tell(self, line: str, expected: int = 0) -> None:
+    def execute(self, line: str, expected: int = 0) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(line, file=self._process.stdin, flush=True)
-        status = next((said.split()[-1] for said in self._process.stdout if "ended with" in said), "nothing")
+        status = next((output.split()[-1] for output in self._process.stdout if "ended with" in output), "nothing")
         assert status == str(expected), f"{status}: {self._log.read_text(errors='replace')[-6000:]}"
 
     def end(self) -> None:

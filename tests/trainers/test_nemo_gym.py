@@ -46,8 +46,10 @@ COUNTS = (
 
 def engine_of(*extra: tuple[str, tuple[str | Reply, ...]]) -> ScriptedEngine:
     rules = (*extra, ("Add 1, then 2", COUNTS), ("<|im_start|>", (shell("echo good > out.txt"), finish())))
-    made = tuple((marker, tuple(it if isinstance(it, Reply) else Reply(it) for it in turns)) for marker, turns in rules)
-    return ScriptedEngine(Rules(rules=made), tokenizer=FolderTokenizer(tokenizer_dir()))
+    typed_rules = tuple(
+        (marker, tuple(it if isinstance(it, Reply) else Reply(it) for it in turns)) for marker, turns in rules
+    )
+    return ScriptedEngine(Rules(rules=typed_rules), tokenizer=FolderTokenizer(tokenizer_dir()))
 
 
 def own_row(check: str = 'test "$(cat out.txt)" = good', **fields: Any) -> dict[str, Any]:
@@ -131,25 +133,25 @@ def test_the_documented_configuration_has_one_environment_server_for_the_agent()
 def learned(result: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
     """Builds the training sequence of a result as NeMo RL does: asserts that each prompt starts with the sequence
     before it, and raises if nothing was generated."""
-    seen: list[int] = []
+    ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
     for item in result["response"]["output"]:
-        given = [name for name in TOKENS if name in item]
-        assert given in ([], list(TOKENS)), "all three or none"
-        if not given:
+        present = [name for name in TOKENS if name in item]
+        assert present in ([], list(TOKENS)), "all three or none"
+        if not present:
             continue
         assert item["type"] in ("message", "function_call", "reasoning")
         prompt, generated, values = (item[name] for name in TOKENS)
         assert len(generated) == len(values) > 0
-        assert seen == prompt[: len(seen)], "each prompt starts with the sequence before it"
-        told = prompt[len(seen) :]
-        seen += [*told, *generated]
-        mask += [0] * len(told) + [1] * len(generated)
-        logprobs += [0.0] * len(told) + values
-    if not seen:
+        assert ids == prompt[: len(ids)], "each prompt starts with the sequence before it"
+        context = prompt[len(ids) :]
+        ids += [*context, *generated]
+        mask += [0] * len(context) + [1] * len(generated)
+        logprobs += [0.0] * len(context) + values
+    if not ids:
         raise ValueError("no generation data")
-    return seen, mask, logprobs
+    return ids, mask, logprobs
 
 
 async def test_a_row_of_gym_runs_at_its_resources_server(tmp_path: Path) -> None:
@@ -182,10 +184,10 @@ async def test_a_row_of_gym_runs_at_its_resources_server(tmp_path: Path) -> None
         assert logprobs == pytest.approx(trace["logprobs"])
         assert result["response"]["usage"]["output_tokens"] == sum(mask)
         task = (await it.site.get(f"/v1/rollouts/{name}")).body["task"]
-        kept = {"_ng_group_id": "step-1", "_ng_group_attempt": 0, "_ng_rollout_index": 0}
-        assert {key: value for key, value in task["data"]["row"].items() if key.startswith("_")} == kept
+        group_fields = {"_ng_group_id": "step-1", "_ng_group_attempt": 0, "_ng_rollout_index": 0}
+        assert {key: value for key, value in task["data"]["row"].items() if key.startswith("_")} == group_fields
         (verified,) = it.counter.verified
-        assert kept.items() <= verified.items(), "a verifier of the whole group needs them"
+        assert group_fields.items() <= verified.items(), "a verifier of the whole group needs them"
 
 
 async def test_a_row_with_a_rollyard_task_runs_it_with_the_trainers_sampling(tmp_path: Path) -> None:
@@ -320,13 +322,13 @@ async def test_metrics_leave_failures_out_of_every_mean(tmp_path: Path) -> None:
         {"_ng_task_index": 1, "reward": 1.0},
         {"_ng_task_index": 1, "reward": 0.0, "_ng_failure_class": "engine_broken"},
     ]
-    found = metrics_of(rows)
-    assert found["key_metrics"] == {"mean/reward": pytest.approx(2 / 3)}
-    assert [(it["_ng_task_index"], it["mean/reward"]) for it in found["group_level_metrics"]] == [(0, 0.5), (1, 1.0)]
-    assert (found["agent_metrics"]["failures"], found["agent_metrics"]["rollouts"]) == (1, 4)
+    metrics = metrics_of(rows)
+    assert metrics["key_metrics"] == {"mean/reward": pytest.approx(2 / 3)}
+    assert [(it["_ng_task_index"], it["mean/reward"]) for it in metrics["group_level_metrics"]] == [(0, 0.5), (1, 1.0)]
+    assert (metrics["agent_metrics"]["failures"], metrics["agent_metrics"]["rollouts"]) == (1, 4)
     assert metrics_of([])["key_metrics"] == {}
     async with gym(tmp_path, engine_of()) as it:
-        assert (await it.post("/aggregate_metrics", {"verify_responses": rows}))[1] == found
+        assert (await it.post("/aggregate_metrics", {"verify_responses": rows}))[1] == metrics
         assert (await it.post("/aggregate_metrics", {"verify_responses": 3}))[0] == 422
         assert (await it.post("/run", [1]))[0] == 422
         async with it.http.get(it.url + "/") as alive:

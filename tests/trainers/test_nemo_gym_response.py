@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollyard.client import Record, Trace, Trajectory
 from rollyard.core import Sampling
-from rollyard.core import Trace as Kept
+from rollyard.core import Trace as CoreTrace
 from rollyard.core import Trajectory as Played
 from rollyard.tokens.trace import TraceBuilder
 from rollyard.trainers._nemo_gym_response import response_of
@@ -17,7 +17,7 @@ from tests.service.test_prorl_messages import IDS, sampled, trajectories
 from tests.trainers.test_nemo_gym import learned
 
 
-def as_read(trace: Kept, index: int, siblings: int) -> Trace:
+def as_read(trace: CoreTrace, index: int, siblings: int) -> Trace:
     columns: dict[str, Any] = {
         "token_ids": np.array(trace.token_ids, dtype=np.int32),
         "mask": np.frombuffer(bytes(trace.mask), dtype=np.uint8),
@@ -28,11 +28,11 @@ def as_read(trace: Kept, index: int, siblings: int) -> Trace:
     return Trace(**columns, **known)
 
 
-def check(played: Played, told: int) -> None:
+def check(played: Played, expected_index: int) -> None:
     traces = tuple(as_read(trace, index, len(played.traces)) for index, trace in enumerate(played.traces))
     read = Trajectory(Record(id="r"), traces=traces, messages=played.messages, turns=played.turns)
     ids, mask, logprobs = learned({"response": response_of({}, read)})
-    trace = traces[told]
+    trace = traces[expected_index]
     assert trace.logprobs is not None
     end = int(np.flatnonzero(trace.mask)[-1]) + 1
     assert (ids, mask) == (trace.token_ids[:end].tolist(), trace.mask[:end].tolist())
@@ -51,12 +51,14 @@ def test_messages_that_do_not_match_lose_no_token(played: Played, roles: list[st
 
 
 @given(trajectories(), IDS, IDS)
-def test_only_owned_tokens_of_a_fork_are_generated(played: Played, told: list[int], said: list[int]) -> None:
+def test_only_owned_tokens_of_a_fork_are_generated(
+    played: Played, context_ids: list[int], sampled_ids: list[int]
+) -> None:
     """A second trace contains the first as a copy, and has more sampled tokens."""
     first = played.traces[0]
     fork = TraceBuilder(sampling=Sampling(), policy="default", model="m", fork_reason="rewritten")
-    fork.context([*first.token_ids, *told])
+    fork.context([*first.token_ids, *context_ids])
     fork.copies(first.spans)
-    sampled(fork, said * (len(first) + 1), played.turns)
+    sampled(fork, sampled_ids * (len(first) + 1), played.turns)
     messages = (*played.messages, {"role": "user", "content": "go on"}, {"role": "assistant", "content": "more"})
     check(Played("r", 1, traces=(first, fork.build()), messages=messages, turns=played.turns + 1), 1)

@@ -26,7 +26,7 @@ def trace(mask: str, index: int = 0, **fields: object) -> Trace:
     """One character per token: 0 was not sampled, a digit was sampled by that version; spans are runs of digits."""
     digits = np.array([int(char) for char in mask])
     sampled = digits > 0
-    spans = [Span(*found.span(), n, "stop", "") for n, found in enumerate(re.finditer("[1-9]+", mask))]
+    spans = [Span(*match.span(), n, "stop", "") for n, match in enumerate(re.finditer("[1-9]+", mask))]
     known: dict[str, Any] = {
         "token_ids": np.arange(100, 100 + len(mask), dtype=np.int32),
         "mask": sampled.astype(np.uint8),

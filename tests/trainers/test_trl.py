@@ -58,7 +58,7 @@ class Probe:
         file = folder / "tasks.jsonl"
         file.write_text("".join(json.dumps(one) + "\n" for one in tasks))
         asked = {"mode": mode, "folder": str(folder), "model": str(model or tokenizer_dir()), "tasks": str(file)}
-        await asyncio.to_thread(self._script.tell, json.dumps({**asked, "environ": service.environ()}), expected)
+        await asyncio.to_thread(self._script.execute, json.dumps({**asked, "environ": service.environ()}), expected)
         return json.loads((folder / "seen.json").read_text()) if expected == 0 else {}
 
 
@@ -100,20 +100,22 @@ def newest_of(group: Group) -> int:
 async def test_async_grpo_learns_from_exactly_the_sampled_tokens(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as service:
         service.engine.script = every_second_one
-        seen = await probe.run("async", service, tmp_path)
+        recorded = await probe.run("async", service, tmp_path)
         async with AsyncClient(service.url, service.token) as client:
             (facts,) = await client.draws()
             draw = await client.get_draw(facts["id"])
-            groups = [group for n in range(1, len(seen["steps"]) + 1) for group in (await draw.batch(number=n)).groups]
+            groups = [
+                group for n in range(1, len(recorded["steps"]) + 1) for group in (await draw.batch(number=n)).groups
+            ]
     assert facts["state"] == "ended", "a draw without an id is closed when training ends"
-    check_steps(seen["steps"], groups)
+    check_steps(recorded["steps"], groups)
     assert {round(signal) for signal in advantages(groups).values()} == {-1, 1}, "rewards differ within a group"
     for trace in (t for g in groups for r in g.rollouts for t in r.traces):
         changes = np.flatnonzero(np.diff(trace.mask))
         assert len(changes) >= 3, "two turns: the tool output between them is masked"
 
-    assert seen["calls"][:3] == ["pause", 1, "start"], "weights are sent before the first rollout"
-    assert seen["calls"][3:] == [word for n in range(2, len(seen["steps"]) + 2) for word in ("pause", n)]
+    assert recorded["calls"][:3] == ["pause", 1, "start"], "weights are sent before the first rollout"
+    assert recorded["calls"][3:] == [word for n in range(2, len(recorded["steps"]) + 2) for word in ("pause", n)]
     versions = [newest_of(group) for group in groups]
     assert versions[0] == 1 and versions[-1] > 1, versions
     assert versions == sorted(versions)
@@ -128,31 +130,31 @@ async def test_tokens_of_a_real_engine_have_ratio_one(probe: Probe, vllm_url: st
         {"environment": "math", "data": {"question": f"{n} + 5?", "answer": "1"}, "sampling": short} for n in (2, 3)
     ]
     async with served(tmp_path, engines=[{"url": vllm_url, "id": "e0", "tokenizer": str(model)}]) as service:
-        seen = await probe.run("real", service, tmp_path, sums, model)
+        recorded = await probe.run("real", service, tmp_path, sums, model)
         async with AsyncClient(service.url, service.token) as client:
             (facts,) = await client.draws()
             groups = (await (await client.get_draw(facts["id"])).batch(number=1)).groups
-    check_steps(seen["steps"], [*groups])
-    assert seen["steps"][0]["ratio"] == pytest.approx(1.0, abs=1e-3)
+    check_steps(recorded["steps"], [*groups])
+    assert recorded["steps"][0]["ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
 async def test_training_continues_from_a_checkpoint_with_the_batches_after_it(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as service:
         service.engine.script = every_second_one
-        seen = await probe.run("again", service, tmp_path)
-        state = seen["state"]
+        recorded = await probe.run("again", service, tmp_path)
+        state = recorded["state"]
         async with AsyncClient(service.url, service.token) as client:
             draw = await client.get_draw("trl-draw")
             facts = await draw.status()
-            numbers = range(state["batch"] + 1, state["batch"] + 1 + len(seen["again"]["steps"]))
+            numbers = range(state["batch"] + 1, state["batch"] + 1 + len(recorded["again"]["steps"]))
             groups = [group for n in numbers for group in (await draw.batch(number=n)).groups]
             policy = await client.policy().status()
-    assert (len(seen["first"]["steps"]), len(seen["again"]["steps"])) == (3, 2)
-    assert seen["first"]["calls"][-1] == 4, "it died after it had sent weights that no checkpoint has"
+    assert (len(recorded["first"]["steps"]), len(recorded["again"]["steps"])) == (3, 2)
+    assert recorded["first"]["calls"][-1] == 4, "it died after it had sent weights that no checkpoint has"
     assert (state["batch"], state["version"]) == (1, 3), "what two steps have certainly trained on"
-    samples = [len(step["terms"]) for step in seen["again"]["steps"]]
+    samples = [len(step["terms"]) for step in recorded["again"]["steps"]]
     assert sum(samples) == sum(len(group.rollouts) for group in groups) > 0
-    for step in seen["again"]["steps"]:
+    for step in recorded["again"]["steps"]:
         assert step["loss"] == pytest.approx(step["plain_loss"], abs=1e-4)
     assert facts["acked"] > state["batch"], "the last checkpoint acknowledged more, whose traces are deleted"
     assert not any(rollout.traces for group in groups[:1] for rollout in group.rollouts)
@@ -170,13 +172,13 @@ async def test_a_trainer_killed_while_it_writes_weights_continues_from_any_check
             acked = (await (await client.get_draw("trl-draw")).status())["acked"]
             state = json.loads((tmp_path / "out" / "checkpoint-1" / "rollyard.json").read_text())
             assert acked > state["batch"] == 0, "a later checkpoint has acknowledged more than this one"
-            seen = await probe.run("resumed", service, tmp_path)
+            recorded = await probe.run("resumed", service, tmp_path)
             draw = await client.get_draw("trl-draw")
-            batches = [await draw.batch(number=n + 1) for n in range(len(seen["steps"]))]
+            batches = [await draw.batch(number=n + 1) for n in range(len(recorded["steps"]))]
             policy = await client.policy().status()
     assert (policy["state"], policy["version"]) == ("running", state["version"] + 1 + 3)
-    assert len(seen["steps"]) == 3
-    samples = sum(len(step["terms"]) for step in seen["steps"])
+    assert len(recorded["steps"]) == 3
+    samples = sum(len(step["terms"]) for step in recorded["steps"])
     assert samples == sum(len(group.rollouts) for batch in batches for group in batch.groups) == 3 * 2 * 4
     first = batches[0].groups
     assert {newest_of(group) for group in first if group.rollouts[0].traces} <= {state["version"] + 1}
@@ -185,9 +187,9 @@ async def test_a_trainer_killed_while_it_writes_weights_continues_from_any_check
 async def test_grpo_gets_a_rollout_for_each_prompt_in_order(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as service:
         service.engine.script = every_second_one
-        seen = await probe.run("sync", service, tmp_path)
+        recorded = await probe.run("sync", service, tmp_path)
         async with AsyncClient(service.url, service.token) as client:
-            for batch in seen["batches"]:
+            for batch in recorded["batches"]:
                 for place, id in enumerate(batch["rollyard_rollout"]):
                     record, (trace,) = await client.get(id), await client.traces(id)
                     number = batch["prompts"][place].removeprefix("task ")
@@ -196,8 +198,8 @@ async def test_grpo_gets_a_rollout_for_each_prompt_in_order(probe: Probe, tmp_pa
                     assert row["prompt_ids"] + row["completion_ids"] == trace.token_ids.tolist()
                     assert [0] * len(row["prompt_ids"]) + row["env_mask"] == trace.mask.tolist()
                     assert batch["rollyard_reward"][place] == record.reward
-    assert seen["pushed"] == [0, 1], "weights are sent before each step's rollouts"
-    for batch in seen["batches"]:
+    assert recorded["pushed"] == [0, 1], "weights are sent before each step's rollouts"
+    for batch in recorded["batches"]:
         rows = {tuple(ids): mask for ids, mask in zip(batch["completion_ids"], batch["env_mask"], strict=True)}
         for taken in batch["loss"]:
             assert math.isfinite(taken["loss"])

@@ -47,22 +47,22 @@ def rollouts(service: RunningService, **fields: Any) -> RollyardRolloutFunc:
 
 
 async def test_each_prompt_gets_its_rollouts_in_order(service: RunningService):
-    made = await asyncio.to_thread(rollouts(service, run="trl"), ["first"] * 2 + ["second"] * 3, trainer())
-    assert made["rollyard_reward"] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    columns = await asyncio.to_thread(rollouts(service, run="trl"), ["first"] * 2 + ["second"] * 3, trainer())
+    assert columns["rollyard_reward"] == [0.0, 1.0, 0.0, 1.0, 0.0]
     async with AsyncClient(service.url, service.token) as client:
-        records = [await client.get(id) for id in made["rollyard_rollout"]]
+        records = [await client.get(id) for id in columns["rollyard_rollout"]]
     assert [record.task["data"]["instruction"] for record in records] == ["Write done, first."] * 2 + [
         "Write done, second."
     ] * 3
-    for mask, ids, logprobs in zip(made["env_mask"], made["completion_ids"], made["logprobs"], strict=True):
+    for mask, ids, logprobs in zip(columns["env_mask"], columns["completion_ids"], columns["logprobs"], strict=True):
         assert len(mask) == len(ids) == len(logprobs)
         assert mask[0] == 1 and 0 in mask, "the tool output is inside the completion"
 
 
 async def test_a_member_that_infrastructure_failed_is_replaced_by_a_spare(service: RunningService):
-    made = await asyncio.to_thread(rollouts(service, run="trl"), ["FIRST"] * 2, trainer())
-    assert [id.rpartition("-")[2] for id in made["rollyard_rollout"]] == ["1", "2"]
-    assert made["rollyard_reward"] == [1.0, 0.0]
+    columns = await asyncio.to_thread(rollouts(service, run="trl"), ["FIRST"] * 2, trainer())
+    assert [id.rpartition("-")[2] for id in columns["rollyard_rollout"]] == ["1", "2"]
+    assert columns["rollyard_reward"] == [1.0, 0.0]
 
 
 async def test_a_group_that_stays_short_is_an_error(service: RunningService):
@@ -84,7 +84,9 @@ async def test_weights_are_sent_once_per_step_while_nothing_is_sampled(service: 
     call_it = rollouts(service, run="trl", push_weights=push)
     async with AsyncClient(service.url, service.token) as client:
         for step in (0, 0, 1):
-            made = await asyncio.to_thread(call_it, ["first"] * 2, trainer(step))
-            newest = {int(trace.versions.max()) for id in made["rollyard_rollout"] for trace in await client.traces(id)}
+            columns = await asyncio.to_thread(call_it, ["first"] * 2, trainer(step))
+            newest = {
+                int(trace.versions.max()) for id in columns["rollyard_rollout"] for trace in await client.traces(id)
+            }
             assert newest == {step + 1}
     assert sent == [0, 1]

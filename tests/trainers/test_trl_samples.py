@@ -44,34 +44,34 @@ def group(*rollouts: GroupRollout) -> Group:
 
 def test_a_sample_has_the_mask_logprobs_and_oldest_version_of_its_trace():
     one = trace("000115500071", version=9)
-    found = SampleBuilder("grpo", 1.0, first=2).samples(group(rollout(0, 1.0, one), rollout(1, 0.0, trace("011"))), 7)
-    first = found[0]
+    samples = SampleBuilder("grpo", 1.0, first=2).samples(group(rollout(0, 1.0, one), rollout(1, 0.0, trace("011"))), 7)
+    first = samples[0]
     assert first.input_ids.tolist() == one.token_ids.tolist()
     assert first.completion_mask.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1]
     assert first.old_log_probs.tolist() == pytest.approx([0, 0, 0, -0.5, -0.5, -0.5, -0.5, 0, 0, 0, -0.5, -0.5])
     assert (first.input_ids.dtype, first.completion_mask.dtype) == (np.int64, np.int64)
     assert (first.model_version, first.group_id) == (5 - 2, 7)
-    assert (first.advantage, found[1].advantage) == pytest.approx((1.0, -1.0), abs=1e-4)
+    assert (first.advantage, samples[1].advantage) == pytest.approx((1.0, -1.0), abs=1e-4)
 
 
 def test_an_untrainable_rollout_is_in_neither_loss_nor_baseline():
     members = rollout(0, 1.0, trace("01")), rollout(1, 0.0, trace("01")), rollout(2, 0.0, trace("01"), trainable=False)
-    found = SampleBuilder("grpo", 1.0, 0).samples(group(*members), 0)
-    assert [sample.advantage for sample in found] == pytest.approx([1.0, -1.0], abs=1e-4)
+    samples = SampleBuilder("grpo", 1.0, 0).samples(group(*members), 0)
+    assert [sample.advantage for sample in samples] == pytest.approx([1.0, -1.0], abs=1e-4)
 
 
 def test_every_trace_of_a_forked_rollout_is_a_sample_unless_it_owns_no_token():
     forked = rollout(0, 1.0, trace("0110"), trace("0000"), trace("00011"), trace("01", logprobs=None))
-    found = SampleBuilder("grpo", 1.0, 0).samples(group(forked, rollout(1, 0.0, trace("01"))), 0)
-    assert [len(sample.input_ids) for sample in found] == [4, 5, 2]
-    assert found[0].advantage == found[1].advantage
+    samples = SampleBuilder("grpo", 1.0, 0).samples(group(forked, rollout(1, 0.0, trace("01"))), 0)
+    assert [len(sample.input_ids) for sample in samples] == [4, 5, 2]
+    assert samples[0].advantage == samples[1].advantage
 
 
 def test_metrics_have_the_reward_its_components_and_the_groups_spread():
     scored = rollout(0, 1.0, trace("01"), score={"components": {"tests": 0.25}}, summary={"turns": 4})
-    found = SampleBuilder("grpo", 1.0, 0).samples(group(scored, rollout(1, 0.0, trace("01"))), 0)
-    assert found[0].metrics == {"reward": 1.0, "reward_std": 0.5, "rewards/tests": 0.25, "rollyard/turns": 4.0}
-    assert found[1].metrics == {"reward": 0.0, "reward_std": 0.5}
+    samples = SampleBuilder("grpo", 1.0, 0).samples(group(scored, rollout(1, 0.0, trace("01"))), 0)
+    assert samples[0].metrics == {"reward": 1.0, "reward_std": 0.5, "rewards/tests": 0.25, "rollyard/turns": 4.0}
+    assert samples[1].metrics == {"reward": 0.0, "reward_std": 0.5}
 
 
 def test_a_tokenizer_gives_the_logs_their_text():

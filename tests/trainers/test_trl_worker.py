@@ -53,15 +53,15 @@ async def client(service: RunningService) -> AsyncGenerator[AsyncClient, None]:
 
 @pytest.fixture
 async def make(service: RunningService) -> AsyncGenerator[Callable[..., RollyardRolloutWorker], None]:
-    made: list[RollyardRolloutWorker] = []
+    workers: list[RollyardRolloutWorker] = []
 
     def worker(**fields: Any) -> RollyardRolloutWorker:
         known = {"run": "trl", "tasks": TASKS, "group_size": 2, "want": 1, **fields}
-        made.append(RollyardRolloutWorker(service.url, service.token, **known))
-        return made[-1]
+        workers.append(RollyardRolloutWorker(service.url, service.token, **known))
+        return workers[-1]
 
     yield worker
-    for one in made:
+    for one in workers:
         await asyncio.to_thread(one.stop)
 
 
@@ -74,7 +74,7 @@ def sent(worker: RollyardRolloutWorker, version: int) -> None:
     worker.update_model_version(version)
 
 
-def begun(worker: RollyardRolloutWorker) -> None:
+def start_worker(worker: RollyardRolloutWorker) -> None:
     """Starts the worker as TRL does."""
     sent(worker, 1)
     worker.start()
@@ -96,21 +96,21 @@ async def off(function: Callable[..., T], *args: Any) -> T:
 
 async def test_samples_come_in_complete_groups_with_their_advantages(make: Callable[..., RollyardRolloutWorker]):
     worker = make()
-    await off(begun, worker)
+    await off(start_worker, worker)
     samples = await off(taken, worker, 6)
     assert [sample.group_id for sample in samples] == [0, 0, 1, 1, 2, 2]
     assert [round(sample.advantage) for sample in samples] == [-1, 1] * 3
     assert all(0 < sample.completion_mask.sum() < len(sample.input_ids) for sample in samples)
-    told = await off(lambda: worker.metrics_queue.get(timeout=30))
-    assert told["rollyard/reward_before"] == 0.5
-    assert told["rollyard/filtered_total"] == 0
+    metrics = await off(lambda: worker.metrics_queue.get(timeout=30))
+    assert metrics["rollyard/reward_before"] == 0.5
+    assert metrics["rollyard/filtered_total"] == 0
 
 
 async def test_no_batch_is_requested_while_the_previous_one_waits(
     make: Callable[..., RollyardRolloutWorker], client: AsyncClient
 ):
     worker = make()
-    await off(begun, worker)
+    await off(start_worker, worker)
     await off(lambda: worker.metrics_queue.get(timeout=30))  # the first batch is closed
     await off(worker.check_health, 30.0)
     assert worker.rollout_buffer.qsize() == 2
@@ -125,7 +125,7 @@ async def test_versions_are_those_of_the_tokens_and_count_from_the_policys_versi
 ):
     await client.policy("default").resume(40)
     worker = make(max_staleness=0)
-    await off(begun, worker)
+    await off(start_worker, worker)
     assert {sample.model_version for sample in await off(taken, worker, 2)} == {1}
     assert (await client.policy("default").status())["version"] == 41
     await off(sent, worker, 2)
@@ -134,7 +134,7 @@ async def test_versions_are_those_of_the_tokens_and_count_from_the_policys_versi
 
 async def test_weights_sent_without_a_pause_are_refused(make: Callable[..., RollyardRolloutWorker]):
     worker = make()
-    await off(begun, worker)
+    await off(start_worker, worker)
     with pytest.raises(RuntimeError, match=r"weight_transfer=worker\.weights"):
         await off(worker.update_model_version, 2)
 
@@ -151,7 +151,7 @@ async def test_nothing_is_sampled_between_pause_and_resume(
 
 async def test_check_health_raises_at_the_end_of_the_draw(make: Callable[..., RollyardRolloutWorker]):
     worker = make(epochs=1)
-    await off(begun, worker)
+    await off(start_worker, worker)
     await off(taken, worker, 2 * len(TASKS))
     assert "exhausted" in str(await off(driving(worker).exception, 30))
     with pytest.raises(RuntimeError, match=r"no more rollouts come: .*exhausted"):
@@ -167,7 +167,7 @@ async def test_check_health_raises_when_the_service_has_not_answered_for_long(
         async with AsyncClient(service.url, service.token) as client:
             await client.create_run("trl")
         worker = RollyardRolloutWorker(service.url, service.token, run="trl", tasks=TASKS, group_size=2, want=1)
-        await off(begun, worker)
+        await off(start_worker, worker)
     try:
         await off(worker.check_health, 3600.0)  # it does not answer, but not for too long yet
         with pytest.raises(RuntimeError, match="has not answered for"):
@@ -185,7 +185,7 @@ async def test_a_member_that_infrastructure_failed_is_replaced_by_a_spare(
 
     service.engine.script = failing
     worker = make(tasks=TASKS[:1], epochs=1)
-    await off(begun, worker)
+    await off(start_worker, worker)
     samples = await off(taken, worker, 2)
     assert [sample.metrics["reward"] for sample in samples] == [1.0, 0.0]
     assert [round(sample.advantage) for sample in samples] == [1, -1]
@@ -206,7 +206,7 @@ async def test_a_draw_is_closed_at_the_end_unless_it_has_an_id(
     make: Callable[..., RollyardRolloutWorker], client: AsyncClient
 ):
     for worker in (make(), make(id="mine")):
-        await off(begun, worker)
+        await off(start_worker, worker)
         await off(taken, worker, 2)
         await off(worker.stop)
         await off(worker.stop)
@@ -219,7 +219,7 @@ async def test_a_checkpoint_acknowledges_trained_batches_and_can_be_resumed(
     make: Callable[..., RollyardRolloutWorker], client: AsyncClient, tmp_path: Path
 ):
     worker = make(id="mine", max_staleness=0)
-    await off(begun, worker)
+    await off(start_worker, worker)
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     for version in (2, 3, 4):  # one step each; the last sample that was taken a step ago may not be trained on yet
@@ -234,7 +234,7 @@ async def test_a_checkpoint_acknowledges_trained_batches_and_can_be_resumed(
     await off(worker.stop)
 
     again = make(id="mine", max_staleness=0, resume=folder)
-    await off(begun, again)
+    await off(start_worker, again)
     assert (await client.policy("default").status())["version"] == 5
     await off(lambda: again.metrics_queue.get(timeout=30))  # its first batch is closed, and waits
     (facts,) = await client.draws()

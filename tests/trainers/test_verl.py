@@ -93,10 +93,10 @@ async def test_verl_learns_from_exactly_the_sampled_tokens_and_no_lost_rollout(t
             ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
             environ = {**service.environ(), **ray, "HOME": short}
             await asyncio.to_thread(run_script, python, *arguments, environ=environ, log=tmp_path / "log")
-        seen = json.loads((tmp_path / "seen.json").read_text())
+        recorded = json.loads((tmp_path / "seen.json").read_text())
         async with AsyncClient(service.url, service.token) as client:
             await truth.read(
-                client, {row["rollout"] for part in seen.values() for row in part["rows"] if row["rollout"]}
+                client, {row["rollout"] for part in recorded.values() for row in part["rows"] if row["rollout"]}
             )
             modes = {name: (await client.get_run(name))["mode"] for name in ("verl", "verl.val")}
             engines = [engine["id"] for engine in await client.engines()]
@@ -104,14 +104,14 @@ async def test_verl_learns_from_exactly_the_sampled_tokens_and_no_lost_rollout(t
     assert modes == {"verl": "train", "verl.val": "eval"}
     assert engines == ["default.verl0"], "verl's own server became the policy's engine"
     assert (policy["state"], policy["version"]) == ("paused", 8), "nothing is left to sample: verl updates the weights"
-    check_data_proto(truth, seen["data_proto"])
-    check_queue(truth, seen["train"])
-    check_validation(truth, seen["validation"])
-    for row in seen["awaited"]["rows"]:
+    check_data_proto(truth, recorded["data_proto"])
+    check_queue(truth, recorded["train"])
+    check_validation(truth, recorded["validation"])
+    for row in recorded["awaited"]["rows"]:
         assert (truth.records[row["rollout"]].run, truth.records[row["rollout"]].reward) == ("verl.val", row["score"])
-    check_async(truth, seen["async"])
-    assert seen["refused"]["status"] == "failure"
-    assert "was sampled at temperature 1, but verl computes its logprobs at 0.5" in seen["refused"]["error"]
+    check_async(truth, recorded["async"])
+    assert recorded["refused"]["status"] == "failure"
+    assert "was sampled at temperature 1, but verl computes its logprobs at 0.5" in recorded["refused"]["error"]
 
 
 def check_data_proto(truth: Truth, part: dict[str, Any]) -> None:

@@ -41,8 +41,8 @@ def reap(*rollouts: GroupRollout, size: int | None = None, is_training: bool = T
 
 
 def test_a_response_starts_at_the_first_sampled_token_and_ends_with_the_last():
-    found = reap(rollout(0, 0.5, trace("0003300040"), summary={"turns": 2}, timings={"model_s": 1.5}))
-    ((row,),) = found.members
+    group_rows = reap(rollout(0, 0.5, trace("0003300040"), summary={"turns": 2}, timings={"model_s": 1.5}))
+    ((row,),) = group_rows.members
     assert row.prompt_ids.tolist() == [100, 101, 102]
     assert row.response_ids.tolist() == [103, 104, 105, 106, 107, 108]
     assert row.mask.tolist() == [1, 1, 0, 0, 0, 1]
@@ -63,19 +63,24 @@ def test_an_untrainable_rollout_has_a_row_only_in_validation():
     trained = reap(*members)
     assert [row.rollout.index for _, row in trained.rows] == [0]
     assert (trained.lost, trained.untrainable) == (0, 5)
-    seen = reap(*members, is_training=False)
-    assert [row.rollout.index for _, row in seen.rows] == [0, 1, 4]
-    assert seen.members[2][0].logprobs.tolist() == [0.0]
+    validated = reap(*members, is_training=False)
+    assert [row.rollout.index for _, row in validated.rows] == [0, 1, 4]
+    assert validated.members[2][0].logprobs.tolist() == [0.0]
 
 
 def test_members_that_infrastructure_failed_are_counted_and_have_no_rows():
-    found = reap(rollout(0, 1.0, trace("01")), size=4, reason="short_of_members")
-    assert (len(found.rows), found.lost, found.untrainable, found.reason) == (1, 3, 0, "short_of_members")
+    group_rows = reap(rollout(0, 1.0, trace("01")), size=4, reason="short_of_members")
+    assert (len(group_rows.rows), group_rows.lost, group_rows.untrainable, group_rows.reason) == (
+        1,
+        3,
+        0,
+        "short_of_members",
+    )
 
 
 def test_every_trace_of_a_forked_rollout_is_a_row_of_one_member():
-    found = reap(rollout(0, 1.0, trace("0110"), trace("0000"), trace("000111")), rollout(1, 0.0, trace("01")))
-    assert [(member, len(row.response_ids)) for member, row in found.rows] == [(0, 2), (0, 3), (1, 1)]
+    group_rows = reap(rollout(0, 1.0, trace("0110"), trace("0000"), trace("000111")), rollout(1, 0.0, trace("01")))
+    assert [(member, len(row.response_ids)) for member, row in group_rows.rows] == [(0, 2), (0, 3), (1, 1)]
 
 
 def test_a_trace_sampled_at_another_temperature_is_refused():
@@ -90,16 +95,16 @@ def test_names_that_verl_uses_are_no_components():
 
 
 def test_a_blank_row_replaces_a_missing_member_with_the_mean_of_the_others():
-    found = reap(
+    group_rows = reap(
         rollout(0, 1.0, trace("001")), rollout(1, 0.0, trace("001"), trainable=False), rollout(2, 0.5, trace("01"))
     )
-    rows, left_out = fill(found, pad_id=9)
+    rows, left_out = fill(group_rows, pad_id=9)
     assert [type(row) for row in rows] == [VerlRow, VerlRow, BlankRow]
     assert rows[2].reward == 0.75
     assert rows[2].prompt_ids.tolist() == [100, 101]
     assert not left_out
-    nobody, _ = fill(reap(size=2), 9, 0.75)
-    assert [(row.reward, row.prompt_ids.tolist()) for row in nobody] == [(0.75, [9]), (0.75, [9])]
+    blanks, _ = fill(reap(size=2), 9, 0.75)
+    assert [(row.reward, row.prompt_ids.tolist()) for row in blanks] == [(0.75, [9]), (0.75, [9])]
 
 
 def test_a_lost_sample_does_not_count_as_wrong_in_validation():
@@ -108,11 +113,11 @@ def test_a_lost_sample_does_not_count_as_wrong_in_validation():
         for uid, source in zip("abcd", "xxyz", strict=True)
     ]
     good, half = reap(rollout(0, 1.0, trace("01"))), reap(rollout(0, 0.5, trace("01")))
-    found = [good, reap(size=1), half, reap(size=1)]
-    means = _means(asks, found)
+    groups = [good, reap(size=1), half, reap(size=1)]
+    means = _means(asks, groups)
     assert means[1] == 1.0, "of its own data source"
     assert means[3] == 0.75, "of all: its source has no other"
-    rows = [row for each, mean in zip(found, means, strict=True) for row in fill(each, 0, mean)[0]]
+    rows = [row for each, mean in zip(groups, means, strict=True) for row in fill(each, 0, mean)[0]]
     assert [row.reward for row in rows] == [1.0, 1.0, 0.5, 0.75]
 
 
@@ -124,21 +129,21 @@ def test_the_row_of_a_forked_rollout_is_the_trace_that_owns_most_tokens():
 
 def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
     rows, _ = fill(reap(rollout(0, 1.0, trace("00101")), size=2), pad_id=7)
-    found = padded(rows, prompt_length=3, response_length=4, pad_id=7)
-    assert found["prompts"].tolist() == [[7, 100, 101], [7, 100, 101]]
-    assert found["responses"].tolist() == [[102, 103, 104, 7], [7, 7, 7, 7]]
-    assert found["response_mask"].tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
-    assert found["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0, 0]]
-    assert found["position_ids"][0].tolist() == [0, 0, 1, 2, 3, 4, 4]
-    assert found["rollout_log_probs"][0].tolist() == pytest.approx([-0.2, 0, -0.4, 0])
-    assert found["rm_scores"].tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
-    assert found["input_ids"][0].tolist() == [7, 100, 101, 102, 103, 104, 7]
+    arrays = padded(rows, prompt_length=3, response_length=4, pad_id=7)
+    assert arrays["prompts"].tolist() == [[7, 100, 101], [7, 100, 101]]
+    assert arrays["responses"].tolist() == [[102, 103, 104, 7], [7, 7, 7, 7]]
+    assert arrays["response_mask"].tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
+    assert arrays["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0, 0]]
+    assert arrays["position_ids"][0].tolist() == [0, 0, 1, 2, 3, 4, 4]
+    assert arrays["rollout_log_probs"][0].tolist() == pytest.approx([-0.2, 0, -0.4, 0])
+    assert arrays["rm_scores"].tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
+    assert arrays["input_ids"][0].tolist() == [7, 100, 101, 102, 103, 104, 7]
 
 
 def test_a_longer_row_widens_the_arrays_and_is_never_cut():
     rows, _ = fill(reap(rollout(0, 1.0, trace("000111"))), pad_id=0)
-    found = padded(rows, prompt_length=1, response_length=1, pad_id=0)
-    assert (found["prompts"].shape, found["responses"].shape) == ((1, 3), (1, 3))
+    arrays = padded(rows, prompt_length=1, response_length=1, pad_id=0)
+    assert (arrays["prompts"].shape, arrays["responses"].shape) == ((1, 3), (1, 3))
 
 
 # --- prompts and settings
@@ -214,10 +219,10 @@ def test_a_row_without_a_task_is_refused(row: dict[str, Any], settings: Settings
 def test_verls_sampling_and_lengths_are_defaults_that_settings_override():
     verl = config()
     settings = read_settings(config(defaults={"limits": {"max_turns": 5}, "agent": {"name": "native"}}))
-    found = defaults_of(verl.actor_rollout_ref.rollout, settings, is_validation=False)
-    assert found["sampling"] == {"temperature": 1.0, "top_p": 0.9, "top_k": -1, "max_tokens": 200}
-    assert found["limits"] == {"max_context": 300, "max_turns": 5}
-    assert found["agent"] == {"name": "native"}
+    defaults = defaults_of(verl.actor_rollout_ref.rollout, settings, is_validation=False)
+    assert defaults["sampling"] == {"temperature": 1.0, "top_p": 0.9, "top_k": -1, "max_tokens": 200}
+    assert defaults["limits"] == {"max_context": 300, "max_turns": 5}
+    assert defaults["agent"] == {"name": "native"}
     judged = defaults_of(verl.actor_rollout_ref.rollout, settings, is_validation=True)
     assert judged["sampling"] == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 200}
 

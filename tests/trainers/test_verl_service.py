@@ -31,7 +31,7 @@ MODEL = SimpleNamespace(path=str(tokenizer_dir()))
 
 
 @asynccontextmanager
-async def held(service: RunningService, engine: str | None = None) -> AsyncGenerator[VerlService, None]:
+async def verl_service(service: RunningService, engine: str | None = None) -> AsyncGenerator[VerlService, None]:
     settings = Settings(url=service.url, token=service.token, engines=(engine or service.engine.url,))
     verl = VerlService(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT, model=MODEL)), settings, None)
     await asyncio.to_thread(verl.start)
@@ -65,7 +65,7 @@ async def test_the_policy_is_paused_while_verl_waits_for_no_group(tmp_path: Path
     async with (
         served(tmp_path, engines=[]) as service,
         AsyncClient(service.url, service.token) as client,
-        held(service) as verl,
+        verl_service(service) as verl,
     ):
         policy = client.policy("default")
         one, other = asks(1, task(), task())
@@ -97,12 +97,12 @@ async def test_a_refused_prompt_cancels_the_others(tmp_path: Path):
     async with (
         served(tmp_path, engines=[]) as service,
         AsyncClient(service.url, service.token) as client,
-        held(service) as verl,
+        verl_service(service) as verl,
     ):
-        wanted = asks(1, task("NEVER"), {"environment": "nowhere"})
+        prompt_groups = asks(1, task("NEVER"), {"environment": "nowhere"})
         with pytest.raises(RollyardError, match="nowhere"):
-            await run(verl, verl.begin(wanted))
-        assert (await client.get_group(wanted[0].group)).state == "cancelled"
+            await run(verl, verl.begin(prompt_groups))
+        assert (await client.get_group(prompt_groups[0].group)).state == "cancelled"
         assert (await client.policy("default").status())["state"] == "paused"
 
 
@@ -110,7 +110,7 @@ async def test_a_repeated_prompt_is_the_existing_group(tmp_path: Path):
     async with (
         served(tmp_path, engines=[]) as service,
         AsyncClient(service.url, service.token) as client,
-        held(service) as verl,
+        verl_service(service) as verl,
     ):
         (one,) = asks(1, task())
         for _ in range(2):
@@ -125,7 +125,7 @@ async def test_the_engines_of_an_earlier_trainer_are_replaced(tmp_path: Path):
         await client.add_engine(service.engine.url, id="default.verl1", policy="default", tokenizer=MODEL.path)
         await client.add_engine(service.engine.url, id="mine", policy="other", tokenizer=MODEL.path)
         url = service.engine.url.replace("127.0.0.1", "localhost")
-        async with held(service, url) as verl:
+        async with verl_service(service, url) as verl:
             (one,) = asks(1, task())
             await run(verl, verl.begin([one]))
             await group_of(verl, one)

@@ -100,7 +100,7 @@ class Spy:
         self._before(RollyardRolloutWorker, "update_model_version", lambda version: self.calls.append(version))
         compute_loss = AsyncGRPOTrainer.compute_loss
 
-        def seen(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def recording_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             samples = self.collated.popleft()
             if self.dies_in == len(self.steps) + 1:
                 raise Died
@@ -110,13 +110,13 @@ class Spy:
             self.steps[-1]["ratio"] = trainer._metrics["train"]["ratio"][-1]
             return loss
 
-        AsyncGRPOTrainer.compute_loss = seen
+        AsyncGRPOTrainer.compute_loss = recording_loss
 
-    def _before(self, owner: Any, name: str, tell: Any) -> None:
+    def _before(self, owner: Any, name: str, record: Any) -> None:
         real = getattr(owner, name)
 
         def call(this: Any, *args: Any, **kwargs: Any) -> Any:
-            tell(*args)
+            record(*args)
             return real(this, *args, **kwargs)
 
         setattr(owner, name, call)
@@ -202,11 +202,11 @@ def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     )
 
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        made = rollouts(prompts, trainer)
-        batches.append({"prompts": prompts, **{name: [*value] for name, value in made.items()}})
-        return made
+        columns = rollouts(prompts, trainer)
+        batches.append({"prompts": prompts, **{name: [*value] for name, value in columns.items()}})
+        return columns
 
-    class Seen(GRPOTrainer):
+    class RecordingTrainer(GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
             loss = super()._compute_loss(model, inputs)
             names = ("completion_ids", "completion_mask", "tool_mask", "sampling_per_token_logps", "advantages")
@@ -215,7 +215,7 @@ def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
             )
             return loss
 
-    trainer = Seen(
+    trainer = RecordingTrainer(
         model=str(model),
         reward_funcs=rollyard_reward,
         args=GRPOConfig(
@@ -246,8 +246,8 @@ MODES = {
 
 
 def probe(mode: str, folder: Path, model: Path, tasks: Path) -> None:
-    given = model if mode == "real" else tiny_model(folder / "model", str(model))
-    (folder / "seen.json").write_text(json.dumps(MODES[mode](folder, given, tasks)))
+    model_folder = model if mode == "real" else tiny_model(folder / "model", str(model))
+    (folder / "seen.json").write_text(json.dumps(MODES[mode](folder, model_folder, tasks)))
 
 
 def main() -> None:

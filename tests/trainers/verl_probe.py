@@ -60,10 +60,10 @@ SIZE = 4
 def configuration(folder: Path, tokenizer: str, tasks: Path) -> Any:
     """Returns the example's configuration, as verl's main composes it."""
     example = runpy.run_path(str(EXAMPLE))
-    given = ["--model", tokenizer, "--tasks", str(tasks), "--group-size", str(SIZE), "--out", str(folder / "out")]
+    arguments = ["--model", tokenizer, "--tasks", str(tasks), "--group-size", str(SIZE), "--out", str(folder / "out")]
     # Every row exceeds these lengths, and no row is cut; the tasks have another limit.
     lengths = ["data.max_prompt_length=16", "data.max_response_length=16", "+rollyard.defaults.limits.max_context=4096"]
-    args, more = example["options"]([*given, *lengths, "+rollyard.defaults.sampling.max_tokens=512"])
+    args, more = example["options"]([*arguments, *lengths, "+rollyard.defaults.sampling.max_tokens=512"])
     with initialize_config_dir(str(Path(verl.trainer.__path__[0]) / "config"), version_base=None):
         config = compose("ppo_trainer", [*example["settings"](args), *more])
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
@@ -93,9 +93,9 @@ def as_data_proto(config: Any, manager: Any, rows: list[dict[str, Any]]) -> dict
     batch.non_tensor_batch["uid"] = new_uids(len(batch))
     prompts = RayPPOTrainer._get_gen_batch(None, batch)
     prompts.meta_info["global_steps"] = 1
-    made = manager.generate_sequences(prompts.repeat(repeat_times=SIZE, interleave=True))
-    timing = made.meta_info.pop("timing")
-    batch = batch.repeat(repeat_times=SIZE, interleave=True).union(made)
+    generated = manager.generate_sequences(prompts.repeat(repeat_times=SIZE, interleave=True))
+    timing = generated.meta_info.pop("timing")
+    batch = batch.repeat(repeat_times=SIZE, interleave=True).union(generated)
     data = batch.batch
     data["token_level_scores"] = data["token_level_rewards"] = data["rm_scores"]
     batch = compute_advantage(batch, adv_estimator="grpo")
@@ -106,10 +106,10 @@ def as_data_proto(config: Any, manager: Any, rows: list[dict[str, Any]]) -> dict
     assert no_padding_2_padding(forwarded, unpadded).shape == data["responses"].shape
     metrics = compute_data_metrics(batch, use_critic=False)
     width = data["prompts"].shape[1]
-    found = []
+    result_rows = []
     for i in range(len(batch)):
         is_there = data["attention_mask"][i].bool()
-        found.append(
+        result_rows.append(
             {
                 "uid": batch.non_tensor_batch["uid"][i],
                 "task": json.loads(batch.non_tensor_batch["rollyard_task"][i])["data"]["instruction"],
@@ -125,7 +125,7 @@ def as_data_proto(config: Any, manager: Any, rows: list[dict[str, Any]]) -> dict
             }
         )
     return {
-        "rows": found,
+        "rows": result_rows,
         "timing": timing,
         "score_mean": metrics["critic/score/mean"],
         "aborted": metrics["response/aborted_ratio"],
@@ -142,8 +142,8 @@ def validated(manager: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     async def ask() -> Any:
         return await manager.generate_sequences(batch)
 
-    made = asyncio.run(ask())
-    names, scores = made.non_tensor_batch["rollyard_rollout"], made.batch["rm_scores"].sum(-1)
+    generated = asyncio.run(ask())
+    names, scores = generated.non_tensor_batch["rollyard_rollout"], generated.batch["rm_scores"].sum(-1)
     return [{"rollout": name, "score": score.item()} for name, score in zip(names, scores, strict=True)]
 
 
@@ -181,7 +181,7 @@ def into_queue(config: Any, manager: Any, rows: list[dict[str, Any]], step: int,
     keys, _ = buffer.sample(global_steps=step, partition_id=partition, batch_size=len(uids))
     status = {uid: "finished" if uid in buffer.finished_keys[partition] else "failure" for uid in uids}
     tasks = {uid: json.loads(row["rollyard_task"])["data"]["instruction"] for uid, row in zip(uids, rows, strict=True)}
-    found: dict[str, Any] = {"status": {tasks[uid]: status[uid] for uid in uids}}
+    result: dict[str, Any] = {"status": {tasks[uid]: status[uid] for uid in uids}}
     fields = [
         "uid",
         "prompts",
@@ -200,7 +200,7 @@ def into_queue(config: Any, manager: Any, rows: list[dict[str, Any]], step: int,
         PPOTrainer._compute_advantage(SimpleNamespace(config=config), keys, {})
         fields.append("advantages")
     data = tq.kv_batch_get(keys=keys.keys, partition_id=partition, select_fields=fields)
-    found["rows"] = [
+    result["rows"] = [
         {
             "key": key,
             "tag": tag,
@@ -218,9 +218,9 @@ def into_queue(config: Any, manager: Any, rows: list[dict[str, Any]], step: int,
     ]
     if not validate:
         names = ("response_mask", "rollout_log_probs", "advantages")
-        found |= loss_of(config, {name: data[name].to_padded_tensor(0) for name in names})
+        result |= loss_of(config, {name: data[name].to_padded_tensor(0) for name in names})
     tq.kv_clear(keys=keys.keys, partition_id=partition)
-    return found
+    return result
 
 
 def while_rollouts_go_on(config: Any, make: Any, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -276,8 +276,8 @@ def main() -> None:
 
     manager = make(config)
     dataset = create_rl_dataset(config.data.train_files, config.data, AutoTokenizer.from_pretrained(tokenizer), None)
-    *rows, held = [dataset[i] for i in range(len(dataset))]
-    seen = {
+    *rows, held_row = [dataset[i] for i in range(len(dataset))]
+    recorded = {
         "data_proto": as_data_proto(config, manager, rows),
         "train": into_queue(config, manager, rows, 2, validate=False),
         "validation": into_queue(config, manager, rows, 2, validate=True),
@@ -285,8 +285,8 @@ def main() -> None:
         "refused": at_another_temperature(config, manager, rows[0]),
     }
     manager.close()
-    seen["async"] = while_rollouts_go_on(config, make, {"PLAIN": rows[0], "HELD": held})
-    (folder / "seen.json").write_text(json.dumps(seen))
+    recorded["async"] = while_rollouts_go_on(config, make, {"PLAIN": rows[0], "HELD": held_row})
+    (folder / "seen.json").write_text(json.dumps(recorded))
     tq.close()
     ray.shutdown()
 
