@@ -6,21 +6,26 @@ from tests.client.served import RunningService
 
 async def test_tokens_are_created_listed_rotated_and_revoked(cli: Cli, service: RunningService):
     assert "no token has been created" in (await cli("access", "list")).err
-    made = await cli("access", "create", "trainer", "--name", "alice", "--run", "a-*", "--policy", "actor")
-    token = made.out.strip()
-    assert made.status == 0 and token.startswith("ryt_") and "shown only once" in made.err and token not in made.err
+    created = await cli("access", "create", "trainer", "--name", "alice", "--run", "a-*", "--policy", "actor")
+    token = created.out.strip()
+    assert (
+        created.status == 0
+        and token.startswith("ryt_")
+        and "shown only once" in created.err
+        and token not in created.err
+    )
     assert (await cli("runs", "create", "a-run", "--policy", "actor", "--token", token)).status == 0
     refused = await cli("runs", "create", "other", "--token", token)
     assert refused.status == 1 and "bound to the runs a-*" in refused.err
     (listed,) = (await cli("access", "list", "--json")).json
     assert (listed["access"], listed["name"], listed["runs"]) == ("trainer", "alice", ["a-*"])
-    told = (await cli("access", "list")).out
-    assert "alice" in told and "a-*" in told and token not in told
+    listing = (await cli("access", "list")).out
+    assert "alice" in listing and "a-*" in listing and token not in listing
     rotated = (await cli("access", "rotate", listed["id"], "--json")).json[0]
     assert (await cli("runs", "list", "--token", token)).status == 1
     assert "a-run" in (await cli("runs", "list", "--token", rotated["token"])).out
-    gone = await cli("access", "revoke", listed["id"])
-    assert gone.status == 0 and "is revoked" in gone.err
+    revoked = await cli("access", "revoke", listed["id"])
+    assert revoked.status == 0 and "is revoked" in revoked.err
     assert "this token is unknown" in (await cli("runs", "list", "--token", rotated["token"])).err
     assert "there is no token" in (await cli("access", "revoke", listed["id"])).err
 
@@ -42,8 +47,8 @@ async def test_the_audit_log_is_shown(cli: Cli, service: RunningService):
     await cli("engines", "clear")
     entries = (await cli("access", "log", "--json")).json
     assert [one["action"] for one in entries] == ["remove_engine", "create_token"]
-    told = (await cli("access", "log", "--limit", "1")).out
-    assert "remove_engine" in told and "create_token" not in told
+    log_output = (await cli("access", "log", "--limit", "1")).out
+    assert "remove_engine" in log_output and "create_token" not in log_output
     assert "create_token" in (await cli("access", "log", "--before", entries[0]["seq"])).out
 
 

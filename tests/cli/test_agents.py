@@ -36,7 +36,7 @@ say = "Done."
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_install(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An installed program, shared by tests of other features: pip takes a second."""
     base = tmp_path_factory.mktemp("made")
     wheel(base / "wheels", code=PROGRAM)
@@ -56,22 +56,22 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def installed(made: Path, data_dir: Path) -> None:
-    shutil.copytree(made, data_dir / "agents" / made.name)
+def installed(shared_install: Path, data_dir: Path) -> None:
+    shutil.copytree(shared_install, data_dir / "agents" / shared_install.name)
 
 
 async def test_list_show_and_install(cli: Cli, tmp_path: Path, data_dir: Path):
     rows = {row["name"]: row for row in (await cli("agents", "list", "--json")).json}
     assert {"claude-code", "codex", "command", "mini-swe-agent", "tiny"} <= set(rows)
     assert (rows["command"]["state"], rows["tiny"]["state"], rows["tiny"]["folder"]) == ("in the image", "no", None)
-    said = await cli("agents", "list")
-    assert "mini-swe-agent" in said.out and "Says [bold]tiny[/]." in said.out
+    result = await cli("agents", "list")
+    assert "mini-swe-agent" in result.out and "Says [bold]tiny[/]." in result.out
 
-    said = await cli("agents", "show", "tiny")
-    assert said.out == TINY and "installed: no" in said.err
-    said = await cli("agents", "install", "tiny", "--from", tmp_path / "wheels")
-    assert (said.status, said.out) == (0, ""), said.err
-    assert "pip installs tiny==1.0" in said.err and "tiny 1.0 is installed: " in said.err
+    result = await cli("agents", "show", "tiny")
+    assert result.out == TINY and "installed: no" in result.err
+    result = await cli("agents", "install", "tiny", "--from", tmp_path / "wheels")
+    assert (result.status, result.out) == (0, ""), result.err
+    assert "pip installs tiny==1.0" in result.err and "tiny 1.0 is installed: " in result.err
     (row,) = (await cli("agents", "install", "tiny", "--json")).json
     assert row["state"] == "yes" and Path(row["folder"]).parent == data_dir / "agents"
     (shown,) = (await cli("agents", "show", "tiny", "--json")).json
@@ -90,19 +90,19 @@ async def test_errors_are_one_line_with_a_remedy(cli: Cli, tmp_path: Path, data_
         (("try", "command"), 2, "has no [try]"),
         (("try", "tiny", "--task", "x.json"), 2, "give --engine"),
     ):
-        said = await cli("agents", *words)
-        assert (said.status, said.out) == (status, ""), said
-        assert text in said.err and said.err.splitlines()[-1].startswith("rollyard: "), said.err
+        result = await cli("agents", *words)
+        assert (result.status, result.out) == (status, ""), result
+        assert text in result.err and result.err.splitlines()[-1].startswith("rollyard: "), result.err
     (row,) = [row for row in (await cli("agents", "list", "--json")).json if row["name"] == "broken"]
     assert row["state"] == "broken" and "command[0]" in row["about"]
 
 
 async def test_try_installs_the_program_runs_one_rollout_and_shows_the_result(cli: Cli, tmp_path: Path):
-    said = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels")
-    assert said.status == 0, said.err
-    assert "a scripted engine replaces the model" in said.err
+    result = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels")
+    assert result.status == 0, result.err
+    assert "a scripted engine replaces the model" in result.err
     for line in ("assistant: I correct it.", "→ sh({", "completed", "reward     1.0", "turns      2", "verified   yes"):
-        assert line in said.out, said.out
+        assert line in result.out, result.out
     (body,) = (await cli("agents", "try", "tiny", "--json")).json
     assert (body["outcome"], body["reward"], body["turns"], body["traces"]) == ("completed", 1.0, 2, 1)
     assert body["verified"] and body["forks"] == [] and body["harness"]["exit_status"] == 0
@@ -113,9 +113,9 @@ async def test_try_installs_the_program_runs_one_rollout_and_shows_the_result(cl
 async def test_a_failed_try_shows_the_last_output_of_the_program(cli: Cli, data_dir: Path):
     crashing = TINY.replace('"tiny", "{{instruction}}"', '"no_such_module"')
     (data_dir / "agents/tiny.toml").write_text(crashing)
-    said = await cli("agents", "try", "tiny")
-    assert said.status == 1
-    assert "agent_crashed (task)" in said.out and "no_such_module" in said.out and "reward     none" in said.out
+    result = await cli("agents", "try", "tiny")
+    assert result.status == 1
+    assert "agent_crashed (task)" in result.out and "no_such_module" in result.out and "reward     none" in result.out
 
 
 @pytest.mark.usefixtures("installed")
@@ -128,6 +128,6 @@ async def test_try_runs_a_given_task_on_a_given_engine(cli: Cli, tmp_path: Path)
     (tmp_path / "task.json").write_text(json.dumps(task))
     async with ScriptedEngine(lambda _: "Done.", tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         words = ("--task", "task.json", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
-        said = await cli("agents", "try", "tiny", *words)
-    assert said.status == 0, said.err
-    assert (said.json[0]["agent"], said.json[0]["turns"], said.json[0]["reward"]) == ("tiny", 1, 1.0)
+        result = await cli("agents", "try", "tiny", *words)
+    assert result.status == 0, result.err
+    assert (result.json[0]["agent"], result.json[0]["turns"], result.json[0]["reward"]) == ("tiny", 1, 1.0)

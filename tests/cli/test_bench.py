@@ -20,10 +20,10 @@ pytestmark = pytest.mark.slow
 
 
 async def test_a_deadline_names_the_step_what_it_waited_for_and_a_remedy() -> None:
-    done = 0
+    arrived = 0
     with pytest.raises(CommandError) as caught:
-        async with within(0.01, "counting", lambda: f"5 of them; {done} came"):
-            done = 3
+        async with within(0.01, "counting", lambda: f"5 of them; {arrived} came"):
+            arrived = 3
             await asyncio.sleep(60)
     assert caught.value.what == "counting: waited 0.01 s for 5 of them; 3 came"
     assert "stop other programs" in caught.value.remedy
@@ -64,10 +64,10 @@ async def test_a_machine_too_slow_for_the_full_load_is_measured_at_the_load_reac
 async def test_a_load_that_never_fills_still_gives_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "FILL_S", 8.0)
     monkeypatch.setattr(pipeline, "rig", _with_few_slots)
-    found = await pipeline._latency_bound(in_flight=50, latency_s=0.2, quick=True)
-    assert found["rollouts_wanted"] == 50
-    assert 0 < found["rollouts_in_flight"] <= 4  # type: ignore[operator]
-    assert found["turns_per_s"] > 0  # type: ignore[operator]
+    figures = await pipeline._latency_bound(in_flight=50, latency_s=0.2, quick=True)
+    assert figures["rollouts_wanted"] == 50
+    assert 0 < figures["rollouts_in_flight"] <= 4  # type: ignore[operator]
+    assert figures["turns_per_s"] > 0  # type: ignore[operator]
 
 
 def _with_few_slots(*arguments: Any, settings: dict[str, Any], **options: Any) -> Any:
@@ -76,10 +76,10 @@ def _with_few_slots(*arguments: Any, settings: dict[str, Any], **options: Any) -
 
 async def test_a_service_that_does_not_start_in_time_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig, "START_S", 0.001)
-    said = await cli("bench", "restart", "--quick")
-    assert (said.status, said.out) == (1, "")
+    result = await cli("bench", "restart", "--quick")
+    assert (result.status, result.out) == (1, "")
     assert re.search(
-        r"rollyard: starting the service: waited 0.001 s for \S+/url; it logged: nothing — stop other", said.err
+        r"rollyard: starting the service: waited 0.001 s for \S+/url; it logged: nothing — stop other", result.err
     )
 
 
@@ -99,9 +99,9 @@ async def test_any_other_deadline_names_the_bench(
         raise error
 
     monkeypatch.setattr("bench.arrow.bench_arrow", late)
-    said = await cli("bench", "arrow")
-    assert said.status == 1
-    assert text in said.err
+    result = await cli("bench", "arrow")
+    assert result.status == 1
+    assert text in result.err
 
 
 async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,19 +112,19 @@ async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkey
         return SimpleNamespace(returncode=int(argv[4] in ("shell", "draw")))
 
     monkeypatch.setattr(report.subprocess, "run", run)
-    said = await cli("bench", "all", "--quick", "--no-peers", "--json")
-    assert said.status == 1
-    assert "2 of 13 benches failed: shell, draw — the reasons are above" in said.err
+    result = await cli("bench", "all", "--quick", "--no-peers", "--json")
+    assert result.status == 1
+    assert "2 of 13 benches failed: shell, draw — the reasons are above" in result.err
     options = ["--quick", "--no-peers", "--json"]
     assert ran == [[sys.executable, "-m", "rollyard", "bench", name, *options] for name in bench.BENCHES]
 
 
 async def test_bench_all_refuses_options_of_one_bench(cli: Cli) -> None:
-    said = await cli("bench", "all", "--train-s", 3)
-    assert said.status == 2
-    assert "train_s is for one bench — remove --train-s" in said.err
+    result = await cli("bench", "all", "--train-s", 3)
+    assert result.status == 2
+    assert "train_s is for one bench — remove --train-s" in result.err
 
 
 def test_make_bench_runs_all_benches() -> None:
-    made = subprocess.run(["make", "-n", "bench"], capture_output=True, text=True, check=True, timeout=30).stdout
-    assert "rollyard bench all" in made
+    output = subprocess.run(["make", "-n", "bench"], capture_output=True, text=True, check=True, timeout=30).stdout
+    assert "rollyard bench all" in output

@@ -12,16 +12,19 @@ SMALL = {"batches": 8, "want": 4, "train_s": 150.0}
 
 
 async def test_a_seed_gives_the_same_consistent_figures():
-    found = await bench_draw(**SMALL)
-    assert found == await bench_draw(**SMALL)
-    metrics, versus = found["metrics"], found["versus"]
+    report = await bench_draw(**SMALL)
+    assert report == await bench_draw(**SMALL)
+    metrics, versus = report["metrics"], report["versus"]
     assert isinstance(metrics, dict) and isinstance(versus, dict)
     assert {"ours", *versus} == set(WAYS)
     assert metrics["slots"] == 64 and metrics["tokens_thrown"] == 0 and metrics["waste_ratio"] == 0.0
     assert metrics["straggler_delivery_ratio"] == metrics["length_ratio"] == 1.0
-    theirs = versus["reference"]
-    assert isinstance(theirs, dict)
-    assert isinstance(theirs["straggler_delivery_ratio"], float) and theirs["straggler_delivery_ratio"] < 0.5
+    reference_figures = versus["reference"]
+    assert isinstance(reference_figures, dict)
+    assert (
+        isinstance(reference_figures["straggler_delivery_ratio"], float)
+        and reference_figures["straggler_delivery_ratio"] < 0.5
+    )
     for name, figures in {"ours": metrics, **versus}.items():
         assert isinstance(figures, dict)
         assert figures["delivered_groups"] == 8 * 4, name
@@ -32,10 +35,10 @@ async def test_a_seed_gives_the_same_consistent_figures():
 def test_every_way_gets_the_same_groups(way: str):
     world = World(want=4, slots=64)
     tally = WAYS[way](world, followed(4))
-    assert all(begun.script == world.script(begun.item) for begun in tally.begun[:40])
-    assert [begun.item.index for begun in tally.begun[:8]] == [begun.item.index for begun in first(world)]
-    assert all(begun.sampled <= begun.script.tokens for begun in tally.begun)
-    assert all(begun.sampled == begun.script.tokens for begun in tally.begun if begun.end in ("delivered", "filtered"))
+    assert all(group.script == world.script(group.item) for group in tally.begun[:40])
+    assert [group.item.index for group in tally.begun[:8]] == [group.item.index for group in first(world)]
+    assert all(group.sampled <= group.script.tokens for group in tally.begun)
+    assert all(group.sampled == group.script.tokens for group in tally.begun if group.end in ("delivered", "filtered"))
 
 
 def first(world: World):
@@ -48,16 +51,16 @@ def test_without_stragglers_or_training_the_slots_are_the_limit():
     for tally in (Ours(world).run(followed(6)), reference(world, followed(6))):
         work_s = sum(
             member.took_s
-            for begun in tally.begun
-            if begun.end in ("delivered", "filtered")
-            for member in begun.script.members
+            for group in tally.begun
+            if group.end in ("delivered", "filtered")
+            for member in group.script.members
         )
-        assert work_s <= 16 * max(begun.ended_s for begun in tally.begun if begun.end == "delivered") * 1.001
+        assert work_s <= 16 * max(group.ended_s for group in tally.begun if group.end == "delivered") * 1.001
 
 
 async def test_options_of_draw_are_refused_by_other_benches(cli: Cli):
-    said = await cli("bench", "restart", "--train-s", "5")
-    assert said.status == 2 and "bench restart has no option train_s" in said.err and "--train-s" in said.err
-    done = await cli("bench", "draw", "--quick", "--batches", "8", "--want", "2", "--seed", "3", "--json")
-    (figures,) = done.json
+    refused = await cli("bench", "restart", "--train-s", "5")
+    assert refused.status == 2 and "bench restart has no option train_s" in refused.err and "--train-s" in refused.err
+    accepted = await cli("bench", "draw", "--quick", "--batches", "8", "--want", "2", "--seed", "3", "--json")
+    (figures,) = accepted.json
     assert figures["bench"] == "draw" and (figures["metrics"]["batches"], figures["metrics"]["seed"]) == (2, 3)

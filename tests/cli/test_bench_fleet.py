@@ -69,10 +69,10 @@ from rollyard.envs.registry import Environments
 print(type(Environments().get({NAME!r})).__name__, type(Agents().get({NAME!r})).__name__)
 """
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path / 'package'}{os.pathsep}{CHECKOUT}"}
-    said = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=50, check=True
     )
-    assert said.stdout.split() == ["WaitEnvironment", "WaitAgent"]
+    assert completed.stdout.split() == ["WaitEnvironment", "WaitAgent"]
 
 
 def test_rollouts_end_at_a_constant_rate_from_the_start() -> None:

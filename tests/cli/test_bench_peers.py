@@ -54,12 +54,12 @@ def test_a_driver_compiles_and_pins_every_package(peer: str, package: str) -> No
 async def test_peers_that_cannot_be_installed_are_reported_as_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = tmp_path / "taken"
-    taken.write_text("a file where the environments should be")
-    monkeypatch.setattr(peer_drivers, "CACHE", taken)
-    found = await run_peers(quick=True)
-    assert list(found) == ["mini-swe-agent", "verifiers"]
-    for figures in found.values():
+    occupied = tmp_path / "taken"
+    occupied.write_text("a file where the environments should be")
+    monkeypatch.setattr(peer_drivers, "CACHE", occupied)
+    results = await run_peers(quick=True)
+    assert list(results) == ["mini-swe-agent", "verifiers"]
+    for figures in results.values():
         assert isinstance(figures, dict)
         assert list(figures) == ["error"] and "install" in str(figures["error"])
 

@@ -23,12 +23,12 @@ ANY_PYTHON = ("--engine-python", sys.executable)  # it is not checked for torch;
 @pytest.mark.timeout(120)
 def test_the_scripted_demo_runs_and_names_the_scripted_engine():
     command = [sys.executable, "-m", "rollyard", "demo", "--scripted"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert "scripted engine" in done.stdout
-    assert done.stdout.count("completed") == 7
-    assert "turn_limit" in done.stdout
-    assert "sampled in 3 calls" in done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert completed.returncode == 0, completed.stderr
+    assert "scripted engine" in completed.stdout
+    assert completed.stdout.count("completed") == 7
+    assert "turn_limit" in completed.stdout
+    assert "sampled in 3 calls" in completed.stdout
 
 
 def test_a_missing_extra_is_reported_with_how_to_install_it(
@@ -37,9 +37,9 @@ def test_a_missing_extra_is_reported_with_how_to_install_it(
     for name in ("torch", "transformers"):  # `make demo` may have installed them
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["demo"]) == 1
-    said = capsys.readouterr().err
-    assert "torch and transformers, which are not installed" in said and "pip install 'rollyard[local]'" in said
-    assert "rollyard demo --scripted" in said and len(said.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert "torch and transformers, which are not installed" in stderr and "pip install 'rollyard[local]'" in stderr
+    assert "rollyard demo --scripted" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_missing_bubblewrap_is_reported_first(
@@ -48,8 +48,8 @@ def test_missing_bubblewrap_is_reported_first(
     monkeypatch.setenv("PATH", str(tmp_path))
     for options in ((), ("--scripted",)):
         assert main(["demo", *options]) == 1
-        said = capsys.readouterr().err
-        assert "bubblewrap" in said and "apt-get install bubblewrap" in said and len(said.splitlines()) == 1
+        stderr = capsys.readouterr().err
+        assert "bubblewrap" in stderr and "apt-get install bubblewrap" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_a_package_without_an_adapter_is_reported(
@@ -57,8 +57,8 @@ def test_a_package_without_an_adapter_is_reported(
 ):
     monkeypatch.setattr("rollyard.cli.commands.demo.shipped_adapter", lambda: tmp_path)
     assert main(["demo", "--model", str(tmp_path), *ANY_PYTHON]) == 1
-    said = capsys.readouterr().err
-    assert "no trained adapter" in said and "--base" in said and len(said.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert "no trained adapter" in stderr and "--base" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_an_adapter_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -69,8 +69,8 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.C
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapter.json").write_text(json.dumps({"base_digest": "0" * 64}))
     assert main(["demo", "--model", str(model), "--adapter", str(adapter), *ANY_PYTHON]) == 1
-    said = capsys.readouterr().err
-    assert "belongs to other weights" in said and weights_digest(model) in said and len(said.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert "belongs to other weights" in stderr and weights_digest(model) in stderr and len(stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.C
 )
 def test_wrong_usage_is_one_line(options: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     assert main(["demo", *options]) == 2
-    said = capsys.readouterr().err
-    assert says in said and len(said.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert says in stderr and len(stderr.splitlines()) == 1
 
 
 def test_the_tasks_are_held_out_and_spread_over_families_and_levels():
@@ -103,8 +103,8 @@ def test_the_tasks_are_held_out_and_spread_over_families_and_levels():
 
 def test_the_demo_installs_the_tested_versions_and_changes_no_locked_package():
     def pins(file: str) -> dict[str, str]:
-        found = re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / file).read_text(), re.MULTILINE)
-        return {name.lower().replace("_", "-"): version for name, version in found}
+        matches = re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / file).read_text(), re.MULTILINE)
+        return {name.lower().replace("_", "-"): version for name, version in matches}
 
     local = pins("requirements-local.txt")
     assert {"torch", "transformers"} <= set(local)

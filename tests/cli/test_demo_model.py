@@ -33,33 +33,33 @@ def played(home: Path, *options: str, limit_s: float = LIMIT_S) -> subprocess.Co
 @pytest.fixture(scope="module")
 def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The output of the demo for the model without an adapter."""
-    done = played(tmp_path_factory.mktemp("base"), "--base", "--model", str(tiny_model), "--tasks", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    completed = played(tmp_path_factory.mktemp("base"), "--base", "--model", str(tiny_model), "--tasks", "1")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def test_the_demo_shows_rewards_and_one_trajectory_with_its_logprobs(base: str):
-    said = base
-    assert "tiny, untrained, sampled greedily, on 1 held-out task of yardwork" in said
-    assert "1 of 1 " in said  # a line for each rollout when it ends
-    assert re.search(r"[01] of 1 solved \(\d+%\): \d+ turns?, \d+ tokens sampled in .* tokens/s", said)
-    assert "One trajectory: " in said and " user │ " in said and "turn 1 tokens" in said
-    tokens = said.partition("turn 1 tokens")[2].partition("Next steps:")[0]
+    output = base
+    assert "tiny, untrained, sampled greedily, on 1 held-out task of yardwork" in output
+    assert "1 of 1 " in output  # a line for each rollout when it ends
+    assert re.search(r"[01] of 1 solved \(\d+%\): \d+ turns?, \d+ tokens sampled in .* tokens/s", output)
+    assert "One trajectory: " in output and " user │ " in output and "turn 1 tokens" in output
+    tokens = output.partition("turn 1 tokens")[2].partition("Next steps:")[0]
     assert len(re.findall(r"\S\(-?\d+\.\d\d\)", tokens)) >= 5  # each sampled token, with its logprob
     for command in ("rollyard serve --engine URL", "rollyard eval", "make train-demo"):
-        assert command in said.partition("Next steps:")[2]
+        assert command in output.partition("Next steps:")[2]
 
 
 def test_an_adapter_changes_the_samples_on_the_same_tasks(
     base: str, tiny_model: Path, tiny_adapter: Path, tmp_path: Path
 ):
     options = ("--adapter", str(tiny_adapter), "--model", str(tiny_model), "--tasks", "1", "--temperature", "0")
-    done = played(tmp_path, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "sampled greedily" in done.stdout and "tiny with the adapter adapter" in done.stdout
+    completed = played(tmp_path, *options)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "sampled greedily" in completed.stdout and "tiny with the adapter adapter" in completed.stdout
     plain, trained = (
-        said.partition("One trajectory")[2].partition("Next steps:")[0].partition("turn 1 tokens")
-        for said in (base, done.stdout)
+        output.partition("One trajectory")[2].partition("Next steps:")[0].partition("turn 1 tokens")
+        for output in (base, completed.stdout)
     )
     assert re.findall(r"user │ .*", plain[0]) == re.findall(r"user │ .*", trained[0]) != []
     assert plain[2] and trained[2] and plain[2] != trained[2], "the adapter was not used"
@@ -67,8 +67,10 @@ def test_an_adapter_changes_the_samples_on_the_same_tasks(
 
 def test_an_engine_that_cannot_start_is_reported_in_one_line(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    done = played(tmp_path, "--base", "--model", str(tmp_path / "empty"), "--tasks", "2")
-    assert done.returncode == 1 and "cannot be loaded" in done.stderr and len(done.stderr.splitlines()) == 1
+    completed = played(tmp_path, "--base", "--model", str(tmp_path / "empty"), "--tasks", "2")
+    assert (
+        completed.returncode == 1 and "cannot be loaded" in completed.stderr and len(completed.stderr.splitlines()) == 1
+    )
 
 
 @pytest.mark.parametrize(("number", "is_rolling"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
@@ -98,11 +100,11 @@ def test_a_signal_leaves_no_process(tiny_model: Path, tmp_path: Path, number: si
 
 def marked(mark: str) -> list[str]:
     """Returns the processes that descend from the test's own."""
-    found = []
+    commands = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                commands.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         except OSError:
             pass
-    return found
+    return commands

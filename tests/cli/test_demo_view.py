@@ -44,12 +44,12 @@ async def shown(console: Console, tasks: list[dict[str, Any]]) -> DemoResult:
 async def test_the_best_rollout_is_shown_turn_by_turn_with_tool_output():
     tasks, written = demo_tasks(3), io.StringIO()
     played = await shown(Console(file=written, width=120, highlight=False), tasks)
-    said = written.getvalue()
-    assert (played.solved, len(played.records)) == (1, 3), said
-    assert "1 of 3 solved (33%): 6 turns" in said
-    assert said.count("reward 0, 1 turn, ") == 2 and said.count("reward 1, 4 turns, ") == 1
-    assert f"One trajectory: {tasks[0]['data']['family']} (level {tasks[0]['data']['level']}), reward 1" in said
-    head, *turns = re.split(r"^turn \d+ tokens \d+ to \d+$", said.partition("One trajectory")[2], flags=re.MULTILINE)
+    output = written.getvalue()
+    assert (played.solved, len(played.records)) == (1, 3), output
+    assert "1 of 3 solved (33%): 6 turns" in output
+    assert output.count("reward 0, 1 turn, ") == 2 and output.count("reward 1, 4 turns, ") == 1
+    assert f"One trajectory: {tasks[0]['data']['family']} (level {tasks[0]['data']['level']}), reward 1" in output
+    head, *turns = re.split(r"^turn \d+ tokens \d+ to \d+$", output.partition("One trajectory")[2], flags=re.MULTILINE)
     assert make(tasks[0]["data"]).instruction in " ".join(head.split()) and len(turns) == 4
     for turn in turns:
         assert re.search(r"<tool_call>\(-?\d+\.\d\d\)", turn), turn
@@ -65,10 +65,10 @@ async def test_the_best_rollout_is_shown_turn_by_turn_with_tool_output():
 async def test_a_terminal_shows_a_live_table_instead_of_lines():
     written = io.StringIO()
     await shown(Console(file=written, width=120, force_terminal=True, color_system="standard"), demo_tasks(2))
-    said = written.getvalue()
-    assert "0 of 2 ended" in said and "1 of 2  " not in said
-    assert "queued" in said  # nothing has started in the first frame
-    assert "\x1b[31m" in said and "\x1b[32m" in said  # rewards, and tokens by their logprob
+    output = written.getvalue()
+    assert "0 of 2 ended" in output and "1 of 2  " not in output
+    assert "queued" in output  # nothing has started in the first frame
+    assert "\x1b[31m" in output and "\x1b[32m" in output  # rewards, and tokens by their logprob
 
 
 def counted(record: Record) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from bench.peer_drivers import CACHE
 from bench.sandbox import _try
-from rollyard.cli.commands.doctor import _held, runtime_checks
+from rollyard.cli.commands.doctor import _guarded, runtime_checks
 from rollyard.cli.doctor.check import DoctorCheck
 from rollyard.cli.doctor.data import file_system, nearest, room
 from rollyard.cli.doctor.inside import look_inside
@@ -40,46 +40,46 @@ class Unfiltered(BubblewrapRuntime):
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     checks: dict[str, DoctorCheck]
 
     def bad(self) -> dict[str, str]:
         return {name.partition(": ")[2]: check.state for name, check in self.checks.items() if check.state != "ok"}
 
 
-async def looked_at(runtime: BubblewrapRuntime) -> Found:
+async def looked_at(runtime: BubblewrapRuntime) -> Findings:
     checks = await look_inside(runtime, portable_python(CACHE / "python"), "fail")
-    found = Found({check.name: check for check in checks})
+    findings = Findings({check.name: check for check in checks})
     assert all(check.remedy for check in checks if check.state != "ok")
     assert list(runtime.layer_root.iterdir()) == []
-    return found
+    return findings
 
 
 async def test_a_missing_seccomp_filter_is_detected_inside_the_sandbox(tmp_path: Path):
     async with Unfiltered(root=tmp_path / "root").unfiltered() as runtime:
-        found = await looked_at(runtime)
-    assert found.bad()["seccomp"] == "fail"
-    assert found.checks["bubblewrap: nested namespaces"].state == "ok", "bwrap also forbids them"
-    assert found.checks["bubblewrap: network"].state == found.checks["bubblewrap: doorway"].state == "ok"
+        findings = await looked_at(runtime)
+    assert findings.bad()["seccomp"] == "fail"
+    assert findings.checks["bubblewrap: nested namespaces"].state == "ok", "bwrap also forbids them"
+    assert findings.checks["bubblewrap: network"].state == findings.checks["bubblewrap: doorway"].state == "ok"
 
 
 async def test_limits_that_the_kernel_does_not_enforce_are_warned_of_with_a_remedy(tmp_path: Path):
     async with BubblewrapRuntime(root=tmp_path / "root", limiter=Limiter(has_cgroups=False)) as runtime:
-        found = await looked_at(runtime)
-    assert found.bad() == {"cpu limit": "warn", "memory limit": "warn"}
-    memory = found.checks["bubblewrap: memory limit"]
+        findings = await looked_at(runtime)
+    assert findings.bad() == {"cpu limit": "warn", "memory limit": "warn"}
+    memory = findings.checks["bubblewrap: memory limit"]
     assert "is ended by Rollyard's watchdog" in memory.detail
     assert "systemd-run --user --scope -p Delegate=yes" in memory.remedy
-    assert "rlimit" in found.checks["bubblewrap: processes limit"].detail
-    assert found.checks["bubblewrap: layers"].state == "ok"
+    assert "rlimit" in findings.checks["bubblewrap: processes limit"].detail
+    assert findings.checks["bubblewrap: layers"].state == "ok"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes of an ordinary user never run as root")
 async def test_sandboxes_that_run_as_root_are_reported(tmp_path: Path):
     async with BubblewrapRuntime(root=tmp_path / "root", uids=None) as runtime:
-        found = await looked_at(runtime)
-    assert found.bad()["user"] == "fail"
-    assert "sandbox_uids" in found.checks["bubblewrap: user"].remedy
+        findings = await looked_at(runtime)
+    assert findings.bad()["user"] == "fail"
+    assert "sandbox_uids" in findings.checks["bubblewrap: user"].remedy
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="about a service run as root")
@@ -95,11 +95,11 @@ def test_a_root_service_is_ok_if_its_sandboxes_do_not_run_as_root():
     [("nfs4", "warn", "SQLite"), ("lustre", "warn", "SQLite"), ("overlay", "warn", "layers"), ("xfs", "ok", "xfs")],
 )
 def test_an_unsuitable_file_system_is_reported(tmp_path: Path, kind: str, state: str, said: str):
-    found = file_system(tmp_path / "not" / "there", ROOT + LINE.format(point=tmp_path, kind=kind))
-    assert found.state == state and said in found.detail and kind in found.detail
-    assert bool(found.remedy) == (state != "ok")
-    if found.remedy:
-        assert "ROLLYARD_DATA_DIR=" in found.remedy
+    check = file_system(tmp_path / "not" / "there", ROOT + LINE.format(point=tmp_path, kind=kind))
+    assert check.state == state and said in check.detail and kind in check.detail
+    assert bool(check.remedy) == (state != "ok")
+    if check.remedy:
+        assert "ROLLYARD_DATA_DIR=" in check.remedy
 
 
 def test_a_missing_folder_is_checked_by_its_closest_parent(tmp_path: Path):
@@ -125,7 +125,7 @@ def test_an_exception_in_a_check_is_reported_and_hides_no_other_check():
         yield DoctorCheck("first", "ok", "fine")
         raise ZeroDivisionError("odd machine")
 
-    first, broken = _held(looks, Settings())
+    first, broken = _guarded(looks, Settings())
     assert first.name == "first"
     assert broken.state == "warn" and "odd machine" in broken.detail and broken.remedy
 
@@ -143,9 +143,9 @@ async def test_an_exception_in_a_runtime_is_a_failure_only_for_the_default(
     (data / "python").symlink_to(CACHE / "python")  # built once for all tests, which takes seconds
     for name, state in (("bubblewrap", "fail"), ("local", "warn")):
         checks = await runtime_checks(Settings(data_dir=data, runtimes=(name,)))
-        (found,) = (check for check in checks if check.name.startswith("bubblewrap"))
-        assert (found.name, found.state) == ("bubblewrap: probe", state)
-        assert "odd runtime" in found.detail
+        (probe,) = (check for check in checks if check.name.startswith("bubblewrap"))
+        assert (probe.name, probe.state) == ("bubblewrap: probe", state)
+        assert "odd runtime" in probe.detail
         assert any(check.name == "local: start" and check.state == "ok" for check in checks)
     assert [*tmp_path.iterdir(), *data.iterdir()] == [data, data / "python"], "nothing is left behind"
 
@@ -166,8 +166,8 @@ def test_a_data_folder_with_few_inodes_is_warned_of(tmp_path: Path, inodes: int,
     options = f"size=3g,nr_inodes={inodes}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(tmp_path)], check=True)
     try:
-        found = room(tmp_path / "data")
+        check = room(tmp_path / "data")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-    assert found.state == state and "inodes free" in found.detail
-    assert bool(found.remedy) == (state == "warn") and ("more inodes" in found.remedy) == (state == "warn")
+    assert check.state == state and "inodes free" in check.detail
+    assert bool(check.remedy) == (state == "warn") and ("more inodes" in check.remedy) == (state == "warn")

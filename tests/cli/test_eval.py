@@ -45,7 +45,7 @@ async def engine() -> AsyncGenerator[ScriptedEngine, None]:
 
 
 @pytest.fixture
-async def knowing(
+async def skilled_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine
 ) -> AsyncGenerator[RunningService, None]:
     """A service whose only engine has the known skill."""
@@ -60,10 +60,10 @@ def by_hand(n: int, skills: tuple[int, ...], k: int) -> float:
     return sum(1 - comb(n - c, k) / comb(n, k) for c in skills) / len(skills)
 
 
-async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, knowing: RunningService, tmp_path: Path):
-    said = await cli("eval", lines(tmp_path / "t.jsonl", *TASKS), "--k", 4, "--run", "known", "--seed", 3, "--json")
-    assert said.status == 0, said.err
-    (body,) = said.json
+async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, skilled_service: RunningService, tmp_path: Path):
+    result = await cli("eval", lines(tmp_path / "t.jsonl", *TASKS), "--k", 4, "--run", "known", "--seed", 3, "--json")
+    assert result.status == 0, result.err
+    (body,) = result.json
     assert {k: it["mean"] for k, it in body["all"]["pass_at"].items()} == pytest.approx(
         {str(k): by_hand(4, SKILL, k) for k in (1, 2, 3, 4)}, abs=1e-12
     )
@@ -75,8 +75,8 @@ async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, knowing: Runnin
     assert (body["run"], body["policy"], body["seed"], body["missing"]) == ("known", "default", 3, {})
     assert body["all"]["samples"] == 12 and body["all"]["turns"] == 1.0 and body["all"]["sampled_tokens"] > 0
 
-    (made,) = [run for run in (await cli("runs", "list", "--json")).json if run["id"] == "known"]
-    assert (made["mode"], made["seed"]) == ("eval", 3)
+    (created,) = [run for run in (await cli("runs", "list", "--json")).json if run["id"] == "known"]
+    assert (created["mode"], created["seed"]) == ("eval", 3)
     again = await cli("eval", tmp_path / "t.jsonl", "--k", 4, "--run", "known", "--seed", 3, "--json")
     assert again.json[0]["tasks"] == body["tasks"] and again.json[0]["all"] == body["all"]
     changed = lines(tmp_path / "c.jsonl", *reversed(TASKS))
@@ -90,25 +90,25 @@ async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, 
     skills = (2, 1, 4, 0, 3, 4)  # of four samples: three items of each family
     words = ("--set", "family=leg_counting,gcd", "--set", "count=3", "--set", "seed=7", "--out", "t.jsonl")
     assert (await cli("tasks", "import", "reasoning_gym", *words)).status == 0
-    known: dict[str, tuple[str, int]] = {}
+    solutions: dict[str, tuple[str, int]] = {}
     async with Environments() as environments:
         for line, skill in zip((tmp_path / "t.jsonl").read_text().splitlines(), skills, strict=True):
             context = EnvContext(to_task(json.loads(line), {}), "known", None)
             environment = environments.get("reasoning_gym")
             question = str((await environment.init(context)).messages[0]["content"])
-            known[question] = str((await environment.solve(context, {})).messages[0]["content"]), skill
+            solutions[question] = str((await environment.solve(context, {})).messages[0]["content"]), skill
 
     def script(turn: Turn) -> str:
-        for question, (answer, skill) in known.items():
+        for question, (answer, skill) in solutions.items():
             if question in turn.text:
                 return answer if int(turn.session_id.rpartition("-")[2]) < skill else "<answer>?</answer>"
         return "ok"
 
     async with ScriptedEngine(script, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         words = ("--k", 4, "--by", "family", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
-        said = await cli("eval", "t.jsonl", *words)
-    assert said.status == 0, said.err
-    (body,) = said.json
+        result = await cli("eval", "t.jsonl", *words)
+    assert result.status == 0, result.err
+    (body,) = result.json
     assert [task["correct"] for task in body["tasks"]] == list(skills)
     families = {"leg_counting": skills[:3], "gcd": skills[3:]}
     assert {name: it["pass_at"]["2"]["mean"] for name, it in body["by"].items()} == pytest.approx(
@@ -120,13 +120,13 @@ async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, 
 
 
 async def test_more_samples_than_k_are_shown_and_their_trajectories_written(
-    cli: Cli, knowing: RunningService, tmp_path: Path
+    cli: Cli, skilled_service: RunningService, tmp_path: Path
 ):
     tasks = lines(tmp_path / "t.jsonl", *TASKS)
     words = ("--k", 2, "--n", 4, "--limit", 2, "--by", "answer", "--out", tmp_path / "o.jsonl")
-    said = await cli("eval", tasks, *words)
-    assert said.status == 0, said.err
-    rows = {line.split()[0]: line.split() for line in said.out.splitlines() if line.strip()}
+    result = await cli("eval", tasks, *words)
+    assert result.status == 0, result.err
+    rows = {line.split()[0]: line.split() for line in result.out.splitlines() if line.strip()}
     assert rows["tasks"] == ["tasks", "2"] and rows["samples"] == ["samples", "8"]
     assert rows["pass@1"][1] == "0.750" and rows["pass@2"][1] == f"{by_hand(4, SKILL[:2], 2):.3f}"
     assert "pass@3" not in rows
@@ -138,43 +138,45 @@ async def test_partial_rewards_count_from_the_threshold(cli: Cli, service: Runni
     data = {"instruction": "Write done.", "checks": ["test -f done", "false"]}
     tasks = lines(tmp_path / "t.jsonl", {"environment": "shell", "data": data}, TASKS[0])
     for threshold, passed in ((0.5, 0.5), (0.6, 0.0)):
-        said = await cli("eval", tasks, "--k", 1, "--threshold", threshold, "--json")
-        (body,) = said.json
+        result = await cli("eval", tasks, "--k", 1, "--threshold", threshold, "--json")
+        (body,) = result.json
         assert body["all"]["pass_at"]["1"]["mean"] == passed and body["all"]["reward"]["mean"] == 0.25
         assert {name: it["reward"]["mean"] for name, it in body["environments"].items()} == {"shell": 0.5, "math": 0.0}
     table = (await cli("eval", tasks, "--k", 1)).out
     assert table.split()[:3] == ["shell", "math", "all"]
 
 
-async def test_missing_samples_are_not_counted_and_are_reported(cli: Cli, knowing: RunningService, tmp_path: Path):
+async def test_missing_samples_are_not_counted_and_are_reported(
+    cli: Cli, skilled_service: RunningService, tmp_path: Path
+):
     broken = {"environment": "shell", "data": {"instruction": "x", "checks": ["true"], "setup": ["exit 3"]}}
     tasks = lines(tmp_path / "t.jsonl", *TASKS, broken)
-    said = await cli("eval", tasks, "--k", 2, "--json")
-    assert said.status == 1
-    (body,) = said.json
+    result = await cli("eval", tasks, "--k", 2, "--json")
+    assert result.status == 1
+    (body,) = result.json
     assert body["all"]["pass_at"]["1"] == {**body["all"]["pass_at"]["1"], "tasks": 3, "missing": 1}
     assert body["all"]["missing"] == 2 and body["missing"] == {"setup_failed": 2}
     assert body["environments"]["shell"]["reward"] is None
-    assert "2 samples have no score and are not counted: 2 setup_failed" in said.err
-    assert "t.jsonl:4: no scored sample" in said.err and "25.0% of the samples have no score" in said.err
+    assert "2 samples have no score and are not counted: 2 setup_failed" in result.err
+    assert "t.jsonl:4: no scored sample" in result.err and "25.0% of the samples have no score" in result.err
     assert (await cli("eval", tasks, "--k", 2, "--max-missing", 0.25)).status == 0
 
 
-async def test_defaults_apply_to_the_tasks(cli: Cli, knowing: RunningService, tmp_path: Path):
+async def test_defaults_apply_to_the_tasks(cli: Cli, skilled_service: RunningService, tmp_path: Path):
     bare = {"data": TASKS[1]["data"]}
     defaults = {"environment": "math", "sampling": {"temperature": 0.25}}
     tasks, out = lines(tmp_path / "t.jsonl", bare), tmp_path / "o.jsonl"
-    said = await cli("eval", tasks, "--k", 1, "--defaults", json.dumps(defaults), "--out", out, "--json")
-    assert said.status == 0 and list(said.json[0]["environments"]) == ["math"]
+    result = await cli("eval", tasks, "--k", 1, "--defaults", json.dumps(defaults), "--out", out, "--json")
+    assert result.status == 0 and list(result.json[0]["environments"]) == ["math"]
     assert json.loads(out.read_text())["task"]["sampling"]["temperature"] == 0.25
 
 
 async def test_eval_with_an_engine_needs_no_service(cli: Cli, engine: ScriptedEngine, tmp_path: Path):
     tasks = lines(tmp_path / "t.jsonl", *TASKS)
     words = ("--k", 2, "--n", 4, "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--policy", "mine", "--json")
-    said = await cli("eval", tasks, *words)
-    assert said.status == 0, said.err
-    (body,) = said.json
+    result = await cli("eval", tasks, *words)
+    assert result.status == 0, result.err
+    (body,) = result.json
     assert {k: it["mean"] for k, it in body["all"]["pass_at"].items()} == pytest.approx(
         {str(k): by_hand(4, SKILL, k) for k in (1, 2)}, abs=1e-12
     )
@@ -196,16 +198,16 @@ async def test_eval_with_an_engine_needs_no_service(cli: Cli, engine: ScriptedEn
     ],
 )
 async def test_errors_are_one_line(cli: Cli, tmp_path: Path, words: tuple[object, ...], status: int, says: str):
-    said = await cli("eval", lines(tmp_path / "t.jsonl", TASKS[0]), *words)
-    assert (said.status, said.out) == (status, ""), said
-    assert says in said.err and said.err.splitlines()[-1].startswith("rollyard: ")
+    result = await cli("eval", lines(tmp_path / "t.jsonl", TASKS[0]), *words)
+    assert (result.status, result.out) == (status, ""), result
+    assert says in result.err and result.err.splitlines()[-1].startswith("rollyard: ")
 
 
 async def test_a_task_that_the_service_refuses_is_reported_with_its_line(
-    cli: Cli, knowing: RunningService, tmp_path: Path
+    cli: Cli, skilled_service: RunningService, tmp_path: Path
 ):
-    said = await cli("eval", lines(tmp_path / "t.jsonl", TASKS[0], {"environment": "math", "data": {}}), "--k", 3)
-    assert said.status == 1 and "t.jsonl:2: " in said.err and "question" in said.err
+    result = await cli("eval", lines(tmp_path / "t.jsonl", TASKS[0], {"environment": "math", "data": {}}), "--k", 3)
+    assert result.status == 1 and "t.jsonl:2: " in result.err and "question" in result.err
     assert "there is no task in" in (await cli("eval", lines(tmp_path / "e.jsonl", "// nothing"))).err
 
 
@@ -225,9 +227,9 @@ async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_
     async with asyncio.timeout(90):
         assert b"1 rollouts submitted to run stopped" in await process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        rest = (await process.stderr.read()).decode()
+        remaining_stderr = (await process.stderr.read()).decode()
         assert await process.wait() == 130
-    assert "--run stopped" in rest and "Traceback" not in rest
+    assert "--run stopped" in remaining_stderr and "Traceback" not in remaining_stderr
 
 
 def test_a_temporary_service_shares_only_installed_files(tmp_path: Path):

@@ -34,15 +34,15 @@ def names(requirements: list[str]) -> set[str]:
 
 def imported() -> dict[str, set[str]]:
     """Third-party modules, and the packages of Rollyard that import them."""
-    found: dict[str, set[str]] = {}
+    users: dict[str, set[str]] = {}
     for file in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
             for root in {module.partition(".")[0] for module in modules}:
                 if root not in sys.stdlib_module_names and root not in OWN | {"rollyard", "bench"}:
-                    found.setdefault(root, set()).add(file.relative_to(ROOT).parts[0])
-    return found
+                    users.setdefault(root, set()).add(file.relative_to(ROOT).parts[0])
+    return users
 
 
 def test_every_imported_distribution_is_declared():
@@ -52,11 +52,11 @@ def test_every_imported_distribution_is_declared():
     for module, users in imported().items():
         if users <= {"trainers"} and module in OF_A_TRAINER:
             continue
-        known = {name.lower().replace("_", "-") for name in distributions.get(module, [module])}
+        providers = {name.lower().replace("_", "-") for name in distributions.get(module, [module])}
         if module == "triton":
             continue
         declared = bare | extras.get(extra_of(module) or "", set())
-        assert known & declared, f"{module}, imported by {', '.join(sorted(users))}, is not declared"
+        assert providers & declared, f"{module}, imported by {', '.join(sorted(users))}, is not declared"
 
 
 def test_modules_of_an_extra_are_declared_by_it():
@@ -64,8 +64,10 @@ def test_modules_of_an_extra_are_declared_by_it():
     for extra, modules in EXTRAS.items():
         declared = names(PROJECT["optional-dependencies"][extra])
         for module in set(modules) - {"triton"}:
-            known = {name.lower().replace("_", "-") for name in distributions.get(module, [module.replace("_", "-")])}
-            assert module in LOCAL or known & declared, f"{module} is not declared by the extra {extra}"
+            providers = {
+                name.lower().replace("_", "-") for name in distributions.get(module, [module.replace("_", "-")])
+            }
+            assert module in LOCAL or providers & declared, f"{module} is not declared by the extra {extra}"
 
 
 def test_a_missing_module_is_reported_with_its_extra(

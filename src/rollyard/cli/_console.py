@@ -72,19 +72,19 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    grid = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for column in columns:
         is_number = column in right
-        made.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
-    return made
+        grid.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+    return grid
 
 
-def show(made: Table) -> None:
+def show(grid: Table) -> None:
     """Prints a table: as wide as the terminal, or in a pipe as wide as the table needs."""
     console = out()
     if not console.is_terminal:
         console.width = 400
-    console.print(made)
+    console.print(grid)
 
 
 def plain(text: object) -> str:

@@ -29,18 +29,18 @@ ALL_ROWS = 8  # up to this k the table has every pass@j, beyond it powers of two
 class EvalReport:
     """An ended evaluation. `tasks` holds the place and the samples of each task."""
 
-    found: Evaluation
+    evaluation: Evaluation
     result: Mapping[str, Any]
     tasks: tuple[tuple[str, TaskSamples], ...]
     took_s: float
 
     @property
     def state(self) -> str:
-        return self.found.state
+        return self.evaluation.state
 
     @property
     def detail(self) -> str:
-        return str(self.found.raw.get("detail") or self.found.reason)
+        return str(self.evaluation.raw.get("detail") or self.evaluation.reason)
 
     @property
     def k(self) -> int:
@@ -53,16 +53,16 @@ class EvalReport:
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
         """The numbers of each environment; if there are several, also of all together."""
-        found = dict(self.result["environments"])
-        return found if len(found) == 1 else {**found, ALL: self.result[ALL]}
+        environments = dict(self.result["environments"])
+        return environments if len(environments) == 1 else {**environments, ALL: self.result[ALL]}
 
     def as_body(self) -> dict[str, Any]:
         return {
-            "run": self.found.run,
-            "policy": self.found.policy,
-            "version": self.found.version,
+            "run": self.evaluation.run,
+            "policy": self.evaluation.policy,
+            "version": self.evaluation.version,
             "state": self.state,
-            "reason": self.found.reason,
+            "reason": self.evaluation.reason,
             "took_s": round(self.took_s, 3),
             **self.result,
             "tasks": [self._task_body(place, task) for place, task in self.tasks],
@@ -79,19 +79,21 @@ class EvalReport:
         }
 
 
-def read_evaluation(found: Evaluation, places: Sequence[str], records: Sequence[Record], took_s: float) -> EvalReport:
+def read_evaluation(
+    evaluation: Evaluation, places: Sequence[str], records: Sequence[Record], took_s: float
+) -> EvalReport:
     """`records` are all rollouts of the evaluation."""
-    result = found.result or {}
+    result = evaluation.result or {}
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.group or "", []).append(record)
-    size, version = int(result["samples_per_task"]), -1 if found.version is None else found.version
+    size, version = int(result["samples_per_task"]), -1 if evaluation.version is None else evaluation.version
     tasks: list[tuple[str, TaskSamples]] = []
     for at, place in enumerate(places):
-        group = groups.get(f"{found.id}.{at}", [])
+        group = groups.get(f"{evaluation.id}.{at}", [])
         environment = str(group[0].task.get("environment", "")) if group else ""
         tasks.append((place, TaskSamples(environment, placed(map(_sample, group), size, version))))
-    return EvalReport(found, result, tuple(tasks), took_s)
+    return EvalReport(evaluation, result, tuple(tasks), took_s)
 
 
 def _sample(record: Record) -> Sample:
@@ -114,17 +116,17 @@ def _sample(record: Record) -> Sample:
 def evaluation_table(evaluation: EvalReport) -> Table:
     """One column for each environment, one row for each number."""
     parts = evaluation.parts()
-    made = table("", *map(plain, parts), right=tuple(map(plain, parts)))
+    grid = table("", *map(plain, parts), right=tuple(map(plain, parts)))
     for name in ("tasks", "samples", "missing"):
-        made.add_row(name, *(number(part[name]) for part in parts.values()))
-    made.add_row("mean reward", *(_estimate(part["reward"]) for part in parts.values()))
+        grid.add_row(name, *(number(part[name]) for part in parts.values()))
+    grid.add_row("mean reward", *(_estimate(part["reward"]) for part in parts.values()))
     for k in shown_ks(evaluation.k):
-        made.add_row(f"pass@{k}", *(_estimate(part["pass_at"][str(k)]) for part in parts.values()))
-    made.add_row("turns", *(_average(part["turns"]) for part in parts.values()))
-    made.add_row("tokens", *(_average(part["sampled_tokens"]) for part in parts.values()))
-    made.add_row("RUN", *(seconds(part["run_s"]) for part in parts.values()))
-    made.caption = "means over tasks, with 95 % intervals; turns, tokens and RUN per sample"
-    return made
+        grid.add_row(f"pass@{k}", *(_estimate(part["pass_at"][str(k)]) for part in parts.values()))
+    grid.add_row("turns", *(_average(part["turns"]) for part in parts.values()))
+    grid.add_row("tokens", *(_average(part["sampled_tokens"]) for part in parts.values()))
+    grid.add_row("RUN", *(seconds(part["run_s"]) for part in parts.values()))
+    grid.caption = "means over tasks, with 95 % intervals; turns, tokens and RUN per sample"
+    return grid
 
 
 def shown_ks(k: int) -> list[int]:
@@ -148,15 +150,15 @@ def by_table(evaluation: EvalReport, by: str) -> Table:
     """One row for each value of the key."""
     k = evaluation.k
     columns = ("tasks", "missing", "mean reward", *dict.fromkeys(("pass@1", f"pass@{k}")))
-    made = table(plain(by), *columns, right=columns)
+    grid = table(plain(by), *columns, right=columns)
     for label, part in evaluation.result["by"].items():
         passes = (_estimate(part["pass_at"][str(j)]) for j in dict.fromkeys((1, k)))
         counts = number(part["tasks"]), number(part["missing"])
-        made.add_row(plain(label or "–"), *counts, _estimate(part["reward"]), *passes)
-    return made
+        grid.add_row(plain(label or "–"), *counts, _estimate(part["reward"]), *passes)
+    return grid
 
 
-def tell_missing(evaluation: EvalReport) -> None:
+def report_missing(evaluation: EvalReport) -> None:
     """Reports on stderr the samples that are not in the numbers."""
     missing: Counter[str] = Counter(evaluation.result["missing"])
     if not missing:

@@ -35,13 +35,13 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
         raise CommandError(f"there is no runtime {runtime!r}", f"there are: {', '.join(NAMES)}")
     settings = load_settings({}, os.environ, None).settings
     async with (
-        make_runtime(runtime, settings, folder / "sandboxes") as made,
-        LayerCache(made.layer_root, LAYER_BYTES, remove=made.remove) as layers,
+        make_runtime(runtime, settings, folder / "sandboxes") as opened_runtime,
+        LayerCache(opened_runtime.layer_root, LAYER_BYTES, remove=opened_runtime.remove) as layers,
         Router(RouterSettings()) as router,
         all_environments(settings) as environments,
     ):
         yield StageResources(
-            runtimes={runtime: made},
+            runtimes={runtime: opened_runtime},
             default_runtime=runtime,
             router=router,
             environments=environments,

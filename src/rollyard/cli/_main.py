@@ -72,9 +72,9 @@ def _usage(error: Exception) -> int:
 
     if isinstance(error, Abort):
         return INTERRUPTED
-    tell = getattr(error, "format_message", None)
-    if tell is None or not hasattr(error, "exit_code"):
+    format_message = getattr(error, "format_message", None)
+    if format_message is None or not hasattr(error, "exit_code"):
         raise error
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rollyard"
-    return complain(tell(), f"see `{path} --help`", USAGE)
+    return complain(format_message(), f"see `{path} --help`", USAGE)

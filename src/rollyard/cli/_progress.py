@@ -30,7 +30,7 @@ class PullBars:
         console = err()
         self._bars: Any = None
         self._tasks: dict[tuple[str, str], Any] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         if console.is_terminal:
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
             from rich.progress import Progress as Bars
@@ -49,7 +49,7 @@ class PullBars:
         if self._bars is not None:
             self._bars.stop()
 
-    def tell(self, step: PullStep) -> None:
+    def report(self, step: PullStep) -> None:
         name = step.item.removeprefix("sha256:")[:12] if step.item.startswith("sha256:") else step.item
         if self._bars is not None and step.total_bytes is not None:
             key = (step.phase, step.item)
@@ -72,7 +72,7 @@ class PullBars:
             return "creating a SIF file"
         if step.total_bytes is None:
             return f"unpacking {name}"
-        if step.done_bytes < step.total_bytes or (step.phase, step.item) in self._told:
+        if step.done_bytes < step.total_bytes or (step.phase, step.item) in self._reported:
             return None
-        self._told.add((step.phase, step.item))
+        self._reported.add((step.phase, step.item))
         return f"{_WORDS[step.phase]} {name} ({size(step.total_bytes)})"

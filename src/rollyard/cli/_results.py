@@ -20,10 +20,10 @@ _STYLES = {"completed": "green", "truncated": "yellow", "failed": "red", "cancel
 def results_table(records: Sequence[Record], title: str | None = None) -> Table:
     """Creates a table with one row per rollout: its outcome, tokens and durations."""
     columns = ("id", "state", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
-    made = table(*columns, title=title, right=columns[3:])
+    grid = table(*columns, title=title, right=columns[3:])
     for record in records[:ROWS]:
         summary, timings = record.summary or {}, record.timings or {}
-        made.add_row(
+        grid.add_row(
             record.id,
             record.state,
             outcome(record),
@@ -33,8 +33,8 @@ def results_table(records: Sequence[Record], title: str | None = None) -> Table:
             *(seconds(timings.get(name)) for name in ("init_s", "run_s", "eval_s")),
         )
     if len(records) > ROWS:
-        made.caption = f"… and {len(records) - ROWS} more; --json has them all"
-    return made
+        grid.caption = f"… and {len(records) - ROWS} more; --json has them all"
+    return grid
 
 
 def outcome(record: Record) -> str:

@@ -23,37 +23,37 @@ REACH_S = 30.0
 """How long a service that has written its URL to the folder may take to answer this machine."""
 
 
-def folder_of(given: Path | None) -> Path:
+def folder_of(data_dir: Path | None) -> Path:
     from rollyard.core.paths import data_home
 
-    return (given.expanduser() if given else data_home(os.environ) / "slurm").absolute()
+    return (data_dir.expanduser() if data_dir else data_home(os.environ) / "slurm").absolute()
 
 
-def named(given: Path | None) -> str:
+def option_for(data_dir: Path | None) -> str:
     """Returns the option, for a suggested command."""
-    return f" --data-dir {given}" if given else ""
+    return f" --data-dir {data_dir}" if data_dir else ""
 
 
-def found(given: Path | None) -> tuple[SlurmCluster, str]:
+def get_job(data_dir: Path | None) -> tuple[SlurmCluster, str]:
     """Returns the cluster and the id of its job."""
     from rollyard.fleet.slurm_jobs import SlurmCluster, require_slurm
 
-    cluster = SlurmCluster(folder_of(given))
-    with told():
+    cluster = SlurmCluster(folder_of(data_dir))
+    with translated_errors():
         require_slurm()
         if job_id := cluster.job_id:
             return cluster, job_id
-    raise CommandError(f"no job was submitted from {cluster.folder}", f"rollyard slurm up{named(given)}")
+    raise CommandError(f"no job was submitted from {cluster.folder}", f"rollyard slurm up{option_for(data_dir)}")
 
 
 def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
     """Waits until the service is ready. Raises `CommandError` with the reason if the job ends or cannot start."""
     from rollyard.fleet.slurm_jobs import look
 
-    said = ""
+    last_line = ""
 
-    def has_come() -> bool:
-        nonlocal said
+    def is_ready() -> bool:
+        nonlocal last_line
         if cluster.url:
             return True
         job = look(job_id)
@@ -64,19 +64,19 @@ def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
         if job.is_hopeless:
             what = f"job {job_id} cannot start ({job.reason}); it stays in the queue"
             raise CommandError(what, "end it with `rollyard slurm down`, and change the options")
-        line = f"job {job_id} is {stand(job)}" + (f" on {', '.join(job.nodes)}" if job.nodes else "")
-        if line != said:
+        line = f"job {job_id} is {state_text(job)}" + (f" on {', '.join(job.nodes)}" if job.nodes else "")
+        if line != last_line:
             note(line)
-            said = line
+            last_line = line
         return False
 
-    if not poll(has_come, wait_s):
-        raise CommandError(f"after {wait_s:g} s {said}; the job remains", "see `rollyard slurm status`")
+    if not poll(is_ready, wait_s):
+        raise CommandError(f"after {wait_s:g} s {last_line}; the job remains", "see `rollyard slurm status`")
     if not poll(lambda: service_of(cluster) is not None, REACH_S):
         note(f"{cluster.url} cannot be reached from this machine; the cluster's nodes may reach it")
 
 
-def stand(job: SlurmJob) -> str:
+def state_text(job: SlurmJob) -> str:
     """Returns the job's state, and the reason if it waits."""
     return job.state + (f" ({job.reason})" if job.is_waiting and job.reason else "")
 
@@ -102,12 +102,12 @@ def service_of(cluster: SlurmCluster) -> dict[str, Any] | None:
     """Returns the service's status; None if it does not answer."""
     from rollyard.core.failure import RollyardError
 
-    async def ask() -> dict[str, Any]:
+    async def fetch_status() -> dict[str, Any]:
         async with connect(cluster.url, cluster.token_file.read_text().strip()) as client:
             return dict(await client.status())
 
     try:
-        return run(ask()) if cluster.url else None
+        return run(fetch_status()) if cluster.url else None
     except (RollyardError, OSError, TimeoutError):
         return None
 
@@ -125,9 +125,9 @@ def job_object(cluster: SlurmCluster, job: SlurmJob, service: dict[str, Any] | N
     }
 
 
-def poll(has_come: Callable[[], bool], within_s: float) -> bool:
+def poll(condition: Callable[[], bool], within_s: float) -> bool:
     until = time.monotonic() + within_s
-    while not has_come():
+    while not condition():
         if time.monotonic() >= until:
             return False
         time.sleep(min(LOOK_S, within_s))
@@ -135,7 +135,7 @@ def poll(has_come: Callable[[], bool], within_s: float) -> bool:
 
 
 @contextmanager
-def told() -> Generator[None, None, None]:
+def translated_errors() -> Generator[None, None, None]:
     """Converts a `SlurmError` to a `CommandError`."""
     from rollyard.fleet.slurm import SlurmError
 

@@ -23,8 +23,8 @@ from rollyard.core import Json
 if TYPE_CHECKING:
     from rollyard.envs.base import Environment
 
-TOLD = 20  # maximum of bad rows, and of notes, that are printed
-TOLD_ALIKE = 3  # maximum with the same error or text
+MAX_PRINTED = 20  # maximum of bad rows, and of notes, that are printed
+MAX_PRINTED_ALIKE = 3  # maximum with the same error or text
 
 Place = str
 Body = Mapping[str, Json]
@@ -37,29 +37,29 @@ class ImportResult:
     tasks: int = 0
     bad: int = 0
     notes: int = 0
-    told: Counter[str] = field(default_factory=Counter[str])
-    noted: Counter[str] = field(default_factory=Counter[str])
+    printed_errors: Counter[str] = field(default_factory=Counter[str])
+    printed_notes: Counter[str] = field(default_factory=Counter[str])
 
-    def tell_bad(self, place: str, what: str) -> None:
+    def report_bad(self, place: str, what: str) -> None:
         self.bad += 1
-        if self.told[what] < TOLD_ALIKE and self.told.total() < TOLD:
-            self.told[what] += 1
+        if self.printed_errors[what] < MAX_PRINTED_ALIKE and self.printed_errors.total() < MAX_PRINTED:
+            self.printed_errors[what] += 1
             note(f"{place}: {what}")
 
-    def tell_notes(self, place: str, body: Body) -> None:
+    def report_notes(self, place: str, body: Body) -> None:
         """Prints the `data.notes` of an imported task."""
         data = body.get("data")
         notes = data.get("notes") if isinstance(data, Mapping) else None
         for text in map(str, notes if isinstance(notes, Sequence) and not isinstance(notes, str) else ()):
             self.notes += 1
-            if self.noted[text] < TOLD_ALIKE and self.noted.total() < TOLD:
-                self.noted[text] += 1
+            if self.printed_notes[text] < MAX_PRINTED_ALIKE and self.printed_notes.total() < MAX_PRINTED:
+                self.printed_notes[text] += 1
                 note(f"{place}: {text}")
 
-    def tell_rest(self) -> None:
+    def report_omitted(self) -> None:
         """Prints how many notes were not printed."""
-        if rest := self.notes - self.noted.total():
-            note(f"… and {rest} more notes, which are in data.notes of the tasks")
+        if omitted := self.notes - self.printed_notes.total():
+            note(f"… and {omitted} more notes, which are in data.notes of the tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class ImportOptions:
     skip_bad: bool = False
 
 
-def read_options(given: Iterable[str]) -> dict[str, str]:
+def read_options(words: Iterable[str]) -> dict[str, str]:
     """Parses options of the form `NAME=VALUE`."""
     options: dict[str, str] = {}
-    for word in given:
+    for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise CommandError(f"--set {word}: expected NAME=VALUE", status=2)
@@ -87,30 +87,30 @@ def read_options(given: Iterable[str]) -> dict[str, str]:
     return options
 
 
-def import_tasks(wanted: ImportOptions, out: Path | None) -> ImportResult:
+def import_tasks(request: ImportOptions, out: Path | None) -> ImportResult:
     """Writes the tasks to `out`, or to stdout if it is None."""
-    done = ImportResult()
+    result = ImportResult()
     if out is None or out.is_symlink() or (out.exists() and not out.is_file()):
         # A pipe, a device (/dev/stdout) or a link must not be replaced by another file, so it is written directly.
         with tempfile.TemporaryFile("w+", encoding="utf-8") as draft:
-            _write(wanted, draft, done)
+            _write(request, draft, result)
             draft.seek(0)
             if out is None:
                 shutil.copyfileobj(draft, sys.stdout)
-                return done
+                return result
             with _writing(out), out.open("w", encoding="utf-8") as there:
                 shutil.copyfileobj(draft, there)
-        return done
+        return result
     partial = out.with_name(f".{out.name}.part")
     try:
         with _writing(out), partial.open("w", encoding="utf-8") as draft:
-            _write(wanted, draft, done)
+            _write(request, draft, result)
         with _writing(out):
             partial.replace(out)
     finally:
         with suppress(OSError):
             partial.unlink()
-    return done
+    return result
 
 
 @contextmanager
@@ -121,73 +121,77 @@ def _writing(out: Path) -> Generator[None, None, None]:
         raise CommandError(f"{out} cannot be written: {error.strerror}") from error
 
 
-def _write(wanted: ImportOptions, draft: IO[str], done: ImportResult) -> None:
-    with closing(_tasks(wanted, done)) as found:
-        for line in found:
+def _write(request: ImportOptions, draft: IO[str], result: ImportResult) -> None:
+    with closing(_tasks(request, result)) as lines:
+        for line in lines:
             draft.write(line + "\n")
-            done.tasks += 1
-            if done.tasks == wanted.limit:
+            result.tasks += 1
+            if result.tasks == request.limit:
                 break
-    done.tell_rest()
-    if done.bad and not wanted.skip_bad:
-        count = f"{done.bad} of {done.bad + done.tasks} rows"
+    result.report_omitted()
+    if result.bad and not request.skip_bad:
+        count = f"{result.bad} of {result.bad + result.tasks} rows"
         raise CommandError(f"{count} cannot be imported", "nothing was written; --skip-bad skips them")
-    if not done.tasks:
+    if not result.tasks:
         raise CommandError("there is no task to import", "nothing was written")
 
 
-def _tasks(wanted: ImportOptions, done: ImportResult) -> Generator[str, None, None]:
-    if not wanted.paths:
-        if wanted.split is not None:
+def _tasks(request: ImportOptions, result: ImportResult) -> Generator[str, None, None]:
+    if not request.paths:
+        if request.split is not None:
             raise CommandError(
-                f"--split needs a dataset, and none was given for {wanted.environment.name}", "give its folder", 2
+                f"--split needs a dataset, and none was given for {request.environment.name}", "give its folder", 2
             )
-        yield from _checked(wanted, done, _generated(wanted))
-    for path in wanted.paths:
+        yield from _checked(request, result, _generated(request))
+    for path in request.paths:
         if not path.exists():
             raise CommandError(f"{path} does not exist")
-        is_folder = path.is_dir() and _is_for_from_folder(wanted.environment, path)
-        yield from _checked(wanted, done, _from_folder(wanted, path) if is_folder else _from_rows(wanted, path, done))
+        is_folder = path.is_dir() and _is_for_from_folder(request.environment, path)
+        yield from _checked(
+            request, result, _from_folder(request, path) if is_folder else _from_rows(request, path, result)
+        )
 
 
 def _is_for_from_folder(environment: Environment, path: Path) -> bool:
     """A folder of rows goes to `from_row`, unless the environment only imports folders."""
     from rollyard.envs.rows import is_dataset
 
-    return not is_dataset(path) or (_knows(environment, "from_folder") and not _knows(environment, "from_row"))
+    return not is_dataset(path) or (
+        _has_importer(environment, "from_folder") and not _has_importer(environment, "from_row")
+    )
 
 
-def _knows(environment: Environment, importer: str) -> bool:
+def _has_importer(environment: Environment, importer: str) -> bool:
     from rollyard.envs.base import Environment
 
     return getattr(type(environment), importer) is not getattr(Environment, importer)
 
 
-Made = Generator[tuple[Place, Callable[[], Body]], None, None]
+TaskFactories = Generator[tuple[Place, Callable[[], Body]], None, None]
 """The place of each task and a function that creates it. An error in the function affects that task only."""
 
 
-def _from_rows(wanted: ImportOptions, path: Path, done: ImportResult) -> Made:
+def _from_rows(request: ImportOptions, path: Path, result: ImportResult) -> TaskFactories:
     from functools import partial
 
     from rollyard.envs.rows import RowsUnreadable, read_rows
 
-    environment = wanted.environment
-    if not _knows(environment, "from_row"):
-        remedy = "give a folder" if _knows(environment, "from_folder") else "write its tasks yourself"
+    environment = request.environment
+    if not _has_importer(environment, "from_row"):
+        remedy = "give a folder" if _has_importer(environment, "from_folder") else "write its tasks yourself"
         raise CommandError(f"{environment.name} has no importer for rows", remedy)
     try:
-        for place, row in read_rows(path, split=wanted.split, on_bad=done.tell_bad):
-            yield place, partial(environment.from_row, row, wanted.options)
+        for place, row in read_rows(path, split=request.split, on_bad=result.report_bad):
+            yield place, partial(environment.from_row, row, request.options)
     except RowsUnreadable as error:
         raise CommandError(str(error)) from error
 
 
-def _from_folder(wanted: ImportOptions, path: Path) -> Made:
-    if wanted.split is not None:
+def _from_folder(request: ImportOptions, path: Path) -> TaskFactories:
+    if request.split is not None:
         raise CommandError(f"{path} is not a dataset of rows", "omit --split", 2)
     try:
-        for body in wanted.environment.from_folder(path, wanted.options):
+        for body in request.environment.from_folder(path, request.options):
             yield _place(path, body), lambda body=body: body
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error}") from error
@@ -200,27 +204,27 @@ def _place(folder: Path, body: Body) -> Place:
     return f"{folder}: {name}" if isinstance(name, str) and name != folder.name else str(folder)
 
 
-def _generated(wanted: ImportOptions) -> Made:
-    for number, body in enumerate(wanted.environment.generate(wanted.options), 1):
-        yield f"{wanted.environment.name}:{number}", lambda body=body: body
+def _generated(request: ImportOptions) -> TaskFactories:
+    for number, body in enumerate(request.environment.generate(request.options), 1):
+        yield f"{request.environment.name}:{number}", lambda body=body: body
 
 
-def _checked(wanted: ImportOptions, done: ImportResult, made: Made) -> Generator[str, None, None]:
+def _checked(request: ImportOptions, result: ImportResult, factories: TaskFactories) -> Generator[str, None, None]:
     """Yields the tasks that a service would accept, as JSON; reports the others."""
     from rollyard.core import RollyardError
     from rollyard.service.models import to_task
 
-    with closing(made):
-        for place, make in made:
+    with closing(factories):
+        for place, make in factories:
             try:
-                body = {"environment": wanted.environment.name, **make()}
-                wanted.environment.check(to_task(body, {}, ()))
+                body = {"environment": request.environment.name, **make()}
+                request.environment.check(to_task(body, {}, ()))
                 line = json.dumps(body, ensure_ascii=False, allow_nan=False)
                 line.encode()  # fails on half a surrogate pair, which JSON can escape
             except RollyardError as error:
-                done.tell_bad(place, error.detail)
+                result.report_bad(place, error.detail)
             except Exception as error:  # an importer's bug, such as None.strip(), affects its row only
-                done.tell_bad(place, f"{type(error).__name__}: {error}")
+                result.report_bad(place, f"{type(error).__name__}: {error}")
             else:
-                done.tell_notes(place, body)
+                result.report_notes(place, body)
                 yield line

@@ -33,10 +33,10 @@ class TaskLine:
 def read_tasks(files: Iterable[str], limit: int | None = None) -> list[TaskLine]:
     """Returns the tasks of the files in order ("-" is stdin), at most `limit`. Raises the first error."""
     tasks: list[TaskLine] = []
-    for found in scan_tasks(files):
+    for scanned in scan_tasks(files):
         if limit is not None and len(tasks) >= limit:
             return tasks
-        tasks.append(_good(found))
+        tasks.append(_good(scanned))
     return tasks
 
 
@@ -50,9 +50,9 @@ def read_task(place: str) -> TaskLine:
     """Reads one task from `FILE`, which must hold no other, or from `FILE:LINE`."""
     file, colon, line = place.rpartition(":")
     if colon and line.isdigit() and not Path(place).exists():
-        for found in map(_good, _scan_file(file)):
-            if found.line == int(line):
-                return found
+        for task_line in map(_good, _scan_file(file)):
+            if task_line.line == int(line):
+                return task_line
         raise CommandError(f"{place}: there is no task on that line")
     tasks = read_tasks([place], limit=2)
     if not tasks:
@@ -62,10 +62,10 @@ def read_task(place: str) -> TaskLine:
     return tasks[0]
 
 
-def _good(found: TaskLine | CommandError) -> TaskLine:
-    if isinstance(found, CommandError):
-        raise found
-    return found
+def _good(scanned: TaskLine | CommandError) -> TaskLine:
+    if isinstance(scanned, CommandError):
+        raise scanned
+    return scanned
 
 
 def _scan_file(file: str) -> Iterator[TaskLine | CommandError]:
@@ -111,12 +111,12 @@ def read_defaults(text: str | None) -> dict[str, Json] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        defaults = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CommandError(f"--defaults is not JSON ({error})", "give a JSON object in quotes", 2) from error
-    if not isinstance(found, dict):
+    if not isinstance(defaults, dict):
         raise CommandError("--defaults: expected a JSON object", "give a JSON object in quotes", 2)
-    return found
+    return defaults
 
 
 def _no_constant(name: str) -> object:
@@ -156,7 +156,7 @@ def _unknown(value: Mapping[str, Any], kind: type, path: str) -> str:
         if key not in names:
             return f"there is no field {path}{key} in a task"
         if is_dataclass(hints[key]) and isinstance(hints[key], type) and isinstance(inner, dict):
-            found = _unknown(inner, hints[key], f"{path}{key}.")
-            if found:
-                return found
+            problem = _unknown(inner, hints[key], f"{path}{key}.")
+            if problem:
+                return problem
     return ""

@@ -62,8 +62,8 @@ class _Bridge:
 
     def __enter__(self) -> _Bridge:
         os.set_blocking(self._master, False)
-        self._loop.add_reader(self._source, self._typed)
-        self._loop.add_reader(self._master, self._said)
+        self._loop.add_reader(self._source, self._copy_input)
+        self._loop.add_reader(self._master, self._copy_output)
         self._loop.add_signal_handler(signal.SIGWINCH, _copy_size, self._source, self._master)
         return self
 
@@ -75,10 +75,10 @@ class _Bridge:
 
     def drain(self) -> None:
         """Copies the output that the shell wrote before its end was noticed."""
-        while self._said():
+        while self._copy_output():
             pass
 
-    def _typed(self) -> None:
+    def _copy_input(self) -> None:
         data = os.read(self._source, CHUNK)
         if not data:  # the terminal was closed
             self._is_source_open = False
@@ -100,9 +100,9 @@ class _Bridge:
             self._pending.clear()
         self._loop.remove_writer(self._master)
         if self._is_source_open:
-            self._loop.add_reader(self._source, self._typed)
+            self._loop.add_reader(self._source, self._copy_input)
 
-    def _said(self) -> bool:
+    def _copy_output(self) -> bool:
         try:
             data = os.read(self._master, CHUNK)
         except BlockingIOError:

@@ -192,6 +192,6 @@ def shortened(message: Message) -> str:
     calls = message.get("tool_calls")
     if isinstance(calls, (list, tuple)):
         functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
-        told = [f"{it.get('name')}({it.get('arguments')})" for it in functions if isinstance(it, Mapping)]
-        text = "\n  ".join([*([text] if text else []), *(f"→ {call}" for call in told)])
+        call_texts = [f"{it.get('name')}({it.get('arguments')})" for it in functions if isinstance(it, Mapping)]
+        text = "\n  ".join([*([text] if text else []), *(f"→ {call}" for call in call_texts)])
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " …"

@@ -78,10 +78,10 @@ async def validate(
             continue
         finding = Finding(line.place, str(line.task.get("environment", "")))
         findings.append(finding)
-        found = await _checked(line, resource_sets, finding)
+        resolved = await _checked(line, resource_sets, finding)
         _warn(line, seen, finding)
-        if plays and found is not None and not finding.problems:
-            to_play.append((finding, *found))
+        if plays and resolved is not None and not finding.problems:
+            to_play.append((finding, *resolved))
     if to_play:
         await resource_sets.add_judges()
         await _play_all(to_play, jobs, max_reward)
@@ -90,8 +90,8 @@ async def validate(
 
 def _unreadable(trouble: CommandError) -> Finding:
     """The error's text begins with the place: a line, or a whole file."""
-    found = _OF_LINE.fullmatch(trouble.what) or _OF_FILE.fullmatch(trouble.what)
-    return Finding(found[1], problems=[found[2]]) if found else Finding("", problems=[trouble.what])
+    match = _OF_LINE.fullmatch(trouble.what) or _OF_FILE.fullmatch(trouble.what)
+    return Finding(match[1], problems=[match[2]]) if match else Finding("", problems=[trouble.what])
 
 
 # --- checks of the text -------------------------------------------------------------------------------
@@ -156,18 +156,18 @@ def _warn(line: TaskLine, seen: dict[str, str], finding: Finding) -> None:
     for name in ("tool_s", "model_s", "stall_s"):
         if _is_above(limits.get(name), run_s):
             finding.warnings.append(f"limits.{name} {limits[name]:g} is more than limits.run_s {run_s:g}")
-    wanted = sampling.get("max_tokens")
+    max_tokens = sampling.get("max_tokens")
     for name in ("max_tokens", "max_context"):
-        if _is_above(wanted, limits.get(name)):
-            finding.warnings.append(f"sampling.max_tokens {wanted} is more than limits.{name} {limits[name]}")
+        if _is_above(max_tokens, limits.get(name)):
+            finding.warnings.append(f"sampling.max_tokens {max_tokens} is more than limits.{name} {limits[name]}")
     for name in ("memory_bytes", "disk_bytes"):
         if _is_above(LITTLE_BYTES, sandbox.get(name)):
             finding.warnings.append(f"sandbox.{name} {sandbox[name]} is very little: the unit is bytes")
 
 
 def _object(task: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = task.get(name)
-    return found if isinstance(found, Mapping) else {}
+    value = task.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _is_above(value: object, bound: object) -> bool:
@@ -215,11 +215,11 @@ def _judge(finding: Finding, max_reward: float) -> None:
         failure = played.failure
         if failure is None or played.score is not None or (played is oracle and not has_oracle):
             continue
-        told = f"{name}: {failure.code} in {failure.stage}: {failure.detail}"
+        problem = f"{name}: {failure.code} in {failure.stage}: {failure.detail}"
         if failure.blame == "infra":
-            finding.not_tried = finding.not_tried or told
-        elif told not in finding.problems:
-            finding.problems.append(told)
+            finding.not_tried = finding.not_tried or problem
+        elif problem not in finding.problems:
+            finding.problems.append(problem)
     highest = max_reward
     if oracle.score is not None:
         highest = oracle.score.reward

@@ -45,8 +45,8 @@ app = typer.Typer(
 )
 
 
-def _version(is_wanted: bool) -> None:
-    if is_wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"rollyard {__version__}")
         raise typer.Exit
 

@@ -114,8 +114,8 @@ class Served:
 async def service(folder: Path, settings: Mapping[str, Json]) -> AsyncGenerator[Served, None]:
     """Runs `rollyard serve` on `folder/data` and yields when it is ready. Stops it at the end, if it still runs."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ROLLYARD_")}
-    wanted = {"data_dir": str(folder / "data"), "port": 0, "log_level": "warning", "drain_s": 1.0, **settings}
-    environment |= {f"ROLLYARD_{key.upper()}": _text(value) for key, value in wanted.items()}
+    all_settings = {"data_dir": str(folder / "data"), "port": 0, "log_level": "warning", "drain_s": 1.0, **settings}
+    environment |= {f"ROLLYARD_{key.upper()}": _text(value) for key, value in all_settings.items()}
     url_file = folder / "data" / "url"
     url_file.unlink(missing_ok=True)
     process = await asyncio.create_subprocess_exec(

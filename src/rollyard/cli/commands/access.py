@@ -74,7 +74,7 @@ def create(
                 kind, name=name, runs=runs, policies=policies, expires_s=expires_s, quota=quota or None
             )
 
-    _tell(run(work()), as_json)
+    _show_token(run(work()), as_json)
 
 
 @access.command("list", epilog="Example: rollyard access list")
@@ -85,16 +85,16 @@ def list_tokens(url: Url = None, token: Token = None, as_json: AsJson = False) -
         async with connect(url, token) as client:
             return await client.list_tokens()
 
-    found = run(work())
+    tokens = run(work())
     if as_json:
-        print_lines(found)
+        print_lines(tokens)
         return
-    if not found:
+    if not tokens:
         note("no token has been created; create one: rollyard access create trainer --name alice")
         return
-    made = table("id", "access", "name", "runs", "policies", "created", "expires")
-    for one in found:
-        made.add_row(
+    grid = table("id", "access", "name", "runs", "policies", "created", "expires")
+    for one in tokens:
+        grid.add_row(
             plain(one.get("id")),
             plain(one.get("access")),
             plain(one.get("name") or ""),
@@ -103,7 +103,7 @@ def list_tokens(url: Url = None, token: Token = None, as_json: AsJson = False) -
             _day(one.get("created_at")),
             _day(one.get("expires_at")),
         )
-    show(made)
+    show(grid)
 
 
 @access.command("rotate", epilog="Example: rollyard access rotate tok_01")
@@ -114,7 +114,7 @@ def rotate(id: Id, expires_s: ExpiresS = None, url: Url = None, token: Token = N
         async with connect(url, token) as client:
             return await client.rotate_token(id, expires_s=expires_s)
 
-    _tell(run(work()), as_json)
+    _show_token(run(work()), as_json)
 
 
 @access.command("quota", epilog="Example: rollyard access quota tok_01 --live 64 --queued 5000")
@@ -132,17 +132,17 @@ def quota(
     as_json: AsJson = False,
 ) -> None:
     """Replace a token's quota. Limits that are not given here are removed."""
-    wanted = _quota(context)
+    limits = _quota(context)
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
-            return await client.change_quota(id, wanted)
+            return await client.change_quota(id, limits)
 
     changed = run(work())
     if as_json:
         print_json(changed)
     else:
-        note(f"{id}: " + (", ".join(f"{name} {most}" for name, most in wanted.items()) or "no quota"))
+        note(f"{id}: " + (", ".join(f"{name} {most}" for name, most in limits.items()) or "no quota"))
 
 
 @access.command("revoke", epilog="Example: rollyard access revoke tok_01")
@@ -181,14 +181,14 @@ def log(
         async with connect(url, token) as client:
             return await client.audit(limit=limit, before=before)
 
-    found = run(work())
+    entries = run(work())
     if as_json:
-        print_lines(found)
+        print_lines(entries)
         return
-    made = table("number", "when", "who", "what", "target", "detail", right=("number",))
-    for one in found:
+    grid = table("number", "when", "who", "what", "target", "detail", right=("number",))
+    for one in entries:
         detail = ", ".join(f"{key} {value}" for key, value in (one.get("detail") or {}).items() if value is not None)
-        made.add_row(
+        grid.add_row(
             str(one.get("seq")),
             _day(one.get("at")),
             plain(one.get("actor")),
@@ -196,7 +196,7 @@ def log(
             plain(one.get("target")),
             plain(detail),
         )
-    show(made)
+    show(grid)
 
 
 def _quota(context: typer.Context) -> dict[str, Any]:
@@ -205,12 +205,12 @@ def _quota(context: typer.Context) -> dict[str, Any]:
     return {name: context.params[name] for name in names if context.params[name] is not None}
 
 
-def _tell(made: dict[str, Any], as_json: bool) -> None:
+def _show_token(created: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json(made)
+        print_json(created)
         return
-    note(f"{made.get('access')} token {made.get('id')}; it is shown only once:")
-    typer.echo(made.get("token"))
+    note(f"{created.get('access')} token {created.get('id')}; it is shown only once:")
+    typer.echo(created.get("token"))
 
 
 def _day(at: float | None) -> str:

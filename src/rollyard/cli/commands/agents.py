@@ -44,10 +44,10 @@ def list_agents(file: File = None, data_dir: DataDir = None, as_json: AsJson = F
     if as_json:
         print_lines(rows)
         return
-    made = table("name", "version", "dialect", "installed", "about")
+    grid = table("name", "version", "dialect", "installed", "about")
     for row in rows:
-        made.add_row(*(plain(row[name] or "") for name in ("name", "version", "dialect", "state", "about")))
-    show(made)
+        grid.add_row(*(plain(row[name] or "") for name in ("name", "version", "dialect", "state", "about")))
+    show(grid)
 
 
 @agents.command("show", epilog="Example: rollyard agents show mini-swe-agent")
@@ -85,8 +85,8 @@ def install(
     """
     settings = _settings(file, data_dir)
     registry = _registry(settings)
-    found = [_harness(registry, name) for name in names]
-    for agent in found:
+    harnesses = [_harness(registry, name) for name in names]
+    for agent in harnesses:
         folder = _install(agent, settings, source)
         if as_json:
             print_json(_row(registry, agent.name))
@@ -125,8 +125,8 @@ def try_agent(
         raise CommandError("a scripted engine cannot solve your own task", "also give --engine", 2)
     if agent.preset.is_installable:
         _install(agent, settings, source)
-    wanted = None if task is None else read_task(task)
-    trial: Trial = run(try_once(agent, settings, wanted, engine, tokenizer))
+    task_line = None if task is None else read_task(task)
+    trial: Trial = run(try_once(agent, settings, task_line, engine, tokenizer))
     if as_json:
         print_json(trial.as_body())
     else:
@@ -189,11 +189,11 @@ def _install(agent: HarnessAgent, settings: Settings, source: Path | None) -> Pa
     from rollyard.service.machine import open_data_dir
 
     assert agent.shelf is not None
-    shelf = agent.shelf
+    installs = agent.shelf
     open_data_dir(settings.data_dir)
     if source is not None and not source.is_dir():
         raise CommandError(f"{source} is not a folder", "give the folder with the wheels or tarballs", 2)
-    return _guard(lambda: run(shelf.install(agent.preset, note, source=source)))
+    return _guard(lambda: run(installs.install(agent.preset, note, source=source)))
 
 
 def _guard(work: Callable[[], T]) -> T:

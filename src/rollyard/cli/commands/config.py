@@ -33,14 +33,14 @@ def config(
     if as_json:
         print_json({name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()})
         return
-    made = table("setting", "value", "source", "description")
+    grid = table("setting", "value", "source", "description")
     for name, field in Settings.model_fields.items():
         source = loaded.sources[name]
         value = plain(_text(values[name]))
-        made.add_row(
+        grid.add_row(
             name, value if source == "default" else f"[bold]{value}[/]", plain(source), plain(field.description or "")
         )
-    show(made)
+    show(grid)
 
 
 def masked(value: Any) -> Any:

@@ -77,7 +77,7 @@ def demo(
     if as_json:
         print_json(played.as_body())
     else:
-        _say_next(base)
+        _print_next_steps(base)
     _check_infra(played)
 
 
@@ -114,14 +114,14 @@ def _check_adapter(adapter: Path, model: Path) -> None:
     if not (adapter / "adapter_config.json").is_file():
         raise CommandError(f"there is no adapter in {adapter}", "give a folder that PEFT has written", 2)
     try:
-        wanted = json.loads((adapter / "adapter.json").read_text()).get("base_digest")
+        expected = json.loads((adapter / "adapter.json").read_text()).get("base_digest")
     except FileNotFoundError:  # saved by a trainer; the engine checks its shapes
         return
     except (OSError, ValueError, AttributeError) as error:
         raise CommandError(f"{adapter / 'adapter.json'} cannot be read: {error}") from error
-    if wanted != (found := weights_digest(model)):
+    if expected != (actual := weights_digest(model)):
         raise CommandError(
-            f"the adapter in {adapter} belongs to other weights (sha256 {wanted}) than {model} has ({found})"
+            f"the adapter in {adapter} belongs to other weights (sha256 {expected}) than {model} has ({actual})"
         )
 
 
@@ -137,7 +137,7 @@ def _scripted(as_json: bool) -> None:
         print_json({"model": "scripted", "rollouts": [record.raw for record in records]})
 
 
-def _say_next(is_base: bool) -> None:
+def _print_next_steps(is_base: bool) -> None:
     other = ("rollyard demo", "the same tasks, with the trained adapter")
     if not is_base:
         other = ("rollyard demo --base", "the same tasks, before training")

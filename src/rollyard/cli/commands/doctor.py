@@ -45,24 +45,24 @@ def doctor(
     from rollyard.service.settings import load_settings
 
     settings = load_settings({}, os.environ, file).settings
-    checks = [*run(runtime_checks(settings)), *_held(machine_checks, settings), *_held(data_checks, settings)]
+    checks = [*run(runtime_checks(settings)), *_guarded(machine_checks, settings), *_guarded(data_checks, settings)]
     checks += run(_engines(settings))
     if as_json:
         print_lines(asdict(check) for check in checks)
     else:
-        made = table("check", "", "finding", "remedy")
+        grid = table("check", "", "finding", "remedy")
         for check in checks:
-            made.add_row(
+            grid.add_row(
                 check.name, f"[{_STYLES[check.state]}]{check.state}[/]", plain(check.detail), plain(check.remedy)
             )
-        show(made)
+        show(grid)
     failed = sum(check.state == "fail" for check in checks)
     if failed:
         note(f"rollyard: runtime {settings.runtime} does not work on this machine — see the remedies above")
         raise typer.Exit(1)
 
 
-def _held(look: Callable[[Settings], Iterable[DoctorCheck]], settings: Settings) -> list[DoctorCheck]:
+def _guarded(look: Callable[[Settings], Iterable[DoctorCheck]], settings: Settings) -> list[DoctorCheck]:
     """Returns the checks of `look`, and if it raises, the exception as the last one."""
     checks: list[DoctorCheck] = []
     try:
@@ -93,18 +93,18 @@ async def runtime_checks(settings: Settings) -> list[DoctorCheck]:
         scratch = Path(name)
         python, checks = await _python(settings, scratch)
         # Concurrently: each mostly waits for processes.
-        found = await asyncio.gather(*[_runtime(name, settings, scratch, python) for name in NAMES])
-    return [check for group in found for check in group] + checks
+        groups = await asyncio.gather(*[_runtime(name, settings, scratch, python) for name in NAMES])
+    return [check for group in groups for check in group] + checks
 
 
 async def _python(settings: Settings, scratch: Path) -> tuple[PortablePython | None, list[DoctorCheck]]:
     """Returns the Python that is bound into sandboxes: the service's copy, or one that is built as a test."""
     from rollyard.sandbox.python import portable_python
 
-    kept = settings.data_dir / "python"
+    service_copy = settings.data_dir / "python"
     try:
-        if kept.is_dir():
-            (scratch / "python").symlink_to(kept.absolute())
+        if service_copy.is_dir():
+            (scratch / "python").symlink_to(service_copy.absolute())
         python = await asyncio.to_thread(portable_python, scratch / "python")
     except Exception as error:  # depends on how this Python was built
         remedy = "use a Python from python.org, your distribution or uv, and install ldd (libc-bin)"
@@ -151,11 +151,11 @@ async def _try(
         image = str(await asyncio.to_thread(probe_image, scratch / "image") or "")
     tried = settings.model_copy(update={"data_dir": scratch, "oci_image": settings.oci_image or image})
     async with make_runtime(name, tried, scratch / name) as runtime:
-        found = dict(await runtime.probe())
-        is_looked_at = python is not None and runtime.is_isolated and found.get("start") == "ok"
+        features = dict(await runtime.probe())
+        is_looked_at = python is not None and runtime.is_isolated and features.get("start") == "ok"
         if is_looked_at:
-            found = {feature: state for feature, state in found.items() if feature not in _TRIED_INSIDE}
-        checks.extend(_probed(name, found, worst, use))
+            features = {feature: state for feature, state in features.items() if feature not in _TRIED_INSIDE}
+        checks.extend(_probed(name, features, worst, use))
         try:
             if is_looked_at and python is not None:
                 checks.extend(await look_inside(runtime, python, worst))
@@ -167,9 +167,9 @@ async def _try(
                 await runtime.forget(image)
 
 
-def _probed(name: str, found: Mapping[str, str], worst: State, use: str) -> Iterable[DoctorCheck]:
+def _probed(name: str, features: Mapping[str, str], worst: State, use: str) -> Iterable[DoctorCheck]:
     """Converts the results of a runtime's own probe: "ok", or what is wrong and how to fix it."""
-    for feature, state in found.items():
+    for feature, state in features.items():
         what, _, remedy = state.partition("; ")
         is_ok = state == "ok"
         # Images are optional: a default runtime works without them.

@@ -37,18 +37,18 @@ def list_draws(url: Url = None, token: Token = None, as_json: AsJson = False) ->
         async with connect(url, token) as client:
             return await client.draws()
 
-    found = run(work())
+    rows = run(work())
     if as_json:
-        print_lines(found)
+        print_lines(rows)
         return
-    made = table(*COLUMNS, *FIGURES, right=(*COLUMNS[4:], *FIGURES))
-    for draw in found:
+    grid = table(*COLUMNS, *FIGURES, right=(*COLUMNS[4:], *FIGURES))
+    for draw in rows:
         figures = draw.get("figures") or {}
-        made.add_row(
+        grid.add_row(
             *(plain(number(draw.get(name))) for name in COLUMNS),
             *(plain(number(figures.get(name))) for name in FIGURES),
         )
-    show(made)
+    show(grid)
 
 
 @draws.command("show", epilog="Example: rollyard draws show grpo-7b")
@@ -63,14 +63,14 @@ def show_draw(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson 
     if as_json:
         print_json(draw)
         return
-    made = table("name", "value", right=("value",))
+    grid = table("name", "value", right=("value",))
     for name in (*COLUMNS, "detail"):
-        made.add_row(name, plain(number(draw.get(name))))
+        grid.add_row(name, plain(number(draw.get(name))))
     for part in ("figures", "config"):
-        made.add_section()
+        grid.add_section()
         for name, value in (draw.get(part) or {}).items():
-            made.add_row(name, plain(number(value)))
-    show(made)
+            grid.add_row(name, plain(number(value)))
+    show(grid)
 
 
 @draws.command("close", epilog="Example: rollyard draws close grpo-7b")

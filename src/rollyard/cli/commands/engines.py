@@ -32,37 +32,37 @@ def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) 
         async with connect(url, token) as client:
             return await client.engines()
 
-    found = run(work())
+    rows = run(work())
     if as_json:
-        print_lines(found)
-    elif found:
-        show(engines_table(found))
+        print_lines(rows)
+    elif rows:
+        show(engines_table(rows))
     else:
         note("there is no engine; add one: rollyard engines add URL")
 
 
-def engines_table(found: list[dict[str, Any]]) -> Any:
+def engines_table(rows: list[dict[str, Any]]) -> Any:
     """Creates a table of engines. Sessions are live/cap, or live/capacity if there is no cap. Calls are all calls, with
     those in flight in parentheses. kv is the fill level of the KV cache, if an engine reports it."""
-    tells_kv = any(engine.get("kv_use") is not None for engine in found)
-    numbers = ("sessions", *(["kv"] if tells_kv else []), "calls", "failed", "tokens", "cached")
-    has_trouble = any(_trouble(engine) for engine in found)
-    made = table("id", "state", "policy", "model", *numbers, *(["problem"] if has_trouble else []), right=numbers)
-    for engine in found:
+    has_kv = any(engine.get("kv_use") is not None for engine in rows)
+    numbers = ("sessions", *(["kv"] if has_kv else []), "calls", "failed", "tokens", "cached")
+    has_trouble = any(_trouble(engine) for engine in rows)
+    grid = table("id", "state", "policy", "model", *numbers, *(["problem"] if has_trouble else []), right=numbers)
+    for engine in rows:
         state = str(engine.get("state"))
         style = "green" if state == "up" else "red"
-        made.add_row(
+        grid.add_row(
             plain(engine.get("id")),
             f"[{style}]{plain(state)}[/]",
             plain(engine.get("policy")) + (" (judge)" if engine.get("role") == "judge" else ""),
             plain(engine.get("model") or "–"),
             f"{number(engine.get('sessions'))}/{number(engine.get('cap') or engine.get('capacity'))}",
-            *([_share(engine.get("kv_use"))] if tells_kv else []),
+            *([_share(engine.get("kv_use"))] if has_kv else []),
             f"{number(engine.get('calls'))} ({number(engine.get('in_flight'))})",
             *(number(engine.get(name)) for name in ("failures", "tokens", "cached_tokens")),
             *([plain(_trouble(engine))] if has_trouble else []),
         )
-    return made
+    return grid
 
 
 def _trouble(engine: dict[str, Any]) -> str:

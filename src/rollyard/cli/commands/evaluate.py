@@ -80,7 +80,7 @@ def evaluate(
 
     A sample that failed for a reason outside the policy has no score: it is left out of the numbers and reported.
     """
-    from rollyard.cli._evaluation import by_table, evaluation_table, tell_missing
+    from rollyard.cli._evaluation import by_table, evaluation_table, report_missing
     from rollyard.client._bodies import given
     from rollyard.core import new_id
 
@@ -90,7 +90,7 @@ def evaluate(
         raise CommandError("--engine starts a service in this process", "omit --url and --token", 2)
     if tokenizer and engine is None:
         raise CommandError("--tokenizer needs --engine", "give the engine", 2)
-    laid = read_defaults(defaults)
+    task_defaults = read_defaults(defaults)
     if out is not None:
         from rollyard.cli._results import check_out
 
@@ -99,7 +99,7 @@ def evaluate(
     if not tasks:
         raise CommandError(f"there is no task in {', '.join(files)}", "write one JSON object per line")
     name = run_id or new_id("eval")
-    wanted = given(
+    arguments = given(
         policy=policy,
         k=k,
         samples=n,
@@ -109,37 +109,37 @@ def evaluate(
         by=by,
         pool_share=1.0 if pool_share is None and engine is not None else pool_share,
         on_update=on_update,
-        defaults=laid,
+        defaults=task_defaults,
     )
-    job = _Job(tasks, name, wanted, out)
+    job = _Job(tasks, name, arguments, out)
     try:
         if engine is None:
-            found = run(job.on_service(url, token))
+            report = run(job.on_service(url, token))
         else:
-            found = run(job.alone(engine, tokenizer, policy or "default"))
+            report = run(job.in_process(engine, tokenizer, policy or "default"))
     except KeyboardInterrupt:
         if engine is None:
             note(f"rollyard: interrupted; submitted rollouts keep running. To continue: --run {name}")
         raise
     if as_json:
-        print_json(found.as_body())
+        print_json(report.as_body())
     else:
-        show(evaluation_table(found))
+        show(evaluation_table(report))
         if by is not None:
-            show(by_table(found, by))
-    tell_missing(found)
-    if found.state != "done":
-        note(f"the evaluation failed: {found.detail}")
+            show(by_table(report, by))
+    report_missing(report)
+    if report.state != "done":
+        note(f"the evaluation failed: {report.detail}")
         raise typer.Exit(1)
 
 
 class _Job:
-    """One evaluation, on a running service or in this process. `wanted` are arguments of `AsyncClient.evaluate`."""
+    """One evaluation, on a running service or in this process. `arguments` are those of `AsyncClient.evaluate`."""
 
-    def __init__(self, tasks: Sequence[TaskLine], name: str, wanted: Mapping[str, Any], out: Path | None) -> None:
+    def __init__(self, tasks: Sequence[TaskLine], name: str, arguments: Mapping[str, Any], out: Path | None) -> None:
         self._tasks = tasks
         self._name = name
-        self._wanted = wanted
+        self._arguments = arguments
         self._out = out
 
     async def on_service(self, url: str | None, token: str | None) -> EvalReport:
@@ -148,24 +148,26 @@ class _Job:
         async with connect(url, token, retry_s=RETRY_S) as client:
             return await self._evaluate(client)
 
-    async def alone(self, engine: str, tokenizer: str, policy: str) -> EvalReport:
+    async def in_process(self, engine: str, tokenizer: str, policy: str) -> EvalReport:
         async with _service(engine, tokenizer, policy) as client:
             return await self._evaluate(client)
 
     async def _evaluate(self, client: AsyncClient) -> EvalReport:
         from rollyard.cli._evaluation import read_evaluation
 
-        began = time.monotonic()
-        found = await _watch(client, await self._begin(client))
-        if found.result is None:
-            raise CommandError(f"evaluation {found.id} is {found.state}: {found.raw.get('detail') or found.reason}")
-        records = await _records(client, found.run)
+        started_at = time.monotonic()
+        evaluation = await _watch(client, await self._begin(client))
+        if evaluation.result is None:
+            raise CommandError(
+                f"evaluation {evaluation.id} is {evaluation.state}: {evaluation.raw.get('detail') or evaluation.reason}"
+            )
+        records = await _records(client, evaluation.run)
         if self._out is not None:
             from rollyard.cli._results import write_trajectories
 
             await write_trajectories(client, records, self._out)
             note(f"trajectories are in {self._out}")
-        return read_evaluation(found, [line.place for line in self._tasks], records, time.monotonic() - began)
+        return read_evaluation(evaluation, [line.place for line in self._tasks], records, time.monotonic() - started_at)
 
     async def _begin(self, client: AsyncClient) -> Evaluation:
         from rollyard.core import RollyardError
@@ -174,7 +176,7 @@ class _Job:
         try:
             with suppress(TimeoutError):  # it has started
                 tasks = [line.task for line in self._tasks]
-                return await client.evaluate(tasks, id=self._name, timeout_s=0.0, **self._wanted)
+                return await client.evaluate(tasks, id=self._name, timeout_s=0.0, **self._arguments)
         except IdConflict as error:
             what = f"an evaluation or a run {self._name} already exists, with other tasks or parameters"
             raise CommandError(what, "repeat the original command, or give another --run") from error
@@ -185,37 +187,37 @@ class _Job:
 
 def _with_place(error: RollyardError, tasks: Sequence[TaskLine]) -> Exception:
     """Replaces the number of a task in a service's error with its file and line."""
-    found = re.match(r"source, task (\d+): (?:task\.?:? ?)?", error.detail)
-    if found is None or int(found[1]) >= len(tasks):
+    match = re.match(r"source, task (\d+): (?:task\.?:? ?)?", error.detail)
+    if match is None or int(match[1]) >= len(tasks):
         return error
     remedy = f"{error.remedy} (nothing was started)".strip()
-    return CommandError(f"{tasks[int(found[1])].place}: {error.detail[found.end() :]}", remedy)
+    return CommandError(f"{tasks[int(match[1])].place}: {error.detail[match.end() :]}", remedy)
 
 
-async def _watch(client: AsyncClient, found: Evaluation) -> Evaluation:
+async def _watch(client: AsyncClient, evaluation: Evaluation) -> Evaluation:
     """Waits for the end, with a progress bar if stderr is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = err()
     if not console.is_terminal:
-        note(f"{found.total} rollouts submitted to run {found.run}")
+        note(f"{evaluation.total} rollouts submitted to run {evaluation.run}")
     columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=found.total)
-        while not found.is_ended:
-            bar.update(task, completed=found.done)
-            found = await client.get_eval(found.id, wait_s=LOOK_S)
-    return found
+        task = bar.add_task("", total=evaluation.total)
+        while not evaluation.is_ended:
+            bar.update(task, completed=evaluation.done)
+            evaluation = await client.get_eval(evaluation.id, wait_s=LOOK_S)
+    return evaluation
 
 
 async def _records(client: AsyncClient, run_id: str) -> list[Record]:
     """Returns all its rollouts, ordered by task and sample."""
-    found: list[Record] = []
+    records: list[Record] = []
     after: str | None = None
     while (page := await client.list(state="ended", run=run_id, after=after, limit=PAGE)).rollouts:
-        found += page.rollouts
+        records += page.rollouts
         after = page.next
-    return sorted(found, key=lambda record: (_task_number(record), record.index))
+    return sorted(records, key=lambda record: (_task_number(record), record.index))
 
 
 def _task_number(record: Record) -> int:

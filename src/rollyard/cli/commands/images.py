@@ -64,7 +64,7 @@ def pull(
     settings = _settings(file, data_dir)
     kinds = _kinds(forms, settings)
     with PullBars() as progress:
-        image = _run(_store(settings).pull(source, kinds, name=name, is_insecure=insecure, tell=progress.tell))
+        image = _run(_store(settings).pull(source, kinds, name=name, is_insecure=insecure, tell=progress.report))
     _show_one(image, as_json)
 
 
@@ -89,7 +89,7 @@ def build(
     settings = _settings(file, data_dir)
     kinds = _kinds(forms, settings)
     with PullBars() as progress:
-        image = _run(build_image(_store(settings), recipe, kinds, name=name, context=context, tell=progress.tell))
+        image = _run(build_image(_store(settings), recipe, kinds, name=name, context=context, tell=progress.report))
     _show_one(image, as_json)
 
 
@@ -98,19 +98,19 @@ def list_images(file: File = None, data_dir: DataDir = None, as_json: AsJson = F
     """List the images that tasks may name."""
     import time
 
-    found = _guard(_store(_settings(file, data_dir)).list)
+    stored = _guard(_store(_settings(file, data_dir)).list)
     if as_json:
-        print_lines(as_body(image) for image in found)
-    elif not found:
+        print_lines(as_body(image) for image in stored)
+    elif not stored:
         note("there is no image; pull one: rollyard images pull NAME:TAG")
     else:
-        made = table("name", "digest", "kept as", "size", "last used", right=("size", "last used"))
-        for image in found:
+        grid = table("name", "digest", "kept as", "size", "last used", right=("size", "last used"))
+        for image in stored:
             names = "\n".join(image.references) or "–"
             ago = seconds(max(1.0, time.time() - image.used_at)) + " ago"
             kinds = ", ".join(image.kinds)
-            made.add_row(plain(names), image.digest.removeprefix("sha256:")[:12], kinds, size(image.size_bytes), ago)
-        show(made)
+            grid.add_row(plain(names), image.digest.removeprefix("sha256:")[:12], kinds, size(image.size_bytes), ago)
+        show(grid)
 
 
 @images.command("prune", epilog="Example: rollyard images prune --older-than 30d --max-size 200G --dry-run")
@@ -132,24 +132,24 @@ def prune(
     older_than_s = None if older_than is None else _amount(older_than, _UNITS_S, "--older-than")
     max_bytes = None if max_size is None else _amount(max_size, _UNITS_BYTES, "--max-size")
     store = _store(_settings(file, data_dir))
-    done = _guard(lambda: store.prune(older_than_s=older_than_s, max_bytes=max_bytes, is_dry_run=dry_run))
+    pruned = _guard(lambda: store.prune(older_than_s=older_than_s, max_bytes=max_bytes, is_dry_run=dry_run))
     if as_json:
         print_json(
             {
-                "removed": [as_body(image) for image in done.images],
-                "in_use": [as_body(image) for image in done.in_use],
-                "leftovers": done.leftovers,
-                "freed_bytes": done.freed_bytes,
+                "removed": [as_body(image) for image in pruned.images],
+                "in_use": [as_body(image) for image in pruned.in_use],
+                "leftovers": pruned.leftovers,
+                "freed_bytes": pruned.freed_bytes,
                 "dry_run": dry_run,
             }
         )
         return
     would = "would be " if dry_run else ""
-    for image in done.images:
+    for image in pruned.images:
         note(f"{image.reference} {would}removed ({size(image.size_bytes)})")
-    for image in done.in_use:
+    for image in pruned.in_use:
         note(f"{image.reference} is in use and is kept")
-    note(f"{size(done.freed_bytes)} {would}freed, {done.leftovers} leftovers {would}removed")
+    note(f"{size(pruned.freed_bytes)} {would}freed, {pruned.leftovers} leftovers {would}removed")
 
 
 @images.command("remove", epilog="Example: rollyard images remove ubuntu:24.04")
@@ -208,23 +208,23 @@ def _kinds(forms: list[str] | None, settings: Settings) -> list[ImageKind]:
             if form not in makable:
                 raise CommandError(f"--as {form}: expected folder or sif", "see `rollyard images pull --help`", 2)
         return [kind for kind in makable if kind in forms]
-    wanted: list[ImageKind] = []
+    kinds: list[ImageKind] = []
     for name in settings.runtimes:
         best: ImageKind | None = next(iter(there.get(name, ())), None)
-        if best is not None and best not in wanted:
-            wanted.append(best)
-    if not wanted:
+        if best is not None and best not in kinds:
+            kinds.append(best)
+    if not kinds:
         allowed = ", ".join(settings.runtimes)
         raise CommandError(f"no allowed runtime uses images ({allowed})", "allow bubblewrap or apptainer, or give --as")
-    return wanted
+    return kinds
 
 
 def _amount(text: str, units: dict[str, int], option: str) -> int:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]?)(?:i?b)?", text.strip().lower())
-    if found is None or found[2] not in units:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]?)(?:i?b)?", text.strip().lower())
+    if match is None or match[2] not in units:
         examples = ", ".join(f"5{unit}" for unit in units if unit)
         raise CommandError(f"{option} {text}: expected a number with a unit", f"such as {examples}", 2)
-    return int(float(found[1]) * units[found[2]])
+    return int(float(match[1]) * units[match[2]])
 
 
 def _run(work: Coroutine[object, object, T]) -> T:

@@ -72,12 +72,12 @@ def node(
     async def main() -> None:
         stop, hurry = asyncio.Event(), asyncio.Event()
 
-        def came() -> None:
+        def on_signal() -> None:
             (hurry if stop.is_set() else stop).set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, came)
-        await run_node(options, stop, on_joined=lambda: _say(f"node {called} has joined {url}"), hurry=hurry)
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        await run_node(options, stop, on_joined=lambda: _print_line(f"node {called} has joined {url}"), hurry=hurry)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -96,14 +96,14 @@ def _token(file: Path | None) -> str:
             raise CommandError("a node needs a token", "--token-file FILE: node-token in the service's data folder", 2)
         return os.environ["ROLLYARD_TOKEN"]
     try:
-        found = file.read_text().split()
+        words = file.read_text().split()
     except OSError as error:
         raise CommandError(f"the token file {file} cannot be read: {error.strerror}") from error
-    if not found:
+    if not words:
         raise CommandError(f"the token file {file} is empty")
-    return found[0]
+    return words[0]
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

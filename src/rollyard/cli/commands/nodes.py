@@ -38,11 +38,11 @@ def list_nodes(url: Url = None, token: Token = None, as_json: AsJson = False) ->
         async with connect(url, token) as client:
             return await client.nodes()
 
-    found = go(work())
+    rows = go(work())
     if as_json:
-        print_lines(found)
-    elif found:
-        show(nodes_table(found))
+        print_lines(rows)
+    elif rows:
+        show(nodes_table(rows))
     else:
         note("no node has joined yet; start one: rollyard node --head URL, or a Ray cluster with nodes")
 
@@ -70,19 +70,19 @@ def drain(
     async def work() -> list[dict[str, Any]]:
         async with connect(url, token) as client:
             names = {node["name"] for node in await client.nodes()} if name is None else {name}
-            found = {one: await client.drain_node(one) for one in sorted(names)}
+            drained = {one: await client.drain_node(one) for one in sorted(names)}
             try:
                 async with asyncio.timeout(timeout_s):
-                    while wait and any(node["live"] for node in found.values()):
+                    while wait and any(node["live"] for node in drained.values()):
                         await asyncio.sleep(LOOK_S)
                         there = {node["name"]: node for node in await client.nodes()}
-                        found = {one: there.get(one, {**node, "live": 0}) for one, node in found.items()}
+                        drained = {one: there.get(one, {**node, "live": 0}) for one, node in drained.items()}
             except TimeoutError:
-                live = sum(node["live"] for node in found.values())
+                live = sum(node["live"] for node in drained.values())
                 raise CommandError(f"{live} rollouts are still running there; the drain continues") from None
-            return list(found.values())
+            return list(drained.values())
 
-    _tell(go(work()), as_json)
+    _show(go(work()), as_json)
 
 
 @nodes.command("resume", epilog="Example: rollyard nodes resume gpu-07")
@@ -93,18 +93,18 @@ def resume(name: Name, url: Url = None, token: Token = None, as_json: AsJson = F
         async with connect(url, token) as client:
             return await client.resume_node(name)
 
-    _tell([go(work())], as_json)
+    _show([go(work())], as_json)
 
 
-def nodes_table(found: list[dict[str, Any]]) -> Any:
+def nodes_table(rows: list[dict[str, Any]]) -> Any:
     right = ("live", "wants", "ended")
     stages = ("init", "ready", "run", "eval")
-    made = table("node", "state", "live", "wants", *stages, "ended", "heard", "host", "engines", right=right)
-    for node in found:
+    grid = table("node", "state", "live", "wants", *stages, "ended", "heard", "host", "engines", right=right)
+    for node in rows:
         state = str(node.get("state"))
         style = {"up": "green", "drained": "dim"}.get(state, "yellow")
         pools = node.get("pools") or {}
-        made.add_row(
+        grid.add_row(
             plain(node.get("name")),
             f"[{style}]{plain(state)}[/]",
             number(node.get("live")),
@@ -115,7 +115,7 @@ def nodes_table(found: list[dict[str, Any]]) -> Any:
             plain(node.get("host")),
             _engines(node.get("engines") or {}),
         )
-    return made
+    return grid
 
 
 def _engines(engines: dict[str, Any]) -> str:
@@ -131,8 +131,8 @@ def _pool(pool: dict[str, Any]) -> str:
     return f"{number(pool.get('active'))}/{number(pool.get('size'))}"
 
 
-def _tell(found: list[dict[str, Any]], as_json: bool) -> None:
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print_lines(found)
+        print_lines(rows)
     else:
-        show(nodes_table(found))
+        show(nodes_table(rows))

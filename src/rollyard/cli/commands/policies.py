@@ -40,32 +40,32 @@ def list_policies(url: Url = None, token: Token = None, as_json: AsJson = False)
         async with connect(url, token) as client:
             return await client.policies()
 
-    found = run(work())
+    rows = run(work())
     if as_json:
-        print_lines(found)
-    elif found:
-        show(policies_table(found))
+        print_lines(rows)
+    elif rows:
+        show(policies_table(rows))
     else:
         note("there is no policy; it is created with its first engine: rollyard engines add URL --policy NAME")
 
 
-def policies_table(found: list[dict[str, Any]]) -> Any:
+def policies_table(rows: list[dict[str, Any]]) -> Any:
     """Creates a table with one row per engine; the policy's own columns are on its first row."""
-    made = table("policy", "state", "version", "held by", "lease", "engine", "its state", "its version", "problem")
-    for policy in found:
+    grid = table("policy", "state", "version", "held by", "lease", "engine", "its state", "its version", "problem")
+    for policy in rows:
         state = str(policy.get("state"))
         style = {"running": "green", "abandoned": "red"}.get(state, "yellow")
-        left = policy.get("lease_left_s")
+        lease_left_s = policy.get("lease_left_s")
         own = [
             plain(policy.get("name")),
             f"[{style}]{plain(state)}[/]",
             number(policy.get("version")),
             plain(policy.get("holder") or "–"),
-            "–" if left is None else seconds(left),
+            "–" if lease_left_s is None else seconds(lease_left_s),
         ]
         for engine in policy.get("engines") or [{}]:
             paused = " (paused)" if engine.get("paused") else ""
-            made.add_row(
+            grid.add_row(
                 *own,
                 plain(engine.get("id") or "–"),
                 plain(engine.get("state") or "–") + paused,
@@ -73,7 +73,7 @@ def policies_table(found: list[dict[str, Any]]) -> Any:
                 plain(engine.get("error") or ""),
             )
             own = ["", "", "", "", ""]
-    return made
+    return grid
 
 
 @policies.command("pause", epilog="Example: rollyard policies pause actor --mode drain --lease-s 3600")
@@ -104,7 +104,7 @@ def pause(
             policy = client.policy(name, holder=HOLDER)
             return await policy.pause(mode=mode, lease_s=lease_s, engines=engine, timeout_s=timeout_s)
 
-    _tell(run(work()), as_json)
+    _show(run(work()), as_json)
 
 
 @policies.command("resume", epilog="Example: rollyard policies resume actor 7")
@@ -129,10 +129,10 @@ def resume(
             policy = client.policy(name, holder=HOLDER)
             return await policy.resume(version, engines=engine, take_over=take_over)
 
-    _tell(run(work()), as_json)
+    _show(run(work()), as_json)
 
 
-def _tell(policy: dict[str, Any], as_json: bool) -> None:
+def _show(policy: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(policy)
     else:

@@ -85,10 +85,10 @@ def show_rollout(
         return
     from rollyard.cli._results import outcome
 
-    made = table("", "")
-    made.show_header = False
+    grid = table("", "")
+    grid.show_header = False
     task, failure, timings = record.task, record.failure or {}, record.timings or {}
-    made.add_row("outcome", outcome(record))
+    grid.add_row("outcome", outcome(record))
     rows = {
         "id": record.id,
         "run": record.run + (f", group {record.group} [{record.index}]" if record.group else ""),
@@ -104,8 +104,8 @@ def show_rollout(
     }
     for name, value in rows.items():
         if value:
-            made.add_row(name, plain(value))
-    show(made)
+            grid.add_row(name, plain(value))
+    show(grid)
     for message in trajectory.messages if trajectory else ():
         out().print(f"\n[bold]{message.get('role')}[/]")
         out().print(str(message.get("content") or message.get("tool_calls") or ""), markup=False)
@@ -161,12 +161,12 @@ def traces(
         return
     if not trajectory.traces:
         raise CommandError(f"rollout {id} left no traces", "see its failure: rollyard rollouts show")
-    made = table(
+    grid = table(
         "trace", "tokens", "sampled", "calls", "versions", "logprobs", "trainable", right=("tokens", "sampled")
     )
     for trace in trajectory.traces:
         versions = sorted({int(version) for version in trace.versions[trace.mask == 1]})
-        made.add_row(
+        grid.add_row(
             str(trace.index),
             number(len(trace)),
             number(int(trace.mask.sum())),
@@ -175,7 +175,7 @@ def traces(
             "none" if trace.logprobs is None else trace.logprobs_kind,
             "yes" if trace.trainable else f"no: {trace.reason}",
         )
-    show(made)
+    show(grid)
 
 
 @rollouts.command("rescore", epilog="Example: rollyard rollouts rescore s_01-3")

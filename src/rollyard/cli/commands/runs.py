@@ -33,19 +33,19 @@ def list_runs(url: Url = None, token: Token = None, as_json: AsJson = False) -> 
         async with connect(url, token) as client:
             return await client.list_runs()
 
-    found = run(work())
+    rows = run(work())
     if as_json:
-        print_lines(found)
+        print_lines(rows)
     else:
-        _show(found)
+        _show(rows)
 
 
-def _show(found: list[dict[str, Any]]) -> None:
+def _show(rows: list[dict[str, Any]]) -> None:
     columns = ("id", "mode", "policy", "seed", "priority", "max_live")
-    made = table(*columns, right=columns[3:])
-    for item in found:
-        made.add_row(*(plain(number(item.get(column))) for column in columns))
-    show(made)
+    grid = table(*columns, right=columns[3:])
+    for item in rows:
+        grid.add_row(*(plain(number(item.get(column))) for column in columns))
+    show(grid)
 
 
 @runs.command("create", epilog="Example: rollyard runs create grpo-7b --policy actor --seed 7")
@@ -103,16 +103,16 @@ def create(
         _show([created])
 
 
-def _penalty(given: str | None) -> dict[str, Any] | None:
-    if given is None:
+def _penalty(text: str | None) -> dict[str, Any] | None:
+    if text is None:
         return None
-    start, _, rest = given.partition(":")
-    end, _, most = rest.partition(":")
+    start, _, remainder = text.partition(":")
+    end, _, most = remainder.partition(":")
     try:
         penalty: dict[str, Any] = {"from_tokens": int(start), "to_tokens": int(end)}
         return {**penalty, "most": float(most)} if most else penalty
     except ValueError:
-        detail = f"--overlong-penalty {given}: expected FROM:TO or FROM:TO:MOST, such as 8192:10240:0.5"
+        detail = f"--overlong-penalty {text}: expected FROM:TO or FROM:TO:MOST, such as 8192:10240:0.5"
         raise typer.BadParameter(detail) from None
 
 

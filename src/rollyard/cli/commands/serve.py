@@ -61,11 +61,11 @@ def serve(
     These settings, and more, can also be set by ROLLYARD_* variables and in a TOML file: see `rollyard config`.
     """
     about = {"kind": kind, "tokenizer": tokenizer, "model": model}
-    given = {key: value for key, value in about.items() if value is not None}
-    if prorl and not engine and set(given) == {"tokenizer"}:
-        given = {}  # for engines that are added by /add_llm_server
-    if given and not engine:
-        raise CommandError(f"--{next(iter(given))} needs --engine", "give an engine with --engine", 2)
+    engine_options = {key: value for key, value in about.items() if value is not None}
+    if prorl and not engine and set(engine_options) == {"tokenizer"}:
+        engine_options = {}  # for engines that are added by /add_llm_server
+    if engine_options and not engine:
+        raise CommandError(f"--{next(iter(engine_options))} needs --engine", "give an engine with --engine", 2)
 
     if address and fleet != "ray":
         raise CommandError("--address needs --fleet ray", "give --fleet ray", 2)
@@ -78,7 +78,7 @@ def serve(
         "host": host,
         "port": port,
         "data_dir": data_dir,
-        "engines": [{"url": url, **given} for url in engine] if engine else None,
+        "engines": [{"url": url, **engine_options} for url in engine] if engine else None,
         "fleet": fleet,
         "ray_address": address,
         "store": store,

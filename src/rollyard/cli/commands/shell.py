@@ -68,26 +68,26 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
     from rollyard.service.models import to_task
 
     try:
-        wanted = to_task(line.task, {})
-        name = runtime or wanted.sandbox.runtime or default_runtime()
-        wanted = replace(wanted, sandbox=replace(wanted.sandbox, runtime=name))
+        task = to_task(line.task, {})
+        name = runtime or task.sandbox.runtime or default_runtime()
+        task = replace(task, sandbox=replace(task.sandbox, runtime=name))
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollyard-shell-"))
             resources = await stack.enter_async_context(local_resources(Path(folder), name))
-            rollout = Rollout(id="shell", run="shell", task=wanted)
-            resources.check(wanted, Run("shell"))
+            rollout = Rollout(id="shell", run="shell", task=task)
+            resources.check(task, Run("shell"))
             runner = StageRunner(resources, rollout, Run("shell"), lease_s=LEASE_S)
             stack.callback(runner.forget)
-            workspace = await runner.init(Deadline(wanted.limits.init_s))
+            workspace = await runner.init(Deadline(task.limits.init_s))
             try:
                 if workspace.sandbox is None:
                     raise CommandError(f"{line.place}: this task has no sandbox")
-                _tell(workspace.start.messages)
+                _show_messages(workspace.start.messages)
                 status = await (interact if sys.stdin.isatty() else pipe)(workspace.sandbox)
                 if not evaluate:
                     return ShellVisit(status)
-                said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
-                messages = (*workspace.start.messages, *said)
+                answer_messages: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
+                messages = (*workspace.start.messages, *answer_messages)
                 trajectory = Trajectory(rollout.id, rollout.attempt, messages=messages, ended_by="finish")
                 result = await runner.collect(RunResult(trajectory, None, "", 0))
             finally:
@@ -109,7 +109,7 @@ async def _score(runner: StageRunner, trajectory: Trajectory) -> Score:
         raise CommandError(f"EVAL did not finish in {clock.budget_s:g} s", "raise limits.eval_s") from None
 
 
-def _tell(messages: tuple[Message, ...]) -> None:
+def _show_messages(messages: tuple[Message, ...]) -> None:
     """Prints the messages that the agent would get."""
     for message in messages:
         note(f"--- {message.get('role')}\n{message.get('content')}")

@@ -17,13 +17,13 @@ from rollyard.cli._slurm_job import (
     REACH_S,
     check_disk,
     folder_of,
-    found,
+    get_job,
     job_object,
-    named,
+    option_for,
     poll,
     service_of,
-    stand,
-    told,
+    state_text,
+    translated_errors,
     wait_ready,
 )
 
@@ -126,7 +126,7 @@ def up(
         **{name: value for name, value in slots.items() if value is not None},
         **({"config": config.absolute()} if config else {}),
     }
-    with told():
+    with translated_errors():
         spec = JobSpec(
             folder=folder,
             python=Path(sys.executable).absolute(),
@@ -161,7 +161,7 @@ def up(
         cluster = SlurmCluster(folder)
         if cluster.job_id and not (job := look(cluster.job_id)).is_over:
             raise CommandError(
-                f"job {job.id} of {folder} exists already, {job.state}", f"rollyard slurm down{named(data_dir)}"
+                f"job {job.id} of {folder} exists already, {job.state}", f"rollyard slurm down{option_for(data_dir)}"
             )
         job_id = cluster.submit(spec, store)
         note(f"job {job_id} is submitted: {folder / 'job.sh'}")
@@ -183,22 +183,22 @@ def status(data_dir: Folder = None, as_json: AsJson = False) -> None:
     """Show the job, its nodes, and the status of its service."""
     from rollyard.fleet.slurm_jobs import look
 
-    cluster, job_id = found(data_dir)
-    with told():
+    cluster, job_id = get_job(data_dir)
+    with translated_errors():
         job = look(job_id)
     service = service_of(cluster) if cluster.url and not job.is_over else None
     if as_json:
         print_json(job_object(cluster, job, service))
         return
-    made = table("job", "state", "for", "nodes", "service", "queued", "live", "ended")
+    grid = table("job", "state", "for", "nodes", "service", "queued", "live", "ended")
     states: dict[str, Any] = (service or {}).get("states", {})
     live = sum(count for name, count in states.items() if name not in ("queued", "ended"))
     counts = (states.get("queued", 0), live, states.get("ended", 0)) if service else (None, None, None)
-    made.add_row(
-        *(job.id, plain(stand(job)), job.ran_for or "–", plain(", ".join(job.nodes)) or "–"),
+    grid.add_row(
+        *(job.id, plain(state_text(job)), job.ran_for or "–", plain(", ".join(job.nodes)) or "–"),
         *(plain(cluster.url) if service else "–", *map(number, counts)),
     )
-    show(made)
+    show(grid)
     if cluster.url and service is None and not job.is_over:
         note(f"{cluster.url} does not answer; see {cluster.folder / 'job.log'}")
 
@@ -212,8 +212,8 @@ def down(
     """Drain the service and end its job. Unfinished rollouts continue with the next `up`. May be repeated."""
     from rollyard.fleet.slurm_jobs import cancel, look
 
-    cluster, job_id = found(data_dir)
-    with told():
+    cluster, job_id = get_job(data_dir)
+    with translated_errors():
         job = look(job_id)
         if not job.is_over:
             note(f"job {job.id} is {job.state}: it will be drained and ended")

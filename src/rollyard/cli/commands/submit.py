@@ -94,7 +94,7 @@ async def _submit(
         await quick.status()  # an unreachable service or a wrong token fails at once, without retries
     async with connect(url, token, retry_s=RETRY_S) as client:
         where = run_id or policy or "default"
-        await _have_run(client, where, policy)
+        await _ensure_run(client, where, policy)
         ids = [f"{prefix}-{number}" for number in range(len(tasks))]
         try:
             records = await client.submit(
@@ -103,9 +103,9 @@ async def _submit(
         except RollyardError as error:
             raise with_place(error, tasks, group_size or 1) from error
         if wait:
-            began = time.monotonic()
+            started_at = time.monotonic()
             records = await watch(client, records)
-            note(f"{summary_line(records)}; {time.monotonic() - began:.1f} s")
+            note(f"{summary_line(records)}; {time.monotonic() - started_at:.1f} s")
         if out is not None:
             await write_trajectories(client, records, out)
             note(f"trajectories are in {out}")
@@ -117,33 +117,33 @@ async def _submit(
     return not wait or all(record.reward is not None for record in records)
 
 
-async def _have_run(client: AsyncClient, run_id: str, policy: str | None) -> None:
+async def _ensure_run(client: AsyncClient, run_id: str, policy: str | None) -> None:
     """Creates the run if it does not exist. Raises `CommandError` if it has another policy."""
     from rollyard.core.failure import NotFound
 
     if run_id == "default" and policy is None:  # the service creates this one
         return
     try:
-        found = await client.get_run(run_id)
+        existing = await client.get_run(run_id)
     except NotFound:
         await client.create_run(run_id, policy=policy)
     else:
-        if policy not in (None, found.get("policy")):
+        if policy not in (None, existing.get("policy")):
             raise CommandError(
-                f"run {run_id} has policy {found.get('policy')}, not {policy}", "give another run with --run"
+                f"run {run_id} has policy {existing.get('policy')}, not {policy}", "give another run with --run"
             )
 
 
 def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:
     """Replaces the number of a rollout in a service's error with the file and line of its task."""
     submitted = int(str(error.data.get("submitted", 0)))
-    found = re.search(r"rollouts\[(\d+)\](?:\.task\.?)?", f"{error.data.get('path', '')} {error.detail}")
-    index = (submitted + int(found[1])) // group_size if found else len(tasks)
-    if found is None or index >= len(tasks):
+    match = re.search(r"rollouts\[(\d+)\](?:\.task\.?)?", f"{error.data.get('path', '')} {error.detail}")
+    index = (submitted + int(match[1])) // group_size if match else len(tasks)
+    if match is None or index >= len(tasks):
         return error
-    detail = error.detail.replace(found[0], "").lstrip(": ")
-    told = "nothing was submitted" if not submitted else f"{submitted} rollouts before it were submitted"
-    return CommandError(f"{tasks[index].place}: {detail}", f"{error.remedy} ({told})".strip())
+    detail = error.detail.replace(match[0], "").lstrip(": ")
+    submitted_text = "nothing was submitted" if not submitted else f"{submitted} rollouts before it were submitted"
+    return CommandError(f"{tasks[index].place}: {detail}", f"{error.remedy} ({submitted_text})".strip())
 
 
 async def watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:

@@ -59,21 +59,23 @@ def import_(
     out = None if out == Path("-") else out
     if as_json and out is None:
         raise CommandError("--json prints a summary to stdout, where the tasks go", "give --out", 2)
-    given = read_options(options or ())
+    importer_options = read_options(options or ())
 
     async def work() -> ImportResult:  # environments may need an event loop when they are created
-        async with all_environments(load_settings({}, os.environ).settings) as known:
-            return import_tasks(ImportOptions(known.get(environment), paths or (), given, split, limit, skip_bad), out)
+        async with all_environments(load_settings({}, os.environ).settings) as environments:
+            return import_tasks(
+                ImportOptions(environments.get(environment), paths or (), importer_options, split, limit, skip_bad), out
+            )
 
     try:
-        done = run(work())
+        result = run(work())
     except TaskInvalid as error:  # without its remedy, which is for the author of a task
         raise CommandError(error.detail) from error
     if as_json:
-        print_json({"environment": environment, "tasks": done.tasks, "skipped": done.bad, "out": str(out)})
+        print_json({"environment": environment, "tasks": result.tasks, "skipped": result.bad, "out": str(out)})
         return
-    left_out = f"; {done.bad} bad ones were skipped" if done.bad else ""
-    note(f"{done.tasks} tasks{f' are in {out}' if out is not None else ''}{left_out}")
+    skipped = f"; {result.bad} bad ones were skipped" if result.bad else ""
+    note(f"{result.tasks} tasks{f' are in {out}' if out is not None else ''}{skipped}")
 
 
 @tasks.command("validate", epilog="Example: rollyard tasks validate tasks.jsonl --run --jobs 4")
@@ -116,16 +118,16 @@ def validate(
 def _show(findings: Sequence[Finding], plays: bool) -> None:
     """Prints problems and warnings, one line each; with `plays`, also a table of all tasks."""
     if plays:
-        made = table("task", "environment", "oracle", "no-op", "took", "", right=("oracle", "no-op", "took"))
+        grid = table("task", "environment", "oracle", "no-op", "took", "", right=("oracle", "no-op", "took"))
         for finding in findings[:ROWS]:
             both = (finding.oracle, finding.noop)
             spent = sum(it.init_s + it.run_s + it.eval_s for it in both if it is not None)
-            made.add_row(
+            grid.add_row(
                 plain(finding.place), plain(finding.environment), *map(_reward, both), seconds(spent), _word(finding)
             )
         if len(findings) > ROWS:
-            made.caption = f"… and {len(findings) - ROWS} more; --json has them all"
-        show(made)
+            grid.caption = f"… and {len(findings) - ROWS} more; --json has them all"
+        show(grid)
     for finding in findings:
         for problem in (*finding.problems, *((finding.not_tried,) if finding.not_tried else ())):
             typer.echo(f"{finding.place}: {problem}")
@@ -179,12 +181,12 @@ def try_task(
     played = run(_try(line, agent, runtime, engine, tokenizer))
     if as_json:
         trajectory = played.trajectory
-        said = {
+        summary = {
             "messages": trajectory.messages if trajectory else (),
             "turns": trajectory.turns if trajectory else 0,
             "sampled_tokens": trajectory.sampled_tokens if trajectory else 0,
         }
-        print_json({**played_body(played), **said})
+        print_json({**played_body(played), **summary})
     else:
         show_played(played)
     if played.score is None:
@@ -202,20 +204,20 @@ async def _try(
     from rollyard.service.models import to_task
 
     try:
-        wanted = to_task(line.task, {}, ())
-        if agent is not None and agent != wanted.agent.name:
-            wanted = replace(wanted, agent=AgentSpec(agent))
+        task = to_task(line.task, {}, ())
+        if agent is not None and agent != task.agent.name:
+            task = replace(task, agent=AgentSpec(agent))
         async with open_resource_sets(runtime) as resource_sets:
-            wanted = resource_sets.placed(wanted)
-            resources = await resource_sets.of(wanted)
-            doer = resources.resolve(wanted).agent
-            if doer.needs_model:
+            task = resource_sets.placed(task)
+            resources = await resource_sets.of(task)
+            task_agent = resources.resolve(task).agent
+            if task_agent.needs_model:
                 if engine is None:
                     raise CommandError(
-                        f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2
+                        f"the agent {task_agent.name} needs a model", "give --engine URL, or --agent oracle", 2
                     )
                 await add_engine(resources.router, engine, tokenizer)
             await resource_sets.add_judges()
-            return await play(resources, wanted)
+            return await play(resources, task)
     except RollyardError as error:
         raise CommandError(f"{line.place}: {error.detail}", error.remedy) from error

@@ -40,13 +40,15 @@ def check(
         if renderer:
             raise
         chosen, reason = None, error.detail
-    found = properties_of(tokenizer, chosen)
+    properties = properties_of(tokenizer, chosen)
     name = chosen.name if chosen is not None else None
     if as_json:
-        print_json({"model": model, "renderer": name, "reason": reason, "properties": [asdict(item) for item in found]})
+        print_json(
+            {"model": model, "renderer": name, "reason": reason, "properties": [asdict(item) for item in properties]}
+        )
         return
     note(f"{model}: rendered by {name}" if name else f"{model}: {reason}")
-    made = table("property", "", "observation")
-    for item in found:
-        made.add_row(item.name, f"[{_COLORS[item.verdict]}]{item.verdict}[/]", plain(item.says))
-    show(made)
+    grid = table("property", "", "observation")
+    for item in properties:
+        grid.add_row(item.name, f"[{_COLORS[item.verdict]}]{item.verdict}[/]", plain(item.says))
+    show(grid)

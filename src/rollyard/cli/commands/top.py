@@ -125,7 +125,7 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
 
 
 def _pools(pools: Mapping[str, Any]) -> RenderableType:
-    made = table("stage", "", "active", "size", "waiting", right=("active", "size", "waiting"))
+    grid = table("stage", "", "active", "size", "waiting", right=("active", "size", "waiting"))
     for name in STAGES:
         pool = pools.get(name) or {}
         active, size = int(pool.get("active") or 0), int(pool.get("size") or 0)
@@ -133,5 +133,5 @@ def _pools(pools: Mapping[str, Any]) -> RenderableType:
         colour = "red" if name in ("queue", "live") and size and active >= size else "cyan"
         bar = f"[{colour}]{'━' * filled}[/][dim]{'─' * (BAR - filled)}[/]"
         stuck = f" [red]+{pool['quarantined']} stuck[/]" if pool.get("quarantined") else ""
-        made.add_row(name, bar, number(active) + stuck, number(size), number(pool.get("waiting")))
-    return made
+        grid.add_row(name, bar, number(active) + stuck, number(size), number(pool.get("waiting")))
+    return grid

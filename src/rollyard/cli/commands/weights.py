@@ -41,8 +41,8 @@ def fetch(
     model = KNOWN[name]
     if source not in ("auto", *model.sources):
         raise CommandError(f"--source {source}: expected one of {', '.join(('auto', *model.sources))}", status=2)
-    with _shown(name, is_quiet=as_json) as (tell, watch):
-        folder = ModelCache().get(model, source, tell=tell, watch=watch)
+    with _shown(name, is_quiet=as_json) as (notify, watch):
+        folder = ModelCache().get(model, source, tell=notify, watch=watch)
     (row,) = (row for row in _rows(model) if row["folder"] == str(folder))
     if as_json:
         print_json(row)
@@ -59,20 +59,22 @@ def list_weights(as_json: AsJson = False) -> None:
     if as_json:
         print_lines(rows)
         return
-    made = table("name", "source", "cached", "size", "digest", "about", right=("size",))
+    grid = table("name", "source", "cached", "size", "digest", "about", right=("size",))
     for row in rows:
         here = row["folder"] or f"no ({size(row['download_bytes'])} to fetch)"
-        kept = size(row["size_bytes"]) if row["folder"] else "–"
-        made.add_row(row["name"], row["source"], plain(here), kept, (row["digest"] or "–")[:12], plain(row["about"]))
-    show(made)
+        cached_size = size(row["size_bytes"]) if row["folder"] else "–"
+        grid.add_row(
+            row["name"], row["source"], plain(here), cached_size, (row["digest"] or "–")[:12], plain(row["about"])
+        )
+    show(grid)
 
 
 def get_model(name: str, source: str = "auto") -> Path:
     """Returns the folder of a model, fetched if necessary. Used by every command that takes a model's name."""
     from rollyard.embedded.weights import find_model
 
-    with _shown(name) as (tell, watch):
-        return find_model(name, tell=tell, watch=watch, source=source)
+    with _shown(name) as (notify, watch):
+        return find_model(name, tell=notify, watch=watch, source=source)
 
 
 @contextmanager
@@ -83,16 +85,16 @@ def _shown(name: str, *, is_quiet: bool = False) -> Generator[tuple[Tell, Watch]
 
     with PullBars() as progress:
 
-        def tell(line: str) -> None:
+        def notify(line: str) -> None:
             if not is_quiet:
-                progress.tell(PullStep("note", line))
+                progress.report(PullStep("note", line))
 
         def watch(done_bytes: int, total_bytes: int) -> None:
             if not is_quiet:
-                progress.tell(PullStep("download", name, done_bytes, total_bytes))
+                progress.report(PullStep("download", name, done_bytes, total_bytes))
 
         try:
-            yield tell, watch
+            yield notify, watch
         except WeightsError as error:
             raise CommandError(error.what, error.remedy) from error
 
@@ -101,10 +103,10 @@ def _rows(model: KnownModel) -> list[dict[str, Any]]:
     """Returns a model as JSON objects, one for each source."""
     from rollyard.embedded.weights import ModelCache, weights_digest
 
-    shelf = ModelCache()
+    cache = ModelCache()
     rows: list[dict[str, Any]] = []
     for source, origin in model.sources.items():
-        folder = shelf.cached(model, source)
+        folder = cache.cached(model, source)
         rows.append(
             {
                 "name": model.name,

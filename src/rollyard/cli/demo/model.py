@@ -176,14 +176,14 @@ class EngineProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._said: deque[str] = deque(maxlen=50)
+        self._stderr_lines: deque[str] = deque(maxlen=50)
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
         """Reads all of stderr, so that its pipe does not fill up."""
         assert self._process.stderr is not None
         async for line in self._process.stderr:
-            self._said.append(line.decode(errors="replace"))
+            self._stderr_lines.append(line.decode(errors="replace"))
 
     async def ready(self) -> str:
         """Returns its URL. Raises `CommandError` with its last line if it ends instead."""
@@ -192,7 +192,9 @@ class EngineProcess:
         if line:
             return json.loads(line)["url"]
         await self._reading
-        raise CommandError(_last(list(self._said)) or "the engine ended before it was ready", "rollyard engine --help")
+        raise CommandError(
+            _last(list(self._stderr_lines)) or "the engine ended before it was ready", "rollyard engine --help"
+        )
 
     async def end(self) -> None:
         await stop(self._process)

@@ -69,8 +69,8 @@ class DemoBoard:
         if not self._console.is_terminal:
             turns, tokens = _counts(record)
             at = f"{len(self._records):>3} of {len(self._names)}  {seconds(time.monotonic() - self._started):>7}"
-            came = f"{_end(record)}, reward {_reward(record)}, {_some(turns, 'turn')}, {_some(tokens, 'token')}"
-            self._console.print(f"{at}  {self._names[record.id]}: {came}", markup=False)
+            result = f"{_end(record)}, reward {_reward(record)}, {_some(turns, 'turn')}, {_some(tokens, 'token')}"
+            self._console.print(f"{at}  {self._names[record.id]}: {result}", markup=False)
 
     def sampled(self, turns: int, tokens: int) -> None:
         """Sets the totals of all rollouts so far."""
@@ -78,30 +78,30 @@ class DemoBoard:
 
     def _frame(self) -> RenderableType:
         now = time.monotonic()
-        made = table("task", "state", "turns", "tokens", "reward", right=("turns", "tokens", "reward"))
+        grid = table("task", "state", "turns", "tokens", "reward", right=("turns", "tokens", "reward"))
         for id, name in self._names.items():
             record, state = self._records.get(id), self._states[id]
             if record is None:
                 shown = Text(f"{state} {seconds(now - self._since[id])}", style=_STATES.get(state, ""))
-                made.add_row(name, shown, "", "", "")
+                grid.add_row(name, shown, "", "", "")
             else:
                 turns, tokens = _counts(record)
-                made.add_row(name, _end(record), str(turns), str(tokens), _coloured(record))
+                grid.add_row(name, _end(record), str(turns), str(tokens), _coloured(record))
         took_s = now - self._started
         sums = f"{len(self._records)} of {len(self._names)} ended, {_some(self._turns, 'turn')} started, "
         speed = f"{number(self._tokens)} tokens, {self._tokens / max(took_s, 1e-9):.0f} tokens/s, {seconds(took_s)}"
-        return Group(made, Text(sums + speed))
+        return Group(grid, Text(sums + speed))
 
 
 def show_results(console: Console, played: DemoResult) -> None:
     """Prints a table of rewards, and the totals."""
     columns = ("task", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
-    made = table(*columns, title="Rewards", right=columns[2:])
+    grid = table(*columns, title="Rewards", right=columns[2:])
     for record in played.records:
         timings = record.timings or {}
         spent = (seconds(timings.get(name)) for name in ("init_s", "run_s", "eval_s"))
-        made.add_row(task_name(record.task), _end(record), _coloured(record), *map(str, _counts(record)), *spent)
-    console.print(made)
+        grid.add_row(task_name(record.task), _end(record), _coloured(record), *map(str, _counts(record)), *spent)
+    console.print(grid)
     scored = [record for record in played.records if record.reward is not None]
     share = f"{played.solved / len(scored):.0%}" if scored else "–"
     console.print(
@@ -121,10 +121,11 @@ async def show_best(console: Console, client: AsyncClient, played: DemoResult) -
         return
     tokenizer = Tokenizer.from_file(str(played.player.folder / "tokenizer.json"))
     trace = trajectory.traces[0]
-    given = len(trace) - int((trace.mask == 1).sum())
+    input_tokens = len(trace) - int((trace.mask == 1).sum())
     console.print(f"\n[bold]One trajectory[/]: {task_name(record.task)}, reward {_reward(record)}")
     console.print(
-        f"{len(trace)} tokens: {given} given, {len(trace) - given} sampled in {_some(len(trace.spans), 'turn')}."
+        f"{len(trace)} tokens: {input_tokens} given, {len(trace) - input_tokens} sampled "
+        f"in {_some(len(trace.spans), 'turn')}."
     )
     legend = Text("Each sampled token is followed by its logprob. Coloured: ")
     for (_, colour), words in zip(COLOURS, ("nearly certain", "more likely than not", "less likely"), strict=True):
@@ -167,21 +168,21 @@ def _show_message(console: Console, message: Mapping[str, Any]) -> None:
 def _tokens(trace: Trace, places: range, tokenizer: Any) -> Text:
     text = Text()
     for place in places:
-        said = tokenizer.decode([int(trace.token_ids[place])], skip_special_tokens=False)
+        token_text = tokenizer.decode([int(trace.token_ids[place])], skip_special_tokens=False)
         if trace.logprobs is None:
-            text.append(f"{_visible(said)} ")
+            text.append(f"{_visible(token_text)} ")
             continue
         logprob = float(trace.logprobs[place])
         colour = next(colour for least, colour in COLOURS if logprob >= least)
-        text.append(_visible(said), colour)
+        text.append(_visible(token_text), colour)
         shown = logprob if logprob <= -0.005 else 0.0  # not −0.00
         text.append(f"({shown:.2f})", "dim")  # no space before it, so that it stays on its token's line
         text.append(" ")
     return text
 
 
-def _visible(said: str) -> str:
-    return said.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
+def _visible(text: str) -> str:
+    return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
 
 
 def _some(count: int, what: str) -> str:

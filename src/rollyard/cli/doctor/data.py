@@ -45,8 +45,8 @@ def room(data_dir: Path) -> DoctorCheck:
     place = nearest(data_dir)
     if not os.access(place, os.W_OK):
         return DoctorCheck("data_dir", "warn", f"{data_dir} cannot be written to", "set data_dir to a writable folder")
-    found = os.statvfs(place)
-    free, files = found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
+    usage = os.statvfs(place)
+    free, files = usage.f_bavail * usage.f_frsize, usage.f_favail if usage.f_files else None
     detail = f"{data_dir}: {free / GIB:.1f} GiB free" + ("" if files is None else f", {files:,} inodes free")
     remedy = ""
     if free < 2 * GIB:
@@ -64,14 +64,14 @@ def file_system(data_dir: Path, mountinfo: str) -> DoctorCheck:
     mount = mount_of(str(nearest(data_dir).resolve()), mountinfo)
     if mount is None:
         return DoctorCheck(name, "warn", "the file system of data_dir is not known", "mount /proc")
-    seen = f"{mount.kind} at {mount.point}"
+    location = f"{mount.kind} at {mount.point}"
     local = "set data_dir to a local disk (a node's own scratch): ROLLYARD_DATA_DIR=/scratch/rollyard"
     if mount.kind in NETWORK:
-        return DoctorCheck(name, "warn", f"{seen}: SQLite loses data there, and overlays do not work", local)
+        return DoctorCheck(name, "warn", f"{location}: SQLite loses data there, and overlays do not work", local)
     if mount.kind in NO_UPPER:
         remedy = f"{local}; in Docker: a volume (--volume rollyard:{data_dir})"
-        return DoctorCheck(name, "warn", f"{seen}: overlays over images and layers do not work there", remedy)
-    return DoctorCheck(name, "ok", seen)
+        return DoctorCheck(name, "warn", f"{location}: overlays over images and layers do not work there", remedy)
+    return DoctorCheck(name, "ok", location)
 
 
 def _images(settings: Settings) -> DoctorCheck:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollyard.core import EngineSpec
     from rollyard.service.settings import Settings
 
-ASK_S = 3.0
+SERVICE_TIMEOUT_S = 3.0
 """Timeout of the service's answer: most machines that are checked have none."""
 
 TRUST = "if its tokenizer is the model's own, set trust_tokenizer for it (rollyard engines add --trust-tokenizer)"
@@ -23,8 +23,8 @@ TRUST = "if its tokenizer is the model's own, set trust_tokenizer for it (rollya
 
 async def engine_checks(settings: Settings) -> list[DoctorCheck]:
     served = await _served()
-    found = served if served is not None else await _probed(settings)
-    return [tokenizer_check(engine) for engine in found if engine.get("role") == "policy"]
+    engines = served if served is not None else await _probed(settings)
+    return [tokenizer_check(engine) for engine in engines if engine.get("role") == "policy"]
 
 
 def tokenizer_check(engine: Mapping[str, Any]) -> DoctorCheck:
@@ -46,7 +46,7 @@ async def _served() -> list[dict[str, Any]] | None:
     from rollyard.core import RollyardError
 
     try:
-        async with asyncio.timeout(ASK_S), AsyncClient(timeout_s=ASK_S, retry_s=0.0) as client:
+        async with asyncio.timeout(SERVICE_TIMEOUT_S), AsyncClient(timeout_s=SERVICE_TIMEOUT_S, retry_s=0.0) as client:
             return await client.engines()
     except (RollyardError, TimeoutError, OSError):
         return None
@@ -70,5 +70,5 @@ async def _probe(spec: EngineSpec) -> dict[str, Any]:
         try:
             return engine_object(await router.add(spec))
         except RollyardError as error:
-            told = {"id": spec.id, "kind": str(spec.kind), "role": str(spec.role), "last_error": error.detail}
-            return {**told, "tokenizer_verified": None}
+            engine_info = {"id": spec.id, "kind": str(spec.kind), "role": str(spec.role), "last_error": error.detail}
+            return {**engine_info, "tokenizer_verified": None}

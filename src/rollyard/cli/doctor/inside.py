@@ -75,7 +75,7 @@ for pid in children:
 print(json.dumps(found))
 """
 
-TAKE = """
+MEMORY_SCRIPT = """
 import time
 held = [b"x" * (8 << 20) for _ in range(40)]
 time.sleep(3)  # a watchdog needs a moment
@@ -93,7 +93,7 @@ async def look_inside(runtime: AnyRuntime, python: PortablePython, worst: State)
             SandboxSpec(binds=binds, has_doorway=True, limits=LIMITS, owner="doctor"), lease_s=LEASE_S
         )
         try:
-            checks = list(_judged(await _seen(sandbox, python), sandbox, worst))
+            checks = list(_judged(await _probe_results(sandbox, python), sandbox, worst))
             await sandbox.write("/workspace/doctor", b"a layer")
             await sandbox.freeze(layer)
         finally:
@@ -105,7 +105,7 @@ async def look_inside(runtime: AnyRuntime, python: PortablePython, worst: State)
     return [DoctorCheck(f"{runtime.name}: {check.name}", check.state, check.detail, check.remedy) for check in checks]
 
 
-async def _seen(sandbox: Sandbox, python: PortablePython) -> Mapping[str, Any]:
+async def _probe_results(sandbox: Sandbox, python: PortablePython) -> Mapping[str, Any]:
     url = ""
     if sandbox.doorway is not None:
         await sandbox.doorway.serve(_answer)
@@ -116,12 +116,12 @@ async def _seen(sandbox: Sandbox, python: PortablePython) -> Mapping[str, Any]:
     try:
         return json.loads(result.stdout)
     except ValueError:
-        said = result.stderr.decode(errors="replace").strip().splitlines() or [f"status {result.status}"]
-        return {"trouble": said[-1][:200]}
+        stderr_lines = result.stderr.decode(errors="replace").strip().splitlines() or [f"status {result.status}"]
+        return {"trouble": stderr_lines[-1][:200]}
 
 
-def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) -> Iterator[DoctorCheck]:
-    if trouble := found.get("trouble"):
+def _judged(results: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) -> Iterator[DoctorCheck]:
+    if trouble := results.get("trouble"):
         yield DoctorCheck(
             "inside", worst, f"could not be checked: {trouble}", "run it again with ROLLYARD_LOG_LEVEL=debug"
         )
@@ -129,36 +129,42 @@ def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) ->
     means = sandbox.limits_in_force
     newer = "update the kernel (5.11 or newer) and the runtime, and do not run inside another container's sandbox"
 
-    def told(name: str, is_ok: bool, good: str, bad: str, remedy: str, state: State = worst) -> DoctorCheck:
+    def check(name: str, is_ok: bool, good: str, bad: str, remedy: str, state: State = worst) -> DoctorCheck:
         return DoctorCheck(name, "ok" if is_ok else state, good if is_ok else bad, "" if is_ok else remedy)
 
-    is_filtered = found["mode"] == "2" and found["keyctl"]
-    yield told(
+    is_filtered = results["mode"] == "2" and results["keyctl"]
+    yield check(
         "seccomp", is_filtered, "a blocked system call was refused", "a system call that must be blocked was not", newer
     )
-    is_bare = found["capabilities"] == 0 and found["privileges"]
-    yield told("capabilities", is_bare, "none, and none can be gained", f"{found['capabilities']:#x} are held", newer)
-    yield told("nested namespaces", found["namespaces"], "refused", "a user namespace could be created inside", newer)
-    is_alone = found["interfaces"] == ["lo"] and not found["routed"]
-    seen = f"it has {', '.join(found['interfaces'])}{' and a route out' if found['routed'] else ''}"
-    yield told("network", is_alone, "only its own loopback", seen, newer)
-    said = str(found["doorway"])
-    yield told("doorway", said == "ok", "answers from inside", said[:200], "see the service's log")
+    is_bare = results["capabilities"] == 0 and results["privileges"]
+    yield check(
+        "capabilities", is_bare, "none, and none can be gained", f"{results['capabilities']:#x} are held", newer
+    )
+    yield check(
+        "nested namespaces", results["namespaces"], "refused", "a user namespace could be created inside", newer
+    )
+    is_isolated = results["interfaces"] == ["lo"] and not results["routed"]
+    network_detail = f"it has {', '.join(results['interfaces'])}{' and a route out' if results['routed'] else ''}"
+    yield check("network", is_isolated, "only its own loopback", network_detail, newer)
+    doorway_reply = str(results["doorway"])
+    yield check("doorway", doorway_reply == "ok", "answers from inside", doorway_reply[:200], "see the service's log")
     yield _user(sandbox, worst)
-    kept = not found["forked"]
-    yield told(
+    is_enforced = not results["forked"]
+    yield check(
         "processes limit",
-        kept,
+        is_enforced,
         f"enforced ({means.get('processes')})",
         f"{FORKS} could be started, but the limit is {LIMITS.processes}",
         DELEGATE,
         "warn",
     )
-    is_slow = means.get("cpus") != "none" and found["cpus"] < 0.8
-    yield told("cpu limit", is_slow, f"enforced ({means.get('cpus')})", "not enforced", DELEGATE, "warn")
-    is_few = found["files"] == LIMITS.open_files
-    lacks = f"{found['files']} instead of {LIMITS.open_files}"
-    yield told("open files limit", is_few, "enforced (rlimit)", lacks, "raise the hard limit: ulimit -Hn 65536", "warn")
+    is_slow = means.get("cpus") != "none" and results["cpus"] < 0.8
+    yield check("cpu limit", is_slow, f"enforced ({means.get('cpus')})", "not enforced", DELEGATE, "warn")
+    is_few = results["files"] == LIMITS.open_files
+    lacks = f"{results['files']} instead of {LIMITS.open_files}"
+    yield check(
+        "open files limit", is_few, "enforced (rlimit)", lacks, "raise the hard limit: ulimit -Hn 65536", "warn"
+    )
 
 
 def _user(sandbox: LaunchedSandbox, worst: State) -> DoctorCheck:
@@ -177,20 +183,20 @@ def _user(sandbox: LaunchedSandbox, worst: State) -> DoctorCheck:
 
 
 async def _in_a_fork(runtime: AnyRuntime, spec: SandboxSpec, python: PortablePython, worst: State) -> list[DoctorCheck]:
-    name, mend = "layers", "set data_dir to a local disk (ext4 or xfs), not on an overlay or a network file system"
+    name, advice = "layers", "set data_dir to a local disk (ext4 or xfs), not on an overlay or a network file system"
     try:
         fork = await runtime.start(spec, lease_s=LEASE_S)
     except RollyardError as error:
         detail, _, remedy = error.detail.partition("; ")
-        return [DoctorCheck(name, worst, detail, remedy or mend)]
+        return [DoctorCheck(name, worst, detail, remedy or advice)]
     try:
-        kept = await fork.read("/workspace/doctor", limit_bytes=100)
-        is_kept = kept == b"a layer"
-        seen = "a fork reads its set-up" if is_kept else "a fork does not contain the files of its set-up"
-        layers = DoctorCheck(name, "ok" if is_kept else worst, seen, "" if is_kept else mend)
+        content = await fork.read("/workspace/doctor", limit_bytes=100)
+        has_layer = content == b"a layer"
+        finding = "a fork reads its set-up" if has_layer else "a fork does not contain the files of its set-up"
+        layers = DoctorCheck(name, "ok" if has_layer else worst, finding, "" if has_layer else advice)
         return [layers, await _memory(fork, python)]
     except (OSError, ValueError) as error:
-        return [DoctorCheck(name, worst, f"a fork does not read its set-up: {error}", mend)]
+        return [DoctorCheck(name, worst, f"a fork does not read its set-up: {error}", advice)]
     finally:
         await fork.kill()
 
@@ -199,19 +205,19 @@ async def _memory(sandbox: LaunchedSandbox, python: PortablePython) -> DoctorChe
     means = sandbox.limits_in_force.get("memory", "none")
     name, most = "memory limit", f"{(LIMITS.memory_bytes or 0) >> 20} MiB"
     try:
-        done = await sandbox.exec([*python.argv, "-c", TAKE], timeout_s=LOOK_S, env=python.env)
+        result = await sandbox.exec([*python.argv, "-c", MEMORY_SCRIPT], timeout_s=LOOK_S, env=python.env)
     except MemoryLimit:
         return DoctorCheck(
             name, "warn", f"a sandbox beyond {most} is ended by Rollyard's {means}, not by the kernel", DELEGATE
         )
     except RollyardError as error:
         return DoctorCheck(name, "warn", f"the sandbox was lost in the check: {error.detail}", DELEGATE)
-    if done.status == 0:
+    if result.status == 0:
         return DoctorCheck(name, "warn", f"not enforced: the limit is {most}, and 320 MiB were allocated", DELEGATE)
-    if done.status == -9:
+    if result.status == -9:
         return DoctorCheck(name, "ok", f"enforced ({means})")
-    said = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.status}"]
-    return DoctorCheck(name, "warn", f"could not be checked: {said[-1][:200]}", DELEGATE)
+    stderr_lines = result.stderr.decode(errors="replace").strip().splitlines() or [f"status {result.status}"]
+    return DoctorCheck(name, "warn", f"could not be checked: {stderr_lines[-1][:200]}", DELEGATE)
 
 
 async def _answer(

@@ -54,8 +54,8 @@ def _versions() -> DoctorCheck:
 
 def kernel_version(release: str) -> tuple[int, int]:
     """Returns (5, 19) for "5.19.0-41-generic", and (0, 0) if it is not a kernel's release."""
-    found = re.match(r"(\d+)\.(\d+)", release)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _kernel(settings: Settings) -> DoctorCheck:
@@ -75,9 +75,9 @@ def _user(settings: Settings) -> DoctorCheck:
         return DoctorCheck("user", "ok", f"uid {os.geteuid()}, not root")
     uids = settings.uid_range
     if uids is None:
-        found = "root, and sandbox_uids is empty: a sandbox's user is the host's uid 0, without any capability"
+        detail = "root, and sandbox_uids is empty: a sandbox's user is the host's uid 0, without any capability"
         return DoctorCheck(
-            "user", "warn", found, 'sandbox_uids = "200000-265535", or run the service as an ordinary user'
+            "user", "warn", detail, 'sandbox_uids = "200000-265535", or run the service as an ordinary user'
         )
     return DoctorCheck("user", "ok", f"root; each sandbox has its own uid, of {uids.start}-{uids.stop - 1}")
 
@@ -97,7 +97,7 @@ def _namespaces() -> DoctorCheck:
 
 def apparmor_remedy() -> str:
     """For Ubuntu since 23.10: a profile for each program that creates a namespace, this Python and the runtimes."""
-    programs = [Path(sys.executable).resolve(), *(Path(found) for name in _MAKERS if (found := shutil.which(name)))]
+    programs = [Path(sys.executable).resolve(), *(Path(path) for name in _MAKERS if (path := shutil.which(name)))]
     profiles = "".join(
         f"profile rollyard-{program.name} {program} flags=(unconfined) {{ userns, }}\\n" for program in programs
     )
@@ -132,10 +132,10 @@ def _fuse() -> DoctorCheck:
 def _squashfuse() -> DoctorCheck:
     places = "/usr/libexec/apptainer/bin:/usr/libexec/singularity/bin"
     path = f"{os.environ.get('PATH', os.defpath)}:{places}"
-    found = shutil.which("squashfuse_ll", path=path) or shutil.which("squashfuse", path=path)
-    if found is None:
+    program = shutil.which("squashfuse_ll", path=path) or shutil.which("squashfuse", path=path)
+    if program is None:
         return DoctorCheck("squashfuse", "warn", "not found: SIF images need it", "apt-get install squashfuse")
-    return DoctorCheck("squashfuse", "ok", found)
+    return DoctorCheck("squashfuse", "ok", program)
 
 
 def _cgroups() -> DoctorCheck:
