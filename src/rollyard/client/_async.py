@@ -112,15 +112,15 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     async def delete_run(self, id: str) -> None:
         """Cancels the run's unfinished work and deletes it with all its rollouts. Returns when it is deleted."""
         path = f"/runs/{part(id)}"
-        is_gone = await self._wire.json("DELETE", path, wait_s=POLL_S) is None
+        is_deleted = await self._wire.json("DELETE", path, wait_s=POLL_S) is None
         pause_s = 0.05
-        while not is_gone:
+        while not is_deleted:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 2.0)
             try:
                 await self._wire.json("GET", path)
             except NotFound:
-                is_gone = True
+                is_deleted = True
 
     async def acknowledge(self, run: str, cursor: str) -> int:
         """Acknowledges everything up to that cursor, so that its traces may be deleted. Returns how many were."""
@@ -149,16 +149,16 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         if group_size is not None and group_size < 1:
             raise ValueError(f"a group has 1 rollout or more, not {group_size}")
         names = list(ids) if ids is not None else [new_id("g" if group_size else "r") for _ in tasks]
-        wanted: Sequence[dict[str, object]] = []
+        rollouts: Sequence[dict[str, object]] = []
         for name, task in zip(names, tasks, strict=True):
             item = given(id=check_id(name), task=task_body(task), priority=priority)
             if group_size is None:
-                wanted.append(item)
+                rollouts.append(item)
             else:
-                wanted += [{**item, "id": f"{name}-{k}", "group": name, "index": k} for k in range(group_size)]
+                rollouts += [{**item, "id": f"{name}-{k}", "group": name, "index": k} for k in range(group_size)]
         records: Records = []
-        for start in range(0, len(wanted), CHUNK):
-            call = {"run": run, "rollouts": wanted[start : start + CHUNK]}
+        for start in range(0, len(rollouts), CHUNK):
+            call = {"run": run, "rollouts": rollouts[start : start + CHUNK]}
             try:
                 reply = await self._wire.json("POST", "/rollouts", body=call, is_repeatable=True)
             except RollyardError as error:
@@ -179,8 +179,8 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         """The record at its end. Raises TimeoutError if it has not ended after `timeout_s`; the rollout continues."""
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
-            record = await self.get(id, wait_s=left_s, run=run)
+            poll_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
+            record = await self.get(id, wait_s=poll_s, run=run)
             if record.is_ended:
                 return record
             if give_up is not None and time.monotonic() >= give_up:

@@ -40,8 +40,8 @@ def find(url: str | None, token: str | None, environ: Mapping[str, str] | None =
 
     data_dir = Path(setting("data_dir", str(data_home(environ)))).expanduser()
     if not url:
-        told = environ.get("ROLLYARD_URL") or _announced(data_dir / "url")
-        url = told or _address(setting("host", HOST), setting("port", str(PORT)))
+        configured_url = environ.get("ROLLYARD_URL") or _announced(data_dir / "url")
+        url = configured_url or _address(setting("host", HOST), setting("port", str(PORT)))
     if not token:
         named = setting("token_file", "")
         path = Path(named).expanduser() if named else data_dir / "token"

@@ -62,8 +62,8 @@ class AsyncDraw:
         self._in = {"run": self.run or None}
         self._last: int | None = None  # the number of the batch before the next one
         self._opened = 0  # the last batch that an earlier process of this trainer may have opened
-        self._kept: _Reading | None = None  # by batch(), until the batch is complete
-        self._streamed: _Reading | None = None  # by stream(), whose groups have been yielded
+        self._batch_reading: _Reading | None = None  # of batch(), until the batch is complete
+        self._stream_reading: _Reading | None = None  # of stream(), whose groups have been yielded
 
     async def batch(
         self,
@@ -80,13 +80,13 @@ class AsyncDraw:
         ended and no groups are left.
         """
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
-        reading = self._kept
+        reading = self._batch_reading
         if reading is None or (number is not None and number != reading.facts.number):
             reading = await self._open(want, number)
-        self._kept = reading
+        self._batch_reading = reading
         while not reading.is_whole:
-            left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
-            page = await self._read(reading, left_s, limit)
+            poll_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
+            page = await self._read(reading, poll_s, limit)
             reading.groups += page.groups
             reading.take(page)
             if not reading.is_whole and give_up is not None and time.monotonic() >= give_up:
@@ -105,10 +105,10 @@ class AsyncDraw:
         If the iteration is left early, the next call continues after the last group yielded; `batch()` returns all of
         them.
         """
-        reading = self._streamed
+        reading = self._stream_reading
         if reading is None or (number is not None and number != reading.facts.number):
             reading = await self._open(want, number)
-        self._streamed = reading
+        self._stream_reading = reading
         if reading.is_whole:
             await self._finish(reading)
         while not reading.is_whole:
@@ -145,7 +145,7 @@ class AsyncDraw:
         facts = read_object(
             await self._wire.json("POST", f"{self._path}/rewind", params=self._in, body=call, is_repeatable=True)
         )
-        self._kept = self._streamed = None
+        self._batch_reading = self._stream_reading = None
         self._last, self._opened = number, 0
         return facts
 
@@ -213,7 +213,7 @@ class AsyncDraw:
         return page
 
     async def _finish(self, reading: _Reading) -> None:
-        self._kept = self._streamed = None
+        self._batch_reading = self._stream_reading = None
         if not reading.facts.delivered and reading.facts.is_last:
             facts = await self.status()
             why = f": {facts['detail']}" if facts.get("detail") else ""

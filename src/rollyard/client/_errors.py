@@ -58,12 +58,12 @@ def error_of(status: int, body: object, where: str) -> RollyardError:
     if not isinstance(body, dict) or not isinstance(body.get("code"), str):
         return UnexpectedReply(f"{where} returned {status} without an error code", http_status=status)
     data: dict[str, Json] = {key: value for key, value in body.items() if key not in _ENVELOPE}
-    known = CODES.get(body["code"])
-    error = (known or RollyardError)(str(body.get("detail") or body.get("title") or ""))
+    error_class = CODES.get(body["code"])
+    error = (error_class or RollyardError)(str(body.get("detail") or body.get("title") or ""))
     error.data.update(data)
     remedy = body.get("remedy")
     # The service's remedy is more specific. An unknown code is set on this instance only.
-    for name, value in (("remedy", remedy), ("code", None if known else body["code"]), ("status", status)):
+    for name, value in (("remedy", remedy), ("code", None if error_class else body["code"]), ("status", status)):
         if value:
             setattr(error, name, value)
     return error

@@ -82,11 +82,11 @@ class AsyncPolicy:
         outlasted_at = time.monotonic() + outlast_s
         ids = None if engines is None else [*engines]
         while True:
-            left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
+            poll_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
             after = self._holder.named.get(self.name)
-            body = given(mode=mode, lease_s=lease_s, engines=ids, wait_s=left_s, after=after)
+            body = given(mode=mode, lease_s=lease_s, engines=ids, wait_s=poll_s, after=after)
             try:
-                status = await self._post("pause", body, left_s)
+                status = await self._post("pause", body, poll_s)
             except PolicyPinned:
                 if give_up is not None and time.monotonic() >= give_up:
                     raise
@@ -190,7 +190,7 @@ class AsyncUpdate:
         except RequestError:
             raise  # refused: nothing was paused
         except BaseException as error:
-            self._tell(error)
+            self._report_failure(error)
             raise
         self._before = int(status["version"])
         self._renewing = asyncio.create_task(self._renew(), name=f"renew {self._policy.name}")
@@ -203,7 +203,7 @@ class AsyncUpdate:
             self._renewing.cancel()
             await asyncio.wait({self._renewing})
         if error is not None:
-            self._tell(error)
+            self._report_failure(error)
             return
         await self._policy.resume(self.version, engines=self._engines, after=self._before)
 
@@ -215,7 +215,7 @@ class AsyncUpdate:
             except RollyardError as failure:  # the resume at the end also works without a lease
                 log.warning("a lease could not be renewed", extra={"policy": self._policy.name, "code": failure.code})
 
-    def _tell(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         name = self._policy.name
         how = (
             f"policy {name!r} stays paused, because its weights are unknown now: write them, then resume with their "

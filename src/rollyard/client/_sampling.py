@@ -80,11 +80,11 @@ class AsyncSampling:
         path = f"/rollouts/{part(rollout.id)}"
         params = {"run": run}
         record = read(await self._wire.json("GET", path, params=params), Record)
-        found: tuple[Any, ...] = ()
+        traces: tuple[Any, ...] = ()
         if (record.summary or {}).get("traces"):
             data, _ = await self._wire.call("GET", f"{path}/traces", params=params, accept=ARROW)
-            found = tuple(read_traces(data))
-        return GroupRollout(record.id, rollout.index, record.reward, record.trainable, record, found)
+            traces = tuple(read_traces(data))
+        return GroupRollout(record.id, rollout.index, record.reward, record.trainable, record, traces)
 
     # --- draws ----------------------------------------------------------------------------------------
 
@@ -196,19 +196,21 @@ class AsyncSampling:
             defaults=defaults,
         )
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
-        found = read(await self._wire.json("POST", "/evals", body=body, is_repeatable=True), Evaluation)
-        told = 0
+        evaluation = read(await self._wire.json("POST", "/evals", body=body, is_repeatable=True), Evaluation)
+        reported = 0
         while True:
-            if on_progress is not None and found.done > told:
-                told = found.done
-                on_progress(found)
-            if found.is_ended:
-                return found
+            if on_progress is not None and evaluation.done > reported:
+                reported = evaluation.done
+                on_progress(evaluation)
+            if evaluation.is_ended:
+                return evaluation
             if give_up is not None and time.monotonic() >= give_up:
-                raise TimeoutError(f"evaluation {found.id} has {found.done} of {found.total} after {timeout_s:g} s")
+                raise TimeoutError(
+                    f"evaluation {evaluation.id} has {evaluation.done} of {evaluation.total} after {timeout_s:g} s"
+                )
             wait_s = POLL_S if on_progress is None else PROGRESS_S
-            left_s = wait_s if give_up is None else min(wait_s, max(0.0, give_up - time.monotonic()))
-            found = await self.get_eval(found.id, wait_s=left_s, run=found.run or None)
+            poll_s = wait_s if give_up is None else min(wait_s, max(0.0, give_up - time.monotonic()))
+            evaluation = await self.get_eval(evaluation.id, wait_s=poll_s, run=evaluation.run or None)
 
     async def get_eval(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Evaluation:
         """The current evaluation; with `wait_s`, the evaluation at its end or after that time."""

@@ -40,7 +40,7 @@ class AsyncSession:
         self._path = f"/sessions/{quote(check_id(str(body['id'])), safe=':')}"
         self._run = str(body.get("run") or "default")
         self._is_over = False
-        self._is_ours = False  # the service has confirmed a session with this body
+        self._is_confirmed = False  # the service has confirmed a session with this body
         self.id = str(body["id"])
         self.key = ""
         self.model = ""
@@ -58,14 +58,14 @@ class AsyncSession:
         give_up = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         try:
             while True:
-                left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
-                params = {"wait_s": left_s}
+                poll_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
+                params = {"wait_s": poll_s}
                 opened = read_object(
                     await self._wire.json(
-                        "POST", "/sessions", body=self._body, params=params, wait_s=left_s, is_repeatable=True
+                        "POST", "/sessions", body=self._body, params=params, wait_s=poll_s, is_repeatable=True
                     )
                 )
-                self._is_ours = True
+                self._is_confirmed = True
                 if opened.get("is_open"):
                     self.key, self.model = str(opened["key"]), str(opened["model"])
                     return self
@@ -76,7 +76,7 @@ class AsyncSession:
                     raise TimeoutError(f"session {self.id} is in {opened.get('state')} after {self._timeout_s:g} s")
         except BaseException as error:
             # A refusal creates no session, and its id may be another's; after other errors it is unknown.
-            if self._is_ours or not _is_refusal(error):
+            if self._is_confirmed or not _is_refusal(error):
                 await self._cancel()
             raise
 
@@ -94,8 +94,8 @@ class AsyncSession:
         answer: str | None = None,
     ) -> Record:
         """Ends the session and returns its record. Raises SessionConflict if it had ended before."""
-        given = {"reward": reward, "components": components, "metrics": metrics, "answer": answer}
-        body = {name: value for name, value in given.items() if value is not None}
+        values = {"reward": reward, "components": components, "metrics": metrics, "answer": answer}
+        body = {name: value for name, value in values.items() if value is not None}
         params = {"wait_s": POLL_S, "run": self._run}
         while True:
             reply = await self._wire.json(

@@ -38,13 +38,13 @@ async def wait_all(
 ) -> list[Record]:
     """Implements `AsyncClient.wait_all`."""
     waiting = dict.fromkeys(ids)
-    found: dict[str, Record] = {}
+    records: dict[str, Record] = {}
 
     async def take(id: str, wait_s: float) -> None:
         record = await client.get(id, wait_s=wait_s, run=run)
         if record.is_ended and id in waiting:
             del waiting[id]
-            found[id] = record
+            records[id] = record
             if on_end is not None:
                 on_end(record)
 
@@ -76,7 +76,7 @@ async def wait_all(
         raise TimeoutError(f"{len(waiting)} of {len(ids)} rollouts have not ended after {timeout_s} s") from None
     except BaseExceptionGroup as group:
         raise _first(group) from None
-    return [found[id] for id in ids]
+    return [records[id] for id in ids]
 
 
 def _first(error: BaseException) -> BaseException:

@@ -42,21 +42,21 @@ def advantages(groups: Iterable[Group], kind: Kind = "grpo", *, epsilon: float =
     """
     if kind not in ("grpo", "rloo", "none"):
         raise ValueError(f"there is no kind {kind!r} of advantages: grpo, rloo, none")
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for group in groups:
         rewards = {r.id: r.reward for r in group.rollouts if r.trainable and r.reward is not None}
         values = [*rewards.values()]
         mean, spread = mean_of(values) or 0.0, spread_of(values) or 0.0
         for id, reward in rewards.items():
             if kind == "none":
-                found[id] = reward
+                result[id] = reward
             elif not spread:
-                found[id] = 0.0
+                result[id] = 0.0
             elif kind == "grpo":
-                found[id] = (reward - mean) / (spread + epsilon)
+                result[id] = (reward - mean) / (spread + epsilon)
             else:  # n / (n − 1) times the distance to the mean of all is the distance to the others' mean
-                found[id] = (reward - mean) * len(values) / (len(values) - 1)
-    return found
+                result[id] = (reward - mean) * len(values) / (len(values) - 1)
+    return result
 
 
 def collate(
@@ -142,9 +142,9 @@ def _rows(groups: Sequence[Group], drop_untrainable: bool) -> list[_Row]:
         if rollout.trainable and not rollout.traces:
             raise ValueError(f"rollout {rollout.id} has no traces here: it was read without them, or they were deleted")
         is_scored = rollout.trainable and rollout.reward is not None
-        told = [trace for trace in rollout.traces if trace.logprobs is not None]
-        learned = [bool(is_scored and trace.trainable and trace.mask.any()) for trace in told]
-        for trace, is_learned in zip(told, learned, strict=True):
+        with_logprobs = [trace for trace in rollout.traces if trace.logprobs is not None]
+        learned = [bool(is_scored and trace.trainable and trace.mask.any()) for trace in with_logprobs]
+        for trace, is_learned in zip(with_logprobs, learned, strict=True):
             if is_learned or not drop_untrainable:
                 rows.append(_Row(number, place, rollout, trace, 1.0 / sum(learned) if is_learned else 0.0))
     return rows

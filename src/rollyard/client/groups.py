@@ -131,8 +131,8 @@ def read_json_page(body: object) -> GroupsPage:
     traces: dict[str, list[Trace]] = {}
     for group in page.get("groups") or ():
         for record in read_object(group).get("rollouts") or ():
-            found = read_object(record)
-            traces[str(found.get("id"))] = [from_json(read_object(item)) for item in found.get("traces") or ()]
+            rollout = read_object(record)
+            traces[str(rollout.get("id"))] = [from_json(read_object(item)) for item in rollout.get("traces") or ()]
     return _page(page, traces)
 
 
@@ -169,8 +169,8 @@ def _group(body: JsonObject, traces: Mapping[str, list[Trace]], *, is_whole: boo
         id = str(member.get("rollout"))
         if is_whole and id not in records:
             raise UnexpectedReply(f"group {facts.id} lacks its member {id}")
-        told = records.get(id) or {**member, "id": id, "run": facts.run, "group": facts.id}
-        record = read({"task": facts.task, **told}, Record)  # the task is sent once, with the group
+        raw_record = records.get(id) or {**member, "id": id, "run": facts.run, "group": facts.id}
+        record = read({"task": facts.task, **raw_record}, Record)  # the task is sent once, with the group
         rollouts.append(_rollout(record, member, traces.get(id, ())))
     rollouts.sort(key=lambda rollout: rollout.index)
     return Group(**{each.name: getattr(facts, each.name) for each in fields(GroupFacts)}, rollouts=tuple(rollouts))

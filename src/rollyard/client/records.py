@@ -162,9 +162,9 @@ def read(body: object, kind: type[T]) -> T:
     if not isinstance(body, dict):
         raise UnexpectedReply(f"a {kind.__name__} was expected, not {type(body).__name__}")
     # A null means the default; unknown fields of a newer service stay in `raw`.
-    given = {key: value for key, value in body.items() if value is not None}
+    values = {key: value for key, value in body.items() if value is not None}
     try:
-        return msgspec.convert({**given, "raw": body}, kind, strict=False)
+        return msgspec.convert({**values, "raw": body}, kind, strict=False)
     except msgspec.ValidationError as error:
         raise UnexpectedReply(f"a {kind.__name__} in the reply cannot be read: {error}") from error
 

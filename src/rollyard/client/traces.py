@@ -20,13 +20,13 @@ TYPES = {"token_ids": "int32", "mask": "uint8", "logprobs": "float32", "versions
 
 def build(row: Mapping[str, Any], tokens: Mapping[str, Any]) -> Trace:
     """A trace with these token columns; fields that are null have their defaults."""
-    known = {name: row[name] for name in Trace.__slots__ if name not in TYPES and row.get(name) is not None}
+    values = {name: row[name] for name in Trace.__slots__ if name not in TYPES and row.get(name) is not None}
     try:
-        known["spans"] = msgspec.convert(row.get("spans") or (), tuple[Span, ...])
-        known["sampling"] = msgspec.convert(row.get("sampling") or {}, Sampling)
+        values["spans"] = msgspec.convert(row.get("spans") or (), tuple[Span, ...])
+        values["sampling"] = msgspec.convert(row.get("sampling") or {}, Sampling)
     except msgspec.ValidationError as error:
         raise UnexpectedReply(f"a trace's spans or sampling cannot be read: {error}") from error
-    return Trace(**tokens, **known)
+    return Trace(**tokens, **values)
 
 
 def read_trajectory(body: object) -> Trajectory:

@@ -38,10 +38,10 @@ def split_pin(url: str) -> tuple[str, bytes | None]:
     plain, mark, pin = url.partition("#")
     if not mark:
         return plain, None
-    found = _PIN.fullmatch(pin)
-    if found is None or not plain.startswith("https://"):
+    match = _PIN.fullmatch(pin)
+    if match is None or not plain.startswith("https://"):
         raise ValueError("expected an https:// URL, then # and sha256: with 64 hexadecimal digits")
-    return plain, bytes.fromhex(found[1])
+    return plain, bytes.fromhex(match[1])
 
 
 def with_pin(url: str, digest: bytes) -> str:

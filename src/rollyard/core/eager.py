@@ -21,14 +21,14 @@ def start_now(coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> 
     if sys.version_info >= (3, 12):
         return asyncio.Task(coroutine, loop=loop, name=name, eager_start=True)
     context = contextvars.copy_context()
-    begun = _StartedCoroutine(coroutine)
-    task = loop.create_task(begun, name=name, context=context)
+    started = _StartedCoroutine(coroutine)
+    task = loop.create_task(started, name=name, context=context)
     caller = asyncio.current_task()
     if caller is not None:
         asyncio._leave_task(loop, caller)  # type: ignore[attr-defined]  # documented for extensions of asyncio
     asyncio._enter_task(loop, task)  # type: ignore[attr-defined]
     try:
-        context.run(begun.begin)
+        context.run(started.begin)
     finally:
         asyncio._leave_task(loop, task)  # type: ignore[attr-defined]
         if caller is not None:
@@ -43,7 +43,7 @@ class _StartedCoroutine(Coroutine[Any, Any, T]):
         self._coroutine = coroutine
         self._waits_for: Any = None
         self._ended: BaseException | None = None
-        self._is_told = False
+        self._is_delivered = False
 
     def begin(self) -> None:
         try:
@@ -54,9 +54,9 @@ class _StartedCoroutine(Coroutine[Any, Any, T]):
             self._ended = error
 
     def send(self, value: Any) -> Any:
-        if self._is_told:
+        if self._is_delivered:
             return self._coroutine.send(value)
-        self._is_told = True
+        self._is_delivered = True
         if self._ended is not None:
             raise self._ended
         waits_for, self._waits_for = self._waits_for, None
@@ -65,7 +65,7 @@ class _StartedCoroutine(Coroutine[Any, Any, T]):
         return waits_for
 
     def throw(self, *error: Any) -> Any:
-        self._is_told = True
+        self._is_delivered = True
         if self._ended is not None:  # it ended before it could be cancelled
             raise self._ended
         return self._coroutine.throw(*error)

@@ -139,9 +139,9 @@ class EgressCeiling:
     mirrors: Mapping[str, str] = field(default_factory=dict[str, str])  # URLs, by package manager
     mirror_hosts: tuple[HostRule, ...] = ()  # of the mirrors: allowed for every task that has egress
 
-    def check(self, wanted: EgressOptions | None) -> None:
+    def check(self, requested: EgressOptions | None) -> None:
         """Raises EgressNotAllowed or TaskInvalid, with what to do about it."""
-        if wanted is None or not (wanted.hosts or wanted.eval_hosts):
+        if requested is None or not (requested.hosts or requested.eval_hosts):
             return
         if not (self.hosts or self.mirror_hosts):
             raise EgressNotAllowed(
@@ -149,7 +149,7 @@ class EgressCeiling:
                 " egress_hosts"
             )
         allowed = (*self.hosts, *self.mirror_hosts)
-        for name, texts in (("hosts", wanted.hosts), ("eval_hosts", wanted.eval_hosts)):
+        for name, texts in (("hosts", requested.hosts), ("eval_hosts", requested.eval_hosts)):
             for rule in rules_of(texts, f"sandbox.egress.{name}"):
                 if not _covers(allowed, rule):
                     shown = ", ".join(map(str, allowed))
@@ -157,7 +157,7 @@ class EgressCeiling:
                         f"sandbox.egress.{name}: {rule} is not among the hosts that tasks may ask for here ({shown});"
                         " leave it out, or have the operator add it to the setting egress_hosts"
                     )
-        for method in wanted.methods:
+        for method in requested.methods:
             if method not in self.methods:
                 shown = ", ".join(self.methods)
                 raise EgressNotAllowed(
@@ -168,8 +168,8 @@ class EgressCeiling:
 
 def _covers(allowed: Iterable[HostRule], rule: HostRule) -> bool:
     """Port by port: `packages.example` is covered by `packages.example:80` and `packages.example:443` together."""
-    known = tuple(allowed)
-    return all(any(each.covers(HostRule(rule.name, (port,))) for each in known) for port in rule.ports)
+    allowed_rules = tuple(allowed)
+    return all(any(each.covers(HostRule(rule.name, (port,))) for each in allowed_rules) for port in rule.ports)
 
 
 def rules_of(texts: Iterable[str], where: str) -> tuple[HostRule, ...]:

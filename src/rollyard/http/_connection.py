@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
         self._phase: Phase = "idle"
         self._patience = ResettableTimeout(loop, self._too_slow)
         self._bound_s: float | None = None  # of this phase
-        self._began_at = 0.0  # when the wait for the body started
+        self._body_started_at = 0.0  # when the wait for the body started
         self._is_parsing = False  # delays the phase's timer: most requests arrive in one piece and need none
         self._is_unarmed = False  # the phase has started, and its timer is not set yet
         self._is_last = False  # no further request is read
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
     def _start(self) -> None:
         """Calls the app, outside the parser and with the body that has arrived, which is usually all of it."""
         self._is_to_start = False
-        if self._exchange is not None and self._exchange.is_wanted:
+        if self._exchange is not None and self._exchange.is_active:
             run = self._exchange.run(self._group.app, self._group.owner)
             task = self._exchange.task = start_now(run) if self._group.is_eager else self._loop.create_task(run)
             self._group.attend(task)
@@ -140,9 +140,9 @@ class Connection(asyncio.Protocol):
     def _without_upgrade(self) -> bytes:
         """Returns the request's head without the upgrade, for a new parser that does not wait for its acceptance."""
         line = b"%s %s HTTP/1.1\r\n" % (self._parser.get_method(), self._url)
-        kept = ((name, value) for name, value in self._headers if name not in (b"connection", b"upgrade"))
+        headers = ((name, value) for name, value in self._headers if name not in (b"connection", b"upgrade"))
         self._parser = httptools.HttpRequestParser(self)
-        return line + b"".join(b"%s: %s\r\n" % header for header in kept) + b"\r\n"
+        return line + b"".join(b"%s: %s\r\n" % header for header in headers) + b"\r\n"
 
     def eof_received(self) -> bool:
         return False  # half-closed connections are not supported: the transport closes
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
     def _arm(self) -> None:
         self._is_unarmed = False
         if self._phase == "body":
-            self._began_at = self._loop.time()
+            self._body_started_at = self._loop.time()
         self._patience.set(self._bound_s)
 
     def _too_slow(self) -> None:
@@ -219,9 +219,11 @@ class Connection(asyncio.Protocol):
         if self._is_paused:  # the app does not read
             self._arm()
             return
-        left_s = self._began_at + bounds.body_s + self._body_bytes / bounds.body_bytes_per_s - self._loop.time()
-        if left_s > 0:
-            self._patience.set(left_s)
+        remaining_s = (
+            self._body_started_at + bounds.body_s + self._body_bytes / bounds.body_bytes_per_s - self._loop.time()
+        )
+        if remaining_s > 0:
+            self._patience.set(remaining_s)
             return
         detail = f"the body did not arrive within {bounds.body_s:g} s"
         if bounds.body_bytes_per_s < inf:
@@ -367,7 +369,7 @@ class Connection(asyncio.Protocol):
     def date(self) -> bytes:
         return self._group.date
 
-    def wants_body(self) -> None:
+    def resume_body(self) -> None:
         self._resume()
 
     def answered(self) -> None:

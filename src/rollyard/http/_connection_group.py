@@ -118,7 +118,7 @@ def network_of(address: str) -> str:
     """Returns what counts as one client: an IPv4 address, or a /64 of IPv6, since one host may use a whole /64."""
     if ":" not in address:
         return address
-    given = ipaddress.IPv6Address(address)
-    if given.ipv4_mapped is not None:
-        return str(given.ipv4_mapped)
-    return str(ipaddress.IPv6Network((int(given) >> 64 << 64, 64)))
+    ipv6 = ipaddress.IPv6Address(address)
+    if ipv6.ipv4_mapped is not None:
+        return str(ipv6.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(ipv6) >> 64 << 64, 64)))

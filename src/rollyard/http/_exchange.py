@@ -15,7 +15,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
-from rollyard.http._head import waits_to_be_asked
+from rollyard.http._head import expects_continue
 
 log = logging.getLogger("rollyard.http")
 
@@ -49,7 +49,7 @@ class ExchangeConnection(Protocol):
     @property
     def date(self) -> bytes: ...
 
-    def wants_body(self) -> None: ...
+    def resume_body(self) -> None: ...
 
     def answered(self) -> None: ...
 
@@ -73,31 +73,31 @@ class Exchange:
         self.task: asyncio.Task[None] | None = None
         self.is_last = is_last  # the connection closes after it
         self.is_complete = False
-        self._is_gone = False  # the client has disconnected
+        self._is_disconnected = False  # the client has disconnected
         self._is_started = False
-        self._wants_continue = waits_to_be_asked(scope["headers"])
+        self._expects_continue = expects_continue(scope["headers"])
         self._body = bytearray()
         self._has_more = True
-        self._is_told = False  # the app has received the end of the body
-        self._news: asyncio.Event | None = None  # created when the app first waits
+        self._is_end_received = False  # the app has received the end of the body
+        self._wakeup: asyncio.Event | None = None  # created when the app first waits
         self._unsent = b""  # the response's head, until its body comes, usually at once
-        self._left_bytes: int | None = None  # of a response with a content-length; None: chunked
+        self._remaining_bytes: int | None = None  # of a response with a content-length; None: chunked
         scope.setdefault("extensions", {})[SEND_NOW] = self.send_now
 
     @property
-    def is_wanted(self) -> bool:
-        return not (self._is_gone or self.is_complete)
+    def is_active(self) -> bool:
+        return not (self._is_disconnected or self.is_complete)
 
     async def run(self, app: AsgiApp, owner: str) -> None:
         try:
             await app(self._scope, self._receive, self._send)
-            if not self.is_complete and not self._is_gone:
+            if not self.is_complete and not self._is_disconnected:
                 raise RuntimeError("the app returned without a complete response")
         except Exception:
             log.exception("an app failed", extra={"owner": owner, "method": self._scope["method"]})
             await self._fail()
         finally:
-            if not self.is_complete and not self._is_gone:  # the app was cancelled, by itself or by the server
+            if not self.is_complete and not self._is_disconnected:  # the app was cancelled, by itself or by the server
                 self._transport.abort()
 
     async def _fail(self) -> None:
@@ -109,25 +109,25 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": 500, "headers": [(b"content-type", b"text/plain")]})
         await self._send({"type": "http.response.body", "body": text})
 
-    def _tell(self) -> None:
-        if self._news is not None:
-            self._news.set()
+    def _wake_app(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.set()
 
     # --- called by the connection
 
     def feed(self, body: bytes) -> int:
         if not self.is_complete:
             self._body += body
-            self._tell()
+            self._wake_app()
         return len(self._body)
 
     def feed_end(self) -> None:
         self._has_more = False
-        self._tell()
+        self._wake_app()
 
     def disconnect(self) -> None:
-        self._is_gone = True
-        self._tell()
+        self._is_disconnected = True
+        self._wake_app()
         if not self.is_complete and self.task is not None and self._line.is_cancelling:
             self.task.cancel()
 
@@ -141,31 +141,36 @@ class Exchange:
     # --- called by the app
 
     async def _receive(self) -> MutableMapping[str, Any]:
-        if self._wants_continue and not self._is_started and not self._is_gone:
-            self._wants_continue = False
+        if self._expects_continue and not self._is_started and not self._is_disconnected:
+            self._expects_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not self.is_complete:
-            self._line.wants_body()
-        while not (self._is_gone or self.is_complete or self._body or (not self._has_more and not self._is_told)):
-            self._news = self._news or asyncio.Event()
-            self._news.clear()
-            await self._news.wait()
-        if self._is_gone or self.is_complete:
+            self._line.resume_body()
+        while not (
+            self._is_disconnected
+            or self.is_complete
+            or self._body
+            or (not self._has_more and not self._is_end_received)
+        ):
+            self._wakeup = self._wakeup or asyncio.Event()
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        if self._is_disconnected or self.is_complete:
             return {"type": "http.disconnect"}
         body, self._body = bytes(self._body), bytearray()
-        self._is_told = not self._has_more
+        self._is_end_received = not self._has_more
         return {"type": "http.request", "body": body, "more_body": self._has_more}
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         kind = message["type"]
-        if self._is_gone:
+        if self._is_disconnected:
             return
         if self.is_complete or kind != ("http.response.body" if self._is_started else "http.response.start"):
             raise RuntimeError(f"the app sent an unexpected {kind}")
         if kind == "http.response.start":
             self._unsent = self._head(message["status"], message.get("headers", ()))
             self._is_started = True
-            if self._left_bytes is None:  # a stream, whose first part may come much later
+            if self._remaining_bytes is None:  # a stream, whose first part may come much later
                 self._write(b"")
             return
         is_end = not message.get("more_body", False)
@@ -178,7 +183,7 @@ class Exchange:
     def send_now(self, body: bytes, *, is_end: bool) -> bool:
         """Sends a part of a response that has started, from any code of the app, without waking up a task. Returns
         False if nothing was sent: the client does not keep up or has disconnected, and the app must use `send`."""
-        if self._is_gone or not self._is_started or self.is_complete or not self._line.is_writable:
+        if self._is_disconnected or not self._is_started or self.is_complete or not self._line.is_writable:
             return False
         self._write(self._framed(body, is_end=is_end))
         if is_end:
@@ -196,7 +201,7 @@ class Exchange:
     def _complete(self) -> None:
         self.is_complete = True
         self._body.clear()
-        self._tell()
+        self._wake_app()
         self._line.answered()
 
     def _head(self, status: int, headers: Any) -> bytes:
@@ -215,13 +220,13 @@ class Exchange:
                 continue  # the server does the framing
             parts.append(b"%s: %s\r\n" % (name, value))
         self._has_body = self._scope["method"] != "HEAD" and status >= 200 and status not in (204, 304)
-        self._left_bytes = length
+        self._remaining_bytes = length
         if self._has_body and length is None:
             if self._scope["http_version"] == "1.1":
                 parts.append(b"transfer-encoding: chunked\r\n")
             else:
                 self.is_last = True
-        if self._wants_continue:  # the client may or may not send the body: its end is unknown
+        if self._expects_continue:  # the client may or may not send the body: its end is unknown
             self.is_last = True
         if self.is_last:
             parts.append(b"connection: close\r\n")
@@ -232,9 +237,9 @@ class Exchange:
     def _framed(self, body: bytes, *, is_end: bool) -> bytes:
         if not self._has_body:
             return b""
-        if self._left_bytes is not None:
-            self._left_bytes -= len(body)
-            if self._left_bytes < 0 or (is_end and self._left_bytes > 0):
+        if self._remaining_bytes is not None:
+            self._remaining_bytes -= len(body)
+            if self._remaining_bytes < 0 or (is_end and self._remaining_bytes > 0):
                 raise RuntimeError("the app's response does not match its content-length")
             return body
         if self._scope["http_version"] != "1.1":

@@ -51,7 +51,7 @@ def scope_of(method: bytes, target: bytes, headers: Headers, bounds: ListenerBou
     }
 
 
-def waits_to_be_asked(headers: Headers) -> bool:
+def expects_continue(headers: Headers) -> bool:
     """Whether the client sends its body only after `100 Continue`."""
     for name, value in headers:  # noqa: SIM110 - `any` of a generator takes three times as long, on each request
         if name == b"expect" and value.lower() == b"100-continue":

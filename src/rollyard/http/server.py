@@ -76,9 +76,9 @@ class HttpServer:
             log.warning("requests were aborted", extra={"requests": len(self._group.tasks), "after_s": within_s})
         self.close()
         if self._group.tasks:
-            _, left = await asyncio.wait(list(self._group.tasks), timeout=CANCEL_S)
-            if left:
-                log.error("requests did not end", extra={"requests": len(left), "after_s": CANCEL_S})
+            _, pending = await asyncio.wait(list(self._group.tasks), timeout=CANCEL_S)
+            if pending:
+                log.error("requests did not end", extra={"requests": len(pending), "after_s": CANCEL_S})
 
     def close(self) -> None:
         """Ends everything immediately. Idempotent. Apps are cancelled; they may still clean up."""

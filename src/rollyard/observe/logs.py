@@ -98,8 +98,8 @@ def _time(record: logging.LogRecord) -> datetime:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    found = {name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")}
-    return {name: "***" if _is_secret(name) else _short(value) for name, value in found.items()}
+    extra = {name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")}
+    return {name: "***" if _is_secret(name) else _short(value) for name, value in extra.items()}
 
 
 def _is_secret(name: str) -> bool:
