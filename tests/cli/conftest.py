@@ -12,7 +12,7 @@ from tests.client.served import RunningService, served
 
 
 @dataclass(frozen=True)
-class Said:
+class CliResult:
     """The result of a command."""
 
     status: int
@@ -24,7 +24,7 @@ class Said:
         return [orjson.loads(line) for line in self.out.splitlines()]
 
 
-Cli = Callable[..., Awaitable[Said]]
+Cli = Callable[..., Awaitable[CliResult]]
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
 
-    async def run(*argv: object, stdin: str = "") -> Said:
+    async def run(*argv: object, stdin: str = "") -> CliResult:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
         capsys.readouterr()
         status = await asyncio.to_thread(main, [str(word) for word in argv])
-        said = capsys.readouterr()
-        return Said(status, said.out, said.err)
+        captured = capsys.readouterr()
+        return CliResult(status, captured.out, captured.err)
 
     return run
 

@@ -23,24 +23,24 @@ async def ended(service: RunningService) -> str:
 
 
 async def test_rollouts_are_listed(cli: Cli, ended: str):
-    said = await cli("rollouts", "list", "--state", "ended", "--json")
-    assert [record["id"] for record in said.json] == [ended]
+    result = await cli("rollouts", "list", "--state", "ended", "--json")
+    assert [record["id"] for record in result.json] == [ended]
     assert "completed" in (await cli("rollouts", "list")).out
     assert "there may be more: --after e:1" in (await cli("rollouts", "list", "--state", "ended", "--limit", "1")).err
     assert (await cli("rollouts", "list", "--state", "lost")).status == 1
 
 
 async def test_a_rollout_is_shown_with_its_messages(cli: Cli, ended: str):
-    said = await cli("rollouts", "show", ended, "--messages")
-    assert said.status == 0 and "Write done." in said.out and "completed" in said.out
+    result = await cli("rollouts", "show", ended, "--messages")
+    assert result.status == 0 and "Write done." in result.out and "completed" in result.out
     assert (await cli("rollouts", "show", ended, "--json")).json[0]["reward"] == 1.0
     missing = await cli("rollouts", "show", "nowhere")
     assert missing.status == 1 and "nowhere" in missing.err
 
 
 async def test_traces_are_shown_and_written(cli: Cli, ended: str, tmp_path: Path):
-    said = await cli("rollouts", "traces", ended)
-    assert said.status == 0 and "yes" in said.out
+    result = await cli("rollouts", "traces", ended)
+    assert result.status == 0 and "yes" in result.out
     (trace,) = (await cli("rollouts", "traces", ended, "--json")).json
     assert len(trace["token_ids"]) == len(trace["mask"])
     assert (await cli("rollouts", "traces", ended, "--out", tmp_path / "t.arrow")).status == 0
@@ -49,8 +49,8 @@ async def test_traces_are_shown_and_written(cli: Cli, ended: str, tmp_path: Path
 
 async def test_rollouts_are_rescored_and_cancelled(cli: Cli, ended: str):
     assert (await cli("rollouts", "rescore", ended)).out == "one: 1 (originally: 1)\n"
-    said = await cli("rollouts", "cancel", ended, "never-was", "--json")
-    assert said.json == [{"id": "one", "state": "ended"}, {"id": "never-was", "state": "cancelled_before_submit"}]
+    result = await cli("rollouts", "cancel", ended, "never-was", "--json")
+    assert result.json == [{"id": "one", "state": "ended"}, {"id": "never-was", "state": "cancelled_before_submit"}]
 
 
 async def test_engines_are_added_and_removed(cli: Cli, service: RunningService):
@@ -70,18 +70,18 @@ async def test_runs_are_created_listed_and_deleted(cli: Cli, service: RunningSer
     assert masked.json[0]["mask_truncated"] is True
     assert masked.json[0]["overlong_penalty"] == {"from_tokens": 10, "to_tokens": 20, "most": 0.5}
     await cli("runs", "delete", "m")
-    said = await cli("runs", "create", "r", "--seed", "7", "--defaults", '{"limits": {"max_turns": 3}}', "--json")
-    assert (said.json[0]["seed"], said.json[0]["defaults"]) == (7, {"limits": {"max_turns": 3}})
+    result = await cli("runs", "create", "r", "--seed", "7", "--defaults", '{"limits": {"max_turns": 3}}', "--json")
+    assert (result.json[0]["seed"], result.json[0]["defaults"]) == (7, {"limits": {"max_turns": 3}})
     assert "r " in (await cli("runs", "list")).out
     assert (await cli("runs", "delete", "r")).err == "r is deleted\n"
     assert (await cli("runs", "delete", "r")).status == 1
 
 
 async def test_top_shows_one_frame(cli: Cli, service: RunningService, ended: str):
-    said = await cli("top", "--once")
-    assert said.status == 0
+    result = await cli("top", "--once")
+    assert result.status == 0
     for word in ("queue", "init", "ready", "run", "eval", "ended 1", "e0", "turns/s", service.url):
-        assert word in said.out, word
+        assert word in result.out, word
     (status,) = (await cli("top", "--once", "--json")).json
     assert status["states"]["ended"] == 1 and set(status["rates"]) == {"turns_per_s", "tokens_per_s", "rollouts_per_s"}
 

@@ -48,10 +48,10 @@ def test_the_commands_are_complete():
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 async def test_every_help_has_an_example_and_json(cli: Cli, path: tuple[str, ...]):
-    said = await cli(*path, "--help")
-    assert said.status == 0
-    assert f"Example: rollyard {' '.join(path)}" in said.out
-    assert "--json" in said.out or path[0] in ("serve", "demo", "gym-agent", "node")
+    result = await cli(*path, "--help")
+    assert result.status == 0
+    assert f"Example: rollyard {' '.join(path)}" in result.out
+    assert "--json" in result.out or path[0] in ("serve", "demo", "gym-agent", "node")
 
 
 def test_help_imports_nothing_heavy():
@@ -90,25 +90,27 @@ async def test_the_version_is_printed(cli: Cli):
     ],
 )
 async def test_wrong_usage_is_one_line_and_status_2(cli: Cli, argv: list[str], says: str):
-    said = await cli(*argv)
-    assert (said.status, said.out) == (2, "")
-    assert said.err.startswith("rollyard: ") and says in said.err and " — " in said.err
-    assert said.err.count("\n") == 1
+    result = await cli(*argv)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("rollyard: ") and says in result.err and " — " in result.err
+    assert result.err.count("\n") == 1
 
 
 async def test_an_unreachable_service_is_one_line_and_status_1(cli: Cli, unused_tcp_port: int):
-    said = await cli("top", "--once", "--url", f"http://127.0.0.1:{unused_tcp_port}", "--token", "t")
-    assert (said.status, said.out) == (1, "")
-    assert "cannot connect to" in said.err and "rollyard serve" in said.err and said.err.count("\n") == 1
+    result = await cli("top", "--once", "--url", f"http://127.0.0.1:{unused_tcp_port}", "--token", "t")
+    assert (result.status, result.out) == (1, "")
+    assert "cannot connect to" in result.err and "rollyard serve" in result.err and result.err.count("\n") == 1
 
 
 async def test_without_a_token_the_searched_places_are_named(cli: Cli, tmp_path: Path):
-    said = await cli("engines", "list")
-    assert said.status == 1
-    assert "ROLLYARD_TOKEN is not set" in said.err and str(tmp_path / "home") in said.err
+    result = await cli("engines", "list")
+    assert result.status == 1
+    assert "ROLLYARD_TOKEN is not set" in result.err and str(tmp_path / "home") in result.err
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path):
     command = f"{sys.executable} -m rollyard config | head -1"
-    done = subprocess.run(["/bin/bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = subprocess.run(
+        ["/bin/bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=30
+    )
+    assert (completed.returncode, completed.stderr) == (0, "")

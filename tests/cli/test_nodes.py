@@ -19,8 +19,10 @@ async def test_a_node_is_listed_drained_resumed_and_leaves(cli: Cli, tmp_path: P
         node = ProcessNode(site.url, site.served.app_state.settings.node_token_path, tmp_path, "n1", run_slots=3)
         try:
             await until(site, "n1")
-            (found,) = (await cli("nodes", "list", "--json", *where)).json
-            assert found["state"] == "up" and found["pools"]["run"]["size"] == 3 and found["live"] == 0
+            (node_status,) = (await cli("nodes", "list", "--json", *where)).json
+            assert (
+                node_status["state"] == "up" and node_status["pools"]["run"]["size"] == 3 and node_status["live"] == 0
+            )
             assert "n1" in (await cli("nodes", "list", *where)).out
             (drained,) = (await cli("nodes", "drain", "n1", "--json", "--timeout-s", "20", *where)).json
             assert drained["state"] == "drained" and drained["wants"] == 0
@@ -44,8 +46,8 @@ async def test_a_node_reports_why_it_cannot_join(cli: Cli, tmp_path: Path) -> No
         node = ProcessNode(site.url, token, tmp_path, "n1")
         try:
             assert await asyncio.to_thread(node.process.wait, 30) == 1
-            said = (tmp_path / "n1.log").read_text()
-            assert "refused this node" in said and "401" in said and "Traceback" not in said
+            log = (tmp_path / "n1.log").read_text()
+            assert "refused this node" in log and "401" in log and "Traceback" not in log
         finally:
             node.close()
     assert (await cli("node", "--token-file", str(token))).status == 2

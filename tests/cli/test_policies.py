@@ -6,12 +6,12 @@ from tests.client.served import RunningService
 
 
 async def test_policies_are_listed_paused_and_resumed(cli: Cli, service: RunningService):
-    (found,) = (await cli("policies", "list", "--json")).json
-    assert (found["name"], found["state"], found["version"]) == ("default", "running", 0)
+    (policy,) = (await cli("policies", "list", "--json")).json
+    assert (policy["name"], policy["state"], policy["version"]) == ("default", "running", 0)
     paused = await cli("policies", "pause", "default", "--mode", "drain", "--engine", "e0", "--json")
     assert (paused.json[0]["state"], paused.json[0]["mode"]) == ("paused", "drain") and service.engine.control.is_paused
-    said = await cli("policies", "list")
-    assert "paused" in said.out and "up (paused)" in said.out
+    result = await cli("policies", "list")
+    assert "paused" in result.out and "up (paused)" in result.out
     assert "running" in (await cli("policies", "resume", "default", "7")).out and not service.engine.control.is_paused
     assert (await cli("policies", "list", "--json")).json[0]["version"] == 7
     assert (await cli("policies", "resume", "missing", "7")).status == 1
@@ -33,8 +33,8 @@ async def test_a_trainers_pause_is_resumed_by_hand_only_with_take_over(cli: Cli,
 async def test_an_engine_that_does_not_resume_is_reported(cli: Cli, service: RunningService):
     await cli("policies", "pause", "default")
     service.engine.control.fail("resume", 1, 500)
-    said = await cli("policies", "resume", "default", "1")
-    assert said.status == 1 and "it did not resume" in said.err and "Fix the engines" in said.err
+    result = await cli("policies", "resume", "default", "1")
+    assert result.status == 1 and "it did not resume" in result.err and "Fix the engines" in result.err
     assert "quarantined" in (await cli("policies", "list")).out
     assert (await cli("policies", "resume", "default", "1")).status == 0
 

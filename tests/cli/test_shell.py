@@ -82,9 +82,9 @@ async def test_eval_scores_the_result_in_the_same_sandbox(folder: Path, runtime:
 async def test_errors_are_one_line(folder: Path, cli: Cli, argv: list[str], says: str):
     (folder / "bad.json").write_text('{"environment": "shell", "data": {"instruction": 1}}')
     (folder / "broken.json").write_text(json.dumps({**TASK, "data": {**TASK["data"], "setup": ["exit 3"]}}))
-    said = await cli("shell", *argv)
-    assert (said.status, said.out) == (1, "")
-    assert said.err.startswith("rollyard: ") and says in said.err and "Traceback" not in said.err
+    result = await cli("shell", *argv)
+    assert (result.status, result.out) == (1, "")
+    assert result.err.startswith("rollyard: ") and says in result.err and "Traceback" not in result.err
 
 
 async def test_a_terminal_is_connected_to_the_sandbox_and_restored(folder: Path):
@@ -96,16 +96,16 @@ async def test_a_terminal_is_connected_to_the_sandbox_and_restored(folder: Path)
         env={**os.environ, "HOME": str(folder), "TERM": "dumb"}, start_new_session=True,
     )  # fmt: skip
     loop = asyncio.get_running_loop()
-    seen, news = bytearray(), asyncio.Event()
+    output, output_changed = bytearray(), asyncio.Event()
 
     def read() -> None:
-        seen.extend(os.read(master, 65_536))
-        news.set()
+        output.extend(os.read(master, 65_536))
+        output_changed.set()
 
     async def until(text: bytes) -> None:
-        while text not in seen:
-            news.clear()
-            await news.wait()
+        while text not in output:
+            output_changed.clear()
+            await output_changed.wait()
 
     loop.add_reader(master, read)
     try:

@@ -21,20 +21,20 @@ def lines(path: Path, *tasks: object) -> Path:
 
 
 async def test_tasks_are_submitted_and_shown_as_a_table(cli: Cli, service: RunningService, tmp_path: Path):
-    said = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", task(check="false")), "--id-prefix", "p")
-    assert said.status == 0, said.err
-    rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("p-")]
+    result = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", task(check="false")), "--id-prefix", "p")
+    assert result.status == 0, result.err
+    rows = [line.split() for line in result.out.splitlines() if line.strip().startswith("p-")]
     assert [row[:6] for row in rows] == [
         ["p-0", "ended", "completed", "1", "2", rows[0][5]],
         ["p-1", "ended", "completed", "0", "2", rows[1][5]],
     ]
-    assert "2 completed, mean reward 0.500 of 2" in said.err
+    assert "2 completed, mean reward 0.500 of 2" in result.err
 
 
 async def test_json_is_one_record_per_line_without_notes(cli: Cli, service: RunningService):
-    said = await cli("submit", "-", "--json", "--group-size", "2", "--id-prefix", "g", stdin=json.dumps(task()))
-    assert said.status == 0, said.err
-    assert [(r["id"], r["group"], r["reward"]) for r in said.json] == [("g-0-0", "g-0", 1.0), ("g-0-1", "g-0", 1.0)]
+    result = await cli("submit", "-", "--json", "--group-size", "2", "--id-prefix", "g", stdin=json.dumps(task()))
+    assert result.status == 0, result.err
+    assert [(r["id"], r["group"], r["reward"]) for r in result.json] == [("g-0-0", "g-0", 1.0), ("g-0-1", "g-0", 1.0)]
 
 
 async def test_the_same_prefix_names_the_same_rollouts(cli: Cli, service: RunningService, tmp_path: Path):
@@ -46,8 +46,8 @@ async def test_the_same_prefix_names_the_same_rollouts(cli: Cli, service: Runnin
 
 
 async def test_no_wait_returns_when_the_rollouts_are_durable(cli: Cli, service: RunningService, tmp_path: Path):
-    said = await cli("submit", lines(tmp_path / "t.jsonl", task("NEVER")), "--no-wait", "--json", "--run", "later")
-    assert said.status == 0 and said.json[0]["run"] == "later" and said.json[0]["outcome"] is None
+    result = await cli("submit", lines(tmp_path / "t.jsonl", task("NEVER")), "--no-wait", "--json", "--run", "later")
+    assert result.status == 0 and result.json[0]["run"] == "later" and result.json[0]["outcome"] is None
 
 
 async def test_trajectories_are_written_as_lines_and_as_arrow(cli: Cli, service: RunningService, tmp_path: Path):
@@ -88,33 +88,33 @@ async def test_trajectories_are_written_as_lines_and_as_arrow(cli: Cli, service:
 async def test_an_error_is_reported_with_file_and_line_and_nothing_is_submitted(
     cli: Cli, service: RunningService, tmp_path: Path, bad: str, says: str
 ):
-    said = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", bad, task()), "--id-prefix", "x")
-    assert (said.status, said.out) == (1, "")
-    assert said.err.startswith("rollyard: ") and says in said.err and said.err.count("\n") == 1
-    assert "t.jsonl:3: " in said.err or "agent" in says
+    result = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", bad, task()), "--id-prefix", "x")
+    assert (result.status, result.out) == (1, "")
+    assert result.err.startswith("rollyard: ") and says in result.err and result.err.count("\n") == 1
+    assert "t.jsonl:3: " in result.err or "agent" in says
     async with AsyncClient(service.url, service.token) as client:
         assert (await client.list()).rollouts == ()
 
 
 async def test_a_missing_or_empty_file_is_reported(cli: Cli, tmp_path: Path):
-    said = await cli("submit", tmp_path / "nowhere.jsonl")
-    assert said.status == 1 and "nowhere.jsonl cannot be read: No such file" in said.err
+    result = await cli("submit", tmp_path / "nowhere.jsonl")
+    assert result.status == 1 and "nowhere.jsonl cannot be read: No such file" in result.err
     assert "there is no task in" in (await cli("submit", lines(tmp_path / "e.jsonl", "// nothing"))).err
 
 
 async def test_a_rollout_without_a_reward_gives_status_1(cli: Cli, service: RunningService, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task(), {**task(), "data": {**task()["data"], "setup": ["echo [/x]; exit 3"]}})
-    said = await cli("submit", file, "--id-prefix", "bad")
-    assert said.status == 1
-    assert "failed (setup_failed)" in said.out
+    result = await cli("submit", file, "--id-prefix", "bad")
+    assert result.status == 1
+    assert "failed (setup_failed)" in result.out
     shown = await cli("rollouts", "show", "bad-1")  # its detail looks like markup
     assert shown.status == 0 and "blame: task" in shown.out
 
 
 async def test_a_policy_creates_a_run_of_its_name(cli: Cli, service: RunningService, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task())
-    said = await cli("submit", file, "--policy", "actor", "--no-wait", "--json")
-    assert said.json[0]["run"] == "actor"
+    result = await cli("submit", file, "--policy", "actor", "--no-wait", "--json")
+    assert result.json[0]["run"] == "actor"
     again = await cli("submit", file, "--run", "actor", "--policy", "critic", "--no-wait")
     assert again.status == 1 and "run actor has policy actor, not critic" in again.err
 
@@ -133,9 +133,9 @@ async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_
     async with asyncio.timeout(90):
         assert b"1 rollouts submitted" in await process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        rest = (await process.stderr.read()).decode()
+        stderr = (await process.stderr.read()).decode()
         assert await process.wait() == 130
-    assert "--id-prefix stopped" in rest and "Traceback" not in rest
+    assert "--id-prefix stopped" in stderr and "Traceback" not in stderr
 
 
 def test_a_byte_order_mark_is_not_part_of_a_task(tmp_path: Path):

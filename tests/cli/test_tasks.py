@@ -67,8 +67,8 @@ class Echo(Environment):
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
         check_options(self.name, options, ("prefix",))
-        given: Any = row["word"]
-        word = options.get("prefix", "") + given.strip()
+        raw_word: Any = row["word"]
+        word = options.get("prefix", "") + raw_word.strip()
         return {"data": {"word": word, **({"least": float("nan")} if word == "NaN" else {})}}
 
     def from_folder(self, folder: Path, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
@@ -86,8 +86,8 @@ class Echo(Environment):
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the environment as an installed package would."""
     points = importlib.metadata.entry_points(group=GROUP)
-    mine = importlib.metadata.EntryPoint("echo", f"{__name__}:Echo", GROUP)
-    monkeypatch.setattr("rollyard.envs.registry.plugins", lambda group: [*points, mine])
+    echo_point = importlib.metadata.EntryPoint("echo", f"{__name__}:Echo", GROUP)
+    monkeypatch.setattr("rollyard.envs.registry.plugins", lambda group: [*points, echo_point])
 
 
 # --- validate -----------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ async def test_all_problems_are_reported_by_line(cli: Cli, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", MATH, "{x", {"environment": "nowhere"}, broken, {**MATH, "limit": {}},
                  {**MATH, "limits": {"run_s": -1, "init_s": 0}}, {**SHELL, "agent": {"options": {"tools": ["no"]}}},
                  {**SHELL, "sandbox": {"runtime": "docker"}}, {"data": {}})  # fmt: skip
-    said = await cli("tasks", "validate", file, tmp_path / "none.jsonl")
-    assert said.status == 1
-    told = [re.sub(r"^.*/(?=t\.jsonl|none)", "", line) for line in said.out.splitlines()]
+    result = await cli("tasks", "validate", file, tmp_path / "none.jsonl")
+    assert result.status == 1
+    reported = [re.sub(r"^.*/(?=t\.jsonl|none)", "", line) for line in result.out.splitlines()]
     expected = (
         "t.jsonl:2: this is not JSON",
         "t.jsonl:3: there is no environment 'nowhere'",
@@ -116,10 +116,10 @@ async def test_all_problems_are_reported_by_line(cli: Cli, tmp_path: Path):
         "t.jsonl:9: environment: this field is required",
         "none.jsonl: cannot be read: No such file",
     )
-    assert len(told) == len(expected), told
-    for line, start in zip(told, expected, strict=True):
+    assert len(reported) == len(expected), reported
+    for line, start in zip(reported, expected, strict=True):
         assert start in line
-    assert "10 tasks, 9 with problems, 0 with warnings" in said.err
+    assert "10 tasks, 9 with problems, 0 with warnings" in result.err
 
 
 async def test_probable_mistakes_are_warnings(cli: Cli, tmp_path: Path):
@@ -128,9 +128,9 @@ async def test_probable_mistakes_are_warnings(cli: Cli, tmp_path: Path):
         "sampling": {"max_tokens": 200},
         "sandbox": {"memory_bytes": 2048},
     }
-    said = await cli("tasks", "validate", lines(tmp_path / "t.jsonl", {**MATH, **odd}, MATH, MATH), "--json")
-    assert said.status == 0
-    first, second, third = said.json
+    result = await cli("tasks", "validate", lines(tmp_path / "t.jsonl", {**MATH, **odd}, MATH, MATH), "--json")
+    assert result.status == 0
+    first, second, third = result.json
     assert first["warnings"] == [
         "limits.tool_s 20 is more than limits.run_s 10",
         "sampling.max_tokens 200 is more than limits.max_context 100",
@@ -147,9 +147,9 @@ async def test_an_exception_in_a_check_is_reported_with_its_line(cli: Cli, echo:
     file = lines(
         tmp_path / "t.jsonl", {"environment": "echo", "data": {}}, {"environment": "echo", "data": {"word": 3}}
     )
-    said = await cli("tasks", "validate", file)
-    assert said.status == 1
-    assert [line.rpartition("/")[2] for line in said.out.splitlines()] == [
+    result = await cli("tasks", "validate", file)
+    assert result.status == 1
+    assert [line.rpartition("/")[2] for line in result.out.splitlines()] == [
         "t.jsonl:1: its check raised KeyError: 'word'",
         "t.jsonl:2: echo: data.word: a string was expected",
     ]
@@ -165,35 +165,35 @@ async def test_mcp_servers_of_the_settings_are_known(cli: Cli, tmp_path: Path, m
 
 
 async def test_runs_find_useless_tasks(cli: Cli, echo: None, tmp_path: Path):
-    def said_by(word: str, **data: object) -> dict[str, object]:
+    def echo_task(word: str, **data: object) -> dict[str, object]:
         return {"environment": "echo", "data": {"word": word, **data}}
 
     file = lines(
         tmp_path / "t.jsonl",
-        said_by("good", solution="good"),
-        said_by("low", solution="wrong"),
-        said_by("given", solution="given", least=1),
-        said_by("unsolved"),
-        said_by("unsolved and given", least=1),
-        said_by("crash", solution="crash"),
-        said_by("broken", solution="broken", setup="task"),
-        said_by("half", solution="half", least=0.5),
+        echo_task("good", solution="good"),
+        echo_task("low", solution="wrong"),
+        echo_task("given", solution="given", least=1),
+        echo_task("unsolved"),
+        echo_task("unsolved and given", least=1),
+        echo_task("crash", solution="crash"),
+        echo_task("broken", solution="broken", setup="task"),
+        echo_task("half", solution="half", least=0.5),
     )
-    said = await cli("tasks", "validate", file, "--run", "--jobs", 3, "--runtime", "local", "--json")
-    assert said.status == 1
-    good, low, given, unsolved, unsolved_given, crash, broken, half = said.json
+    result = await cli("tasks", "validate", file, "--run", "--jobs", 3, "--runtime", "local", "--json")
+    assert result.status == 1
+    good, low, rewarded, unsolved, unsolved_rewarded, crash, broken, half = result.json
     assert good["ok"] and (good["oracle"]["reward"], good["noop"]["reward"]) == (1.0, 0.0)
     assert low["problems"] == ["the oracle scores 0, not 1", "doing nothing scores 0, and the oracle 0"]
-    assert given["problems"] == ["doing nothing scores 1, and the oracle 1"]
+    assert rewarded["problems"] == ["doing nothing scores 1, and the oracle 1"]
     assert unsolved["ok"] and unsolved["warnings"] == ["no oracle: the task does not contain its solution"]
-    assert unsolved_given["problems"] == ["doing nothing scores 1"]
+    assert unsolved_rewarded["problems"] == ["doing nothing scores 1"]
     assert crash["problems"] == [] and not crash["ok"] and "oracle: verifier_crashed in eval" in crash["not_tried"]
     assert [problem[:30] for problem in broken["problems"]] == [
         "oracle: task_invalid in init: ",
         "no-op: task_invalid in init: e",
     ]
     assert half["ok"] and half["noop"]["components"] == {"right": 0.0}
-    assert "8 tasks, 4 with problems, 1 not tried for reasons outside the task, 2 with warnings" in said.err
+    assert "8 tasks, 4 with problems, 1 not tried for reasons outside the task, 2 with warnings" in result.err
 
     words = ("--run", "--runtime", "local", "--limit", 2, "--max-reward", 0)
     shown = await cli("tasks", "validate", file, *words)
@@ -206,11 +206,11 @@ async def test_runs_find_useless_tasks(cli: Cli, echo: None, tmp_path: Path):
 
 @pytest.mark.parametrize("runtime", ["bubblewrap", "local"])
 async def test_validation_runs_in_real_sandboxes(cli: Cli, tmp_path: Path, runtime: str):
-    given = task(check="true")
-    said = await cli("tasks", "validate", lines(tmp_path / "t.jsonl", SHELL, given), "--run", "--json",
-                     "--runtime", runtime)  # fmt: skip
-    first, second = said.json
-    assert said.status == 1 and first["ok"] and first["noop"]["reward"] == 0.0
+    always_passing = task(check="true")
+    result = await cli("tasks", "validate", lines(tmp_path / "t.jsonl", SHELL, always_passing), "--run", "--json",
+                       "--runtime", runtime)  # fmt: skip
+    first, second = result.json
+    assert result.status == 1 and first["ok"] and first["noop"]["reward"] == 0.0
     assert second["problems"] == ["doing nothing scores 1"]
 
 
@@ -219,10 +219,10 @@ async def test_validation_runs_in_real_sandboxes(cli: Cli, tmp_path: Path, runti
 
 async def test_try_shows_messages_and_score(cli: Cli, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", MATH, SHELL)
-    said = await cli("tasks", "try", f"{file}:1", "--agent", "oracle", "--runtime", "local")
-    assert said.status == 0, said.err
+    result = await cli("tasks", "try", f"{file}:1", "--agent", "oracle", "--runtime", "local")
+    assert result.status == 0, result.err
     for text in ("user: 2+2?", "assistant: The answer is", "reward     1", "  correct: 1", "EVAL"):
-        assert text in said.out, said.out
+        assert text in result.out, result.out
     long = " ".join(["2+2?"] * 50)  # wider than the terminal: its lines are not broken
     wide = lines(tmp_path / "w.jsonl", {**MATH, "data": {"question": long, "answer": "4"}})
     assert f"user: {long}\n" in (await cli("tasks", "try", wide, "--agent", "noop", "--runtime", "local")).out
@@ -234,9 +234,9 @@ async def test_try_shows_messages_and_score(cli: Cli, tmp_path: Path):
 async def test_try_without_a_score_shows_the_failure(cli: Cli, echo: None, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", {"environment": "echo", "data": {"word": "[bold]crash"}},
                  {"environment": "echo", "data": {"word": "crash"}})  # fmt: skip
-    said = await cli("tasks", "try", f"{file}:2", "--agent", "noop", "--runtime", "local")
-    assert said.status == 1 and "reward     none" in said.out
-    assert "verifier_crashed (blame: infra, in eval)" in said.out and "the verifier fell over" in said.out
+    result = await cli("tasks", "try", f"{file}:2", "--agent", "noop", "--runtime", "local")
+    assert result.status == 1 and "reward     none" in result.out
+    assert "verifier_crashed (blame: infra, in eval)" in result.out and "the verifier fell over" in result.out
 
 
 async def test_agents_with_a_model_need_an_engine(cli: Cli, tmp_path: Path):
@@ -247,16 +247,16 @@ async def test_agents_with_a_model_need_an_engine(cli: Cli, tmp_path: Path):
         shown = await cli("tasks", "try", file, "--agent", "native", *words)
     assert body["reward"] == 1.0 and body["turns"] == 2 and body["sampled_tokens"] > 0
     assert "turns      2" in shown.out and "→ shell(" in shown.out
-    for words, status, says in (
+    for words, status, expected in (
         ((), 2, "the agent native needs a model — give --engine URL, or --agent oracle"),
         (("--engine", "http://127.0.0.1:1"), 1, "--engine http://127.0.0.1:1: "),
         (("--tokenizer", "x"), 2, "--tokenizer needs --engine"),
         (("--agent", "missing"), 1, "t.jsonl:1: there is no agent 'missing'"),
         (("--runtime", "docker"), 1, "there is no runtime 'docker'"),
     ):
-        said = await cli("tasks", "try", file, *words)
-        assert (said.status, said.out) == (status, "") and says in said.err, said
-        assert said.err.splitlines()[-1].startswith("rollyard: ")
+        result = await cli("tasks", "try", file, *words)
+        assert (result.status, result.out) == (status, "") and expected in result.err, result
+        assert result.err.splitlines()[-1].startswith("rollyard: ")
 
 
 async def test_judges_of_the_settings_are_used(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -268,11 +268,11 @@ async def test_judges_of_the_settings_are_used(cli: Cli, tmp_path: Path, monkeyp
         ScriptedEngine(lambda _: "yes") as judge,
     ):
         words = ("tasks", "try", file, "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--runtime", "local")
-        alone = await cli(*words)
+        without_judge = await cli(*words)
         monkeypatch.setenv("ROLLYARD_ENGINES", json.dumps([{"url": judge.url, "kind": "openai", "role": "judge"}]))
-        judged = await cli(*words)
-    assert alone.status == 1 and "judge_unreachable (blame: infra, in eval)" in alone.out
-    assert judged.status == 0 and "reward     1" in judged.out, judged
+        with_judge = await cli(*words)
+    assert without_judge.status == 1 and "judge_unreachable (blame: infra, in eval)" in without_judge.out
+    assert with_judge.status == 0 and "reward     1" in with_judge.out, with_judge
 
 
 async def test_agent_programs_can_be_tried_on_a_task(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -311,12 +311,12 @@ async def test_rows_of_every_format_become_tasks(cli: Cli, echo: None, tmp_path:
     for split in ("train", "test"):
         pq.write_table(pa.table({"word": [split]}), tmp_path / f"d/data/{split}-00000-of-00001.parquet")
     out = tmp_path / "out.jsonl"
-    said = await cli("tasks", "import", "echo", "a.jsonl", "b.jsonl.gz", "c.json", "--set", "prefix=x", "--out", out)
-    assert (said.status, said.out) == (0, "") and "4 tasks are in " in said.err
+    result = await cli("tasks", "import", "echo", "a.jsonl", "b.jsonl.gz", "c.json", "--set", "prefix=x", "--out", out)
+    assert (result.status, result.out) == (0, "") and "4 tasks are in " in result.err
     assert [body["data"]["word"] for body in bodies(out)] == ["xa", "xb", "xc", "xç"]
     assert {body["environment"] for body in bodies(out)} == {"echo"}
-    said = await cli("tasks", "import", "echo", "d", "--split", "test")
-    assert said.json == [{"environment": "echo", "data": {"word": "test"}}] and said.err == "1 tasks\n"
+    result = await cli("tasks", "import", "echo", "d", "--split", "test")
+    assert result.json == [{"environment": "echo", "data": {"word": "test"}}] and result.err == "1 tasks\n"
     assert (await cli("tasks", "validate", out)).status == 0
     assert [path.name for path in tmp_path.glob(".*")] == []
 
@@ -325,11 +325,11 @@ async def test_folders_and_generated_tasks_are_imported(cli: Cli, echo: None, tm
     (tmp_path / "folder").mkdir()
     for word in ("b", "a"):
         (tmp_path / f"folder/{word}.txt").write_text(word)
-    said = await cli("tasks", "import", "echo", "folder")
-    assert [body["data"]["word"] for body in said.json] == ["a", "b"]
+    result = await cli("tasks", "import", "echo", "folder")
+    assert [body["data"]["word"] for body in result.json] == ["a", "b"]
     words = ("--set", "count=9", "--limit", 2, "--out", "o.jsonl", "--json")
-    (told,) = (await cli("tasks", "import", "echo", *words)).json
-    assert told == {"environment": "echo", "tasks": 2, "skipped": 0, "out": "o.jsonl"}
+    (summary,) = (await cli("tasks", "import", "echo", *words)).json
+    assert summary == {"environment": "echo", "tasks": 2, "skipped": 0, "out": "o.jsonl"}
     assert [body["data"]["word"] for body in bodies(tmp_path / "o.jsonl")] == ["w0", "w1"]
 
 
@@ -338,19 +338,19 @@ async def test_one_bad_row_means_that_nothing_is_written(cli: Cli, echo: None, t
                  '{"word": "\\ud800"}', {"word": "c"})  # fmt: skip
     out = lines(tmp_path / "out.jsonl", "before")
     for words in (("--out", out), ()):
-        said = await cli("tasks", "import", "echo", file, *words)
-        assert (said.status, said.out) == (1, "")
-        told = [line.rpartition("/")[2] for line in said.err.splitlines()]
-        assert told[0].startswith("rows.jsonl:2: this is not JSON")
-        assert told[1] == "rows.jsonl:3: KeyError: 'word'"
-        assert told[2] == "rows.jsonl:4: a row is an object, not a number"
-        assert told[3].startswith("rows.jsonl:5: ValueError: Out of range float")
-        assert told[4].startswith("rows.jsonl:6: AttributeError: 'NoneType'")
-        assert told[5].startswith("rows.jsonl:7: UnicodeEncodeError: ")
-        assert "6 of 8 rows cannot be imported — nothing was written; --skip-bad skips them" in told[6]
+        result = await cli("tasks", "import", "echo", file, *words)
+        assert (result.status, result.out) == (1, "")
+        errors = [line.rpartition("/")[2] for line in result.err.splitlines()]
+        assert errors[0].startswith("rows.jsonl:2: this is not JSON")
+        assert errors[1] == "rows.jsonl:3: KeyError: 'word'"
+        assert errors[2] == "rows.jsonl:4: a row is an object, not a number"
+        assert errors[3].startswith("rows.jsonl:5: ValueError: Out of range float")
+        assert errors[4].startswith("rows.jsonl:6: AttributeError: 'NoneType'")
+        assert errors[5].startswith("rows.jsonl:7: UnicodeEncodeError: ")
+        assert "6 of 8 rows cannot be imported — nothing was written; --skip-bad skips them" in errors[6]
     assert out.read_text() == "before\n" and [path.name for path in tmp_path.glob(".*")] == []
-    said = await cli("tasks", "import", "echo", file, "--out", out, "--skip-bad")
-    assert said.status == 0 and "2 tasks are in " in said.err and "; 6 bad ones were skipped" in said.err
+    result = await cli("tasks", "import", "echo", file, "--out", out, "--skip-bad")
+    assert result.status == 0 and "2 tasks are in " in result.err and "; 6 bad ones were skipped" in result.err
     assert [body["data"]["word"] for body in bodies(out)] == ["a", "c"]
 
 
@@ -363,8 +363,8 @@ async def test_links_and_pipes_are_written_into_and_not_replaced(cli: Cli, echo:
     reading = asyncio.create_task(asyncio.to_thread((tmp_path / "pipe").read_text))
     assert (await cli("tasks", "import", "echo", file, "--out", "pipe")).status == 0
     assert (tmp_path / "pipe").is_fifo() and json.loads(await reading)["data"] == {"word": "a"}
-    said = await cli("tasks", "import", "echo", file, "--out", "-")
-    assert len(said.json) == 1 and said.err == "1 tasks\n" and not (tmp_path / "-").exists()
+    result = await cli("tasks", "import", "echo", file, "--out", "-")
+    assert len(result.json) == 1 and result.err == "1 tasks\n" and not (tmp_path / "-").exists()
 
 
 async def test_notes_of_a_harbor_task_are_printed_with_its_name(cli: Cli, tmp_path: Path):
@@ -373,11 +373,11 @@ async def test_notes_of_a_harbor_task_are_printed_with_its_name(cli: Cli, tmp_pa
         (tmp_path / "all" / name / "task.toml").write_text('[environment]\ndocker_image = "some/image:1"\n')
         (tmp_path / "all" / name / "instruction.md").write_text("Do it.")
         (tmp_path / "all" / name / "tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
-    said = await cli("tasks", "import", "harbor", "all", "--out", "o.jsonl")
-    assert said.status == 0, said.err
+    result = await cli("tasks", "import", "harbor", "all", "--out", "o.jsonl")
+    assert result.status == 0, result.err
     datas = [body["data"] for body in bodies(tmp_path / "o.jsonl")]
-    told = [f"all: {data['name']}: {text}" for data in datas for text in data["notes"]]
-    assert len(told) >= 2 and said.err.splitlines() == [*told, "2 tasks are in o.jsonl"]
+    notes = [f"all: {data['name']}: {text}" for data in datas for text in data["notes"]]
+    assert len(notes) >= 2 and result.err.splitlines() == [*notes, "2 tasks are in o.jsonl"]
     (words,) = (await cli("tasks", "import", "harbor", "all/one", "--out", "o.jsonl", "--json")).json  # stdout is JSON
     assert words["tasks"] == 1
 
@@ -386,21 +386,21 @@ async def test_notes_are_printed_up_to_a_limit(cli: Cli, echo: None, tmp_path: P
     (tmp_path / "folder").mkdir()
     for number in range(30):
         (tmp_path / f"folder/{number:02d}.txt").write_text(f"word\nthe same\nof {number}")
-    said = await cli("tasks", "import", "echo", "folder", "--out", "o.jsonl")
-    *told, rest, last = said.err.splitlines()
-    assert told[:3] == ["folder: 00: the same", "folder: 00: of 0", "folder: 01: the same"]
-    assert sum("the same" in line for line in told) == 3 and len(told) == 20
-    assert rest == "… and 40 more notes, which are in data.notes of the tasks" and last == "30 tasks are in o.jsonl"
+    result = await cli("tasks", "import", "echo", "folder", "--out", "o.jsonl")
+    *notes, omitted, last = result.err.splitlines()
+    assert notes[:3] == ["folder: 00: the same", "folder: 00: of 0", "folder: 01: the same"]
+    assert sum("the same" in line for line in notes) == 3 and len(notes) == 20
+    assert omitted == "… and 40 more notes, which are in data.notes of the tasks" and last == "30 tasks are in o.jsonl"
 
 
 async def test_the_same_error_in_all_rows_is_printed_three_times(cli: Cli, echo: None, tmp_path: Path):
     file = lines(tmp_path / "rows.jsonl", *[{"word": "a"}] * 30)
-    said = await cli("tasks", "import", "echo", file, "--set", "postfix=x", "--skip-bad")
-    assert said.status == 1 and said.err.count("unknown option 'postfix' of its importer; there are prefix") == 3
-    assert "there is no task to import" in said.err
+    result = await cli("tasks", "import", "echo", file, "--set", "postfix=x", "--skip-bad")
+    assert result.status == 1 and result.err.count("unknown option 'postfix' of its importer; there are prefix") == 3
+    assert "there is no task to import" in result.err
     many = lines(tmp_path / "many.jsonl", *[f"{{{number}" for number in range(10, 60)])
-    said = await cli("tasks", "import", "echo", many)
-    assert "50 of 50 rows cannot be imported" in said.err and len(said.err.splitlines()) <= 21
+    result = await cli("tasks", "import", "echo", many)
+    assert "50 of 50 rows cannot be imported" in result.err and len(result.err.splitlines()) <= 21
 
 
 @pytest.mark.parametrize(
@@ -432,6 +432,6 @@ async def test_errors_of_an_import_are_reported(
     (tmp_path / "a.csv").write_text("word\na\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "odd/x.txt").mkdir(parents=True)
-    said = await cli("tasks", "import", *words)
-    assert (said.status, said.out) == (status, ""), said
-    assert says in said.err and said.err.splitlines()[-1].startswith("rollyard: ")
+    result = await cli("tasks", "import", *words)
+    assert (result.status, result.out) == (status, ""), result
+    assert says in result.err and result.err.splitlines()[-1].startswith("rollyard: ")

@@ -188,8 +188,8 @@ class ScriptedDraws:
 
     def _count(self, number: int) -> int:
         batch = self.batches[number]
-        left = min(self.ready, self.total) - batch["first"]
-        return max(0, min(batch["want"], left))
+        available = min(self.ready, self.total) - batch["first"]
+        return max(0, min(batch["want"], available))
 
     def _object(self) -> dict[str, Any]:
         state = {"state": "ended", "reason": "exhausted"} if self._delivered >= self.total else {"state": "active"}
@@ -238,12 +238,12 @@ class ScriptedDraws:
         number, after = int(request.query["batch"]), int(request.query["after"].removeprefix("d:"))
         limit, wait_s = int(request.query["limit"]), float(request.query["wait_s"])
 
-        def found() -> list[int]:
+        def places() -> list[int]:
             end = self.batches[number]["first"] + self._count(number)
             return list(range(after + 1, min(end, after + limit) + 1))
 
         def is_answered() -> bool:
-            return bool(found()) or self._batch(number)["state"] == "closed" or self.is_stopping
+            return bool(places()) or self._batch(number)["state"] == "closed" or self.is_stopping
 
         async with self._changed:
             try:
@@ -251,7 +251,7 @@ class ScriptedDraws:
                     await self._changed.wait_for(is_answered)
             except TimeoutError:
                 pass
-        groups = [group_object(place, number) for place in found()]
+        groups = [group_object(place, number) for place in places()]
         next_cursor = groups[-1]["cursor"] if groups else f"d:{after}"
         page = {"groups": groups, "next": next_cursor, "batch": self._batch(number)}
         rows = [trace_row(record["id"], k, 2) for group in groups for record in group["rollouts"] for k in range(2)]

@@ -101,16 +101,16 @@ class Proxy:
         self.connections += 1
         is_cut = self.cut_replies > 0
         self.cut_replies -= is_cut
-        ours, theirs = await asyncio.open_connection(self._host, self._port)
-        self._open |= {writer, theirs}
+        upstream_reader, upstream_writer = await asyncio.open_connection(self._host, self._port)
+        self._open |= {writer, upstream_writer}
         try:
-            forth = asyncio.create_task(_carry(reader, theirs))
-            await _carry(ours, writer, is_cut=is_cut)
-            forth.cancel()
-            await asyncio.wait((forth,))
+            upload = asyncio.create_task(_carry(reader, upstream_writer))
+            await _carry(upstream_reader, writer, is_cut=is_cut)
+            upload.cancel()
+            await asyncio.wait((upload,))
         finally:
-            self._open -= {writer, theirs}
-            for end in (writer, theirs):
+            self._open -= {writer, upstream_writer}
+            for end in (writer, upstream_writer):
                 end.transport.abort()
 
 

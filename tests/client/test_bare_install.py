@@ -52,14 +52,14 @@ asyncio.run(main())
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment in which only the wheel is installed."""
     folder = tmp_path_factory.mktemp("bare")
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", INSTALL, "-", sys.executable, str(folder)],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     return folder / "bare" / "bin" / "python"
 
 
@@ -85,8 +85,8 @@ def test_the_client_brings_few_distributions(python: Path):
 async def test_the_client_works_against_a_service(
     python: Path, service: RunningService, tmp_path: Path, program: str, printed: str
 ):
-    found = await run(python, "-c", program, json.dumps(task()), env=service.environ(), home=tmp_path)
-    assert found == (0, printed, "")
+    result = await run(python, "-c", program, json.dumps(task()), env=service.environ(), home=tmp_path)
+    assert result == (0, printed, "")
 
 
 @pytest.mark.timeout(400)

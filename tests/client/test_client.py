@@ -40,10 +40,10 @@ async def test_a_trajectory_as_json_has_the_same_traces(client: AsyncClient):
     (submitted,) = await client.submit([task()])
     await client.wait(submitted.id, timeout_s=30)
     trajectory = await client.trajectory(submitted.id)
-    (ours,), (theirs,) = trajectory.traces, await client.traces(submitted.id)
+    (from_json,), (from_arrow,) = trajectory.traces, await client.traces(submitted.id)
     for name in ("token_ids", "mask", "logprobs", "versions"):
-        assert (getattr(ours, name) == getattr(theirs, name)).all(), name
-    assert ours.spans == theirs.spans and ours.sampling == theirs.sampling
+        assert (getattr(from_json, name) == getattr(from_arrow, name)).all(), name
+    assert from_json.spans == from_arrow.spans and from_json.sampling == from_arrow.sampling
     assert trajectory.messages[-1]["role"] in ("assistant", "tool")
     assert trajectory.record.id == submitted.id and trajectory.turns == 2
 
@@ -73,8 +73,8 @@ async def test_the_same_ids_again_are_the_same_rollouts(client: AsyncClient):
 
 
 async def test_a_task_can_be_a_dataclass_of_core(client: AsyncClient):
-    wanted = Task("math", {"question": "2+2?", "answer": "4"}, AgentSpec(options={"tools": ["finish"]}))
-    (record,) = await client.submit([wanted])
+    math_task = Task("math", {"question": "2+2?", "answer": "4"}, AgentSpec(options={"tools": ["finish"]}))
+    (record,) = await client.submit([math_task])
     assert record.task["environment"] == "math"
     assert record.task["agent"]["options"] == {"tools": ["finish"]}
 
@@ -120,20 +120,20 @@ async def test_wait_all_raises_the_error_itself(client: AsyncClient):
 async def test_ended_follows_the_terminal_order_from_a_cursor(client: AsyncClient):
     await client.create_run("mine")
     ids = [record.id for record in await client.submit([task(str(n)) for n in range(4)], run="mine")]
-    seen: list[Record] = []
+    records: list[Record] = []
     async with asyncio.timeout(90):
         async for record in client.ended("mine"):
-            seen.append(record)
-            if len(seen) == 4:
+            records.append(record)
+            if len(records) == 4:
                 break
-    assert sorted(record.id for record in seen) == sorted(ids)
-    cursors = [int(str(record.cursor).removeprefix("e:")) for record in seen]
+    assert sorted(record.id for record in records) == sorted(ids)
+    cursors = [int(str(record.cursor).removeprefix("e:")) for record in records]
     assert cursors == sorted(cursors)
     async with asyncio.timeout(90):
-        async for record in client.ended("mine", after=seen[1].cursor):
-            assert record.id == seen[2].id
+        async for record in client.ended("mine", after=records[1].cursor):
+            assert record.id == records[2].id
             break
-    assert await client.acknowledge("mine", str(seen[-1].cursor)) == 4
+    assert await client.acknowledge("mine", str(records[-1].cursor)) == 4
 
 
 async def test_a_cancel_is_acknowledged_and_ends_it(client: AsyncClient):
@@ -203,16 +203,16 @@ async def test_events_report_every_state(client: AsyncClient):
     (other,) = await client.submit([task()])
     (record,) = await client.submit([task()], run="watched")
     await client.wait_all([other.id, record.id], timeout_s=40)
-    seen: list[Event] = []
+    events: list[Event] = []
     async with asyncio.timeout(90):
         async for event in client.events(after="0-0", run="watched"):  # an id of another process: a gap, then all
-            seen.append(event)
+            events.append(event)
             if event.state == "ended":
                 break
-    assert seen[0].kind == "gap"
-    assert {event.rollout for event in seen[1:]} == {record.id}
-    assert [event.state for event in seen[1:]] == ["queued", "init", "ready", "run", "eval", "ended"]
-    assert (seen[-1].outcome, seen[-1].code, seen[-1].run) == ("completed", None, "watched")
+    assert events[0].kind == "gap"
+    assert {event.rollout for event in events[1:]} == {record.id}
+    assert [event.state for event in events[1:]] == ["queued", "init", "ready", "run", "eval", "ended"]
+    assert (events[-1].outcome, events[-1].code, events[-1].run) == ("completed", None, "watched")
 
 
 async def test_a_wrong_token_and_a_wrong_field_raise_specific_errors(client: AsyncClient, service: RunningService):
@@ -256,17 +256,17 @@ async def test_the_sync_client_works_on_its_own_thread(service: RunningService):
         with Client(service.url, service.token) as client:
             client.create_run("sync")
             (submitted,) = client.submit([task()], run="sync")
-            seen: list[str] = []
-            (record,) = client.wait_all([submitted.id], on_end=lambda r: seen.append(r.id), timeout_s=30)
+            ended_ids: list[str] = []
+            (record,) = client.wait_all([submitted.id], on_end=lambda r: ended_ids.append(r.id), timeout_s=30)
             for ended in client.ended("sync"):
-                seen.append(ended.id)
+                ended_ids.append(ended.id)
                 break
             with pytest.raises(NotFound):
                 client.get("nowhere")
-            return record, len(client.traces(record.id)[0]), seen
+            return record, len(client.traces(record.id)[0]), ended_ids
 
-    record, length, seen = await asyncio.to_thread(work)
-    assert record.reward == 1.0 and length > 0 and seen == [record.id, record.id]
+    record, length, ended_ids = await asyncio.to_thread(work)
+    assert record.reward == 1.0 and length > 0 and ended_ids == [record.id, record.id]
     with pytest.raises(RuntimeError, match="use it in `with`"):
         Client(service.url, service.token).status()
 

@@ -31,19 +31,19 @@ class Trainer:
     def __init__(self, crash_at: int | None = None) -> None:
         self.crash_at = crash_at
         self.saved = 0
-        self.seen: list[dict[str, Any]] = []
+        self.batches: list[dict[str, Any]] = []
         self.pushed = 0
 
     def load(self) -> int:
-        del self.seen[self.saved :]
+        del self.batches[self.saved :]
         return self.saved
 
     def save(self, steps: int) -> None:
         self.saved = steps
 
     def learn(self, arrays: dict[str, Any]) -> None:
-        self.seen.append(arrays)
-        if len(self.seen) == self.crash_at:
+        self.batches.append(arrays)
+        if len(self.batches) == self.crash_at:
             self.crash_at = None
             raise Crash
 
@@ -68,11 +68,11 @@ async def test_the_loop_runs_and_continues_after_a_crash(page: dict[str, Any], c
         await page["train"](trainer, tasks(8, COIN), steps=5, want=2, every=2)
     assert trainer.saved == 2
     await page["train"](trainer, tasks(8, COIN), steps=5, want=2, every=2)
-    assert [len(arrays["rewards"]) for arrays in trainer.seen] == [8] * 5
+    assert [len(arrays["rewards"]) for arrays in trainer.batches] == [8] * 5
     status = await (await client.get_draw("grpo")).status()
     assert (status["batch"], status["acked"], status["version"]) == (5, 4, 5)
     assert status["figures"]["delivered"] == 10
-    newest = [arrays["versions"].max() for arrays in trainer.seen]
+    newest = [arrays["versions"].max() for arrays in trainer.batches]
     assert all(version <= step for step, version in enumerate(newest))
     assert await page["replay"](client, want=2) == [5]
 
@@ -82,7 +82,7 @@ async def test_the_stream_the_loss_and_the_curriculum_run(page: dict[str, Any], 
     draw = await client.draw("grpo", tasks(8, COIN), group_size=4)
     trainer = Trainer()
     figures = await page["follow"](draw, trainer, want=2)
-    assert figures["delivered"] == 2 and len(trainer.seen) == 2
+    assert figures["delivered"] == 2 and len(trainer.batches) == 2
 
     def certain(input_ids: Any, attention_mask: Any) -> Any:
         assert input_ids.shape == attention_mask.shape

@@ -157,22 +157,22 @@ async def test_a_stream_yields_groups_as_they_become_ready(draw: AsyncDraw, serv
 
 
 async def test_no_page_is_requested_before_the_previous_one_is_consumed(draw: AsyncDraw, service: ScriptedDraws):
-    seen = 0
+    groups_read = 0
     async for _ in draw.stream(want=6, limit=2):
-        seen += 1
-        assert len(pages(service)) == (seen + 1) // 2
-    assert seen == 6 and len(pages(service)) == 3
+        groups_read += 1
+        assert len(pages(service)) == (groups_read + 1) // 2
+    assert groups_read == 6 and len(pages(service)) == 3
 
 
 async def leave_after(draw: AsyncDraw, count: int) -> list[str]:
-    found: list[str] = []
+    group_ids: list[str] = []
     stream = draw.stream(want=5, limit=3)
     async for group in stream:
-        found.append(group.id)
-        if len(found) == count:
+        group_ids.append(group.id)
+        if len(group_ids) == count:
             break
     await stream.aclose()  # type: ignore[attr-defined]
-    return found
+    return group_ids
 
 
 async def test_a_stream_that_was_left_continues_after_the_last_group(draw: AsyncDraw, service: ScriptedDraws):
@@ -300,18 +300,18 @@ async def test_a_garbage_collected_sync_stream_does_not_block_the_client(service
         with Client(service.url, "t") as client:
             draw = client.draw("r", [{"environment": "math"}], id="d")
             stream = draw.stream(want=3, limit=1)
-            found, cycle = [next(stream).id], [stream]
+            group_ids, cycle = [next(stream).id], [stream]
             cycle.append(cycle)  # type: ignore[arg-type]
             del stream, cycle
             loop = client._loop._loop
             assert loop is not None
             loop.call_soon_threadsafe(gc.collect)
-            done = threading.Event()
-            loop.call_soon_threadsafe(done.set)
-            if not done.wait(10):
+            collected = threading.Event()
+            loop.call_soon_threadsafe(collected.set)
+            if not collected.wait(10):
                 client._loop._loop = None  # it would never stop: abandon it and fail
                 raise AssertionError("the client's thread is deadlocked")
-            return found + [group.id for group in draw.stream(want=3)]
+            return group_ids + [group.id for group in draw.stream(want=3)]
 
     assert await asyncio.to_thread(work) == names(1, 3)
 
@@ -320,13 +320,15 @@ async def test_evaluate_waits_and_reports_progress(service: ScriptedDraws):
     states = [("running", 0), ("running", 3), ("running", 3), ("running", 8), ("done", 8)]
     service.evaluations = [{"state": state, "done": done} for state, done in states]
     service.evaluations[-1]["result"] = {"pass_at": {"1": {"mean": 0.5}}}
-    told: list[int] = []
+    progress: list[int] = []
     async with AsyncClient(service.url, "t") as client:
         service.cut_replies = 1
-        found = await client.evaluate([{"environment": "math"}], k=4, seed=1, on_progress=lambda e: told.append(e.done))
-        assert (found.state, found.is_ended, found.version, found.total) == ("done", True, 3, 8)
-        assert found.result == {"pass_at": {"1": {"mean": 0.5}}}
-        assert told == [3, 8]
+        evaluation = await client.evaluate(
+            [{"environment": "math"}], k=4, seed=1, on_progress=lambda e: progress.append(e.done)
+        )
+        assert (evaluation.state, evaluation.is_ended, evaluation.version, evaluation.total) == ("done", True, 3, 8)
+        assert evaluation.result == {"pass_at": {"1": {"mean": 0.5}}}
+        assert progress == [3, 8]
         (_, first), (_, second) = service.bodies
         assert first == second == {"id": first["id"], "source": {"tasks": [{"environment": "math"}]}, "k": 4, "seed": 1}
 
@@ -403,9 +405,13 @@ def test_a_page_is_the_same_in_json_and_arrow():
     plain = read_json_page({"groups": whole, **head})
     assert arrow.next == plain.next == "d:2"
     assert arrow.batch is not None and plain.batch is not None and arrow.batch.number == plain.batch.number
-    for ours, theirs in zip(arrow.groups, plain.groups, strict=True):
-        assert (ours.id, ours.cursor, ours.stats) == (theirs.id, theirs.cursor, theirs.stats)
-        for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):
+    for arrow_group, plain_group in zip(arrow.groups, plain.groups, strict=True):
+        assert (arrow_group.id, arrow_group.cursor, arrow_group.stats) == (
+            plain_group.id,
+            plain_group.cursor,
+            plain_group.stats,
+        )
+        for one, other in zip(arrow_group.rollouts, plain_group.rollouts, strict=True):
             assert (one.id, one.index, one.reward) == (other.id, other.index, other.reward)
             for left, right in zip(one.traces, other.traces, strict=True):
                 assert (left.spans, left.sampling, left.index) == (right.spans, right.sampling, right.index)

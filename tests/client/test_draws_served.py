@@ -47,10 +47,10 @@ async def test_batches_of_a_draw_contain_each_group_once(client: AsyncClient):
             (f"{group.id}-1", 1, group.id),
         ]
         for rollout in group.rollouts:
-            (mine,), (theirs,) = rollout.traces, await client.traces(rollout.id)
+            (drawn,), (downloaded,) = rollout.traces, await client.traces(rollout.id)
             for name in ("token_ids", "mask", "logprobs", "versions"):
-                assert np.array_equal(getattr(mine, name), getattr(theirs, name))
-            assert (mine.spans, mine.sampling) == (theirs.spans, theirs.sampling)
+                assert np.array_equal(getattr(drawn, name), getattr(downloaded, name))
+            assert (drawn.spans, drawn.sampling) == (downloaded.spans, downloaded.sampling)
             assert rollout.record.task == (await client.get(rollout.id)).task
     assert (await draw.status())["state"] == "ended"
     assert draw.id in {each["id"] for each in await client.draws()}
@@ -66,9 +66,9 @@ async def test_delivered_groups_have_different_rewards(client: AsyncClient):
     assert arrays["loss_mask"].sum() == sum(sampled)
     assert arrays["trace_weight"].sum() == len(sampled) == 12
     for place, group in enumerate(batch.groups):
-        mine = arrays["group"] == place
-        assert arrays["advantages"][mine].sum() == pytest.approx(0, abs=1e-5)
-        assert arrays["rewards"][mine].tolist() == group.rewards.tolist()
+        rows = arrays["group"] == place
+        assert arrays["advantages"][rows].sum() == pytest.approx(0, abs=1e-5)
+        assert arrays["rewards"][rows].tolist() == group.rewards.tolist()
         assert group.stats is not None
         assert [*advantages([group], epsilon=0).values()] == pytest.approx(
             [(reward - group.stats["mean"]) / group.stats["spread"] for reward in group.rewards]
@@ -84,15 +84,15 @@ async def test_dropped_connections_change_nothing(service: RunningService):
         draw = await client.draw("r", tasks(6), group_size=2, keep="all", epochs=1)
         proxy.break_all()
         proxy.cut_replies = 2
-        found = ids(await draw.batch(want=4, limit=2))
+        group_ids = ids(await draw.batch(want=4, limit=2))
         async for group in draw.stream(want=2, limit=1):
-            found.append(group.id)
+            group_ids.append(group.id)
             proxy.break_all()
             proxy.cut_replies = 1
-        assert len(found) == len(set(found)) == 6
+        assert len(group_ids) == len(set(group_ids)) == 6
     async with AsyncClient(service.url, service.token) as direct:
         assert len(await direct.draws()) == 1
-        assert ids(await (await direct.get_draw(draw.id)).batch(number=1)) == found[:4]
+        assert ids(await (await direct.get_draw(draw.id)).batch(number=1)) == group_ids[:4]
 
 
 async def test_a_batch_survives_a_restart_of_the_service(tmp_path: Path, unused_tcp_port: int):
@@ -100,38 +100,38 @@ async def test_a_batch_survives_a_restart_of_the_service(tmp_path: Path, unused_
         client = await AsyncClient(service.url, service.token).__aenter__()
         await client.create_run("r")
         draw = await client.draw("r", tasks(4), group_size=2, keep="all", epochs=1)
-        found = [group.id async for group in draw.stream(want=1)]
+        group_ids = [group.id async for group in draw.stream(want=1)]
         await client.resize_pools(init=0)
         waiting = asyncio.create_task(draw.batch(want=3))
         await asyncio.sleep(0)
     async with served(tmp_path, port=unused_tcp_port):
         batch = await asyncio.wait_for(waiting, 50)
-        found += ids(batch)
-        assert len(found) == len(set(found)) == 4
-        assert (batch.number, ids(await draw.batch(number=2))) == (2, found[1:])
+        group_ids += ids(batch)
+        assert len(group_ids) == len(set(group_ids)) == 4
+        assert (batch.number, ids(await draw.batch(number=2))) == (2, group_ids[1:])
         await client.__aexit__(None, None, None)
 
 
 async def test_a_reconnected_client_continues_after_the_acknowledged_batch(service: RunningService):
-    wanted = tasks(6)
+    some_tasks = tasks(6)
     async with AsyncClient(service.url, service.token) as client:
         await client.create_run("r")
-        draw = await client.draw("r", wanted, id="mine", group_size=2, keep="all", epochs=1)
+        draw = await client.draw("r", some_tasks, id="mine", group_size=2, keep="all", epochs=1)
         first, second = await draw.batch(want=2), await draw.batch(want=2)
         assert await draw.ack(first) >= 0
     async with AsyncClient(service.url, service.token) as client:
         with pytest.raises(IdConflict):
-            await client.draw("r", wanted, id="mine", group_size=3)
-        draw = await client.draw("r", wanted, id="mine", group_size=2, keep="all", epochs=1)
+            await client.draw("r", some_tasks, id="mine", group_size=3)
+        draw = await client.draw("r", some_tasks, id="mine", group_size=2, keep="all", epochs=1)
         assert ids(await draw.batch(want=1)) == ids(second), "not acknowledged, so it is delivered again"
         third = await draw.batch(want=2)
         assert third.number == 3
         undone = await draw.rewind(first, version=0)
         assert (undone["batch"], undone["acked"]) == (1, 1)
-        again, rest = await draw.batch(want=2), await draw.batch(want=2)
-        assert (again.number, rest.number) == (2, 3)
+        again, last = await draw.batch(want=2), await draw.batch(want=2)
+        assert (again.number, last.number) == (2, 3)
         # all are complete now: the oldest are first, whichever was complete first before
-        assert sorted(ids(again) + ids(rest)) == sorted(ids(second) + ids(third)), "none is newer than version 0"
+        assert sorted(ids(again) + ids(last)) == sorted(ids(second) + ids(third)), "none is newer than version 0"
 
 
 async def test_tasks_can_be_pushed_while_drawing(client: AsyncClient):
@@ -171,18 +171,18 @@ async def test_a_group_is_cancelled(client: AsyncClient):
 
 
 async def test_an_evaluation_returns_its_result(client: AsyncClient):
-    told: list[int] = []
-    found = await client.evaluate(
+    progress: list[int] = []
+    evaluation = await client.evaluate(
         [*tasks(2, "true"), *tasks(2, "false")],
         id="ev",
         k=2,
         defaults={"limits": {"max_turns": 9}},
-        on_progress=lambda each: told.append(each.done),
+        on_progress=lambda each: progress.append(each.done),
     )
-    assert (found.id, found.state, found.done, found.total) == ("ev", "done", 8, 8)
-    assert found.result is not None and "0.5" in str(found.result)
-    assert told == sorted(set(told)) and told[-1] == 8
-    assert await client.get_eval("ev") == found
+    assert (evaluation.id, evaluation.state, evaluation.done, evaluation.total) == ("ev", "done", 8, 8)
+    assert evaluation.result is not None and "0.5" in str(evaluation.result)
+    assert progress == sorted(set(progress)) and progress[-1] == 8
+    assert await client.get_eval("ev") == evaluation
     with pytest.raises(TimeoutError, match="has 0 of 1"):
         await client.evaluate([task("NEVER")], id="slow", timeout_s=0.05)
     await client.cancel_eval("slow")
@@ -194,8 +194,8 @@ async def test_the_sync_client_can_draw(service: RunningService):
         with Client(service.url, service.token) as client:
             client.create_run("r")
             draw = client.draw("r", tasks(3), group_size=2, keep="all", epochs=1)
-            found = ids(draw.batch(want=2)) + [group.id for group in draw.stream(want=2)]
-            assert len(set(found)) == 3
+            group_ids = ids(draw.batch(want=2)) + [group.id for group in draw.stream(want=2)]
+            assert len(set(group_ids)) == 3
             assert draw.last_batch is not None and draw.last_batch.is_last
             assert draw.ack(1) >= 0
             with pytest.raises(DrawEnded):

@@ -106,11 +106,11 @@ async def test_events_continue_after_a_dropped_connection(service: RunningServic
 
 
 async def test_repeatable_calls_are_retried_after_a_lost_store():
-    seen: list[str] = []
+    methods: list[str] = []
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        seen.append(request.method)
-        if len(seen) == 1:
+        methods.append(request.method)
+        if len(methods) == 1:
             body = {"code": "store_lost", "detail": "it is away", "status": 503}
             return web.json_response(body, status=503, headers={"Retry-After": "0"})
         return web.json_response({"runs": []})
@@ -122,10 +122,10 @@ async def test_repeatable_calls_are_retried_after_a_lost_store():
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         async with AsyncClient(url, "t" * 16, retry_s=30) as client:
-            assert list(await client.list_runs()) == [] and seen == ["GET", "GET"]
-            seen.clear()
+            assert list(await client.list_runs()) == [] and methods == ["GET", "GET"]
+            methods.clear()
             with pytest.raises(StoreLost, match="it is away"):
                 await client.rescore("r1")
-            assert seen == ["POST"], "it may have taken effect, so it is not sent again"
+            assert methods == ["POST"], "it may have taken effect, so it is not sent again"
     finally:
         await runner.cleanup()

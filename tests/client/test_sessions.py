@@ -17,7 +17,7 @@ from tests.client.served import Proxy, RunningService, served
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "agents-elsewhere.md"
 
 
-async def say(base_url: str, key: str, text: str) -> tuple[int, Any]:
+async def complete(base_url: str, key: str, text: str) -> tuple[int, Any]:
     body = {"model": "any", "messages": [{"role": "user", "content": text}]}
     headers = {"Authorization": f"Bearer {key}"}
     async with (
@@ -29,10 +29,10 @@ async def say(base_url: str, key: str, text: str) -> tuple[int, Any]:
 
 async def test_a_session_is_opened_used_and_rewarded(client: AsyncClient):
     async with client.session("s", metadata={"n": 1}, group="g", index=3) as session:
-        status, body = await say(session.base_url, session.key, "six times seven")
+        status, body = await complete(session.base_url, session.key, "six times seven")
         assert (status, body["choices"][0]["message"]["content"]) == (200, "It is 42.")
-        found = await session.status()
-        assert (found["turns"], found["is_open"], found["metadata"]) == (1, True, {"n": 1})
+        session_status = await session.status()
+        assert (session_status["turns"], session_status["is_open"], session_status["metadata"]) == (1, True, {"n": 1})
         record = await session.reward(1, components={"right": 1.0}, metrics={"calls": 1}, answer="42")
     assert (record.id, record.outcome, record.reward, record.group, record.index) == ("s", "completed", 1.0, "g", 3)
     (trace,) = await client.traces("s")

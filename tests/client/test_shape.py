@@ -34,18 +34,18 @@ def methods(kind: type) -> dict[str, inspect.Signature]:
     ],
 )
 def test_sync_and_async_classes_have_the_same_methods(of_ours: type, of_theirs: type):
-    ours, theirs = methods(of_ours), methods(of_theirs)
-    assert ours.keys() == theirs.keys()
-    for name, signature in ours.items():
-        assert list(signature.parameters.values()) == list(theirs[name].parameters.values()), name
+    async_methods, sync_methods = methods(of_ours), methods(of_theirs)
+    assert async_methods.keys() == sync_methods.keys()
+    for name, signature in async_methods.items():
+        assert list(signature.parameters.values()) == list(sync_methods[name].parameters.values()), name
         returns = re.sub(r"\bAsync", "", str(signature.return_annotation))
-        assert returns == theirs[name].return_annotation, name
+        assert returns == sync_methods[name].return_annotation, name
 
 
 def test_the_synchronous_client_is_generated_from_the_asynchronous_one():
     script = Path(__file__).parents[2] / "scripts" / "sync-client"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=50)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 def test_sync_and_async_clients_have_the_same_constructor():

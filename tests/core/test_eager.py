@@ -14,18 +14,18 @@ WHO = contextvars.ContextVar("who", default="no one")
 
 
 async def test_a_task_runs_up_to_its_first_wait_before_the_caller_continues():
-    seen: list[str] = []
+    log: list[str] = []
 
     async def work() -> str:
-        seen.append("started")
+        log.append("started")
         await asyncio.sleep(0)
-        seen.append("continued")
+        log.append("continued")
         return "done"
 
     task = start_now(work())
-    assert seen == ["started"]
+    assert log == ["started"]
     assert await task == "done"
-    assert seen == ["started", "continued"]
+    assert log == ["started", "continued"]
 
 
 async def test_a_task_that_never_waits_returns_its_result():
@@ -93,15 +93,15 @@ async def test_the_current_task_is_the_new_task_inside_and_the_caller_afterwards
 
 
 async def test_a_task_can_be_started_from_a_callback():
-    made: asyncio.Future[asyncio.Task[str]] = asyncio.get_running_loop().create_future()
+    started: asyncio.Future[asyncio.Task[str]] = asyncio.get_running_loop().create_future()
 
     async def work() -> str:
         async with asyncio.timeout(90):
             await asyncio.sleep(0)
         return "done"
 
-    asyncio.get_running_loop().call_soon(lambda: made.set_result(start_now(work())))
-    assert await (await made) == "done"
+    asyncio.get_running_loop().call_soon(lambda: started.set_result(start_now(work())))
+    assert await (await started) == "done"
     assert asyncio.current_task() is not None
 
 
@@ -162,7 +162,7 @@ async def test_a_timeout_around_the_first_wait_works():
 
 
 @asynccontextmanager
-async def _held(log: list[str]) -> AsyncGenerator[None, None]:
+async def _logged_context(log: list[str]) -> AsyncGenerator[None, None]:
     log.append("in")
     try:
         yield
@@ -175,7 +175,7 @@ async def test_a_context_manager_entered_in_the_first_step_is_exited():
     log: list[str] = []
 
     async def work() -> None:
-        async with _held(log):
+        async with _logged_context(log):
             await asyncio.sleep(0)
 
     await start_now(work())

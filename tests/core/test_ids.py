@@ -11,8 +11,8 @@ from rollyard.core.failure import MalformedId
 def test_generated_ids_are_valid_unique_and_sorted_by_creation_time():
     ids = [new_id("ro") for _ in range(1000)]
     assert len(set(ids)) == 1000
-    assert all(check_id(made) == made for made in ids)
-    assert [made[:13] for made in ids] == sorted(made[:13] for made in ids)
+    assert all(check_id(id_) == id_ for id_ in ids)
+    assert [id_[:13] for id_ in ids] == sorted(id_[:13] for id_ in ids)
 
 
 @pytest.mark.parametrize("bad", ["", " ", "a b", "-a", ".a", "a/b", "a\n", "é", "a" * 129, "../x"])

@@ -41,12 +41,12 @@ Graph = dict[str, set[str]]
 
 @cache
 def modules_of(root: Path) -> dict[str, ast.Module]:
-    found: dict[str, ast.Module] = {}
+    modules: dict[str, ast.Module] = {}
     for file in root.rglob("*.py"):
         parts = file.relative_to(root.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(file.read_text())
-    return found
+        modules[name] = ast.parse(file.read_text())
+    return modules
 
 
 @cache
@@ -54,15 +54,15 @@ def imports_of(root: Path) -> Graph:
     """Each module's imports of other modules below `root`, in functions and for type checkers too."""
     modules, graph = modules_of(root), Graph()
     for name, tree in modules.items():
-        found: set[str] = set()
+        imported: set[str] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     full = f"{node.module}.{alias.name}"
-                    found.add(full if full in modules else node.module)
-        graph[name] = (found & modules.keys()) - {name}
+                    imported.add(full if full in modules else node.module)
+        graph[name] = (imported & modules.keys()) - {name}
     return graph
 
 
@@ -85,8 +85,8 @@ def test_a_package_imports_only_from_lower_layers(package: str):
 
 
 def test_every_package_has_a_layer():
-    found = {name.split(".")[1] for name in modules_of(ROOT) if "." in name}
-    assert found - {"__main__"} == BELOW.keys()
+    packages = {name.split(".")[1] for name in modules_of(ROOT) if "." in name}
+    assert packages - {"__main__"} == BELOW.keys()
 
 
 @pytest.mark.parametrize("root", [ROOT, CHECKOUT / "bench"], ids=lambda root: root.name)

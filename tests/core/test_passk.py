@@ -18,15 +18,15 @@ def counts(draw: st.DrawFn, most: int = 9) -> tuple[int, int, int]:
 
 
 @given(counts())
-def test_pass_at_k_is_the_share_of_subsets_of_k_samples_with_a_correct_one(given_counts):
-    samples, correct, k = given_counts
+def test_pass_at_k_is_the_share_of_subsets_of_k_samples_with_a_correct_one(drawn_counts):
+    samples, correct, k = drawn_counts
     choices = list(combinations([True] * correct + [False] * (samples - correct), k))
     assert pass_at_k(samples, correct, k) == sum(map(any, choices)) / len(choices)
 
 
 @given(counts(most=400))
-def test_pass_at_k_is_a_probability_that_grows_with_correct_samples_and_k(given_counts):
-    samples, correct, k = given_counts
+def test_pass_at_k_is_a_probability_that_grows_with_correct_samples_and_k(drawn_counts):
+    samples, correct, k = drawn_counts
     here = pass_at_k(samples, correct, k)
     assert 0.0 <= here <= 1.0
     assert pass_at_k(samples, correct, 1) == correct / samples

@@ -22,10 +22,10 @@ class Now:
 
 @pytest.fixture
 async def clock() -> AsyncGenerator[WorkClock]:
-    made = WorkClock()
-    made.start()
-    yield made
-    made.stop()
+    work_clock = WorkClock()
+    work_clock.start()
+    yield work_clock
+    work_clock.stop()
 
 
 def stand_still(seconds: float) -> None:

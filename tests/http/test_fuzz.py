@@ -83,24 +83,24 @@ def mutated(rng: random.Random, seeds: list[bytes]) -> bytes:
     return bytes(data)
 
 
-async def answers(port: int, given: Input) -> list[int]:
+async def answers(port: int, fuzz_input: Input) -> list[int]:
     """Returns the statuses of all responses to these bytes, until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    said = bytearray()
+    response = bytearray()
     try:
         with contextlib.suppress(ConnectionError):
-            for piece in given.pieces:
+            for piece in fuzz_input.pieces:
                 writer.write(piece)
                 await writer.drain()
                 await asyncio.sleep(0)
-            if given.is_cut:
+            if fuzz_input.is_cut:
                 writer.transport.abort()
                 return []
             while chunk := await reader.read(65536):
-                said += chunk
+                response += chunk
     finally:
         writer.transport.abort()
-    return [int(status) for status in re.findall(rb"(?:^|\n)HTTP/1\.1 (\d{3}) ", bytes(said))]
+    return [int(status) for status in re.findall(rb"(?:^|\n)HTTP/1\.1 (\d{3}) ", bytes(response))]
 
 
 @dataclass(frozen=True)
@@ -122,26 +122,26 @@ async def fuzz(port: int, seeds: list[bytes]) -> set[int]:
     """Returns the statuses of all responses."""
     rng = random.Random(SEED)
     inputs = iter([Input.random(rng, seeds) for _ in range(INPUTS)])
-    seen: set[int] = set()
+    statuses_seen: set[int] = set()
 
     async def some() -> None:
-        for given in inputs:
+        for fuzz_input in inputs:
             try:
                 async with asyncio.timeout(HANG_S):
-                    statuses = await answers(port, given)
+                    statuses = await answers(port, fuzz_input)
             except TimeoutError:
-                pytest.fail(f"the server hangs: {given}")
-            assert all(status < 500 for status in statuses), (statuses, given)
-            seen.update(statuses)
+                pytest.fail(f"the server hangs: {fuzz_input}")
+            assert all(status < 500 for status in statuses), (statuses, fuzz_input)
+            statuses_seen.update(statuses)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
             group.create_task(some())
-    return seen
+    return statuses_seen
 
 
-def check(seen: set[int], records: list[logging.LogRecord]) -> None:
-    assert {200, 400, 408, 431} <= seen, f"some of these statuses are missing: {seen}"
+def check(statuses: set[int], records: list[logging.LogRecord]) -> None:
+    assert {200, 400, 408, 431} <= statuses, f"some of these statuses are missing: {statuses}"
     loud = [record for record in records if record.exc_info or record.levelno >= logging.ERROR]
     assert not loud, [record.getMessage() for record in loud]
 
@@ -165,18 +165,18 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 def requests(host: bytes, token: bytes = b"") -> list[bytes]:
     """Returns valid requests, which are then mutated."""
     body = json.dumps({"id": "r1", "task": task()}).encode()
-    ours = b"Host: %s\r\nAuthorization: Bearer %s\r\nUser-Agent: fuzz\r\nAccept: */*\r\n" % (host, token)
+    headers = b"Host: %s\r\nAuthorization: Bearer %s\r\nUser-Agent: fuzz\r\nAccept: */*\r\n" % (host, token)
     chunks = b"%x\r\n%s\r\n%x;a=b\r\n%s\r\n0\r\nTrailer: x\r\n\r\n" % (20, body[:20], len(body) - 20, body[20:])
     return [
-        b"GET /healthz HTTP/1.1\r\n%s\r\n" % ours,
-        b"GET /v1/rollouts?limit=5&state=queued HTTP/1.1\r\n%s\r\n" % ours,
+        b"GET /healthz HTTP/1.1\r\n%s\r\n" % headers,
+        b"GET /v1/rollouts?limit=5&state=queued HTTP/1.1\r\n%s\r\n" % headers,
         b"POST /v1/rollouts HTTP/1.1\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-        % (ours, len(body), body),
-        b"POST /v1/rollouts HTTP/1.1\r\n%sTransfer-Encoding: chunked\r\n\r\n%s" % (ours, chunks),
-        b"POST /v1/runs HTTP/1.1\r\n%sExpect: 100-continue\r\nContent-Length: 12\r\n\r\n" % ours + b'{"id": "a1"}',
-        b"HEAD /healthz HTTP/1.0\r\n%sConnection: keep-alive\r\n\r\n" % ours,
-        b"GET /healthz HTTP/1.1\r\n%sConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" % ours,
-        (b"GET /healthz HTTP/1.1\r\n%s\r\n" % ours) * 3,
+        % (headers, len(body), body),
+        b"POST /v1/rollouts HTTP/1.1\r\n%sTransfer-Encoding: chunked\r\n\r\n%s" % (headers, chunks),
+        b"POST /v1/runs HTTP/1.1\r\n%sExpect: 100-continue\r\nContent-Length: 12\r\n\r\n" % headers + b'{"id": "a1"}',
+        b"HEAD /healthz HTTP/1.0\r\n%sConnection: keep-alive\r\n\r\n" % headers,
+        b"GET /healthz HTTP/1.1\r\n%sConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" % headers,
+        (b"GET /healthz HTTP/1.1\r\n%s\r\n" % headers) * 3,
     ]
 
 

@@ -80,17 +80,17 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @on_both_loops
 async def test_the_scope_contains_both_addresses_and_a_response_has_a_date() -> None:
-    seen: list[Any] = []
+    addresses: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append((scope["client"], scope["server"], scope["scheme"]))
+        addresses.append((scope["client"], scope["server"], scope["scheme"]))
         await reply(send, b"ok")
 
     async with serving(app) as (_, port):
         reader, writer = await connect(port)
         writer.write(GET)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        assert seen == [(writer.get_extra_info("sockname"), ("127.0.0.1", port), "http")]
+        assert addresses == [(writer.get_extra_info("sockname"), ("127.0.0.1", port), "http")]
         (date,) = (line[6:] for line in head.split("\r\n") if line.startswith("date: "))
         assert parsedate_to_datetime(date).year >= 2024
         writer.close()
@@ -112,8 +112,8 @@ async def test_a_slow_reader_receives_a_large_response_completely() -> None:
         transport = connection._transport
         assert transport is not None
         for _ in range(3):
-            left = transport.get_write_buffer_size()
-            while transport.get_write_buffer_size() == left:
+            unsent_bytes = transport.get_write_buffer_size()
+            while transport.get_write_buffer_size() == unsent_bytes:
                 got += len(await loop.sock_recv(client, 10_000))
                 await asyncio.sleep(0)
             connection._too_slow()  # as if its time had expired
@@ -129,7 +129,7 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while (await send_or_leave(send)) and not is_gone.is_set():
+        while (await send_or_leave(send)) and not is_disconnected.is_set():
             pass
         is_over.set()
 
@@ -138,12 +138,12 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
         await asyncio.sleep(0)
         return True
 
-    is_gone = asyncio.Event()
+    is_disconnected = asyncio.Event()
     reasons: list[str] = []
 
     def note(reason: str) -> None:
         reasons.append(reason)
-        is_gone.set()
+        is_disconnected.set()
 
     async with serving(endless, unread_s=0.2, refusals=Refusals(note, is_logged=False)) as (server, port):
         client = await slow_reader(port)
@@ -204,12 +204,12 @@ async def test_an_early_response_is_not_followed_by_a_second_one() -> None:
 
 @on_both_loops
 async def test_an_app_whose_client_disconnects_is_notified_and_not_cancelled(caplog: pytest.LogCaptureFixture) -> None:
-    told, ended = asyncio.Event(), asyncio.Event()
+    notified, ended = asyncio.Event(), asyncio.Event()
 
     async def several_steps(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        told.set()
+        notified.set()
         await asyncio.sleep(0.05)  # it completes what it has started
         await reply(send, b"nobody reads this")
         ended.set()
@@ -220,25 +220,25 @@ async def test_an_app_whose_client_disconnects_is_notified_and_not_cancelled(cap
         await writer.drain()
         await asyncio.sleep(0.05)
         writer.transport.abort()
-        await told.wait()
+        await notified.wait()
         await ended.wait()
     assert not caplog.records
 
 
 @on_both_loops
 async def test_a_drain_answers_started_requests_and_closes_other_connections() -> None:
-    begun, go = asyncio.Event(), asyncio.Event()
+    started, go = asyncio.Event(), asyncio.Event()
 
-    async def held(scope: Any, receive: Any, send: Any) -> None:
-        begun.set()
+    async def waiting_app(scope: Any, receive: Any, send: Any) -> None:
+        started.set()
         await go.wait()
         await reply(send, b"done")
 
-    async with serving(held) as (server, port):
+    async with serving(waiting_app) as (server, port):
         busy, idle, half = [await connect(port) for _ in range(3)]
         busy[1].write(GET)
         half[1].write(GET[:-2])
-        await begun.wait()
+        await started.wait()
         draining = asyncio.create_task(server.drain(60))
         assert await whole(idle[0]) == b""
         assert await whole(half[0]) == b""
@@ -255,10 +255,10 @@ async def test_a_drain_answers_started_requests_and_closes_other_connections() -
 
 @on_both_loops
 async def test_a_drain_cancels_requests_that_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
-    begun, cancelled = asyncio.Event(), asyncio.Event()
+    started, cancelled = asyncio.Event(), asyncio.Event()
 
     async def stuck(scope: Any, receive: Any, send: Any) -> None:
-        begun.set()
+        started.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -268,7 +268,7 @@ async def test_a_drain_cancels_requests_that_do_not_end(caplog: pytest.LogCaptur
     async with serving(stuck) as (server, port):
         reader, writer = await connect(port)
         writer.write(GET)
-        await begun.wait()
+        await started.wait()
         await server.drain(0.1)
         assert cancelled.is_set()
         assert await whole(reader) == b""
@@ -292,8 +292,8 @@ async def test_many_refusals_do_not_fill_the_log(
     refusals.note(Reason.HEADERS_TOO_SLOW, "192.0.2.2")
     now += 61
     refusals.note(Reason.MALFORMED, "192.0.2.3")
-    told = [(record.reason, record.times, record.last_from) for record in caplog.records]  # type: ignore[attr-defined]
-    assert told == [
+    logged = [(record.reason, record.times, record.last_from) for record in caplog.records]  # type: ignore[attr-defined]
+    assert logged == [
         ("malformed", 1, "192.0.2.1"),
         ("headers_too_slow", 1, "192.0.2.2"),
         ("malformed", 500, "192.0.2.3"),
@@ -323,10 +323,10 @@ def test_one_host_with_many_addresses_is_one_client(address: str, network: str) 
 @on_both_loops
 async def test_the_server_uses_tls_if_it_has_a_certificate(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    made += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
-    made += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(made, check=True, capture_output=True)
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(certificate, key)
     trusting = ssl.create_default_context(cafile=str(certificate))

@@ -30,9 +30,9 @@ def test_a_line_is_one_json_object_with_its_fields(out: io.StringIO) -> None:
     log.info("rollout %s", "ended", extra={"rollout": "a", "seconds": 1.5, "labels": {"x": [1]}})
     log.debug("too low")
     (line,) = out.getvalue().splitlines()
-    said = json.loads(line)
-    assert said.pop("time").endswith("+00:00")
-    assert said == {
+    entry = json.loads(line)
+    assert entry.pop("time").endswith("+00:00")
+    assert entry == {
         "level": "info",
         "logger": "rollyard.test",
         "message": "rollout ended",
@@ -56,9 +56,9 @@ def test_secrets_are_hidden_and_long_values_are_truncated(out: io.StringIO) -> N
     configure(stream=out)
     extra = {"api_key": "k", "Authorization": "Bearer t", "token": "t", "sampled_tokens": 7, "detail": "x" * 9000}
     log.info("hello", extra=extra)
-    said = json.loads(out.getvalue())
-    assert said["api_key"] == said["Authorization"] == said["token"] == "***"
-    assert said["sampled_tokens"] == 7 and len(said["detail"]) < 2100 and "9000 characters" in said["detail"]
+    entry = json.loads(out.getvalue())
+    assert entry["api_key"] == entry["Authorization"] == entry["token"] == "***"
+    assert entry["sampled_tokens"] == 7 and len(entry["detail"]) < 2100 and "9000 characters" in entry["detail"]
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ async def test_bound_fields_apply_to_one_task(out: io.StringIO) -> None:
 
     await asyncio.gather(work("a"), work("b"))
     log.info("outside")
-    said = [json.loads(line) for line in out.getvalue().splitlines()]
-    inside = [(line["rollout"], line["stage"]) for line in said if line["message"] == "working"]
+    entries = [json.loads(line) for line in out.getvalue().splitlines()]
+    inside = [(line["rollout"], line["stage"]) for line in entries if line["message"] == "working"]
     assert sorted(inside) == [("a", "run"), ("b", "run")]
-    assert {line["rollout"] for line in said if line["message"] == "done"} == {"its own"}
-    assert all("stage" not in line for line in said if line["message"] != "working") and "rollout" not in said[-1]
+    assert {line["rollout"] for line in entries if line["message"] == "done"} == {"its own"}
+    assert all("stage" not in line for line in entries if line["message"] != "working") and "rollout" not in entries[-1]
 
 
 def test_configuring_twice_logs_once(out: io.StringIO) -> None:

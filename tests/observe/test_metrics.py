@@ -90,8 +90,8 @@ def test_events_are_counted() -> None:
     metrics.tool_call("shell", 0.001)
     metrics.store_commit(0.001, 12)
     metrics.http_request("POST", "/v1/rollouts", 202, 0.002)
-    found = scrape(metrics)
-    wanted = {
+    samples = scrape(metrics)
+    expected = {
         ("rollyard_rollout_retries_total", ("code", "sandbox_lost")): 1,
         ("rollyard_lost_attempt_tokens_sum", ("code", "sandbox_lost")): 300,
         ("rollyard_engine_calls_total", ("engine", "e")): 2,
@@ -105,8 +105,8 @@ def test_events_are_counted() -> None:
         ("rollyard_store_commit_operations_sum",): 12,
         ("rollyard_http_requests_total", ("method", "POST"), ("route", "/v1/rollouts"), ("status", "202")): 1,
     }
-    for (name, *labels), count in wanted.items():
-        assert found[(str(name), frozenset(labels))] == count, name
+    for (name, *labels), count in expected.items():
+        assert samples[(str(name), frozenset(labels))] == count, name
 
 
 def test_forks_are_counted_by_reason_for_every_agent() -> None:
@@ -138,13 +138,13 @@ def test_state_is_read_at_each_scrape() -> None:
     metrics.watch(lambda: Snapshot(engines={"e": EngineState(7, 4, is_up=False)}, sandboxes={"bubblewrap": 6}))
     assert value(metrics, "rollyard_rollouts", {"state": "queued"}) == 3
     queued["queued"] = 1
-    found = scrape(metrics)
-    assert found[("rollyard_rollouts", frozenset({("state", "queued")}))] == 1
+    samples = scrape(metrics)
+    assert samples[("rollyard_rollouts", frozenset({("state", "queued")}))] == 1
     for name, number in (("size", 8), ("active", 5), ("waiting", 2)):
-        assert found[(f"rollyard_pool_{name}", frozenset({("stage", "run")}))] == number
+        assert samples[(f"rollyard_pool_{name}", frozenset({("stage", "run")}))] == number
     for name, number in (("sessions", 7), ("in_flight", 4), ("up", 0)):
-        assert found[(f"rollyard_engine_{name}", frozenset({("engine", "e")}))] == number
-    assert found[("rollyard_sandboxes", frozenset({("runtime", "bubblewrap")}))] == 6
+        assert samples[(f"rollyard_engine_{name}", frozenset({("engine", "e")}))] == number
+    assert samples[("rollyard_sandboxes", frozenset({("runtime", "bubblewrap")}))] == 6
 
 
 def test_a_failing_watcher_does_not_fail_the_scrape(caplog: pytest.LogCaptureFixture) -> None:

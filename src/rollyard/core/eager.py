@@ -43,7 +43,7 @@ class _StartedCoroutine(Coroutine[Any, Any, T]):
         self._coroutine = coroutine
         self._waits_for: Any = None
         self._ended: BaseException | None = None
-        self._is_delivered = False
+        self._is_delivered = False  # the task has received the result of the first step
 
     def begin(self) -> None:
         try:
