@@ -10,7 +10,7 @@ from rollyard.core.failure import TaskInvalid, UnknownEnvironment
 from rollyard.envs.registry import Environments
 from rollyard.service.models import merge, to_task
 from rollyard.service.prorl.handlers import Choices, task_body
-from rollyard.service.prorl.sampling import asked_of
+from rollyard.service.prorl.sampling import task_fields_of
 
 ENVIRONMENTS = Environments()
 
@@ -70,7 +70,7 @@ def prompt(text: str) -> list[dict[str, str]]:
 
 def task_of(instance: dict[str, Any], choices: Choices | None = None, **params: Any) -> Task:
     body = task_body(instance, ENVIRONMENTS, choices or Choices())
-    task = to_task(merge(body, asked_of(params)), {}, ("instance",))
+    task = to_task(merge(body, task_fields_of(params)), {}, ("instance",))
     ENVIRONMENTS.get(task.environment).check(task)
     return task
 

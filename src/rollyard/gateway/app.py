@@ -71,7 +71,7 @@ class GatewayApp:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         path = short_path(scope["path"])
         dialect = dialect_of(path, headers)
-        ask: ChatRequest | None = None
+        request: ChatRequest | None = None
         try:
             if path == MODELS or path.startswith(f"{MODELS}/"):
                 name = path[len(MODELS) + 1 :]  # a name may contain slashes
@@ -80,98 +80,98 @@ class GatewayApp:
             if scope["method"] != "POST" or (path not in DIALECTS and path != COUNT):
                 raise Problem("not_found", f"there is no {scope['method']} {scope['path']} here")
             raw = await _body(receive, self._session.check_size)
-            ask, key, weight = await self._session.read(dialect, raw)
+            request, key, weight = await self._session.read(dialect, raw)
             del raw  # up to 16 MiB, not needed while the reply is sampled
             if path == COUNT:
-                await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(ask, weight)}))
+                await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(request, weight)}))
                 return
-            listener = await self._session.open(dialect, ask, key, weight=weight, retries=_retries(headers))
+            listener = await self._session.open(dialect, request, key, weight=weight, retries=_retries(headers))
         except Problem as problem:
-            await refuse(send, dialect, problem, ask)
+            await refuse(send, dialect, problem, request)
             return
         except Exception as error:  # a third-party renderer may raise anything
             log.exception("a request could not be started", extra={"path": path})
-            await refuse(send, dialect, Problem("internal", f"{type(error).__name__}; see the service's log"), ask)
+            await refuse(send, dialect, Problem("internal", f"{type(error).__name__}; see the service's log"), request)
             return
         try:
             send_now = None if self._watches else scope.get("extensions", {}).get(SEND_NOW)
-            await self._told(dialect, ask, listener, receive, send, send_now)
+            await self._respond(dialect, request, listener, receive, send, send_now)
         finally:
             listener.leave()
 
-    async def _told(
+    async def _respond(
         self,
         dialect: Dialect,
-        ask: ChatRequest,
+        request: ChatRequest,
         listener: Listener,
         receive: Receive,
         send: Send,
         send_now: SendNow | None,
     ) -> None:
-        tell = partial(_stream, send_now=send_now) if ask.is_stream else _whole
+        respond = partial(_stream, send_now=send_now) if request.is_stream else _whole
         if not self._watches:
-            await tell(dialect, ask, listener, send)
+            await respond(dialect, request, listener, send)
             return
-        gone = asyncio.ensure_future(_gone(receive))
+        disconnect = asyncio.ensure_future(_wait_disconnect(receive))
 
-        async def sent(message: MutableMapping[str, Any]) -> None:
+        async def send_checked(message: MutableMapping[str, Any]) -> None:
             await send(message)
-            if gone.done():  # such a server accepts data for a disconnected client without an error
-                raise _Gone
+            if disconnect.done():  # such a server accepts data for a disconnected client without an error
+                raise _Disconnected
 
-        telling = asyncio.ensure_future(tell(dialect, ask, listener, sent))
+        response = asyncio.ensure_future(respond(dialect, request, listener, send_checked))
         try:
-            await asyncio.wait((telling, gone), return_when=asyncio.FIRST_COMPLETED)
-            if telling.done():
-                with suppress(_Gone):
-                    telling.result()
+            await asyncio.wait((response, disconnect), return_when=asyncio.FIRST_COMPLETED)
+            if response.done():
+                with suppress(_Disconnected):
+                    response.result()
         finally:
-            for task in (telling, gone):
+            for task in (response, disconnect):
                 task.cancel()
-            await asyncio.wait((telling, gone))
+            await asyncio.wait((response, disconnect))
 
 
-async def _whole(dialect: Dialect, ask: ChatRequest, listener: Listener, send: Send) -> None:
+async def _whole(dialect: Dialect, request: ChatRequest, listener: Listener, send: Send) -> None:
     try:
-        told = await listener.told()
+        reply = await listener.reply()
     except Problem as problem:
         await refuse(send, dialect, problem)
         return
-    headers = [(b"x-request-id", told.id.encode()), *header_of(told.warnings)]
-    await _answer(send, 200, dialect.reply(ask, told), *headers)
+    headers = [(b"x-request-id", reply.id.encode()), *header_of(reply.warnings)]
+    await _answer(send, 200, dialect.reply(request, reply), *headers)
     listener.delivered()
 
 
 async def _stream(
-    dialect: Dialect, ask: ChatRequest, listener: Listener, send: Send, send_now: SendNow | None = None
+    dialect: Dialect, request: ChatRequest, listener: Listener, send: Send, send_now: SendNow | None = None
 ) -> None:
     exchange = listener.exchange
     batch = await listener.next(FIRST_S)
     if batch is None and exchange.problem is not None:
-        await refuse(send, dialect, exchange.problem, ask)
+        await refuse(send, dialect, exchange.problem, request)
         return
-    writer = dialect.writer(ask, exchange.id, exchange.created, exchange.prompt_tokens)
+    writer = dialect.writer(request, exchange.id, exchange.created, exchange.prompt_tokens)
     own = [(b"x-request-id", exchange.id.encode()), *header_of(exchange.granted.warnings)]
     await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *own]})
     relay = _Relay(writer, send_now)
     lead = writer.begin()
     while batch is not None:
-        lead += relay.taken()
+        lead += relay.take_unsent()
         lead += b"".join(map(writer.event, batch)) if batch else writer.keep_alive()
         if not listener.is_done:  # else it is sent with the end
             await send({"type": "http.response.body", "body": lead, "more_body": True})
             lead = b""
             relay.listen_to(listener)
         batch = await listener.next(KEEP_ALIVE_S)
-    lead += relay.taken()
+    lead += relay.take_unsent()
     if relay.has_ended and not lead:
         return  # everything has been sent
-    told = exchange.told
-    if told is None:
+    reply = exchange.reply
+    if reply is None:
         problem = exchange.problem or Problem("internal", "the reply was lost")
         await send({"type": "http.response.body", "body": lead + writer.error(problem), "more_body": False})
         return
-    end = b"" if relay.has_ended else writer.end(told)
+    end = b"" if relay.has_ended else writer.end(reply)
     await send({"type": "http.response.body", "body": lead + end, "more_body": False})
     listener.delivered()
 
@@ -184,33 +184,33 @@ class _Relay:
         self.has_ended = False
         self._writer = writer
         self._send_now = send_now
-        self._left = b""
+        self._unsent = b""
 
     def listen_to(self, listener: Listener) -> None:
-        if self._send_now is not None and not self._left and not self.has_ended:
+        if self._send_now is not None and not self._unsent and not self.has_ended:
             listener.relay = self
 
-    def taken(self) -> bytes:
-        left, self._left = self._left, b""
-        return left
+    def take_unsent(self) -> bytes:
+        unsent, self._unsent = self._unsent, b""
+        return unsent
 
-    def __call__(self, events: Sequence[Event], told: Reply | None) -> bool:
+    def __call__(self, events: Sequence[Event], reply: Reply | None) -> bool:
         assert self._send_now is not None
         data = b"".join(map(self._writer.event, events))
-        if told is not None:
-            data += self._writer.end(told)
+        if reply is not None:
+            data += self._writer.end(reply)
             self.has_ended = True
         if self._send_now(data, is_end=self.has_ended):
             return True
-        self._left = data
+        self._unsent = data
         return False
 
 
-class _Gone(Exception):
+class _Disconnected(Exception):
     """The client has not received what was sent."""
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -253,11 +253,11 @@ async def _body(receive: Receive, check_size: Callable[[int], None]) -> bytes | 
 # --- answering
 
 
-async def refuse(send: Send, dialect: Dialect, problem: Problem, ask: ChatRequest | None = None) -> None:
+async def refuse(send: Send, dialect: Dialect, problem: Problem, request: ChatRequest | None = None) -> None:
     """Reports a problem by HTTP status, except a context overflow of a Responses stream: that API reports it in the
     stream, where its clients expect it."""
-    if ask is not None and ask.is_stream and problem.kind == "context" and dialect is RESPONSES:
-        writer = dialect.writer(ask, secrets.token_hex(12), int(time.time()), problem.used_tokens or 0)
+    if request is not None and request.is_stream and problem.kind == "context" and dialect is RESPONSES:
+        writer = dialect.writer(request, secrets.token_hex(12), int(time.time()), problem.used_tokens or 0)
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         await send({"type": "http.response.body", "body": writer.begin() + writer.error(problem), "more_body": False})
         return

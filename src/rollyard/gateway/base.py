@@ -134,7 +134,7 @@ class Reply:
     created: int  # seconds since 1970
     content: str
     reasoning: str
-    calls: tuple[ToolCall, ...]  # those that the client receives as calls: see `tellable`
+    calls: tuple[ToolCall, ...]  # those that the client receives as calls: see `split_calls`
     finish: Finish
     usage: Usage
     stop_sequence: str | None = None  # the client's stop text that ended the turn
@@ -163,7 +163,7 @@ class Writer(Protocol):
 
     def event(self, event: Event) -> bytes: ...
 
-    def end(self, told: Reply) -> bytes:
+    def end(self, reply: Reply) -> bytes:
         """Closes open blocks and returns them with the finish reason, the usage and the terminator."""
         ...
 
@@ -185,11 +185,11 @@ class Dialect(Protocol):
         """Raises Problem("invalid", …) that names the invalid field."""
         ...
 
-    def reply(self, ask: ChatRequest, told: Reply) -> bytes:
+    def reply(self, request: ChatRequest, reply: Reply) -> bytes:
         """Returns the complete reply as JSON."""
         ...
 
-    def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer: ...
+    def writer(self, request: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer: ...
 
     def error(self, problem: Problem) -> bytes:
         """Returns the body of an error response as JSON."""
@@ -203,13 +203,13 @@ def shown(value: Json) -> str:
     return {dict: "an object", list: "an array", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 
-def tellable(calls: Sequence[ToolCall], *, takes_raw_arguments: bool) -> tuple[tuple[ToolCall, ...], str]:
+def split_calls(calls: Sequence[ToolCall], *, takes_raw_arguments: bool) -> tuple[tuple[ToolCall, ...], str]:
     """Returns the calls that the dialect can represent, and the text that the model wrote for the others."""
-    told: list[ToolCall] = []
-    rest: list[str] = []
+    representable: list[ToolCall] = []
+    texts: list[str] = []
     for call in calls:
         if call.name and (call.arguments is not None or takes_raw_arguments):
-            told.append(call)
+            representable.append(call)
         else:
-            rest.append(call.raw)
-    return tuple(told), "\n".join(rest)
+            texts.append(call.raw)
+    return tuple(representable), "\n".join(texts)

@@ -74,8 +74,8 @@ def behind_string(raw: bytes | bytearray, at: int) -> int:
     """Returns the position after the string that contains `at`. A step may end before an escape that it contains only
     half of; the next step begins there."""
     while True:
-        found = _INSIDE.match(raw, at, at + STEP_BYTES)
-        assert found is not None  # it also matches the empty string
-        if found.end() == at:
+        match = _INSIDE.match(raw, at, at + STEP_BYTES)
+        assert match is not None  # it also matches the empty string
+        if match.end() == at:
             return at + 1
-        at = found.end()
+        at = match.end()

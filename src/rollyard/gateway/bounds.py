@@ -85,29 +85,29 @@ class RolloutBounds:
         self.end(broken)
         return Problem("internal", broken.detail, code=broken.code)
 
-    def turn(self, begun: int) -> None:
-        """Raises Problem if no other turn may begin after `begun` turns."""
-        if begun >= self._limits.max_turns:
+    def turn(self, started: int) -> None:
+        """Raises Problem if no other turn may begin after `started` turns."""
+        if started >= self._limits.max_turns:
             raise self.limit(TurnLimit(f"all {self._limits.max_turns} turns are used up"))
 
-    def fitting(self, prompt_tokens: int, wanted: int, *, is_first: bool) -> int:
-        """Returns how many of the wanted tokens fit into the context after the prompt. Raises Problem if none does."""
+    def fitting(self, prompt_tokens: int, requested: int, *, is_first: bool) -> int:
+        """Returns how many of the requested tokens fit into the context after the prompt. Raises Problem if none do."""
         room = self.room
         if room is None:
-            return wanted
+            return requested
         if prompt_tokens + 1 > room:
             raise self.too_long(prompt_tokens, room, is_first=is_first)
-        return min(wanted, room - prompt_tokens)
+        return min(requested, room - prompt_tokens)
 
     def tokens_left(self, sampled: int) -> int | None:
         """Returns how many tokens the rollout may still sample; None if there is no limit. Raises Problem at the
         limit."""
         if self._limits.max_tokens is None:
             return None
-        left = self._limits.max_tokens - sampled
-        if left <= 0:
+        remaining = self._limits.max_tokens - sampled
+        if remaining <= 0:
             raise self.limit(TokenLimit(f"all {self._limits.max_tokens} tokens are used up"))
-        return left
+        return remaining
 
     def completed(self, prompt_tokens: int, generation: Generation) -> None:
         """Called when a turn is completed. Clears an earlier overflow, and sets one if this turn was cut off by the

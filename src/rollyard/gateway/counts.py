@@ -48,10 +48,10 @@ def check_counts(body: Mapping[str, Json]) -> None:
     if isinstance(model, str) and len(model) > MOST_MODEL_CHARS:
         message = f"Invalid 'model': a name has at most {MOST_MODEL_CHARS} characters, this one {len(model)}."
         raise Problem("invalid", message, code="string_above_max_length", param="model")
-    _check_rest(body)
+    _check_parameters(body)
 
 
-def _check_rest(body: Mapping[str, Json]) -> None:
+def _check_parameters(body: Mapping[str, Json]) -> None:
     """Checks all parameters other than the conversation together."""
     chars = 0
     for name, value in body.items():
@@ -82,17 +82,17 @@ def check_structured(name: str, value: Json) -> None:
 def weigh(value: Json, size: Callable[[str], int] = len) -> tuple[int, int]:
     """Returns the size of all strings in a value, including keys, and the number of its values. Without recursion: JSON
     may be nested deeply."""
-    chars, values, left = 0, 0, [value]
-    while left:
-        item = left.pop()
+    chars, values, pending = 0, 0, [value]
+    while pending:
+        item = pending.pop()
         values += 1
         if isinstance(item, str):
             chars += size(item)
         elif isinstance(item, dict):
             chars += sum(map(size, item))
-            left += item.values()
+            pending += item.values()
         elif isinstance(item, list | tuple):
-            left += item
+            pending += item
     return chars, values
 
 

@@ -46,9 +46,9 @@ class Exchange:
         self.id = reply_id
         self.created = int(time.time())
         self.events: list[Event] = []
-        self.told: Reply | None = None
+        self.reply: Reply | None = None
         self.problem: Problem | None = None
-        self.parsed: Parsed | None = None  # the same as `told`, in the form in which the client will send it back
+        self.parsed: Parsed | None = None  # the same as `reply`, in the form in which the client will send it back
         self.sampled: Generation | None = None  # complete or partial, not recorded yet
         self.engine: Engine | None = None  # the engine that sampled it
         self.is_late = False  # the deadline passed before a client could receive it
@@ -59,7 +59,7 @@ class Exchange:
 
     @property
     def manner(self) -> ReplyOptions:
-        return ReplyOptions(self.dialect.takes_raw_arguments, self.granted.tells_calls, self.granted.stop)
+        return ReplyOptions(self.dialect.takes_raw_arguments, self.granted.returns_calls, self.granted.stop)
 
     @property
     def is_running(self) -> bool:
@@ -72,7 +72,7 @@ class Exchange:
     @property
     def has_something(self) -> bool:
         """Whether a retry can use this exchange."""
-        return self.is_running or self.told is not None or (self.sampled is not None and bool(self.sampled.token_ids))
+        return self.is_running or self.reply is not None or (self.sampled is not None and bool(self.sampled.token_ids))
 
     def listen(self) -> Listener:
         return Listener(self)
@@ -84,7 +84,7 @@ class Exchange:
 
     def wake(self) -> None:
         for listener in list(self.listeners):
-            listener.hear()
+            listener.notify()
 
     def recorded(self) -> None:
         """Drops what is not needed once the turn is in the book."""
@@ -92,12 +92,12 @@ class Exchange:
 
     def replayed(self) -> list[Event]:
         """Returns the events of a delivered turn, made from its reply."""
-        assert self.told is not None
-        told = self.told
-        lead: list[Event] = [Reasoning(told.reasoning)] if told.reasoning else []
-        if told.content:
-            lead.append(Text(told.content))
-        return [*lead, *told.calls]
+        assert self.reply is not None
+        reply = self.reply
+        lead: list[Event] = [Reasoning(reply.reasoning)] if reply.reasoning else []
+        if reply.content:
+            lead.append(Text(reply.content))
+        return [*lead, *reply.calls]
 
 
 Relay = Callable[[Sequence[Event], Reply | None], bool]
@@ -111,37 +111,37 @@ class Listener:
         self.exchange = exchange
         self.news = asyncio.Event()
         self.relay: Relay | None = None
-        self._is_held_up = False  # its relay could not send everything
+        self._is_relay_blocked = False  # its relay could not send everything
         self._at = 0
         exchange.listeners.add(self)
         if exchange.is_delivered and exchange.is_stream and not exchange.events:
             exchange.events = exchange.replayed()
 
-    def hear(self) -> None:
+    def notify(self) -> None:
         """Called when there is something new. The waiting task is not woken for what the relay sends."""
         relay, exchange = self.relay, self.exchange
         if relay is not None and exchange.problem is None:
-            batch, told = exchange.events[self._at :], exchange.told
-            if not batch and told is None:
+            batch, reply = exchange.events[self._at :], exchange.reply
+            if not batch and reply is None:
                 return
             self._at += len(batch)
-            if relay(batch, told):
-                if told is not None:
+            if relay(batch, reply):
+                if reply is not None:
                     self.delivered()
                     self.news.set()
                 return
-            self.relay, self._is_held_up = None, True
+            self.relay, self._is_relay_blocked = None, True
         self.news.set()
 
-    async def told(self) -> Reply:
+    async def reply(self) -> Reply:
         """Waits for the reply and returns it. Raises Problem."""
         exchange = self.exchange
-        while exchange.told is None:
+        while exchange.reply is None:
             if exchange.problem is not None:
                 raise exchange.problem
             self.news.clear()
             await self.news.wait()
-        return exchange.told
+        return exchange.reply
 
     async def next(self, within_s: float) -> list[Event] | None:
         """Returns the events since the last call; an empty list if there were none in time or the relay could not send;
@@ -152,8 +152,8 @@ class Listener:
                 while self._at >= len(exchange.events):
                     if self.is_done:
                         return None
-                    if self._is_held_up:
-                        self._is_held_up = False
+                    if self._is_relay_blocked:
+                        self._is_relay_blocked = False
                         return []
                     self.news.clear()
                     await self.news.wait()
@@ -169,7 +169,7 @@ class Listener:
         exchange = self.exchange
         if self not in exchange.listeners:  # its relay has delivered everything
             return True
-        is_ended = exchange.told is not None or exchange.problem is not None
+        is_ended = exchange.reply is not None or exchange.problem is not None
         return is_ended and self._at >= len(exchange.events)
 
     def delivered(self) -> None:

@@ -61,7 +61,7 @@ class Intake:
         self._book = book
         self._renderer = renderer
         self._bounds = bounds
-        self._aside = WorkThreads()
+        self._threads = WorkThreads()
 
     def check_size(self, size: int) -> None:
         """Raises Problem if a body of `size` bytes is too long for the context. Checked while the body arrives: a
@@ -78,22 +78,24 @@ class Intake:
         if weight.is_light:
             return read(dialect, raw), key_of(dialect, raw), weight
         try:
-            ask, key = await self._aside.thread(weight.bytes, lambda it: (read(dialect, it), key_of(dialect, it)), raw)
+            request, key = await self._threads.thread(
+                weight.bytes, lambda it: (read(dialect, it), key_of(dialect, it)), raw
+            )
         except TooMuchText as error:
             if room is None:
                 raise Problem("too_large", str(error), code="too_much_text") from None
             least = max(room + 1, error.chars // LIKELY_CHARS)
             raise self._does_not_fit(_DoesNotFit(least, room, str(error))) from None
-        return ask, key, weight
+        return request, key, weight
 
-    async def begin(self, ask: ChatRequest, weight: BodySize) -> PreparedTurn:
+    async def begin(self, request: ChatRequest, weight: BodySize) -> PreparedTurn:
         """Returns the turn to sample. Raises Problem."""
         try:
             if not weight.is_light:
-                return await self._aside.thread(weight.bytes, self._begun, ask)
-            place = self._book.find(ask.messages, ask.tools)
-            turn = await self._aside.run(text_size(place.new), self._book.extended, place)
-            return turn or await self._aside.run(weight.bytes, self._book.rendered, place)
+                return await self._threads.thread(weight.bytes, self._prepare, request)
+            place = self._book.find(request.messages, request.tools)
+            turn = await self._threads.run(text_size(place.new), self._book.extended, place)
+            return turn or await self._threads.run(weight.bytes, self._book.rendered, place)
         except (InvalidRequest, TaskInvalid) as error:  # the renderer does not support a part or the order of turns
             raise Problem("invalid", error.detail, param="messages") from error
         except _DoesNotFit as error:
@@ -106,7 +108,7 @@ class Intake:
         if generation.logprobs is None:
             return None
         tokens = len(generation.token_ids) + sum(map(len, generation.tops or ()))
-        return await self._aside.run(8 * tokens, self._logprobs, generation)
+        return await self._threads.run(8 * tokens, self._logprobs, generation)
 
     def _logprobs(self, generation: Generation) -> tuple[TokenLogprob, ...]:
         tops = generation.tops or [()] * len(generation.token_ids)
@@ -123,14 +125,14 @@ class Intake:
         is_first = not self._book.turns
         return self._bounds.too_long(error.least, error.room, is_first=is_first, detail=str(error))
 
-    def _begun(self, ask: ChatRequest) -> PreparedTurn:
-        place = self._book.find(ask.messages, ask.tools)
+    def _prepare(self, request: ChatRequest) -> PreparedTurn:
+        place = self._book.find(request.messages, request.tools)
         if place.leaf is not None:
             self._check_text(place.new, ())
             turn = self._book.extended(place)
             if turn is not None:
                 return turn
-        self._check_text(ask.messages, ask.tools)
+        self._check_text(request.messages, request.tools)
         return self._book.rendered(place)
 
     def _check_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
@@ -139,9 +141,9 @@ class Intake:
         if room is None:
             return
         longest = self._renderer.longest_token_chars
-        least = -(-sum(map(len, _said(messages, tools))) // longest)
-        if least <= room and sum(map(_bytes, _said(messages, tools))) > SURE_BYTES:
-            least = max(least, self._counted(_said(messages, tools), room))
+        least = -(-sum(map(len, _rendered_texts(messages, tools))) // longest)
+        if least <= room and sum(map(_bytes, _rendered_texts(messages, tools))) > SURE_BYTES:
+            least = max(least, self._counted(_rendered_texts(messages, tools), room))
         thought = [len(text) for text in _thought(messages)]
         if max(thought, default=0) > room * longest or sum(thought) > MOST_THOUGHT * room * LIKELY_CHARS:
             least = max(least, room + 1)  # no model with this context can have written that
@@ -200,7 +202,7 @@ def _bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _said(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Iterator[str]:
+def _rendered_texts(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Iterator[str]:
     """Yields the texts that are always rendered, without what a template may leave out."""
     for message in messages:
         for text in _content(message):
@@ -229,12 +231,12 @@ def _content(message: Message) -> Iterator[str]:
 
 
 def _strings(value: Json) -> Iterator[str]:
-    left = [value]
-    while left:
-        item = left.pop()
+    pending = [value]
+    while pending:
+        item = pending.pop()
         if isinstance(item, str):
             yield item
         elif isinstance(item, dict):
-            left += item.values()
+            pending += item.values()
         elif isinstance(item, list):
-            left += item
+            pending += item

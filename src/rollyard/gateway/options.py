@@ -25,14 +25,14 @@ class GatewayOptions:
 
 def options_of(task: Task) -> GatewayOptions:
     """Raises TaskInvalid if an option is invalid."""
-    given = task.agent.options
-    reasoning = given.get("reasoning_history", "as_sent")
+    options = task.agent.options
+    reasoning = options.get("reasoning_history", "as_sent")
     if reasoning not in REASONING:
         raise TaskInvalid(f"agent.options.reasoning_history: one of {', '.join(REASONING)} was expected")
     return GatewayOptions(
         cast("Reasoning", reasoning),
-        is_strict=_flag("strict", given.get("strict", False)),
-        has_structured_output=_flag("structured_output", given.get("structured_output", False)),
+        is_strict=_flag("strict", options.get("strict", False)),
+        has_structured_output=_flag("structured_output", options.get("structured_output", False)),
     )
 
 

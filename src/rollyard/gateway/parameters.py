@@ -51,7 +51,7 @@ class GrantedParameters:
     seed: int | None = None  # the client's
     has_logprobs: bool = False
     top_logprobs: int = 0
-    tells_calls: bool = True
+    returns_calls: bool = True
     untrainable: str = ""
     constraint: str = ""  # the parameter that constrains the completion
     has_to_call: bool = False
@@ -60,14 +60,14 @@ class GrantedParameters:
     stop_at_engine: bool = True
 
     @property
-    def asks_engine(self) -> bool:
+    def has_engine_parameters(self) -> bool:
         """Whether the engine's request contains a parameter that the engine may not support."""
         return bool(self.stop or self.untrainable or self.top_logprobs)
 
     def warnings_of(self, calls: Sequence[ToolCall]) -> tuple[str, ...]:
         """Returns the warnings, with one more if the engine did not apply the constraint."""
-        is_kept = not self.has_to_call or bool(calls)
-        return self.warnings if is_kept else (*self.warnings, f"{self.constraint}: the model called no tool")
+        is_satisfied = not self.has_to_call or bool(calls)
+        return self.warnings if is_satisfied else (*self.warnings, f"{self.constraint}: the model called no tool")
 
     def plain(self, sampling: Sampling, why: str) -> GrantedParameters:
         """Returns a copy for an engine that refused these parameters. The reply still ends at a stop text."""
@@ -104,11 +104,11 @@ class ParameterRules:
         self._is_strict = is_strict
         self._has_structured_output = has_structured_output
 
-    def grant(self, ask: ChatRequest, kind: Kind) -> GrantedParameters:
+    def grant(self, request: ChatRequest, kind: Kind) -> GrantedParameters:
         """Raises Problem if the session is strict and a parameter is not granted."""
         granted = GrantedParameters(self._sampling)
-        refused = dict.fromkeys(ask.overruled, OVERRULED) | dict.fromkeys(ask.unknown, UNKNOWN)
-        for wish in ask.wishes:
+        refused = dict.fromkeys(request.overruled, OVERRULED) | dict.fromkeys(request.unknown, UNKNOWN)
+        for wish in request.wishes:
             match wish.kind, wish.value:
                 case "stop", list() as texts:
                     granted = replace(granted, stop=tuple(str(text) for text in texts))
@@ -122,9 +122,9 @@ class ParameterRules:
                     else:
                         refused[wish.name] = f"engines of kind {kind} give none"
                 case "no_calls", _:
-                    granted = replace(granted, tells_calls=False)
+                    granted = replace(granted, returns_calls=False)
                 case ("format", dict()) | ("calls", str()):
-                    why, extra = self._constraint(wish, ask, kind)
+                    why, extra = self._constraint(wish, request, kind)
                     if why or granted.constraint:
                         refused[wish.name] = why or f"{granted.constraint} constrains the completion already"
                     else:
@@ -154,9 +154,9 @@ class ParameterRules:
             has_to_call=wish.kind == "calls",
         )
 
-    def _constraint(self, wish: RequestParameter, ask: ChatRequest, kind: Kind) -> tuple[str, dict[str, Json]]:
+    def _constraint(self, wish: RequestParameter, request: ChatRequest, kind: Kind) -> tuple[str, dict[str, Json]]:
         """Returns why it is not granted, or the parameters for the engine."""
-        names = _names(ask.tools)
+        names = _names(request.tools)
         if wish.kind == "calls" and wish.value and wish.value not in names:
             message = f"Invalid value: '{wish.name}' names a tool that is not in 'tools'."
             raise Problem("invalid", message, code="invalid_value", param=wish.name)

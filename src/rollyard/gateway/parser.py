@@ -57,13 +57,13 @@ def parse(raw: bytes | bytearray) -> Json:
     if len(raw) <= WHOLE_BYTES:
         return orjson.loads(raw)
     mark = secrets.token_hex(16)  # a client cannot guess it, so its strings cannot contain a mark
-    skeleton, texts = _taken_apart(raw, mark)
+    skeleton, texts = _extract_texts(raw, mark)
     if len(skeleton) > MOST_SKELETON_BYTES:
         raise TooMuchStructure(len(skeleton))
-    return _put_together(orjson.loads(skeleton), texts)
+    return _restore_texts(orjson.loads(skeleton), texts)
 
 
-def _taken_apart(raw: bytes | bytearray, mark: str) -> tuple[bytearray, dict[str, str]]:
+def _extract_texts(raw: bytes | bytearray, mark: str) -> tuple[bytearray, dict[str, str]]:
     """Returns the body with names in place of its long strings, and the strings by name."""
     skeleton, texts = bytearray(), dict[str, str]()
     copied, at, chars = 0, 0, 0
@@ -103,20 +103,20 @@ def _cut(raw: bytes | bytearray, start: int, end: int) -> int:
     left to the parser, which reports the error."""
     if end - start <= STEP_BYTES:
         return end
-    found = _WHOLE_ESCAPES.match(raw, start, start + STEP_BYTES)
-    assert found is not None  # it also matches the empty string
-    cut = found.end()
+    match = _WHOLE_ESCAPES.match(raw, start, start + STEP_BYTES)
+    assert match is not None  # it also matches the empty string
+    cut = match.end()
     while cut > start and raw[cut] & 0xC0 == 0x80:  # within a character
         cut -= 1
     return cut if cut > start else end
 
 
-def _put_together(value: Json, texts: dict[str, str]) -> Json:
+def _restore_texts(value: Json, texts: dict[str, str]) -> Json:
     """Puts the strings back. Without recursion: the value may be nested as deeply as the parser allows."""
     root: list[Json] = [value]
-    left: list[list[Json] | dict[str, Json]] = [root]
-    while left:
-        within = left.pop()
+    pending: list[list[Json] | dict[str, Json]] = [root]
+    while pending:
+        within = pending.pop()
         if isinstance(within, dict):
             for key in [key for key in within if key in texts]:
                 within[texts[key]] = within.pop(key)
@@ -125,5 +125,5 @@ def _put_together(value: Json, texts: dict[str, str]) -> Json:
                 if item in texts:
                     within[key] = texts[item]  # type: ignore[index]
             elif isinstance(item, dict | list):
-                left.append(item)
+                pending.append(item)
     return root[0]

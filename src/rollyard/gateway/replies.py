@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rollyard.core import Message
 from rollyard.engines.base import Generation
-from rollyard.gateway.base import Event, Finish, Reasoning, Reply, Text, TokenLogprob, Usage, tellable
+from rollyard.gateway.base import Event, Finish, Reasoning, Reply, Text, TokenLogprob, Usage, split_calls
 from rollyard.tokens.base import Parsed, Renderer, ToolCall
 from rollyard.tokens.calls import assistant_message
 from rollyard.tokens.reader import Delta, Reader
@@ -24,13 +24,13 @@ class ReplyOptions:
     """How a turn is returned: with calls or as text only, and up to which stop texts."""
 
     takes_raw_arguments: bool
-    tells_calls: bool = True
+    returns_calls: bool = True
     stop: tuple[str, ...] = ()
 
-    def tellable(self, calls: Sequence[ToolCall]) -> tuple[tuple[ToolCall, ...], str]:
-        if not self.tells_calls:
+    def split_calls(self, calls: Sequence[ToolCall]) -> tuple[tuple[ToolCall, ...], str]:
+        if not self.returns_calls:
             return (), "\n".join(call.raw for call in calls)
-        return tellable(calls, takes_raw_arguments=self.takes_raw_arguments)
+        return split_calls(calls, takes_raw_arguments=self.takes_raw_arguments)
 
 
 class ReplyBuilder:
@@ -39,7 +39,7 @@ class ReplyBuilder:
     def __init__(self, renderer: Renderer, turn: PreparedTurn, manner: ReplyOptions) -> None:
         self._reader = Reader(renderer, turn.prompt, turn.tools)
         self._manner = manner
-        self._held = ""  # the end of the text, if it may be the beginning of a stop text
+        self._held_text = ""  # the end of the text, if it may be the beginning of a stop text
         self._is_stopped = False
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
@@ -49,8 +49,8 @@ class ReplyBuilder:
 
     def finish(self) -> tuple[list[Event], Parsed]:
         """Returns the events that were not sent yet, and the turn as it was sent."""
-        rest, parsed = self._reader.finish()
-        events = [*self._events(rest), *self._said("", is_end=True)]
+        remaining, parsed = self._reader.finish()
+        events = [*self._events(remaining), *self._text_events("", is_end=True)]
         content, calls = "".join(self._content), tuple(self._calls)
         is_as_written = content == parsed.content and calls == parsed.tool_calls
         return events, parsed if is_as_written else _parsed(content, parsed.reasoning, calls)
@@ -64,52 +64,52 @@ class ReplyBuilder:
                     continue
                 text = item.text
             else:
-                calls, text = self._manner.tellable((item,))
+                calls, text = self._manner.split_calls((item,))
                 if calls:
-                    events += self._said("", is_end=True)
+                    events += self._text_events("", is_end=True)
                     if not self._is_stopped:
                         self._calls.append(item)
                         events.append(item)
                     continue
                 text = f"\n{text}" if self._content else text
-            events += self._said(text)
+            events += self._text_events(text)
         return events
 
-    def _said(self, text: str, *, is_end: bool = False) -> list[Event]:
+    def _text_events(self, text: str, *, is_end: bool = False) -> list[Event]:
         """Returns the events for the text that can be sent now."""
         stops = self._manner.stop
         if stops:
-            text, self._held = self._held + text, ""
-            cut, found = cut_at(text, stops)
-            if self._is_stopped or found is not None:
+            text, self._held_text = self._held_text + text, ""
+            cut, stop = cut_at(text, stops)
+            if self._is_stopped or stop is not None:
                 text, self._is_stopped = ("" if self._is_stopped else cut), True
             elif not is_end:
                 keep = _possible(text, stops)
-                text, self._held = text[: len(text) - keep], text[len(text) - keep :]
+                text, self._held_text = text[: len(text) - keep], text[len(text) - keep :]
         if not text:
             return []
         self._content.append(text)
         return [Text(text)]
 
 
-def tell_whole(parsed: Parsed, manner: ReplyOptions) -> Parsed:
+def convert_turn(parsed: Parsed, manner: ReplyOptions) -> Parsed:
     """Converts a turn that is returned without streaming."""
-    calls, rest = manner.tellable(parsed.tool_calls)
+    calls, other_text = manner.split_calls(parsed.tool_calls)
     content = parsed.content
-    if rest:
-        content = f"{content}\n{rest}" if content else rest
-    content, found = cut_at(content, manner.stop)
-    if found is not None:
+    if other_text:
+        content = f"{content}\n{other_text}" if content else other_text
+    content, stop = cut_at(content, manner.stop)
+    if stop is not None:
         calls = ()  # they come after it
-    return parsed if not rest and found is None else _parsed(content, parsed.reasoning, calls)
+    return parsed if not other_text and stop is None else _parsed(content, parsed.reasoning, calls)
 
 
 def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """Returns the text before the first stop text, and that stop text."""
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    if not found:
+    matches = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    if not matches:
         return text, None
-    at, stop = min(found)
+    at, stop = min(matches)
     return text[:at], stop
 
 
@@ -129,7 +129,7 @@ def _ended_by(generation: Generation, renderer: Renderer, stops: Sequence[str]) 
     return cut_at(renderer.decode(ids), stops)[1]
 
 
-def told_of(
+def reply_of(
     parsed: Parsed,
     generation: Generation,
     renderer: Renderer,

@@ -39,7 +39,7 @@ class CompletionSampler:
         """Samples one completion. If the engine refuses the granted parameters, the request is repeated without them,
         so that a client's parameter cannot end the rollout."""
 
-        async def asked() -> Generation:
+        async def generate() -> Generation:
             granted = exchange.granted
             of = number if granted.seed is None else -1 - granted.seed  # no turn has such a number
             return await self._session.generate(
@@ -59,9 +59,9 @@ class CompletionSampler:
             )
 
         try:
-            return await asked()
+            return await generate()
         except EngineRefused as error:
-            if not exchange.granted.asks_engine or error.data.get("context"):
+            if not exchange.granted.has_engine_parameters or error.data.get("context"):
                 raise
         exchange.granted = exchange.granted.plain(self._task.sampling, "this engine refuses it")
-        return await asked()
+        return await generate()

@@ -12,7 +12,7 @@ request is retried.
 
 Invariants. Sampled tokens are never dropped: a reply that was received is in the trace that it extends; one that was
 never received is in a trace of its own that is not trained on (`abandoned`). This is decided when the last byte has
-been sent: until then a completion waits in `_unheard`, and only then is it added to the book. When a client
+been sent: until then a completion waits in `_undelivered`, and only then is it added to the book. When a client
 disconnects, its generation is stopped. After `close` the rollout sends no request to an engine.
 """
 
@@ -39,7 +39,7 @@ from rollyard.gateway.exchange import Exchange, Listener
 from rollyard.gateway.intake import Intake
 from rollyard.gateway.options import options_of
 from rollyard.gateway.parameters import ParameterRules
-from rollyard.gateway.replies import ReplyBuilder, tell_whole, told_of
+from rollyard.gateway.replies import ReplyBuilder, convert_turn, reply_of
 from rollyard.gateway.retry_cache import RetryCache
 from rollyard.gateway.sampler import CompletionSampler
 from rollyard.observe.metrics import Metrics
@@ -92,14 +92,14 @@ class GatewaySession:
             has_structured_output=options.has_structured_output,
             call_grammar=lambda names, is_one: renderer.call_grammar(names, is_one=is_one),
         )
-        self._asked = RetryCache()
+        self._retry_cache = RetryCache()
         self._running: dict[Exchange, int] = {}  # → the most tokens that it may sample
-        self._unheard: list[Exchange] = []  # sampled, and not received by a client yet
+        self._undelivered: list[Exchange] = []  # sampled, and not received by a client yet
         self._bounds = RolloutBounds(task.limits, session)
         self._intake = Intake(self._book, renderer, self._bounds)
         self._freed = asyncio.Event()  # set when a completion ends
         self._messages: Sequence[Message] = ()
-        self._begun = 0
+        self._started_requests = 0
         self._nonce = secrets.token_hex(9)
         self._is_closed = False
         self._finish_reason = ""
@@ -120,8 +120,8 @@ class GatewaySession:
 
     @property
     def sampled_tokens(self) -> int:
-        unheard = sum(len(it.sampled.token_ids) for it in self._unheard if it.sampled is not None)
-        return self._book.sampled_tokens + unheard
+        undelivered = sum(len(it.sampled.token_ids) for it in self._undelivered if it.sampled is not None)
+        return self._book.sampled_tokens + undelivered
 
     @property
     def turns(self) -> int:
@@ -176,58 +176,58 @@ class GatewaySession:
         """Returns the parsed request, its key and its size: see `Intake.read`."""
         return await self._intake.read(dialect, raw)
 
-    async def count(self, ask: ChatRequest, weight: BodySize = LIGHT) -> int:
+    async def count(self, request: ChatRequest, weight: BodySize = LIGHT) -> int:
         """Returns the number of tokens in the prompt of the request."""
-        return len((await self._intake.begin(ask, weight)).prompt)
+        return len((await self._intake.begin(request, weight)).prompt)
 
     async def open(
-        self, dialect: Dialect, ask: ChatRequest, key: bytes, *, weight: BodySize = LIGHT, retries: int = 0
+        self, dialect: Dialect, request: ChatRequest, key: bytes, *, weight: BodySize = LIGHT, retries: int = 0
     ) -> Listener:
         """Starts a completion, or joins the one that this request is a retry of. Raises Problem."""
         self._check_open()
         self._beat()
         self._counts["requests"] += 1
-        earlier = self._asked.earlier(key, is_retry=retries > 0)
+        earlier = self._retry_cache.earlier(key, is_retry=retries > 0)
         while earlier is not None and earlier.is_running and earlier.stop.done():
             assert earlier.task is not None
             await asyncio.wait({earlier.task})  # its client has just disconnected: wait for what it has sampled
-            earlier = self._asked.earlier(key, is_retry=retries > 0)  # another retry may have resumed it
+            earlier = self._retry_cache.earlier(key, is_retry=retries > 0)  # another retry may have resumed it
         resumed: Exchange | None = None
         if earlier is not None:
             if earlier.is_running:
                 self._counts["joined"] += 1
                 return earlier.listen()
-            if earlier.told is not None:
+            if earlier.reply is not None:
                 self._counts["replayed"] += 1
                 return earlier.listen()
-            if earlier in self._unheard:
-                self._unheard.remove(earlier)
+            if earlier in self._undelivered:
+                self._undelivered.remove(earlier)
                 resumed = earlier
                 self._counts["resumed"] += 1
         try:
-            return await self._start(dialect, ask, key, weight, resumed)
+            return await self._start(dialect, request, key, weight, resumed)
         except BaseException:
             if resumed is not None:
-                self._unheard.append(resumed)
+                self._undelivered.append(resumed)
             raise
 
     async def _start(
-        self, dialect: Dialect, ask: ChatRequest, key: bytes, weight: BodySize, resumed: Exchange | None
+        self, dialect: Dialect, request: ChatRequest, key: bytes, weight: BodySize, resumed: Exchange | None
     ) -> Listener:
         turn, resume = None, None
         if resumed is not None:  # continue the prompt of the sampled part: the book may render another one by now
             turn, resume = resumed.turn, resumed.sampled
-        turn = turn or await self._intake.begin(ask, weight)
-        granted = self._wishes.grant(ask, self._session.engine.spec.kind)
+        turn = turn or await self._intake.begin(request, weight)
+        granted = self._wishes.grant(request, self._session.engine.spec.kind)
         self._overruled.update(granted.refused if len(self._overruled) < MOST_OVERRULED else ())
-        max_tokens = await self._budget(ask, turn, resume)
+        max_tokens = await self._budget(request, turn, resume)
         self._check_open()  # the steps above may have waited
-        number, self._begun = self._begun, self._begun + 1
+        number, self._started_requests = self._started_requests, self._started_requests + 1
         reply_id = f"{self._nonce}{number:06x}"
         exchange = Exchange(
-            key, dialect, turn, granted, reply_id=reply_id, is_stream=ask.is_stream, received=self._received
+            key, dialect, turn, granted, reply_id=reply_id, is_stream=request.is_stream, received=self._received
         )
-        self._asked.add(exchange, instead_of=resumed)
+        self._retry_cache.add(exchange, instead_of=resumed)
         self._running[exchange] = max_tokens
         listener = exchange.listen()
         exchange.task = start_now(self._run_one(exchange, number, max_tokens, resume))
@@ -240,37 +240,37 @@ class GatewaySession:
         if error is not None:
             raise Problem("limit", error.detail, code=error.code)
 
-    async def _budget(self, ask: ChatRequest, turn: PreparedTurn, resume: Generation | None) -> int:
+    async def _budget(self, request: ChatRequest, turn: PreparedTurn, resume: Generation | None) -> int:
         """Returns how many tokens it may sample, including those that it resumes from. Raises Problem at a limit."""
         if resume is None:
-            self._bounds.turn(self._turns_begun)
-        wanted = min(filter(None, (ask.max_tokens, self._task.sampling.max_tokens)))
-        wanted = self._bounds.fitting(len(turn.prompt), wanted, is_first=not self._book.turns)
+            self._bounds.turn(self._turns_started)
+        requested = min(filter(None, (request.max_tokens, self._task.sampling.max_tokens)))
+        requested = self._bounds.fitting(len(turn.prompt), requested, is_first=not self._book.turns)
         has = len(resume.token_ids) if resume is not None else 0
-        while (left := self._bounds.tokens_left(self.sampled_tokens + has)) is not None:
-            room = has + left - sum(self._running.values())
-            if room >= wanted or not self._running:
-                return min(wanted, room)
+        while (remaining := self._bounds.tokens_left(self.sampled_tokens + has)) is not None:
+            room = has + remaining - sum(self._running.values())
+            if room >= requested or not self._running:
+                return min(requested, room)
             self._freed.clear()
             await self._freed.wait()  # running completions may use less than their budget
-        return wanted
+        return requested
 
     @property
-    def _turns_begun(self) -> int:
-        return self._book.turns + len(self._running) + len(self._unheard)
+    def _turns_started(self) -> int:
+        return self._book.turns + len(self._running) + len(self._undelivered)
 
     # --- completions
 
     async def _run_one(self, exchange: Exchange, number: int, max_tokens: int, resume: Generation | None) -> None:
         turn = exchange.turn
         assert turn is not None
-        telling: ReplyBuilder | None = None
+        builder: ReplyBuilder | None = None
         if exchange.is_stream:
-            telling = ReplyBuilder(self._renderer, turn, exchange.manner)
-        begun = time.monotonic()
+            builder = ReplyBuilder(self._renderer, turn, exchange.manner)
+        started_at = time.monotonic()
         try:
-            with self._watch.call(number, len(turn.prompt)) as seen:
-                on_tokens = None if telling is None else self._streaming(exchange, telling)
+            with self._watch.call(number, len(turn.prompt)) as call:
+                on_tokens = None if builder is None else self._streaming(exchange, builder)
                 generation = await self._sampler.sample(
                     exchange,
                     turn,
@@ -280,44 +280,44 @@ class GatewaySession:
                     on_tokens=on_tokens,
                     salvage=lambda partial: self._keep(exchange, partial),  # it is the rollout's last turn
                 )
-                seen.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
+                call.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
             logprobs = await self._intake.logprobs(generation) if exchange.granted.has_logprobs else None
-            self._sampled(exchange, generation, telling, logprobs)
+            self._sampled(exchange, generation, builder, logprobs)
         except BaseException as error:
             exchange.problem = self._problem(error, exchange)
             exchange.turn = None
             if not isinstance(error, Exception):
                 raise
         finally:
-            self.model_s += time.monotonic() - begun
+            self.model_s += time.monotonic() - started_at
             del self._running[exchange]
             self._freed.set()
             self._beat()
             exchange.wake()
 
-    def _streaming(self, exchange: Exchange, telling: ReplyBuilder) -> Callable[[Sequence[int]], None]:
-        def came(ids: Sequence[int]) -> None:
+    def _streaming(self, exchange: Exchange, builder: ReplyBuilder) -> Callable[[Sequence[int]], None]:
+        def on_tokens(ids: Sequence[int]) -> None:
             self._beat()
-            exchange.add(telling.feed(ids))
+            exchange.add(builder.feed(ids))
 
-        return came
+        return on_tokens
 
     def _sampled(
         self,
         exchange: Exchange,
         generation: Generation,
-        telling: ReplyBuilder | None,
+        builder: ReplyBuilder | None,
         logprobs: tuple[TokenLogprob, ...] | None,
     ) -> None:
         """Passes a completion to its listeners. It is recorded when one has received it completely, or by `close`."""
         if generation.finish_reason == "abort":  # listeners get no partial reply when the rollout ends
             exchange.problem = Problem("unavailable", "this rollout has ended", code="ended")
         else:
-            rest, told = ((), self._read(exchange, generation)) if telling is None else telling.finish()
-            exchange.add(rest)
-            exchange.parsed = told
-            exchange.told = told_of(
-                told,
+            remaining, parsed = ((), self._read(exchange, generation)) if builder is None else builder.finish()
+            exchange.add(remaining)
+            exchange.parsed = parsed
+            exchange.reply = reply_of(
+                parsed,
                 generation,
                 self._renderer,
                 reply_id=exchange.id,
@@ -325,18 +325,18 @@ class GatewaySession:
                 prompt_tokens=exchange.prompt_tokens,
                 stop=exchange.granted.stop,
                 logprobs=logprobs,
-                warnings=exchange.granted.warnings_of(told.tool_calls),
+                warnings=exchange.granted.warnings_of(parsed.tool_calls),
             )
         exchange.sampled, exchange.engine, exchange.is_late = generation, self._session.engine, self._clock.is_expired
         if generation.token_ids:
-            self._unheard.append(exchange)
+            self._undelivered.append(exchange)
 
     def _received(self, exchange: Exchange) -> None:
         """Records an exchange whose reply a client has received completely."""
         if exchange.sampled is None:
             return  # `close` has recorded it
-        if exchange in self._unheard:
-            self._unheard.remove(exchange)
+        if exchange in self._undelivered:
+            self._undelivered.remove(exchange)
         try:
             self._keep(exchange, exchange.sampled)
         except Exception as error:
@@ -347,13 +347,13 @@ class GatewaySession:
         turn = exchange.turn
         assert turn is not None
         parsed = self._renderer.parse(generation.token_ids, turn.prompt, turn.tools)
-        return tell_whole(parsed, exchange.manner)
+        return convert_turn(parsed, exchange.manner)
 
     def _keep(self, exchange: Exchange, generation: Generation, *, is_abandoned: bool = False) -> None:
         """Adds the turn to the book, as the client received it."""
         turn = exchange.turn
         assert turn is not None
-        told = exchange.parsed or self._read(exchange, generation)
+        parsed = exchange.parsed or self._read(exchange, generation)
         engine = exchange.engine or self._session.engine
         self._book.keep(
             turn,
@@ -368,12 +368,12 @@ class GatewaySession:
             untrainable=generation.untrainable or exchange.granted.untrainable,
             is_tokenizer_verified=generation.is_tokenizer_verified,
             is_abandoned=is_abandoned,
-            parsed=told,
+            parsed=parsed,
         )
         if not is_abandoned:
             self._finish_reason = generation.finish_reason
             if len(turn.messages) + 1 >= len(self._messages):
-                self._messages = (*turn.messages, told.message)
+                self._messages = (*turn.messages, parsed.message)
             self._bounds.completed(len(turn.prompt), generation)
         exchange.recorded()
 
@@ -392,8 +392,8 @@ class GatewaySession:
         tasks = [exchange.task for exchange in self._running if exchange.task is not None]
         if tasks:
             await asyncio.wait(tasks)
-        for exchange in self._unheard:
+        for exchange in self._undelivered:
             assert exchange.sampled is not None
             self._counts["abandoned"] += not exchange.is_late  # a late one is the rollout's last turn
             self._keep(exchange, exchange.sampled, is_abandoned=not exchange.is_late)
-        self._unheard.clear()
+        self._undelivered.clear()

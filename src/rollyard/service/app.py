@@ -53,7 +53,7 @@ def create_app(app_state: AppState) -> FastAPI:
     if app_state.settings.prorl:
         prorl.mount(app, app_state)
     problems.install(app)
-    app.add_exception_handler(ClientGone, _nobody_listens)
+    app.add_exception_handler(ClientGone, _client_gone)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     app.add_middleware(BodyLimit, limit_bytes=app_state.settings.max_body_bytes)
     door = SessionGateway(app_state.keys, app_state.sessions, limit_bytes=app_state.settings.max_body_bytes)
@@ -70,5 +70,5 @@ def create_app(app_state: AppState) -> FastAPI:
     return app
 
 
-async def _nobody_listens(_: Request, __: Exception) -> Response:
+async def _client_gone(_: Request, __: Exception) -> Response:
     return Response(status_code=499)  # no one receives it; the number is what nginx logs for it

@@ -52,14 +52,14 @@ class AppState:
     async def run(self, caller: Caller, run_id: str) -> Run:
         """A run that the caller may read. "default" is the caller's own default run, created on first use."""
         name = caller.default_run if run_id == DEFAULT_RUN else check_id(run_id, "run")
-        found = self.pipeline.run_of(name)
-        if found is None and run_id == DEFAULT_RUN and caller.can_write:
+        stored_run = self.pipeline.run_of(name)
+        if stored_run is None and run_id == DEFAULT_RUN and caller.can_write:
             owner = "" if name == DEFAULT_RUN else caller.name
-            found = await self.store.put_run(Run(name, created_at=time.time(), owner=owner), {})
-            self.pipeline.know(found)
-        if found is None or not caller.reads(found):
+            stored_run = await self.store.put_run(Run(name, created_at=time.time(), owner=owner), {})
+            self.pipeline.know(stored_run)
+        if stored_run is None or not caller.reads(stored_run):
             raise NotFound(f"there is no run {run_id!r}; create it with POST /v1/runs")
-        return found
+        return stored_run
 
     def readable(self, caller: Caller) -> list[Run]:
         """All runs that the caller may read."""
@@ -70,16 +70,16 @@ class AppState:
         name = _NAMES[kind]
         check_id(id, f"{name} id")
         if run_id is None:
-            found = await self.store.named(kind, id)
-            keys = [key for key, name in found.items() if (run := self.pipeline.run_of(name)) and caller.reads(run)]
+            run_ids = await self.store.named(kind, id)
+            keys = [key for key, name in run_ids.items() if (run := self.pipeline.run_of(name)) and caller.reads(run)]
         else:
             run = await self.run(caller, run_id)
-            found = await self.store.runs_of(kind, [key_of(run.id, id), id])  # id: in a store older than keys
-            keys = [key for key, name in found.items() if name == run.id]
+            run_ids = await self.store.runs_of(kind, [key_of(run.id, id), id])  # id: in a store older than keys
+            keys = [key for key, name in run_ids.items() if name == run.id]
         if not keys:
             raise NotFound(f"there is no {name} {id!r}")
         if len(keys) > 1:
-            within = sorted(found[key] for key in keys)
+            within = sorted(run_ids[key] for key in keys)
             raise AmbiguousId(f"the runs {', '.join(within)} each have a {name} {id!r}: add ?run=", runs=[*within])
         return keys[0]
 
@@ -110,8 +110,8 @@ class AppState:
             raise NotFound("this service has no fleet: start it with --fleet")
         return self.fleet
 
-    def wait_s(self, asked_s: float) -> float:
-        return min(asked_s, self.settings.max_wait_s)
+    def wait_s(self, requested_s: float) -> float:
+        return min(requested_s, self.settings.max_wait_s)
 
 
 def app_state_of(request: Request) -> AppState:

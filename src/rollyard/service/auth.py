@@ -81,8 +81,8 @@ class Gate:
         await (door or self._app)(scope, receive, send)
 
     def _caller(self, path: str, headers: dict[bytes, str]) -> Caller:
-        given = headers.get(b"authorization")
-        caller = self._tokens.caller(_from_url(given) if path in self._url_paths else given)
+        authorization = headers.get(b"authorization")
+        caller = self._tokens.caller(_from_url(authorization) if path in self._url_paths else authorization)
         if caller.access is Access.NODE and not path.startswith(NODE_PATHS):
             raise Forbidden(f"a node's token is valid only for {NODE_PATHS}")
         self._rates.check(caller)

@@ -41,18 +41,18 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         limit_bytes = max(self._limit_bytes, NODE_BYTES) if scope["path"].startswith(NODE_PATHS) else self._limit_bytes
-        told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if told.isdigit() and int(told) > limit_bytes:
+        content_length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if content_length.isdigit() and int(content_length) > limit_bytes:
             await problem(_too_large(limit_bytes))(scope, receive, send)
             return
-        seen_bytes = 0
+        received_bytes = 0
 
         async def counted() -> Message:
-            nonlocal seen_bytes
+            nonlocal received_bytes
             message = await receive()
             if message["type"] == "http.request":
-                seen_bytes += len(message.get("body", b""))
-                if seen_bytes > limit_bytes:
+                received_bytes += len(message.get("body", b""))
+                if received_bytes > limit_bytes:
                     raise _too_large(limit_bytes)
             return message
 
@@ -63,21 +63,21 @@ def _too_large(limit_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {limit_bytes} bytes", limit_bytes=limit_bytes)
 
 
-async def while_wanted(request: Request, work: Coroutine[object, object, T], closing: asyncio.Event) -> T | None:
+async def while_connected(request: Request, work: Coroutine[object, object, T], closing: asyncio.Event) -> T | None:
     """The result of `work`, or None if the service closes first. Raises `ClientGone` if the client disconnects first.
     In both cases `work` has been cancelled and has ended. The request's body must have been read before."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(disconnected(request.receive))
+    disconnect = asyncio.create_task(disconnected(request.receive))
     closed = asyncio.create_task(closing.wait())
     try:
-        await asyncio.wait((task, gone, closed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect, closed), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        if gone.done():
+        if disconnect.done():
             raise ClientGone
         return None
     finally:
-        await end_all(task, gone, closed)
+        await end_all(task, disconnect, closed)
 
 
 async def disconnected(receive: Receive) -> None:

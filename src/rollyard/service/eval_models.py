@@ -86,7 +86,7 @@ def _usual(caller: Caller) -> int:
     return PRIORITY if most is None else min(PRIORITY, most)
 
 
-def eval_object(record: EvalRecord, done: int) -> JsonObject:
+def eval_object(record: EvalRecord, done_samples: int) -> JsonObject:
     return {
         "id": id_of(record.id),
         "run": record.run,
@@ -105,7 +105,7 @@ def eval_object(record: EvalRecord, done: int) -> JsonObject:
         "on_update": record.on_update,
         "seed": record.seed,
         "by": record.data.get("by"),
-        "done": done,
+        "done": done_samples,
         "total": record.tasks * record.samples,
         "result": record.result,
         "created_at": record.created_at,

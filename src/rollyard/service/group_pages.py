@@ -36,14 +36,14 @@ class LoadedGroup:
 
 async def load_group(store: Store, group: Group, *, with_traces: bool) -> LoadedGroup:
     rollouts = await rollouts_of(store, group.id)
-    found: dict[str, Trajectory] = {}
+    trajectories: dict[str, Trajectory] = {}
     if with_traces:
-        wanted = [rollout.id for rollout in rollouts if rollout.index in group.members]
-        for start in range(0, len(wanted), AT_ONCE):
-            ids = wanted[start : start + AT_ONCE]
+        member_ids = [rollout.id for rollout in rollouts if rollout.index in group.members]
+        for start in range(0, len(member_ids), AT_ONCE):
+            ids = member_ids[start : start + AT_ONCE]
             loaded = await asyncio.gather(*map(store.trajectory, ids))
-            found |= {id: one for id, one in zip(ids, loaded, strict=True) if one is not None}
-    return LoadedGroup(group, tuple(rollouts), found)
+            trajectories |= {id: one for id, one in zip(ids, loaded, strict=True) if one is not None}
+    return LoadedGroup(group, tuple(rollouts), trajectories)
 
 
 def cursor(place: int) -> str:

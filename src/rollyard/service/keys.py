@@ -32,9 +32,9 @@ class SessionKeys:
     def session_of(self, key: str) -> tuple[str, int] | None:
         """The session of the key and its nonce, or None if the key is not valid. Compares in constant time."""
         text, _, mac = key.removeprefix(_PREFIX).rpartition("-")
-        is_ours = hmac.compare_digest(self._mac(text).encode(), mac.encode("utf-8", "surrogateescape"))
+        is_genuine = hmac.compare_digest(self._mac(text).encode(), mac.encode("utf-8", "surrogateescape"))
         session, _, nonce = text.rpartition("-")
-        return (session, int(nonce)) if is_ours and key.startswith(_PREFIX) and session else None
+        return (session, int(nonce)) if is_genuine and key.startswith(_PREFIX) and session else None
 
     def _mac(self, text: str) -> str:
         raw = text.encode("utf-8", "surrogateescape")

@@ -80,9 +80,9 @@ async def open_stage_resources(
 def raise_descriptor_limit() -> None:
     """Raises the soft limit: a sandbox needs about five descriptors, so the usual 1024 suffice for 200 of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def open_data_dir(path: Path) -> None:
@@ -114,13 +114,13 @@ def pipeline_settings(settings: Settings) -> PipelineSettings:
 async def _probe(name: str, runtime: Runtime) -> Mapping[str, str]:
     try:
         async with asyncio.timeout(PROBE_S):
-            found = await runtime.probe()
+            features = await runtime.probe()
     except TimeoutError:
-        found = {"probe": f"not finished within {PROBE_S:g} s"}
-    for feature, state in found.items():
+        features = {"probe": f"not finished within {PROBE_S:g} s"}
+    for feature, state in features.items():
         if state != "ok":
             log.warning("a runtime lacks a feature", extra={"runtime": name, "feature": feature, "state": state})
-    return found
+    return features
 
 
 async def vet(engine: Engine, renderers: Renderers) -> bool:

@@ -74,8 +74,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
         [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
     )
     components = schema.setdefault("components", {})
-    found = {name: part for name, part in components.get("schemas", {}).items() if name not in _FASTAPIS}
-    components["schemas"] = {**found, "Problem": PROBLEM, **definitions["$defs"]}
+    own_schemas = {name: part for name, part in components.get("schemas", {}).items() if name not in _FASTAPIS}
+    components["schemas"] = {**own_schemas, "Problem": PROBLEM, **definitions["$defs"]}
     components["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer"},
         "session_key": {"type": "http", "scheme": "bearer", "description": "The key of a session."},

@@ -42,8 +42,8 @@ def problem(error: RollyardError, *, status: int | None = None, headers: Mapping
     status = status or (error.status if error.status >= 400 else 422)
     extra = dict(headers or {})
     if status in RETRY_AFTER_S:
-        told = error.data.get("retry_after_s")
-        wait_s = ceil(told) if isinstance(told, int | float) else RETRY_AFTER_S[status]
+        retry_after_s = error.data.get("retry_after_s")
+        wait_s = ceil(retry_after_s) if isinstance(retry_after_s, int | float) else RETRY_AFTER_S[status]
         extra.setdefault("retry-after", str(wait_s))
     if status == 401:
         extra.setdefault("www-authenticate", "Bearer")
@@ -85,7 +85,7 @@ def _sentence(item: Mapping[str, Any]) -> str:
 def install(app: FastAPI) -> None:
     """Installs handlers for the exceptions that routes raise on purpose."""
 
-    async def ours(_: Request, error: Exception) -> Response:
+    async def rollyard_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, RollyardError)
         if error.status >= 500 and not isinstance(error, RequestError):
             log.warning("call failed", extra={"code": error.code, "detail": error.detail})
@@ -107,7 +107,7 @@ def install(app: FastAPI) -> None:
     async def store(_: Request, error: Exception) -> Response:
         return problem(StoreLost(f"the store cannot be used: {error}"))
 
-    app.add_exception_handler(RollyardError, ours)
+    app.add_exception_handler(RollyardError, rollyard_error)
     app.add_exception_handler(StoreUnusable, store)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)
@@ -123,11 +123,11 @@ class CatchAll:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_begun = False
+        is_started = False
 
         async def watched(message: Message) -> None:
-            nonlocal is_begun
-            is_begun = True
+            nonlocal is_started
+            is_started = True
             await send(message)
 
         try:
@@ -136,7 +136,7 @@ class CatchAll:
             log.debug("a client disconnected during its request", extra={"path": scope["path"]})
         except Exception as error:
             log.exception("a call failed unexpectedly", extra={"method": scope["method"], "path": scope["path"]})
-            if is_begun:
+            if is_started:
                 raise  # part of the response is sent: only closing the connection signals the error
             wrapped = InternalError(f"{type(error).__name__} in {scope['method']} {scope['path']}; see the log")
             await problem(wrapped)(scope, receive, send)

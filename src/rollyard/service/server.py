@@ -161,7 +161,7 @@ def run_server(settings: Settings) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_main(settings))
     except (SettingsError, StoreLocked, StoreUnusable, TracingUnavailable, RayUnavailable) as error:
-        _say(f"rollyard: {error}")
+        _print_line(f"rollyard: {error}")
         return 1
 
 
@@ -172,14 +172,14 @@ async def _main(settings: Settings) -> int:
     signals = _Signals(on_first=main.cancel)  # during start: what is open already is closed again
     signals.is_term_final = settings.on_term == "stop"
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, signals.came, signum)
+        loop.add_signal_handler(signum, signals.receive, signum)
     try:
         async with serve(settings) as served:
             signals.on_first = lambda: None
             signals.on_second = served.app_state.pipeline.stop_now  # it may arrive right after the first
             settle_memory()
             token = "" if settings.admin_tokens else f", token in {settings.token_path}"
-            _say(f"rollyard {__version__} at {served.url}{token}")
+            _print_line(f"rollyard {__version__} at {served.url}{token}")
             await _first_of(signals.first, served.app_state.pipeline.broke)
             if served.app_state.pipeline.broken is not None:
                 raise served.app_state.pipeline.broken
@@ -216,7 +216,7 @@ class _Signals:
         self.on_second: Callable[[], object] = lambda: None
         self.is_term_final = False  # a SIGTERM counts as the second one, too
 
-    def came(self, signum: int) -> None:
+    def receive(self, signum: int) -> None:
         log.info("signal", extra={"signal": signal.Signals(signum).name})
         is_first = not self.first.is_set()
         self.first.set()
@@ -226,6 +226,6 @@ class _Signals:
             self.on_second()
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -63,11 +63,11 @@ class SessionGateway:
         path = scope["path"] if scope["path"] in ROUTES else _MODELS
         scope["route"] = ROUTES[path]
         dialect = dialect_of(short_path(path), headers)
-        is_begun = False
+        is_started = False
 
         async def watched(message: Message) -> None:
-            nonlocal is_begun
-            is_begun = True
+            nonlocal is_started
+            is_started = True
             await send(message)
 
         try:
@@ -77,7 +77,7 @@ class SessionGateway:
         except Problem as problem:
             await refuse(send, dialect, problem)
         except Exception as error:
-            if is_begun:
+            if is_started:
                 raise  # part of the response is sent: only closing the connection signals the error
             log.exception("a gateway call failed unexpectedly", extra={"path": path})
             await refuse(send, dialect, Problem("internal", f"{type(error).__name__}; see the service's log"))
@@ -89,13 +89,13 @@ class SessionGateway:
         return Response(body, error.status, {"x-should-retry": "false"}, "application/json")
 
     def _app(self, headers: Mapping[bytes, bytes]) -> GatewayApp:
-        given = _given(headers)
-        if not given:
+        keys = _keys_of(headers)
+        if not keys:
             raise Problem("unauthorized", "this call needs a session's key (POST /v1/sessions)")
-        found = next(filter(None, map(self._keys.session_of, given)), None)
-        if found is None:
+        match = next(filter(None, map(self._keys.session_of, keys)), None)
+        if match is None:
             raise Problem("unauthorized", "this is not the key of a session")
-        session, nonce = found
+        session, nonce = match
         live = self._sessions.live(session)
         if live is None:
             detail = f"session {id_of(session)} is not open: it has not started yet, or it has ended"
@@ -105,18 +105,18 @@ class SessionGateway:
         return GatewayApp(live.gateway, watches=True)
 
     def _check_length(self, headers: Mapping[bytes, bytes]) -> None:
-        told = headers.get(b"content-length", b"0")
-        if told.isdigit() and int(told) > self._limit_bytes:
+        content_length = headers.get(b"content-length", b"0")
+        if content_length.isdigit() and int(content_length) > self._limit_bytes:
             raise self._too_large()
 
     def _bounded(self, receive: Receive) -> Receive:
-        seen_bytes = 0
+        received_bytes = 0
 
         async def counted() -> Message:
-            nonlocal seen_bytes
+            nonlocal received_bytes
             message = await receive()
-            seen_bytes += len(message.get("body", b""))
-            if seen_bytes > self._limit_bytes:
+            received_bytes += len(message.get("body", b""))
+            if received_bytes > self._limit_bytes:
                 raise self._too_large()
             return message
 
@@ -126,7 +126,7 @@ class SessionGateway:
         return Problem("too_large", f"the body is larger than {self._limit_bytes} bytes", code="body_too_large")
 
 
-def _given(headers: Mapping[bytes, bytes]) -> list[str]:
+def _keys_of(headers: Mapping[bytes, bytes]) -> list[str]:
     """The keys of both headers: an SDK may put an unrelated token of its own into one of them."""
     scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""

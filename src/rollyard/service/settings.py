@@ -361,8 +361,8 @@ class Settings(BaseModel):
 
     @property
     def uid_range(self) -> range | None:
-        first, found, last = self.sandbox_uids.partition("-")
-        return range(int(first), int(last) + 1) if found else None
+        first, separator, last = self.sandbox_uids.partition("-")
+        return range(int(first), int(last) + 1) if separator else None
 
     @property
     def image_folders(self) -> tuple[Path, ...]:
@@ -444,8 +444,8 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], toml_
 _TABLES: Mapping[str, type[BaseModel]] = {"mcp_servers": McpServerSettings}
 
 
-def _find_file(environ: Mapping[str, str], given: Path | None) -> Path | None:
-    named = given or (Path(environ[f"{PREFIX}CONFIG"]) if environ.get(f"{PREFIX}CONFIG") else None)
+def _find_file(environ: Mapping[str, str], explicit: Path | None) -> Path | None:
+    named = explicit or (Path(environ[f"{PREFIX}CONFIG"]) if environ.get(f"{PREFIX}CONFIG") else None)
     if named is not None:
         named = named.expanduser()
         if not named.is_file():

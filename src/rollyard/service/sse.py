@@ -37,15 +37,15 @@ class EventStream(Response):
         await _send(send, b": open\n\n")
         pump = asyncio.create_task(self._pump(send))
         alive = asyncio.create_task(self._keep_alive(send))
-        gone = asyncio.create_task(disconnected(receive))
+        disconnect = asyncio.create_task(disconnected(receive))
         closed = asyncio.create_task(self._closing.wait())
         try:
-            await asyncio.wait((pump, alive, gone, closed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((pump, alive, disconnect, closed), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end_all(pump, alive, gone, closed)
+            await end_all(pump, alive, disconnect, closed)
         if not pump.cancelled():
             pump.result()  # raises the error that ended it, if any
-        if not gone.cancelled():
+        if not disconnect.cancelled():
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

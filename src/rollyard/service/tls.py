@@ -69,7 +69,7 @@ def _make(folder: Path, cert: Path, key: Path) -> None:
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     mask = os.umask(0o077)
     try:
-        made = subprocess.run(
+        completed = subprocess.run(
             ["openssl", "req", "-x509", *curve, *subject, "-keyout", str(key), "-out", str(draft)],
             capture_output=True,
             text=True,
@@ -78,6 +78,6 @@ def _make(folder: Path, cert: Path, key: Path) -> None:
         )
     finally:
         os.umask(mask)
-    if made.returncode != 0:
-        raise SettingsError(f"openssl could not create a certificate: {made.stderr.strip()[-300:]}")
+    if completed.returncode != 0:
+        raise SettingsError(f"openssl could not create a certificate: {completed.stderr.strip()[-300:]}")
     draft.replace(cert)

@@ -44,13 +44,13 @@ class Tokens:
     """All valid tokens, and the caller of each."""
 
     def __init__(self, admin: Iterable[str], trainer: Iterable[str] = (), node: Iterable[str] = ()) -> None:
-        self._given = [
+        self._configured = [
             _KnownToken(digest, Caller(access, digest.hex()[:16]))
             for access, tokens in ((Access.NODE, node), (Access.TRAINER, trainer), (Access.ADMIN, admin))
             for digest in map(_digest, tokens)
         ]
         self._created: dict[str, TokenRecord] = {}
-        self._known = list(self._given)
+        self._known = list(self._configured)
 
     @property
     def created(self) -> list[TokenRecord]:
@@ -80,23 +80,23 @@ class Tokens:
         self._renew()
 
     def _renew(self) -> None:
-        self._known = [*self._given, *map(_known, self._created.values())]
+        self._known = [*self._configured, *map(_known, self._created.values())]
 
     def caller(self, authorization: str | None) -> Caller:
         """The caller of this Authorization header. Raises `Unauthorized` for an unknown or expired token."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthorized("this call needs a bearer token")
-        given = _digest(token.strip())
-        found: _KnownToken | None = None
+        digest = _digest(token.strip())
+        match: _KnownToken | None = None
         for one in self._known:  # no early exit: constant time
-            if hmac.compare_digest(one.digest, given):
-                found = one
-        if found is None:
+            if hmac.compare_digest(one.digest, digest):
+                match = one
+        if match is None:
             raise Unauthorized("this token is unknown")
-        if found.expires_at is not None and found.expires_at <= time.time():
+        if match.expires_at is not None and match.expires_at <= time.time():
             raise Unauthorized("this token has expired: ask an admin for a new one")
-        return found.caller
+        return match.caller
 
 
 def _known(record: TokenRecord) -> _KnownToken:
@@ -119,8 +119,8 @@ def _digest(token: str) -> bytes:
 
 def load_tokens(settings: Settings) -> Tokens:
     """The configured tokens. On loopback without an admin token, the one in the token file, created if needed."""
-    admin = _given("admin_tokens", settings.admin_tokens)
-    trainer = _given("trainer_tokens", settings.trainer_tokens)
+    admin = _configured_tokens("admin_tokens", settings.admin_tokens)
+    trainer = _configured_tokens("trainer_tokens", settings.trainer_tokens)
     if not admin and settings.is_loopback:
         admin = [own_token(settings.token_path)]
     if not admin and not trainer:
@@ -128,7 +128,7 @@ def load_tokens(settings: Settings) -> Tokens:
             f"host {settings.host} is reachable from other machines: set admin_tokens or trainer_tokens first, "
             "or listen on 127.0.0.1"
         )
-    node = _given("node_tokens", settings.node_tokens)
+    node = _configured_tokens("node_tokens", settings.node_tokens)
     if settings.fleet is not None and not node:
         node = [node_token(settings)]
     return Tokens(admin, trainer, node)
@@ -136,8 +136,8 @@ def load_tokens(settings: Settings) -> Tokens:
 
 def node_token(settings: Settings) -> str:
     """The token for nodes that the service itself starts."""
-    given = _given("node_tokens", settings.node_tokens)
-    return given[0] if given else own_token(settings.node_token_path)
+    tokens = _configured_tokens("node_tokens", settings.node_tokens)
+    return tokens[0] if tokens else own_token(settings.node_token_path)
 
 
 def own_token(path: Path) -> str:
@@ -159,7 +159,7 @@ def own_token(path: Path) -> str:
     return _read(path)[0]
 
 
-def _given(name: str, values: Sequence[SecretStr]) -> list[str]:
+def _configured_tokens(name: str, values: Sequence[SecretStr]) -> list[str]:
     tokens: list[str] = []
     for secret in values:
         value = secret.get_secret_value()

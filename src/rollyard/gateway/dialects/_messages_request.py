@@ -43,7 +43,7 @@ _KNOWN: Final = frozenset(
         *_OVERRULED,
     )
 )
-_OUR_ID = re.compile(r"toolu_[0-9A-Za-z]+_(.+)", re.DOTALL)
+_TOOL_USE_ID = re.compile(r"toolu_[0-9A-Za-z]+_(.+)", re.DOTALL)
 
 Part = str | Mapping[str, Json]
 """A part of a user's or a tool's message: text, or an image in chat format."""
@@ -81,7 +81,7 @@ def read(body: Mapping[str, Json]) -> ChatRequest:
     if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
         raise _wrong("max_tokens", "it must be a whole number of at least 1")
     return ChatRequest(
-        messages=history.done(),
+        messages=history.finish(),
         tools=tuple(tools),
         model=model,
         max_tokens=max_tokens,
@@ -106,7 +106,7 @@ class _History:
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
-        self._said: list[Part] = []  # the open turn of a user
+        self._user_parts: list[Part] = []  # the open turn of a user
         self._text: list[str] = []  # this and the next two: the open turn of the assistant
         self._thought: list[str] = []
         self._calls: list[Json] = []
@@ -136,7 +136,7 @@ class _History:
         else:
             raise _wrong(f"{at}.role", "it must be user, assistant or system")
 
-    def done(self) -> tuple[Message, ...]:
+    def finish(self) -> tuple[Message, ...]:
         if self._is_assistant:
             raise _wrong(
                 "messages", "a prefill of the assistant's turn is not supported: the last message must be a user's"
@@ -148,7 +148,7 @@ class _History:
 
     def _user(self, block: Mapping[str, Json], at: str) -> None:
         if block.get("type") != "tool_result":
-            self._said.append(_part(block, at))
+            self._user_parts.append(_part(block, at))
             return
         self._close_user()
         parts = [_part(inner, where) for inner, where in _blocks(block.get("content") or "", f"{at}.content")]
@@ -172,9 +172,9 @@ class _History:
             raise _not_offered(block, at)
 
     def _close_user(self) -> None:
-        if self._said:
-            self._messages.append({"role": "user", "content": _content(self._said)})
-            self._said = []
+        if self._user_parts:
+            self._messages.append({"role": "user", "content": _content(self._user_parts)})
+            self._user_parts = []
 
     def _close_assistant(self) -> None:
         if not self._is_assistant:
@@ -233,9 +233,9 @@ def _is_marked(part: Part) -> bool:
     return isinstance(part, str) and part.lstrip("< ").lower().startswith(("error", "tool_use_error"))
 
 
-def _own_id(told: str) -> str:
-    ours = _OUR_ID.fullmatch(told)
-    return ours[1] if ours else told
+def _own_id(tool_use_id: str) -> str:
+    match = _TOOL_USE_ID.fullmatch(tool_use_id)
+    return match[1] if match else tool_use_id
 
 
 # --- tools ---

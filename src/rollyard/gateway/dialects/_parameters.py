@@ -25,11 +25,11 @@ def stop(value: Json, name: str) -> list[RequestParameter]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise Problem("invalid", f"Invalid type for '{name}': expected a string or an array of strings.", param=name)
-    said = [text for text in texts if text]
-    if len(said) > MOST_STOPS or any(len(text) > MOST_STOP_CHARS for text in said if isinstance(text, str)):
+    stops = [text for text in texts if text]
+    if len(stops) > MOST_STOPS or any(len(text) > MOST_STOP_CHARS for text in stops if isinstance(text, str)):
         message = f"Invalid '{name}': at most {MOST_STOPS} texts of {MOST_STOP_CHARS} characters are accepted."
         raise Problem("invalid", message, code="array_above_max_length", param=name)
-    return [RequestParameter("stop", name, said)] if said else []
+    return [RequestParameter("stop", name, stops)] if stops else []
 
 
 def seed(value: Json, name: str = "seed") -> list[RequestParameter]:

@@ -71,9 +71,11 @@ class Toolbox:
                 raise Problem("invalid", f"{where} must be an object", param=where)
             kind = tool.get("type")
             if kind == "namespace" and namespace is None:
-                said = tool.get("description")
+                description = tool.get("description")
                 name = _name(tool, where)
-                self.read(tool.get("tools"), f"{where}.tools", name, said if isinstance(said, str) else "")
+                self.read(
+                    tool.get("tools"), f"{where}.tools", name, description if isinstance(description, str) else ""
+                )
             elif kind == "function":
                 self._function(tool, where, namespace, about if index == 0 else "")
             elif kind == "custom":
@@ -96,14 +98,14 @@ class Toolbox:
         self._add(OfferedTool("function", _name(tool, where), namespace), _about(tool, about), parameters, where)
 
     def _custom(self, tool: Mapping[str, Json], where: str, namespace: str | None, about: str) -> None:
-        said = "The whole input of this tool, as plain text."
+        description = "The whole input of this tool, as plain text."
         format_ = tool.get("format")
         if isinstance(format_, Mapping) and format_.get("type") == "grammar":
             self.overruled.append("tools.format")  # shown to the model, not enforced
-            said += f" It must follow this {format_.get('syntax')} grammar:\n{format_.get('definition')}"
+            description += f" It must follow this {format_.get('syntax')} grammar:\n{format_.get('definition')}"
         parameters: Json = {
             "type": "object",
-            "properties": {"input": {"type": "string", "description": said}},
+            "properties": {"input": {"type": "string", "description": description}},
             "required": ["input"],
         }
         self._add(OfferedTool("custom", _name(tool, where), namespace), _about(tool, about), parameters, where)
@@ -143,7 +145,7 @@ def _about(tool: Mapping[str, Json], lead: str) -> str:
 # --- calls to the client ---
 
 
-def tell_call(call: ToolCall, offered: Mapping[str, OfferedTool], item_id: str) -> dict[str, Any]:
+def call_item(call: ToolCall, offered: Mapping[str, OfferedTool], item_id: str) -> dict[str, Any]:
     """Returns the output item of a call, without its status."""
     tool = offered.get(call.name) or OfferedTool("function", call.name)
     arguments = call.arguments

@@ -20,7 +20,7 @@ from rollyard.gateway.base import Problem, shown
 from rollyard.gateway.dialects._responses_calls import Toolbox, read_call
 
 _SEALED = "rollyard.1."
-_OURS = re.compile(r"[a-z]+_([0-9A-Za-z]+)_\d+")
+_ITEM_ID = re.compile(r"[a-z]+_([0-9A-Za-z]+)_\d+")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
@@ -72,7 +72,7 @@ class Transcript:
         self._join()
         return tuple(self._messages)
 
-    def say(self, role: str, content: Json) -> None:
+    def add_message(self, role: str, content: Json) -> None:
         """Adds a message that is not the assistant's."""
         self._join()
         self._messages.append({"role": role, "content": content})
@@ -80,7 +80,7 @@ class Transcript:
 
     def read(self, items: Json) -> None:
         if isinstance(items, str):
-            self.say("user", items)
+            self.add_message("user", items)
             return
         if not isinstance(items, Sequence):
             raise Problem("invalid", "input must be a string or a list of items", param="input")
@@ -104,7 +104,7 @@ class Transcript:
             )
         content = _content(item.get("content"), f"{where}.content")
         if role != "assistant":
-            self.say(str(role), content)
+            self.add_message(str(role), content)
             return
         if not isinstance(content, str):
             raise Problem("invalid", f"{where}.content: an assistant's message is text", param=f"{where}.content")
@@ -155,8 +155,8 @@ class Transcript:
 
     def _assistant(self, item: Mapping[str, Json], *, is_new: Callable[[Mapping[str, Json]], bool]) -> dict[str, Json]:
         """Returns the message that an item belongs to. `is_new` decides if the ids do not."""
-        found = item.get("id")
-        match = _OURS.fullmatch(found) if isinstance(found, str) else None
+        id_ = item.get("id")
+        match = _ITEM_ID.fullmatch(id_) if isinstance(id_, str) else None
         reply, turn = match.group(1) if match else "", self._turn
         if turn is not None and reply and reply == self._reply:
             return turn

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from rollyard.gateway.base import ChatRequest, Event, Problem, Reasoning, Reply, Text
-from rollyard.gateway.dialects._responses_calls import tell_call
+from rollyard.gateway.dialects._responses_calls import call_item
 from rollyard.gateway.dialects._responses_input import item_id, seal
 from rollyard.gateway.dialects.chat import logprob_of
 from rollyard.tokens.base import ToolCall
@@ -25,33 +25,33 @@ def error_of(problem: Problem) -> dict[str, Any]:
     return {"message": problem.message, "type": kind, "param": problem.param, "code": code}
 
 
-def response_of(ask: ChatRequest, told: Reply) -> dict[str, Any]:
+def response_of(request: ChatRequest, reply: Reply) -> dict[str, Any]:
     """Returns a completed turn as one response."""
     output: list[dict[str, Any]] = []
-    if told.reasoning:
-        output.append(_reasoning(ask, told.id, 0, told.reasoning, "completed"))
-    if told.content or not told.calls:
-        status = "completed" if told.calls else _status(told)
-        output.append(_message(told.id, len(output), told.content, status, _logprobs(told)))
-    for call in told.calls:
-        output.append(_call(ask, told.id, len(output), call, "completed"))
-    return _ended(ask, told, output)
+    if reply.reasoning:
+        output.append(_reasoning(request, reply.id, 0, reply.reasoning, "completed"))
+    if reply.content or not reply.calls:
+        status = "completed" if reply.calls else _status(reply)
+        output.append(_message(reply.id, len(output), reply.content, status, _logprobs(reply)))
+    for call in reply.calls:
+        output.append(_call(request, reply.id, len(output), call, "completed"))
+    return _ended(request, reply, output)
 
 
-def _logprobs(told: Reply) -> list[dict[str, Any]]:
+def _logprobs(reply: Reply) -> list[dict[str, Any]]:
     """Returns the logprobs of all sampled tokens, including reasoning and calls."""
-    return [logprob_of(it) for it in told.logprobs or ()]
+    return [logprob_of(it) for it in reply.logprobs or ()]
 
 
-def _status(told: Reply) -> str:
-    return "incomplete" if told.finish == "length" else "completed"
+def _status(reply: Reply) -> str:
+    return "incomplete" if reply.finish == "length" else "completed"
 
 
-def _ended(ask: ChatRequest, told: Reply, output: list[dict[str, Any]]) -> dict[str, Any]:
-    response = _response(ask, told.id, told.created)
-    usage = told.usage
-    response |= {"output": output, "status": _status(told)}
-    if told.finish == "length":
+def _ended(request: ChatRequest, reply: Reply, output: list[dict[str, Any]]) -> dict[str, Any]:
+    response = _response(request, reply.id, reply.created)
+    usage = reply.usage
+    response |= {"output": output, "status": _status(reply)}
+    if reply.finish == "length":
         response["incomplete_details"] = {"reason": "max_output_tokens"}
     response["usage"] = {
         "input_tokens": usage.prompt_tokens,
@@ -60,13 +60,13 @@ def _ended(ask: ChatRequest, told: Reply, output: list[dict[str, Any]]) -> dict[
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-    if told.warnings:
-        response["warnings"] = told.warnings
+    if reply.warnings:
+        response["warnings"] = reply.warnings
     return response
 
 
-def _response(ask: ChatRequest, reply_id: str, created: int) -> dict[str, Any]:
-    echo = ask.options
+def _response(request: ChatRequest, reply_id: str, created: int) -> dict[str, Any]:
+    echo = request.options
     return {
         "id": f"resp_{reply_id}",
         "object": "response",
@@ -76,9 +76,9 @@ def _response(ask: ChatRequest, reply_id: str, created: int) -> dict[str, Any]:
         "error": None,
         "incomplete_details": None,
         "instructions": echo.get("instructions"),
-        "max_output_tokens": ask.max_tokens,
+        "max_output_tokens": request.max_tokens,
         "metadata": echo.get("metadata") or {},
-        "model": ask.model,
+        "model": request.model,
         "output": [],
         "parallel_tool_calls": True,
         "previous_response_id": None,
@@ -94,11 +94,11 @@ def _response(ask: ChatRequest, reply_id: str, created: int) -> dict[str, Any]:
     }
 
 
-def _reasoning(ask: ChatRequest, reply_id: str, index: int, text: str, status: str) -> dict[str, Any]:
+def _reasoning(request: ChatRequest, reply_id: str, index: int, text: str, status: str) -> dict[str, Any]:
     item: dict[str, Any] = {"id": f"rs_{item_id(reply_id, index)}", "type": "reasoning", "status": status}
     item["summary"] = []
     item["content"] = [{"type": "reasoning_text", "text": text}] if text else []
-    if ask.options.get("seals"):
+    if request.options.get("seals"):
         item["encrypted_content"] = seal(text)
     return item
 
@@ -115,29 +115,29 @@ def _text_part(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict[
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
-def _call(ask: ChatRequest, reply_id: str, index: int, call: ToolCall, status: str) -> dict[str, Any]:
-    return {**tell_call(call, ask.options.get("offered") or {}, item_id(reply_id, index)), "status": status}
+def _call(request: ChatRequest, reply_id: str, index: int, call: ToolCall, status: str) -> dict[str, Any]:
+    return {**call_item(call, request.options.get("offered") or {}, item_id(reply_id, index)), "status": status}
 
 
 class ResponseStream:
     """Writes one streamed response. At most one item is open at a time."""
 
-    def __init__(self, ask: ChatRequest, reply_id: str, created: int) -> None:
-        self._ask, self._id, self._created = ask, reply_id, created
+    def __init__(self, request: ChatRequest, reply_id: str, created: int) -> None:
+        self._request, self._id, self._created = request, reply_id, created
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
         self._open: type[Text] | type[Reasoning] | None = None
         self._pieces: list[str] = []
 
     def begin(self) -> bytes:
-        response = _response(self._ask, self._id, self._created)
+        response = _response(self._request, self._id, self._created)
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def event(self, event: Event) -> bytes:
         if isinstance(event, ToolCall):
-            return self._close() + self._tell(event)
+            return self._close() + self._tool_call(event)
         out = b""
         if self._open is not type(event):
             out = self._close() + self._begin(type(event))
@@ -146,19 +146,19 @@ class ResponseStream:
             return out + self._part("response.output_text.delta", delta=event.text, logprobs=[])
         return out + self._part("response.reasoning_text.delta", delta=event.text)
 
-    def end(self, told: Reply) -> bytes:
-        status = _status(told)
+    def end(self, reply: Reply) -> bytes:
+        status = _status(reply)
         out = self._close(status) if self._open is Text else self._close()
         if all(item["type"] == "reasoning" for item in self._output):
             out += self._begin(Text) + self._close(status)
-        said = next((item for item in self._output if item["type"] == "message"), None)
-        if said is not None and said["content"]:
-            said["content"][0]["logprobs"] = _logprobs(told)
-        response = _ended(self._ask, told, self._output)
+        message = next((item for item in self._output if item["type"] == "message"), None)
+        if message is not None and message["content"]:
+            message["content"][0]["logprobs"] = _logprobs(reply)
+        response = _ended(self._request, reply, self._output)
         return out + self._event(f"response.{response['status']}", response=response)
 
     def error(self, problem: Problem) -> bytes:
-        response = _response(self._ask, self._id, self._created)
+        response = _response(self._request, self._id, self._created)
         error = error_of(problem)
         response |= {"status": "failed", "output": self._output}
         response["error"] = {"code": error["code"], "message": error["message"]}
@@ -175,7 +175,7 @@ class ResponseStream:
         if kind is Text:
             item, part = _message(self._id, index, None, "in_progress"), _text_part("")
         else:
-            item = _reasoning(self._ask, self._id, index, "", "in_progress")
+            item = _reasoning(self._request, self._id, index, "", "in_progress")
             part = {"type": "reasoning_text", "text": ""}
         self._output.append(item)
         return self._added(item) + self._part("response.content_part.added", part=part)
@@ -189,30 +189,30 @@ class ResponseStream:
             item = _message(self._id, index, text, status)
             out = self._part("response.output_text.done", text=text, logprobs=[])
         else:
-            item = _reasoning(self._ask, self._id, index, text, status)
+            item = _reasoning(self._request, self._id, index, text, status)
             out = self._part("response.reasoning_text.done", text=text)
         part = item["content"][0] if item["content"] else {"type": "reasoning_text", "text": ""}
         out += self._part("response.content_part.done", part=part)
         self._open, self._output[-1] = None, item
-        return out + self._done(item)
+        return out + self._item_done(item)
 
-    def _tell(self, call: ToolCall) -> bytes:
-        item = _call(self._ask, self._id, len(self._output), call, "completed")
-        field, name = _SAID.get(item["type"], ("", ""))
+    def _tool_call(self, call: ToolCall) -> bytes:
+        item = _call(self._request, self._id, len(self._output), call, "completed")
+        field, name = _CALL_FIELDS.get(item["type"], ("", ""))
         self._output.append(item)
-        begun = {**item, "status": "in_progress"}
+        started = {**item, "status": "in_progress"}
         if not field:
-            return self._added(begun) + self._done(item)
+            return self._added(started) + self._item_done(item)
         where = {"item_id": item["id"], "output_index": len(self._output) - 1}
-        out = self._added({**begun, field: ""})
+        out = self._added({**started, field: ""})
         out += self._event(f"response.{name}.delta", **where, delta=item[field])
         out += self._event(f"response.{name}.done", **where, **{field: item[field]})
-        return out + self._done(item)
+        return out + self._item_done(item)
 
     def _added(self, item: dict[str, Any]) -> bytes:
         return self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
 
-    def _done(self, item: dict[str, Any]) -> bytes:
+    def _item_done(self, item: dict[str, Any]) -> bytes:
         return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _part(self, event: str, **data: Any) -> bytes:
@@ -225,7 +225,7 @@ class ResponseStream:
         return b"event: %b\ndata: %b\n\n" % (event.encode(), body)
 
 
-_SAID = {
+_CALL_FIELDS = {
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }

@@ -51,33 +51,33 @@ class Chat:
     def read(self, body: Mapping[str, Json]) -> ChatRequest:
         return _chat_request.read(body)
 
-    def reply(self, ask: ChatRequest, told: Reply) -> bytes:
-        message: dict[str, Any] = {"role": "assistant", "content": told.content, "refusal": None}
-        if told.reasoning:
-            message["reasoning_content"] = told.reasoning
-        if told.calls:
-            message["content"] = told.content or None
+    def reply(self, request: ChatRequest, reply: Reply) -> bytes:
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["content"] = reply.content or None
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
-                for call in told.calls
+                for call in reply.calls
             ]
         return orjson.dumps(
             {
-                "id": f"chatcmpl-{told.id}",
+                "id": f"chatcmpl-{reply.id}",
                 "object": "chat.completion",
-                "created": told.created,
-                "model": ask.model,
+                "created": reply.created,
+                "model": request.model,
                 "choices": [
-                    {"index": 0, "message": message, "logprobs": _logprobs(told), "finish_reason": told.finish}
+                    {"index": 0, "message": message, "logprobs": _logprobs(reply), "finish_reason": reply.finish}
                 ],
-                "usage": _usage(told.usage),
+                "usage": _usage(reply.usage),
                 "system_fingerprint": None,
-                **({"warnings": told.warnings} if told.warnings else {}),
+                **({"warnings": reply.warnings} if reply.warnings else {}),
             }
         )
 
-    def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> ChatWriter:
-        return ChatWriter(ask.model, reply_id, created, has_usage=bool(ask.options.get("include_usage")))
+    def writer(self, request: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> ChatWriter:
+        return ChatWriter(request.model, reply_id, created, has_usage=bool(request.options.get("include_usage")))
 
     def error(self, problem: Problem) -> bytes:
         return orjson.dumps({"error": _error(problem)})
@@ -105,14 +105,14 @@ class ChatWriter:
             return self._chunk({"reasoning_content": event.text})
         index, self._calls = self._calls, self._calls + 1
         named = {"index": index, "id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
-        rest = {"index": index, "function": {"arguments": _arguments(event)}}
-        return self._chunk({"tool_calls": [named]}) + self._chunk({"tool_calls": [rest]})
+        arguments = {"index": index, "function": {"arguments": _arguments(event)}}
+        return self._chunk({"tool_calls": [named]}) + self._chunk({"tool_calls": [arguments]})
 
-    def end(self, told: Reply) -> bytes:
-        finish = orjson.dumps({"index": 0, "delta": {}, "logprobs": _logprobs(told), "finish_reason": told.finish})
+    def end(self, reply: Reply) -> bytes:
+        finish = orjson.dumps({"index": 0, "delta": {}, "logprobs": _logprobs(reply), "finish_reason": reply.finish})
         data = self._head + finish + self._tail
         if self._has_usage:
-            data += self._head + b'],"usage":' + orjson.dumps(_usage(told.usage)) + b"}\n\n"
+            data += self._head + b'],"usage":' + orjson.dumps(_usage(reply.usage)) + b"}\n\n"
         return data + b"data: [DONE]\n\n"
 
     def error(self, problem: Problem) -> bytes:
@@ -160,11 +160,11 @@ def _arguments(call: ToolCall) -> str:
     return json.dumps(call.arguments, ensure_ascii=False, separators=(", ", ": "))
 
 
-def _logprobs(told: Reply) -> dict[str, Any] | None:
+def _logprobs(reply: Reply) -> dict[str, Any] | None:
     """Returns the logprobs of all sampled tokens, including reasoning and calls. A stream sends them at its end."""
-    if told.logprobs is None:
+    if reply.logprobs is None:
         return None
-    return {"content": [logprob_of(it) for it in told.logprobs], "refusal": None}
+    return {"content": [logprob_of(it) for it in reply.logprobs], "refusal": None}
 
 
 def logprob_of(it: TokenLogprob) -> dict[str, Any]:

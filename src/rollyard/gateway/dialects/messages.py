@@ -54,21 +54,21 @@ class Messages:
     def read(self, body: Mapping[str, Json]) -> ChatRequest:
         return _messages_request.read(body)
 
-    def reply(self, ask: ChatRequest, told: Reply) -> bytes:
+    def reply(self, request: ChatRequest, reply: Reply) -> bytes:
         content: list[Json] = []
-        if told.reasoning:
-            content.append({"type": "thinking", "thinking": told.reasoning, "signature": SIGNATURE})
-        if told.content:
-            content.append({"type": "text", "text": told.content})
-        for call in told.calls:
-            block = {"type": "tool_use", "id": _told_id(told.id, call), "name": call.name}
+        if reply.reasoning:
+            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": SIGNATURE})
+        if reply.content:
+            content.append({"type": "text", "text": reply.content})
+        for call in reply.calls:
+            block = {"type": "tool_use", "id": _tool_use_id(reply.id, call), "name": call.name}
             content.append({**block, "input": orjson.Fragment(_arguments(call).encode())})
-        message = _message(ask, told.id, content, _stop_reason(told), _usage(told.usage))
-        message["stop_sequence"] = told.stop_sequence
-        return orjson.dumps(message | ({"warnings": told.warnings} if told.warnings else {}))
+        message = _message(request, reply.id, content, _stop_reason(reply), _usage(reply.usage))
+        message["stop_sequence"] = reply.stop_sequence
+        return orjson.dumps(message | ({"warnings": reply.warnings} if reply.warnings else {}))
 
-    def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> MessagesWriter:
-        return MessagesWriter(ask, reply_id, prompt_tokens)
+    def writer(self, request: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> MessagesWriter:
+        return MessagesWriter(request, reply_id, prompt_tokens)
 
     def error(self, problem: Problem) -> bytes:
         return orjson.dumps(_error_body(problem))
@@ -77,14 +77,14 @@ class Messages:
 class MessagesWriter:
     """Writes one stream. At most one block is open at a time; it is closed before the next one begins."""
 
-    def __init__(self, ask: ChatRequest, reply_id: str, prompt_tokens: int) -> None:
-        self._ask, self._id, self._prompt_tokens = ask, reply_id, prompt_tokens
+    def __init__(self, request: ChatRequest, reply_id: str, prompt_tokens: int) -> None:
+        self._request, self._id, self._prompt_tokens = request, reply_id, prompt_tokens
         self._open: Literal["thinking", "text"] | None = None
         self._index = 0
 
     def begin(self) -> bytes:
         usage = _usage(Usage(prompt_tokens=self._prompt_tokens))
-        return _sse("message_start", message=_message(self._ask, self._id, [], None, usage))
+        return _sse("message_start", message=_message(self._request, self._id, [], None, usage))
 
     def event(self, event: Event) -> bytes:
         if isinstance(event, ToolCall):
@@ -99,9 +99,9 @@ class MessagesWriter:
                 opened = self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 return opened + self._delta({"type": "thinking_delta", "thinking": text})
 
-    def end(self, told: Reply) -> bytes:
-        delta = {"stop_reason": _stop_reason(told), "stop_sequence": told.stop_sequence}
-        return self._closed() + _sse("message_delta", delta=delta, usage=_usage(told.usage)) + _sse("message_stop")
+    def end(self, reply: Reply) -> bytes:
+        delta = {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_sequence}
+        return self._closed() + _sse("message_delta", delta=delta, usage=_usage(reply.usage)) + _sse("message_stop")
 
     def error(self, problem: Problem) -> bytes:
         return b"event: error\ndata: " + orjson.dumps(_error_body(problem)) + b"\n\n"
@@ -110,7 +110,7 @@ class MessagesWriter:
         return _sse("ping")
 
     def _call(self, call: ToolCall) -> bytes:
-        block = {"type": "tool_use", "id": _told_id(self._id, call), "name": call.name, "input": {}}
+        block = {"type": "tool_use", "id": _tool_use_id(self._id, call), "name": call.name, "input": {}}
         out = self._closed() + _sse("content_block_start", index=self._index, content_block=block)
         out += self._delta({"type": "input_json_delta", "partial_json": _arguments(call)})
         return out + self._stop()
@@ -138,8 +138,8 @@ class MessagesWriter:
         return _sse("content_block_stop", index=self._index - 1)
 
 
-def _stop_reason(told: Reply) -> str:
-    return _STOP_REASONS[told.finish] if told.stop_sequence is None else "stop_sequence"
+def _stop_reason(reply: Reply) -> str:
+    return _STOP_REASONS[reply.finish] if reply.stop_sequence is None else "stop_sequence"
 
 
 def _sse(kind: str, **fields: Json) -> bytes:
@@ -147,13 +147,13 @@ def _sse(kind: str, **fields: Json) -> bytes:
 
 
 def _message(
-    ask: ChatRequest, reply_id: str, content: Sequence[Json], stop_reason: str | None, usage: Json
+    request: ChatRequest, reply_id: str, content: Sequence[Json], stop_reason: str | None, usage: Json
 ) -> dict[str, Json]:
     return {
         "id": f"msg_{reply_id}",
         "type": "message",
         "role": "assistant",
-        "model": ask.model,
+        "model": request.model,
         "content": content,
         "stop_reason": stop_reason,
         "stop_sequence": None,
@@ -181,7 +181,7 @@ def _error_body(problem: Problem) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
-def _told_id(reply_id: str, call: ToolCall) -> str:
+def _tool_use_id(reply_id: str, call: ToolCall) -> str:
     """Returns an id that is unique in the rollout, unlike a call's own id; `_messages_request` parses it."""
     return f"toolu_{reply_id}_{call.id}"
 

@@ -77,7 +77,7 @@ class Responses:
         transcript = Transcript(toolbox)
         instructions = body.get("instructions")
         if isinstance(instructions, str) and instructions:
-            transcript.say("system", instructions)
+            transcript.add_message("system", instructions)
         elif instructions:
             raise Problem("invalid", "instructions must be a string", param="instructions")
         if body.get("input") is not None:
@@ -103,11 +103,11 @@ class Responses:
             },
         )
 
-    def reply(self, ask: ChatRequest, told: Reply) -> bytes:
-        return orjson.dumps(response_of(ask, told))
+    def reply(self, request: ChatRequest, reply: Reply) -> bytes:
+        return orjson.dumps(response_of(request, reply))
 
-    def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer:
-        return ResponseStream(ask, reply_id, created)
+    def writer(self, request: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer:
+        return ResponseStream(request, reply_id, created)
 
     def error(self, problem: Problem) -> bytes:
         return orjson.dumps({"error": error_of(problem)})

@@ -62,14 +62,17 @@ def task_body(instance: Row, environments: Environments, choices: Choices) -> di
     environment = environments.get(handler.environment)
     row = {key: value for key, value in instance.items() if value is not None and key not in BOOKKEEPING}
     try:
-        found = environment.from_row(handler.row(row), _options(handler, choices))
+        imported = environment.from_row(handler.row(row), _options(handler, choices))
     except TaskInvalid:
         if handler.row is not _as_it_is:
             raise
         data = {key: value for key, value in row.items() if key != "instance_id"}
-        found = {"environment": handler.environment, "data": data}  # no importer accepts the row: it is the task's data
+        imported = {
+            "environment": handler.environment,
+            "data": data,
+        }  # no importer accepts the row: it is the task's data
         environment.check(Task(handler.environment, data))
-    body = dict(found)
+    body = dict(imported)
     options: dict[str, Json] = {}
     if handler.tools is not None:
         options["tools"] = list(handler.tools)
@@ -124,12 +127,12 @@ def _code(row: Row) -> Row:
 
 
 def _stem(row: Row) -> Row:
-    found = dict(row)
-    if found.get("question") is None and found.get("prompt") is not None:
-        found["question"] = _question(row)
-    if found.get("answer") is None and found.get("reward_model") is not None:
-        found["answer"] = _truth(row)
-    return found
+    fields = dict(row)
+    if fields.get("question") is None and fields.get("prompt") is not None:
+        fields["question"] = _question(row)
+    if fields.get("answer") is None and fields.get("reward_model") is not None:
+        fields["answer"] = _truth(row)
+    return fields
 
 
 def _function(test: Json) -> str | None:
@@ -146,8 +149,8 @@ def _question(row: Row) -> str:
     prompt = _read(row, "prompt").get("prompt")
     if isinstance(prompt, str):
         return prompt
-    said = [it for it in prompt if isinstance(it, Mapping)] if isinstance(prompt, Sequence) else []
-    texts = [it.get("content") for it in said if it.get("role") == "user"]
+    messages = [it for it in prompt if isinstance(it, Mapping)] if isinstance(prompt, Sequence) else []
+    texts = [it.get("content") for it in messages if it.get("role") == "user"]
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise TaskInvalid("prompt: one user message with a text was expected", field="prompt")
     return texts[0]
@@ -162,14 +165,14 @@ def _truth(row: Row) -> Json:
 
 def _read(row: Row, *names: str) -> dict[str, Json]:
     """The fields that exist; lists and objects in JSON text are decoded."""
-    found: dict[str, Json] = {}
+    fields: dict[str, Json] = {}
     for name in names:
         value = row.get(name)
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             value = _json(value)
         if value is not None:
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields
 
 
 def _json(text: str) -> Json:

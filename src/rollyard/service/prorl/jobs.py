@@ -33,7 +33,7 @@ from rollyard.service.app_state import AppState
 from rollyard.service.models import merge, to_task
 from rollyard.service.prorl.handlers import Choices, task_body
 from rollyard.service.prorl.intake import FILE, IntakeFile
-from rollyard.service.prorl.sampling import asked_of
+from rollyard.service.prorl.sampling import task_fields_of
 from rollyard.store.base import Submission
 
 log = logging.getLogger("rollyard.service")
@@ -85,12 +85,12 @@ class ProrlJobs:
     async def _name_version(self) -> None:
         """Sets the next version on the policy's engines. A later version that was set through /v1/policies is left
         unchanged."""
-        router, policy, ours = self._app_state.router, self.policy, self.intake.now.version
-        if not self.has_engine or router.version(policy) > ours:
+        router, policy, version = self._app_state.router, self.policy, self.intake.now.version
+        if not self.has_engine or router.version(policy) > version:
             return
-        await self.intake.name_version(ours + 1)
+        await self.intake.name_version(version + 1)
         try:
-            await router.policies.resume(policy, ours + 1)
+            await router.policies.resume(policy, version + 1)
         except RollyardError as error:  # the engines are quarantined and report why; the next /start retries
             log.warning("a new weight version could not be set", extra={"policy": policy, "detail": error.detail})
 
@@ -122,12 +122,12 @@ class ProrlJobs:
         for number in count(1):  # ends after at most as many steps as there were calls before
             again = name if number == 1 else f"{name}.{number}"
             try:
-                found = await self._app_state.store.get(again)
+                rollout = await self._app_state.store.get(again)
             except NotFound:
                 return await self._submit(job, again)
-            failure = found.ending.failure if found.ending else None
+            failure = rollout.ending.failure if rollout.ending else None
             if failure is None or failure.blame is not Blame.INFRA:
-                return found
+                return rollout
         raise AssertionError("count never ends")
 
     async def ended(self, rollout: Rollout, within_s: float) -> Rollout:
@@ -191,7 +191,7 @@ class ProrlJobs:
         app_state = self._app_state
         run = await self._run(job.owner)
         body = merge(task_body(job.instance, app_state.resources.environments, self._choices), run.defaults)
-        task = to_task(merge(body, asked_of(job.sampling_params)), {}, ("instance",))
+        task = to_task(merge(body, task_fields_of(job.sampling_params)), {}, ("instance",))
         app_state.resources.check(task, run)
         rollout = Rollout(id=name, run=run.id, task=task, priority=run.priority)
         (stored,) = await app_state.pipeline.submit([Submission(rollout, job.identity)])
@@ -199,8 +199,8 @@ class ProrlJobs:
 
     async def _run(self, owner: str) -> Run:
         """The run, created on first use. The operator may create it before, with defaults."""
-        found = self._app_state.pipeline.run_of(RUN)
-        if found is None:
-            found = await self._app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
-            self._app_state.pipeline.know(found)
-        return found
+        run = self._app_state.pipeline.run_of(RUN)
+        if run is None:
+            run = await self._app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
+            self._app_state.pipeline.know(run)
+        return run

@@ -63,53 +63,53 @@ def _places(trajectory: Trajectory, spans: Sequence[Span]) -> list[_Place] | Non
     first = len(assistants) - trajectory.turns
     if first < 0:
         return None
-    found: list[_Place] = []
+    places: list[_Place] = []
     for span in spans:
         if not 0 <= span.turn < trajectory.turns:
             return None
-        found.append(_Place(span, assistants[first + span.turn]))
-    is_ordered = all(a.message < b.message for a, b in pairwise(found))
-    return found if is_ordered else None
+        places.append(_Place(span, assistants[first + span.turn]))
+    is_ordered = all(a.message < b.message for a, b in pairwise(places))
+    return places if is_ordered else None
 
 
 def _joined(
     messages: Sequence[Message], trace: Trace, places: Sequence[_Place], with_all_input_ids: bool
 ) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
+    joined: list[dict[str, Any]] = []
     at, next_message = 0, 0
     for number, place in enumerate(places):
         span = place.span
         between = [_plain(message) for message in messages[next_message : place.message]]
         if number == 0:
             between = [message for message in between if message["role"] != "assistant"]
-        told = trace.token_ids[at : span.start]
-        if told:
+        prompt_ids = trace.token_ids[at : span.start]
+        if prompt_ids:
             bearer = next((it for it in reversed(between) if it["role"] != "assistant"), None)
             if bearer is None:
                 bearer = _plain({"role": "user", "content": ""})
                 between.append(bearer)
-            bearer["token_ids"] = told.tolist()
+            bearer["token_ids"] = prompt_ids.tolist()
             # messages after the bearer have no tokens, so the order of tokens is that of the trace
         sampled = _plain(messages[place.message])
         sampled["token_ids"] = trace.token_ids[span.start : span.end].tolist()
         sampled["logprobs"] = None if trace.logprobs is None else trace.logprobs[span.start : span.end].tolist()
         if number == 0 or with_all_input_ids:
             sampled["input_ids"] = trace.token_ids[: span.start].tolist()
-        made += [*between, sampled]
+        joined += [*between, sampled]
         at, next_message = span.end, place.message + 1
-    return made
+    return joined
 
 
 def _text_only(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    made = [_plain(message) for message in messages]
-    while made and made[-1]["role"] != "assistant":
-        made.pop()
-    return made
+    plain = [_plain(message) for message in messages]
+    while plain and plain[-1]["role"] != "assistant":
+        plain.pop()
+    return plain
 
 
 def _plain(message: Message) -> dict[str, Any]:
     """The message in ProRL Agent's format: content as text, tool calls as their functions."""
-    made: dict[str, Any] = {
+    plain: dict[str, Any] = {
         "role": message.get("role"),
         "content": _text(message.get("content")),
         "token_ids": [],
@@ -119,11 +119,11 @@ def _plain(message: Message) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if isinstance(calls, Sequence) and calls:
         functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
-        made["tool_calls"] = [function for function in functions if isinstance(function, Mapping)]
+        plain["tool_calls"] = [function for function in functions if isinstance(function, Mapping)]
     for name in ("reasoning_content", "tool_call_id", "name"):
         if message.get(name) is not None:
-            made[name] = message[name]
-    return made
+            plain[name] = message[name]
+    return plain
 
 
 def _text(content: Json) -> str:

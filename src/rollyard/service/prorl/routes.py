@@ -26,7 +26,7 @@ from rollyard.engines.clients.prorl import kind_at
 from rollyard.engines.clients.transport import open_http
 from rollyard.service.access import caller_of, require_admin
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_wanted
+from rollyard.service.bounds import while_connected
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.models import EngineBody, check_body, engine_id
 from rollyard.service.prorl.jobs import RUN, ProrlJob, ProrlJobs
@@ -38,7 +38,7 @@ router = APIRouter(tags=["prorl"])
 
 PATHS = frozenset({"/start", "/stop", "/status", "/process", "/cancel", "/add_llm_server", "/clear_llm_server"})
 
-OURS = "prorl-"  # prefix of the ids of engines added here; only those are cleared here
+ENGINE_PREFIX = "prorl-"  # prefix of the ids of engines added here; only those are cleared here
 
 
 def mount(app: FastAPI, app_state: AppState) -> None:
@@ -126,7 +126,7 @@ async def process(request: Request) -> Response:
         rollout = await jobs.begin(job)
     except (UnknownEnvironment, TaskInvalid) as error:
         return _refused(400, f"Invalid dataset type or instance: {error.detail}")
-    ended = await while_wanted(request, jobs.ended(rollout, app_state.settings.prorl_timeout_s), app_state.closing)
+    ended = await while_connected(request, jobs.ended(rollout, app_state.settings.prorl_timeout_s), app_state.closing)
     if ended is None:
         return _refused(503, f"the service is closing; the job is stored as rollout {id_of(rollout.id)}")
     if ended.state is not State.ENDED:
@@ -167,7 +167,7 @@ async def add_llm_server(request: Request) -> Response:
         async with open_http() as http:
             kind = await kind_at(body.address, http)
     raw = {
-        "id": f"{OURS}{engine_id(body.address)}"[:128],
+        "id": f"{ENGINE_PREFIX}{engine_id(body.address)}"[:128],
         "url": body.address,
         "kind": str(kind),
         "policy": _jobs(request).policy,
@@ -197,7 +197,7 @@ async def clear_llm_server(request: Request) -> Response:
     require_admin(request)
     app_state = app_state_of(request)
     await _jobs(request).intake.renew()
-    added = [status.spec.id for status in app_state.router.list() if status.spec.id.startswith(OURS)]
+    added = [status.spec.id for status in app_state.router.list() if status.spec.id.startswith(ENGINE_PREFIX)]
     async with asyncio.TaskGroup() as group:
         for name in added:
             group.create_task(_remove(app_state, name))

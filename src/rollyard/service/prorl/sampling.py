@@ -28,9 +28,9 @@ _FLOATS = ("temperature", "top_p")
 _EXTRA = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def asked_of(params: Mapping[str, Json]) -> dict[str, Json]:
+def task_fields_of(params: Mapping[str, Json]) -> dict[str, Json]:
     """The part of a task's body that the parameters define. Values are validated with the whole task."""
-    sampling, limits = _found(params, _SAMPLING), _found(params, _LIMITS)
+    sampling, limits = _select(params, _SAMPLING), _select(params, _LIMITS)
     if sampling.get("top_k") == 0:  # in vLLM, 0 also means all tokens
         sampling["top_k"] = -1
     extra = {name: params[name] for name in _EXTRA if params.get(name) is not None}
@@ -46,12 +46,12 @@ def asked_of(params: Mapping[str, Json]) -> dict[str, Json]:
     return body
 
 
-def _found(params: Mapping[str, Json], names: Mapping[str, tuple[str, ...]]) -> dict[str, Json]:
-    found: dict[str, Json] = {}
-    for ours, theirs in names.items():
-        value = next((params[name] for name in theirs if params.get(name) is not None), None)
+def _select(params: Mapping[str, Json], names: Mapping[str, tuple[str, ...]]) -> dict[str, Json]:
+    fields: dict[str, Json] = {}
+    for field, prorl_names in names.items():
+        value = next((params[name] for name in prorl_names if params.get(name) is not None), None)
         if value is not None:
-            if isinstance(value, float) and value.is_integer() and ours not in _FLOATS:
+            if isinstance(value, float) and value.is_integer() and field not in _FLOATS:
                 value = int(value)
-            found[ours] = value
-    return found
+            fields[field] = value
+    return fields

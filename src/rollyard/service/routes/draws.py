@@ -22,7 +22,7 @@ from rollyard.sampling.draw_runner import DrawRunner
 from rollyard.service import arrow, sse
 from rollyard.service.access import caller_of, require_manage, require_priority
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_wanted
+from rollyard.service.bounds import while_connected
 from rollyard.service.draw_models import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
 from rollyard.service.group_pages import (
     batch_object,
@@ -77,8 +77,10 @@ async def list_draws(request: Request) -> Response:
     """Returns all draws, in order of creation."""
     app_state = app_state_of(request)
     runs = {run.id for run in app_state.readable(caller_of(request))}
-    found = [await app_state.sampler.runner(draw.id) for draw in await app_state.store.list_draws() if draw.run in runs]
-    return reply({"draws": [draw_object(runner.draw, runner.draw_state) for runner in found]})
+    runners = [
+        await app_state.sampler.runner(draw.id) for draw in await app_state.store.list_draws() if draw.run in runs
+    ]
+    return reply({"draws": [draw_object(runner.draw, runner.draw_state) for runner in runners]})
 
 
 @router.get("/{draw_id}")
@@ -110,7 +112,7 @@ async def get_batch(request: Request, draw_id: str, number: Count, query: Annota
     app_state = app_state_of(request)
     runner = await _runner(request, draw_id, query.run)
     wait_s = app_state.wait_s(query.wait_s)
-    batch = await while_wanted(request, runner.batch(number, wait_s), app_state.closing) if wait_s else None
+    batch = await while_connected(request, runner.batch(number, wait_s), app_state.closing) if wait_s else None
     if batch is None:
         batch = await runner.found(number)
     return reply(batch_object(batch))
@@ -128,12 +130,12 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
         return sse.EventStream(_frames(app_state, runner, parse_place(after), query), app_state.closing)
     after = parse_place(query.after)
     wait_s = app_state.wait_s(query.wait_s)
-    found = (
-        await while_wanted(request, _page(app_state, runner, after, query, wait_s), app_state.closing)
+    page = (
+        await while_connected(request, _page(app_state, runner, after, query, wait_s), app_state.closing)
         if wait_s
         else None
     )
-    groups, batch = found or await _look(app_state, runner, after, query)
+    groups, batch = page or await _look(app_state, runner, after, query)
     with_traces = query.include == "traces"
     loaded = [await load_group(app_state.store, group, with_traces=with_traces) for group in groups]
     last = groups[-1].place if groups else None
@@ -200,12 +202,12 @@ async def _page(
     with suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
             while True:
-                heard = runner.notifier.next()
+                change = runner.notifier.next()
                 groups, batch = await _look(app_state, runner, after, query)
                 is_over = not batch.is_open if batch is not None else not runner.draw.is_active
                 if groups or is_over:
                     return groups, batch
-                await heard
+                await change
     return await _look(app_state, runner, after, query)
 
 
@@ -213,9 +215,9 @@ async def _frames(
     app_state: AppState, runner: DrawRunner, after: int, query: GroupsQuery
 ) -> AsyncGenerator[bytes, None]:
     """Frames of groups as they are delivered, of batches as they close, and of the draw's end."""
-    told = 0  # number of the last batch sent
+    last_sent = 0  # number of the last batch sent
     while True:
-        heard = runner.notifier.next()
+        change = runner.notifier.next()
         is_active = runner.draw.is_active
         groups, batch = await _look(app_state, runner, after, query)
         for group in groups:
@@ -224,19 +226,19 @@ async def _frames(
             body = groups_page([loaded], cursor(after), None, with_traces=False)["groups"][0]
             yield sse.frame("group", body, cursor(after))
             closed = await app_state.store.get_batch(runner.draw.id, group.batch or 0)
-            if not closed.is_open and after == closed.after + closed.delivered and closed.number > told:
-                told = closed.number
+            if not closed.is_open and after == closed.after + closed.delivered and closed.number > last_sent:
+                last_sent = closed.number
                 yield sse.frame("batch", batch_object(closed))
         if groups:
             continue
         if batch is not None and not batch.is_open:
-            if batch.number > told:
+            if batch.number > last_sent:
                 yield sse.frame("batch", batch_object(batch))
             return
         if not is_active:
             last = runner.draw.progress.batch  # it may have closed short, after its last group was sent
-            if last > told and query.batch is None:
+            if last > last_sent and query.batch is None:
                 yield sse.frame("batch", batch_object(await app_state.store.get_batch(runner.draw.id, last)))
             yield sse.frame("end", draw_object(runner.draw, runner.draw_state))
             return
-        await heard
+        await change

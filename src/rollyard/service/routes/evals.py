@@ -13,7 +13,7 @@ from rollyard.core.failure import Draining, Forbidden
 from rollyard.sampling.evals import EvalPlan
 from rollyard.service.access import caller_of, owns_policy, require_new_run, require_priority, require_write
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_wanted
+from rollyard.service.bounds import while_connected
 from rollyard.service.eval_models import EvalBody, eval_object
 from rollyard.service.models import InRun, RunQuery, WaitS, read_body
 from rollyard.service.openapi import json_body
@@ -37,7 +37,7 @@ async def create(request: Request) -> Response:
         raise Draining("the service is shutting down")
     plan = await _plan(request, body)
     record = await app_state.sampler.evals.create(plan, body.source.tasks or (), body.identity())
-    return reply(_told(app_state, record), 201)
+    return reply(_to_object(app_state, record), 201)
 
 
 @router.get("")
@@ -46,7 +46,11 @@ async def list_evals(request: Request) -> Response:
     app_state = app_state_of(request)
     runs = {run.id for run in app_state.readable(caller_of(request))}
     return reply(
-        {"evals": [_told(app_state, record) for record in await app_state.store.list_evals() if record.run in runs]}
+        {
+            "evals": [
+                _to_object(app_state, record) for record in await app_state.store.list_evals() if record.run in runs
+            ]
+        }
     )
 
 
@@ -58,10 +62,10 @@ async def get_eval(request: Request, eval_id: str, query: Annotated[EvalQuery, Q
     wait_s = app_state.wait_s(query.wait_s)
     record = None
     if wait_s:
-        record = await while_wanted(request, app_state.sampler.evals.wait(key, wait_s), app_state.closing)
+        record = await while_connected(request, app_state.sampler.evals.wait(key, wait_s), app_state.closing)
     if record is None:
         record = await app_state.store.get_eval(key)
-    return reply(_told(app_state, record))
+    return reply(_to_object(app_state, record))
 
 
 @router.delete("/{eval_id}", status_code=202)
@@ -71,7 +75,7 @@ async def cancel(request: Request, eval_id: str, run: InRun = None) -> Response:
     caller = caller_of(request)
     record = await app_state.store.get_eval(await app_state.find(caller, ItemKind.EVAL, eval_id, run))
     require_write(caller, await app_state.store.get_run(record.run))
-    return reply(_told(app_state, await app_state.sampler.evals.cancel(record.id)), 202)
+    return reply(_to_object(app_state, await app_state.sampler.evals.cancel(record.id)), 202)
 
 
 async def _plan(request: Request, body: EvalBody) -> EvalPlan:
@@ -93,5 +97,5 @@ async def _plan(request: Request, body: EvalBody) -> EvalPlan:
     return plan
 
 
-def _told(app_state: AppState, record: EvalRecord) -> JsonObject:
+def _to_object(app_state: AppState, record: EvalRecord) -> JsonObject:
     return eval_object(record, app_state.sampler.evals.done(record))

@@ -12,7 +12,7 @@ from rollyard.fleet.messages import MEDIA_TYPE, Join, Poll, Report, decode, enco
 from rollyard.fleet.nodes import ConnectedNode
 from rollyard.service.access import require_admin, require_node
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_wanted
+from rollyard.service.bounds import while_connected
 from rollyard.service.node_settings import for_nodes
 from rollyard.service.records import reply, without_password
 
@@ -43,7 +43,7 @@ async def poll(request: Request, wait_s: float = 0.0) -> Response:
     if not 0 <= wait_s <= 3600:
         raise InvalidRequest("wait_s: 0 to 3600 seconds")
     message = decode(await request.body(), Poll)
-    orders = await while_wanted(request, app_state.head.poll(message, wait_s), app_state.closing)
+    orders = await while_connected(request, app_state.head.poll(message, wait_s), app_state.closing)
     if orders is None:
         raise Draining("the head is closing; it may be restarted, here or elsewhere")
     return _packed(encode(orders))
@@ -92,16 +92,16 @@ async def list_nodes(request: Request) -> Response:
 @router.post("/nodes/{name}/drain")
 async def drain(request: Request, name: str) -> Response:
     """Drains a node: it takes no more rollouts and finishes those it has. It is empty when `live` is 0."""
-    return await _asked(request, name, is_drained=True)
+    return await _set_drained(request, name, is_drained=True)
 
 
 @router.post("/nodes/{name}/resume")
 async def resume(request: Request, name: str) -> Response:
     """Lets a drained node take rollouts again."""
-    return await _asked(request, name, is_drained=False)
+    return await _set_drained(request, name, is_drained=False)
 
 
-async def _asked(request: Request, name: str, *, is_drained: bool) -> Response:
+async def _set_drained(request: Request, name: str, *, is_drained: bool) -> Response:
     require_admin(request)
     app_state = app_state_of(request)
     node = app_state.head.nodes.named(name)

@@ -15,7 +15,7 @@ from rollyard.sampling.groups import new_group
 from rollyard.sampling.open_group import rollouts_of
 from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.app_state import app_state_of
-from rollyard.service.bounds import while_wanted
+from rollyard.service.bounds import while_connected
 from rollyard.service.draw_models import GroupBody, GroupsBody, SingleGroupBody
 from rollyard.service.group_pages import group_object
 from rollyard.service.models import InRun, RunQuery, WaitS, check_body, read_json
@@ -46,7 +46,7 @@ async def create(request: Request) -> Response:
     run = await app_state.run(caller_of(request), run_id)
     require_write(caller_of(request), run)
     version = app_state.router.version(run.policy)
-    wanted: list[tuple[Group, Task, dict[str, Json]]] = []
+    submissions: list[tuple[Group, Task, dict[str, Json]]] = []
     for number, body in enumerate(bodies):
         path = ("task",) if is_single else ("groups", number, "task")
         task = checked_task(app_state.resources, body.task, run, path)
@@ -54,8 +54,8 @@ async def create(request: Request) -> Response:
         priority = run.priority if body.priority is None else body.priority
         require_priority(caller_of(request), priority)
         group = new_group(key_of(run.id, name), run.id, body.size, body.spares, body.min_members, priority, version)
-        wanted.append((group, task, body.identity()))
-    groups = await app_state.sampler.groups.put(wanted)
+        submissions.append((group, task, body.identity()))
+    groups = await app_state.sampler.groups.put(submissions)
     return reply({"groups": [group_object(group) for group in groups]}, 202)
 
 
@@ -67,7 +67,7 @@ async def get_group(request: Request, group_id: str, query: Annotated[GroupQuery
     wait_s = app_state.wait_s(query.wait_s)
     group = None
     if wait_s:
-        group = await while_wanted(request, app_state.sampler.groups.wait(key, wait_s), app_state.closing)
+        group = await while_connected(request, app_state.sampler.groups.wait(key, wait_s), app_state.closing)
     if group is None:
         group = await app_state.store.get_group(key)
     return reply(group_object(group, await rollouts_of(app_state.store, group.id)))

@@ -92,9 +92,9 @@ async def set_owner(request: Request, name: str) -> Response:
     return reply(_object(app_state, status))
 
 
-def _holder(request: Request, given: str | None) -> str:
+def _holder(request: Request, holder: str | None) -> str:
     name = caller_of(request).name
-    return name if given is None else f"{name}/{given}"
+    return name if holder is None else f"{name}/{holder}"
 
 
 def _object(app_state: AppState, status: PolicyStatus) -> dict[str, Json]:

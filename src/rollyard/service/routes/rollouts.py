@@ -17,7 +17,7 @@ from rollyard.pipeline import Pipeline
 from rollyard.service import arrow
 from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_wanted
+from rollyard.service.bounds import while_connected
 from rollyard.service.models import InRun, RunQuery, SingleBody, SubmitBody, WaitS, read_submit
 from rollyard.service.openapi import json_body
 from rollyard.service.records import record, reply, traces, trajectory_object
@@ -89,7 +89,7 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
     wait_s = app_state.wait_s(query.wait_s)
     page: Page | None = None
     if wait_s:
-        page = await while_wanted(request, _first_ended(app_state, query, runs, wait_s), app_state.closing)
+        page = await while_connected(request, _first_ended(app_state, query, runs, wait_s), app_state.closing)
     if page is None:
         page = await _list(app_state, query, runs)
     after = page.next_cursor
@@ -119,11 +119,11 @@ async def _first_ended(app_state: AppState, query: ListQuery, runs: list[str] | 
     try:
         async with asyncio.timeout(wait_s):
             while True:
-                seen = event_log.last_id
+                last_id = event_log.last_id
                 page = await _list(app_state, query, runs)
                 if page.rollouts:
                     return page
-                async with aclosing(event_log.events(seen)) as events:
+                async with aclosing(event_log.events(last_id)) as events:
                     async for event in events:
                         if event.kind == "gap" or (event.state is State.ENDED and (runs is None or event.run in runs)):
                             break
@@ -140,10 +140,10 @@ async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQue
     wait_s = app_state.wait_s(query.wait_s)
     rollout: Rollout | None = None
     if wait_s:
-        rollout = await while_wanted(request, app_state.pipeline.wait(key, wait_s), app_state.closing)
+        rollout = await while_connected(request, app_state.pipeline.wait(key, wait_s), app_state.closing)
     if rollout is None:
         rollout = await app_state.store.get(key)
-    if _wants_arrow(request):
+    if _accepts_arrow(request):
         return _arrow(await _trajectory(app_state, rollout), rollout, with_record=True)
     body = record(rollout)
     if query.include == "trajectory":
@@ -166,7 +166,7 @@ async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Re
     app_state = app_state_of(request)
     rollout = await app_state.store.get(await _find(request, rollout_id, run))
     trajectory = await _trajectory(app_state, rollout)
-    if _wants_arrow(request):
+    if _accepts_arrow(request):
         return _arrow(trajectory, rollout)
     return reply({"traces": traces(trajectory, rollout)})
 
@@ -180,7 +180,7 @@ async def rescore(request: Request, rollout_id: str, run: InRun = None) -> Respo
     key = await _find_writable(request, rollout_id, run)
     if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
-    rollout = await while_wanted(request, _rescore(app_state.pipeline, key), app_state.closing)
+    rollout = await while_connected(request, _rescore(app_state.pipeline, key), app_state.closing)
     if rollout is None:
         raise Draining("the service is shutting down")
     return reply(record(rollout))
@@ -229,7 +229,7 @@ async def _trajectory(app_state: AppState, rollout: Rollout) -> Trajectory:
     return Trajectory(rollout.id, rollout.attempt)
 
 
-def _wants_arrow(request: Request) -> bool:
+def _accepts_arrow(request: Request) -> bool:
     return arrow.MEDIA_TYPE in request.headers.get("accept", "")
 
 

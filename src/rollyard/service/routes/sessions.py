@@ -20,7 +20,7 @@ from rollyard.core import Json, Rollout, Run, Score, State, check_id, id_of, key
 from rollyard.core.failure import Draining, NotFound, QuotaExceeded, SessionConflict
 from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import end_all, while_wanted
+from rollyard.service.bounds import end_all, while_connected
 from rollyard.service.models import SESSION, InRun, RewardBody, RunQuery, SessionBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import JsonObject, record, reply
@@ -68,7 +68,7 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
         priority=priority,
     )
     (stored,) = await app_state.pipeline.submit([Submission(rollout, body.identity())])
-    stored = await _begun(request, stored, query.wait_s)
+    stored = await _wait_open(request, stored, query.wait_s)
     live = app_state.sessions.live(stored.id)
     root = f"{request.url.scheme}://{request.headers['host']}"
     door: JsonObject = {
@@ -86,7 +86,7 @@ async def get_session(request: Request, session_id: str, query: Annotated[LookQu
     app_state = app_state_of(request)
     rollout = await _session(request, session_id, query.run)
     if query.wait_s:
-        rollout = await _begun(request, rollout, query.wait_s)
+        rollout = await _wait_open(request, rollout, query.wait_s)
     return reply(await _session_object(app_state, rollout))
 
 
@@ -100,13 +100,13 @@ async def give_reward(request: Request, session_id: str, query: Annotated[WaitQu
     require_write(caller_of(request), await app_state.store.get_run(rollout.run))
     live = app_state.sessions.live(rollout.id)
     if live is None and rollout.state is not State.ENDED:
-        rollout = await _begun(request, rollout, query.wait_s)
+        rollout = await _wait_open(request, rollout, query.wait_s)
         live = app_state.sessions.live(rollout.id)
     if live is not None:
         live.give(body.model_dump())
         wait_s = app_state.wait_s(query.wait_s)
-        found = await while_wanted(request, app_state.pipeline.wait(rollout.id, wait_s), app_state.closing)
-        rollout = found or await app_state.store.get(rollout.id)
+        ended = await while_connected(request, app_state.pipeline.wait(rollout.id, wait_s), app_state.closing)
+        rollout = ended or await app_state.store.get(rollout.id)
     if (live is None or rollout.state is State.ENDED) and not await _has(app_state, rollout, body):
         raise _conflict(rollout)
     return reply(record(rollout), 200 if rollout.state is State.ENDED else 202)
@@ -148,12 +148,12 @@ def _check_kind(rollout: Rollout) -> None:
         raise NotFound(f"rollout {id_of(rollout.id)} is not a session")
 
 
-async def _begun(request: Request, rollout: Rollout, wait_s: float) -> Rollout:
+async def _wait_open(request: Request, rollout: Rollout, wait_s: float) -> Rollout:
     """The session when it is open or has ended, or after `wait_s`."""
     app_state = app_state_of(request)
     wait_s = app_state.wait_s(wait_s)
     if wait_s and rollout.state is not State.ENDED and app_state.sessions.live(rollout.id) is None:
-        await while_wanted(request, _open_or_ended(app_state, rollout.id, wait_s), app_state.closing)
+        await while_connected(request, _open_or_ended(app_state, rollout.id, wait_s), app_state.closing)
     return await app_state.store.get(rollout.id)
 
 
