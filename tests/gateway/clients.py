@@ -2,7 +2,8 @@
 or streamed, and send it back in their own encoding.
 
 An encoding (`Style`) changes what has no meaning: ids of calls, null fields, the formatting of arguments, text in
-parts, a turn in several messages. The content stays: `said` is equal for two histories exactly if their content is.
+parts, a turn in several messages. The content stays: `content_key` is equal for two histories exactly if their content
+is.
 
 The three are in one long file, since they are one client written three times and are best read side by side.
 """
@@ -30,7 +31,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Said:
+class InputMessage:
     """A message of the system or a user."""
 
     role: str
@@ -65,27 +66,27 @@ class Answer:
         return replace(self, reasoning="", items=tuple(item for item in self.items if item["type"] != "reasoning"))
 
     @property
-    def said(self) -> tuple[Any, ...]:
-        return (self.content, self.reasoning, [[call.name, meant(call.arguments)] for call in self.calls])
+    def content_key(self) -> tuple[Any, ...]:
+        return (self.content, self.reasoning, [[call.name, normalized(call.arguments)] for call in self.calls])
 
 
-History = tuple[Said | Results | Answer, ...]
+History = tuple[InputMessage | Results | Answer, ...]
 
 
-def said(history: History, *, has_reasoning: bool = True) -> str:
+def content_key(history: History, *, has_reasoning: bool = True) -> str:
     """Returns a key of a history's content, independent of its encoding."""
-    return json.dumps([_said(entry, has_reasoning) for entry in history])
+    return json.dumps([_entry_key(entry, has_reasoning) for entry in history])
 
 
-def _said(entry: Said | Results | Answer, has_reasoning: bool) -> Sequence[Any]:
-    if isinstance(entry, Said):
+def _entry_key(entry: InputMessage | Results | Answer, has_reasoning: bool) -> Sequence[Any]:
+    if isinstance(entry, InputMessage):
         return (entry.role, entry.text)
     if isinstance(entry, Results):
         return ("results", *entry.texts)
-    return entry.said if has_reasoning else entry.without_reasoning().said
+    return entry.content_key if has_reasoning else entry.without_reasoning().content_key
 
 
-def meant(arguments: str) -> str:
+def normalized(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except ValueError:
@@ -109,7 +110,7 @@ class ChatClient:
         messages: list[dict[str, Any]] = []
         ids: list[str] = []
         for at, entry in enumerate(history):
-            if isinstance(entry, Said):
+            if isinstance(entry, InputMessage):
                 messages.append({"role": entry.role, "content": _parts(entry.text, "text", style)})
             elif isinstance(entry, Results):
                 for call_id, text in zip(ids, entry.texts, strict=True):
@@ -142,14 +143,14 @@ class ChatClient:
 
     def read(self, raw: bytes, *, is_stream: bool) -> Answer:
         if not is_stream:
-            told = json.loads(raw)
-            message = told["choices"][0]["message"]
+            reply = json.loads(raw)
+            message = reply["choices"][0]["message"]
             calls = [
                 Call(call["id"], call["function"]["name"], call["function"]["arguments"])
                 for call in message.get("tool_calls") or ()
             ]
             thought = message.get("reasoning_content") or ""
-            return Answer(told["id"], message["content"] or "", thought, tuple(calls))
+            return Answer(reply["id"], message["content"] or "", thought, tuple(calls))
         assert raw.endswith(b"data: [DONE]\n\n")
         reply_id, content, reasoning = "", "", ""
         parts: dict[int, list[str]] = {}
@@ -174,12 +175,12 @@ class ResponsesClient:
 
     def body(self, history: History, style: Style, *, max_tokens: int, is_stream: bool) -> dict[str, Any]:
         items: list[dict[str, Any]] = []
-        rest: dict[str, Any] = {}
+        other_fields: dict[str, Any] = {}
         ids: list[str] = []
         for at, entry in enumerate(history):
-            if isinstance(entry, Said) and entry.role == "system":
-                rest["instructions"] = entry.text
-            elif isinstance(entry, Said):
+            if isinstance(entry, InputMessage) and entry.role == "system":
+                other_fields["instructions"] = entry.text
+            elif isinstance(entry, InputMessage):
                 content = _parts(entry.text, "input_text", style)
                 items.append({"type": "message", "role": entry.role, "content": content})
             elif isinstance(entry, Results):
@@ -192,7 +193,14 @@ class ResponsesClient:
                 ids = _ids(entry, style, at)
                 items += self._turn(entry, iter(ids), style)
         tool = {"type": "function", "name": "shell", "description": ABOUT, "parameters": SHELL, "strict": False}
-        body = {"model": "m", "input": items, "tools": [tool], "max_output_tokens": max_tokens, "store": False, **rest}
+        body = {
+            "model": "m",
+            "input": items,
+            "tools": [tool],
+            "max_output_tokens": max_tokens,
+            "store": False,
+            **other_fields,
+        }
         if style.is_in_parts:
             body["include"] = ["reasoning.encrypted_content"]
         return {**body, "stream": True} if is_stream else body
@@ -202,8 +210,8 @@ class ResponsesClient:
         names = iter(ids)
         # without ids, reasoning after text is read as the next turn's: the two cannot be distinguished
         has_ids = not style.has_other_ids or any(item["type"] == "reasoning" for item in answer.items[1:])
-        for told in answer.items:
-            item = dict(told)
+        for stored in answer.items:
+            item = dict(stored)
             if not has_ids:
                 del item["id"]
             if style.has_nulls:
@@ -225,8 +233,8 @@ class ResponsesClient:
             reply_id = events[-1]["response"]["id"]
             items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         else:
-            told = json.loads(raw)
-            reply_id, items = told["id"], told["output"]
+            reply = json.loads(raw)
+            reply_id, items = reply["id"], reply["output"]
         content = "".join(p["text"] for item in items if item["type"] == "message" for p in item["content"])
         reasoning = "".join(p["text"] for item in items if item["type"] == "reasoning" for p in item["content"])
         calls = [
@@ -242,12 +250,12 @@ class MessagesClient:
 
     def body(self, history: History, style: Style, *, max_tokens: int, is_stream: bool) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
-        rest: dict[str, Any] = {}
+        other_fields: dict[str, Any] = {}
         ids: list[str] = []
         for at, entry in enumerate(history):
-            if isinstance(entry, Said) and entry.role == "system":
-                rest["system"] = [{"type": "text", "text": entry.text}] if style.is_in_parts else entry.text
-            elif isinstance(entry, Said):
+            if isinstance(entry, InputMessage) and entry.role == "system":
+                other_fields["system"] = [{"type": "text", "text": entry.text}] if style.is_in_parts else entry.text
+            elif isinstance(entry, InputMessage):
                 content = [{"type": "text", "text": entry.text}] if style.is_in_parts else entry.text
                 messages.append({"role": "user", "content": content})
             elif isinstance(entry, Results):
@@ -268,7 +276,7 @@ class MessagesClient:
                 else:
                     messages.append({"role": "assistant", "content": blocks})
         tools = [{"name": "shell", "description": ABOUT, "input_schema": SHELL}]
-        body = {"model": "m", "messages": messages, "tools": tools, "max_tokens": max_tokens, **rest}
+        body = {"model": "m", "messages": messages, "tools": tools, "max_tokens": max_tokens, **other_fields}
         return {**body, "stream": True} if is_stream else body
 
     def _blocks(self, answer: Answer, ids: Sequence[str], style: Style) -> list[dict[str, Any]]:
@@ -278,8 +286,8 @@ class MessagesClient:
         if answer.content:
             blocks.append({"type": "text", "text": answer.content})
         for call_id, call in zip(ids, answer.calls, strict=True):
-            given = json.loads(_arguments(call, style))
-            blocks.append({"type": "tool_use", "id": call_id, "name": call.name, "input": given})
+            arguments = json.loads(_arguments(call, style))
+            blocks.append({"type": "tool_use", "id": call_id, "name": call.name, "input": arguments})
         if style.has_nulls:
             blocks = [{**block, "cache_control": None} for block in blocks]
         return blocks
@@ -288,8 +296,8 @@ class MessagesClient:
         if is_stream:
             reply_id, blocks = self._streamed(raw)
         else:
-            told = json.loads(raw)
-            reply_id, blocks = told["id"], told["content"]
+            reply = json.loads(raw)
+            reply_id, blocks = reply["id"], reply["content"]
         content = "".join(block["text"] for block in blocks if block["type"] == "text")
         reasoning = "".join(block["thinking"] for block in blocks if block["type"] == "thinking")
         calls = [
@@ -303,19 +311,19 @@ class MessagesClient:
         events = list(_events(raw))
         assert events[-1]["type"] == "message_stop"
         blocks: list[dict[str, Any]] = []
-        given = ""
+        partial_json = ""
         for event in events:
             if event["type"] == "content_block_start":
                 blocks.append(dict(event["content_block"]))
-                given = ""
+                partial_json = ""
             elif event["type"] == "content_block_delta":
                 delta = event["delta"]
-                given += delta.get("partial_json", "")
+                partial_json += delta.get("partial_json", "")
                 for name in ("text", "thinking", "signature"):
                     if name in delta:
                         blocks[-1][name] += delta[name]
             elif event["type"] == "content_block_stop" and blocks[-1]["type"] == "tool_use":
-                blocks[-1]["input"] = json.loads(given or "{}")
+                blocks[-1]["input"] = json.loads(partial_json or "{}")
         return events[0]["message"]["id"], blocks
 
 

@@ -14,12 +14,12 @@ import pytest
 
 from rollyard.testing.scripted_sampling import scripted_logprob
 from rollyard.tokens.splice import ABANDONED
-from tests.gateway.clients import Answer, Client, History, Results, Said, Style, said
+from tests.gateway.clients import Answer, Client, History, InputMessage, Results, Style, content_key
 from tests.gateway.engine_side import Completion, EngineSide, Plan
 from tests.gateway.site import Site
 
 ENOUGH = 2000  # tokens; more than any reply has
-SYSTEM = Said("system", "Be brief.")
+SYSTEM = InputMessage("system", "Be brief.")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Move:
     """`kind` selects the method (`Program.do_…`); the other fields are its arguments, as far as it needs them."""
 
     kind: str
-    said: str
+    text: str
     other: str
     plan: Plan
     second: Plan
@@ -52,13 +52,13 @@ class Program:
         self.site, self.http, self.client, self.engine = site, http, client, engine
         self.has_reasoning = True
         self.may_not_extend = False  # the renderer cannot extend every turn
-        self.told: list[History] = [()]  # histories that were received; each ends with an answer
+        self.histories: list[History] = [()]  # histories that were received; each ends with an answer
         self.known: dict[str, list[Completion]] = {}  # such a history → the completions that led to it
         self.answers: dict[bytes, dict[str, Answer]] = {}  # a body → its answers by id
         self.lost: dict[bytes, Completion] = {}  # a body → the completion that its client did not wait for
         self.last: Request | None = None
         self.last_text: str | None = None  # the text that was planned for it
-        self.left: Request | None = None
+        self.interrupted: Request | None = None
         self.pairs = 0
 
     async def do(self, move: Move) -> None:
@@ -67,17 +67,17 @@ class Program:
     # --- moves
 
     async def do_next(self, move: Move) -> None:
-        await self.ask(self.request(self.going_on(self.told[-1], move), move), move.plan)
+        await self.ask(self.request(self.going_on(self.histories[-1], move), move), move.plan)
 
     async def do_branch(self, move: Move) -> None:
-        base = self.told[move.which % len(self.told)]
+        base = self.histories[move.which % len(self.histories)]
         await self.ask(self.request(self.going_on(base, move), move), move.plan)
 
     async def do_edit(self, move: Move) -> None:
-        history = list(self.going_on(self.told[-1], move))
+        history = list(self.going_on(self.histories[-1], move))
         at = move.which % len(history)
         entry = history[at]
-        if isinstance(entry, Said):
+        if isinstance(entry, InputMessage):
             history[at] = replace(entry, text=move.other)
         elif isinstance(entry, Results):
             history[at] = Results((move.other, *entry.texts[1:]))
@@ -86,12 +86,12 @@ class Program:
         await self.ask(self.request(tuple(history), move), move.plan)
 
     async def do_strip(self, move: Move) -> None:
-        history = self.going_on(self.told[-1], move)
+        history = self.going_on(self.histories[-1], move)
         bare = tuple(entry.without_reasoning() if isinstance(entry, Answer) else entry for entry in history)
         await self.ask(self.request(bare, move), move.plan)
 
     async def do_compact(self, move: Move) -> None:
-        history = (SYSTEM, Said("user", f"So far: {move.said}"))
+        history = (SYSTEM, InputMessage("user", f"So far: {move.text}"))
         await self.ask(self.request(history, move), move.plan)
 
     async def do_again(self, move: Move) -> None:
@@ -107,24 +107,24 @@ class Program:
             return
         before = self.engine.calls
         answer = await self.send(self.last, is_retry=True)
-        assert answer.said == self.answers[self.last.raw][answer.id].said
+        assert answer.content_key == self.answers[self.last.raw][answer.id].content_key
         assert self.engine.calls == before
 
     async def do_join(self, move: Move) -> None:
         """Retries while the first request still runs, or has just ended: one completion for both."""
-        request = self.request(self.going_on(self.told[-1], move), move)
+        request = self.request(self.going_on(self.histories[-1], move), move)
         if request.raw in self.lost:
             await self.ask(request, move.plan)
             return
         first = asyncio.create_task(self.ask(request, replace(move.plan, latency_s=0.02)))
         await self.site.engine.busy()
         second = await self.send(request, is_retry=True)
-        heard = await first
-        assert (second.id, second.said) == (heard.id, heard.said)
+        first_answer = await first
+        assert (second.id, second.content_key) == (first_answer.id, first_answer.content_key)
 
     async def do_leave(self, move: Move) -> None:
         """Disconnects while the engine samples."""
-        request = self.request(self.going_on(self.told[-1], move), move)
+        request = self.request(self.going_on(self.histories[-1], move), move)
         completion = self.lost.get(request.raw)
         if completion is not None and completion.finish != "abort":
             await self.ask(request, move.plan)  # everything was sampled already, and the reply is immediate
@@ -139,11 +139,11 @@ class Program:
             completion = self.engine.completions[-1]
             self.check_prompt(request.history, completion)
         self.lost[request.raw] = completion
-        self.left = request
+        self.interrupted = request
 
     async def do_return(self, move: Move) -> None:
         """Repeats the request that it did not wait for."""
-        request, self.left = self.left, None
+        request, self.interrupted = self.interrupted, None
         if request is None:
             await self.do_next(move)
         else:
@@ -151,15 +151,15 @@ class Program:
 
     async def do_interrupted(self, move: Move) -> None:
         await self.do_leave(move)
-        if self.left is not None:
+        if self.interrupted is not None:
             await self.do_return(replace(move, plan=move.second))
 
     async def do_pair(self, move: Move) -> None:
         """Sends two requests concurrently, of one history or of two."""
         self.pairs += 1
-        left = self.request(self.going_on(self.told[-1], move), replace(move, max_tokens=ENOUGH - 2 * self.pairs))
-        base = self.told[move.which % len(self.told)]
-        other = self.going_on(base, replace(move, said=move.other))
+        left = self.request(self.going_on(self.histories[-1], move), replace(move, max_tokens=ENOUGH - 2 * self.pairs))
+        base = self.histories[move.which % len(self.histories)]
+        other = self.going_on(base, replace(move, text=move.other))
         right = self.request(other, replace(move, max_tokens=ENOUGH - 2 * self.pairs + 1))
         right = left if move.which % 2 else right
         before = len(self.engine.completions)
@@ -168,19 +168,19 @@ class Program:
         new = self.engine.completions[before:]
         assert len(new) == 2 and answers[0].id != answers[1].id
         for request, answer in zip((left, right), answers, strict=True):
-            asked_for = ENOUGH - 2 * self.pairs + (request is not left)
+            max_tokens = ENOUGH - 2 * self.pairs + (request is not left)
             for completion in new:
-                if completion.max_tokens == asked_for:
-                    self.heard(request, answer, completion)
+                if completion.max_tokens == max_tokens:
+                    self.record_reply(request, answer, completion)
 
     # --- parts of moves
 
     def going_on(self, history: History, move: Move) -> History:
         if not history:
-            return (SYSTEM, Said("user", move.said))
+            return (SYSTEM, InputMessage("user", move.text))
         answer = history[-1]
         assert isinstance(answer, Answer)
-        user = Said("user", move.said)
+        user = InputMessage("user", move.text)
         if not answer.calls:
             return (*history, user)
         results = Results(tuple(move.other for _ in answer.calls))
@@ -212,28 +212,30 @@ class Program:
             assert len(self.engine.completions) == before
             assert self.engine.calls == calls + (not was_whole)
             completion = resumed
-        self.heard(request, answer, completion)
+        self.record_reply(request, answer, completion)
         return answer
 
-    def heard(self, request: Request, answer: Answer, completion: Completion) -> None:
+    def record_reply(self, request: Request, answer: Answer, completion: Completion) -> None:
         self.check_prompt(request.history, completion)
         self.answers.setdefault(request.raw, {})[answer.id] = answer
         self.last = request
         whole = (*request.history, answer)
-        self.told.append(whole)
-        self.known.setdefault(said(whole, has_reasoning=self.has_reasoning), []).append(completion)
+        self.histories.append(whole)
+        self.known.setdefault(content_key(whole, has_reasoning=self.has_reasoning), []).append(completion)
 
     # --- expectations
 
     def check_prompt(self, history: History, completion: Completion) -> None:
         """Checks that a prompt begins with the sampled tokens, if its history was received, and contains all of it."""
         answered = max((at + 1 for at, entry in enumerate(history) if isinstance(entry, Answer)), default=0)
-        before = self.known.get(said(history[:answered], has_reasoning=self.has_reasoning), [])
+        before = self.known.get(content_key(history[:answered], has_reasoning=self.has_reasoning), [])
         if before and not any(completion.prompt[: len(it.whole)] == it.whole for it in before):
             assert self.may_not_extend and any(map(self.is_thinking, before)), "not what was sampled"
         text = unicodedata.normalize("NFC", self.decode(completion.prompt))
         for entry in history:
-            for one in (entry.text,) if isinstance(entry, Said) else entry.texts if isinstance(entry, Results) else ():
+            for one in (
+                (entry.text,) if isinstance(entry, InputMessage) else entry.texts if isinstance(entry, Results) else ()
+            ):
                 assert unicodedata.normalize("NFC", one) in text
 
     def is_thinking(self, completion: Completion) -> bool:
@@ -263,8 +265,8 @@ class Program:
                     continue
                 sampled = tuple(ids[span.start : span.end])
                 owned[tuple(ids[: span.start]), sampled, span.finish_reason, trace.untrainable_reason] += 1
-                given = [scripted_logprob(ids[at - 1], at, ids[at]) for at in range(span.start, span.end)]
-                assert list(logprobs[span.start : span.end]) == pytest.approx(given)
+                scripted = [scripted_logprob(ids[at - 1], at, ids[at]) for at in range(span.start, span.end)]
+                assert list(logprobs[span.start : span.end]) == pytest.approx(scripted)
             if trace.untrainable_reason is not None:
                 assert sum(span.is_owned for span in trace.spans) == 1
         assert owned == expected

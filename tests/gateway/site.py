@@ -80,11 +80,11 @@ async def gateway(
         if sampling is not None:
             task = replace(task, sampling=sampling)
         clock = Deadline(limits.run_s)
-        held = await stack.enter_async_context(router.session("default", "ro-1"))
+        engine_session = await stack.enter_async_context(router.session("default", "ro-1"))
         renderers = renderers or Renderers()
         beats: list[float] = []
         session = await open_gateway(
-            held,
+            engine_session,
             renderers.of,
             task=task,
             run=Run("r1"),

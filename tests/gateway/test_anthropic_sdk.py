@@ -118,8 +118,10 @@ async def test_a_conversation_in_the_sync_stream_helper() -> None:
         with anthropic.Anthropic(base_url=site.url, api_key="unused") as sdk:
 
             def stream(history: list[MessageParam]) -> Message:
-                with sdk.messages.stream(model="m", max_tokens=1000, messages=history, tools=[WEATHER]) as told:
-                    return told.get_final_message()
+                with sdk.messages.stream(
+                    model="m", max_tokens=1000, messages=history, tools=[WEATHER]
+                ) as message_stream:
+                    return message_stream.get_final_message()
 
             await converse(site, lambda history: asyncio.to_thread(stream, history))
 

@@ -31,7 +31,7 @@ def problem_of(*messages: object, **body: Any) -> Problem:
     return caught.value
 
 
-def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Reply:
+def make_reply(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Reply:
     finish = more.pop("finish", "tool_calls" if calls else "stop")
     return Reply("abc", 1_700_000_000, content, reasoning, tuple(calls), finish, more.pop("usage", Usage()))
 
@@ -44,7 +44,7 @@ def call(number: int, name: str, arguments: Mapping[str, Any] | None, raw: str =
 
 
 def test_messages_keep_their_content_and_lose_null_fields() -> None:
-    ask = read(
+    request = read(
         {"role": "system", "content": "be brief", "name": None},
         {"role": "developer", "content": "be kind"},
         {"role": "user", "content": "hello", "name": "ann", "cache_control": {"type": "ephemeral"}},
@@ -57,7 +57,7 @@ def test_messages_keep_their_content_and_lose_null_fields() -> None:
             "annotations": [],
         },
     )
-    assert ask.messages == (
+    assert request.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "developer", "content": "be kind"},
         {"role": "user", "content": "hello", "name": "ann"},
@@ -91,9 +91,9 @@ def test_a_refusal_is_read_as_content() -> None:
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_an_assistant_that_only_calls_has_no_content(content: dict[str, object]) -> None:
-    asked = {"id": "x", "type": "function", "function": {"name": "ls", "arguments": '{"a":1}'}}
-    (message,) = read({"role": "assistant", **content, "tool_calls": [{**asked, "index": 0}]}).messages
-    assert message == {"role": "assistant", "content": "", "tool_calls": [asked]}
+    tool_call = {"id": "x", "type": "function", "function": {"name": "ls", "arguments": '{"a":1}'}}
+    (message,) = read({"role": "assistant", **content, "tool_calls": [{**tool_call, "index": 0}]}).messages
+    assert message == {"role": "assistant", "content": "", "tool_calls": [tool_call]}
     for none in ([], None):
         assert read({"role": "assistant", **content, "tool_calls": none}).messages[0] == {
             "role": "assistant",
@@ -248,14 +248,14 @@ def test_a_tool_has_only_the_fields_that_the_model_sees() -> None:
         "cache_control": {"type": "ephemeral"},
     }  # type: ignore[dict-item]
     bare = {"type": "function", "function": {"name": "ls", "description": None, "parameters": None, "strict": None}}
-    ask = read(tools=[strict, strict, bare])
-    assert ask.tools == (LS, LS, {"type": "function", "function": {"name": "ls"}})
-    assert ask.overruled == ("strict",)
+    request = read(tools=[strict, strict, bare])
+    assert request.tools == (LS, LS, {"type": "function", "function": {"name": "ls"}})
+    assert request.overruled == ("strict",)
     assert read(tools=None).tools == read(tools=[]).tools == ()
 
 
 def test_parameters_that_change_the_sampling_are_overruled_by_name() -> None:
-    ask = read(
+    request = read(
         temperature=0,
         top_p=1.0,
         seed=7,
@@ -266,8 +266,8 @@ def test_parameters_that_change_the_sampling_are_overruled_by_name() -> None:
         response_format={"type": "json_object"},
         reasoning_effort="low",
     )
-    assert set(ask.overruled) == {"parallel_tool_calls", "reasoning_effort"}
-    assert {wish.name: (wish.kind, wish.value) for wish in ask.wishes} == {
+    assert set(request.overruled) == {"parallel_tool_calls", "reasoning_effort"}
+    assert {wish.name: (wish.kind, wish.value) for wish in request.wishes} == {
         "temperature": ("same", 0),
         "top_p": ("same", 1.0),
         "seed": ("seed", 7),
@@ -279,7 +279,7 @@ def test_parameters_that_change_the_sampling_are_overruled_by_name() -> None:
 
 
 def test_parameters_without_effect_are_not_overruled() -> None:
-    ask = read(
+    request = read(
         temperature=None,
         n=1,
         stop=None,
@@ -297,7 +297,7 @@ def test_parameters_without_effect_are_not_overruled() -> None:
         service_tier="flex",
         prompt_cache_key="k",
     )
-    assert ask == read()
+    assert request == read()
     assert read(something_new={"x": 1}, nothing=None).unknown == ("something_new",)
 
 
@@ -323,7 +323,7 @@ def test_the_model_is_optional() -> None:
 
 def test_a_reply_has_openais_format() -> None:
     usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=5, reasoning_tokens=2)
-    assert json.loads(CHAT.reply(read(), told("hi", usage=usage))) == {
+    assert json.loads(CHAT.reply(read(), make_reply("hi", usage=usage))) == {
         "id": "chatcmpl-abc",
         "object": "chat.completion",
         "created": 1_700_000_000,
@@ -349,7 +349,7 @@ def test_a_reply_has_openais_format() -> None:
 
 def test_a_reply_that_only_calls_has_null_content() -> None:
     calls = [call(0, "ls", {"path": "é", "all": True}), call(1, "cat", None, raw="{broken")]
-    (choice,) = json.loads(CHAT.reply(read(), told(reasoning="hm", calls=calls)))["choices"]
+    (choice,) = json.loads(CHAT.reply(read(), make_reply(reasoning="hm", calls=calls)))["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -364,13 +364,13 @@ def test_a_reply_that_only_calls_has_null_content() -> None:
 
 
 def test_an_empty_turn_has_empty_content_and_a_truncated_one_finish_reason_length() -> None:
-    (choice,) = json.loads(CHAT.reply(read(), told(finish="length")))["choices"]
+    (choice,) = json.loads(CHAT.reply(read(), make_reply(finish="length")))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
 def test_numbers_that_json_libraries_treat_differently_are_returned_as_recorded() -> None:
     """orjson refuses integers beyond 64 bits and writes infinity as null."""
-    turn = told(calls=[call(0, "f", {"n": 2**70, "x": float("inf")})])
+    turn = make_reply(calls=[call(0, "f", {"n": 2**70, "x": float("inf")})])
     (choice,) = json.loads(CHAT.reply(read(), turn))["choices"]
     assert choice["message"]["tool_calls"] == assistant_message("", "", turn.calls)["tool_calls"]
 
@@ -378,9 +378,9 @@ def test_numbers_that_json_libraries_treat_differently_are_returned_as_recorded(
 # --- streams ---
 
 
-def written(ask: ChatRequest, turn: Reply, events: Sequence[Event]) -> list[Any]:
+def written(request: ChatRequest, turn: Reply, events: Sequence[Event]) -> list[Any]:
     """Returns the data of each server-sent event; the terminator unchanged."""
-    writer = CHAT.writer(ask, turn.id, turn.created, prompt_tokens=0)
+    writer = CHAT.writer(request, turn.id, turn.created, prompt_tokens=0)
     raw = writer.begin() + b"".join(map(writer.event, events)) + writer.end(turn)
     assert raw.endswith(b"\n\n")
     lines = raw.decode().split("\n\n")[:-1]
@@ -416,7 +416,7 @@ def accumulated(chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def test_a_stream_is_made_of_openais_chunks() -> None:
-    turn = told("ok", "hm", [call(0, "ls", {"a": 1})])
+    turn = make_reply("ok", "hm", [call(0, "ls", {"a": 1})])
     chunks = written(read(stream=True), turn, [Reasoning("hm"), Text("ok"), *turn.calls])
     assert {chunk["id"] for chunk in chunks} == {"chatcmpl-abc"}
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
@@ -433,8 +433,8 @@ def test_a_stream_is_made_of_openais_chunks() -> None:
 
 
 def test_usage_comes_last_if_requested() -> None:
-    ask = read(stream=True, stream_options={"include_usage": True})
-    *chunks, last = written(ask, told("ok", usage=Usage(3, 1, 2)), [Text("ok")])
+    request = read(stream=True, stream_options={"include_usage": True})
+    *chunks, last = written(request, make_reply("ok", usage=Usage(3, 1, 2)), [Text("ok")])
     assert [chunk["usage"] for chunk in chunks] == [None, None, None]
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 5
@@ -442,7 +442,7 @@ def test_usage_comes_last_if_requested() -> None:
 
 
 def test_parallel_calls_are_counted_per_writer() -> None:
-    turn = told(calls=[call(0, "a", {}), call(1, "b", {})])
+    turn = make_reply(calls=[call(0, "a", {}), call(1, "b", {})])
     for _ in range(2):
         chunks = written(read(stream=True), turn, turn.calls)
         parts = [part for chunk in chunks for part in chunk["choices"][0]["delta"].get("tool_calls", [])]
@@ -450,7 +450,7 @@ def test_parallel_calls_are_counted_per_writer() -> None:
 
 
 def test_text_with_line_breaks_stays_one_event() -> None:
-    (_, chunk, _) = written(read(stream=True), told("a\n\nb"), [Text("a\n\ndata: [DONE]\n\nb\r\n\u2028")])
+    (_, chunk, _) = written(read(stream=True), make_reply("a\n\nb"), [Text("a\n\ndata: [DONE]\n\nb\r\n\u2028")])
     assert chunk["choices"][0]["delta"]["content"] == "a\n\ndata: [DONE]\n\nb\r\n\u2028"
 
 
@@ -475,8 +475,8 @@ CALLS = st.lists(st.tuples(TEXT.filter(bool), ARGUMENTS | st.none(), TEXT), max_
 def test_a_turn_that_is_sent_back_is_read_as_it_was_sent(
     content: str, reasoning: str, calls: list[tuple[str, Mapping[str, Any] | None, str]]
 ) -> None:
-    made = [call(index, name, arguments, raw) for index, (name, arguments, raw) in enumerate(calls)]
-    turn = told(content, reasoning, made)
+    tool_calls = [call(index, name, arguments, raw) for index, (name, arguments, raw) in enumerate(calls)]
+    turn = make_reply(content, reasoning, tool_calls)
     expected = assistant_message(content, reasoning, turn.calls)
     whole = json.loads(CHAT.reply(read(), turn))["choices"][0]["message"]
     assert read(whole).messages == (expected,)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rollyard.core.failure import InvalidRequest
 from rollyard.gateway import intake, parser
-from rollyard.gateway import work_threads as aside_module
+from rollyard.gateway import work_threads as work_threads_module
 from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES, GatewayApp
 from rollyard.gateway.base import Problem
 from rollyard.gateway.body_size import LIGHT_BYTES, LIGHT_VALUES, STEP_BYTES, has_more_values, weight_of
@@ -154,27 +154,27 @@ async def test_a_body_that_is_too_long_for_the_context_is_not_stored_while_it_ar
 
 
 async def test_a_piece_that_cannot_be_started_does_not_block_the_next(monkeypatch: pytest.MonkeyPatch):
-    aside = WorkThreads()
+    threads = WorkThreads()
     closed = ThreadPoolExecutor(1)
     closed.shutdown()
     with monkeypatch.context() as patched:
-        patched.setattr(aside_module, "_SMALL", closed)
+        patched.setattr(work_threads_module, "_SMALL", closed)
         with pytest.raises(RuntimeError):
-            await aside.thread(1, len, "abc")
-    assert await aside.thread(1, len, "abc") == 3
+            await threads.thread(1, len, "abc")
+    assert await threads.thread(1, len, "abc") == 3
 
 
 def test_a_long_text_full_of_commas_is_not_counted_as_many_values():
-    said = 'x = {"a": [1, 2, 3]}\n' * 100_000
-    ask = intake.read(CHAT, orjson.dumps(body(said)))
-    assert ask.messages[0]["content"] == said
+    text = 'x = {"a": [1, 2, 3]}\n' * 100_000
+    request = intake.read(CHAT, orjson.dumps(body(text)))
+    assert request.messages[0]["content"] == text
 
 
 @pytest.mark.parametrize("field", ["content", "reasoning_content", "arguments", "description"])
 async def test_a_text_that_cannot_fit_is_never_tokenized_whole(field: str, monkeypatch: pytest.MonkeyPatch):
-    seen: list[int] = []
+    encoded_chars: list[int] = []
     encode = ChatML.encode
-    monkeypatch.setattr(ChatML, "encode", lambda self, text: (seen.append(len(text)), encode(self, text))[1])
+    monkeypatch.setattr(ChatML, "encode", lambda self, text: (encoded_chars.append(len(text)), encode(self, text))[1])
     text = "word " * (2 << 20)
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
     turns: dict[str, Any] = {
@@ -191,7 +191,7 @@ async def test_a_text_that_cannot_fit_is_never_tokenized_whole(field: str, monke
         status, answer = await post(site, orjson.dumps({"model": "any", **turns[field]}))
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded", answer
         assert "maximum context length is 4096 tokens" in answer["error"]["message"]
-        assert not rendered and max(seen, default=0) <= PIECE_CHARS and len(ticks) > 3
+        assert not rendered and max(encoded_chars, default=0) <= PIECE_CHARS and len(ticks) > 3
         assert site.session.overflow is not None
 
 
@@ -223,9 +223,9 @@ async def test_an_error_does_not_repeat_megabytes():
         (RESPONSES, {"role": "user", "content": [{"type": "p" * (1 << 20)}]}),
         (MESSAGES, {"role": "user", "content": [{"type": "p" * (1 << 20)}]}),
     ):
-        with pytest.raises(Problem) as found:
+        with pytest.raises(Problem) as caught:
             intake.read(dialect, messages_of(dialect, [item]))
-        assert len(found.value.message) < 400
+        assert len(caught.value.message) < 400
 
 
 async def test_a_response_does_not_echo_megabytes():
@@ -255,13 +255,13 @@ async def test_light_requests_are_read_on_the_event_loop_and_others_in_a_thread(
 
 async def test_all_work_for_a_heavy_request_runs_in_threads(monkeypatch: pytest.MonkeyPatch):
     here = threading.get_ident()
-    seen: set[tuple[str, bool]] = set()
+    calls: set[tuple[str, bool]] = set()
 
     def watched(owner: Any, name: str) -> None:
         inner = getattr(owner, name)
 
         def outer(*args: Any, **named: Any) -> Any:
-            seen.add((name, threading.get_ident() == here))
+            calls.add((name, threading.get_ident() == here))
             return inner(*args, **named)
 
         monkeypatch.setattr(owner, name, outer)
@@ -276,7 +276,7 @@ async def test_all_work_for_a_heavy_request_runs_in_threads(monkeypatch: pytest.
         assert (await post(site, orjson.dumps(body(text, "ok", text))))[0] == 200
         (trace,) = site.verified().traces
         assert len(trace.spans) == 2
-    assert seen == {(name, False) for name in ("read", "key_of", "find", "extended", "rendered")}
+    assert calls == {(name, False) for name in ("read", "key_of", "find", "extended", "rendered")}
 
 
 async def test_large_work_of_many_sessions_does_not_delay_small_work():
@@ -293,24 +293,24 @@ async def test_large_work_of_many_sessions_does_not_delay_small_work():
 
 async def test_sessions_take_turns():
     """A session with ten pieces does not delay another with one."""
-    began, may_go = threading.Semaphore(0), threading.Event()
-    workers = aside_module._SMALL._max_workers
+    started, may_go = threading.Semaphore(0), threading.Event()
+    workers = work_threads_module._SMALL._max_workers
     order: list[str] = []
 
     def hold(_: None) -> None:
-        began.release()
+        started.release()
         may_go.wait(30)
 
-    held = [asyncio.create_task(WorkThreads().thread(1, hold, None)) for _ in range(workers)]
+    blockers = [asyncio.create_task(WorkThreads().thread(1, hold, None)) for _ in range(workers)]
     for _ in range(workers):
-        await asyncio.to_thread(began.acquire)
+        await asyncio.to_thread(started.acquire)
     greedy, modest = WorkThreads(), WorkThreads()
     pieces = [asyncio.create_task(greedy.thread(1, order.append, "greedy")) for _ in range(10)]
     await asyncio.sleep(0)
     pieces.append(asyncio.create_task(modest.thread(1, order.append, "modest")))
     await asyncio.sleep(0)
     may_go.set()
-    await asyncio.gather(*held, *pieces)
+    await asyncio.gather(*blockers, *pieces)
     assert order.index("modest") <= 2
 
 

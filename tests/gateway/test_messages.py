@@ -14,7 +14,7 @@ from rollyard.tokens.base import ToolCall
 from rollyard.tokens.calls import assistant_message
 
 MESSAGES = Messages()
-ASK = ChatRequest(messages=({"role": "user", "content": "hi"},), model="m")
+REQUEST = ChatRequest(messages=({"role": "user", "content": "hi"},), model="m")
 USER = {"role": "user", "content": "hi"}
 
 
@@ -38,7 +38,7 @@ def call(number: int, name: str, **arguments: Any) -> ToolCall:
     return ToolCall(f"call_9_{number}", name, arguments, json.dumps({"name": name, "arguments": arguments}))
 
 
-def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Reply:
+def make_reply(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Reply:
     fields: dict[str, Any] = {"finish": "tool_calls" if calls else "stop", "usage": Usage(), **more}
     return Reply("abc123", 0, content, reasoning, tuple(calls), **fields)
 
@@ -47,7 +47,7 @@ def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (),
 
 
 def test_a_request_is_read_in_chat_format() -> None:
-    ask = read(
+    request = read(
         user(text("fix it")),
         {
             "role": "assistant",
@@ -62,7 +62,7 @@ def test_a_request_is_read_in_chat_format() -> None:
         stream=True,
         tools=[{"name": "Bash", "description": "Runs it.", "input_schema": {"type": "object"}}],
     )
-    assert ask.messages == (
+    assert request.messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "fix it"},
         {
@@ -75,21 +75,25 @@ def test_a_request_is_read_in_chat_format() -> None:
         },
         {"role": "tool", "tool_call_id": "call_9_0", "content": "a.py"},
     )
-    assert ask.tools == (
+    assert request.tools == (
         {"type": "function", "function": {"name": "Bash", "description": "Runs it.", "parameters": {"type": "object"}}},
     )
-    assert (ask.model, ask.max_tokens, ask.is_stream, ask.overruled) == ("m", 100, True, ())
+    assert (request.model, request.max_tokens, request.is_stream, request.overruled) == ("m", 100, True, ())
 
 
 def test_the_blocks_of_a_system_prompt_are_lines() -> None:
     """Otherwise Claude Code's header line, which is ignored between requests, would include the next line."""
-    ask = read(USER, system=[text("x-anthropic-billing-header: v=1;"), text("You are.", cache_control={"type": "e"})])
-    assert ask.messages[0] == {"role": "system", "content": "x-anthropic-billing-header: v=1;\nYou are."}
+    request = read(
+        USER, system=[text("x-anthropic-billing-header: v=1;"), text("You are.", cache_control={"type": "e"})]
+    )
+    assert request.messages[0] == {"role": "system", "content": "x-anthropic-billing-header: v=1;\nYou are."}
 
 
 def test_results_come_before_the_users_text() -> None:
-    ask = read(USER, user(result("a", "one"), result("b", [text("two"), text("three")]), text("go on"), text("now")))
-    assert ask.messages[1:] == (
+    request = read(
+        USER, user(result("a", "one"), result("b", [text("two"), text("three")]), text("go on"), text("now"))
+    )
+    assert request.messages[1:] == (
         {"role": "tool", "tool_call_id": "a", "content": "one"},
         {"role": "tool", "tool_call_id": "b", "content": "two\nthree"},
         {"role": "user", "content": "go on\nnow"},
@@ -97,10 +101,10 @@ def test_results_come_before_the_users_text() -> None:
 
 
 def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
-    apart = read(user(text("a")), user(text("b")), {"role": "system", "content": [text("s")]}, USER)
+    separate = read(user(text("a")), user(text("b")), {"role": "system", "content": [text("s")]}, USER)
     together = read(user(text("a"), text("b")), {"role": "system", "content": "s"}, USER)
-    assert apart == together
-    assert [m["role"] for m in apart.messages] == ["user", "system", "user"]
+    assert separate == together
+    assert [m["role"] for m in separate.messages] == ["user", "system", "user"]
     split = read(
         USER,
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": ""}]},
@@ -141,7 +145,7 @@ def test_an_image_remains_a_part() -> None:
 
 
 def test_parameters_of_the_task_are_overruled_by_name() -> None:
-    ask = read(
+    request = read(
         USER,
         temperature=0.5,
         top_p=None,
@@ -158,10 +162,13 @@ def test_parameters_of_the_task_are_overruled_by_name() -> None:
         context_management={"edits": []},
         something_new=True,
     )
-    assert set(ask.overruled) == {"thinking", "tools.type", "tools.defer_loading"}
-    assert ask.wishes == (RequestParameter("same", "temperature", 0.5), RequestParameter("calls", "tool_choice", ""))
-    assert ask.unknown == ("something_new",)
-    assert ask.tools == ({"type": "function", "function": {"name": "now", "parameters": {}}},)
+    assert set(request.overruled) == {"thinking", "tools.type", "tools.defer_loading"}
+    assert request.wishes == (
+        RequestParameter("same", "temperature", 0.5),
+        RequestParameter("calls", "tool_choice", ""),
+    )
+    assert request.unknown == ("something_new",)
+    assert request.tools == ({"type": "function", "function": {"name": "now", "parameters": {}}},)
     assert read(USER, tool_choice={"type": "auto"}, tools=None).overruled == ()
     assert read(USER, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).overruled == ("tool_choice",)
 
@@ -215,7 +222,7 @@ def test_an_invalid_field_is_named(body: dict[str, Any], param: str | None) -> N
 def test_a_reply_is_a_message() -> None:
     usage = Usage(prompt_tokens=100, cached_tokens=60, completion_tokens=7)
     calls = [call(0, "Bash", command="ls"), call(1, "Read", path="é", lines=10**30)]
-    reply = json.loads(MESSAGES.reply(ASK, told("Hm.", "I think.", calls, usage=usage)))
+    reply = json.loads(MESSAGES.reply(REQUEST, make_reply("Hm.", "I think.", calls, usage=usage)))
     assert reply == {
         "id": "msg_abc123",
         "type": "message",
@@ -242,8 +249,8 @@ def test_a_reply_is_a_message() -> None:
         },
     }
     assert reply["content"][0]["signature"]
-    assert json.loads(MESSAGES.reply(ASK, told("a", finish="length")))["stop_reason"] == "max_tokens"
-    assert json.loads(MESSAGES.reply(ASK, told("")))["stop_reason"] == "end_turn"
+    assert json.loads(MESSAGES.reply(REQUEST, make_reply("a", finish="length")))["stop_reason"] == "max_tokens"
+    assert json.loads(MESSAGES.reply(REQUEST, make_reply("")))["stop_reason"] == "end_turn"
 
 
 def events_of(stream: bytes) -> Iterator[dict[str, Any]]:
@@ -255,15 +262,15 @@ def events_of(stream: bytes) -> Iterator[dict[str, Any]]:
 
 
 def streamed(events: Sequence[Event], whole: Reply) -> bytes:
-    writer = MESSAGES.writer(ASK, "abc123", 0, 100)
+    writer = MESSAGES.writer(REQUEST, "abc123", 0, 100)
     return writer.begin() + b"".join(map(writer.event, events)) + writer.keep_alive() + writer.end(whole)
 
 
 def test_a_stream_sends_blocks_one_after_the_other() -> None:
     events = [Reasoning("I "), Reasoning("think."), Text("Hm"), Text("."), call(0, "Bash", command="ls"), Text("so")]
     usage = Usage(prompt_tokens=100, cached_tokens=60, completion_tokens=7)
-    seen = list(events_of(streamed(events, told("Hm.so", "I think.", [call(0, "Bash")], usage=usage))))
-    assert [(event["type"], event.get("index")) for event in seen] == [
+    sent_events = list(events_of(streamed(events, make_reply("Hm.so", "I think.", [call(0, "Bash")], usage=usage))))
+    assert [(event["type"], event.get("index")) for event in sent_events] == [
         ("message_start", None),
         ("content_block_start", 0),
         ("content_block_delta", 0),
@@ -284,15 +291,20 @@ def test_a_stream_sends_blocks_one_after_the_other() -> None:
         ("message_delta", None),
         ("message_stop", None),
     ]
-    assert seen[0]["message"]["usage"]["input_tokens"] == 100
-    assert seen[10]["content_block"] == {"type": "tool_use", "id": "toolu_abc123_call_9_0", "name": "Bash", "input": {}}
-    assert seen[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert seen[-2]["usage"]["input_tokens"] == 40
-    assert seen[-2]["usage"]["cache_read_input_tokens"] == 60
+    assert sent_events[0]["message"]["usage"]["input_tokens"] == 100
+    assert sent_events[10]["content_block"] == {
+        "type": "tool_use",
+        "id": "toolu_abc123_call_9_0",
+        "name": "Bash",
+        "input": {},
+    }
+    assert sent_events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert sent_events[-2]["usage"]["input_tokens"] == 40
+    assert sent_events[-2]["usage"]["cache_read_input_tokens"] == 60
 
 
 def test_a_number_beyond_the_float_range_becomes_the_largest_float() -> None:
-    reply = MESSAGES.reply(ASK, told(calls=[call(0, "f", x=[float("inf")], y={"z": -float("inf")}, s="inf")]))
+    reply = MESSAGES.reply(REQUEST, make_reply(calls=[call(0, "f", x=[float("inf")], y={"z": -float("inf")}, s="inf")]))
     got = json.loads(reply)["content"][0]["input"]
     assert got == {"x": [1.7976931348623157e308], "y": {"z": -1.7976931348623157e308}, "s": "inf"}
     assert b"Infinity" not in reply
@@ -319,19 +331,19 @@ def back(content: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def test_a_reply_that_is_sent_back_is_read_as_the_turn(
     content: str, reasoning: str, calls: tuple[ToolCall, ...]
 ) -> None:
-    reply = json.loads(MESSAGES.reply(ASK, told(content, reasoning, calls)))
+    reply = json.loads(MESSAGES.reply(REQUEST, make_reply(content, reasoning, calls)))
     assert back(reply["content"]) == assistant_message(content, reasoning, calls)
 
 
 @given(st.lists(TEXTS.map(Text) | TEXTS.map(Reasoning), max_size=8), CALLS, st.integers(0, 8))
 def test_a_stream_that_is_sent_back_is_read_as_the_turn(
-    said: list[Event], calls: tuple[ToolCall, ...], at: int
+    deltas: list[Event], calls: tuple[ToolCall, ...], at: int
 ) -> None:
-    events = [*said[:at], *calls, *said[at:]]
-    content = "".join(event.text for event in said if isinstance(event, Text))
-    reasoning = "".join(event.text for event in said if isinstance(event, Reasoning))
+    events = [*deltas[:at], *calls, *deltas[at:]]
+    content = "".join(event.text for event in deltas if isinstance(event, Text))
+    reasoning = "".join(event.text for event in deltas if isinstance(event, Reasoning))
     blocks: list[dict[str, Any]] = []
-    for event in events_of(streamed(events, told(content, reasoning, calls))):
+    for event in events_of(streamed(events, make_reply(content, reasoning, calls))):
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"])
         elif event["type"] == "content_block_delta":
@@ -369,5 +381,5 @@ def test_a_stream_that_is_sent_back_is_read_as_the_turn(
 def test_errors_have_anthropics_format(problem: Problem, kind: str, message: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
     assert json.loads(MESSAGES.error(problem)) == body
-    [event] = events_of(MESSAGES.writer(ASK, "abc123", 0, 1).error(problem))
+    [event] = events_of(MESSAGES.writer(REQUEST, "abc123", 0, 1).error(problem))
     assert event == body

@@ -222,8 +222,8 @@ async def test_reasoning_that_the_client_drops_is_removed_or_kept_by_option(hist
 
 async def test_the_tasks_sampling_applies_and_overruled_parameters_are_counted() -> None:
     async with gateway(says("one")) as site, client_of(site) as client:
-        asked: dict[str, Any] = {"temperature": 0.123, "seed": 7, "stop": ["x"], "tool_choice": "required"}
-        await client.chat.completions.create(model="m", messages=[HELLO], user="ann", **asked)
+        parameters: dict[str, Any] = {"temperature": 0.123, "seed": 7, "stop": ["x"], "tool_choice": "required"}
+        await client.chat.completions.create(model="m", messages=[HELLO], user="ann", **parameters)
         assert site.session.info()["overruled"] == {"temperature": 1, "tool_choice": 1}
         params = site.engine.calls[0].body["sampling_params"]
         assert params["temperature"] != 0.123
@@ -295,9 +295,9 @@ async def test_a_client_that_leaves_a_stream_stops_the_generation() -> None:
 # --- errors ---
 
 
-async def raised(client: openai.AsyncOpenAI, **asked: Any) -> openai.APIStatusError:
+async def raised(client: openai.AsyncOpenAI, **parameters: Any) -> openai.APIStatusError:
     with pytest.raises(openai.APIStatusError) as caught:
-        await client.chat.completions.create(**{"model": "m", "messages": [HELLO], **asked})
+        await client.chat.completions.create(**{"model": "m", "messages": [HELLO], **parameters})
     return caught.value
 
 
@@ -459,11 +459,11 @@ async def test_a_retry_of_a_running_request_receives_the_same_completion() -> No
 
         async def ask(count: str, is_stream: bool) -> tuple[str, str]:
             header = {"x-stainless-retry-count": count}
-            asked: Any = {"model": "m", "messages": [HELLO], "extra_headers": header}
+            arguments: Any = {"model": "m", "messages": [HELLO], "extra_headers": header}
             if not is_stream:
-                reply = await client.chat.completions.create(**asked)
+                reply = await client.chat.completions.create(**arguments)
                 return reply.id, reply.choices[0].message.content or ""
-            chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **asked)]
+            chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **arguments)]
             return chunks[0].id, "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
         for number, is_stream in enumerate((False, True), start=1):

@@ -35,10 +35,10 @@ WARNINGS = "x-rollyard-warnings"
 async def clients(*replies: str, **options: Any) -> AsyncGenerator[tuple[Site, Any, Any], None]:
     async with (
         gateway(says(*replies), **options) as site,
-        openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as ours,
-        anthropic.AsyncAnthropic(base_url=site.url, api_key="any", max_retries=0) as theirs,
+        openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as openai_client,
+        anthropic.AsyncAnthropic(base_url=site.url, api_key="any", max_retries=0) as anthropic_client,
     ):
-        yield site, ours, theirs
+        yield site, openai_client, anthropic_client
 
 
 def params(site: Site) -> Any:
@@ -49,20 +49,20 @@ def params(site: Site) -> Any:
 
 
 async def test_warnings_list_overruled_and_unknown_parameters():
-    async with clients("hi") as (site, ours, theirs):
-        chat = await ours.chat.completions.with_raw_response.create(
+    async with clients("hi") as (site, openai_client, anthropic_client):
+        chat = await openai_client.chat.completions.with_raw_response.create(
             model="m", messages=HELLO, temperature=0.2, tool_choice="required", extra_body={"frobnicate": 1}
         )
-        said = "temperature: the task's sampling applies"
-        for word in (said, "tool_choice: the task", "frobnicate: unknown here"):
+        expected = "temperature: the task's sampling applies"
+        for word in (expected, "tool_choice: the task", "frobnicate: unknown here"):
             assert word in chat.headers[WARNINGS]
-        assert said in chat.parse().warnings
-        responses = await ours.responses.with_raw_response.create(
+        assert expected in chat.parse().warnings
+        responses = await openai_client.responses.with_raw_response.create(
             model="m", input="hello", top_p=0.3, extra_body={"frobnicate": 1}
         )
         assert "top_p: the task's" in responses.headers[WARNINGS]
         assert any("frobnicate: unknown" in warning for warning in responses.parse().warnings)
-        messages = await theirs.messages.with_raw_response.create(
+        messages = await anthropic_client.messages.with_raw_response.create(
             model="m",
             max_tokens=9,
             messages=HELLO,
@@ -75,22 +75,24 @@ async def test_warnings_list_overruled_and_unknown_parameters():
 
 
 async def test_a_stream_has_the_warnings_in_its_header():
-    async with clients("hi") as (_, ours, theirs):
-        async with ours.chat.completions.with_streaming_response.create(
+    async with clients("hi") as (_, openai_client, anthropic_client):
+        async with openai_client.chat.completions.with_streaming_response.create(
             model="m", messages=HELLO, temperature=0.2, stream=True
         ) as answer:
             assert "temperature" in answer.headers[WARNINGS]
             await answer.read()
-        async with theirs.messages.stream(model="m", max_tokens=9, messages=HELLO, extra_body={"top_k": 3}) as stream:
+        async with anthropic_client.messages.stream(
+            model="m", max_tokens=9, messages=HELLO, extra_body={"top_k": 3}
+        ) as stream:
             assert "top_k" in stream.response.headers[WARNINGS]
             assert (await stream.get_final_message()).content[0].text == "hi"
 
 
 async def test_parameters_that_change_nothing_cause_no_warning():
     sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=64)
-    async with clients("hi", sampling=sampling) as (_, ours, _theirs):
+    async with clients("hi", sampling=sampling) as (_, openai_client, _anthropic_client):
         plain: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "tool_choice": "auto", "n": 1, "user": "me"}
-        answer = await ours.chat.completions.with_raw_response.create(
+        answer = await openai_client.chat.completions.with_raw_response.create(
             model="m", messages=HELLO, response_format={"type": "text"}, max_tokens=1000, **plain
         )
         assert WARNINGS not in answer.headers
@@ -98,18 +100,22 @@ async def test_parameters_that_change_nothing_cause_no_warning():
 
 
 async def test_a_strict_session_refuses_and_names_the_field():
-    async with clients("hi", options={"strict": True}) as (site, ours, theirs):
+    async with clients("hi", options={"strict": True}) as (site, openai_client, anthropic_client):
         with pytest.raises(openai.BadRequestError, match=r"'temperature'.*strict") as refused:
-            await ours.chat.completions.create(model="m", messages=HELLO, temperature=0.2)
+            await openai_client.chat.completions.create(model="m", messages=HELLO, temperature=0.2)
         assert refused.value.param == "temperature" and refused.value.code == "unsupported_parameter"
         with pytest.raises(openai.BadRequestError, match="'frobnicate'"):
-            await ours.responses.create(model="m", input="hello", extra_body={"frobnicate": 1})
+            await openai_client.responses.create(model="m", input="hello", extra_body={"frobnicate": 1})
         with pytest.raises(anthropic.BadRequestError, match="'tool_choice'"):
-            await theirs.messages.create(model="m", max_tokens=9, messages=HELLO, tool_choice={"type": "any"}, tools=[])
+            await anthropic_client.messages.create(
+                model="m", max_tokens=9, messages=HELLO, tool_choice={"type": "any"}, tools=[]
+            )
         with pytest.raises(openai.BadRequestError, match="'response_format'"):
-            await ours.chat.completions.create(model="m", messages=HELLO, response_format={"type": "json_object"})
+            await openai_client.chat.completions.create(
+                model="m", messages=HELLO, response_format={"type": "json_object"}
+            )
         assert site.session.turns == 0
-        await ours.chat.completions.create(model="m", messages=HELLO, stop="x", seed=1, logprobs=True)
+        await openai_client.chat.completions.create(model="m", messages=HELLO, stop="x", seed=1, logprobs=True)
         assert site.session.turns == 1
 
 
@@ -133,22 +139,22 @@ def test_a_header_accepts_any_name_and_is_bounded():
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_a_stop_text_ends_the_completion_and_is_not_sent(is_stream: bool, refuses: bool):
-    async with clients("one STOP two", "next") as (site, ours, theirs):
+    async with clients("one STOP two", "next") as (site, openai_client, anthropic_client):
         if refuses:
             refuse(site, "stop")
         messages = [*HELLO]
-        text, finish = await chatted(ours, messages, is_stream, stop=["STOP", "never"])
+        text, finish = await chatted(openai_client, messages, is_stream, stop=["STOP", "never"])
         assert (text.strip(), finish) == ("one", "stop")
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
-        assert (await chatted(ours, messages, is_stream))[0] == "next"
+        assert (await chatted(openai_client, messages, is_stream))[0] == "next"
         (trace,) = site.verified().traces
         assert len(trace.spans) == 2 and trace.is_trainable and not site.forks
         answer: Any = {"model": "m", "max_tokens": 99, "messages": HELLO, "stop_sequences": ["STOP"]}
         if is_stream:
-            async with theirs.messages.stream(**answer) as stream:
+            async with anthropic_client.messages.stream(**answer) as stream:
                 reply = await stream.get_final_message()
         else:
-            reply = await theirs.messages.create(**answer)
+            reply = await anthropic_client.messages.create(**answer)
         assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "STOP")
         assert reply.content[0].text.strip() == "one"
 
@@ -178,8 +184,8 @@ async def chatted(client: Any, messages: list[Any], is_stream: bool, **fields: A
 
 
 async def test_the_engine_gets_the_stop_texts_and_the_tokens_end_there():
-    async with clients("one STOP two") as (site, ours, _):
-        await ours.chat.completions.create(model="m", messages=HELLO, stop="STOP")
+    async with clients("one STOP two") as (site, openai_client, _):
+        await openai_client.chat.completions.create(model="m", messages=HELLO, stop="STOP")
         assert params(site)["stop"] == ["STOP"]
         (trace,) = site.verified().traces
         text = (await site.renderers.of(site.router.engine("e0"))).decode(trace.token_ids[trace.spans[0].start :])
@@ -203,10 +209,12 @@ def test_the_reply_ends_at_the_first_stop_text():
 
 
 async def test_a_seed_samples_alike_in_one_rollout_and_differently_in_the_next():
-    async with clients("hi") as (site, ours, _):
+    async with clients("hi") as (site, openai_client, _):
         seeds: list[int] = []
         for seed in (42, 42, 7, None):
-            await ours.chat.completions.create(model="m", messages=HELLO, **({} if seed is None else {"seed": seed}))
+            await openai_client.chat.completions.create(
+                model="m", messages=HELLO, **({} if seed is None else {"seed": seed})
+            )
             seeds.append(params(site)["seed"])
         assert seeds[0] == seeds[1] and len(set(seeds)) == 3
         assert 42 not in seeds and all(0 <= seed < 2**31 for seed in seeds)
@@ -217,60 +225,60 @@ async def test_a_seed_samples_alike_in_one_rollout_and_differently_in_the_next()
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_logprobs_are_those_of_the_trace(is_stream: bool):
-    async with clients("hi there") as (site, ours, _):
-        asked: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True}
-        found: list[Any] = []
+    async with clients("hi there") as (site, openai_client, _):
+        arguments: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True}
+        logprobs: list[Any] = []
         if is_stream:
-            async for chunk in await ours.chat.completions.create(**asked, stream=True):
-                found += [it for choice in chunk.choices if choice.logprobs for it in choice.logprobs.content]
+            async for chunk in await openai_client.chat.completions.create(**arguments, stream=True):
+                logprobs += [it for choice in chunk.choices if choice.logprobs for it in choice.logprobs.content]
         else:
-            answer = await ours.chat.completions.with_raw_response.create(**asked)
+            answer = await openai_client.chat.completions.with_raw_response.create(**arguments)
             assert WARNINGS not in answer.headers
-            found = answer.parse().choices[0].logprobs.content
+            logprobs = answer.parse().choices[0].logprobs.content
         (trace,) = site.verified().traces
         span = trace.spans[0]
         assert trace.logprobs is not None
-        assert [it.logprob for it in found] == pytest.approx(list(trace.logprobs[span.start : span.end]))
-        assert "".join(it.token for it in found).startswith("hi there")
-        plain = await ours.chat.completions.create(model="m", messages=HELLO)
+        assert [it.logprob for it in logprobs] == pytest.approx(list(trace.logprobs[span.start : span.end]))
+        assert "".join(it.token for it in logprobs).startswith("hi there")
+        plain = await openai_client.chat.completions.create(model="m", messages=HELLO)
         assert plain.choices[0].logprobs is None
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_logprobs_of_a_response(is_stream: bool):
-    async with clients("hi there") as (_, ours, _theirs):
-        asked: dict[str, Any] = {"model": "m", "input": "hello", "include": ["message.output_text.logprobs"]}
+    async with clients("hi there") as (_, openai_client, _anthropic_client):
+        arguments: dict[str, Any] = {"model": "m", "input": "hello", "include": ["message.output_text.logprobs"]}
         if is_stream:
-            async with ours.responses.stream(**asked) as stream:
+            async with openai_client.responses.stream(**arguments) as stream:
                 response = await stream.get_final_response()
         else:
-            response = await ours.responses.create(**asked)
+            response = await openai_client.responses.create(**arguments)
         assert "".join(it.token for it in response.output[0].content[0].logprobs).startswith("hi there")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("api", ["chat", "responses"])
 async def test_top_logprobs_are_the_engines_and_change_nothing_in_the_trace(api: str, is_stream: bool):
-    async with clients("hi there") as (site, ours, _):
-        found: list[Any] = []
+    async with clients("hi there") as (site, openai_client, _):
+        logprobs: list[Any] = []
         if api == "chat":
-            asked: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+            arguments: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
             if is_stream:
-                async for chunk in await ours.chat.completions.create(**asked, stream=True):
-                    found += [it for choice in chunk.choices if choice.logprobs for it in choice.logprobs.content]
+                async for chunk in await openai_client.chat.completions.create(**arguments, stream=True):
+                    logprobs += [it for choice in chunk.choices if choice.logprobs for it in choice.logprobs.content]
             else:
-                found = (await ours.chat.completions.create(**asked)).choices[0].logprobs.content
+                logprobs = (await openai_client.chat.completions.create(**arguments)).choices[0].logprobs.content
         else:
-            asked = {"model": "m", "input": "hello", "top_logprobs": 3}
+            arguments = {"model": "m", "input": "hello", "top_logprobs": 3}
             if is_stream:
-                async with ours.responses.stream(**asked) as stream:
+                async with openai_client.responses.stream(**arguments) as stream:
                     response = await stream.get_final_response()
             else:
-                response = await ours.responses.create(**asked)
-            found = response.output[0].content[0].logprobs
+                response = await openai_client.responses.create(**arguments)
+            logprobs = response.output[0].content[0].logprobs
         assert params(site)["logprobs"] == 3
-        assert "".join(it.token for it in found).startswith("hi there")
-        for it in found:
+        assert "".join(it.token for it in logprobs).startswith("hi there")
+        for it in logprobs:
             values = [top.logprob for top in it.top_logprobs]
             assert len(values) == 3 and values == sorted(values, reverse=True)
             assert it.top_logprobs[0].token == it.token
@@ -278,17 +286,17 @@ async def test_top_logprobs_are_the_engines_and_change_nothing_in_the_trace(api:
 
 
 async def test_an_engine_that_refuses_top_logprobs_is_called_without_them():
-    async with clients("hi there") as (site, ours, _):
-        known = site.engine._check
+    async with clients("hi there") as (site, openai_client, _):
+        original_check = site.engine._check
 
         def check(body: Any, prompt: Any) -> None:
-            known(body, prompt)
+            original_check(body, prompt)
             if body["sampling_params"].get("logprobs"):
                 raise scripted_engine._Refusal("at most 0 logprobs", 400)
 
         site.engine._check = check  # type: ignore[method-assign]
-        asked: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
-        reply = await ours.chat.completions.create(**asked)
+        arguments: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+        reply = await openai_client.chat.completions.create(**arguments)
         assert reply.warnings == ["top_logprobs: this engine refuses it"]
         assert all(it.top_logprobs == [] for it in reply.choices[0].logprobs.content)
         assert site.verified().traces[0].is_trainable
@@ -302,8 +310,8 @@ def test_top_logprobs_are_bounded_and_need_logprobs():
                 read(dialect, orjson.dumps(body))
     with pytest.raises(Problem, match="it needs 'logprobs'"):
         read(CHAT, orjson.dumps({"model": "m", "messages": HELLO, "top_logprobs": 3}))
-    asked = ChatRequest((), wishes=(RequestParameter("top_logprobs", "top_logprobs", 3),))
-    granted = ParameterRules(Sampling(), is_strict=False, has_structured_output=False).grant(asked, Kind.PRORL)
+    request = ChatRequest((), wishes=(RequestParameter("top_logprobs", "top_logprobs", 3),))
+    granted = ParameterRules(Sampling(), is_strict=False, has_structured_output=False).grant(request, Kind.PRORL)
     assert granted.warnings == ("top_logprobs: engines of kind prorl give none",) and not granted.top_logprobs
 
 
@@ -312,30 +320,30 @@ def test_top_logprobs_are_bounded_and_need_logprobs():
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_with_tool_choice_none_a_call_is_returned_as_text(is_stream: bool):
-    async with clients(TWO_CALLS, "fine") as (site, ours, _):
-        text, finish = await chatted(ours, HELLO, is_stream, tools=[LS], tool_choice="none")
+    async with clients(TWO_CALLS, "fine") as (site, openai_client, _):
+        text, finish = await chatted(openai_client, HELLO, is_stream, tools=[LS], tool_choice="none")
         assert finish == "stop" and text.startswith("I look.") and text.count('"name": "ls"') == 2
         answered = [*HELLO, {"role": "assistant", "content": text, "reasoning_content": "both at once"}]
         again = [*answered, {"role": "user", "content": "and?"}]
-        await chatted(ours, again, is_stream, tools=[LS], tool_choice="none")
+        await chatted(openai_client, again, is_stream, tools=[LS], tool_choice="none")
         (trace,) = site.verified().traces
         assert len(trace.spans) == 2
 
 
 CHOICES: Any = {
-    "chat": lambda ours, _, name: ours.chat.completions.with_raw_response.create(
+    "chat": lambda openai_client, _, name: openai_client.chat.completions.with_raw_response.create(
         model="m",
         messages=HELLO,
         tools=[LS],
         tool_choice={"type": "function", "function": {"name": name}} if name else "required",
     ),
-    "responses": lambda ours, _, name: ours.responses.with_raw_response.create(
+    "responses": lambda openai_client, _, name: openai_client.responses.with_raw_response.create(
         model="m",
         input="hello",
         tools=[{"type": "function", **LS["function"]}],
         tool_choice={"type": "function", "name": name} if name else "required",
     ),
-    "messages": lambda _, theirs, name: theirs.messages.with_raw_response.create(
+    "messages": lambda _, anthropic_client, name: anthropic_client.messages.with_raw_response.create(
         model="m",
         max_tokens=99,
         messages=HELLO,
@@ -349,30 +357,30 @@ CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "/"}}\n</tool_call>'
 @pytest.mark.parametrize("name", ["ls", ""])
 @pytest.mark.parametrize("dialect", CHOICES)
 async def test_a_call_is_forced_by_grammar_if_the_task_allows_it(dialect: str, name: str):
-    async with clients(CALL, options={"structured_output": True}) as (site, ours, theirs):
-        answer = await CHOICES[dialect](ours, theirs, name)
+    async with clients(CALL, options={"structured_output": True}) as (site, openai_client, anthropic_client):
+        answer = await CHOICES[dialect](openai_client, anthropic_client, name)
         assert WARNINGS not in answer.headers
         assert params(site)["structured_outputs"] == {"grammar": hermes_calls(["ls"], is_one=bool(name))}
         (trace,) = site.verified().traces
         assert not trace.is_trainable and "constrained by the client: tool_choice" in str(trace.untrainable_reason)
-    async with clients(CALL) as (site, ours, theirs):
-        answer = await CHOICES[dialect](ours, theirs, name)
+    async with clients(CALL) as (site, openai_client, anthropic_client):
+        answer = await CHOICES[dialect](openai_client, anthropic_client, name)
         assert "tool_choice: the task does not allow it" in answer.headers[WARNINGS]
         assert "structured_outputs" not in params(site) and site.verified().traces[0].is_trainable
-    async with clients(CALL, options={"strict": True}) as (_, ours, theirs):
+    async with clients(CALL, options={"strict": True}) as (_, openai_client, anthropic_client):
         with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="'tool_choice'"):
-            await CHOICES[dialect](ours, theirs, name)
-    async with clients(CALL, options={"structured_output": True}) as (_, ours, theirs):
+            await CHOICES[dialect](openai_client, anthropic_client, name)
+    async with clients(CALL, options={"structured_output": True}) as (_, openai_client, anthropic_client):
         with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="a tool that is not in 'tools'"):
-            await CHOICES[dialect](ours, theirs, "rm")
+            await CHOICES[dialect](openai_client, anthropic_client, "rm")
 
 
 async def test_a_missing_forced_call_causes_a_warning():
-    async with clients("no call", options={"structured_output": True}) as (site, ours, _):
-        answer = await CHOICES["chat"](ours, None, "ls")
+    async with clients("no call", options={"structured_output": True}) as (site, openai_client, _):
+        answer = await CHOICES["chat"](openai_client, None, "ls")
         assert answer.parse().warnings == ["tool_choice: the model called no tool"]
         refuse(site, "structured_outputs")
-        answer = await CHOICES["chat"](ours, None, "")
+        answer = await CHOICES["chat"](openai_client, None, "")
         assert answer.parse().warnings == ["tool_choice: this engine refuses it"]
         assert [trace.is_trainable for trace in site.verified().traces] == [False, True]
 
@@ -381,13 +389,13 @@ def test_a_call_is_not_forced_without_a_grammar():
     def grant(
         *wishes: RequestParameter, tools: Any = (LS,), grammar: Any = hermes_calls, kind: Kind = Kind.SGLANG
     ) -> GrantedParameters:
-        ours = ParameterRules(
+        rules = ParameterRules(
             Sampling(),
             is_strict=False,
             has_structured_output=True,
             call_grammar=lambda names, is_one: grammar(names, is_one=is_one),
         )
-        return ours.grant(ChatRequest((), tools=tools, wishes=wishes), kind)
+        return rules.grant(ChatRequest((), tools=tools, wishes=wishes), kind)
 
     any_call, json_object = (
         RequestParameter("calls", "tool_choice", ""),
@@ -411,15 +419,15 @@ def test_a_call_is_not_forced_without_a_grammar():
 
 
 FORMATS: Any = {
-    "chat": lambda ours, _: ours.chat.completions.with_raw_response.create(
+    "chat": lambda openai_client, _: openai_client.chat.completions.with_raw_response.create(
         model="m",
         messages=HELLO,
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
     ),
-    "responses": lambda ours, _: ours.responses.with_raw_response.create(
+    "responses": lambda openai_client, _: openai_client.responses.with_raw_response.create(
         model="m", input="hello", text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
     ),
-    "messages": lambda _, theirs: theirs.messages.with_raw_response.create(
+    "messages": lambda _, anthropic_client: anthropic_client.messages.with_raw_response.create(
         model="m",
         max_tokens=9,
         messages=HELLO,
@@ -430,14 +438,14 @@ FORMATS: Any = {
 
 @pytest.mark.parametrize("dialect", FORMATS)
 async def test_a_format_uses_the_engines_structured_output_if_the_task_allows_it(dialect: str):
-    async with clients('{"a": 1}', options={"structured_output": True}) as (site, ours, theirs):
-        answer = await FORMATS[dialect](ours, theirs)
+    async with clients('{"a": 1}', options={"structured_output": True}) as (site, openai_client, anthropic_client):
+        answer = await FORMATS[dialect](openai_client, anthropic_client)
         assert WARNINGS not in answer.headers
         assert params(site)["structured_outputs"] == {"json": SCHEMA}
         (trace,) = site.verified().traces
         assert not trace.is_trainable and "constrained by the client" in str(trace.untrainable_reason)
-    async with clients('{"a": 1}') as (site, ours, theirs):
-        answer = await FORMATS[dialect](ours, theirs)
+    async with clients('{"a": 1}') as (site, openai_client, anthropic_client):
+        answer = await FORMATS[dialect](openai_client, anthropic_client)
         assert "structured_output" in answer.headers[WARNINGS]
         assert "structured_outputs" not in params(site)
         assert site.verified().traces[0].is_trainable
@@ -460,8 +468,8 @@ def test_the_tasks_constraint_stays_and_a_schema_is_bounded():
 
 
 async def test_a_schema_that_the_engine_refuses_does_not_end_the_rollout():
-    async with clients("hi", options={"structured_output": True}) as (site, ours, _):
+    async with clients("hi", options={"structured_output": True}) as (site, openai_client, _):
         refuse(site, "structured_outputs")
-        answer = await FORMATS["chat"](ours, None)
+        answer = await FORMATS["chat"](openai_client, None)
         assert "this engine refuses it" in answer.headers[WARNINGS]
         assert site.session.failure is None and site.verified().traces[0].is_trainable

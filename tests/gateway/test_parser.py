@@ -117,9 +117,9 @@ async def test_a_text_beyond_the_bound_is_a_context_overflow():
 def test_the_structure_without_texts_is_bounded():
     short = "x" * 120
     raw = orjson.dumps({"messages": [short] * (MOST_SKELETON_BYTES // 120)})
-    with pytest.raises(Problem, match=f"{MOST_SKELETON_BYTES} is the maximum") as found:
+    with pytest.raises(Problem, match=f"{MOST_SKELETON_BYTES} is the maximum") as caught:
         intake.read(CHAT, raw)
-    assert found.value.status == 413
+    assert caught.value.status == 413
     longer = orjson.dumps([short * 2] * (MOST_SKELETON_BYTES // 120))
     assert len(parse(longer)) == MOST_SKELETON_BYTES // 120  # type: ignore[arg-type]
 
@@ -204,7 +204,7 @@ def test_a_schema_is_measured_before_it_is_serialized(monkeypatch: pytest.Monkey
     for module in (wishes, responses):
         monkeypatch.setattr(module.orjson, "dumps", lambda *_: pytest.fail("it was written"))
     schema: Json = {"type": "json_schema", "schema": {"description": "\n" * 300_000}}
-    ask = ChatRequest((), wishes=(RequestParameter("format", "response_format", schema),))
-    granted = wishes.ParameterRules(Sampling(), is_strict=False, has_structured_output=True).grant(ask, Kind.VLLM)
+    request = ChatRequest((), wishes=(RequestParameter("format", "response_format", schema),))
+    granted = wishes.ParameterRules(Sampling(), is_strict=False, has_structured_output=True).grant(request, Kind.VLLM)
     assert "more than" in granted.warnings[0]
     assert responses._echo({"metadata": schema}, "metadata") is None

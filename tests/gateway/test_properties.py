@@ -72,14 +72,16 @@ def planned(thought: str | None, is_thought: bool, text: str, called: list[str],
     return out if is_closed or not called else out[: out.rindex("</tool_call>")]
 
 
-said_texts = st.one_of(st.just(""), common, common, plain, st.sampled_from(["a</think>b", "<think>c", "d<tool_call>"]))
+content_texts = st.one_of(
+    st.just(""), common, common, plain, st.sampled_from(["a</think>b", "<think>c", "d<tool_call>"])
+)
 plans = st.builds(
     Plan,
     st.builds(
         planned,
         st.one_of(st.none(), common, plain),
         st.sampled_from([True, True, True, False]),
-        said_texts,
+        content_texts,
         st.lists(calls, max_size=3),
         st.sampled_from([True, True, True, False]),
         st.sampled_from(["", "", "", "\nafter"]),
@@ -96,7 +98,7 @@ def moves(kinds: list[str]) -> st.SearchStrategy[list[Move]]:
     move = st.builds(
         Move,
         kind=st.sampled_from(kinds),
-        said=texts,
+        text=texts,
         other=texts,
         plan=plans,
         second=plans,
@@ -196,9 +198,9 @@ def test_a_client_that_only_extends_its_history_has_one_trace(speaks: Speaks, di
 # --- minimal examples of earlier failures
 
 
-def asked(*said: str) -> Request:
+def request_of(*contents: str) -> Request:
     roles = ("user", "assistant")
-    messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+    messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(contents)]
     return Request((), json.dumps({"messages": messages}).encode(), is_stream=False)
 
 
@@ -209,16 +211,16 @@ async def test_a_completion_continues_from_its_original_prompt():
         engine.site = site
         program = Program(site, http, CLIENTS["chat"], engine)
         engine.plans.append(Plan("yes yes"))
-        await program.send(asked("go"))
+        await program.send(request_of("go"))
         engine.plans.append(Plan("a b c d", stall_after=3))
-        leaving = asyncio.create_task(program.send(asked("go", "yes yes", "more")))
+        leaving = asyncio.create_task(program.send(request_of("go", "yes yes", "more")))
         await site.engine.busy()
         leaving.cancel()
         await site.engine.idle()
         engine.plans.append(Plan("yes yes", cuts=(2,)))
-        await program.send(asked("go"))
+        await program.send(request_of("go"))
         engine.plans.append(Plan(""))
-        assert (await program.send(asked("go", "yes yes", "more"))).content == "a b c d"
+        assert (await program.send(request_of("go", "yes yes", "more"))).content == "a b c d"
         first, _, again = engine.completions
         assert first.ids != again.ids
         program.check_traces()
@@ -226,16 +228,16 @@ async def test_a_completion_continues_from_its_original_prompt():
 
 async def test_two_retries_of_an_interrupted_request_receive_one_completion():
     engine = EngineSide()
-    request = asked("go")
-    ask = read(CHAT, request.raw)
+    request = request_of("go")
+    chat_request = read(CHAT, request.raw)
     async with gateway(engine) as site:
         engine.site = site
         engine.plans += [Plan("a b c d", stall_after=3), Plan("")]
-        left = await site.session.open(CHAT, ask, request.raw)
+        interrupted = await site.session.open(CHAT, chat_request, request.raw)
         await site.engine.busy()
-        left.leave()
-        retries = (site.session.open(CHAT, ask, request.raw, retries=1) for _ in range(2))
+        interrupted.leave()
+        retries = (site.session.open(CHAT, chat_request, request.raw, retries=1) for _ in range(2))
         one, other = await asyncio.gather(*retries)
         assert one.exchange is other.exchange
-        assert (await one.told()).content == "a b c d"
+        assert (await one.reply()).content == "a b c d"
         assert len(engine.completions) == 1

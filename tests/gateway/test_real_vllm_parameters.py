@@ -29,24 +29,24 @@ async def test_a_forced_call_and_the_likeliest_tokens(vllm_url: str, vllm_folder
     async with Router() as router:
         spec = EngineSpec("e", vllm_url, Kind.VLLM, tokenizer=str(model_of(vllm_folder)))
         await router.add(spec)
-        async with router.session("default", "s") as held:
+        async with router.session("default", "s") as engine_session:
             session = await open_gateway(
-                held, Renderers().of, task=task, run=Run("r"), rollout_id="s", clock=Deadline(200)
+                engine_session, Renderers().of, task=task, run=Run("r"), rollout_id="s", clock=Deadline(200)
             )
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "logprobs": True}
             for extra in ({"tool_choice": "required"}, {"top_logprobs": 3}):
-                ask, key, weight = await session.read(CHAT, orjson.dumps({**body, **extra}))
-                listener = await session.open(CHAT, ask, key, weight=weight)
-                told = await listener.told()
+                request, key, weight = await session.read(CHAT, orjson.dumps({**body, **extra}))
+                listener = await session.open(CHAT, request, key, weight=weight)
+                reply = await listener.reply()
                 listener.delivered()
-                assert told.logprobs is not None
-                written = "".join(it.token for it in told.logprobs)
+                assert reply.logprobs is not None
+                written = "".join(it.token for it in reply.logprobs)
                 if "tool_choice" in extra:
-                    assert not any("refuses" in warning for warning in told.warnings), told.warnings
+                    assert not any("refuses" in warning for warning in reply.warnings), reply.warnings
                     assert written.startswith(
                         ('<tool_call>\n{"name": "ls", "arguments": {', '<tool_call>\n{"name": "cat", "arguments": {')
                     ), written
                 else:
-                    assert not told.warnings and all(len(it.top) == 3 for it in told.logprobs)
+                    assert not reply.warnings and all(len(it.top) == 3 for it in reply.logprobs)
             await session.close()
             assert [trace.is_trainable for trace in session.traces()] == [False, True]

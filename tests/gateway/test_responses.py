@@ -38,11 +38,11 @@ TOOLS: Any = [
 ]
 
 
-def read(items: Any = "hi", **rest: Any) -> ChatRequest:
-    return DIALECT.read({"model": "m", "input": items, **rest})
+def read(items: Any = "hi", **fields: Any) -> ChatRequest:
+    return DIALECT.read({"model": "m", "input": items, **fields})
 
 
-def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), finish: Any = "stop") -> Reply:
+def make_reply(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), finish: Any = "stop") -> Reply:
     return Reply("ab12", 1_700_000_000, content, reasoning, tuple(calls), finish, Usage(10, 4, 6, 2))
 
 
@@ -51,36 +51,36 @@ def call(name: str, arguments: Any, number: int = 0) -> ToolCall:
     return ToolCall(f"call_7_{number}", name, arguments if isinstance(arguments, dict) else None, raw)
 
 
-def streamed(ask: ChatRequest, events: Sequence[Event], whole: Reply) -> list[dict[str, Any]]:
-    writer = DIALECT.writer(ask, whole.id, whole.created, 10)
+def streamed(request: ChatRequest, events: Sequence[Event], whole: Reply) -> list[dict[str, Any]]:
+    writer = DIALECT.writer(request, whole.id, whole.created, 10)
     data = writer.begin() + b"".join(map(writer.event, events)) + writer.end(whole)
     return read_events(data)
 
 
 def read_events(data: bytes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for block in data.decode().strip().split("\n\n"):
         name, _, body = block.partition("\n")
         event = orjson.loads(body.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         if event["type"] != "response.failed":  # the SDK lists some error codes; OpenAI itself sends others
             EVENTS.validate_python(event)
-        found.append(event)
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 # --- requests
 
 
 def test_a_text_is_one_user_message_after_the_instructions():
-    ask = read("hi", instructions="Be brief.")
-    assert ask.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"})
-    assert ask.model == "m" and not ask.is_stream and ask.max_tokens is None
+    request = read("hi", instructions="Be brief.")
+    assert request.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"})
+    assert request.model == "m" and not request.is_stream and request.max_tokens is None
 
 
 def test_messages_are_read_with_and_without_a_type_and_in_parts():
-    ask = read(
+    request = read(
         [
             {"role": "developer", "content": "D"},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}] * 2},
@@ -88,7 +88,7 @@ def test_messages_are_read_with_and_without_a_type_and_in_parts():
             {"role": "user", "content": [{"type": "input_text", "text": "see"}, image("data:x")]},
         ]
     )
-    assert ask.messages == (
+    assert request.messages == (
         {"role": "developer", "content": "D"},
         {"role": "user", "content": "aa"},
         {"role": "assistant", "content": "no"},
@@ -104,7 +104,7 @@ def image(url: str) -> dict[str, str]:
 
 
 def test_the_items_of_one_turn_are_one_message():
-    ask = read(
+    request = read(
         [
             {"role": "user", "content": "go"},
             {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -117,15 +117,15 @@ def test_the_items_of_one_turn_are_one_message():
             {"role": "assistant", "content": "done"},
         ]
     )
-    assert [message["role"] for message in ask.messages] == ["user", "assistant", "tool", "tool", "assistant"]
-    turn = ask.messages[1]
+    assert [message["role"] for message in request.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    turn = request.messages[1]
     assert turn["content"] == "looking" and turn["reasoning_content"] == "hm"
     assert [one["function"] for one in turn["tool_calls"]] == [  # pyright: ignore
         {"name": "look", "arguments": '{"at": 1}'},
         {"name": "team__ask", "arguments": "{}"},
     ]
-    assert ask.messages[3] == {"role": "tool", "tool_call_id": "c2", "content": "two"}
-    assert ask.messages[4] == {"role": "assistant", "content": "done", "reasoning_content": "so"}
+    assert request.messages[3] == {"role": "tool", "tool_call_id": "c2", "content": "two"}
+    assert request.messages[4] == {"role": "assistant", "content": "done", "reasoning_content": "so"}
 
 
 def test_consecutive_turns_stay_separate():
@@ -150,15 +150,15 @@ def test_calls_of_one_turn_are_joined_even_with_outputs_between_them():
 
 
 def test_tools_are_offered_as_functions_and_server_side_ones_are_not():
-    ask = read(tools=TOOLS)
-    functions: dict[str, Any] = {tool["function"]["name"]: tool["function"] for tool in ask.tools}  # pyright: ignore
+    request = read(tools=TOOLS)
+    functions: dict[str, Any] = {tool["function"]["name"]: tool["function"] for tool in request.tools}  # pyright: ignore
     assert list(functions) == ["look", "apply_patch", "local_shell", "team__ask", "team__end"]
     assert functions["look"] == {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
-    said = functions["apply_patch"]["parameters"]["properties"]["input"]["description"]
-    assert "lark grammar:\nstart: begin" in said
+    description = functions["apply_patch"]["parameters"]["properties"]["input"]["description"]
+    assert "lark grammar:\nstart: begin" in description
     assert functions["team__ask"]["description"] == "Helpers.\n\nAsks."
     assert functions["team__end"]["parameters"] == {"type": "object", "properties": {}}
-    assert ask.overruled == ("tools.format", "tools.web_search")
+    assert request.overruled == ("tools.format", "tools.web_search")
 
 
 def test_tools_that_are_added_in_the_input_are_offered_too():
@@ -168,7 +168,7 @@ def test_tools_that_are_added_in_the_input_are_offered_too():
 
 
 def test_overruled_parameters_are_named():
-    ask = read(
+    request = read(
         temperature=0.2,
         top_p=None,
         tool_choice="required",
@@ -181,12 +181,12 @@ def test_overruled_parameters_are_named():
         service_tier="auto",
         prompt_cache_key="k",
     )
-    assert ask.wishes == (
+    assert request.wishes == (
         RequestParameter("same", "temperature", 0.2),
         RequestParameter("same", "text.format", {"type": "json_schema"}),
         RequestParameter("calls", "tool_choice", ""),
     )
-    assert ask.overruled == ("parallel_tool_calls", "truncation", "reasoning.effort", "text.verbosity")
+    assert request.overruled == ("parallel_tool_calls", "truncation", "reasoning.effort", "text.verbosity")
     assert read(tool_choice="auto", reasoning={"summary": "auto"}, text={"format": {"type": "text"}}).overruled == ()
 
 
@@ -234,10 +234,12 @@ def test_an_invalid_request_names_the_field(body: dict[str, Any], param: str):
 
 
 def test_a_reply_is_a_complete_response_of_the_sdks_type():
-    ask = read(tools=TOOLS, max_output_tokens=99, metadata={"k": "v"}, instructions="I")
+    request = read(tools=TOOLS, max_output_tokens=99, metadata={"k": "v"}, instructions="I")
     calls = [call("look", {"at": 1}), call("apply_patch", {"input": "*** Begin"}, 1), call("team__ask", {"q": "x"}, 2)]
     calls.append(call("local_shell", {"command": ["ls"]}, 3))
-    response = Response.model_validate_json(DIALECT.reply(ask, told("text", "hm", calls, "tool_calls")), strict=True)
+    response = Response.model_validate_json(
+        DIALECT.reply(request, make_reply("text", "hm", calls, "tool_calls")), strict=True
+    )
     assert response.id == "resp_ab12" and response.status == "completed" and response.output_text == "text"
     kinds = ["reasoning", "message", "function_call", "custom_tool_call", "function_call", "local_shell_call"]
     assert [item.type for item in response.output] == kinds
@@ -258,17 +260,17 @@ def test_a_reply_is_a_complete_response_of_the_sdks_type():
 
 
 def test_a_truncated_reply_is_incomplete():
-    response = Response.model_validate_json(DIALECT.reply(read(), told("tex", finish="length")))
+    response = Response.model_validate_json(DIALECT.reply(read(), make_reply("tex", finish="length")))
     assert response.status == "incomplete" and response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.output[0].status == "incomplete"  # pyright: ignore
 
 
 def test_a_stream_adds_up_to_the_whole():
-    ask = read(tools=TOOLS, include=["reasoning.encrypted_content"])
+    request = read(tools=TOOLS, include=["reasoning.encrypted_content"])
     calls = [call("look", {"at": 1}), call("apply_patch", {"input": "p"}, 1), call("local_shell", {"command": []}, 2)]
-    whole = told("text", "hm", calls, "tool_calls")
-    events = streamed(ask, [Reasoning("h"), Reasoning("m"), Text("te"), Text("xt"), *calls], whole)
+    whole = make_reply("text", "hm", calls, "tool_calls")
+    events = streamed(request, [Reasoning("h"), Reasoning("m"), Text("te"), Text("xt"), *calls], whole)
     names = [event["type"].removeprefix("response.") for event in events]
     assert names == [
         *("created", "in_progress"),
@@ -281,9 +283,9 @@ def test_a_stream_adds_up_to_the_whole():
         *("output_item.added", "output_item.done", "completed"),
     ]
     assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "text"
-    assert events[-1]["response"] == orjson.loads(DIALECT.reply(ask, whole))
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == events[-1]["response"]["output"]
+    assert events[-1]["response"] == orjson.loads(DIALECT.reply(request, whole))
+    done_items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done_items == events[-1]["response"]["output"]
     assert [event["output_index"] for event in events if event["type"] == "response.output_item.added"] == [
         0,
         1,
@@ -295,7 +297,7 @@ def test_a_stream_adds_up_to_the_whole():
 
 @pytest.mark.parametrize("reasoning", ["", "hm"])
 def test_an_empty_turn_is_an_empty_message(reasoning: str):
-    whole = told(reasoning=reasoning)
+    whole = make_reply(reasoning=reasoning)
     events = streamed(read(), [Reasoning(reasoning)] if reasoning else [], whole)
     assert events[-1]["response"] == orjson.loads(DIALECT.reply(read(), whole))
     output = events[-1]["response"]["output"]
@@ -306,9 +308,9 @@ def test_an_empty_turn_is_an_empty_message(reasoning: str):
 @pytest.mark.parametrize(
     ("events", "whole"),
     [
-        ([Text("tex")], told("tex", finish="length")),
-        ([Reasoning("h")], told(reasoning="h", finish="length")),
-        ([Text("a"), call("look", {})], told("a", calls=[call("look", {})], finish="length")),
+        ([Text("tex")], make_reply("tex", finish="length")),
+        ([Reasoning("h")], make_reply(reasoning="h", finish="length")),
+        ([Text("a"), call("look", {})], make_reply("a", calls=[call("look", {})], finish="length")),
     ],
 )
 def test_a_truncated_stream_ends_incomplete(events: list[Event], whole: Reply):
@@ -362,18 +364,18 @@ NAMES = st.sampled_from(["look", "apply_patch", "local_shell", "team__ask", "unk
 
 @given(TEXTS, TEXTS, st.lists(st.tuples(NAMES, ARGUMENTS), max_size=3), st.booleans(), st.booleans())
 def test_a_reply_that_is_sent_back_is_read_as_the_same_message(
-    content: str, reasoning: str, made: list[tuple[str, Any]], seals: bool, streams: bool
+    content: str, reasoning: str, named_arguments: list[tuple[str, Any]], seals: bool, streams: bool
 ):
-    ask = read(tools=TOOLS, include=["reasoning.encrypted_content"] if seals else [])
-    calls = [call(name, arguments, number) for number, (name, arguments) in enumerate(made)]
-    whole = told(content, reasoning, calls)
+    request = read(tools=TOOLS, include=["reasoning.encrypted_content"] if seals else [])
+    calls = [call(name, arguments, number) for number, (name, arguments) in enumerate(named_arguments)]
+    whole = make_reply(content, reasoning, calls)
     if streams:
         events: list[Event] = [Reasoning(reasoning)] if reasoning else []
-        output = streamed(ask, [*events, *([Text(content)] if content else []), *calls], whole)[-1]["response"][
+        output = streamed(request, [*events, *([Text(content)] if content else []), *calls], whole)[-1]["response"][
             "output"
         ]
     else:
-        output = orjson.loads(DIALECT.reply(ask, whole))["output"]
+        output = orjson.loads(DIALECT.reply(request, whole))["output"]
     if seals:  # a client that keeps only this field sends this back
         output = [{k: v for k, v in item.items() if item["type"] != "reasoning" or k != "content"} for item in output]
     outputs = [{"type": "function_call_output", "call_id": "c", "output": "ok"}] * bool(calls)
@@ -384,10 +386,10 @@ def test_a_reply_that_is_sent_back_is_read_as_the_same_message(
 
 def essence(message: Mapping[str, Any]) -> list[Any]:
     """Returns a message without ids and JSON formatting."""
-    said: list[Any] = [message["role"], message["content"], message.get("reasoning_content", "")]
+    parts: list[Any] = [message["role"], message["content"], message.get("reasoning_content", "")]
     for one in message.get("tool_calls", ()):
-        said.append((one["function"]["name"], json.loads(one["function"]["arguments"])))
-    return said
+        parts.append((one["function"]["name"], json.loads(one["function"]["arguments"])))
+    return parts
 
 
 @pytest.mark.parametrize("name", ["tools", "metadata"])
@@ -403,9 +405,9 @@ def test_parameters_that_cannot_be_echoed_are_refused_before_sampling(name: str)
 
 @pytest.mark.parametrize("timeout_ms", [10**30, -(10**30), 2**53])
 def test_a_number_of_any_length_is_returned_as_the_model_wrote_it(timeout_ms: int):
-    ask = read(tools=TOOLS)
+    request = read(tools=TOOLS)
     calls = (call("local_shell", {"command": ["ls"], "timeout_ms": timeout_ms}),)
-    (item,) = orjson.loads(DIALECT.reply(ask, told(calls=calls)))["output"]
+    (item,) = orjson.loads(DIALECT.reply(request, make_reply(calls=calls)))["output"]
     assert item["type"] == "function_call"
     assert json.loads(item["arguments"])["timeout_ms"] == timeout_ms
-    assert streamed(ask, calls, told(calls=calls))[-1]["type"] == "response.completed"
+    assert streamed(request, calls, make_reply(calls=calls))[-1]["type"] == "response.completed"

@@ -38,10 +38,10 @@ def says(*turns: Reply | str) -> Rules:
     return Rules(rules=(("go", replies),))
 
 
-def body(*said: str, **fields: Any) -> dict[str, Any]:
+def body(*contents: str, **fields: Any) -> dict[str, Any]:
     """Returns a request with a history: user, assistant, user, …"""
     roles = ("user", "assistant")
-    messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(said)]
+    messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(contents)]
     return {"model": "any", "messages": messages, **fields}
 
 
@@ -120,13 +120,13 @@ async def test_a_retry_by_the_sdks_count_receives_the_same_completion():
 
 async def test_a_retry_of_a_streamed_reply_receives_all_of_it():
     async with gateway(says("one two three")) as site, aiohttp.ClientSession() as http:
-        told = []
+        texts = []
         for headers in (None, RETRY):
             async with http.post(
                 f"{site.url}/v1/chat/completions", json=body("go", stream=True), headers=headers
             ) as answer:
-                told.append(_streamed(await answer.read()))
-        assert told == ["one two three", "one two three"]
+                texts.append(_streamed(await answer.read()))
+        assert texts == ["one two three", "one two three"]
         assert len(site.verified().traces) == 1
 
 
@@ -207,12 +207,12 @@ async def test_a_retry_finds_its_request_among_identical_ones():
 async def test_a_reply_is_not_received_if_the_client_leaves_before_the_last_byte(is_stream: bool):
     """The reply is complete, but its slow client disconnected: it can be retried, and is not recorded as received."""
     async with gateway(says("one two")) as site:
-        asked = read(CHAT, orjson.dumps(body("go", stream=is_stream)))
-        left = await site.session.open(CHAT, asked, b"go")
-        assert (await left.told()).content == "one two"
-        left.leave()
-        again = await site.session.open(CHAT, asked, b"go")
-        assert again.exchange is left.exchange
+        request = read(CHAT, orjson.dumps(body("go", stream=is_stream)))
+        listener = await site.session.open(CHAT, request, b"go")
+        assert (await listener.reply()).content == "one two"
+        listener.leave()
+        again = await site.session.open(CHAT, request, b"go")
+        assert again.exchange is listener.exchange
         again.leave()
         assert site.session.turns == 0
         await site.session.close()
@@ -223,17 +223,17 @@ async def test_a_reply_is_not_received_if_the_client_leaves_before_the_last_byte
 
 
 async def test_an_answered_request_releases_its_history():
-    class Said(dict[str, Json]):
+    class ReferencedMessage(dict[str, Json]):
         """A dict that supports weak references."""
 
     async with gateway(says("one")) as site:
-        said = Said(role="user", content="go")
-        watched = weakref.ref(said)
-        for messages in ((said,), ({"role": "user", "content": "go"},)):
+        message = ReferencedMessage(role="user", content="go")
+        watched = weakref.ref(message)
+        for messages in ((message,), ({"role": "user", "content": "go"},)):
             listener = await site.session.open(CHAT, ChatRequest(messages), b"%d" % len(site.session.messages))
-            await listener.told()
+            await listener.reply()
             listener.delivered()
-        del said, messages, listener
+        del message, messages, listener
         gc.collect()
         assert watched() is None
 
@@ -254,8 +254,8 @@ async def test_a_slow_client_receives_everything_in_order():
         host, _, port = site.url.removeprefix("http://").partition(":")
         await asyncio.get_running_loop().sock_connect(raw, (host, int(port)))
         reader, writer = await asyncio.open_connection(sock=raw, limit=1024)
-        asked = json.dumps(body("go", stream=True, stream_options={"include_usage": True})).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(asked), asked))
+        payload = json.dumps(body("go", stream=True, stream_options={"include_usage": True})).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(payload), payload))
         await site.engine.busy()
         await site.engine.idle()  # everything is sampled; the client has read nothing
         answer = bytearray()
@@ -347,8 +347,8 @@ async def test_a_reply_left_long_before_the_deadline_is_still_abandoned():
         await site.engine.idle()
         assert (await ask(http, site, body("go on")))["error"]["code"] == "run_deadline"
         await site.session.close()
-        kept = sorted((trace.sampled_tokens, trace.untrainable_reason) for trace in site.verified().traces)
-        assert kept == [(1, "abandoned"), (2, None)]
+        traces = sorted((trace.sampled_tokens, trace.untrainable_reason) for trace in site.verified().traces)
+        assert traces == [(1, "abandoned"), (2, None)]
 
 
 async def test_failed_engines_end_the_rollout_with_blame_infra():
@@ -428,9 +428,9 @@ async def test_a_renderers_refusal_is_reported_in_the_dialects_format(path: str,
         aiohttp.ClientSession() as http,
         http.post(f"{site.url}{path}", json=request_body) as answer,
     ):
-        said = await answer.json()
+        reply = await answer.json()
         assert answer.status == 400 and answer.headers["x-should-retry"] == "false"
-        assert said["error"]["message"] and said["error"]["type"]
+        assert reply["error"]["message"] and reply["error"]["type"]
         assert site.session.failure is None
 
 
@@ -438,9 +438,9 @@ async def test_a_renderers_refusal_is_reported_in_the_dialects_format(path: str,
 async def test_garbage_is_refused_and_leaves_no_trace(raw: bytes):
     async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
         async with http.post(f"{site.url}/v1/chat/completions", data=raw) as answer:
-            said = await answer.json()
+            reply = await answer.json()
         assert answer.status == 400
-        assert said["error"]["type"] == "invalid_request_error"
+        assert reply["error"]["type"] == "invalid_request_error"
         assert site.session.traces() == ()
 
 
@@ -484,7 +484,7 @@ async def test_an_unread_last_byte_is_not_received_if_the_server_does_not_cancel
             while not site.session.info()["requests"]:
                 await asyncio.sleep(0.01)
             same = await site.session.open(CHAT, read(CHAT, raw), key_of(CHAT, raw), retries=1)
-            await same.told()
+            await same.reply()
             same.leave()
             await loop.sock_recv(client, 1)
             for _ in range(10):  # sends the rest, as far as possible

@@ -12,26 +12,26 @@ from tests.gateway.test_session import ask, body, says
 
 
 async def test_long_work_runs_in_a_thread_and_short_work_does_not():
-    aside = WorkThreads()
+    threads = WorkThreads()
     here = threading.get_ident()
-    assert await aside.run(LONG_CHARS, lambda _: threading.get_ident(), None) == here
-    assert await aside.run(LONG_CHARS + 1, lambda _: threading.get_ident(), None) != here
+    assert await threads.run(LONG_CHARS, lambda _: threading.get_ident(), None) == here
+    assert await threads.run(LONG_CHARS + 1, lambda _: threading.get_ident(), None) != here
 
 
 async def test_a_session_runs_one_long_piece_at_a_time_even_after_a_cancellation():
-    aside = WorkThreads()
-    began, may_end = threading.Event(), threading.Event()
+    threads = WorkThreads()
+    started, may_end = threading.Event(), threading.Event()
     done: list[str] = []
 
     def first(name: str) -> None:
-        began.set()
+        started.set()
         may_end.wait(30)
         done.append(name)
 
-    one = asyncio.create_task(aside.run(LONG_CHARS + 1, first, "one"))
-    await asyncio.to_thread(began.wait, 30)
+    one = asyncio.create_task(threads.run(LONG_CHARS + 1, first, "one"))
+    await asyncio.to_thread(started.wait, 30)
     one.cancel()
-    two = asyncio.create_task(aside.run(LONG_CHARS + 1, done.append, "two"))
+    two = asyncio.create_task(threads.run(LONG_CHARS + 1, done.append, "two"))
     await asyncio.sleep(0.05)
     assert done == []
     may_end.set()
@@ -43,10 +43,10 @@ async def test_an_exception_in_a_thread_is_raised():
     def wrong(_: None) -> None:
         raise ValueError("no")
 
-    aside = WorkThreads()
+    threads = WorkThreads()
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            await aside.run(LONG_CHARS + 1, wrong, None)
+            await threads.run(LONG_CHARS + 1, wrong, None)
 
 
 def test_the_size_of_a_message_is_that_of_its_strings():
