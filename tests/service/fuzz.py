@@ -92,14 +92,14 @@ def resident_bytes(pid: int) -> int:
 def cases(document: dict[str, Any], count: int, number: int) -> Iterator[Case]:
     """About `count` cases, the same for each number, spread over all operations; half of them are invalid."""
     schema = schemathesis.openapi.from_dict(document)
-    operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]
+    operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
     each = max(1, count // (2 * len(operations)))
     for operation, mode in itertools.product(operations, (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)):
-        yield from _made(operation.as_strategy(generation_mode=mode), each, number)
+        yield from _generate(operation.as_strategy(generation_mode=mode), each, number)
 
 
-def _made(strategy: SearchStrategy[Case], count: int, number: int) -> list[Case]:
-    made: list[Case] = []
+def _generate(strategy: SearchStrategy[Case], count: int, number: int) -> list[Case]:
+    generated: list[Case] = []
 
     @seed(number)
     @settings(
@@ -112,22 +112,22 @@ def _made(strategy: SearchStrategy[Case], count: int, number: int) -> list[Case]
     )
     @given(strategy)
     def make(case: Case) -> None:
-        made.append(case)
+        generated.append(case)
 
     make()
-    return made
+    return generated
 
 
 def send(at: Target, count: int, number: int) -> Fuzzed:
     """Sends about `count` requests."""
-    found, rng = Fuzzed(), random.Random(number)
+    fuzzed, rng = Fuzzed(), random.Random(number)
     with requests.Session() as session:
         for place, case in enumerate(cases(at.document, count // len(at.tokens), number)):
             _name_what_is_there(case, at.ids, rng)
             strangers = {"nobody": None, "a stranger": "ryt_" + "x" * 43} if place % 10 == 0 else {}
             for scope, token in {**at.tokens, **strangers}.items():
-                _send_one(session, at.url, case, scope, token, found)
-    return found
+                _send_one(session, at.url, case, scope, token, fuzzed)
+    return fuzzed
 
 
 def _name_what_is_there(case: Case, ids: Mapping[str, list[str]], rng: random.Random) -> None:
@@ -143,7 +143,7 @@ def _name_what_is_there(case: Case, ids: Mapping[str, list[str]], rng: random.Ra
                 part[name] = 0
 
 
-def _send_one(session: requests.Session, url: str, case: Case, scope: str, token: str | None, found: Fuzzed) -> None:
+def _send_one(session: requests.Session, url: str, case: Case, scope: str, token: str | None, fuzzed: Fuzzed) -> None:
     what = f"{case.method} {case.formatted_path} as {scope}"
     request: dict[str, Any] = case.as_transport_kwargs(base_url=url)
     headers = {key: value for key, value in dict(request.pop("headers", None) or {}).items() if _is_header(key, value)}
@@ -156,12 +156,12 @@ def _send_one(session: requests.Session, url: str, case: Case, scope: str, token
             status = answer.status_code
             text = "" if status < 500 else answer.text[:500]
     except requests.RequestException as error:
-        found.wrong.append(f"{what}: {type(error).__name__}: {error}; sent {str(case.body)[:300]}")
+        fuzzed.wrong.append(f"{what}: {type(error).__name__}: {error}; sent {str(case.body)[:300]}")
         return
-    found.sent += 1
-    found.statuses[status] += 1
+    fuzzed.sent += 1
+    fuzzed.statuses[status] += 1
     if status >= 500 and '"engine_unavailable"' not in text:
-        found.wrong.append(f"{what}: {status} {text}; sent {str(case.body)[:300]}")
+        fuzzed.wrong.append(f"{what}: {status} {text}; sent {str(case.body)[:300]}")
 
 
 def _is_header(name: str, value: str) -> bool:

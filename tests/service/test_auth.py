@@ -30,20 +30,20 @@ def test_a_token_is_created_once_and_readable_only_by_its_owner(tmp_path: Path) 
 
 
 def test_concurrent_starts_use_the_same_token(tmp_path: Path) -> None:
-    found: list[str] = []
+    tokens: list[str] = []
     start = threading.Barrier(8)
 
     def make() -> None:
         start.wait()
-        found.append(own_token(tmp_path / "token"))
+        tokens.append(own_token(tmp_path / "token"))
 
     threads = [threading.Thread(target=make) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
+    assert len(tokens) == 8
+    assert len(set(tokens)) == 1
 
 
 def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def resident_bytes() -> int:
 
 async def refusals(site: Site) -> dict[str, float]:
     text = (await site.get("/metrics")).body.decode()
-    found = re.findall(r'^rollyard_http_refusals_total\{reason="(\w+)"\} (\S+)$', text, re.MULTILINE)
-    return {reason: float(count) for reason, count in found}
+    counts = re.findall(r'^rollyard_http_refusals_total\{reason="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return {reason: float(count) for reason, count in counts}
 
 
 # --- headers --------------------------------------------------------------------------------------------
@@ -152,8 +152,8 @@ async def test_idle_connections_are_closed_whether_used_or_not(tmp_path: Path) -
 
 async def test_one_address_cannot_take_all_connections(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_connections_per_address=5) as site, contextlib.AsyncExitStack() as stack:
-        held = [await stack.enter_async_context(raw(site)) for _ in range(5)]
-        for client in held:
+        open_connections = [await stack.enter_async_context(raw(site)) for _ in range(5)]
+        for client in open_connections:
             client.write(head(site))
             assert (await client.answer())[0] == 200
         async with raw(site) as one_more:
@@ -164,10 +164,10 @@ async def test_one_address_cannot_take_all_connections(tmp_path: Path) -> None:
         async with raw(site, source="127.0.0.2") as other:
             other.write(head(site))
             assert (await other.answer())[0] == 200
-        held[0].writer.close()
-        await held[0].is_closed()
-        held[1].write(head(site))
-        assert (await held[1].answer())[0] == 200
+        open_connections[0].writer.close()
+        await open_connections[0].is_closed()
+        open_connections[1].write(head(site))
+        assert (await open_connections[1].answer())[0] == 200
         async with raw(site) as next_one:
             next_one.write(head(site))
             assert (await next_one.answer())[0] == 200
@@ -176,16 +176,16 @@ async def test_one_address_cannot_take_all_connections(tmp_path: Path) -> None:
 
 async def test_beyond_max_connections_some_get_503_and_the_rest_are_closed(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_connections=3) as site, contextlib.AsyncExitStack() as stack:
-        held = [await stack.enter_async_context(raw(site)) for _ in range(3)]
+        open_connections = [await stack.enter_async_context(raw(site)) for _ in range(3)]
         beyond = [await stack.enter_async_context(raw(site)) for _ in range(100)]
-        told = 0
+        refused = 0
         for client in beyond:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 assert await client.refusal() == (503, "too_many_connections")
-                told += 1
-        assert 0 < told <= 100
+                refused += 1
+        assert 0 < refused <= 100
         assert site.served.http.connections == 3
-        for client in held:
+        for client in open_connections:
             client.write(head(site))
             assert (await client.answer())[0] == 200
 
@@ -193,16 +193,16 @@ async def test_beyond_max_connections_some_get_503_and_the_rest_are_closed(tmp_p
 async def test_the_client_waits_for_a_connection(tmp_path: Path) -> None:
     async with (
         open_site(tmp_path, max_connections=1) as site,
-        raw(site) as held,
+        raw(site) as connection,
         AsyncClient(site.url, site.token, retry_s=90) as client,
     ):
-        held.write(head(site))
-        assert (await held.answer())[0] == 200
+        connection.write(head(site))
+        assert (await connection.answer())[0] == 200
         asking = asyncio.create_task(client.list_runs())
         while b'"too_many_connections"}' not in site.served.app_state.pipeline.metrics.render()[0]:
             await asyncio.sleep(0.01)
         assert not asking.done()
-        held.writer.close()
+        connection.writer.close()
         assert await asking == []
 
 

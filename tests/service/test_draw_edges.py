@@ -39,8 +39,8 @@ def broken(judged: FilterInput) -> bool:
 
 
 def install(monkeypatch: Any, *names: str) -> None:
-    found = [EntryPoint(name, f"{__name__}:{name}", "rollyard.filters") for name in names]
-    monkeypatch.setattr("rollyard.sampling.filters.plugins", lambda group: found)
+    entry_points = [EntryPoint(name, f"{__name__}:{name}", "rollyard.filters") for name in names]
+    monkeypatch.setattr("rollyard.sampling.filters.plugins", lambda group: entry_points)
 
 
 async def test_a_clients_rollout_with_a_members_group_and_index_is_not_the_member(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ async def test_a_clients_group_with_the_id_of_a_draws_group_is_never_used_for_it
         skilled(mixed, lambda rollout: 30.0 * rollout.endswith("-1")) as engine,
         site_with(tmp_path, engine) as site,
     ):
-        theirs = {"id": "d.0.0.0", "task": task("another task"), "size": 2}
-        assert (await site.post("/v1/groups", theirs)).status == 202
+        client_group = {"id": "d.0.0.0", "task": task("another task"), "size": 2}
+        assert (await site.post("/v1/groups", client_group)).status == 202
         await site.ended("d.0.0.0-0")
         await draw(site, 1, epochs=1, shuffle=False, keep="all")
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
@@ -195,20 +195,20 @@ async def test_a_full_queue_is_polled_by_one_timer(tmp_path: Path, monkeypatch: 
         await draw(site)
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
         runner = await site.served.app_state.sampler.runner("d")
-        loop, begun = asyncio.get_running_loop(), list[Any]()
+        loop, timers = asyncio.get_running_loop(), list[Any]()
         call_later = loop.call_later
 
         def counted(delay: float, callback: Any, *arguments: Any, **options: Any) -> Any:
             handle = call_later(delay, callback, *arguments, **options)
             if getattr(callback, "__self__", None) is runner:
-                begun.append(handle)
+                timers.append(handle)
             return handle
 
         monkeypatch.setattr(loop, "call_later", counted)
         for _ in range(20):
             runner.wake()
             await site.get("/v1/draws/d")
-        assert sum(not one.cancelled() and one.when() > loop.time() for one in begun) <= 1
+        assert sum(not one.cancelled() and one.when() > loop.time() for one in timers) <= 1
         assert (await site.call("PATCH", "/v1/pools", json={"init": 2})).status == 200
         assert (await closed(site, 1))["delivered"] == 1, "one timer is enough"
 
@@ -298,10 +298,10 @@ async def test_the_last_batch_of_an_ended_draw_can_be_read_again(tmp_path: Path)
         number = 0
         while True:
             number += 1
-            made = await site.post("/v1/draws/d/batches", {"want": 1, "number": number})
-            assert made.status == 200, made.body
+            opened = await site.post("/v1/draws/d/batches", {"want": 1, "number": number})
+            assert opened.status == 200, opened.body
             got = await site.get(f"/v1/draws/d/batches/{number}?wait_s=60")
-            assert got.status == 200, (number, made.body, got.body)
+            assert got.status == 200, (number, opened.body, got.body)
             if got.body["is_last"]:
                 break
         assert got.body["state"] == "closed" and (await site.get(f"/v1/draws/d/batches/{number + 1}")).status == 404

@@ -19,12 +19,12 @@ ARROW = {"Accept": "application/vnd.apache.arrow.stream"}
 
 
 def tasks(count: int) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
+    bodies: list[dict[str, Any]] = []
     for number in range(count):
         body = task(f"do it, number {number}")
         body["data"]["checks"] = CHECK
-        made.append(body)
-    return made
+        bodies.append(body)
+    return bodies
 
 
 def mixed(rollout_id: str) -> bool:
@@ -54,8 +54,8 @@ async def closed(site: Site, number: int) -> dict[str, Any]:
                 return answer.body
 
 
-async def take(site: Site, want: int, number: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    answer = await site.post("/v1/draws/d/batches", {"want": want, "number": number})
+async def take(site: Site, count: int, number: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    answer = await site.post("/v1/draws/d/batches", {"want": count, "number": number})
     assert answer.status == 200, answer.body
     batch = answer.body if answer.body["state"] == "closed" else await closed(site, number)
     page = await site.get(f"/v1/draws/d/groups?batch={number}&limit=200&include=records")
@@ -118,24 +118,24 @@ async def test_groups_are_delivered_when_ready_by_long_poll_events_and_arrow(tmp
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site)
         await site.post("/v1/draws/d/batches", {"want": 3, "number": 1})
-        seen: list[str] = []
+        group_ids: list[str] = []
         after = None
         async with asyncio.timeout(90):
-            while len(seen) < 3:
+            while len(group_ids) < 3:
                 query = f"batch=1&limit=1&wait_s=20{'' if after is None else f'&after={after}'}"
                 page = (await site.get(f"/v1/draws/d/groups?{query}")).body
-                seen += [group["id"] for group in page["groups"]]
+                group_ids += [group["id"] for group in page["groups"]]
                 after = page["next"]
         whole = (await site.get("/v1/draws/d/groups?batch=1")).body
-        assert [group["id"] for group in whole["groups"]] == seen
+        assert [group["id"] for group in whole["groups"]] == group_ids
         reply = await site.get("/v1/draws/d/groups?batch=1", headers=ARROW)
         table = pa.ipc.open_stream(reply.body)
         page = json.loads(table.schema.metadata[b"page"])
-        assert [group["id"] for group in page["groups"]] == seen and page["batch"]["state"] == "closed"
+        assert [group["id"] for group in page["groups"]] == group_ids and page["batch"]["state"] == "closed"
         rows = table.read_all().to_pylist()
         as_json = [trace for group in whole["groups"] for one in group["rollouts"] for trace in one["traces"]]
         assert [row["token_ids"] for row in rows] == [trace["token_ids"] for trace in as_json]
-        assert {row["group"] for row in rows} == set(seen) and {row["rollout_index"] for row in rows} == {0, 1}
+        assert {row["group"] for row in rows} == set(group_ids) and {row["rollout_index"] for row in rows} == {0, 1}
         headers = {"Authorization": f"Bearer {site.token}", "Accept": "text/event-stream"}
         events: list[str] = []
         async with asyncio.timeout(90), site.http.get(f"{site.url}/v1/draws/d/groups?batch=1", headers=headers) as sse:
@@ -239,18 +239,18 @@ async def test_an_environment_generates_tasks_or_imports_the_rows_of_a_file(tmp_
     rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(4)]
     pq.write_table(pa.Table.from_pylist(rows), folder / "gsm8k.parquet")
     async with skilled(mixed) as engine, site_with(tmp_path, engine, task_folders=[str(folder)]) as site:
-        made = {"environment": "reasoning_gym", "options": {"family": "gcd", "count": "5", "seed": "7"}}
-        assert (await draw(site, id="made", source=made))["config"]["source"]["size"] == 5
-        read = {"file": str(folder / "gsm8k.parquet"), "environment": "math"}
-        assert (await draw(site, id="read", source=read))["config"]["source"]["size"] == 4
+        generated = {"environment": "reasoning_gym", "options": {"family": "gcd", "count": "5", "seed": "7"}}
+        assert (await draw(site, id="made", source=generated))["config"]["source"]["size"] == 5
+        imported = {"file": str(folder / "gsm8k.parquet"), "environment": "math"}
+        assert (await draw(site, id="read", source=imported))["config"]["source"]["size"] == 4
         for name, environment in (("made", "reasoning_gym"), ("read", "math")):
             await site.post(f"/v1/draws/{name}/batches", {"want": 1, "number": 1})
             async with asyncio.timeout(90):
-                while not (found := (await site.get("/v1/rollouts")).body["rollouts"]) or not any(
-                    one["id"].startswith(name) for one in found
+                while not (rollouts := (await site.get("/v1/rollouts")).body["rollouts"]) or not any(
+                    one["id"].startswith(name) for one in rollouts
                 ):
                     await asyncio.sleep(0.02)
-            assert {one["task"]["environment"] for one in found if one["id"].startswith(name)} == {environment}
+            assert {one["task"]["environment"] for one in rollouts if one["id"].startswith(name)} == {environment}
         wrong = await site.post(
             "/v1/draws", {"source": {"environment": "reasoning_gym", "options": {"family": "none"}}}
         )
@@ -261,20 +261,20 @@ async def test_an_environment_generates_tasks_or_imports_the_rows_of_a_file(tmp_
 
 async def test_a_draw_continues_after_a_restart_and_delivers_each_group_once(tmp_path: Path) -> None:
     async with skilled(mixed, lambda rollout: 0.3 * chance(rollout)) as engine:
-        seen: list[str] = []
+        group_ids: list[str] = []
         async with site_with(tmp_path, engine, drain_s=0) as site:
             await draw(site, 10, epochs=1)
             _, groups = await take(site, 3, 1)
-            seen += [group["id"] for group in groups]
+            group_ids += [group["id"] for group in groups]
             await site.post("/v1/draws/d/batches", {"want": 4, "number": 2})
         async with site_with(tmp_path, engine) as site:
             again = (await site.get("/v1/draws/d/groups?batch=1&include=records")).body["groups"]
-            assert [group["id"] for group in again] == seen
+            assert [group["id"] for group in again] == group_ids
             batch = await closed(site, 2)
             assert batch["delivered"] == 4
-            _, rest = await take(site, 5, 3)
+            _, remaining = await take(site, 5, 3)
             groups = (await site.get("/v1/draws/d/groups?include=records")).body["groups"]
-            assert len({group["id"] for group in groups}) == len(groups) == 10 and len(rest) == 3
+            assert len({group["id"] for group in groups}) == len(groups) == 10 and len(remaining) == 3
             assert sorted(group["item"] for group in groups) == list(range(10))
 
 
@@ -400,13 +400,13 @@ async def test_a_group_is_abandoned_early_only_if_it_cannot_be_kept(tmp_path: Pa
 async def test_a_task_lost_to_infrastructure_is_drawn_again_at_most_twice(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("rollyard.sampling.draw_runner.HOLD_OFF_S", (0.01, 0.01))
 
-    def say(turn: Any) -> Reply:
+    def scripted_turn(turn: Any) -> Reply:
         if "<|im_start|>" in turn.text and "number 0" in turn.text:
             return Reply(fault=500)
         return Reply(finish())
 
     async with scripted() as engine:
-        engine.script = say
+        engine.script = scripted_turn
         async with site_with(tmp_path, engine, max_attempts=1, engine_wait_s=5) as site:
             await draw(site, 2, epochs=1, spares=0, keep="all")
             batch, groups = await take(site, 2, 1)
@@ -423,8 +423,8 @@ async def test_closing_a_draw_or_deleting_its_run_leaves_nothing_running(tmp_pat
         await site.post("/v1/draws/d/batches", {"want": 2, "number": 1})
         await engine.busy()
         assert (await site.delete("/v1/draws/d", token=OTHER)).code == "not_found"
-        gone = await site.delete("/v1/draws/d")
-        assert (gone.status, gone.body["reason"]) == (202, "closed")
+        deleted = await site.delete("/v1/draws/d")
+        assert (deleted.status, deleted.body["reason"]) == (202, "closed")
         assert (await closed(site, 1))["reason"] == "closed"
         async with asyncio.timeout(90):
             await engine.idle()

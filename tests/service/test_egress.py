@@ -16,11 +16,11 @@ from rollyard.service.settings import Settings, SettingsError, load_settings
 from rollyard.store.codec import from_json, to_json
 from tests.service.site import open_site, task
 
-ASKS: dict[str, Any] = {"hosts": ["packages.example", "*.files.example:8443"], "eval_hosts": ["packages.example"]}
+EGRESS: dict[str, Any] = {"hosts": ["packages.example", "*.files.example:8443"], "eval_hosts": ["packages.example"]}
 
 
 def asking(**fields: Any) -> dict[str, Any]:
-    return {"task": task(sandbox={"egress": {**ASKS, **fields}, "runtime": "bubblewrap"})}
+    return {"task": task(sandbox={"egress": {**EGRESS, **fields}, "runtime": "bubblewrap"})}
 
 
 async def test_egress_without_allowed_hosts_is_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ async def test_a_submit_beyond_the_egress_ceiling_is_refused(tmp_path: Path) -> 
             assert (await site.post("/v1/rollouts", asking(**wrong))).status == 422, wrong
         nonsense = await site.post("/v1/rollouts", asking(hosts=["http://packages.example/"]))
         assert nonsense.status == 422 and "sandbox.egress.hosts" in nonsense.body["detail"]
-        local = {"task": task(sandbox={"egress": ASKS, "runtime": "local"})}
+        local = {"task": task(sandbox={"egress": EGRESS, "runtime": "local"})}
         unheld = await site.post("/v1/rollouts", local)
         assert unheld.status == 422 and "cannot restrict a task to a list of hosts" in unheld.body["detail"]
         defaults = {"sandbox": {"egress": {"hosts": ["elsewhere.example"]}, "runtime": "bubblewrap"}}
@@ -50,10 +50,10 @@ async def test_a_submit_beyond_the_egress_ceiling_is_refused(tmp_path: Path) -> 
 
 
 def test_a_stored_task_keeps_its_egress_options() -> None:
-    made = to_task({"environment": "shell", "sandbox": {"egress": ASKS}}, {})
-    assert made.sandbox.egress == EgressOptions(tuple(ASKS["hosts"]), ("packages.example",), ("GET", "HEAD"))
-    assert from_json(to_json(made), Task) == made
-    offline = replace(made, sandbox=replace(made.sandbox, egress=None))
+    stored = to_task({"environment": "shell", "sandbox": {"egress": EGRESS}}, {})
+    assert stored.sandbox.egress == EgressOptions(tuple(EGRESS["hosts"]), ("packages.example",), ("GET", "HEAD"))
+    assert from_json(to_json(stored), Task) == stored
+    offline = replace(stored, sandbox=replace(stored.sandbox, egress=None))
     assert from_json(to_json(offline), Task) == offline
 
 

@@ -5,20 +5,20 @@ from pathlib import Path
 from rollyard.engines.pool.admission import CapRules
 from tests.service.site import engine_table, open_site, scripted
 
-SEEN = ("admission", "cap", "kv_use", "waiting")
+FIELDS = ("admission", "cap", "kv_use", "waiting")
 
 
 async def test_the_cap_and_the_cache_of_an_engine_are_shown_everywhere(tmp_path: Path) -> None:
     async with scripted() as engine, scripted() as silent, open_site(tmp_path) as site:
         engine.kv_use = 0.25
         added = await site.post("/v1/engines", engine_table(engine, capacity=100))
-        told = {"admission": "adaptive", "cap": CapRules().start, "kv_use": 0.25, "waiting": 0}
-        assert {name: added.body[name] for name in SEEN} == told
+        expected = {"admission": "adaptive", "cap": CapRules().start, "kv_use": 0.25, "waiting": 0}
+        assert {name: added.body[name] for name in FIELDS} == expected
         await site.post("/v1/engines", engine_table(silent, id="silent"))
         for path in ("/v1/engines", "/v1/status"):
             first, second = (await site.get(path)).body["engines"]
-            assert {name: first[name] for name in SEEN} == told
-            assert {name: second[name] for name in SEEN[1:]} == {"cap": None, "kv_use": None, "waiting": None}
+            assert {name: first[name] for name in FIELDS} == expected
+            assert {name: second[name] for name in FIELDS[1:]} == {"cap": None, "kv_use": None, "waiting": None}
         text = (await site.get("/metrics")).body.decode()
         assert f'rollyard_engine_session_cap{{engine="e1"}} {float(CapRules().start)}' in text
         assert 'rollyard_engine_kv_use{engine="e1"} 0.25' in text

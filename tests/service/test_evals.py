@@ -29,7 +29,7 @@ def tasks(count: int) -> dict[str, Any]:
     return {"tasks": [graded(f"task {number}") for number in range(count)]}
 
 
-def knows(rollout: str) -> bool:
+def solves(rollout: str) -> bool:
     group, index = member_of(rollout)
     return index < SKILL[int(group.rpartition(".")[2])]
 
@@ -54,19 +54,19 @@ async def begin(site: Site, source: dict[str, Any], **fields: Any) -> dict[str, 
 
 
 async def test_pass_at_k_agrees_with_the_policys_skill(tmp_path: Path) -> None:
-    async with skilled(knows) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         body = {"id": "e", "source": tasks(3), "k": 4, "seed": 3}
         first = await site.post("/v1/evals", body)
         assert first.status == 201 and (first.body["total"], first.body["state"]) == (12, "running")
         ended = await over(site)
         assert (ended["state"], ended["reason"], ended["version"], ended["done"]) == ("done", None, 0, 12)
-        told = ended["result"]["all"]
-        assert {k: it["mean"] for k, it in told["pass_at"].items()} == pytest.approx(
+        result = ended["result"]["all"]
+        assert {k: it["mean"] for k, it in result["pass_at"].items()} == pytest.approx(
             {str(k): by_hand(4, SKILL, k) for k in (1, 2, 3, 4)}, abs=1e-12
         )
-        assert all(it["low"] <= it["mean"] <= it["high"] for it in told["pass_at"].values())
-        assert (told["tasks"], told["samples"], told["missing"], ended["result"]["missing"]) == (3, 12, 0, {})
-        assert ended["result"]["environments"] == {"shell": told}
+        assert all(it["low"] <= it["mean"] <= it["high"] for it in result["pass_at"].values())
+        assert (result["tasks"], result["samples"], result["missing"], ended["result"]["missing"]) == (3, 12, 0, {})
+        assert ended["result"]["environments"] == {"shell": result}
 
         run = (await site.get("/v1/runs/e")).body
         assert (run["mode"], run["policy"], run["seed"], run["priority"]) == ("eval", "default", 3, 10)
@@ -83,7 +83,7 @@ async def test_pass_at_k_agrees_with_the_policys_skill(tmp_path: Path) -> None:
 
 async def test_more_samples_than_k_and_a_policy_by_name(tmp_path: Path) -> None:
     async with (
-        skilled(knows) as engine,
+        skilled(solves) as engine,
         open_site(tmp_path, engines=[engine_table(engine, policy="actor")]) as site,
     ):
         await begin(site, tasks(2), k=2, samples=4, policy="actor", run="mine")
@@ -99,7 +99,7 @@ async def test_results_by_key_with_a_file_as_source(tmp_path: Path) -> None:
     lines = [json.dumps(graded(f"task {n}")) for n in range(3)]
     (folder / "t.jsonl").write_text("\n".join(lines))
     async with (
-        skilled(knows) as engine,
+        skilled(solves) as engine,
         open_site(tmp_path, engines=[engine_table(engine)], task_folders=[str(folder)]) as site,
     ):
         source = {"file": str(folder / "t.jsonl")}
@@ -119,7 +119,7 @@ async def test_results_by_key_with_a_file_as_source(tmp_path: Path) -> None:
 async def test_missing_samples_are_not_counted_and_fail_the_evaluation_above_the_threshold(tmp_path: Path) -> None:
     """All samples of task 1 are lost to the engine; task 2 cannot be set up."""
 
-    def say(turn: Turn) -> Reply:
+    def scripted_turn(turn: Turn) -> Reply:
         if "<|im_start|>" in turn.text and member_of(turn.session_id)[0].endswith(".1"):
             return Reply(fault=500)
         return Reply(finish())
@@ -127,15 +127,20 @@ async def test_missing_samples_are_not_counted_and_fail_the_evaluation_above_the
     source = {"tasks": [task("a"), task("b"), task("c")]}
     source["tasks"][2]["data"]["setup"] = ["exit 3"]
     async with scripted() as engine:
-        engine.script = say
+        engine.script = scripted_turn
         async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
             await begin(site, source, k=2)
             failed = await over(site)
             assert (failed["state"], failed["reason"]) == ("failed", "too_many_missing")
             assert "66.7% of the samples have no score" in failed["detail"] and failed["done"] == 6
-            told = failed["result"]
-            assert told["missing"]["setup_failed"] == 2 and sum(told["missing"].values()) == 4
-            assert told["all"]["pass_at"]["2"] == {**told["all"]["pass_at"]["2"], "mean": 1.0, "tasks": 1, "missing": 2}
+            result = failed["result"]
+            assert result["missing"]["setup_failed"] == 2 and sum(result["missing"].values()) == 4
+            assert result["all"]["pass_at"]["2"] == {
+                **result["all"]["pass_at"]["2"],
+                "mean": 1.0,
+                "tasks": 1,
+                "missing": 2,
+            }
             assert (
                 await site.post("/v1/evals", {"id": "f", "source": source, "k": 2, "max_missing": 0.7})
             ).status == 201
@@ -143,13 +148,13 @@ async def test_missing_samples_are_not_counted_and_fail_the_evaluation_above_the
 
 
 async def test_a_sample_lost_to_infrastructure_is_taken_again(tmp_path: Path) -> None:
-    def say(turn: Turn) -> Reply:
+    def scripted_turn(turn: Turn) -> Reply:
         if "<|im_start|>" in turn.text and turn.session_id == "e~e.0-1":
             return Reply(fault=500)
         return Reply(finish())
 
     async with scripted() as engine:
-        engine.script = say
+        engine.script = scripted_turn
         async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
             await begin(site, {"tasks": [task()]}, k=3, max_missing=0)
             ended = await over(site)
@@ -163,20 +168,20 @@ async def test_an_evaluation_uses_its_share_of_slots_and_leaves_the_rest_to_trai
         open_site(tmp_path, engines=[engine_table(engine)], run_slots=4) as site,
     ):
         pipeline = site.served.app_state.pipeline
-        seen: list[tuple[int, int]] = []
+        live_counts: list[tuple[int, int]] = []
         script = engine.script
 
         def watched(turn: Turn) -> Any:
             mine = sum(rollout.startswith("e~e.") for rollout in pipeline.live)
-            seen.append((mine, len(pipeline.live) - mine))
+            live_counts.append((mine, len(pipeline.live) - mine))
             return script(turn)
 
         engine.script = watched
         await site.submit(*(f"t-{number}" for number in range(16)))
         await begin(site, tasks(8), k=2, pool_share=0.5)
         await over(site)
-        assert max(mine for mine, _ in seen) == 2
-        assert all(theirs for mine, theirs in seen[:16] if mine)
+        assert max(mine for mine, _ in live_counts) == 2
+        assert all(others for mine, others in live_counts[:16] if mine)
         ended = [one["id"] for one in (await site.get("/v1/rollouts?state=ended&limit=100")).body["rollouts"]]
         mine = [one for one in ended if one.startswith("e.")]
         assert len(mine) == 16 and ended.index(mine[-1]) > 16  # training continued beside it
@@ -250,7 +255,7 @@ async def test_a_change_of_weights_waits_for_an_evaluation(tmp_path: Path) -> No
 
 
 async def test_an_evaluation_starts_with_the_weights_of_an_update_in_progress(tmp_path: Path) -> None:
-    async with skilled(knows) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         assert (await site.post("/v1/policies/default/pause", {})).body["state"] == "paused"
         assert (await begin(site, tasks(2), k=4))["version"] is None
         assert (await site.post("/v1/policies/default/resume", {"version": 3})).status == 200
@@ -263,11 +268,11 @@ async def test_an_evaluation_starts_with_the_weights_of_an_update_in_progress(tm
 async def test_an_evaluation_fails_if_its_weights_change(tmp_path: Path, on_update: str) -> None:
     """With hold, only a resume without a pause can do that: then the weights have already changed."""
 
-    def say(turn: Turn) -> Reply:
+    def scripted_turn(turn: Turn) -> Reply:
         return Reply(finish(), latency_s=60 if turn.session_id.startswith("e~e.1") else 0)
 
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
-        engine.script = say
+        engine.script = scripted_turn
         await begin(site, {"tasks": [task(), task()]}, k=2, on_update=on_update)
         await engine.busy()
         for index in range(2):
@@ -278,8 +283,8 @@ async def test_an_evaluation_fails_if_its_weights_change(tmp_path: Path, on_upda
         failed = await over(site)
         assert (failed["state"], failed["reason"], failed["version"]) == ("failed", "version_changed", 0)
         assert (failed["done"], failed["total"]) == (2, 4)  # cancelled samples do not count as done
-        told = failed["result"]
-        assert told["missing"] == {"version_changed": 2} and told["all"]["pass_at"]["2"]["tasks"] == 1
+        result = failed["result"]
+        assert result["missing"] == {"version_changed": 2} and result["all"]["pass_at"]["2"]["tasks"] == 1
         assert (await site.ended("e.1-0"))["outcome"] == "cancelled"
 
 
@@ -301,7 +306,7 @@ async def test_a_cancelled_evaluation_ends_with_all_its_rollouts(tmp_path: Path)
 @pytest.mark.parametrize("was_written", [True, False])
 async def test_an_evaluation_continues_after_a_restart(tmp_path: Path, was_written: bool) -> None:
     """Also if the service was killed between storing groups and recording that it did."""
-    async with skilled(knows, lambda rollout: 0.0 if rollout.startswith("e.0") else 60.0) as engine:
+    async with skilled(solves, lambda rollout: 0.0 if rollout.startswith("e.0") else 60.0) as engine:
         table = engine_table(engine)
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
             await begin(site, tasks(3), k=4)
@@ -316,7 +321,7 @@ async def test_an_evaluation_continues_after_a_restart(tmp_path: Path, was_writt
                 store = site.served.app_state.store
                 record = await store.get_eval("e~e")
                 await store.put_eval(replace(record, data={**record.data, "begun": 0}))
-        async with skilled(knows) as quick:
+        async with skilled(solves) as quick:
             table = engine_table(quick)
             async with open_site(tmp_path, engines=[table]) as site:
                 ended = await over(site)
@@ -352,7 +357,7 @@ async def test_deleting_the_run_of_an_evaluation_deletes_it(tmp_path: Path) -> N
 
 async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
-        for body, says in (
+        for body, detail in (
             ({"source": tasks(1), "k": 4, "samples": 2}, "pass@4 cannot be computed from 2 samples"),
             ({"source": {"push": True}}, "cannot be pushed"),
             ({"source": {"tasks": []}}, "it has no tasks"),
@@ -363,7 +368,7 @@ async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) 
             ({"source": tasks(300), "by": "instruction"}, "more than 256 values"),
         ):
             answer = await site.post("/v1/evals", body)
-            assert answer.status == 422 and says in answer.body["detail"], answer.body
+            assert answer.status == 422 and detail in answer.body["detail"], answer.body
         assert (await site.get("/v1/evals")).body["evals"] == []
         assert (await site.get("/v1/evals/none")).code == "not_found"
         await site.post("/v1/runs", {"id": "taken"})

@@ -11,7 +11,7 @@ import pytest
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.service.site import Site, engine_table, open_site
 from tests.service.skill import skilled
-from tests.service.test_evals import SKILL, begin, by_hand, knows, over, tasks
+from tests.service.test_evals import SKILL, begin, by_hand, over, solves, tasks
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ PAUSE, RESUME = "/v1/policies/default/pause", "/v1/policies/default/resume"
 
 
 def slow_after_the_first_task(**options: object) -> ScriptedEngine:
-    return skilled(knows, lambda rollout: 0.0 if rollout.startswith("e.0") else 60.0, **options)
+    return skilled(solves, lambda rollout: 0.0 if rollout.startswith("e.0") else 60.0, **options)
 
 
 def port_of(engine: ScriptedEngine) -> int:
@@ -32,7 +32,7 @@ async def engine_is(site: Site, state: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def begun_with_7(site: Site, engine: ScriptedEngine) -> None:
+async def start_at_version_7(site: Site, engine: ScriptedEngine) -> None:
     """Starts an evaluation at version 7. The first of three tasks has ended, with all four samples."""
     assert (await site.post(RESUME, {"version": 7})).status == 200
     await begin(site, tasks(3), k=4)
@@ -62,8 +62,8 @@ async def test_engine_and_service_are_restarted(tmp_path: Path, version: int) ->
     async with slow_after_the_first_task() as engine:
         table = engine_table(engine)
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
-            await begun_with_7(site, engine)
-    async with skilled(knows, port=port_of(engine)) as engine, open_site(tmp_path, engines=[table]) as site:
+            await start_at_version_7(site, engine)
+    async with skilled(solves, port=port_of(engine)) as engine, open_site(tmp_path, engines=[table]) as site:
         await engine_is(site, "quarantined")
         assert (await site.post(PAUSE, {})).body["state"] == "paused"
         await ends_with(site, version)
@@ -72,11 +72,11 @@ async def test_engine_and_service_are_restarted(tmp_path: Path, version: int) ->
 @pytest.mark.parametrize("version", [7, 8])
 async def test_the_engine_is_restarted_while_a_pause_waits(tmp_path: Path, version: int) -> None:
     async with slow_after_the_first_task() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
-        await begun_with_7(site, engine)
+        await start_at_version_7(site, engine)
         waiting = asyncio.create_task(site.post(PAUSE, {"wait_s": 40}))
         await engine.stop()
         await engine_is(site, "down")
-        async with skilled(knows, port=port_of(engine)):
+        async with skilled(solves, port=port_of(engine)):
             assert (await waiting).body["state"] == "paused"
             await ends_with(site, version)
 
@@ -85,7 +85,7 @@ async def test_a_service_restarted_during_that_pause_delays_the_next(tmp_path: P
     async with slow_after_the_first_task() as engine:
         table = engine_table(engine)
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
-            await begun_with_7(site, engine)
+            await start_at_version_7(site, engine)
     async with slow_after_the_first_task(port=port_of(engine)) as engine:
         async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
             await engine_is(site, "quarantined")

@@ -15,7 +15,7 @@ from rollyard.testing.script import Reply, Turn
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.site import finish, scripted, shell
 from tests.service.skill import member_of
-from tests.service.test_evals import SKILL, knows, tasks
+from tests.service.test_evals import SKILL, solves, tasks
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +38,16 @@ async def start(folder: Path, engine: str) -> tuple[asyncio.subprocess.Process, 
 async def test_an_evaluation_survives_a_killed_service(tmp_path: Path) -> None:
     is_slow = True
 
-    def say(turn: Turn) -> Reply:
+    def scripted_turn(turn: Turn) -> Reply:
         if "<|im_start|>" not in turn.text:
             return Reply("ok")
         wait_s = 60.0 if is_slow and member_of(turn.session_id)[0] != "e~e.0" else 0.0
-        return Reply(shell("touch done") if turn.number == 0 and knows(turn.session_id) else finish(), latency_s=wait_s)
+        return Reply(
+            shell("touch done") if turn.number == 0 and solves(turn.session_id) else finish(), latency_s=wait_s
+        )
 
     async with scripted() as engine, aiohttp.ClientSession() as http:
-        engine.script = say
+        engine.script = scripted_turn
         process, url = await start(tmp_path, engine.url)
         token = (tmp_path / "data" / "token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
@@ -70,8 +72,8 @@ async def test_an_evaluation_survives_a_killed_service(tmp_path: Path) -> None:
                 while (ended := await call("GET", "/v1/evals/e?wait_s=20"))["state"] == "running":
                     pass
             assert (ended["state"], ended["done"], ended["result"]["missing"]) == ("done", 12, {})
-            told = {k: it["mean"] for k, it in ended["result"]["all"]["pass_at"].items()}
-            assert told == pytest.approx(
+            pass_at = {k: it["mean"] for k, it in ended["result"]["all"]["pass_at"].items()}
+            assert pass_at == pytest.approx(
                 {str(k): sum(1 - comb(4 - c, k) / comb(4, k) for c in SKILL) / 3 for k in range(1, 5)}, abs=1e-12
             )
             assert await call("POST", "/v1/evals", body) == ended

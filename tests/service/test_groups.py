@@ -61,13 +61,13 @@ async def test_a_spare_replaces_a_member_lost_to_infrastructure(tmp_path: Path) 
     def script_fails(rollout: str) -> bool:
         return member_of(rollout)[1] == 1
 
-    def say(turn: Any) -> Reply:
+    def scripted_turn(turn: Any) -> Reply:
         if "<|im_start|>" in turn.text and script_fails(turn.session_id):
             return Reply(fault=500)
         return Reply(finish())
 
     async with scripted() as engine:
-        engine.script = say
+        engine.script = scripted_turn
         async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
             await site.post("/v1/groups", {"id": "g", "task": task(), "size": 3, "spares": 2})
             group = await over(site, "g")
@@ -80,13 +80,13 @@ async def test_a_spare_replaces_a_member_lost_to_infrastructure(tmp_path: Path) 
 
 
 async def test_a_group_short_of_members_fails_or_is_delivered_at_its_actual_size(tmp_path: Path) -> None:
-    def say(turn: Any) -> Reply:
+    def scripted_turn(turn: Any) -> Reply:
         if "<|im_start|>" in turn.text and member_of(turn.session_id)[1] >= 2:
             return Reply(fault=500)
         return Reply(finish())
 
     async with scripted() as engine:
-        engine.script = say
+        engine.script = scripted_turn
         async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
             await site.post("/v1/groups", {"id": "whole", "task": task(), "size": 3, "spares": 0})
             await site.post("/v1/groups", {"id": "part", "task": task(), "size": 3, "spares": 0, "min_members": 2})
@@ -128,18 +128,18 @@ async def test_an_invalid_group_is_refused_with_the_reason(tmp_path: Path) -> No
         assert (await site.post("/v1/groups", {"task": task(), "size": 2, "min_members": 3})).status == 422
         assert (await site.post("/v1/groups", {"task": task(), "size": 0})).status == 422
         await site.post("/v1/runs", {"id": "mine"})
-        theirs = await site.post("/v1/groups", {"run": "mine", "task": task(), "size": 1}, token=OTHER)
-        assert theirs.code == "not_found"
+        refused = await site.post("/v1/groups", {"run": "mine", "task": task(), "size": 1}, token=OTHER)
+        assert refused.code == "not_found"
 
 
 async def test_a_spare_whose_id_is_taken_fails_only_its_group(tmp_path: Path) -> None:
-    def say(turn: Any) -> Reply:
+    def scripted_turn(turn: Any) -> Reply:
         if "<|im_start|>" in turn.text and turn.session_id == "g-0":
             return Reply(fault=500)
         return Reply(finish())
 
     async with scripted() as engine:
-        engine.script = say
+        engine.script = scripted_turn
         async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
             await site.submit("g-2")
             await site.post("/v1/groups", {"id": "g", "task": task(), "size": 2, "spares": 1})

@@ -13,7 +13,7 @@ from tests.service.site import engine_table, finish, open_site, scripted, shell,
 pytestmark = pytest.mark.slow
 
 
-def wants(image: str, **sandbox: Any) -> dict[str, Any]:
+def with_image(image: str, **sandbox: Any) -> dict[str, Any]:
     return {"task": task(sandbox={"image": image, **sandbox})}
 
 
@@ -30,18 +30,18 @@ async def pulled(folder: Path, name: str = "busy:1") -> ImageStore:
 async def test_a_missing_image_is_refused_at_submit_and_found_as_soon_as_it_is_pulled(tmp_path: Path):
     async with open_site(tmp_path, runtimes=["bubblewrap", "local"]) as site:
         await site.hold()
-        answer = await site.post("/v1/rollouts", wants("busy:1"))
+        answer = await site.post("/v1/rollouts", with_image("busy:1"))
         assert (answer.status, answer.code) == (422, "image_missing")
         assert "'busy:1' is not on this machine" in answer.body["detail"]
         assert "rollyard images pull" in answer.body["remedy"]
         store = await pulled(tmp_path)
-        assert (await site.post("/v1/rollouts", wants("busy:1"))).status == 202
-        answer = await site.post("/v1/rollouts", wants("busy:1", runtime="local"))
+        assert (await site.post("/v1/rollouts", with_image("busy:1"))).status == 202
+        answer = await site.post("/v1/rollouts", with_image("busy:1", runtime="local"))
         assert (answer.status, answer.code) == (422, "image_missing")
         assert "the runtime local has no images" in answer.body["detail"]
         store.remove("busy:1")
-        assert (await site.post("/v1/rollouts", wants("busy:1"))).code == "image_missing"
-        answer = await site.post("/v1/rollouts", wants("../data/images"))
+        assert (await site.post("/v1/rollouts", with_image("busy:1"))).code == "image_missing"
+        answer = await site.post("/v1/rollouts", with_image("../data/images"))
         assert (answer.status, answer.code) == (403, "runtime_not_allowed")
 
 
@@ -53,7 +53,7 @@ async def test_a_rollout_runs_in_the_image_it_names_with_its_variables(tmp_path:
         scripted(shell(command), finish()) as engine,
         open_site(tmp_path, runtimes=["bubblewrap"], engines=[engine_table(engine)]) as site,
     ):
-        body = wants("busy:1")
+        body = with_image("busy:1")
         body["task"]["data"] = {"instruction": "look", "checks": ["test $TASTE = sweet && test -s done"]}
         await site.post("/v1/rollouts", {"id": "r1", **body})
         record = await site.ended("r1")
@@ -68,7 +68,7 @@ async def test_an_image_is_not_removed_while_a_rollout_uses_it(tmp_path: Path):
         scripted(shell("sleep 1000")) as engine,
         open_site(tmp_path, runtimes=["bubblewrap"], engines=[engine_table(engine)]) as site,
     ):
-        await site.post("/v1/rollouts", {"id": "r1", **wants("busy:1")})
+        await site.post("/v1/rollouts", {"id": "r1", **with_image("busy:1")})
         async with asyncio.timeout(90):
             while (await site.get("/v1/rollouts/r1")).body["state"] != "run":
                 await asyncio.sleep(0.02)
@@ -91,7 +91,7 @@ async def test_an_image_removed_after_the_submit_is_an_infrastructure_failure(tm
         open_site(tmp_path, runtimes=["bubblewrap"], engines=[engine_table(engine)], max_attempts=1) as site,
     ):
         await site.hold()
-        await site.post("/v1/rollouts", {"id": "r1", **wants("busy:1")})
+        await site.post("/v1/rollouts", {"id": "r1", **with_image("busy:1")})
         store.remove("busy:1")
         assert (await site.call("PATCH", "/v1/pools", json={"init": 1})).status == 200
         failure = (await site.ended("r1"))["failure"]

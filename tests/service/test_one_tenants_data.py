@@ -26,14 +26,14 @@ async def test_a_group_larger_than_a_sqlite_text_is_read_and_survives_a_restart(
             await site.hold()
             assert (await site.post("/v1/groups", {"id": "g", "task": big, "size": 30})).status == 202
             await site.submit("small")
-            found = await site.get("/v1/groups/g")
-            assert found.status == 200 and len(found.body["members"]) == 30
+            group = await site.get("/v1/groups/g")
+            assert group.status == 200 and len(group.body["members"]) == 30
             page = (await site.get("/v1/rollouts?limit=1000")).body
             assert 0 < len(page["rollouts"]) < 31 and page["next"] is not None
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
             assert (await site.ended("small"))["reward"] == 1.0
-            found = await site.get("/v1/groups/g")
-            assert found.status == 200 and len(found.body["members"]) >= 30
+            group = await site.get("/v1/groups/g")
+            assert group.status == 200 and len(group.body["members"]) >= 30
             await site.delete("/v1/groups/g")
 
 

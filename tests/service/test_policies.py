@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 
 async def until(site: Site, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     async with asyncio.timeout(90):
-        while not is_so(found := (await site.get("/v1/policies/default")).body):
+        while not is_so(policy_status := (await site.get("/v1/policies/default")).body):
             await asyncio.sleep(0.01)
-    return found
+    return policy_status
 
 
 async def test_a_complete_weight_update(tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ async def test_a_restarted_service_is_still_paused_and_keeps_the_version(tmp_pat
             await site.post("/v1/policies/default/pause", {"mode": "keep", "lease_s": 60}, token=TRAINER)
         assert engine.control.is_paused
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
-            found = await until(site, lambda policy: bool(policy["engines"]))
-            assert (found["state"], found["version"], found["mode"]) == ("abandoned", 5, "keep")
-            assert [(e["id"], e["state"], e["version"], e["paused"]) for e in found["engines"]] == [
+            policy_status = await until(site, lambda policy: bool(policy["engines"]))
+            assert (policy_status["state"], policy_status["version"], policy_status["mode"]) == ("abandoned", 5, "keep")
+            assert [(e["id"], e["state"], e["version"], e["paused"]) for e in policy_status["engines"]] == [
                 ("e1", "quarantined", 5, True)
             ]
             await site.submit("r1")
@@ -153,8 +153,12 @@ async def test_a_restarted_service_is_still_paused_and_keeps_the_version(tmp_pat
             }
             assert (await site.ended("r1"))["outcome"] == "completed"
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
-            found = await until(site, lambda policy: bool(policy["engines"]))
-            assert (found["state"], found["version"], found["engines"][0]["version"]) == ("running", 6, 6)
+            policy_status = await until(site, lambda policy: bool(policy["engines"]))
+            assert (policy_status["state"], policy_status["version"], policy_status["engines"][0]["version"]) == (
+                "running",
+                6,
+                6,
+            )
 
 
 async def test_all_engines_failing_is_an_error_and_the_policy_stays_paused(tmp_path: Path) -> None:
@@ -163,8 +167,10 @@ async def test_all_engines_failing_is_an_error_and_the_policy_stays_paused(tmp_p
         engine.control.fail("version", 1, 500)
         answer = await site.post("/v1/policies/default/resume", {"version": 1})
         assert (answer.status, answer.code) == (502, "policy_stuck") and "e1" in answer.body["engines"]
-        found = (await site.get("/v1/policies/default")).body
-        assert found["state"] == "paused" and "it did not take its version" in found["engines"][0]["error"]
+        policy_status = (await site.get("/v1/policies/default")).body
+        assert (
+            policy_status["state"] == "paused" and "it did not take its version" in policy_status["engines"][0]["error"]
+        )
 
 
 # --- the client
@@ -183,7 +189,7 @@ async def test_the_client_pauses_around_a_block_and_renews_its_lease(tmp_path: P
             assert (await policy.status())["state"] == "paused"
         status = await policy.status()
         assert (status["state"], status["version"]) == ("running", 1) and not engine.control.is_paused
-        assert [found["name"] for found in await client.policies()] == ["default"]
+        assert [policy_status["name"] for policy_status in await client.policies()] == ["default"]
 
 
 async def test_a_block_that_raises_does_not_resume_and_explains_how_to_continue(tmp_path: Path) -> None:
@@ -314,8 +320,11 @@ async def test_a_killed_trainer_leaves_engines_quarantined_and_deadlines_stopped
             trainer.kill()
             trainer.wait()
             trainer.stdout.close()  # type: ignore[union-attr]
-        found = await until(site, lambda policy: policy["state"] == "abandoned")
-        assert found["engines"][0]["state"] == "quarantined" and "abandoned" in found["engines"][0]["error"]
+        policy_status = await until(site, lambda policy: policy["state"] == "abandoned")
+        assert (
+            policy_status["engines"][0]["state"] == "quarantined"
+            and "abandoned" in policy_status["engines"][0]["error"]
+        )
         clock = site.served.app_state.pipeline.live["r1"].clock
         used_s = clock.used_s
         await asyncio.sleep(0.3)

@@ -61,10 +61,10 @@ async def test_a_results_tokens_are_exactly_the_traces(tmp_path: Path) -> None:
         ids, mask, logprobs = as_trained(result["messages"])
         assert (ids, mask) == (trace["token_ids"], trace["mask"])
         assert logprobs == pytest.approx(trace["logprobs"])
-        said = [message for message in result["messages"] if message["role"] == "assistant"]
-        assert [message["input_ids"] for message in said] == [ids[: span["start"]] for span in trace["spans"]]
+        replies = [message for message in result["messages"] if message["role"] == "assistant"]
+        assert [message["input_ids"] for message in replies] == [ids[: span["start"]] for span in trace["spans"]]
         sent = [list(call.prompt_ids) for call in engine.calls]
-        assert [message["input_ids"] for message in said] == sent
+        assert [message["input_ids"] for message in replies] == sent
         assert trace["trainable"] is True
         brief = (await trainer.process(work(trajectory_id=1))).body["messages"]
         prompts = [message["input_ids"] for message in brief if message["role"] == "assistant"]
@@ -223,10 +223,10 @@ async def test_a_cancel_before_its_job_is_effective(tmp_path: Path) -> None:
 async def test_a_client_that_disconnects_does_not_affect_its_job(tmp_path: Path) -> None:
     slow = scripted(*(Reply(text, latency_s=0.3) for text in good()))
     async with slow as engine, open_trainer(tmp_path, engine) as trainer:
-        gone = asyncio.create_task(trainer.process(work(), "j1"))
+        abandoned = asyncio.create_task(trainer.process(work(), "j1"))
         await engine.busy()
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
+        abandoned.cancel()
+        await asyncio.gather(abandoned, return_exceptions=True)
         result = (await trainer.process(work(), "j1")).body
         assert (result["resolved"], result["rollyard"]["attempt"]) == (True, 1)
 

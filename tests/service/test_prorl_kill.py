@@ -64,11 +64,11 @@ async def test_jobs_survive_a_killed_service(tmp_path: Path) -> None:
         await service.start()
         assert (await ask(http, f"{service.url}/add_llm_server", {"address": engine.url}))[0] == 200
         assert (await ask(http, f"{service.url}/start"))[0] == 200
-        asked = [asyncio.create_task(ask(http, f"{service.url}/process", body)) for body in bodies]
+        calls = [asyncio.create_task(ask(http, f"{service.url}/process", body)) for body in bodies]
         while engine.running < 2:
             await asyncio.sleep(0.01)
         await service.end(signal.SIGKILL)
-        for broken in await asyncio.gather(*asked, return_exceptions=True):
+        for broken in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(broken, aiohttp.ClientError)
         engine.script = scripted(*good()).script
         await service.start()

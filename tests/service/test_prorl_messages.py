@@ -11,7 +11,7 @@ from rollyard.tokens.trace import TraceBuilder
 from tests.service.prorl_parts import as_trained
 
 IDS = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)
-TOLD = st.lists(st.integers(0, 200_000), max_size=6)
+CONTEXT_IDS = st.lists(st.integers(0, 200_000), max_size=6)
 OTHERS = st.lists(st.sampled_from(["tool", "user", "system", "developer"]), max_size=3)
 
 
@@ -44,7 +44,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     turns = draw(st.integers(1, 6))
     for turn in range(turns):
         messages += [{"role": role, "content": role} for role in draw(OTHERS)]
-        builder.context(draw(TOLD) if turn else draw(IDS))
+        builder.context(draw(CONTEXT_IDS) if turn else draw(IDS))
         is_empty = turn and draw(st.booleans()) and turn != turns - 1
         sampled(builder, [] if is_empty else draw(IDS), turn)
         call = {"id": f"c{turn}", "type": "function", "function": {"name": "shell", "arguments": "{}"}}
@@ -57,28 +57,28 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 def test_joined_tokens_are_the_trace_and_assistants_are_the_mask(trajectory: Trajectory) -> None:
     trace, messages = trajectory.traces[0], messages_of(trajectory)
     check(trajectory, trace, messages)
-    said = [message for message in messages if message["role"] == "assistant" and message["token_ids"]]
-    assert [message["content"] for message in said] == [f"turn {span.turn}" for span in trace.spans]
-    assert all(message["tool_calls"] == [{"name": "shell", "arguments": "{}"}] for message in said)
+    assistant_messages = [message for message in messages if message["role"] == "assistant" and message["token_ids"]]
+    assert [message["content"] for message in assistant_messages] == [f"turn {span.turn}" for span in trace.spans]
+    assert all(message["tool_calls"] == [{"name": "shell", "arguments": "{}"}] for message in assistant_messages)
 
 
 @given(trajectories(), st.lists(st.sampled_from(["assistant", "user"]), max_size=3))
 def test_messages_that_do_not_match_the_spans_lose_no_token(trajectory: Trajectory, roles: list[str]) -> None:
     other = tuple({"role": role, "content": "another's"} for role in roles)
-    made = Trajectory("r", 1, traces=trajectory.traces, messages=other, turns=trajectory.turns)
-    check(made, made.traces[0], messages_of(made))
+    altered = Trajectory("r", 1, traces=trajectory.traces, messages=other, turns=trajectory.turns)
+    check(altered, altered.traces[0], messages_of(altered))
 
 
 @given(trajectories(), IDS, IDS)
 def test_only_tokens_that_a_fork_owns_are_on_assistant_messages(
-    trajectory: Trajectory, told: list[int], said: list[int]
+    trajectory: Trajectory, context_ids: list[int], sampled_ids: list[int]
 ) -> None:
     """A second trace that contains the first as a copy, and samples more than it."""
     first = trajectory.traces[0]
     fork = TraceBuilder(sampling=Sampling(), policy="default", model="m", fork_reason="rewritten")
-    fork.context([*first.token_ids, *told])
+    fork.context([*first.token_ids, *context_ids])
     fork.copies(first.spans)
-    sampled(fork, said * (len(first) + 1), trajectory.turns)
+    sampled(fork, sampled_ids * (len(first) + 1), trajectory.turns)
     messages = (*trajectory.messages, {"role": "user", "content": "go on"}, {"role": "assistant", "content": "more"})
     both = Trajectory("r", 1, traces=(first, fork.build()), messages=messages, turns=trajectory.turns + 1)
     assert trained_trace(both) == 1
@@ -86,13 +86,17 @@ def test_only_tokens_that_a_fork_owns_are_on_assistant_messages(
 
 
 def test_without_traces_there_is_only_text_and_without_an_assistant_nothing() -> None:
-    said = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "tool", "content": "x"})
-    assert [it["content"] for it in messages_of(Trajectory("r", 1, messages=said, turns=1))] == ["hi", "ho"]
-    assert messages_of(Trajectory("r", 1, messages=said[:1])) == []
+    messages = (
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "tool", "content": "x"},
+    )
+    assert [it["content"] for it in messages_of(Trajectory("r", 1, messages=messages, turns=1))] == ["hi", "ho"]
+    assert messages_of(Trajectory("r", 1, messages=messages[:1])) == []
     assert messages_of(Trajectory("r", 1)) == []
 
 
 def test_content_parts_are_joined_to_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    (found,) = messages_of(Trajectory("r", 1, messages=({"role": "assistant", "content": parts},), turns=1))
-    assert (found["content"], found["token_ids"], found["logprobs"]) == ("ab", [], None)
+    (message,) = messages_of(Trajectory("r", 1, messages=({"role": "assistant", "content": parts},), turns=1))
+    assert (message["content"], message["token_ids"], message["logprobs"]) == ("ab", [], None)

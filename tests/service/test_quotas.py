@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 async def tenant(folder: Path, **quota: Any) -> AsyncGenerator[tuple[Site, str], None]:
     """A service, and a trainer's token with that quota."""
     async with scripted(Reply(finish())) as engine, open_site(folder, engines=[engine_table(engine)]) as site:
-        made = await site.post("/v1/tokens", {"access": "trainer", "quota": quota})
-        assert made.status == 201, made.body
-        yield site, made.body["token"]
+        created = await site.post("/v1/tokens", {"access": "trainer", "quota": quota})
+        assert created.status == 201, created.body
+        yield site, created.body["token"]
 
 
 def many(count: int, **fields: Any) -> dict[str, Any]:
@@ -57,8 +57,8 @@ async def test_a_tokens_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> 
 async def test_a_runs_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> None:
     async with tenant(tmp_path) as (site, token):
         await site.hold()
-        made = await site.post("/v1/runs", {"id": "small", "max_queued": 2}, token=token)
-        assert (made.status, made.body["max_queued"]) == (201, 2)
+        created = await site.post("/v1/runs", {"id": "small", "max_queued": 2}, token=token)
+        assert (created.status, created.body["max_queued"]) == (201, 2)
         assert (await site.post("/v1/rollouts", many(2, run="small"), token=token)).status == 202
         refused = await site.post("/v1/rollouts", many(1, run="small"), token=token)
         assert (refused.status, refused.code) == (429, "quota_exceeded") and "room for 0" in refused.body["detail"]
@@ -73,15 +73,15 @@ async def test_a_tokens_quota_of_live_rollouts_is_enforced(tmp_path: Path) -> No
         scripted(Reply(finish(), latency_s=60)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
     ):
-        made = (await site.post("/v1/tokens", {"access": "trainer", "quota": {"live": 2}})).body
+        created = (await site.post("/v1/tokens", {"access": "trainer", "quota": {"live": 2}})).body
         for run in ("one", "two"):
-            assert (await site.post("/v1/runs", {"id": run}, token=made["token"])).status == 201
-            assert (await site.post("/v1/rollouts", many(3, run=run), token=made["token"])).status == 202
+            assert (await site.post("/v1/runs", {"id": run}, token=created["token"])).status == 201
+            assert (await site.post("/v1/rollouts", many(3, run=run), token=created["token"])).status == 202
         (other,) = (await site.post("/v1/rollouts", many(1))).body["rollouts"]
         async with asyncio.timeout(60):
             while (await site.get(f"/v1/rollouts/{other['id']}")).body["state"] != "run":
                 await asyncio.sleep(0.02)
-        states = [one["state"] for one in (await site.get("/v1/rollouts", token=made["token"])).body["rollouts"]]
+        states = [one["state"] for one in (await site.get("/v1/rollouts", token=created["token"])).body["rollouts"]]
         assert states.count("queued") == 4
 
 
@@ -107,19 +107,19 @@ async def test_a_changed_quota_of_live_rollouts_applies_to_queued_ones(tmp_path:
         scripted(Reply(finish(), latency_s=60)) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
     ):
-        made = (await site.post("/v1/tokens", {"access": "trainer", "quota": {"live": 1}})).body
-        assert (await site.post("/v1/rollouts", many(3), token=made["token"])).status == 202
+        created = (await site.post("/v1/tokens", {"access": "trainer", "quota": {"live": 1}})).body
+        assert (await site.post("/v1/rollouts", many(3), token=created["token"])).status == 202
 
         async def running(count: int) -> None:
             async with asyncio.timeout(60):
                 while True:
-                    listed = (await site.get("/v1/rollouts", token=made["token"])).body["rollouts"]
+                    listed = (await site.get("/v1/rollouts", token=created["token"])).body["rollouts"]
                     if sum(one["state"] == "run" for one in listed) == count:
                         return
                     await asyncio.sleep(0.02)
 
         await running(1)
-        assert (await site.put(f"/v1/tokens/{made['id']}/quota", {"live": 3})).status == 200
+        assert (await site.put(f"/v1/tokens/{created['id']}/quota", {"live": 3})).status == 200
         await running(3)
 
 
@@ -197,8 +197,8 @@ def test_an_owner_of_many_runs_gets_no_more_turns_than_an_owner_of_one() -> None
     for number in range(50):
         scheduler.set_quota(Run(f"flood-{number}", owner="flood"))
     scheduler.set_quota(Run("small", owner="small"))
-    wanted = [*[f"flood-{number}" for number in range(50)] * 20, *["small"] * 10]
-    for seq, run in enumerate(wanted):
+    runs = [*[f"flood-{number}" for number in range(50)] * 20, *["small"] * 10]
+    for seq, run in enumerate(runs):
         scheduler.push(QueuedRow(f"r{seq}", run, 0, seq, 1))
     turns = [row.run for _ in range(40) if (row := scheduler.pop(0.0)) is not None]
     assert [place for place, run in enumerate(turns) if run == "small"] == list(range(1, 20, 2))

@@ -151,9 +151,9 @@ async def chunks(count: int) -> AsyncGenerator[bytes, None]:
 
 
 async def test_a_body_too_large_is_413_with_or_without_content_length(site: Site) -> None:
-    told = await site.post("/v1/rollouts", {"task": task("x" * SMALL_BYTES)})
+    declared = await site.post("/v1/rollouts", {"task": task("x" * SMALL_BYTES)})
     streamed = await site.call("POST", "/v1/rollouts", data=chunks(6))
-    for answer in (told, streamed):
+    for answer in (declared, streamed):
         assert (answer.status, answer.code) == (413, "body_too_large")
         assert answer.body["limit_bytes"] == SMALL_BYTES
     within = await site.call("POST", "/v1/rollouts", data=chunks(5))

@@ -22,8 +22,8 @@ async def test_a_rollout_from_submit_to_traces(tmp_path: Path) -> None:
         scripted(shell("echo 42 > answer.txt"), finish()) as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
     ):
-        wanted = task(data={"instruction": "write 42", "checks": ["grep -qx 42 answer.txt"]})
-        answer = await site.post("/v1/rollouts", {"id": "r1", "task": wanted, "group": "g", "index": 3})
+        submitted_task = task(data={"instruction": "write 42", "checks": ["grep -qx 42 answer.txt"]})
+        answer = await site.post("/v1/rollouts", {"id": "r1", "task": submitted_task, "group": "g", "index": 3})
         assert answer.status == 202
         (queued,) = answer.body["rollouts"]
         assert (queued["id"], queued["run"], queued["state"], queued["cursor"]) == ("r1", "default", "queued", None)
@@ -32,7 +32,7 @@ async def test_a_rollout_from_submit_to_traces(tmp_path: Path) -> None:
         assert (record["group"], record["index"], record["attempt"], record["cursor"]) == ("g", 3, 1, "e:1")
         assert record["summary"]["turns"] == 2
         assert record["timings"]["run_s"] > 0
-        assert record["task"]["data"] == wanted["data"]
+        assert record["task"]["data"] == submitted_task["data"]
         assert record["failure"] is None
         assert "trajectory" not in record
 
@@ -60,20 +60,20 @@ async def test_a_rollout_from_submit_to_traces(tmp_path: Path) -> None:
 
         acknowledged = await site.post("/v1/runs/default/ack", {"cursor": record["cursor"]})
         assert acknowledged.body == {"acknowledged": 1}
-        gone = await site.get("/v1/rollouts/r1/traces")
-        assert (gone.status, gone.code) == (410, "gone")
+        deleted = await site.get("/v1/rollouts/r1/traces")
+        assert (deleted.status, deleted.code) == (410, "gone")
         assert (await site.get("/v1/rollouts/r1?include=trajectory")).body["trajectory"] is None
-        gone = await site.post("/v1/rollouts/r1/rescore")
-        assert (gone.status, gone.code) == (410, "gone")
+        deleted = await site.post("/v1/rollouts/r1/rescore")
+        assert (deleted.status, deleted.code) == (410, "gone")
 
 
 async def test_a_runs_defaults_and_priority_reach_its_rollouts(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         run = {"id": "r", "defaults": {"environment": "shell", "limits": {"max_turns": 7}}, "priority": 5, "seed": 3}
-        made = await site.post("/v1/runs", run, token=TRAINER)
-        assert (made.status, made.body["seed"], made.body["policy"]) == (201, 3, "default")
-        assert "owner" not in made.body
+        created = await site.post("/v1/runs", run, token=TRAINER)
+        assert (created.status, created.body["seed"], created.body["policy"]) == (201, 3, "default")
+        assert "owner" not in created.body
         body = {"run": "r", "task": {"data": task()["data"], "limits": {"run_s": 9}}}
         (record,) = (await site.post("/v1/rollouts", body)).body["rollouts"]
         assert record["priority"] == 5
@@ -91,14 +91,14 @@ async def test_pages_continue_from_each_other(tmp_path: Path) -> None:
         await site.hold()
         ids = [f"r{n}" for n in range(5)]
         await site.submit(*ids)
-        seen, after = [], ""
+        listed_ids, after = [], ""
         while True:
             page = (await site.get(f"/v1/rollouts?state=queued&limit=2{after}")).body
-            seen += [record["id"] for record in page["rollouts"]]
+            listed_ids += [record["id"] for record in page["rollouts"]]
             if page["next"] is None:
                 break
             after = f"&after={page['next']}"
-        assert seen == ids
+        assert listed_ids == ids
 
         assert (await site.get("/v1/rollouts?state=ended")).body == {"rollouts": [], "next": "e:0"}
         for rollout_id in ("r3", "r1", "r4"):
@@ -196,7 +196,7 @@ async def _read(http: aiohttp.ClientSession, site: Site, path: str) -> None:
 
 async def frames(reply: aiohttp.ClientResponse, count: int) -> list[dict[str, Any]]:
     """The next `count` events of a stream."""
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     entry: dict[str, Any] = {}
     async with asyncio.timeout(90):
         async for line in reply.content:
@@ -204,10 +204,10 @@ async def frames(reply: aiohttp.ClientResponse, count: int) -> list[dict[str, An
             if name in ("id", "event"):
                 entry[name] = value
             elif name == "data":
-                found.append({**entry, **json.loads(value)})
+                events.append({**entry, **json.loads(value)})
                 entry = {}
-                if len(found) == count:
-                    return found
+                if len(events) == count:
+                    return events
     raise AssertionError("the stream ended early")
 
 

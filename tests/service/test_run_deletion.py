@@ -26,7 +26,7 @@ async def fill(site: Site, run: str = "long") -> None:
         assert answer.status == 202, answer.body
 
 
-async def gone(site: Site, run: str = "long") -> None:
+async def wait_deleted(site: Site, run: str = "long") -> None:
     async with asyncio.timeout(90):
         while (await site.get(f"/v1/runs/{run}")).status != 404:
             await asyncio.sleep(0.02)
@@ -53,7 +53,7 @@ async def test_a_run_with_a_long_queue_is_deleted_after_the_response(
         again = await site.post("/v1/runs", {"id": "long"})
         assert again.status == 409 and "is being deleted" in again.body["detail"]
         may_go.set()
-        await gone(site)
+        await wait_deleted(site)
         assert (await site.get("/v1/status")).body["states"]["queued"] == 0
         assert (await site.post("/v1/runs", {"id": "long"})).status == 201
 
@@ -65,7 +65,7 @@ async def test_a_deletion_continues_after_a_restart(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("mine")
         assert (await site.ended("mine"))["reward"] == 1.0
-        await gone(site)
+        await wait_deleted(site)
         assert (await site.get("/v1/rollouts/long-0")).status == 404
 
 
@@ -85,7 +85,7 @@ async def test_a_rollout_that_comes_back_during_the_deletion_does_not_stop_it(
     async with open_site(tmp_path) as site:
         assert (await site.post("/v1/runs", {"id": "long"})).status == 201
         assert (await site.delete("/v1/runs/long")).status == 202
-        await gone(site)
+        await wait_deleted(site)
 
 
 async def test_a_deletion_that_fails_is_not_reported_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,11 @@ async def test_a_running_service_has_private_files_its_url_in_a_file_and_the_sto
 
 
 async def test_a_port_in_use_is_reported_before_anything_is_opened(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SettingsError, match="cannot be listened on"):
-        async with serve(settings(tmp_path, port=taken.getsockname()[1])):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        pytest.raises(SettingsError, match="cannot be listened on"),
+    ):
+        async with serve(settings(tmp_path, port=listening.getsockname()[1])):
             pass
     assert not (tmp_path / "data").exists()
 
@@ -125,9 +128,14 @@ async def test_a_service_with_an_unusable_store_is_not_ready(tmp_path: Path) -> 
 @asynccontextmanager
 async def process(folder: Path, **environ: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str], None]:
     """`rollyard serve` without the CLI; yields the process and its first line."""
-    given = {"ROLLYARD_DATA_DIR": str(folder / "data"), "ROLLYARD_PORT": "0", "ROLLYARD_RUNTIMES": "local", **environ}
+    variables = {
+        "ROLLYARD_DATA_DIR": str(folder / "data"),
+        "ROLLYARD_PORT": "0",
+        "ROLLYARD_RUNTIMES": "local",
+        **environ,
+    }
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", MAIN, env={**os.environ, **given}, cwd=folder, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-c", MAIN, env={**os.environ, **variables}, cwd=folder, stderr=asyncio.subprocess.PIPE
     )
     try:
         assert child.stderr is not None
@@ -158,14 +166,14 @@ class Remote:
 
 def sandbox_processes(folder: Path) -> list[str]:
     """Processes of this machine whose working folder is below that folder."""
-    found: list[str] = []
+    command_lines: list[str] = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and str((entry / "cwd").readlink()).startswith(str(folder / "data" / "sandboxes")):
-                found.append((entry / "cmdline").read_text())
+                command_lines.append((entry / "cmdline").read_text())
         except OSError:
             continue
-    return found
+    return command_lines
 
 
 async def test_it_prints_its_url_and_ends_on_sigterm(tmp_path: Path) -> None:
@@ -246,16 +254,16 @@ async def test_a_kill_loses_nothing(tmp_path: Path) -> None:
 def test_a_service_that_cannot_start_prints_the_reason_in_one_line(
     tmp_path: Path, environ: dict[str, str], message: str
 ) -> None:
-    given = {"ROLLYARD_DATA_DIR": str(tmp_path / "data"), "ROLLYARD_PORT": "0", "ROLLYARD_RUNTIMES": "local"}
-    done = subprocess.run(
+    variables = {"ROLLYARD_DATA_DIR": str(tmp_path / "data"), "ROLLYARD_PORT": "0", "ROLLYARD_RUNTIMES": "local"}
+    completed = subprocess.run(
         [sys.executable, "-c", MAIN],
-        env={**os.environ, **given, **environ},
+        env={**os.environ, **variables, **environ},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=40,
         check=False,
     )
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert completed.returncode == 1
+    assert message in completed.stderr
+    assert "Traceback" not in completed.stderr

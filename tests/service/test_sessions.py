@@ -37,8 +37,10 @@ async def begin(site: Site, **body: Any) -> dict[str, Any]:
     return answer.body
 
 
-async def say(site: Site, session: dict[str, Any], *said: str, path: str = "/v1/chat/completions") -> Answer:
-    messages = [{"role": "user" if number % 2 == 0 else "assistant", "content": it} for number, it in enumerate(said)]
+async def chat(site: Site, session: dict[str, Any], *contents: str, path: str = "/v1/chat/completions") -> Answer:
+    messages = [
+        {"role": "user" if number % 2 == 0 else "assistant", "content": it} for number, it in enumerate(contents)
+    ]
     return await site.post(path, {"model": "any", "messages": messages}, token=session["key"])
 
 
@@ -53,9 +55,9 @@ async def test_a_session_becomes_a_trajectory_like_any_other(tmp_path: Path) -> 
     async with pipeline(tmp_path) as site:
         session = await begin(site, id="s1", metadata={"task": "t7"}, group="g", index=2)
         assert session["base_url"] == f"{site.url}/v1" and session["root_url"] == site.url
-        first = await say(site, session, "hello")
+        first = await chat(site, session, "hello")
         assert first.body["choices"][0]["message"]["content"] == "one"
-        second = await say(site, session, "hello", "one", "and now?")
+        second = await chat(site, session, "hello", "one", "and now?")
         assert second.body["choices"][0]["message"]["content"] == "two"
         looked = (await site.get("/v1/sessions/s1")).body
         assert (looked["state"], looked["turns"], looked["forks"]) == ("run", 2, {})
@@ -81,8 +83,8 @@ async def test_a_strict_session_refuses_parameters_that_would_be_overridden(tmp_
     async with pipeline(tmp_path) as site:
         for is_strict, status in ((False, 200), (True, 400)):
             session = await begin(site, strict=is_strict)
-            said = {**HELLO, "temperature": 0.1}
-            answer = await site.post("/v1/chat/completions", said, token=session["key"])
+            body = {**HELLO, "temperature": 0.1}
+            answer = await site.post("/v1/chat/completions", body, token=session["key"])
             assert answer.status == status
             if is_strict:
                 assert answer.body["error"]["param"] == "temperature"
@@ -97,10 +99,10 @@ async def test_the_real_sdks_work_unchanged_with_a_session(tmp_path: Path) -> No
     async with pipeline(tmp_path) as site:
         session = await begin(site)
         async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["key"]) as client:
-            said = await client.chat.completions.create(
+            completion = await client.chat.completions.create(
                 model=session["model"], messages=[{"role": "user", "content": "hello"}]
             )
-            assert said.choices[0].message.content == "one"
+            assert completion.choices[0].message.content == "one"
             responded = await client.responses.create(model=session["model"], input="something else")
             assert responded.output_text == "one"
             assert [model.id async for model in client.models.list()] == [session["model"]]
@@ -118,8 +120,8 @@ async def test_the_real_sdks_work_unchanged_with_a_session(tmp_path: Path) -> No
 async def test_forks_and_calls_by_path_are_counted(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site)
-        await say(site, session, "hello")
-        await say(site, session, "another matter")
+        await chat(site, session, "hello")
+        await chat(site, session, "another matter")
         assert (await site.get(f"/v1/sessions/{session['id']}")).body["forks"] == {"new conversation": 1}
         await reward(site, session)
         text = (await site.get("/metrics")).body.decode()
@@ -193,7 +195,7 @@ async def test_browsers_and_foreign_hosts_are_refused_here_too(tmp_path: Path, h
 async def test_a_body_beyond_the_limit_is_refused_in_the_dialects_format(tmp_path: Path) -> None:
     async with pipeline(tmp_path, max_body_bytes=2000) as site:
         session = await begin(site)
-        refused = await say(site, session, "x" * 3000)
+        refused = await chat(site, session, "x" * 3000)
         assert refused.status == 413 and refused.body["error"]["message"]
 
         async def streamed() -> AsyncGenerator[bytes, None]:
@@ -216,7 +218,7 @@ async def test_an_unexpected_error_has_the_dialects_format(tmp_path: Path) -> No
         broken = await site.call("POST", "/v1/messages", token=session["key"], data=body)
         assert broken.status in (400, 500), broken.body
         assert (broken.body["type"], set(broken.body["error"])) == ("error", {"type", "message"})
-        assert (await say(site, session, "hello")).status == 200, "and the session continues"
+        assert (await chat(site, session, "hello")).status == 200, "and the session continues"
 
 
 async def test_other_trainers_sessions_cannot_be_opened_rewarded_or_cancelled(tmp_path: Path) -> None:
@@ -253,7 +255,7 @@ def test_keys_are_derived_from_the_id_a_number_and_a_private_secret(tmp_path: Pa
 async def test_a_reward_is_accepted_once(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site)
-        await say(site, session, "hello")
+        await chat(site, session, "hello")
         first = await reward(site, session, 1, answer="x")
         assert (await reward(site, session, 1.0, answer="x")).body == first.body
         for more in ({"value": 0}, {"answer": "y"}, {}, {"components": {"a": 1}, "answer": "x"}):
@@ -299,8 +301,8 @@ async def test_other_rollouts_cannot_be_used_as_sessions(tmp_path: Path) -> None
 async def test_a_deleted_session_is_cancelled_without_a_reward(tmp_path: Path) -> None:
     async with pipeline(tmp_path, "one", Reply("two", latency_s=60)) as site:
         session = await begin(site)
-        await say(site, session, "hello")
-        waiting = asyncio.create_task(say(site, session, "hello", "one", "and?"))
+        await chat(site, session, "hello")
+        waiting = asyncio.create_task(chat(site, session, "hello", "one", "and?"))
         answer = await site.delete(f"/v1/sessions/{session['id']}")
         assert answer.status == 202
         record = await site.ended(session["id"])
@@ -308,7 +310,7 @@ async def test_a_deleted_session_is_cancelled_without_a_reward(tmp_path: Path) -
         await waiting  # it returns and does not hang
         late = await reward(site, session)
         assert (late.status, late.code, late.body["outcome"]) == (409, "session_conflict", "cancelled")
-        closed = await say(site, session, "hello")
+        closed = await chat(site, session, "hello")
         assert closed.status == 503 and "not open" in closed.body["error"]["message"]
 
 
@@ -323,7 +325,7 @@ async def test_a_cancel_that_arrives_before_its_session_is_effective(tmp_path: P
 async def test_an_expired_session_has_no_reward(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site, limits={**FAST, "run_s": 2})
-        await say(site, session, "hello")
+        await chat(site, session, "hello")
         record = await site.ended(session["id"])
         assert (record["outcome"], record["reward"], record["trainable"]) == ("failed", None, False)
         assert (record["failure"]["code"], record["failure"]["blame"]) == ("session_abandoned", "client")
@@ -335,8 +337,8 @@ async def test_an_expired_session_has_no_reward(tmp_path: Path) -> None:
 async def test_after_a_limit_a_reward_is_accepted_and_the_rollout_is_truncated(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site, limits={**FAST, "max_turns": 1})
-        assert (await say(site, session, "hello")).status == 200
-        refused = await say(site, session, "hello", "one", "and?")
+        assert (await chat(site, session, "hello")).status == 200
+        refused = await chat(site, session, "hello", "one", "and?")
         assert (refused.status, refused.headers["x-should-retry"]) == (400, "false")
         looked = (await site.get(f"/v1/sessions/{session['id']}")).body
         assert (looked["is_open"], looked["limit"]) == (True, "turn_limit")
@@ -350,11 +352,11 @@ async def test_a_conversation_that_did_not_fit_truncates_unless_the_agent_contin
     async with pipeline(tmp_path) as site:
         for goes_on, outcome in ((False, "truncated"), (True, "completed")):
             session = await begin(site, limits={**FAST, "max_context": 60})
-            assert (await say(site, session, "hello")).status == 200
-            refused = await say(site, session, "hello", "one", "word " * 100)
+            assert (await chat(site, session, "hello")).status == 200
+            refused = await chat(site, session, "hello", "one", "word " * 100)
             assert (refused.status, refused.body["error"]["code"]) == (400, "context_length_exceeded")
             if goes_on:
-                assert (await say(site, session, "hello", "one", "shorter")).status == 200
+                assert (await chat(site, session, "hello", "one", "shorter")).status == 200
             record = (await reward(site, session)).body
             assert (record["outcome"], record["reward"]) == (outcome, 1.0)
             assert (record["failure"] or {}).get("code") == (None if goes_on else "context_limit")
@@ -363,8 +365,8 @@ async def test_a_conversation_that_did_not_fit_truncates_unless_the_agent_contin
 async def test_an_engine_that_fails_permanently_loses_the_session_without_a_retry(tmp_path: Path) -> None:
     async with pipeline(tmp_path, "one", Reply(fault="not_json")) as site:
         session = await begin(site)
-        await say(site, session, "hello")
-        assert (await say(site, session, "hello", "one", "and?")).status == 503
+        await chat(site, session, "hello")
+        assert (await chat(site, session, "hello", "one", "and?")).status == 503
         record = await site.ended(session["id"])
         assert (record["outcome"], record["reward"], record["attempt"]) == ("failed", None, 1)
         assert (record["failure"]["code"], record["failure"]["blame"]) == ("session_lost", "infra")
@@ -379,14 +381,14 @@ async def test_a_session_waits_for_a_free_slot_and_then_opens(tmp_path: Path) ->
         first = await begin(site)
         second = (await site.post("/v1/sessions?wait_s=0.2", {"id": "second", "limits": FAST})).body
         assert not second["is_open"] and second["state"] != "run"
-        early = await say(site, second, "hello")
+        early = await chat(site, second, "hello")
         assert early.status == 503
         unready = await site.post("/v1/sessions/second/reward?wait_s=0", {"reward": 1})
         assert (unready.status, unready.code) == (409, "session_conflict")
         opening = asyncio.create_task(site.get("/v1/sessions/second?wait_s=20"))
         await reward(site, first)
         assert (await opening).body["is_open"]
-        assert (await say(site, second, "hello")).status == 200
+        assert (await chat(site, second, "hello")).status == 200
 
 
 async def test_a_full_queue_returns_retry_after(tmp_path: Path) -> None:
@@ -404,7 +406,7 @@ async def test_a_full_queue_returns_retry_after(tmp_path: Path) -> None:
 async def test_a_restart_loses_an_open_session_and_reports_it(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site, id="s")
-        await say(site, session, "hello")
+        await chat(site, session, "hello")
     async with pipeline(tmp_path) as site:
         record = await site.ended("s")
         assert (record["outcome"], record["reward"], record["failure"]["code"]) == ("failed", None, "session_lost")
@@ -424,14 +426,14 @@ async def test_a_queued_session_opens_after_a_restart_with_the_same_key(tmp_path
     async with pipeline(tmp_path) as site:
         session = await begin(site, id="s")
         assert session["key"] == waiting["key"]
-        assert (await say(site, session, "hello")).status == 200
+        assert (await chat(site, session, "hello")).status == 200
         assert (await reward(site, session)).body["outcome"] == "completed"
 
 
 async def test_a_saved_reward_survives_a_restart(tmp_path: Path) -> None:
     async with pipeline(tmp_path) as site:
         session = await begin(site, id="s")
-        await say(site, session, "hello")
+        await chat(site, session, "hello")
         assert (await site.call("PATCH", "/v1/pools", json={"eval": 0})).status == 200
         posted = await site.post("/v1/sessions/s/reward?wait_s=1", {"reward": 0.75})
         assert (posted.status, posted.body["state"]) == (202, "eval")

@@ -111,8 +111,8 @@ def test_mcp_servers_are_tables_or_urls_and_their_headers_are_secrets(tmp_path: 
     assert settings.mcp_servers["search"].headers["Authorization"].get_secret_value() == "Bearer psst"
     assert "psst" not in repr(settings) + settings.model_dump_json()
     assert "psst" not in json.dumps(masked(settings))
-    found = load_settings({}, {**NOTHING, "ROLLYARD_MCP_SERVERS": '{"a": "http://a/mcp"}'}).settings
-    assert found.mcp_servers["a"].url == "http://a/mcp"
+    from_environ = load_settings({}, {**NOTHING, "ROLLYARD_MCP_SERVERS": '{"a": "http://a/mcp"}'}).settings
+    assert from_environ.mcp_servers["a"].url == "http://a/mcp"
     file.write_text('[mcp_servers.search]\nurl = "https://h/mcp"\nheader = { A = "psst" }\n')
     with pytest.raises(SettingsError, match="did you mean headers") as caught:
         load_settings({}, NOTHING, file)
@@ -183,7 +183,7 @@ def test_default_limits_are_never_above_the_ceilings_here_and_on_nodes() -> None
         "max_task_cpus": 0.5,
     }
     settings = Settings.model_validate(low)
-    for found in (settings.sandbox_limits, node_settings(for_nodes(settings), Path("/nowhere"), {}).sandbox_limits):
-        assert (found.memory_bytes, found.disk_bytes, found.files) == (1 << 30, 2 << 30, 5000)
-        assert (found.processes, found.cpus) == (30, 0.5)
+    for limits in (settings.sandbox_limits, node_settings(for_nodes(settings), Path("/nowhere"), {}).sandbox_limits):
+        assert (limits.memory_bytes, limits.disk_bytes, limits.files) == (1 << 30, 2 << 30, 5000)
+        assert (limits.processes, limits.cpus) == (30, 0.5)
     assert Settings(sandbox_cpus=0.25, max_task_cpus=0.5).sandbox_limits.cpus == 0.25

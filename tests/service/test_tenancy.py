@@ -133,7 +133,7 @@ class RunningService:
 async def service(folder: Path) -> AsyncGenerator[RunningService, None]:
     async with scripted(Reply(finish())) as engine, open_site(folder, engines=[engine_table(engine)]) as site:
         await site.hold()
-        made = RunningService(site, {"admin": site.token, "nobody": ""})
+        running = RunningService(site, {"admin": site.token, "nobody": ""})
         kinds: dict[str, dict[str, Any]] = {
             "owner": {"access": "trainer", "runs": ["a-*"], "policies": ["default"]},
             "submitter": {"access": "submitter", "runs": ["a-*"]},
@@ -146,7 +146,7 @@ async def service(folder: Path) -> AsyncGenerator[RunningService, None]:
         for name, body in kinds.items():
             answer = await site.post("/v1/tokens", {"name": name, **body})
             assert answer.status == 201, answer.body
-            made.tokens[name], made.ids[name] = answer.body["token"], answer.body["id"]
+            running.tokens[name], running.ids[name] = answer.body["token"], answer.body["id"]
         for path, body in (
             ("/v1/runs", {"id": "a-run"}),
             *(("/v1/runs", {"id": f"a-{one}"}) for one in CALLERS),
@@ -158,11 +158,11 @@ async def service(folder: Path) -> AsyncGenerator[RunningService, None]:
             *(("/v1/sessions?wait_s=0", {"run": "a-run", "id": f"s-{one}"}) for one in CALLERS),
             *((f"/v1/draws/d-{one}/batches", {"want": 1}) for one in CALLERS),
         ):
-            await made.make(path, body)
-        yield made
+            await running.make(path, body)
+        yield running
 
 
-def filled(route: str, caller: str, made: RunningService) -> tuple[str, str]:
+def filled(route: str, caller: str, running: RunningService) -> tuple[str, str]:
     """The route's method, and its path with the ids of the objects for that caller."""
     method, _, path = route.partition(" ")
     draw = "x" if route.startswith("DELETE") else "d"
@@ -174,7 +174,7 @@ def filled(route: str, caller: str, made: RunningService) -> tuple[str, str]:
         "eval_id": f"e-{caller}",
         "session_id": f"s-{caller}",
         "engine_id": "e1",
-        "token_id": made.ids["spare"],
+        "token_id": running.ids["spare"],
         "number": "1",
         "name": "default",
     }
@@ -182,8 +182,8 @@ def filled(route: str, caller: str, made: RunningService) -> tuple[str, str]:
 
 
 async def test_each_route_admits_exactly_the_callers_it_should(tmp_path: Path) -> None:
-    async with service(tmp_path) as made:
-        schema = (await made.site.get("/openapi.json")).body
+    async with service(tmp_path) as running:
+        schema = (await running.site.get("/openapi.json")).body
         known = {
             f"{method.upper()} {path}"
             for path, calls in schema["paths"].items()
@@ -196,15 +196,15 @@ async def test_each_route_admits_exactly_the_callers_it_should(tmp_path: Path) -
         for name in order:
             route = ROUTES[name]
             for caller in sorted(CALLERS, key=lambda one: one in route.may):  # callers that are refused come first
-                method, path = filled(name, caller, made)
+                method, path = filled(name, caller, running)
                 body = None if route.body is None else json.loads(json.dumps(route.body).replace("@", caller))
                 if name == "GET /v1/events":  # it does not end
-                    async with made.site.http.get(
-                        f"{made.site.url}{path}", headers={"Authorization": f"Bearer {made.tokens[caller]}"}
+                    async with running.site.http.get(
+                        f"{running.site.url}{path}", headers={"Authorization": f"Bearer {running.tokens[caller]}"}
                     ) as reply:
                         status = reply.status
                 else:
-                    status = (await made.call(caller, method, path + route.query, body)).status
+                    status = (await running.call(caller, method, path + route.query, body)).status
                 if caller == "nobody" and caller not in route.may:
                     is_right = status == 401
                 elif caller in route.may:
@@ -219,27 +219,27 @@ async def test_each_route_admits_exactly_the_callers_it_should(tmp_path: Path) -
 
 
 async def test_other_tenants_work_is_not_found_and_not_listed(tmp_path: Path) -> None:
-    async with service(tmp_path) as made:
+    async with service(tmp_path) as running:
         for path in (
             *("/v1/runs/a-run", "/v1/rollouts/r-owner", "/v1/rollouts/r-owner/traces", "/v1/groups/g-owner"),
             *("/v1/draws/d-owner", "/v1/draws/d-owner/groups", "/v1/evals/e-owner", "/v1/sessions/s-owner"),
             *("/v1/rollouts?run=a-run", "/v1/rollouts/r-owner?run=a-run", "/v1/events?run=a-run"),
         ):
             there, nowhere = (
-                await made.call("stranger", "GET", path),
+                await running.call("stranger", "GET", path),
                 path.replace("owner", "zzz").replace("a-run", "zzz"),
             )
-            not_there = await made.call("stranger", "GET", nowhere)
+            not_there = await running.call("stranger", "GET", nowhere)
             assert (there.status, there.code) == (not_there.status, not_there.code) == (404, "not_found"), path
         for path in ("/v1/runs", "/v1/rollouts", "/v1/rollouts?group=g-owner", "/v1/draws", "/v1/evals", "/v1/status"):
-            answer = await made.call("stranger", "GET", path)
+            answer = await running.call("stranger", "GET", path)
             assert answer.status == 200 and "a-run" not in json.dumps(answer.body), path
             for caller in ("owner", "reader", "auditor", "admin"):
-                assert "a-" in json.dumps((await made.call(caller, "GET", path)).body), (caller, path)
+                assert "a-" in json.dumps((await running.call(caller, "GET", path)).body), (caller, path)
 
 
 async def test_the_same_ids_in_two_runs_are_different_objects(tmp_path: Path) -> None:
-    async with service(tmp_path) as made:
+    async with service(tmp_path) as running:
         for path, body in (
             ("/v1/runs", {"id": "b-run"}),
             ("/v1/rollouts", {"run": "b-run", "id": "r-owner", "group": "g-owner", "index": 0, "task": task("theirs")}),
@@ -247,58 +247,58 @@ async def test_the_same_ids_in_two_runs_are_different_objects(tmp_path: Path) ->
             ("/v1/draws", {"run": "b-run", "id": "d-owner", "source": {"push": True}}),
             ("/v1/sessions?wait_s=0", {"run": "b-run", "id": "s-owner"}),
         ):
-            answer = await made.call("stranger", "POST", path, body)
+            answer = await running.call("stranger", "POST", path, body)
             assert answer.status in (201, 202), answer.body
         for caller, instruction in (("owner", "do it"), ("stranger", "theirs")):
-            found = (await made.call(caller, "GET", "/v1/rollouts/r-owner")).body
-            assert (found["id"], found["task"]["data"]["instruction"]) == ("r-owner", instruction)
-            group = (await made.call(caller, "GET", "/v1/groups/g-owner")).body
+            rollout = (await running.call(caller, "GET", "/v1/rollouts/r-owner")).body
+            assert (rollout["id"], rollout["task"]["data"]["instruction"]) == ("r-owner", instruction)
+            group = (await running.call(caller, "GET", "/v1/groups/g-owner")).body
             assert [member["rollout"] for member in group["members"]] == ["g-owner-0"]
             assert group["task"]["data"]["instruction"] == instruction
-        listed = (await made.call("owner", "GET", "/v1/rollouts?group=g-owner")).body["rollouts"]
+        listed = (await running.call("owner", "GET", "/v1/rollouts?group=g-owner")).body["rollouts"]
         assert [(one["id"], one["run"], one["group"]) for one in listed] == [("g-owner-0", "a-run", "g-owner")]
-        both = await made.call("admin", "GET", "/v1/rollouts/r-owner")
+        both = await running.call("admin", "GET", "/v1/rollouts/r-owner")
         assert both.code == "ambiguous_id" and both.body["runs"] == ["a-run", "b-run"]
-        assert (await made.call("admin", "GET", "/v1/rollouts/r-owner?run=b-run")).body["run"] == "b-run"
-        assert (await made.call("stranger", "DELETE", "/v1/rollouts/r-owner")).body["state"] == "ended"
-        assert (await made.call("owner", "GET", "/v1/rollouts/r-owner")).body["state"] == "queued"
+        assert (await running.call("admin", "GET", "/v1/rollouts/r-owner?run=b-run")).body["run"] == "b-run"
+        assert (await running.call("stranger", "DELETE", "/v1/rollouts/r-owner")).body["state"] == "ended"
+        assert (await running.call("owner", "GET", "/v1/rollouts/r-owner")).body["state"] == "queued"
 
 
 async def test_a_cancel_before_submit_affects_only_the_callers_run(tmp_path: Path) -> None:
-    async with service(tmp_path) as made:
-        answer = await made.call("stranger", "DELETE", "/v1/rollouts/tomorrow")
+    async with service(tmp_path) as running:
+        answer = await running.call("stranger", "DELETE", "/v1/rollouts/tomorrow")
         assert answer.body["state"] == "cancelled_before_submit"
-        assert (await made.call("stranger", "DELETE", "/v1/rollouts/tomorrow?run=a-run")).code == "not_found"
+        assert (await running.call("stranger", "DELETE", "/v1/rollouts/tomorrow?run=a-run")).code == "not_found"
         body = {"run": "a-run", "id": "tomorrow", "task": task()}
-        assert (await made.call("owner", "POST", "/v1/rollouts", body)).body["rollouts"][0]["state"] == "queued"
+        assert (await running.call("owner", "POST", "/v1/rollouts", body)).body["rollouts"][0]["state"] == "queued"
         mine = {"id": "tomorrow", "task": task()}
-        ended = (await made.call("stranger", "POST", "/v1/rollouts", mine)).body["rollouts"][0]
+        ended = (await running.call("stranger", "POST", "/v1/rollouts", mine)).body["rollouts"][0]
         assert (ended["state"], ended["outcome"], ended["run"]) == (
             "ended",
             "cancelled",
-            f"default.{made.ids['stranger']}",
+            f"default.{running.ids['stranger']}",
         )
 
 
 async def test_a_name_that_a_token_is_bound_to_is_reserved_for_it(tmp_path: Path) -> None:
-    async with service(tmp_path) as made:
-        for name in ("a-later", "default", f"default.{made.ids['owner']}"):
-            assert (await made.call("stranger", "POST", "/v1/runs", {"id": name})).code == "forbidden"
-        assert (await made.call("owner", "POST", "/v1/runs", {"id": "b-run"})).code == "forbidden"
-        assert (await made.call("owner", "POST", "/v1/rollouts", {"task": task()})).code == "forbidden"
-        taken = await made.call("stranger", "POST", "/v1/evals", {"id": "e", "run": "a-run", "source": TASKS})
-        assert taken.code == "forbidden"
+    async with service(tmp_path) as running:
+        for name in ("a-later", "default", f"default.{running.ids['owner']}"):
+            assert (await running.call("stranger", "POST", "/v1/runs", {"id": name})).code == "forbidden"
+        assert (await running.call("owner", "POST", "/v1/runs", {"id": "b-run"})).code == "forbidden"
+        assert (await running.call("owner", "POST", "/v1/rollouts", {"task": task()})).code == "forbidden"
+        refused = await running.call("stranger", "POST", "/v1/evals", {"id": "e", "run": "a-run", "source": TASKS})
+        assert refused.code == "forbidden"
         bound = {"access": "trainer", "policies": ["mine"]}
-        token = (await made.site.post("/v1/tokens", bound)).body["token"]
-        assert (await made.site.post("/v1/runs", {"id": "c-run"}, token=token)).code == "forbidden"
-        assert (await made.site.post("/v1/runs", {"id": "c-run", "policy": "mine"}, token=token)).status == 201
+        token = (await running.site.post("/v1/tokens", bound)).body["token"]
+        assert (await running.site.post("/v1/runs", {"id": "c-run"}, token=token)).code == "forbidden"
+        assert (await running.site.post("/v1/runs", {"id": "c-run", "policy": "mine"}, token=token)).status == 201
 
 
 async def test_an_evaluation_of_another_owners_policy_does_not_hold_back_weights(tmp_path: Path) -> None:
-    async with service(tmp_path) as made:
+    async with service(tmp_path) as running:
         body = {"id": "e", "source": TASKS}
-        assert (await made.call("stranger", "POST", "/v1/evals", body)).code == "forbidden"
-        assert (await made.call("stranger", "POST", "/v1/evals", {**body, "on_update": "fail"})).status == 201
+        assert (await running.call("stranger", "POST", "/v1/evals", body)).code == "forbidden"
+        assert (await running.call("stranger", "POST", "/v1/evals", {**body, "on_update": "fail"})).status == 201
 
 
 async def test_a_policy_belongs_to_the_first_trainer_that_changes_it_unless_an_admin_sets_another(
@@ -319,11 +319,13 @@ async def test_a_policy_belongs_to_the_first_trainer_that_changes_it_unless_an_a
 
 
 async def test_events_of_other_runs_are_not_sent(tmp_path: Path) -> None:
-    async with service(tmp_path) as made:
-        headers = {"Authorization": f"Bearer {made.tokens['stranger']}"}
-        async with made.site.http.get(f"{made.site.url}/v1/events", headers=headers) as stream:
-            await made.make("/v1/rollouts", {"run": "a-run", "id": "theirs", "task": task()})
-            assert (await made.call("stranger", "POST", "/v1/rollouts", {"id": "mine", "task": task()})).status == 202
+    async with service(tmp_path) as running:
+        headers = {"Authorization": f"Bearer {running.tokens['stranger']}"}
+        async with running.site.http.get(f"{running.site.url}/v1/events", headers=headers) as stream:
+            await running.make("/v1/rollouts", {"run": "a-run", "id": "theirs", "task": task()})
+            assert (
+                await running.call("stranger", "POST", "/v1/rollouts", {"id": "mine", "task": task()})
+            ).status == 202
             async with asyncio.timeout(20):
                 while b"data:" not in (line := await stream.content.readline()):
                     pass
@@ -335,26 +337,28 @@ async def test_events_of_other_runs_are_not_sent(tmp_path: Path) -> None:
 
 async def test_tokens_are_created_rotated_and_revoked_without_a_restart(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
-        made = (await site.post("/v1/tokens", {"access": "trainer", "name": "alice"})).body
-        assert made["token"].startswith("ryt_") and (await site.get("/v1/runs", token=made["token"])).status == 200
-        assert (await site.post("/v1/runs", {"id": "hers"}, token=made["token"])).status == 201
+        created = (await site.post("/v1/tokens", {"access": "trainer", "name": "alice"})).body
+        assert (
+            created["token"].startswith("ryt_") and (await site.get("/v1/runs", token=created["token"])).status == 200
+        )
+        assert (await site.post("/v1/runs", {"id": "hers"}, token=created["token"])).status == 201
         listed = (await site.get("/v1/tokens")).body["tokens"]
-        assert [(one["id"], one["name"]) for one in listed] == [(made["id"], "alice")] and "token" not in listed[0]
-        rotated = (await site.post(f"/v1/tokens/{made['id']}/rotate", {})).body
-        assert (await site.get("/v1/runs", token=made["token"])).status == 401
+        assert [(one["id"], one["name"]) for one in listed] == [(created["id"], "alice")] and "token" not in listed[0]
+        rotated = (await site.post(f"/v1/tokens/{created['id']}/rotate", {})).body
+        assert (await site.get("/v1/runs", token=created["token"])).status == 401
         assert (await site.get("/v1/runs/hers", token=rotated["token"])).status == 200, "her runs are still hers"
     assert rotated["token"] not in "".join(
         path.read_bytes().decode("latin-1") for path in (tmp_path / "data").rglob("*") if path.is_file()
     ), "only its digest is stored"
     async with open_site(tmp_path) as site:
         assert (await site.get("/v1/runs/hers", token=rotated["token"])).status == 200, "it is stored"
-        assert (await site.delete(f"/v1/tokens/{made['id']}")).status == 204
+        assert (await site.delete(f"/v1/tokens/{created['id']}")).status == 204
         assert (await site.get("/v1/runs", token=rotated["token"])).status == 401
-        assert (await site.delete(f"/v1/tokens/{made['id']}")).code == "not_found"
+        assert (await site.delete(f"/v1/tokens/{created['id']}")).code == "not_found"
         assert (await site.get("/v1/tokens")).body["tokens"] == []
         entries = (await site.get("/v1/audit")).body["entries"]
         assert [one["action"] for one in entries] == ["revoke_token", "rotate_token", "create_token"]
-        assert {one["target"] for one in entries} == {made["id"]}
+        assert {one["target"] for one in entries} == {created["id"]}
         newest = (await site.get("/v1/audit?limit=1")).body
         older = (await site.get(f"/v1/audit?limit=5&before={newest['next']}")).body
         assert newest["entries"] + older["entries"] == entries and older["next"] is None
@@ -362,9 +366,9 @@ async def test_tokens_are_created_rotated_and_revoked_without_a_restart(tmp_path
 
 async def test_a_token_expires(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
-        made = (await site.post("/v1/tokens", {"access": "reader", "expires_s": 0.3})).body
+        created = (await site.post("/v1/tokens", {"access": "reader", "expires_s": 0.3})).body
         async with asyncio.timeout(20):
-            while (answer := await site.get("/v1/runs", token=made["token"])).status != 401:
+            while (answer := await site.get("/v1/runs", token=created["token"])).status != 401:
                 await asyncio.sleep(0.05)
         assert "has expired" in answer.body["detail"]
 

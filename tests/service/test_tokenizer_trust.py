@@ -35,8 +35,8 @@ async def traced(site: Site, name: str) -> tuple[dict[str, Any], dict[str, Any]]
 
 async def test_a_compared_tokenizer_is_verified(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
-        (found,) = (await site.get("/v1/engines")).body["engines"]
-        assert (found["tokenizer_verified"], found["trust_tokenizer"]) == (True, False)
+        (listed_engine,) = (await site.get("/v1/engines")).body["engines"]
+        assert (listed_engine["tokenizer_verified"], listed_engine["trust_tokenizer"]) == (True, False)
         _, trace = await traced(site, "r1")
         assert (trace["tokenizer_verified"], trace["trainable"], trace["reason"]) == (True, True, None)
 
@@ -49,8 +49,8 @@ async def test_an_unverified_tokenizer_is_reported_and_trained_on_only_if_truste
         table = {**engine_table(engine), "trust_tokenizer": is_trusted}
         async with open_site(tmp_path, engines=[table]) as site:
             status = (await site.get("/v1/status")).body
-            (found,) = status["engines"]
-            assert (found["tokenizer_verified"], found["trust_tokenizer"]) == (False, is_trusted)
+            (listed_engine,) = status["engines"]
+            assert (listed_engine["tokenizer_verified"], listed_engine["trust_tokenizer"]) == (False, is_trusted)
             record, trace = await traced(site, "r1")
     assert record["outcome"] == "completed" and record["reward"] is not None, "it is scored anyway"
     assert (trace["tokenizer_verified"], trace["trainable"]) == (False, is_trusted)
@@ -105,6 +105,6 @@ async def test_the_doctor_gets_the_engines_of_a_running_service(
 
 async def test_an_engine_that_is_down_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLYARD_URL", "http://127.0.0.1:9")
-    gone = {"url": "http://127.0.0.1:9", "id": "e1"}
-    (check,) = await engine_checks(Settings.model_validate({"data_dir": tmp_path, "engines": [gone]}))
+    unreachable = {"url": "http://127.0.0.1:9", "id": "e1"}
+    (check,) = await engine_checks(Settings.model_validate({"data_dir": tmp_path, "engines": [unreachable]}))
     assert check.state == "warn" and "not probed" in check.detail
