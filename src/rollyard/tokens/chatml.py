@@ -34,7 +34,7 @@ _TOOLS_FOOTER = (
     "</tool_call>"
 )
 
-MAX_KEPT, MAX_KEPT_CHARS = 256, 1 << 16
+MAX_CACHED, MAX_CACHED_CHARS = 256, 1 << 16
 """The size of the cache of encoded first turns, and of what follows them in first prompts. Rollouts of one task share
 both, those of one agent share its system turn with the tools. Encoding them is the most expensive step of a short
 rollout."""
@@ -58,8 +58,8 @@ class ChatML:
         self._newline = tokenizer.encode("\n")
         stops = dict.fromkeys((close, tokenizer.eos_token_id, tokenizer.special_id("<|endoftext|>")))
         self.stop_token_ids: tuple[int, ...] = tuple(token for token in stops if token is not None)
-        self._kept = lru_cache(MAX_KEPT)(self._encoded)
-        is_cut = tokenizer.stands_alone(_OPEN) and tokenizer.stands_alone("<|im_end|>")
+        self._cached = lru_cache(MAX_CACHED)(self._encoded)
+        is_cut = tokenizer.is_boundary(_OPEN) and tokenizer.is_boundary("<|im_end|>")
         self._asking = tokenizer.encode(_ASKING) if is_cut else None  # None: text must be encoded as a whole
         self.markers = qwen_markers(tokenizer) or Markers(is_text=True)
 
@@ -69,7 +69,7 @@ class ChatML:
         parts = (text,) if self._asking is None else (text[:second], text[second:])
         ids: list[int] = []
         for part in parts:
-            ids += self._kept(part) if len(part) <= MAX_KEPT_CHARS else self._tokenizer.encode(part)
+            ids += self._cached(part) if len(part) <= MAX_CACHED_CHARS else self._tokenizer.encode(part)
         return ids
 
     def _encoded(self, text: str) -> array[int]:
@@ -118,7 +118,7 @@ class ChatML:
         else:
             is_thinking = ends_thinking(prompt_ids, self.markers, self.stop_token_ids)
             cut = cut_turn(ids, self.markers, is_thinking=is_thinking)
-            content, reasoning = "".join(map(self.decode, cut.said)), self.decode(cut.thought)
+            content, reasoning = "".join(map(self.decode, cut.text_ids)), self.decode(cut.thought)
             raws = [(self.decode(call), is_closed) for call, is_closed in cut.calls]
         calls = tuple(
             read_call(raw.strip(), f"call_{len(prompt_ids)}_{index}", is_closed=is_closed)

@@ -43,12 +43,12 @@ def given_turn(
 
     White space around its text, and in the JSON of its calls, is not kept: the history would not contain it either.
     """
-    wanted = _read(turn, renderer.name)
+    expected = _read(turn, renderer.name)
     prompt = list(prompt_ids)
     reasons: list[str] = []
-    for following in _followings(wanted.tool_calls):
+    for following in _followings(expected.tool_calls):
         try:
-            whole = renderer.render([*messages, wanted.message, *following], tools)
+            whole = renderer.render([*messages, expected.message, *following], tools)
         except (InvalidRequest, TaskInvalid) as error:  # the template refuses this order of turns
             reasons.append(error.detail)
             continue
@@ -61,7 +61,7 @@ def given_turn(
             continue
         ids = whole[len(prompt) : at + 1]
         parsed = renderer.parse(ids, prompt, tools)
-        if _said(parsed) == _said(wanted):
+        if _contents(parsed) == _contents(expected):
             return DemonstratedTurn(ids, parsed)
         reasons.append(f"the rendered turn parses as a different one: {renderer.decode(ids)!r:.200}")
     raise TaskInvalid(f"{CANNOT} ({renderer.name}): {reasons[0]}", renderer=renderer.name)
@@ -80,9 +80,9 @@ def _read(turn: Message, renderer: str) -> Parsed:
     """The turn as it would be parsed if it were sampled."""
     if turn.get("role") != "assistant":
         raise TaskInvalid(f"only an assistant's turn can be given, not one of {turn.get('role')!r:.40}")
-    found = turn.get("tool_calls")
+    raw_calls = turn.get("tool_calls")
     calls: list[ToolCall] = []
-    for index, call in enumerate(found if isinstance(found, Sequence) else ()):
+    for index, call in enumerate(raw_calls if isinstance(raw_calls, Sequence) else ()):
         name, arguments = named_arguments(call)
         call_id = call.get("id") if isinstance(call, Mapping) else None
         read = read_arguments(name, arguments, "", call_id if isinstance(call_id, str) else f"call_{index}")
@@ -95,7 +95,7 @@ def _read(turn: Message, renderer: str) -> Parsed:
     return Parsed(content, thought, tuple(calls), assistant_message(content, thought, calls))
 
 
-def _said(turn: Parsed) -> tuple[str, str, list[tuple[str, str]]]:
+def _contents(turn: Parsed) -> tuple[str, str, list[tuple[str, str]]]:
     """The contents of a turn, for comparison. Arguments are JSON text, because in Python True == 1."""
     calls = [(call.name, json.dumps(call.arguments, sort_keys=True)) for call in turn.tool_calls]
     return turn.content.strip(), turn.reasoning.strip(), calls

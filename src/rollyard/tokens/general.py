@@ -60,7 +60,7 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._knows_developer = tokenizer.template_says("developer")
+        self._has_developer_role = tokenizer.template_contains("developer")
         self._close_text, self._close, opening = self._find_close()
         self._opens_thinking = "<think>" in opening and "</think>" not in opening
         stops = dict.fromkeys((self._close, tokenizer.eos_token_id))
@@ -92,9 +92,9 @@ class TemplateRenderer:
     ) -> list[int] | None:
         if not all(message.get("role") in self._follows[bool(tools)] for message in new_messages):
             return None
-        said = json.dumps([[self._message(message) for message in new_messages], list(tools)], default=str)
+        new_text = json.dumps([[self._message(message) for message in new_messages], list(tools)], default=str)
         word = _WORD
-        while word in said:  # the stand-in's words are searched for, so they must not occur anywhere else
+        while word in new_text:  # the stand-in's words are searched for, so they must not occur anywhere else
             word += "q"
         has_thinking = self._has_thinking(prompt_ids, sampled_ids)
         suffix = self._suffix(_HISTORIES[0], new_messages, tools, word, has_thinking)
@@ -119,7 +119,7 @@ class TemplateRenderer:
             read_call(self.decode(raw).strip(), f"call_{len(prompt_ids)}_{index}", is_closed=is_closed)
             for index, (raw, is_closed) in enumerate(cut.calls)
         )
-        content, reasoning = "".join(map(self.decode, cut.said)).strip(), self.decode(cut.thought).strip()
+        content, reasoning = "".join(map(self.decode, cut.text_ids)).strip(), self.decode(cut.thought).strip()
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
     def call_grammar(self, names: Sequence[str], *, is_one: bool) -> str | None:
@@ -147,8 +147,8 @@ class TemplateRenderer:
             _, _, opening = self._fill([_ASKED], (), True).rpartition(str(_ASKED["content"]))
         except Exception as error:  # a template may raise anything
             raise ValueError(f"{name}: its chat template fails for a small conversation: {error}") from error
-        _, found, tail = text.rpartition(_WORD)
-        first = self._tokenizer.encode(tail.lstrip())[:1] if found else []
+        _, separator, tail = text.rpartition(_WORD)
+        first = self._tokenizer.encode(tail.lstrip())[:1] if separator else []
         close = self.decode(first)
         if not first or self._tokenizer.special_id(close) != first[0]:
             raise ValueError(f"{name}: its chat template does not close the assistant's turn with a special token")
@@ -159,11 +159,11 @@ class TemplateRenderer:
         follows: set[str] = set()
         for role in ("user", "tool", "system", "developer"):
             new: Message = {**_RESULT, "content": "Heron"} if role == "tool" else {"role": role, "content": "Heron"}
-            found = [self._suffix(before, [new], tools, _WORD, self._opens_thinking) for before in _HISTORIES]
-            first = found[0]
+            suffixes = [self._suffix(before, [new], tools, _WORD, self._opens_thinking) for before in _HISTORIES]
+            first = suffixes[0]
             if first is None or "Heron" not in self.decode(first):
                 continue
-            if None not in found[:_NEEDED] and all(other in (None, first) for other in found):
+            if None not in suffixes[:_NEEDED] and all(other in (None, first) for other in suffixes):
                 follows.add(role)
         return frozenset(follows)
 
@@ -176,42 +176,42 @@ class TemplateRenderer:
         has_thinking: bool,
     ) -> list[int] | None:
         """The tokens after the close token of a stand-in turn that is followed by `new`; None if not verified."""
-        said, called, thought = f"{word}said", f"{word}called", f"{word}thought"
-        turn = self._stand_in(new, said, called, thought if has_thinking else "")
+        content, called, thought = f"{word}said", f"{word}called", f"{word}thought"
+        turn = self._stand_in(new, content, called, thought if has_thinking else "")
         try:
             sent = self._fill(before, tools, True)
-            alone = self._fill([*before, turn], tools, False)
+            shorter = self._fill([*before, turn], tools, False)
             whole = self._fill([*before, turn, *new], tools, True)
         except Exception:  # a template may raise anything
             return None
-        if any(alone.count(mark) != whole.count(mark) for mark in (said, called)):
+        if any(shorter.count(mark) != whole.count(mark) for mark in (content, called)):
             return None  # the template moves or drops the turn's text
-        start = whole.find(said)
+        start = whole.find(content)
         if not whole.startswith(sent) or (has_thinking and thought not in whole):
             return None
         between = whole[len(sent) : start if start >= 0 else whole.find(called)]
         if not has_thinking and ("<think>" in between or (start >= 0 and between.strip())):
             return None
-        ends = [self._end_of_turn(text, said, called) for text in (alone, whole)]
-        (alone_at, alone_cut), (whole_at, cut) = ends
-        if min(alone_cut, cut) < 0 or alone[alone_at:alone_cut] != whole[whole_at:cut]:
+        ends = [self._end_of_turn(text, content, called) for text in (shorter, whole)]
+        (shorter_at, shorter_cut), (whole_at, cut) = ends
+        if min(shorter_cut, cut) < 0 or shorter[shorter_at:shorter_cut] != whole[whole_at:cut]:
             return None
-        if not whole[cut:].startswith(alone[alone_cut:]):
+        if not whole[cut:].startswith(shorter[shorter_cut:]):
             return None
         head, ids = self._tokenizer.encode(whole[:cut]), self._tokenizer.encode(whole)
         return ids[len(head) :] if ids[: len(head)] == head and head[-1] == self._close else None
 
-    def _end_of_turn(self, text: str, said: str, called: str) -> tuple[int, int]:
+    def _end_of_turn(self, text: str, content: str, called: str) -> tuple[int, int]:
         """(the end of the last of the stand-in's words, the end of its close token); -1 for a missing one."""
-        at = max(text.rfind(word) + len(word) if word in text else -1 for word in (said, called))
+        at = max(text.rfind(word) + len(word) if word in text else -1 for word in (content, called))
         cut = text.find(self._close_text, at) if at >= 0 else -1
         return at, cut + len(self._close_text) if cut >= 0 else -1
 
-    def _stand_in(self, new: Sequence[Message], said: str, called: str, thought: str) -> Message:
+    def _stand_in(self, new: Sequence[Message], content: str, called: str, thought: str) -> Message:
         """A turn that `new` may follow: with a call for each tool result, and thinking in the format of `parse`."""
-        turn: dict[str, Json] = {"role": "assistant", "content": said}
+        turn: dict[str, Json] = {"role": "assistant", "content": content}
         if thought and None in self._think:
-            turn["content"] = f"<think>\n{thought}\n</think>\n\n{said}"
+            turn["content"] = f"<think>\n{thought}\n</think>\n\n{content}"
         elif thought:
             turn["reasoning_content"] = thought
         results = [message for message in new if message.get("role") == "tool"]
@@ -247,7 +247,7 @@ class TemplateRenderer:
         """A message as templates expect it: content is text, arguments are objects if they can be parsed as such."""
         out = {name: self._escaped(value) for name, value in message.items() if name != "content"}
         out["content"] = message_text(message, self.name, self._tokenizer.escape)
-        if not self._knows_developer:
+        if not self._has_developer_role:
             out["role"] = rendered_role(message)
         calls = out.get("tool_calls")
         if isinstance(calls, Sequence) and calls:

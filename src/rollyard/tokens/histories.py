@@ -81,11 +81,11 @@ class Histories:
 
     def toolset(self, tools: Sequence[ToolSchema]) -> Toolset:
         key = digest(list(tools))
-        found = self._toolsets.get(key)
-        if found is None:
-            found = Toolset(key, _defaults(tools))
-            _keep(self._toolsets, key, found, MAX_TOOLSETS)
-        return found
+        toolset = self._toolsets.get(key)
+        if toolset is None:
+            toolset = Toolset(key, _defaults(tools))
+            _keep(self._toolsets, key, toolset, MAX_TOOLSETS)
+        return toolset
 
     def of(self, messages: Sequence[Message], toolset: Toolset) -> History:
         chain, bare = [b""], [b""]
@@ -100,12 +100,12 @@ class Histories:
         return History((*history.chain, chain), (*history.bare, bare))
 
     def _links(self, message: Message, chain: bytes, bare: bytes, toolset: Toolset) -> tuple[bytes, bytes]:
-        said = _hash(_canonical(self._essence(message, toolset)))
-        bare = _hash(bare + said)
+        message_hash = _hash(_canonical(self._essence(message, toolset)))
+        bare = _hash(bare + message_hash)
         if not self._has_reasoning:
             return bare, bare
         thought = _canonical(_text(message.get("reasoning_content"))) if message.get("role") == "assistant" else b""
-        return _hash(chain + said + thought), bare
+        return _hash(chain + message_hash + thought), bare
 
     def _essence(self, message: Message, toolset: Toolset) -> Json:
         """The content of a message in a canonical form, which is the same for all encodings."""
@@ -114,8 +114,8 @@ class Histories:
             return ["system", _text(content, _without_changing), name]
         if role == "assistant":
             calls = message.get("tool_calls")
-            said = [self._call(call, toolset) for call in calls] if isinstance(calls, Sequence) else []
-            return [role, _text(content), said]
+            canonical_calls = [self._call(call, toolset) for call in calls] if isinstance(calls, Sequence) else []
+            return [role, _text(content), canonical_calls]
         return [role, _text(content), name if role != "tool" else None]
 
     def _call(self, call: Json, toolset: Toolset) -> Json:
@@ -124,11 +124,11 @@ class Histories:
         if not isinstance(arguments, str):
             arguments = _canonical(arguments).decode()
         key = blake2b(arguments.encode("utf-8", "surrogatepass"), digest_size=16, key=defaults.digest).digest()
-        said = self._read.get(key)
-        if said is None:
-            said = _arguments(arguments, defaults.values)
-            _keep(self._read, key, said, MAX_CALLS)
-        return [_brief(name), said]
+        arguments_digest = self._read.get(key)
+        if arguments_digest is None:
+            arguments_digest = _arguments(arguments, defaults.values)
+            _keep(self._read, key, arguments_digest, MAX_CALLS)
+        return [_brief(name), arguments_digest]
 
 
 def digest(value: object) -> bytes:
@@ -136,10 +136,10 @@ def digest(value: object) -> bytes:
     return _hash(_canonical(value))
 
 
-def _keep(kept: dict[bytes, _T], key: bytes, value: _T, most: int) -> None:
-    if len(kept) >= most:
-        kept.clear()
-    kept[key] = value
+def _keep(cache: dict[bytes, _T], key: bytes, value: _T, most: int) -> None:
+    if len(cache) >= most:
+        cache.clear()
+    cache[key] = value
 
 
 def _without_changing(text: str) -> str:
@@ -156,17 +156,17 @@ def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
         return ""
     if isinstance(content, str):
         return _brief(clean(content))
-    said: list[Json] = []
+    parts: list[Json] = []
     pieces: list[str] = []
     for part in content if isinstance(content, Sequence) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
         if isinstance(text, str):
             pieces.append(clean(text))
         else:
-            said += [_brief("".join(pieces)), [part]]
+            parts += [_brief("".join(pieces)), [part]]
             pieces = []
     last = _brief("".join(pieces))
-    return [*said, last] if said else last
+    return [*parts, last] if parts else last
 
 
 def _brief(value: Json) -> Json:
@@ -195,7 +195,7 @@ def _arguments(text: str, defaults: Mapping[str, bytes]) -> str:
 def _defaults(tools: Sequence[ToolSchema]) -> dict[str, _Defaults]:
     """The defaults of each tool's parameters, without nested ones. A name that occurs twice has none, nor has a tool
     whose defaults are not JSON."""
-    found: dict[str, _Defaults] = {}
+    defaults: dict[str, _Defaults] = {}
     seen: set[str] = set()
     for tool in tools:
         function = _mapping(tool.get("function"))
@@ -208,13 +208,13 @@ def _defaults(tools: Sequence[ToolSchema]) -> dict[str, _Defaults]:
         if not isinstance(name, str):
             continue
         if name in seen:
-            found.pop(name, None)
+            defaults.pop(name, None)
         elif declared:
             with suppress(ValueError, RecursionError):
                 values = {key: _canonical(_read(_canonical(value).decode())) for key, value in declared.items()}
-                found[name] = _Defaults(values, digest(declared))
+                defaults[name] = _Defaults(values, digest(declared))
         seen.add(name)
-    return found
+    return defaults
 
 
 def _mapping(value: Json) -> Mapping[str, Json]:

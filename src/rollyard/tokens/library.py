@@ -101,11 +101,13 @@ class LibraryRenderer:
     def parse(
         self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
     ) -> Parsed:
-        found = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids) or None)
-        calls = tuple(
-            _call(call, f"call_{len(prompt_ids)}_{index}") for index, call in enumerate(found.tool_calls or ())
+        response = self._inner.parse_response(
+            list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids) or None
         )
-        content, reasoning = str(found.content or ""), str(found.reasoning_content or "")
+        calls = tuple(
+            _call(call, f"call_{len(prompt_ids)}_{index}") for index, call in enumerate(response.tool_calls or ())
+        )
+        content, reasoning = str(response.content or ""), str(response.reasoning_content or "")
         if self.markers is not None:
             content, reasoning = content.strip(), reasoning.strip()  # the package strips thinking only if it was closed
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))

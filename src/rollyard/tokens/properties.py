@@ -42,10 +42,10 @@ _TOOLS: tuple[ToolSchema, ...] = (
 )
 _ARGUMENTS: dict[str, Json] = {"command": "echo 'ä' \"$HOME\" \\n", "n": 3}
 _CALL_ID = "abcdefgh1"  # nine letters and digits, as Mistral's templates require
-_THOUGHT, _SAID = "Ptarmigan", "Four."
+_THOUGHT, _ANSWER_TEXT = "Ptarmigan", "Four."
 _ASK: Message = {"role": "user", "content": "Two plus two?"}
 _MORE: Message = {"role": "user", "content": "And three?"}
-_ANSWER: Message = {"role": "assistant", "content": _SAID}
+_ANSWER: Message = {"role": "assistant", "content": _ANSWER_TEXT}
 _THINKS: Message = {**_ANSWER, "reasoning_content": _THOUGHT}
 _CALLS: Message = {
     "role": "assistant",
@@ -73,15 +73,15 @@ _TEXTS = (
 
 def properties_of(tokenizer: Tokenizer, renderer: Renderer | None) -> tuple[Property, ...]:
     """All properties, in the order in which they are shown. Without a renderer, only those of the template."""
-    found = [_prefix_stable(tokenizer), _close_token(tokenizer)]
+    properties = [_prefix_stable(tokenizer), _close_token(tokenizer)]
     if renderer is None:
         names = ("bridging", "tool calls", "literal markers", "reasoning", "streaming")
-        found += [Property(name, NA, "no renderer fits this model, so nothing can be tried") for name in names]
+        properties += [Property(name, NA, "no renderer fits this model, so nothing can be tried") for name in names]
     else:
-        found += _bridging(tokenizer, renderer)
-        found += [_tool_calls(renderer), _literal_markers(tokenizer, renderer), _reasoning(tokenizer, renderer)]
-        found.append(_streaming(renderer))
-    return (*found, _unicode(tokenizer))
+        properties += _bridging(tokenizer, renderer)
+        properties += [_tool_calls(renderer), _literal_markers(tokenizer, renderer), _reasoning(tokenizer, renderer)]
+        properties.append(_streaming(renderer))
+    return (*properties, _unicode(tokenizer))
 
 
 # --- the template ---
@@ -107,12 +107,12 @@ def _prefix_stable(tokenizer: Tokenizer) -> Property:
             holds.append(shape)
         else:
             breaks.append(f"{shape} (message {first + at + 1} changes what is before it)")
-    says = [
+    findings = [
         f"{what} {', '.join(shapes)}"
         for what, shapes in (("holds for", holds), ("breaks for", breaks), ("the template refuses", refused))
         if shapes
     ]
-    return Property(name, "no" if breaks else "ok" if holds else NA, "; ".join(says))
+    return Property(name, "no" if breaks else "ok" if holds else NA, "; ".join(findings))
 
 
 def _close_token(tokenizer: Tokenizer) -> Property:
@@ -132,7 +132,7 @@ def _close_token(tokenizer: Tokenizer) -> Property:
 
 def _bridging(tokenizer: Tokenizer, renderer: Renderer) -> list[Property]:
     stop = _stop(tokenizer, renderer)
-    ended = [*renderer.encode(_SAID), *stop]
+    ended = [*renderer.encode(_ANSWER_TEXT), *stop]
     cases: dict[str, tuple[Sequence[ToolSchema], list[int], Message]] = {
         "after a stop": ((), ended, _MORE),
         "after a cut-off": ((), renderer.encode("Fo"), _MORE),
@@ -140,8 +140,12 @@ def _bridging(tokenizer: Tokenizer, renderer: Renderer) -> list[Property]:
         "with tool results": (_TOOLS, [], _RESULT),
     }
     if tokenizer.special_id("</think>") is not None:
-        cases["after thinking"] = ((), [*renderer.encode(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"), *stop], _MORE)
-    found: list[Property] = []
+        cases["after thinking"] = (
+            (),
+            [*renderer.encode(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER_TEXT}"), *stop],
+            _MORE,
+        )
+    properties: list[Property] = []
     for case, (tools, sampled, new) in cases.items():
         name = f"bridging {case}"
         try:
@@ -150,18 +154,20 @@ def _bridging(tokenizer: Tokenizer, renderer: Renderer) -> list[Property]:
                 sampled = _turn(renderer, prompt, [_ASK, _CALLS, _RESULT], stop, tools) or ended
             longer = renderer.extend(prompt, sampled, [new], tools)
         except Exception as error:  # a template may raise anything
-            found.append(Property(name, NA, f"the template refuses it: {error}"))
+            properties.append(Property(name, NA, f"the template refuses it: {error}"))
             continue
         if longer is None:
-            found.append(
+            properties.append(
                 Property(name, "no", "the renderer cannot verify that the old tokens are kept: this starts a new trace")
             )
         elif not _begins(longer, [*prompt, *sampled]):
-            found.append(Property(name, "no", "the extended prompt does not start with the old tokens: do not use it"))
+            properties.append(
+                Property(name, "no", "the extended prompt does not start with the old tokens: do not use it")
+            )
         else:
             added = len(longer) - len(prompt) - len(sampled)
-            found.append(Property(name, "ok", f"the old tokens are kept, {added} are added"))
-    return found
+            properties.append(Property(name, "ok", f"the old tokens are kept, {added} are added"))
+    return properties
 
 
 def _tool_calls(renderer: Renderer) -> Property:
@@ -203,16 +209,16 @@ def _literal_markers(tokenizer: Tokenizer, renderer: Renderer) -> Property:
 def _streaming(renderer: Renderer) -> Property:
     """Parses a sampled turn token by token, as for a streaming client of the gateway."""
     name = "streaming"
-    ids = [*renderer.encode(f"{_SAID} Indeed, it is four."), *renderer.stop_token_ids[:1]]
+    ids = [*renderer.encode(f"{_ANSWER_TEXT} Indeed, it is four."), *renderer.stop_token_ids[:1]]
     reader = Reader(renderer, (), ())
-    heard = [item for token in ids for item in reader.feed([token])]
-    if not heard:
+    pieces = [item for token in ids for item in reader.feed([token])]
+    if not pieces:
         return Property(name, "no", "the format cannot be parsed incrementally: a reply is sent when it is complete")
-    rest, told = reader.finish()
-    said = "".join(item.text for item in (*heard, *rest) if isinstance(item, Delta))
-    if said != told.content or told.content != renderer.parse(ids).content:
-        return Property(name, "no", f"the pieces are {said!r}, the whole is {told.content!r}")
-    return Property(name, "ok", f"sent in {len(heard)} pieces while it is sampled, together equal to the whole")
+    last_pieces, parsed = reader.finish()
+    streamed = "".join(item.text for item in (*pieces, *last_pieces) if isinstance(item, Delta))
+    if streamed != parsed.content or parsed.content != renderer.parse(ids).content:
+        return Property(name, "no", f"the pieces are {streamed!r}, the whole is {parsed.content!r}")
+    return Property(name, "ok", f"sent in {len(pieces)} pieces while it is sampled, together equal to the whole")
 
 
 def _reasoning(tokenizer: Tokenizer, renderer: Renderer) -> Property:
@@ -273,10 +279,10 @@ def _turn(
 ) -> list[int]:
     """The tokens of the turn after the prompt, as the renderer writes it; empty if it writes another prompt."""
     whole = renderer.render(messages, tools)
-    rest = whole[len(prompt) :]
-    if not _begins(whole, prompt) or not stop or stop[0] not in rest:
+    after_prompt = whole[len(prompt) :]
+    if not _begins(whole, prompt) or not stop or stop[0] not in after_prompt:
         return []
-    return rest[: rest.index(stop[0]) + 1]
+    return after_prompt[: after_prompt.index(stop[0]) + 1]
 
 
 def _shows(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> bool:

@@ -42,7 +42,7 @@ class Delta:
 class _State(Enum):
     THINK = auto()
     DRAFT = auto()  # a call inside thinking: part of it, if the thinking is closed
-    SAY = auto()  # also the initial state, unless the prompt has opened the thinking
+    ANSWER = auto()  # also the initial state, unless the prompt has opened the thinking
     CALL = auto()  # the first call was opened: only calls are emitted now
     TEXT = auto()  # the markers are text, and `TextCut` decides what is emitted
     WAIT = auto()  # the rest can be emitted only when the turn is complete
@@ -56,7 +56,7 @@ class Reader:
         self._renderer, self._prompt, self._tools = renderer, prompt_ids, tools
         self._ids: list[int] = []
         self._out: list[Delta | ToolCall] = []
-        self._told: dict[Kind, list[str]] = {"text": [], "reasoning": []}
+        self._emitted: dict[Kind, list[str]] = {"text": [], "reasoning": []}
         self._calls: list[ToolCall] = []
         self._stops = frozenset(renderer.stop_token_ids)
         self._has_thought = False
@@ -65,7 +65,7 @@ class Reader:
         self._waits_from: int | None = None
         markers = renderer.markers
         self._markers = markers or Markers()
-        self._state = _State.SAY
+        self._state = _State.ANSWER
         if markers is None:
             self._wait(0)
         elif markers.is_text:
@@ -81,10 +81,10 @@ class Reader:
             self._ids.append(token)
             if self._state is not _State.ENDED:
                 self._read(token)
-        if self._state is _State.SAY:
-            self._tell("text", self._channel.take())
+        if self._state is _State.ANSWER:
+            self._emit("text", self._channel.take())
         elif self._state is _State.THINK:
-            self._tell("reasoning", self._channel.take())
+            self._emit("reasoning", self._channel.take())
         elif self._state is _State.TEXT:
             self._read_text(self._channel.take())
         return self._taken()
@@ -92,24 +92,24 @@ class Reader:
     def finish(self) -> tuple[list[Delta | ToolCall], Parsed]:
         """Returns what is left to emit, and the turn as it was emitted."""
         truth = self._parsed()
-        said, thought = self._so_far("text"), self._so_far("reasoning")
-        is_as_told = truth.content.startswith(said) and truth.reasoning.startswith(thought)
-        if is_as_told:
-            self._tell("reasoning", truth.reasoning[len(thought) :])
-            self._tell("text", truth.content[len(said) :])
+        content, thought = self._so_far("text"), self._so_far("reasoning")
+        is_consistent = truth.content.startswith(content) and truth.reasoning.startswith(thought)
+        if is_consistent:
+            self._emit("reasoning", truth.reasoning[len(thought) :])
+            self._emit("text", truth.content[len(content) :])
         elif self._waits_from is not None:
-            for token in self._untold(self._waits_from):
+            for token in self._unemitted(self._waits_from):
                 self._channel.add(token)
-            self._tell("text", self._channel.rest())
+            self._emit("text", self._channel.flush())
         elif self._markers.is_text:
-            for kind, text in [*self._cut.feed(self._channel.rest()), *self._cut.rest()]:
-                self._tell(kind, text)
+            for kind, text in [*self._cut.feed(self._channel.flush()), *self._cut.flush()]:
+                self._emit(kind, text)
         if list(truth.tool_calls[: len(self._calls)]) == self._calls:
-            self._tell_calls(truth.tool_calls)
-        said, thought, calls = self._so_far("text"), self._so_far("reasoning"), tuple(self._calls)
-        if (said, thought, calls) == (truth.content, truth.reasoning, truth.tool_calls):
+            self._emit_calls(truth.tool_calls)
+        content, thought, calls = self._so_far("text"), self._so_far("reasoning"), tuple(self._calls)
+        if (content, thought, calls) == (truth.content, truth.reasoning, truth.tool_calls):
             return self._taken(), truth
-        return self._taken(), Parsed(said, thought, calls, assistant_message(said, thought, calls))
+        return self._taken(), Parsed(content, thought, calls, assistant_message(content, thought, calls))
 
     # --- one id ---
 
@@ -122,15 +122,15 @@ class Reader:
                 self._end_thinking()
             elif token != markers.think_open:  # a second opening is ignored
                 if token in markers.call_open and state is _State.THINK:
-                    self._tell("reasoning", self._channel.take())
+                    self._emit("reasoning", self._channel.take())
                     self._state = _State.DRAFT
                 self._channel.add(token)
         elif state is _State.CALL:
             if token in markers.call_close:
                 self._read_calls()
-        elif state is _State.SAY:
+        elif state is _State.ANSWER:
             if token in markers.call_open:
-                self._tell("text", self._channel.rest())
+                self._emit("text", self._channel.flush())
                 self._state = _State.CALL
             elif token in (markers.think_open, markers.think_close) and not self._has_thought:
                 self._begin_thinking(token)
@@ -141,7 +141,7 @@ class Reader:
 
     def _read_text(self, text: str) -> None:
         for kind, piece in self._cut.feed(text):
-            self._tell(kind, piece)
+            self._emit(kind, piece)
         settled = self._cut.settled_calls
         if settled > len(self._calls):
             self._read_calls(settled)
@@ -151,12 +151,12 @@ class Reader:
         length = len(self._ids)
         if length < self._calls_due:
             return
-        self._tell_calls(self._parsed().tool_calls[:settled])
+        self._emit_calls(self._parsed().tool_calls[:settled])
         if len(self._calls) >= PROMPT_CALLS:
             self._calls_due = length + length // 4
 
     def _begin_thinking(self, token: int) -> None:
-        self._tell("text", self._channel.take())
+        self._emit("text", self._channel.take())
         if token == self._markers.think_open and not self._so_far("text") and not self._channel.has_more:
             self._channel = TextStream(self._renderer.decode)
             self._state = _State.THINK
@@ -164,20 +164,20 @@ class Reader:
             self._wait(len(self._ids) - 1)
 
     def _end_thinking(self) -> None:
-        self._tell("reasoning", self._channel.rest())
+        self._emit("reasoning", self._channel.flush())
         self._channel = TextStream(self._renderer.decode)
-        self._state, self._has_thought = _State.SAY, True
+        self._state, self._has_thought = _State.ANSWER, True
         parsed = self._parsed()
         if parsed.content or parsed.reasoning != self._so_far("reasoning"):
             self._wait(len(self._ids))
 
     def _end(self) -> None:
-        if self._state is _State.SAY:
-            self._tell("text", self._channel.rest())
+        if self._state is _State.ANSWER:
+            self._emit("text", self._channel.flush())
         elif self._state is _State.THINK:
-            self._tell("reasoning", self._channel.rest())
+            self._emit("reasoning", self._channel.flush())
         elif self._state is _State.TEXT:
-            self._read_text(self._channel.rest())
+            self._read_text(self._channel.flush())
         self._state = _State.ENDED
 
     def _wait(self, at: int) -> None:
@@ -185,24 +185,24 @@ class Reader:
 
     # --- emitting ---
 
-    def _tell(self, kind: Kind, text: str) -> None:
+    def _emit(self, kind: Kind, text: str) -> None:
         if not text:
             return
-        self._told[kind].append(text)
+        self._emitted[kind].append(text)
         last = self._out[-1] if self._out else None
         if isinstance(last, Delta) and last.kind == kind:
             self._out[-1] = Delta(kind, last.text + text)
         else:
             self._out.append(Delta(kind, text))
 
-    def _tell_calls(self, calls: Sequence[ToolCall]) -> None:
+    def _emit_calls(self, calls: Sequence[ToolCall]) -> None:
         new = calls[len(self._calls) :]
         self._calls += new
         self._out += new
 
     def _so_far(self, kind: Kind) -> str:
-        self._told[kind] = ["".join(self._told[kind])]
-        return self._told[kind][0]
+        self._emitted[kind] = ["".join(self._emitted[kind])]
+        return self._emitted[kind][0]
 
     def _parsed(self) -> Parsed:
         """The turn so far, as the renderer parses it. Stop tokens after the last parse do not change it."""
@@ -214,11 +214,11 @@ class Reader:
         self._last = len(self._ids), parsed
         return parsed
 
-    def _untold(self, at: int) -> list[int]:
+    def _unemitted(self, at: int) -> list[int]:
         """The ids from `at` to the first call or the end."""
         ends = self._stops | self._markers.call_open
-        rest = self._ids[at:]
-        return rest[: next((n for n, token in enumerate(rest) if token in ends), len(rest))]
+        remaining = self._ids[at:]
+        return remaining[: next((n for n, token in enumerate(remaining) if token in ends), len(remaining))]
 
     def _taken(self) -> list[Delta | ToolCall]:
         taken, self._out = self._out, []

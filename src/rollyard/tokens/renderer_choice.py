@@ -42,9 +42,9 @@ def load_renderer(tokenizer: Tokenizer, model_name: str, renderer_name: str = ""
         if name.count("/") == 1 and not Path(name).exists():  # only hub names: a look-up is expensive
             from rollyard.tokens.library import LibraryRenderer, library_name_of
 
-            found = library_name_of(name)
-            if found is not None:
-                return LibraryRenderer(tokenizer, found)
+            library_name = library_name_of(name)
+            if library_name is not None:
+                return LibraryRenderer(tokenizer, library_name)
     if _speaks_chatml(tokenizer):
         return ChatML(tokenizer, _default_system(tokenizer))
     try:
@@ -68,8 +68,8 @@ def _speaks_chatml(tokenizer: Tokenizer) -> bool:
     if not tokenizer.has_chat_template:
         return False
     try:
-        theirs = tokenizer.apply_chat_template(_PROBE, add_generation_prompt=True)
-        return theirs == ChatML(tokenizer).render(_PROBE)
+        templated = tokenizer.apply_chat_template(_PROBE, add_generation_prompt=True)
+        return templated == ChatML(tokenizer).render(_PROBE)
     except Exception:  # a template may raise anything; then it is not plain ChatML
         return False
 

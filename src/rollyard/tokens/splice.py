@@ -97,7 +97,7 @@ class ConversationBook:
         self._renderer = renderer
         self._traces = TraceSet(sampling=sampling, policy=policy, model=model)
         self._known = Histories(has_reasoning=reasoning == "as_sent")
-        self._has_begun = False  # a completion that was not abandoned is recorded
+        self._has_completion = False  # a completion that was not abandoned is recorded
         self._leaves: dict[tuple[bytes, bytes], _Leaf] = {}  # (tools, history with its completion) → the last leaf
         self._asked: set[tuple[bytes, bytes]] = set()  # (tools, history) that a completion was sampled from
         self._prompts: set[bytes] = set()  # the same, without the tools
@@ -157,7 +157,7 @@ class ConversationBook:
     def _reason(self, history: History, toolset: Toolset, answered: int) -> str | None:
         """Why the request extends nothing."""
         chain, bare = history.chain, history.bare
-        if not self._has_begun:
+        if not self._has_completion:
             return None
         if (toolset.digest, chain[-1]) in self._asked:
             return BRANCHED
@@ -222,7 +222,7 @@ class ConversationBook:
     def _remember(self, turn: PreparedTurn, answer: Message, leaf: _Leaf) -> None:
         toolset, asked = turn.toolset.digest, turn.history
         whole = self._known.then(asked, answer, turn.toolset)
-        self._has_begun = True
+        self._has_completion = True
         self._leaves[toolset, whole.chain[-1]] = leaf
         self._asked.add((toolset, asked.chain[-1]))
         self._prompts.add(asked.chain[-1])

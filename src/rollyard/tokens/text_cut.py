@@ -40,13 +40,13 @@ class TextCut:
     def __init__(self) -> None:
         self._part: Literal["start", "reasoning", "text", "calls"] = "start"
         self._trim = Trim()
-        self._held = ""  # it may be the start of a marker
+        self._pending = ""  # it may be the start of a marker
         self._opened = 0
         self.settled_calls = 0  # the number of calls up to the last closed one
 
     def feed(self, text: str) -> list[tuple[Kind, str]]:
         """Returns what is certain now, without white space at the ends."""
-        self._held += text
+        self._pending += text
         out: list[tuple[Kind, str]] = []
         if self._part == "start":
             self._start()
@@ -58,36 +58,36 @@ class TextCut:
             self._count()
         return out
 
-    def rest(self) -> list[tuple[Kind, str]]:
+    def flush(self) -> list[tuple[Kind, str]]:
         """Returns the text held back, at the end of the turn."""
         kind: Kind = "reasoning" if self._part == "reasoning" else "text"
-        held, self._held = self._held, ""
-        return [] if self._part == "calls" else [(kind, self._trim.take(held))]
+        pending, self._pending = self._pending, ""
+        return [] if self._part == "calls" else [(kind, self._trim.take(pending))]
 
     def _start(self) -> None:
-        self._held = self._held.lstrip()
-        if self._held.startswith(THINK):
-            self._part, self._held = "reasoning", self._held.removeprefix(THINK)
-        elif not THINK.startswith(self._held):
+        self._pending = self._pending.lstrip()
+        if self._pending.startswith(THINK):
+            self._part, self._pending = "reasoning", self._pending.removeprefix(THINK)
+        elif not THINK.startswith(self._pending):
             self._part = "text"
 
     def _up_to(self, marker: str, kind: Kind, out: list[tuple[Kind, str]]) -> bool:
         """Emits the text before the marker, or before a possible start of it; returns whether the marker was found."""
-        before, found, after = self._held.partition(marker)
-        if not found:
+        before, matched, after = self._pending.partition(marker)
+        if not matched:
             at = before.rfind("<", max(0, len(before) - len(marker) + 1))  # no marker has a second "<"
             if at >= 0 and marker.startswith(before[at:]):
                 before, after = before[:at], before[at:]
-        self._held = after
+        self._pending = after
         out.append((kind, self._trim.take(before)))
-        return bool(found)
+        return bool(matched)
 
     def _count(self) -> None:
         end = 0
-        for match in _CALLS.finditer(self._held):
+        for match in _CALLS.finditer(self._pending):
             end = match.end()
             if match[0] == CALL:
                 self._opened += 1
             else:
                 self.settled_calls = self._opened
-        self._held = self._held[end:][1 - len(CALL_END) :]
+        self._pending = self._pending[end:][1 - len(CALL_END) :]

@@ -46,7 +46,7 @@ class CharacterStream:
                 return head
         return ""
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Returns what is pending, at the end of the text."""
         pending, self._pending = self._pending, []
         return self._behind(pending) if pending else ""
@@ -61,17 +61,17 @@ class Trim:
     """`str.strip` for a text that arrives in pieces."""
 
     def __init__(self) -> None:
-        self._held = ""  # white space that is returned if more text follows
-        self._has_begun = False
+        self._whitespace = ""  # white space that is returned if more text follows
+        self._has_started = False
 
     def take(self, text: str) -> str:
-        text = self._held + text
-        if not self._has_begun:
+        text = self._whitespace + text
+        if not self._has_started:
             text = text.lstrip()
-        told = text.rstrip()
-        self._held = text[len(told) :]
-        self._has_begun = self._has_begun or bool(told)
-        return told
+        stripped = text.rstrip()
+        self._whitespace = text[len(stripped) :]
+        self._has_started = self._has_started or bool(stripped)
+        return stripped
 
 
 class TextStream(CharacterStream):
@@ -84,5 +84,5 @@ class TextStream(CharacterStream):
     def take(self) -> str:
         return self._trim.take(super().take())
 
-    def rest(self) -> str:
-        return self._trim.take(super().rest())
+    def flush(self) -> str:
+        return self._trim.take(super().flush())

@@ -98,7 +98,7 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._template_source)
 
-    def template_says(self, word: str) -> bool:
+    def template_contains(self, word: str) -> bool:
         """Whether the source of the chat template contains this word, for example the name of a role."""
         return word in json.dumps(self._template_source)
 
@@ -110,7 +110,7 @@ class Tokenizer:
         """The same, but only for an added token, which is matched in a text before anything else."""
         return self.token_id(token) if token in self._added else None
 
-    def stands_alone(self, token: str) -> bool:
+    def is_boundary(self, token: str) -> bool:
         """Whether text may be cut before and after this token and encoded in pieces: the token is matched before
         anything else, absorbs no text around it, and is part of no other such token."""
         flags = self._flags.get(token)
@@ -120,8 +120,8 @@ class Tokenizer:
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         if isinstance(tokens, str):
-            found = self.token_id(tokens)
-            return self.unk_token_id if found is None else found
+            token_id = self.token_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
         return [cast("int | None", self.convert_tokens_to_ids(token)) for token in tokens]
 
     def escape(self, text: str) -> str:
@@ -232,13 +232,13 @@ def find_folder(source: str) -> Path:
         raise InvalidRequest(f"tokenizer {source!r} is neither a folder nor a hub name; {_REMEDY}")
     snapshot_download: Callable[..., str] = import_module("huggingface_hub").snapshot_download
     try:
-        found = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES), local_files_only=True)
+        snapshot = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES), local_files_only=True)
     except Exception as error:  # its exceptions differ between versions; all mean that the files are missing
         raise InvalidRequest(
             f"tokenizer {source!r} is not in the local hub cache, and nothing is downloaded here: "
             f"run `hf download {source} {' '.join(TOKENIZER_FILES[:2])}` where there is a network, or {_REMEDY}"
         ) from error
-    return find_folder(found)
+    return find_folder(snapshot)
 
 
 def _json_file(path: Path) -> dict[str, Json]:

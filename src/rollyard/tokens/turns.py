@@ -25,7 +25,7 @@ _TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
 class Cut:
     """A turn without its markers. Its text may be in two pieces: before and after the thinking."""
 
-    said: tuple[list[int], ...]
+    text_ids: tuple[list[int], ...]
     thought: list[int]
     calls: list[tuple[list[int], bool]]  # each with whether it was closed
 

@@ -68,7 +68,7 @@ class _ControlledEngine(ABC):
     def __init__(self, wire: EngineTransport) -> None:
         self._wire = wire
 
-    async def _tell(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
+    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
         try:
             await self._wire.post(path, body or {})
         except EngineRefused as error:
@@ -77,7 +77,7 @@ class _ControlledEngine(ABC):
             raise
         return True
 
-    async def _says(self, *paths: str) -> str | None:
+    async def _get_version(self, *paths: str) -> str | None:
         for path in paths:
             try:
                 return self._wire.read(await self._wire.get(path), _Weights, path).weight_version
@@ -90,8 +90,8 @@ class _ControlledEngine(ABC):
         why = "blocks are still held"
         for _ in range(CLEAR_TRIES):
             try:
-                if (found := await self._clear()) is not None:
-                    return found
+                if (is_cleared := await self._clear()) is not None:
+                    return is_cleared
             except EngineFailure as error:
                 why = error.detail
             await asyncio.sleep(pause_s)
@@ -108,16 +108,16 @@ class VllmControl(_ControlledEngine):
     """The control routes of vLLM."""
 
     async def pause(self, mode: PauseMode) -> bool:
-        return await self._tell(f"/pause?mode={_VLLM_MODES[mode]}")
+        return await self._post(f"/pause?mode={_VLLM_MODES[mode]}")
 
     async def set_version(self, version: int) -> bool:
-        return await self._tell("/update_weight_version", {"new_version": str(version)})
+        return await self._post("/update_weight_version", {"new_version": str(version)})
 
     async def resume(self) -> bool:
-        return await self._tell("/resume")
+        return await self._post("/resume")
 
     async def version(self) -> str | None:
-        return await self._says("/weight_info")
+        return await self._get_version("/weight_info")
 
     async def exists(self) -> bool:
         """Whether the engine has the control routes. Called by the probe."""
@@ -143,17 +143,17 @@ class SglangControl(_ControlledEngine):
     """The control routes of SGLang."""
 
     async def pause(self, mode: PauseMode) -> bool:
-        return await self._tell("/pause_generation", {"mode": "abort" if mode is PauseMode.ABORT else "retract"})
+        return await self._post("/pause_generation", {"mode": "abort" if mode is PauseMode.ABORT else "retract"})
 
     async def set_version(self, version: int) -> bool:
         body = {"new_version": str(version), "abort_all_requests": False}
-        return await self._tell("/update_weight_version", body)
+        return await self._post("/update_weight_version", body)
 
     async def resume(self) -> bool:
-        return await self._tell("/continue_generation")
+        return await self._post("/continue_generation")
 
     async def version(self) -> str | None:
-        return await self._says("/get_weight_version", "/model_info")
+        return await self._get_version("/get_weight_version", "/model_info")
 
     async def _clear(self) -> bool | None:
-        return await self._tell("/flush_cache")
+        return await self._post("/flush_cache")

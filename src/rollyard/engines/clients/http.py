@@ -104,10 +104,10 @@ class HttpPool:
     async def request(self, target: Target, head: bytes, body: bytes, most: int, on_body: OnBody | None) -> HttpReply:
         """`head` is the complete head of the request. With `on_body`, an event stream is passed there as it arrives.
         Raises HttpFailure, TooLarge beyond `most` bytes, or what `on_body` raises."""
-        connection = self._kept(target) or await self._connect(target)
+        connection = self._idle_connection(target) or await self._connect(target)
         return await connection.exchange(head, body, most, on_body)
 
-    def _kept(self, target: Target) -> _Connection | None:
+    def _idle_connection(self, target: Target) -> _Connection | None:
         waiting = self._idle.get(target)
         while waiting:
             connection = waiting.pop()
@@ -254,7 +254,7 @@ class _Connection(asyncio.Protocol):
             return  # the reader needs no more; the rest is only drained
         if self._is_stream and self._on_body is not None:
             if self._on_body(body):
-                self._tell()
+                self._deliver()
                 self._patience.set(DRAIN_S)
             return
         self._body += body
@@ -264,9 +264,9 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if not self._has_head:
             return
-        is_kept = self._parser.should_keep_alive()
+        is_keep_alive = self._parser.should_keep_alive()
         self._end()
-        if is_kept and self.is_open:
+        if is_keep_alive and self.is_open:
             self._patience.set(KEEPALIVE_S)
             self._owner.keep(self)
         else:
@@ -276,9 +276,9 @@ class _Connection(asyncio.Protocol):
 
     def _end(self) -> None:
         self._is_in_use = False
-        self._tell()
+        self._deliver()
 
-    def _tell(self) -> None:
+    def _deliver(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(HttpReply(self._status, self._content_type, bytes(self._body)))

@@ -70,8 +70,8 @@ _STARTED = re.compile(rb"^process_start_time_seconds(?:\{[^\n]*\})?[ \t]+([0-9.e
 
 def parse_started(body: bytes) -> str | None:
     """The start time of the engine's process; None if the scrape has none, or those of several processes."""
-    found = {one.decode() for one in _STARTED.findall(body)}
-    return found.pop() if len(found) == 1 else None
+    start_times = {one.decode() for one in _STARTED.findall(body)}
+    return start_times.pop() if len(start_times) == 1 else None
 
 
 async def read_load(wire: EngineTransport) -> EngineLoad | None:

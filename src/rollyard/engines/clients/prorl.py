@@ -53,8 +53,8 @@ class ProrlEngine(RemoteEngine):
 
     async def probe(self) -> EngineInfo:
         """Samples one token: the protocol offers no other request."""
-        found = await self._generate(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, seed=1))
-        untrainable = () if found.logprobs is not None else ("it gives no logprobs: it is not trainable",)
+        generation = await self._generate(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, seed=1))
+        untrainable = () if generation.logprobs is not None else ("it gives no logprobs: it is not trainable",)
         self._info = EngineInfo(
             model=self.spec.model or PurePath(self.spec.tokenizer).name or "unknown",
             max_context=None,

@@ -232,11 +232,11 @@ class RemoteEngine(ABC):
         names = [card.id for card in cards]
         if not cards:
             raise EngineRefused(f"engine {self.spec.id} serves no model")
-        wanted = self.spec.model or names[0]
-        if wanted not in names:
-            raise EngineRefused(f"engine {self.spec.id} does not serve {wanted!r}; it has {', '.join(names)}")
-        self._model = wanted
-        return cards[names.index(wanted)]
+        model = self.spec.model or names[0]
+        if model not in names:
+            raise EngineRefused(f"engine {self.spec.id} does not serve {model!r}; it has {', '.join(names)}")
+        self._model = model
+        return cards[names.index(model)]
 
     async def _readable(self, folder: str | None) -> str:
         """The folder if it exists on this machine, otherwise "": a remote engine names paths of its own machine."""
@@ -247,11 +247,11 @@ class RemoteEngine(ABC):
 
     async def _stream(self, request: GenerateRequest, on_tokens: OnTokens) -> Generation:
         stream = TokenStream(request)
-        is_begun = False
+        is_started = False
 
         def take(raw: bytes) -> None:
-            nonlocal is_begun
-            is_begun = True
+            nonlocal is_started
+            is_started = True
             try:
                 fresh = self._take(stream, raw)
             except ValueError as error:
@@ -276,7 +276,7 @@ class RemoteEngine(ABC):
             if stream.finish is not None:
                 return stream.generation()  # it was already complete
             is_hung_up = isinstance(error, TimeoutError)
-            if is_begun or is_hung_up:
+            if is_started or is_hung_up:
                 self._free(request.request_id)
             if not stream.token_ids:
                 raise EngineTimeout(f"engine {self.spec.id} streamed nothing") if is_hung_up else error from None

@@ -37,8 +37,10 @@ def ids_of(values: Sequence[int]) -> array[int]:
 
 def top_of(pairs: Iterable[tuple[int, float | None]], most: int) -> Top:
     """The `most` likeliest, in order. Engines add the sampled token to the list, and a masked one has no logprob."""
-    found = [(token, value) for token, value in pairs if value is not None and value > MISSING and math.isfinite(value)]
-    return tuple(sorted(found, key=lambda pair: -pair[1])[:most])
+    finite = [
+        (token, value) for token, value in pairs if value is not None and value > MISSING and math.isfinite(value)
+    ]
+    return tuple(sorted(finite, key=lambda pair: -pair[1])[:most])
 
 
 def logprobs_of(values: Sequence[float | None] | None, token_count: int) -> array[float] | None:
@@ -57,10 +59,13 @@ def logprobs_of(values: Sequence[float | None] | None, token_count: int) -> arra
     return logprobs
 
 
-def check_logprob_ids(ids: Sequence[int], found: Sequence[int]) -> None:
+def check_logprob_ids(ids: Sequence[int], logprob_ids: Sequence[int]) -> None:
     """Checks that the ids listed with the logprobs are the sampled ones."""
-    if list(found) != list(ids):
-        at = next((i for i, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), min(len(ids), len(found)))
+    if list(logprob_ids) != list(ids):
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ids, logprob_ids, strict=False)) if a != b),
+            min(len(ids), len(logprob_ids)),
+        )
         raise ValueError(f"the logprob at {at} is not that of the sampled token")
 
 
@@ -86,7 +91,7 @@ def spans_of(spans: Iterable[tuple[str, int, int]], token_count: int) -> tuple[V
 
     Tokens that were sampled before the engine was given a version have version −1.
     """
-    found: list[VersionSpan] = []
+    version_spans: list[VersionSpan] = []
     position = 0
     for text, start, end in spans:
         if start != position or end < start:
@@ -94,10 +99,10 @@ def spans_of(spans: Iterable[tuple[str, int, int]], token_count: int) -> tuple[V
         position = end
         version = version_of(text)
         if end > start:
-            found.append(VersionSpan(-1 if version is None else version, start, end))
-    if found and position != token_count:
+            version_spans.append(VersionSpan(-1 if version is None else version, start, end))
+    if version_spans and position != token_count:
         raise ValueError(f"weight version spans cover {position} of {token_count} tokens")
-    return tuple(found)
+    return tuple(version_spans)
 
 
 def finish_of(reason: str | None) -> FinishReason:

@@ -89,12 +89,12 @@ class SglangEngine(RemoteEngine):
         request = GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, seed=1)
         self._takes_seed = True
         try:
-            found = await self._generate(request)
+            generation = await self._generate(request)
         except EngineRefused:
             self._takes_seed = False
             notes.append("it takes no sampling_seed: sampling is not repeatable")
-            found = await self._generate(request)
-        if found.logprobs is None:
+            generation = await self._generate(request)
+        if generation.logprobs is None:
             kind, more = "unknown", ("it gives no logprobs: its trajectories are not trainable",)
         else:
             kind, more = await logprob_semantics(self._top_logprobs)
@@ -246,7 +246,7 @@ def _tops(columns: Sequence[Sequence[_Logprob] | None] | None, most: int) -> tup
     """The most likely tokens at each position, if they were requested and all positions have them."""
     if not most or columns is None or None in columns:
         return None
-    return tuple(replies.top_of(((token, value) for value, token, _ in found or ()), most) for found in columns)
+    return tuple(replies.top_of(((token, value) for value, token, _ in entries or ()), most) for entries in columns)
 
 
 def _new(
@@ -257,18 +257,18 @@ def _new(
         raise ValueError("an event of a stream has no completion_tokens")
     at, total = len(known), meta.completion_tokens
     entries = meta.output_token_logprobs
-    new_entries = None if entries is None else _rest(entries, at, total, "output_token_logprobs")
+    new_entries = None if entries is None else _new_items(entries, at, total, "output_token_logprobs")
     if output_ids is None:
         if new_entries is None:
             raise ValueError("an event of a stream has neither output_ids nor output_token_logprobs")
         return [entry[1] for entry in new_entries], new_entries
-    new_ids = _rest(output_ids, at, total, "output_ids")
+    new_ids = _new_items(output_ids, at, total, "output_ids")
     if new_ids is not output_ids and replies.ids_of(output_ids[:at]) != known:
         raise ValueError("a stream changed tokens that it had already sent")
     return new_ids, new_entries
 
 
-def _rest(column: Sequence[T], at: int, total: int, name: str) -> Sequence[T]:
+def _new_items(column: Sequence[T], at: int, total: int, name: str) -> Sequence[T]:
     if len(column) == total - at:
         return column
     if len(column) >= total >= at:  # more: sampled while the event was written; the next event repeats them

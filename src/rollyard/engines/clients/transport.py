@@ -171,17 +171,17 @@ def engine_message(raw: bytes) -> str:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return raw[:MAX_DETAIL].decode("utf-8", "replace").strip() or "(nothing)"
-    found: object = body
+    message: object = body
     for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    if isinstance(found, list):  # FastAPI's validation errors: location and message, not the input they echo
-        found = "; ".join(
+        if isinstance(message, dict) and key in message:
+            message = message[key]
+    if isinstance(message, list):  # FastAPI's validation errors: location and message, not the input they echo
+        message = "; ".join(
             f"{'.'.join(str(part) for part in item.get('loc', ()))}: {item.get('msg', '')}"
-            for item in found
+            for item in message
             if isinstance(item, dict)
         )
-    return str(found)[:MAX_DETAIL]
+    return str(message)[:MAX_DETAIL]
 
 
 def session_headers(session_id: str, request_id: str = "") -> dict[str, str]:

@@ -66,14 +66,14 @@ class VllmEngine(RemoteEngine):
         first = GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1)
         self._api = GENERATE
         try:
-            found = await self._generate(first)
+            generation = await self._generate(first)
         except EngineRefused as error:
             if error.data.get("status") not in (403, 404):
                 raise
             notes.append(f"{GENERATE} is disabled (start vLLM with --enable-scale-out); {COMPLETIONS} is used")
             self._api = COMPLETIONS
-            found = await self._generate(first)
-        if found.logprobs is None:
+            generation = await self._generate(first)
+        if generation.logprobs is None:
             kind, more = "unknown", ("it gives no logprobs: its trajectories are not trainable",)
         else:
             kind, more = await logprob_semantics(self._top_logprobs)
@@ -90,7 +90,7 @@ class VllmEngine(RemoteEngine):
             api=self._api,
             version=await self._version(),
             tokenizer=await self._readable(card.root),
-            reports_versions=self._api == GENERATE and await self._tells_versions(),
+            reports_versions=self._api == GENERATE and await self._reports_versions(),
             notes=(*notes, *more),
         )
         return self._info
@@ -244,7 +244,7 @@ class VllmEngine(RemoteEngine):
         except ValueError as error:
             raise self._wire.broken(str(error)) from None
 
-    async def _tells_versions(self) -> bool:
+    async def _reports_versions(self) -> bool:
         raw = await self._ask(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1), top=0)
         return only(self._wire.read(raw, Reply, "a generation").choices).weight_versions is not None
 

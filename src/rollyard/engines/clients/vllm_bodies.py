@@ -143,8 +143,8 @@ def column_tops_of(columns: Columns | None, most: int) -> tuple[Top, ...] | None
     if not most or columns is None or columns.top_logprobs is None or None in columns.top_logprobs:
         return None
     return tuple(
-        replies.top_of(((replies.placeholder_id(name), value) for name, value in (found or {}).items()), most)
-        for found in columns.top_logprobs
+        replies.top_of(((replies.placeholder_id(name), value) for name, value in (top or {}).items()), most)
+        for top in columns.top_logprobs
     )
 
 

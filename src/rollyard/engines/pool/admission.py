@@ -85,7 +85,7 @@ class SessionCap:
         elif wanting > 0 and sessions >= self.current and load.kv_use < self.rules.target:
             self._grow(load.kv_use, sessions, now_s)
 
-    def rest(self, now_s: float) -> None:
+    def settle(self, now_s: float) -> None:
         """The engine is paused for a weight update: the load that it reports now, and just after, is ignored."""
         self._settling_until_s = now_s + self.rules.settle_s
 

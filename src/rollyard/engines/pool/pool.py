@@ -96,8 +96,8 @@ class EngineCall:
         self.was_paused = False  # whether its engine was paused at any time since the call started
         self.version = 0  # of its engine's weights when the call started
         self.versions: set[int] = set()  # those its engine had, or was about to get, since then
-        self.said_version = -1  # the highest that its engine had reported by then
-        self.is_given = False  # whether Rollyard had set its engine's version by then
+        self.reported_version = -1  # the highest that its engine had reported by then
+        self.is_version_accepted = False  # whether Rollyard had set its engine's version by then
         self.contact = Contact()  # with its engine when the call started
         self.cut_asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -130,17 +130,17 @@ class PoolMember:
     health: Health = Health.DOWN
     is_probed: bool = False
     is_tokenizer_verified: bool = True
-    says_versions: bool = False  # its last generation reported the versions of its tokens
-    said_version: int = -1  # the highest that it reported since its version was set
+    reports_versions: bool = False  # its last generation reported the versions of its tokens
+    reported_version: int = -1  # the highest that it reported since its version was set
     failures_in_a_row: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     calls: set[EngineCall] = field(default_factory=set[EngineCall])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stamp: int = 0
     session_cap: SessionCap | None = None
-    told: EngineLoad | None = None
+    reported_load: EngineLoad | None = None
     version: int = 0  # of its weights, as last set here
-    is_given: bool = False  # the engine itself accepted this version
+    is_version_accepted: bool = False  # the engine itself accepted this version
     started: str | None = None  # when the process started that has this version, as the engine reports it
     verified: Contact | None = None  # the contact in which the engine was last known to have this version
     next_version: int | None = None  # the version it is about to get
@@ -148,7 +148,7 @@ class PoolMember:
     is_leaving: bool = False  # while it is paused, its sessions move to other engines if they can
     mode: PauseMode | None = None  # while it is paused: what happens to its calls in flight
     is_joined: bool = False  # it has the version of its policy, and may take calls
-    is_told: bool = False  # the engine itself accepted a pause
+    is_pause_accepted: bool = False  # the engine itself accepted a pause
     elsewhere: RemoteLoad = field(default_factory=RemoteLoad)
 
     def __post_init__(self) -> None:
@@ -174,16 +174,16 @@ class PoolMember:
         """Live sessions of this router and of nodes."""
         return self.stats.sessions + self.elsewhere.sessions
 
-    def heard(self, load: EngineLoad | None, now_s: float, *, is_anew: bool = False) -> None:
+    def record_load(self, load: EngineLoad | None, now_s: float, *, is_anew: bool = False) -> None:
         """Records the reported load and adjusts the cap. `is_anew`: the engine has just come up."""
-        self.told = load
+        self.reported_load = load
         if self.session_cap is None:
             return
         before = self.cap
         if is_anew:
             self.session_cap.restart()
         if self.is_paused:
-            self.session_cap.rest(now_s)
+            self.session_cap.settle(now_s)
         elif load is not None:
             self.session_cap.observe(load, self.sessions, self.pool.seats.waiting, now_s)
         if self.cap != before:
@@ -202,7 +202,7 @@ class PoolMember:
             self.health,
             stats,
             self.cap,
-            self.told,
+            self.reported_load,
             self.version,
             self.is_paused,
             self.is_tokenizer_verified,
@@ -226,7 +226,7 @@ class PoolMember:
         call.version, call.versions = self.version, {self.version}
         if self.next_version is not None:
             call.versions.add(self.next_version)
-        call.said_version, call.is_given = self.said_version, self.is_given
+        call.reported_version, call.is_version_accepted = self.reported_version, self.is_version_accepted
         call.contact = self.engine.contact
         self.stats.calls += 1
         self.stats.in_flight += 1
@@ -242,11 +242,11 @@ class PoolMember:
     def has(self, version: int) -> None:
         """The engine now has this version. Versions that it reported before no longer count."""
         self.expect(version)
-        self.version, self.next_version, self.said_version = version, None, -1
+        self.version, self.next_version, self.reported_version = version, None, -1
 
     def names_versions_of(self, call: EngineCall) -> bool:
         """Whether each token of the call will have its true version, even if the weights change during the call."""
-        return self.says_versions and not call.is_streamed
+        return self.reports_versions and not call.is_streamed
 
     def end(self, call: EngineCall) -> None:
         call.release()
@@ -292,7 +292,7 @@ class PoolMember:
         self.pool.wake()
 
     def unpause(self) -> None:
-        self.is_paused = self.is_leaving = self.is_told = False
+        self.is_paused = self.is_leaving = self.is_pause_accepted = False
         self.mode = None
         for call in self.calls:
             call.release()
@@ -310,9 +310,9 @@ class PoolMember:
         if generation.token_ids and (generation.versions or generation.finish_reason != "abort"):
             # an abort without versions proves nothing: it may be a stream that broke off before its end
             has_named = bool(generation.versions) and generation.versions[-1].version >= 0
-            self.says_versions = has_named and self.engine.info.reports_versions
+            self.reports_versions = has_named and self.engine.info.reports_versions
         if generation.versions:
-            self.said_version = max(self.said_version, generation.versions[-1].version)
+            self.reported_version = max(self.reported_version, generation.versions[-1].version)
         self.stats.tokens += len(generation.token_ids)
         self.stats.prompt_tokens += generation.prompt_tokens
         self.stats.cached_tokens += generation.cached_tokens or 0
@@ -364,7 +364,7 @@ class EnginePool:
         self._gate_waiters: set[asyncio.Future[None]] = set()  # for a change of gates or health
 
     @property
-    def is_held(self) -> bool:
+    def is_awaiting_weights(self) -> bool:
         """Whether an engine waits for new weights: a session that finds no other engine waits for it."""
         return self.is_paused or any(m.is_paused or m.health is Health.QUARANTINED for m in self.members.values())
 
@@ -428,8 +428,8 @@ class EnginePool:
     def pick(self, avoid: Collection[PoolMember] = ()) -> PoolMember | None:
         """The least loaded engine that is up, not paused, and not in `avoid`."""
         skipped: list[_Entry] = []
-        found: PoolMember | None = None
-        while self._heap and found is None:
+        picked: PoolMember | None = None
+        while self._heap and picked is None:
             entry = self._heap[0]
             member = entry[2]
             if entry[1] != member.stamp or not member.is_usable:
@@ -437,10 +437,10 @@ class EnginePool:
             elif member in avoid:
                 skipped.append(heapq.heappop(self._heap))
             else:
-                found = member
+                picked = member
         for entry in skipped:
             heapq.heappush(self._heap, entry)
-        return found
+        return picked
 
     def pick_paused(self) -> PoolMember | None:
         """The least loaded engine that is up and paused: a session there waits, and costs nothing meanwhile."""
@@ -451,13 +451,13 @@ class EnginePool:
         """The least loaded engine, as soon as one is up. Raises EngineUnavailable if none comes up in time. While the
         policy waits for new weights, that time is `pause_wait_s` (None: unlimited)."""
         while (member := self.pick()) is None:
-            is_held = self.is_held
+            is_awaiting_weights = self.is_awaiting_weights
             try:
-                async with asyncio.timeout(pause_wait_s if is_held else timeout_s):
-                    while self.pick() is None and self.is_held == is_held:
+                async with asyncio.timeout(pause_wait_s if is_awaiting_weights else timeout_s):
+                    while self.pick() is None and self.is_awaiting_weights == is_awaiting_weights:
                         await _next(self._waiters)
             except TimeoutError:
-                if is_held:
+                if is_awaiting_weights:
                     raise EngineUnavailable(f"policy {self.name} was paused for more than {pause_wait_s} s") from None
                 raise EngineUnavailable(
                     f"no engine of {self.name} came up within {timeout_s} s: {self._why()}"

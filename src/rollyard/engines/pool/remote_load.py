@@ -25,7 +25,7 @@ class RemoteLoad:
     tokens: int = 0
     _by_node: dict[str, _NodeUse] = field(default_factory=dict[str, "_NodeUse"])
 
-    def tell(self, node: str, sessions: int, in_flight: int, tokens: int) -> bool:
+    def record(self, node: str, sessions: int, in_flight: int, tokens: int) -> bool:
         """Records a node's report; returns whether the load changed."""
         before = self._by_node.get(node, _NodeUse())
         self._by_node[node] = _NodeUse(sessions, in_flight, tokens)
@@ -34,7 +34,7 @@ class RemoteLoad:
         self.tokens += tokens - before.tokens if tokens >= before.tokens else tokens
         return (sessions, in_flight) != (before.sessions, before.in_flight)
 
-    def left(self, node: str) -> bool:
+    def remove(self, node: str) -> bool:
         """Removes a node that is gone. Its tokens stay counted, and are not counted again if it comes back."""
         before = self._by_node.get(node)
-        return before is not None and self.tell(node, 0, 0, before.tokens)
+        return before is not None and self.record(node, 0, 0, before.tokens)

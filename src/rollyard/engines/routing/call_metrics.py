@@ -42,7 +42,7 @@ class _Call:
         self._session = session
         self._span = span
         self._metrics = metrics
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
 
     def sampled(self, tokens: int, cached_tokens: int | None, finish: str) -> None:
         set_usage(
@@ -55,7 +55,7 @@ class _Call:
         if self._metrics is not None:
             self._metrics.engine_call(
                 self._session.engine.spec.id,
-                time.monotonic() - self._begun,
+                time.monotonic() - self._started_at,
                 prompt_tokens=self.prompt_tokens,
                 sampled_tokens=tokens,
                 cached_tokens=cached_tokens,

@@ -95,7 +95,7 @@ class CompletionCaller:
         member.begin(call)
         try:
             ending.watch(clock, limit, stop)
-            part = await ending.unless_given_up(member.engine.generate(request, on_first if on_tokens else None))
+            part = await ending.unless_abandoned(member.engine.generate(request, on_first if on_tokens else None))
             if part is None:
                 self._stats.tokens_lost += 1
                 return ending.why, None
@@ -126,7 +126,7 @@ def _vetted(member: PoolMember, part: Generation) -> Generation:
 
 class _Ending:
     """Ends a call early. The first of its clocks, a cut or `stop` aborts it, repeatedly if necessary (an abort may
-    overtake its request). After the grace period its stream is closed, and finally the call is given up.
+    overtake its request). After the grace period its stream is closed, and finally the call is abandoned.
 
     The call is awaited in its caller's task, not in an extra one: nearly all calls end by themselves."""
 
@@ -140,7 +140,7 @@ class _Ending:
         self._alarms: tuple[Alarm, ...] = ()
         self._stop: asyncio.Future[None] | None = None
         self._aborting: asyncio.Task[None] | None = None
-        self._is_given_up = False
+        self._is_abandoned = False
         self.is_hung_up = False
 
     def watch(self, clock: Deadline, limit: Deadline, stop: asyncio.Future[None] | None) -> None:
@@ -152,11 +152,11 @@ class _Ending:
             self._stop = stop
             stop.add_done_callback(self._stopped)
 
-    async def unless_given_up(self, generating: Coroutine[None, None, Generation]) -> Generation | None:
+    async def unless_abandoned(self, generating: Coroutine[None, None, Generation]) -> Generation | None:
         try:
             return await generating
         except asyncio.CancelledError:
-            if not self._is_given_up or self._task is None or self._task.uncancel() > 0:
+            if not self._is_abandoned or self._task is None or self._task.uncancel() > 0:
                 raise
             return None
 
@@ -199,6 +199,6 @@ class _Ending:
             self.is_hung_up = True
             self._engine.hang_up(self._request_id)
             await asyncio.sleep(self._grace_s)
-        self._is_given_up = True
+        self._is_abandoned = True
         if self._task is not None:
             self._task.cancel()

@@ -93,8 +93,8 @@ class FollowerRouter(Router):
         """Applies one gate. While it is closed its version does not matter, because no call starts."""
         if gate.next_version is not None and gate.next_version != member.next_version:
             member.expect(gate.next_version)
-        if (gate.is_given, gate.started) != (member.is_given, member.started):
-            member.is_given, member.started, member.verified = gate.is_given, gate.started, None
+        if (gate.is_given, gate.started) != (member.is_version_accepted, member.started):
+            member.is_version_accepted, member.started, member.verified = gate.is_given, gate.started, None
         if gate.is_quarantined and member.health is not Health.QUARANTINED:
             member.quarantine(gate.error)
             if not gate.is_paused:
@@ -146,14 +146,14 @@ class FollowerHealth(HealthWatch):
         if not member.is_probed:
             await self.probe(member)
         generation = await self.try_it(member)
-        before, named = member.said_version, member.version
-        said = generation.versions[-1].version if generation is not None and generation.versions else -1
-        is_other = said != named and (before == named or said < 0 <= before)
+        before, named = member.reported_version, member.version
+        reported = generation.versions[-1].version if generation is not None and generation.versions else -1
+        is_other = reported != named and (before == named or reported < 0 <= before)
         if is_other and member.pool.is_named and not member.is_paused:
             raise EngineUnavailable(
                 f"engine {member.id} no longer reports that its weights are version {named}: was it restarted?"
             )
-        member.said_version = said
+        member.reported_version = reported
 
 
 class FollowerPolicies(Policies):

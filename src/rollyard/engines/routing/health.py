@@ -92,7 +92,7 @@ class HealthWatch:
         spec = member.engine.spec
         if spec.role is Role.POLICY and spec.kind in (Kind.VLLM, Kind.SGLANG):
             load = await member.engine.load()
-            member.heard(load, asyncio.get_running_loop().time(), is_anew=is_anew)
+            member.record_load(load, asyncio.get_running_loop().time(), is_anew=is_anew)
 
     async def try_it(self, member: PoolMember) -> Generation | None:
         """Samples one real token, or makes only a health check if the engine returns no tokens."""

@@ -275,10 +275,10 @@ class Router:
             pool.version = version
             for member in pool.members.values():
                 member.has(version)
-                member.is_given = False  # the caller may have given the engine another version, or none
+                member.is_version_accepted = False  # the caller may have given the engine another version, or none
         pool.open()
         if version is not None:
-            self.policies.tell(policy, version)
+            self.policies.notify_listeners(policy, version)
 
     # --- following routers
 
@@ -294,13 +294,13 @@ class Router:
     def used(self, engine_id: str, node: str, sessions: int, in_flight: int, tokens: int) -> None:
         """Records a node's current use of an engine; `tokens` is the node's total."""
         member = self._members.get(engine_id)
-        if member is not None and member.elsewhere.tell(node, sessions, in_flight, tokens):
+        if member is not None and member.elsewhere.record(node, sessions, in_flight, tokens):
             member.pool.touch(member)
 
     def left(self, node: str) -> None:
         """Removes the load of a node that is gone."""
         for member in self._members.values():
-            if member.elsewhere.left(node):
+            if member.elsewhere.remove(node):
                 member.pool.touch(member)
 
     async def _settled(self) -> None:

@@ -89,32 +89,32 @@ class RoutedSession:
         stop_texts: tuple[str, ...] = (),
         top_logprobs: int = 0,
     ) -> Generation:
-        kept = PartialCompletion()
+        completion = PartialCompletion()
         if resume is not None and resume.token_ids:
             _check_versions(resume)
-            kept.add(resume)
+            completion.add(resume)
             if on_tokens is not None:
                 on_tokens(resume.token_ids)
             if resume.finish_reason != "abort":
-                return kept.generation(resume.finish_reason)
+                return completion.generation(resume.finish_reason)
         tries = _Tries(self._settings, self._stats)
         try:
             while True:
-                at = len(kept.token_ids)
+                at = len(completion.token_ids)
                 # an abort may arrive just after the last token, or a stream break just before its finish_reason
-                if at and kept.token_ids[-1] in stop_token_ids:
-                    return kept.generation("stop")
+                if at and completion.token_ids[-1] in stop_token_ids:
+                    return completion.generation("stop")
                 if at >= max_tokens > 0:
-                    return kept.generation("length")
+                    return completion.generation("length")
                 if stop is not None and stop.done():
-                    return kept.generation("abort")
+                    return completion.generation("abort")
                 member = await self._unless(stop, tries.avoid, clock)
                 self._calls += 1
                 request = GenerateRequest(
                     # no id is a prefix of another: SGLang aborts every call whose id starts with the given one
                     request_id=f"{self._id}-{self._calls}-{self._nonce}",
-                    prompt_ids=[*prompt_ids, *kept.token_ids] if at else prompt_ids,
-                    sampling=_rest_of(sampling, at) if at else sampling,
+                    prompt_ids=[*prompt_ids, *completion.token_ids] if at else prompt_ids,
+                    sampling=_remaining_sampling(sampling, at) if at else sampling,
                     max_tokens=max_tokens - at,
                     # the same seed would draw the same random numbers again for the following tokens
                     seed=seed if seed is None or not at else (seed + 1_000_003 * at) % (1 << 31),
@@ -130,17 +130,17 @@ class RoutedSession:
                     ended, part = await self._caller.call(member, request, clock, model_s, on_tokens, stop)
                 except EngineRefused as error:
                     if at and error.data.get("context"):
-                        return kept.generation("length")  # the kept tokens fill the context
+                        return completion.generation("length")  # the kept tokens fill the context
                     raise
                 except EngineFailure as error:
                     await tries.spend(member, error)
                     continue
                 if part is not None:
-                    kept.add(_unbound(part) if at and CONSTRAINTS & sampling.extra.keys() else part)
+                    completion.add(_unbound(part) if at and CONSTRAINTS & sampling.extra.keys() else part)
                 if ended == "clock":
                     raise DeadlineExpired(f"{clock.budget_s} s are used up")
                 if part is not None and part.finish_reason != "abort":
-                    return kept.generation(part.finish_reason)
+                    return completion.generation(part.finish_reason)
                 if ended == "done" and part is not None and part.token_ids:
                     member.failed("a call broke off without an abort", self._settings.trip_after)
                 elif ended not in ("cut", "stop") and not (part and part.token_ids):
@@ -152,10 +152,10 @@ class RoutedSession:
                     member.failed(error.detail, self._settings.trip_after)
                     await tries.spend(member, error)
         except _Stopped:
-            return kept.generation("abort")
+            return completion.generation("abort")
         except (DeadlineExpired, EngineFailure):
-            if kept.token_ids:
-                salvage(kept.generation("abort"))
+            if completion.token_ids:
+                salvage(completion.generation("abort"))
             raise
 
     async def chat(
@@ -263,15 +263,15 @@ class _Stopped(Exception):
     """The rest of the completion is no longer needed."""
 
 
-def _rest_of(sampling: Sampling, at: int) -> Sampling:
+def _remaining_sampling(sampling: Sampling, at: int) -> Sampling:
     """The parameters for the rest of a completion that has `at` tokens. Minimum lengths are reduced, because an engine
     refuses a minimum above the maximum. Constraints are removed, because they would start again in the middle."""
     least = {name: sampling.extra.get(name) for name in ("min_tokens", "min_new_tokens")}
-    left = {name: max(0, count - at) for name, count in least.items() if isinstance(count, int)}
+    minimums = {name: max(0, count - at) for name, count in least.items() if isinstance(count, int)}
     bound = CONSTRAINTS & sampling.extra.keys()
-    if not left and not bound:
+    if not minimums and not bound:
         return sampling
-    return replace(sampling, extra={key: it for key, it in {**sampling.extra, **left}.items() if key not in bound})
+    return replace(sampling, extra={key: it for key, it in {**sampling.extra, **minimums}.items() if key not in bound})
 
 
 def _unbound(part: Generation) -> Generation:
@@ -288,14 +288,14 @@ class _Tries:
 
     def __init__(self, settings: SessionSettings, stats: RouterStats) -> None:
         self.avoid: set[PoolMember] = set()
-        self._left = settings.max_tries
+        self._remaining = settings.max_tries
         self._pause_s = settings.backoff_s
         self._stats = stats
 
     async def spend(self, member: PoolMember, error: EngineFailure) -> None:
         """Returns when the next try may start; raises the error if the budget is used up."""
-        self._left -= 2 if isinstance(error, EngineBroken | EngineTimeout) else 1
-        if self._left <= 0:
+        self._remaining -= 2 if isinstance(error, EngineBroken | EngineTimeout) else 1
+        if self._remaining <= 0:
             raise error
         self.avoid.add(member)
         self._stats.retries += 1

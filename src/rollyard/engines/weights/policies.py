@@ -35,7 +35,7 @@ from rollyard.engines.pool.pool import EnginePool, Health, PoolMember
 from rollyard.engines.weights.state import (
     ABANDONED,
     LEASE_S,
-    LEFT_BEHIND,
+    REMOVED_WHILE_PAUSED,
     OnVersion,
     PolicySettings,
     PolicyStatus,
@@ -43,7 +43,7 @@ from rollyard.engines.weights.state import (
     check_holder,
     check_version,
     chosen,
-    held_by_another,
+    holder_conflict,
     record_of,
     status_of,
     still_paused,
@@ -145,7 +145,7 @@ class Policies:
         and an engine may serve them. The lease does not run during this call, since its holder is waiting."""
         pool = self._known_pool(name)
         update = await self._settled(name)
-        while update is None and self.pins.held(name):
+        while update is None and self.pins.blocking(name):
             wait_s = await self.pins.free(name, wait_s)
             update = await self._settled(name)
         members = chosen(pool, engines)
@@ -155,7 +155,7 @@ class Policies:
             update = self._updates[name] = Update(holder, mode, None if engines is None else set(engines))
         elif update.ids is not None:
             update.ids = None if engines is None else update.ids | set(engines)
-        update.holder, update.mode, update.is_begun = holder, mode, False
+        update.holder, update.mode, update.is_started = holder, mode, False
         pool.is_paused = update.ids is None
         pool.moved()
         for member in members:
@@ -170,7 +170,7 @@ class Policies:
                 if member not in update.tasks and member.health is not Health.GONE:
                     work = pause_engine(member, mode, self._settings, self._followed)
                     update.tasks[member] = asyncio.create_task(work, name=f"pause {member.id}")
-            update.is_begun = True
+            update.is_started = True
             if tasks := [task for task in update.tasks.values() if not task.done()]:
                 self._disarm(update)
                 try:
@@ -178,8 +178,8 @@ class Policies:
                 finally:
                     if self._holds(name, update):
                         self._arm(pool, update, lease_s)
-        is_ours = await self._settled(name) is update and update.holder == holder
-        if not is_ours or not all(member.is_paused for member in members):
+        is_same_update = await self._settled(name) is update and update.holder == holder
+        if not is_same_update or not all(member.is_paused for member in members):
             raise PolicyConflict(f"policy {name!r} was resumed by another caller while it was being paused")
         return self.status(name)
 
@@ -195,7 +195,7 @@ class Policies:
         if update is None:
             raise PolicyConflict(f"policy {name!r} is running: there is no pause to renew")
         if update.holder != holder:
-            raise held_by_another(pool, update)
+            raise holder_conflict(pool, update)
         if update.resuming is None:
             self._arm(pool, update, lease_s)
             await self._save(self._record(pool, update))
@@ -257,8 +257,8 @@ class Policies:
         members = chosen(pool, engines)
         if engines is None and update is None:
             # before a version was named, an engine counts as version 0 without having been given it
-            is_told = pool.is_named
-            members = [one for one in members if not (is_told and one.is_usable and one.version == version)]
+            has_version = pool.is_named
+            members = [one for one in members if not (has_version and one.is_usable and one.version == version)]
             if not members and pool.is_named and pool.version == version and pool.members:
                 return self.status(name)  # a repeated call
         elif engines is None and update is not None and update.ids is not None:
@@ -323,14 +323,14 @@ class Policies:
             self._known.pop((pool.name, member.id), None)
         for (name, engine_id), known in self._known.items():
             if name == pool.name and engine_id not in pool.members and update.covers(engine_id):
-                self._known[name, engine_id] = replace(known, error=known.error or LEFT_BEHIND)
-        left = still_paused(pool, update, members)
-        if left:
-            update.ids = left
-        await self._save(self._record(pool, update if left else None, fresh))
+                self._known[name, engine_id] = replace(known, error=known.error or REMOVED_WHILE_PAUSED)
+        paused_ids = still_paused(pool, update, members)
+        if paused_ids:
+            update.ids = paused_ids
+        await self._save(self._record(pool, update if paused_ids else None, fresh))
         # no await from here on: the next pause must find the gates consistent
         pool.is_paused = False
-        if not left:
+        if not paused_ids:
             del self._updates[pool.name]
         elif update.holder and not update.is_abandoned:
             self._arm(pool, update, update.lease_s)
@@ -343,9 +343,9 @@ class Policies:
         log.info(
             "a policy has new weights" if is_new else "a policy continues without the engines to update", extra=extra
         )
-        self.tell(pool.name, pool.version)
+        self.notify_listeners(pool.name, pool.version)
 
-    def tell(self, name: str, version: int) -> None:
+    def notify_listeners(self, name: str, version: int) -> None:
         """Calls the listeners for new versions."""
         for listener in self.on_version:
             try:
@@ -410,8 +410,8 @@ class Policies:
         probed, and waits for a resume."""
         name, update = member.pool.name, self._updates.get(member.pool.name)
         self._known.pop((name, member.id), None)
-        if member.is_told or (update is not None and update.covers(member.id)):
-            self._known[name, member.id] = PolicyEngine(member.id, member.version, error=LEFT_BEHIND)
+        if member.is_pause_accepted or (update is not None and update.covers(member.id)):
+            self._known[name, member.id] = PolicyEngine(member.id, member.version, error=REMOVED_WHILE_PAUSED)
         if update is not None:
             update.turned.discard(member)
             if (pausing := update.tasks.pop(member, None)) is not None:

@@ -92,10 +92,10 @@ async def verify(member: PoolMember) -> str:
 async def compare(member: PoolMember) -> None:
     """Returns if the engine still has its version. Raises OtherWeights, UnknownWeights or EngineFailure."""
     losses = member.engine.contact.losses
-    said, started = await member.engine.control.version(), await member.engine.started()
-    if said is not None and member.is_given:
-        if said != str(member.version):
-            raise OtherWeights(_other(member, f"version {said!r}"))
+    reported, started = await member.engine.control.version(), await member.engine.started()
+    if reported is not None and member.is_version_accepted:
+        if reported != str(member.version):
+            raise OtherWeights(_other(member, f"version {reported!r}"))
     elif started is None or member.started is None:
         raise UnknownWeights(
             f"engine {member.id} was unreachable, and does not report which weights it has: its tokens are trainable"
@@ -111,21 +111,21 @@ def _is_same_process(member: PoolMember, *contacts: Contact) -> bool:
     """Whether the process that was last verified answered in all these contacts. For an engine that cannot be verified
     again, connections that this side closed do not count."""
     last = member.verified
-    if last is None or member.started is not None or member.is_given:
+    if last is None or member.started is not None or member.is_version_accepted:
         return all(contact == last for contact in contacts)
     return all(contact.losses == last.losses for contact in contacts)
 
 
 def _is_allowed(member: PoolMember, call: EngineCall, version: int) -> bool:
     if version < 0:
-        return not call.is_given and call.said_version < 0
-    if call.is_given or member.is_given:
+        return not call.is_version_accepted and call.reported_version < 0
+    if call.is_version_accepted or member.is_version_accepted:
         return version in call.versions
-    return version >= call.said_version
+    return version >= call.reported_version
 
 
-def _other(member: PoolMember, said: str) -> str:
-    return f"engine {member.id} reports {said} where it had version {member.version}: was it restarted?"
+def _other(member: PoolMember, reported: str) -> str:
+    return f"engine {member.id} reports {reported} where it had version {member.version}: was it restarted?"
 
 
 def _quarantine(member: PoolMember, why: str) -> None:

@@ -17,7 +17,7 @@ OnVersion = list[Callable[[str, int], None]]
 
 ABANDONED = "its weight update was abandoned: a resume that names a version brings it up"
 
-LEFT_BEHIND = "it left while it was paused: a resume that names a version brings it up"
+REMOVED_WHILE_PAUSED = "it left while it was paused: a resume that names a version brings it up"
 
 
 class PolicyState(StrEnum):
@@ -71,7 +71,7 @@ class Update:
     timer: asyncio.TimerHandle | None = None
     tasks: dict[PoolMember, asyncio.Task[None]] = field(default_factory=dict["PoolMember", "asyncio.Task[None]"])
     resuming: asyncio.Task[None] | None = None
-    is_begun: bool = True  # False while a pause is being saved, before its engines are paused
+    is_started: bool = True  # False while a pause is being saved, before its engines are paused
     is_abandoned: bool = False
     turned: set[PoolMember] = field(default_factory=set["PoolMember"])  # quarantined only because the lease expired
 
@@ -81,7 +81,7 @@ class Update:
             return PolicyState.RESUMING
         if self.is_abandoned:
             return PolicyState.ABANDONED
-        is_done = self.is_begun and all(task.done() for task in self.tasks.values())
+        is_done = self.is_started and all(task.done() for task in self.tasks.values())
         return PolicyState.PAUSED if is_done else PolicyState.PAUSING
 
     def covers(self, engine_id: str) -> bool:
@@ -91,17 +91,17 @@ class Update:
 def check_holder(pool: EnginePool, update: Update | None, holder: str) -> None:
     """Raises PolicyConflict while another holder has the pause and its lease runs."""
     if update is not None and not update.is_abandoned and update.holder != holder:
-        raise held_by_another(pool, update)
+        raise holder_conflict(pool, update)
 
 
-def held_by_another(pool: EnginePool, update: Update) -> PolicyConflict:
-    left_s = _left_s(update)
+def holder_conflict(pool: EnginePool, update: Update) -> PolicyConflict:
+    remaining_s = _lease_remaining_s(update)
     return PolicyConflict(
         f"policy {pool.name!r} is {update.state}, held by {update.holder or 'a resume'}"
-        + ("" if left_s is None else f" for another {left_s:.0f} s unless it renews"),
+        + ("" if remaining_s is None else f" for another {remaining_s:.0f} s unless it renews"),
         holder=update.holder or None,
         state=str(update.state),
-        lease_left_s=left_s,
+        lease_left_s=remaining_s,
     )
 
 
@@ -114,7 +114,7 @@ def check_version(pool: EnginePool, after: int | None) -> None:
         )
 
 
-def _left_s(update: Update | None) -> float | None:
+def _lease_remaining_s(update: Update | None) -> float | None:
     if update is None or update.timer is None:
         return None
     return max(0.0, update.ends_at - asyncio.get_running_loop().time())
@@ -127,7 +127,7 @@ def status_of(pool: EnginePool, update: Update | None) -> PolicyStatus:
         state=PolicyState.RUNNING if update is None else update.state,
         mode=update.mode if update else None,
         lease_s=update.lease_s if update else None,
-        lease_left_s=_left_s(update),
+        lease_left_s=_lease_remaining_s(update),
         holder=(update.holder or None) if update else None,
         engines=tuple(
             EngineWeights(
@@ -184,6 +184,6 @@ def chosen(pool: EnginePool, engines: Sequence[str] | None) -> list[PoolMember]:
     return [pool.members[engine_id] for engine_id in dict.fromkeys(engines)]
 
 
-def still_paused(pool: EnginePool, update: Update, done: Sequence[PoolMember]) -> set[str]:
-    """The ids of engines that stay paused for this update when those in `done` continue."""
-    return {m.id for m in pool.members.values() if update.covers(m.id) and m not in done and m.is_paused}
+def still_paused(pool: EnginePool, update: Update, resumed: Sequence[PoolMember]) -> set[str]:
+    """The ids of engines that stay paused for this update when those in `resumed` continue."""
+    return {m.id for m in pool.members.values() if update.covers(m.id) and m not in resumed and m.is_paused}

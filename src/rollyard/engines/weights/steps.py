@@ -27,10 +27,10 @@ async def pause_engine(
     await settled()
     try:
         async with asyncio.timeout(bounds.control_s):
-            member.is_told = await member.engine.control.pause(mode)
+            member.is_pause_accepted = await member.engine.control.pause(mode)
     except (EngineFailure, TimeoutError) as error:
         member.quarantine(f"it did not pause: {_detail(error, bounds)}")
-    if not member.is_told:
+    if not member.is_pause_accepted:
         await all_of(member.cut(is_sparing=False))  # the engine does not freeze the calls to be kept
         await settled()
     elif mode is PauseMode.ABORT:
@@ -49,11 +49,11 @@ async def renew_engine(
     step = "take its version"
     try:
         async with asyncio.timeout(bounds.control_s):
-            member.is_given = await control.set_version(version)
+            member.is_version_accepted = await control.set_version(version)
             step = "clear its cache"
             await control.clear_cache()
             step = "resume"
-            if not await control.resume() and member.is_told:
+            if not await control.resume() and member.is_pause_accepted:
                 return "it was paused and has no route to resume"
         if member.health is not Health.UP or not member.is_probed:
             step = "sample a token"
@@ -71,17 +71,17 @@ async def take_in(member: PoolMember, bounds: PolicySettings, *, is_to_pause: bo
     try:
         async with asyncio.timeout(bounds.control_s):
             if is_to_pause:
-                member.is_told = await control.pause(PauseMode.ABORT)
+                member.is_pause_accepted = await control.pause(PauseMode.ABORT)
                 return None
-            if member.is_told:
+            if member.is_pause_accepted:
                 await control.resume()
             if not member.pool.is_named:
                 return None
             if is_new:
-                member.is_given = await control.set_version(member.version)
+                member.is_version_accepted = await control.set_version(member.version)
                 await remember(member)
             else:
-                member.is_given = member.is_given or await control.version() is not None
+                member.is_version_accepted = member.is_version_accepted or await control.version() is not None
                 await compare(member)
     except OtherWeights as error:
         return str(error)

@@ -37,7 +37,7 @@ class VersionPins:
             del self._pinned[policy]
         self._pool_of(policy).wake()
 
-    def held(self, policy: str) -> tuple[str, ...]:
+    def blocking(self, policy: str) -> tuple[str, ...]:
         """The pins that currently delay a pause."""
         pool = self._pool_of(policy)
         return tuple(who for who, version in self._pinned.get(policy, {}).items() if _may_serve(pool, version))
@@ -49,12 +49,13 @@ class VersionPins:
         pool = self._pool_of(policy)
         try:
             async with asyncio.timeout_at(until):
-                while self.held(policy):
+                while self.blocking(policy):
                     await pool.gates_moved()
         except TimeoutError:
-            if held := self.held(policy):
+            if blocking := self.blocking(policy):
                 raise PolicyPinned(
-                    f"policy {policy!r} keeps its weights until {', '.join(held)} has ended", evaluations=list(held)
+                    f"policy {policy!r} keeps its weights until {', '.join(blocking)} has ended",
+                    evaluations=list(blocking),
                 ) from None
         return None if until is None else max(0.0, until - loop.time())
 

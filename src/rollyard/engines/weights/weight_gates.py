@@ -79,14 +79,14 @@ class GatePublisher:
         self._pools = pools
         # larger than any number of an earlier process, which has not changed its gates a million times a second
         self._gates = WeightGates(time.time_ns() // 1000)
-        self._told = self._gates.number
+        self._notified_number = self._gates.number
         self._is_due = False
         self.listeners: list[Callable[[], None]] = []
 
     def gates(self) -> WeightGates:
         """The current gates. A caller that waits for them to be applied reads them first, so it misses no change."""
         specs = tuple(member.engine.spec for member in self._members.values())
-        policies = tuple(_policy_gate(pool) for pool in self._pools.values() if _is_told_of(pool))
+        policies = tuple(_policy_gate(pool) for pool in self._pools.values() if _is_published(pool))
         if (specs, policies) != (self._gates.specs, self._gates.policies):
             self._gates = WeightGates(self._gates.number + 1, specs, policies)
             self.moved()
@@ -96,13 +96,13 @@ class GatePublisher:
         """Schedules the listeners. Several changes in one loop iteration notify them once."""
         if self.listeners and not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._tell)
+            asyncio.get_running_loop().call_soon(self._notify)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._is_due = False
-        if self.gates().number == self._told:
+        if self.gates().number == self._notified_number:
             return
-        self._told = self._gates.number
+        self._notified_number = self._gates.number
         for listener in tuple(self.listeners):
             try:
                 listener()
@@ -110,7 +110,7 @@ class GatePublisher:
                 log.exception("a listener for gates failed")
 
 
-def _is_told_of(pool: EnginePool) -> bool:
+def _is_published(pool: EnginePool) -> bool:
     return bool(pool.members) or pool.is_named or pool.is_paused
 
 
@@ -131,6 +131,6 @@ def _engine_gate(member: PoolMember) -> EngineGate:
         is_quarantined,
         member.stats.last_error if is_quarantined else "",
         member.next_version,
-        member.is_given,
+        member.is_version_accepted,
         member.started,
     )
