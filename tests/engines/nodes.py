@@ -15,18 +15,18 @@ from tests.engines.parts import QUICK
 
 
 class Node:
-    """A following router. While it is held, it receives nothing."""
+    """A following router. While it is blocked, it receives nothing."""
 
     def __init__(self, fleet: Fleet, router: FollowerRouter) -> None:
         self.router = router
-        self.is_held = False
+        self.is_blocked = False
         self.applied = -1
         self._fleet = fleet
         self._sent: WeightGates | None = None
         self.tasks: set[asyncio.Task[None]] = set()
 
     def send(self, gates: WeightGates) -> None:
-        if self.is_held or self._sent == gates:
+        if self.is_blocked or self._sent == gates:
             return
         self._sent = gates
         task = asyncio.create_task(
@@ -38,10 +38,10 @@ class Node:
     async def _follow(self, gates: WeightGates) -> None:
         await self.router.follow(gates)
         self.applied = max(self.applied, gates.number)
-        self._fleet.tell()
+        self._fleet.notify()
 
     def release(self) -> None:
-        self.is_held = False
+        self.is_blocked = False
         self.send(self._fleet.head.gates())
 
     async def up(self, *ids: str) -> None:
@@ -65,7 +65,7 @@ class Fleet:
     async def settled(self) -> None:
         number = self.head.gates().number
         self.waiting += 1
-        self.tell()
+        self.notify()
         try:
             while any(node.applied < number for node in self.nodes):
                 await self._next()
@@ -74,7 +74,7 @@ class Fleet:
 
     def lose(self, node: Node) -> None:
         self.nodes.remove(node)
-        self.tell()
+        self.notify()
 
     async def is_waited_for(self) -> None:
         """Waits until the head waits for its nodes. Times out if it does not."""
@@ -85,7 +85,7 @@ class Fleet:
             while not is_so():
                 await self._next()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         for waiter in self._changed:
             if not waiter.done():
                 waiter.set_result(None)

@@ -21,10 +21,10 @@ LOOKS = st.lists(st.tuples(LOADS, st.integers(0, 400), st.integers(0, 9), st.flo
 
 
 def started(cap: int = 16, ceiling: int = 256) -> SessionCap:
-    found = SessionCap(ceiling, replace(RULES, start=cap))
-    found.observe(EngineLoad(0.0), 0, 0, 0.0)
-    assert found.current == cap
-    return found
+    session_cap = SessionCap(ceiling, replace(RULES, start=cap))
+    session_cap.observe(EngineLoad(0.0), 0, 0, 0.0)
+    assert session_cap.current == cap
+    return session_cap
 
 
 @given(LOOKS, st.integers(1, 300))
@@ -124,7 +124,7 @@ def test_preemptions_of_a_restarted_engine_are_counted_from_zero() -> None:
 
 def test_the_load_during_a_weight_update_is_ignored() -> None:
     cap = started()
-    cap.rest(100.0)
+    cap.settle(100.0)
     cap.observe(EngineLoad(0.01, running=1), 16, 9, 105.0)
     assert cap.current == 16
     cap.observe(EngineLoad(0.01, running=1), 16, 9, 110.0)
@@ -165,18 +165,18 @@ class Simulated:
         while len(self.contexts) < allowed:
             self.born += 1
             self.contexts.append(1000 + 700 * (self.born % 5))  # different sizes, so that they do not all end at once
-        held = sum(self.contexts)
-        self.preemptions += held > self.capacity
-        load = EngineLoad(min(1.0, held / self.capacity), len(self.contexts), 0, self.preemptions)
+        used_tokens = sum(self.contexts)
+        self.preemptions += used_tokens > self.capacity
+        load = EngineLoad(min(1.0, used_tokens / self.capacity), len(self.contexts), 0, self.preemptions)
         self.cap.observe(load, len(self.contexts), 9, self.now_s)
 
     def run(self, looks: int) -> list[int]:
         """Returns the live sessions at each check."""
-        found: list[int] = []
+        session_counts: list[int] = []
         for _ in range(looks):
             self.look()
-            found.append(len(self.contexts))
-        return found
+            session_counts.append(len(self.contexts))
+        return session_counts
 
 
 def fits(capacity: int) -> float:

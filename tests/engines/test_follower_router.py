@@ -37,7 +37,7 @@ async def joined(*servers: ScriptedEngine) -> AsyncGenerator[tuple[Router, Fleet
             yield head, fleet, node
 
 
-def told(*servers: ScriptedEngine, number: int = 1, **fields: object) -> WeightGates:
+def make_gates(*servers: ScriptedEngine, number: int = 1, **fields: object) -> WeightGates:
     """Gates of e1, e2, …, all with these fields."""
     specs = tuple(spec_of(server, f"e{count}") for count, server in enumerate(servers, 1))
     gates = tuple(replace(EngineGate(spec.id, 0), **fields) for spec in specs)  # type: ignore[arg-type]
@@ -45,11 +45,11 @@ def told(*servers: ScriptedEngine, number: int = 1, **fields: object) -> WeightG
     return WeightGates(number, specs, (PolicyGate("default", version, True, False, gates),))
 
 
-async def health(router: Router, engine_id: str, *wanted: Health) -> str:
+async def health(router: Router, engine_id: str, *expected: Health) -> str:
     async with asyncio.timeout(90):
         while True:
             status = next(status for status in router.list() if status.spec.id == engine_id)
-            if status.health in wanted:
+            if status.health in expected:
                 return status.stats.last_error
             await asyncio.sleep(0.005)
 
@@ -68,8 +68,8 @@ async def test_engines_are_added_removed_and_changed_as_at_the_head() -> None:
         await node.up("e1", "e2", "judge")
         assert (await node.router.ask([{"role": "user", "content": "?"}])).message["content"] == "two"
         await head.remove("e1")
-        left = {status.spec.id for status in node.router.list()}
-        assert left == {"e2", "judge"}, "it is removed at the node when this returns"
+        remaining = {status.spec.id for status in node.router.list()}
+        assert remaining == {"e2", "judge"}, "it is removed at the node when this returns"
         await head.remove("e2")
         await head.add(spec_of(one, "e2", capacity=7))
         await node.up("e2", "judge")
@@ -83,8 +83,8 @@ async def test_an_engine_whose_spec_changed_is_replaced() -> None:
         ScriptedEngine(lambda _: "two") as two,
         FollowerRouter(QUICK) as router,
     ):
-        await router.follow(told(one))
-        await router.follow(told(two, number=2))
+        await router.follow(make_gates(one))
+        await router.follow(make_gates(two, number=2))
         async with router.session("default", "s1") as session:
             assert text_of(await complete(session)) == "two"
 
@@ -117,7 +117,7 @@ async def test_an_engine_must_answer_the_node_itself() -> None:
     """A node may not be able to reach an engine that the head can reach."""
     async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         await server.stop()
-        await router.follow(told(server))
+        await router.follow(make_gates(server))
         (status,) = router.list()
         assert status.health is Health.DOWN
         await server.start()
@@ -128,16 +128,16 @@ async def test_an_engine_must_answer_the_node_itself() -> None:
 
 async def test_an_engine_not_admitted_by_the_head_is_not_used() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
-        await router.follow(told(server, is_joined=False))
+        await router.follow(make_gates(server, is_joined=False))
         async with asyncio.timeout(90):
             while router.list()[0].info is None:  # it is probed
                 await asyncio.sleep(0.005)
         assert router.list()[0].health is Health.DOWN
-        await router.follow(told(server, number=2, version=4))
+        await router.follow(make_gates(server, number=2, version=4))
         async with router.session("default", "s1") as session:
             assert (await complete(session)).versions == (VersionSpan(4, 0, 3),)
             # a restarted head has not admitted it yet
-            await router.follow(told(server, number=3, is_joined=False))
+            await router.follow(make_gates(server, number=3, is_joined=False))
             assert router.list()[0].health is Health.DOWN and router.list()[0].version == 4
 
 
@@ -146,13 +146,13 @@ async def test_a_call_continues_while_a_new_head_admits_its_engine() -> None:
         ScriptedEngine(lambda turn: Reply("ok", stall_after=1 if turn.session_id else None)) as server,
         FollowerRouter(QUICK) as router,
     ):
-        await router.follow(told(server))
+        await router.follow(make_gates(server))
         await health(router, "e1", Health.UP)
         async with router.session("default", "s1") as session:
             task = asyncio.create_task(complete(session))
             await server.busy()
-            await router.follow(told(server, number=2, is_joined=False))
-            await router.follow(told(server, number=3))
+            await router.follow(make_gates(server, number=2, is_joined=False))
+            await router.follow(make_gates(server, number=3))
             assert server.running == 1 and not server.aborted
             task.cancel()
             await asyncio.wait({task})
@@ -161,7 +161,7 @@ async def test_a_call_continues_while_a_new_head_admits_its_engine() -> None:
 async def test_a_restarted_engine_stays_down_until_the_head_has_handled_it() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         server.version = "5"
-        await router.follow(told(server, version=5))
+        await router.follow(make_gates(server, version=5))
         await health(router, "e1", Health.UP)
         await server.stop()
         await health(router, "e1", Health.DOWN)
@@ -178,7 +178,7 @@ async def test_a_restarted_engine_stays_down_until_the_head_has_handled_it() -> 
 async def test_an_engine_with_other_versions_than_the_heads_is_used() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         server.version = "70"  # set by its trainer; it does not accept Rollyard's
-        await router.follow(told(server, version=5))
+        await router.follow(make_gates(server, version=5))
         for _ in range(2):
             await health(router, "e1", Health.UP)
             await server.stop()
@@ -264,14 +264,16 @@ async def test_a_drain_that_is_called_off_counts_as_applied() -> None:
         ScriptedEngine(stalls_at_first) as server,
         FollowerRouter(QUICK) as router,
     ):
-        await router.follow(told(server))
+        await router.follow(make_gates(server))
         async with router.session("default", "s1") as session:
             task = asyncio.create_task(complete(session))
             await server.busy()
-            draining = asyncio.create_task(router.follow(told(server, number=2, is_paused=True, mode=PauseMode.DRAIN)))
+            draining = asyncio.create_task(
+                router.follow(make_gates(server, number=2, is_paused=True, mode=PauseMode.DRAIN))
+            )
             await asyncio.sleep(0)
             assert not draining.done()
-            await router.follow(told(server, number=3))
+            await router.follow(make_gates(server, number=3))
             await draining
             assert server.running == 1 and not server.aborted
             task.cancel()
@@ -362,25 +364,25 @@ async def test_a_version_set_without_a_pause_cuts_calls_that_cannot_report_it() 
 
 async def test_a_node_that_missed_the_pause_cuts_calls_that_cannot_report_versions() -> None:
     async with ScriptedEngine(stalls_at_first, dialect="sglang") as server, FollowerRouter(QUICK) as router:
-        await router.follow(told(server))
+        await router.follow(make_gates(server))
         async with router.session("default", "s1") as session:
             task = asyncio.create_task(complete(session))
             await server.busy()
-            await router.follow(told(server, number=9, version=3))
+            await router.follow(make_gates(server, number=9, version=3))
             assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(3, 5, 12))
 
 
 async def test_a_chat_call_aborted_by_a_pause_is_repeated_even_if_it_ends_after_the_pause() -> None:
     async with ScriptedEngine(stalls_at_first) as server, FollowerRouter(QUICK) as router:
-        await router.follow(told(server))
+        await router.follow(make_gates(server))
         async with router.session("default", "s1") as session:
             messages = [{"role": "user", "content": "hello"}]
             chat = asyncio.create_task(
                 session.chat(messages, sampling=Sampling(), tools=(), clock=Deadline(), model_s=30.0)
             )
             await server.busy()
-            await router.follow(told(server, number=2, is_paused=True, mode=PauseMode.ABORT))
-            await router.follow(told(server, number=3, version=1))
+            await router.follow(make_gates(server, number=2, is_paused=True, mode=PauseMode.ABORT))
+            await router.follow(make_gates(server, number=3, version=1))
             server._end(list(server._work.running))
             assert (await chat).message["content"] == "hello world"
 
@@ -458,12 +460,12 @@ async def test_an_engine_released_by_the_head_is_checked_at_once() -> None:
         ScriptedEngine(lambda _: "ok") as server,
         FollowerRouter(replace(QUICK, watch_s=600)) as router,
     ):
-        await router.follow(told(server, is_joined=False))
-        await router.follow(told(server, number=2))
+        await router.follow(make_gates(server, is_joined=False))
+        await router.follow(make_gates(server, number=2))
         await health(router, "e1", Health.UP)
-        await router.follow(told(server, number=3, is_quarantined=True))
+        await router.follow(make_gates(server, number=3, is_quarantined=True))
         await health(router, "e1", Health.QUARANTINED)
-        await router.follow(told(server, number=4))
+        await router.follow(make_gates(server, number=4))
         await health(router, "e1", Health.UP)
 
 
@@ -474,7 +476,7 @@ async def test_calls_of_a_node_leave_a_quarantined_engine() -> None:
         ScriptedEngine(lambda _: "hello world") as two,
         FollowerRouter(QUICK) as router,
     ):
-        gates = told(one, two)
+        gates = make_gates(one, two)
         await router.follow(gates)
         for engine_id in ("e1", "e2"):
             await health(router, engine_id, Health.UP)
@@ -511,7 +513,7 @@ async def test_a_node_that_is_gone_is_not_waited_for() -> None:
         joined(server) as (head, fleet, first),
         fleet.node(),
     ):
-        first.is_held = True  # it receives nothing
+        first.is_blocked = True  # it receives nothing
         pausing = asyncio.create_task(head.policies.pause("default", holder="me"))
         await fleet.is_waited_for()
         assert not server.control.log
@@ -530,7 +532,7 @@ async def test_an_engine_is_not_paused_before_all_nodes_have_applied_the_pause()
     ):
         task = asyncio.create_task(complete(session))
         await server.busy()
-        second.is_held = True
+        second.is_blocked = True
         pausing = asyncio.create_task(head.policies.pause("default", holder="me"))
         await fleet.until(lambda: first.applied == head.gates().number)
         assert not server.control.log and server.running == 1 and not pausing.done()

@@ -58,14 +58,14 @@ async def ask(http: HttpPool, server: Server, most: int = 1000) -> bytes:
 
 
 async def listen(http: HttpPool, server: Server, until: bytes) -> bytes:
-    heard = bytearray()
+    received = bytearray()
 
     def came(chunk: bytes) -> bool:
-        heard.extend(chunk)
-        return heard.endswith(until)
+        received.extend(chunk)
+        return received.endswith(until)
 
     await http.request(server.target, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"", 1000, came)
-    return bytes(heard)
+    return bytes(received)
 
 
 async def test_a_connection_is_kept_and_reused(http: HttpPool) -> None:

@@ -72,8 +72,8 @@ def test_a_cache_is_never_more_than_full() -> None:
 
 @given(st.binary(max_size=300) | st.from_regex(rb"vllm:(kv_cache_usage_perc|num_preemptions_total)[^\x00]*\n"))
 def test_no_bytes_break_the_parser(body: bytes) -> None:
-    found = parse_load(body)
-    assert found is None or (0 <= found.kv_use <= 1 and found.preemptions >= 0)
+    load = parse_load(body)
+    assert load is None or (0 <= load.kv_use <= 1 and load.preemptions >= 0)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])

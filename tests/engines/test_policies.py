@@ -50,17 +50,17 @@ async def test_an_update_runs_the_steps_on_every_engine_in_order(dialect: str) -
         ScriptedEngine(dialect=dialect) as two,  # type: ignore[arg-type]
         routed(one, two) as router,
     ):
-        told: list[tuple[str, int]] = []
-        router.on_version.append(lambda policy, version: told.append((policy, version)))
+        notifications: list[tuple[str, int]] = []
+        router.on_version.append(lambda policy, version: notifications.append((policy, version)))
         status = await router.policies.pause("default", holder="me")
         assert (status.state, status.holder, status.version) == (PolicyState.PAUSED, "me", 0)
-        assert all(engine.is_paused for engine in status.engines) and told == []
+        assert all(engine.is_paused for engine in status.engines) and notifications == []
         assert list(one.control.log) == list(two.control.log) == ["pause abort"] and one.control.is_paused
         status = await router.policies.resume("default", 3)
         assert (status.state, status.holder, status.mode) == (PolicyState.RUNNING, None, None)
         assert list(one.control.log) == list(two.control.log) == ["pause abort", "version 3", "clear", "resume"]
         assert engines_of(status) == {"e1": (3, "up", False), "e2": (3, "up", False)}
-        assert router.version("default") == 3 and told == [("default", 3)]
+        assert router.version("default") == 3 and notifications == [("default", 3)]
 
 
 async def test_the_first_version_is_set_even_if_it_is_0() -> None:
@@ -566,14 +566,14 @@ async def test_a_pause_is_saved_before_the_engines_are_paused() -> None:
 
 async def test_the_state_is_pausing_while_a_pause_is_saved() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
-        seen: list[PolicyState] = []
+        states: list[PolicyState] = []
 
         async def save(_: PolicyRecord) -> None:
-            seen.append(router.policies.status("default").state)
+            states.append(router.policies.status("default").state)
 
         router.policies.save = save
         await router.policies.pause("default", holder="me")
-        assert seen == [PolicyState.PAUSING]
+        assert states == [PolicyState.PAUSING]
 
 
 async def test_an_engine_absent_at_the_resume_waits_for_another_one() -> None:
@@ -656,13 +656,13 @@ async def test_a_version_that_no_engine_has_is_not_the_policys_version() -> None
     """Otherwise an evaluation would be pinned to weights that no engine has."""
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
         await router.policies.resume("default", 1)
-        told: list[tuple[str, int]] = []
-        router.on_version.append(lambda policy, version: told.append((policy, version)))
+        notifications: list[tuple[str, int]] = []
+        router.on_version.append(lambda policy, version: notifications.append((policy, version)))
         await router.policies.pause("default", holder="me", engines=["e2"])
         await router.remove("e2")
         status = await router.policies.resume("default", 2)
         assert (status.state, status.version) == (PolicyState.RUNNING, 1)
-        assert told == [("default", 1)], "listeners are notified of the end of the update"
+        assert notifications == [("default", 1)], "listeners are notified of the end of the update"
         assert engines_of(status) == {"e1": (1, "up", False)}
 
 
@@ -702,12 +702,12 @@ async def test_completions_are_complete_with_increasing_versions_across_updates(
         routed(one, two) as router,
     ):
         done = asyncio.Event()
-        found: list[Generation] = []
+        generations: list[Generation] = []
 
         async def play(number: int) -> None:
             async with router.session("default", f"s{number}") as session:
                 while not done.is_set():
-                    found.append(await complete(session, on_tokens=(lambda _: None) if number % 3 == 0 else None))
+                    generations.append(await complete(session, on_tokens=(lambda _: None) if number % 3 == 0 else None))
 
         async with asyncio.TaskGroup() as group:
             for number in range(20):
@@ -721,11 +721,11 @@ async def test_completions_are_complete_with_increasing_versions_across_updates(
                     assert (one.running, two.running) == (0, 0)
                 await router.policies.resume("default", version)
             done.set()
-        assert len(found) > 20
-        for generation in found:
+        assert len(generations) > 20
+        for generation in generations:
             assert text_of(generation) == words
             spans = generation.versions
             assert [span.version for span in spans] == sorted({span.version for span in spans})
             assert (spans[0].start, spans[-1].end) == (0, len(generation.token_ids))
-        assert {span.version for generation in found for span in generation.versions} == set(range(9))
+        assert {span.version for generation in generations for span in generation.versions} == set(range(9))
         assert all(stats.stats.failures == 0 for stats in router.list())

@@ -31,6 +31,6 @@ async def test_pick_always_returns_the_least_loaded_engine_that_is_up(moves: lis
                 member.set_health(Health(move))
             for avoid in ((), (member,)):
                 up = [m.load for m in members if m.health is Health.UP and m not in avoid]
-                found = pool.pick(avoid)
-                assert (found.load if found else None) == (min(up) if up else None)
+                picked = pool.pick(avoid)
+                assert (picked.load if picked else None) == (min(up) if up else None)
         assert len(pool._heap) <= 64 + 4 * 4 + 1

@@ -49,14 +49,14 @@ async def test_the_prorl_engine_passes_the_checks_that_apply(check: EngineCheck,
 async def test_request_and_reply_follow_the_protocol(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
         engine = await prorl(server, http)
-        found = await engine.generate(asked())
+        generation = await engine.generate(asked())
         sent = server.requests[-1].body
         assert sent["prompt_ids"] == PROMPT
         assert (sent["temperature"], sent["top_p"], sent["max_tokens"], sent["seed"]) == (1.0, 1.0, 50, 3)
-        assert text_of(found) == "hello"
-        assert (found.finish_reason, found.versions, found.prompt_tokens) == ("stop", (), len(PROMPT))
-        assert found.logprobs is not None
-        assert found.logprobs[0] == pytest.approx(scripted_logprob(PROMPT[-1], len(PROMPT), ord("h")))
+        assert text_of(generation) == "hello"
+        assert (generation.finish_reason, generation.versions, generation.prompt_tokens) == ("stop", (), len(PROMPT))
+        assert generation.logprobs is not None
+        assert generation.logprobs[0] == pytest.approx(scripted_logprob(PROMPT[-1], len(PROMPT), ord("h")))
         cut = await engine.generate(asked(max_tokens=3))
         assert (text_of(cut), cut.finish_reason) == ("hel", "length")
         assert (engine.info.model, engine.info.logprobs_kind, engine.info.api) == ("Qwen3-8B", "unknown", "generate")
@@ -76,18 +76,20 @@ async def test_an_invalid_reply_is_not_repaired(fault: Fault, http: HttpPool) ->
 async def test_on_tokens_receives_all_tokens_of_an_unstreamed_reply(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
         engine = await prorl(server, http)
-        told: list[int] = []
-        found = await engine.generate(asked(), told.extend)
-        assert told == list(found.token_ids)
+        streamed_ids: list[int] = []
+        generation = await engine.generate(asked(), streamed_ids.extend)
+        assert streamed_ids == list(generation.token_ids)
 
 
 async def test_a_session_stamps_its_tokens_with_the_policys_version() -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server, routed() as router:
         await router.add(EngineSpec("e1", server.url, Kind.PRORL))
         async with router.session("default", "s1") as session:
-            found = await complete(session)
-        assert text_of(found) == "hello"
-        assert [(span.version, span.start, span.end) for span in found.versions] == [(0, 0, len(found.token_ids))]
+            generation = await complete(session)
+        assert text_of(generation) == "hello"
+        assert [(span.version, span.start, span.end) for span in generation.versions] == [
+            (0, 0, len(generation.token_ids))
+        ]
 
 
 async def test_the_kind_of_engine_at_an_address_is_detected(http: HttpPool) -> None:

@@ -21,7 +21,7 @@ from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import complete, routed, spec_of
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs into the woods"
-SAYS = Rules(default=(Reply(WORDS),))
+SCRIPT = Rules(default=(Reply(WORDS),))
 SLOW_WATCH = RouterSettings(watch_s=600.0, backoff_s=0.001, engine_wait_s=20.0, abort_grace_s=5.0, probe_s=20.0)
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
 async def named(kind: str, version: int = 3, **fields: Any) -> AsyncGenerator[tuple[ScriptedEngine, Router], None]:
     """An engine whose policy has this version, without health checks."""
     async with (
-        ScriptedEngine(SAYS, **KINDS[kind], **fields) as server,
+        ScriptedEngine(SCRIPT, **KINDS[kind], **fields) as server,
         routed(server, settings=SLOW_WATCH) as router,
     ):
         await router.policies.pause("default", holder="trainer")
@@ -96,10 +96,10 @@ async def test_an_engine_restarted_between_two_calls_is_quarantined(kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 async def test_tokens_of_an_engine_restarted_during_a_stream_are_untrainable(kind: str) -> None:
     """Tokens before the restart have the version; those of the new process do not."""
-    told: list[int] = []
+    streamed_ids: list[int] = []
     async with named(kind, tokens_per_s=40.0) as (server, router), router.session("default", "s1") as session:
-        task = asyncio.create_task(complete(session, on_tokens=told.extend))
-        while len(told) < 5:
+        task = asyncio.create_task(complete(session, on_tokens=streamed_ids.extend))
+        while len(streamed_ids) < 5:
             await asyncio.sleep(0.01)
         await server.restart()
         server.tokens_per_s = None
@@ -112,20 +112,20 @@ async def test_tokens_of_an_engine_restarted_during_a_stream_are_untrainable(kin
 
 
 async def test_tokens_streamed_before_the_engine_died_keep_their_version() -> None:
-    told: list[int] = []
+    streamed_ids: list[int] = []
     async with (
-        ScriptedEngine(SAYS, tokens_per_s=40.0) as first,
-        ScriptedEngine(SAYS) as second,
+        ScriptedEngine(SCRIPT, tokens_per_s=40.0) as first,
+        ScriptedEngine(SCRIPT) as second,
         routed(first, second, settings=SLOW_WATCH) as router,
     ):
         await router.policies.pause("default", holder="trainer")
         await router.policies.resume("default", 3)
         async with router.session("default", "s0") as other, router.session("default", "s1") as session:
-            dying, left = (first, second) if session.engine.spec.id == "e1" else (second, first)
-            dying.tokens_per_s, left.tokens_per_s = 40.0, None
+            dying, surviving = (first, second) if session.engine.spec.id == "e1" else (second, first)
+            dying.tokens_per_s, surviving.tokens_per_s = 40.0, None
             await complete(session, max_tokens=2)
-            task = asyncio.create_task(complete(session, on_tokens=told.extend))
-            while len(told) < 5:
+            task = asyncio.create_task(complete(session, on_tokens=streamed_ids.extend))
+            while len(streamed_ids) < 5:
                 await asyncio.sleep(0.01)
             await dying.stop()
             generation = await task
@@ -144,7 +144,7 @@ async def test_an_engine_that_reports_an_older_version_is_quarantined() -> None:
 @asynccontextmanager
 async def silent(*, reports_start: bool = True) -> AsyncGenerator[tuple[ScriptedEngine, Router], None]:
     """An engine of version 3 that returns no versions and has no control routes."""
-    async with ScriptedEngine(SAYS, is_scale_out=False) as server:
+    async with ScriptedEngine(SCRIPT, is_scale_out=False) as server:
         server.control.is_there = False
         server.started_at = server.started_at if reports_start else None
         async with routed(server, settings=SLOW_WATCH) as router:
@@ -231,7 +231,7 @@ async def test_a_node_detects_a_restarted_engine(kind: str) -> None:
 
 async def test_the_watch_finds_a_restart_before_any_rollout_does() -> None:
     quick = RouterSettings(watch_s=0.05, backoff_s=0.001, engine_wait_s=20.0, probe_s=20.0)
-    async with ScriptedEngine(SAYS) as server, routed(server, settings=quick) as router:
+    async with ScriptedEngine(SCRIPT) as server, routed(server, settings=quick) as router:
         await router.policies.pause("default", holder="trainer")
         await router.policies.resume("default", 3)
         await server.restart()
@@ -242,7 +242,7 @@ async def test_the_watch_finds_a_restart_before_any_rollout_does() -> None:
 
 async def test_an_engine_of_a_policy_without_a_version_is_trusted() -> None:
     """Without a version, its tokens cannot have a wrong one."""
-    async with ScriptedEngine(SAYS) as server, routed(server, settings=SLOW_WATCH) as router:
+    async with ScriptedEngine(SCRIPT) as server, routed(server, settings=SLOW_WATCH) as router:
         await sampled(router)
         await server.restart()
         generation = await sampled(router, "s2")
@@ -250,7 +250,7 @@ async def test_an_engine_of_a_policy_without_a_version_is_trusted() -> None:
 
 
 async def test_a_version_set_by_the_trainer_itself_may_increase_but_not_disappear() -> None:
-    async with ScriptedEngine(SAYS) as server, routed(server, settings=SLOW_WATCH) as router:
+    async with ScriptedEngine(SCRIPT) as server, routed(server, settings=SLOW_WATCH) as router:
         for version in ("7", "8"):
             server.version = version
             generation = await sampled(router)

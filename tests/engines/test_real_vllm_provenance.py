@@ -89,7 +89,7 @@ async def balanced() -> AsyncGenerator[Balancer, None]:
         await balancer.close()
 
 
-async def said(session: Session, tokens: int, **fields: Any) -> Generation:
+async def sample(session: Session, tokens: int, **fields: Any) -> Generation:
     sampling = Sampling(temperature=0.8, extra={"min_tokens": tokens, "ignore_eos": True})
     values: dict[str, Any] = {"seed": 1, "stop_token_ids": (), "clock": Deadline(), "model_s": 200.0, **fields}
     return await session.generate(tuple(range(100, 150)), sampling=sampling, max_tokens=tokens, **values)
@@ -126,47 +126,49 @@ async def test_tokens_of_a_replaced_vllm_do_not_have_the_previous_version(
             await router.policies.pause("default", holder="trainer")
             await router.policies.resume("default", 3)
             async with router.session("default", "s1") as session, router.session("default", "s2") as other:
-                before = await said(session, SHORT)
+                before = await sample(session, SHORT)
                 assert (versions(before), before.untrainable) == ([3] * SHORT, "")
 
                 # Between two tokens of a stream, and of a plain call.
-                told: list[int] = []
-                streamed = asyncio.create_task(said(session, LONG, on_tokens=told.extend))
-                whole = asyncio.create_task(said(other, LONG))
-                while len(told) < 5:
+                streamed_ids: list[int] = []
+                streamed = asyncio.create_task(sample(session, LONG, on_tokens=streamed_ids.extend))
+                whole = asyncio.create_task(sample(other, LONG))
+                while len(streamed_ids) < 5:
                     await asyncio.sleep(0.001)
                 assert health(router) is Health.UP
                 balancer.lead_nowhere()
                 first.kill()
                 await balancer.waited.wait()
-                by_first = len(told)
+                by_first = len(streamed_ids)
                 assert by_first < LONG and not whole.done(), "it was killed too late"
                 balancer.lead_to(second.url)
                 await quarantined(router)
                 await router.policies.resume("default", 4)
-                for generation, kept in ((await streamed, by_first), (await whole, 0)):
-                    found = versions(generation)
-                    assert found[:kept] == [3] * kept and 3 not in found[kept:], "more than the first one sampled"
-                    assert set(found[kept:]) <= {-1, 4} and len(found) == LONG
+                for generation, first_count in ((await streamed, by_first), (await whole, 0)):
+                    token_versions = versions(generation)
+                    assert (
+                        token_versions[:first_count] == [3] * first_count and 3 not in token_versions[first_count:]
+                    ), "more than the first one sampled"
+                    assert set(token_versions[first_count:]) <= {-1, 4} and len(token_versions) == LONG
                     assert not generation.untrainable or RESTARTED.format(3) in generation.untrainable
-                    assert bool(generation.untrainable) is (-1 in found)
+                    assert bool(generation.untrainable) is (-1 in token_versions)
                 assert streamed.result().untrainable or whole.result().untrainable
 
                 # Between two calls of one session, and between the rollouts of two.
-                again = await said(session, SHORT)
+                again = await sample(session, SHORT)
                 assert (versions(again), again.untrainable, health(router)) == ([4] * SHORT, "", Health.UP)
                 balancer.lead_nowhere()
                 second.kill()
                 balancer.lead_to(vllm_url)
                 async with router.session("default", "s3") as new:
-                    calls = [asyncio.create_task(said(one, SHORT)) for one in (session, new)]
+                    calls = [asyncio.create_task(sample(one, SHORT)) for one in (session, new)]
                     await quarantined(router)
                     assert not all(call.done() and not call.result().untrainable for call in calls)
                     await router.policies.resume("default", 5)
                     generations = await asyncio.gather(*calls)
                     for generation in generations:
-                        found = versions(generation)
-                        assert set(found) <= {-1, 5} and bool(generation.untrainable) is (-1 in found)
+                        token_versions = versions(generation)
+                        assert set(token_versions) <= {-1, 5} and bool(generation.untrainable) is (-1 in token_versions)
                     assert any(RESTARTED.format(4) in generation.untrainable for generation in generations)
-                    after = await said(new, SHORT)
+                    after = await sample(new, SHORT)
                 assert (versions(after), after.untrainable, health(router)) == ([5] * SHORT, "", Health.UP)

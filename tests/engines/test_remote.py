@@ -118,12 +118,12 @@ async def test_a_vllm_call_contains_all_parameters(http: HttpPool) -> None:
 async def test_the_tokens_of_a_stop_text_are_part_of_the_completion(http: HttpPool, dialect: Any) -> None:
     async with ScriptedEngine(lambda _: "one STOP two", dialect=dialect) as server:
         engine = await probed(server, http)
-        found = await engine.generate(
+        generation = await engine.generate(
             GenerateRequest("r1", PROMPT, Sampling(), 50, session_id="s1", stop=("STOP", "x"))
         )
         assert server.calls[-1].body["sampling_params"]["stop"] == ["STOP", "x"]
-        assert server.tokenizer.decode(list(found.token_ids)) == "one STOP" and found.finish_reason == "stop"
-        assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
+        assert server.tokenizer.decode(list(generation.token_ids)) == "one STOP" and generation.finish_reason == "stop"
+        assert generation.logprobs is not None and len(generation.logprobs) == len(generation.token_ids)
 
 
 async def test_an_sglang_call_contains_all_parameters(http: HttpPool) -> None:

@@ -27,19 +27,19 @@ MOVES = st.lists(
 async def test_no_rollout_waits_while_a_seat_is_free_or_enters_without_one(moves: list[tuple[str, int]]) -> None:
     seats = Seats()
     seats.set_bound(2)
-    held: list[Seat] = []
+    acquired: list[Seat] = []
     waiting: list[asyncio.Task[None]] = []
 
     async def take(rank: int) -> None:
         seat = await seats.acquire((rank, 0))
-        held.append(seat)
+        acquired.append(seat)
 
     for move, number in moves:
         taken = seats.taken
         if move == "take":
             waiting.append(asyncio.create_task(take(number)))
-        elif move == "leave" and held:
-            seat = held.pop(0)
+        elif move == "leave" and acquired:
+            seat = acquired.pop(0)
             seat.close()
             seat.close()
         elif move == "cancel" and waiting:
@@ -50,13 +50,13 @@ async def test_no_rollout_waits_while_a_seat_is_free_or_enters_without_one(moves
             seats.set_bound(None)
         await _quiet()
         waiting = [task for task in waiting if not task.done()]
-        assert seats.taken == len(held) and seats.waiting == len(waiting)
+        assert seats.taken == len(acquired) and seats.waiting == len(waiting)
         assert seats.bound is None or seats.taken <= max(taken, seats.bound)
         assert not (seats.waiting and seats.free != 0)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    for seat in held:
+    for seat in acquired:
         seat.close()
     assert (seats.taken, seats.waiting) == (0, 0)
 
@@ -137,14 +137,14 @@ async def test_the_watch_adjusts_the_cap_to_the_reported_load() -> None:
         seats = router.seats("default")
         assert seats.bound == 4  # before its first session
         server.latency_s = 60.0
-        held = [await seats.acquire() for _ in range(4)]
+        acquired = [await seats.acquire() for _ in range(4)]
         waiter = asyncio.create_task(seats.acquire())
         member = router.pool("default").members["e1"]
         for _ in range(4):
             member.seat()
         call = asyncio.create_task(_call(router))  # so that a request runs
         await server.busy()
-        held.append(await asyncio.wait_for(waiter, 10))
+        acquired.append(await asyncio.wait_for(waiter, 10))
         assert seats.bound is not None and seats.bound > 4
         server.preemptions += 1
         while seats.bound > 4:
@@ -155,7 +155,7 @@ async def test_the_watch_adjusts_the_cap_to_the_reported_load() -> None:
         assert seats.taken == 5  # no holder is evicted
         call.cancel()
         await asyncio.wait({call})
-        for seat in held:
+        for seat in acquired:
             seat.close()
         for _ in range(4):
             member.unseat()

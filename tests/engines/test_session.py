@@ -292,18 +292,18 @@ async def test_a_chat_call_past_model_s_is_a_timeout_and_past_its_clock_is_expir
 def test_joining_shifts_and_merges_versions_and_drops_incomplete_logprobs() -> None:
     from rollyard.core import ids_array, logprobs_array
 
-    kept = PartialCompletion()
-    kept.add(Generation(ids_array([1, 2]), logprobs_array([-1.0, -2.0]), "abort", (VersionSpan(3, 0, 2),), 7, 5))
-    kept.add(
+    completion = PartialCompletion()
+    completion.add(Generation(ids_array([1, 2]), logprobs_array([-1.0, -2.0]), "abort", (VersionSpan(3, 0, 2),), 7, 5))
+    completion.add(
         Generation(
             ids_array([3, 4]), logprobs_array([-3.0, -4.0]), "stop", (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
         )
     )
-    joined = kept.generation("stop")
+    joined = completion.generation("stop")
     assert list(joined.token_ids) == [1, 2, 3, 4] and joined.prompt_tokens == 7 and joined.cached_tokens == 5
     assert joined.versions == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
-    kept.add(Generation(ids_array([5]), None, "stop", (VersionSpan(4, 0, 1),)))
-    assert kept.generation("stop").logprobs is None
+    completion.add(Generation(ids_array([5]), None, "stop", (VersionSpan(4, 0, 1),)))
+    assert completion.generation("stop").logprobs is None
 
 
 def test_tokens_without_a_version_get_that_of_the_call() -> None:

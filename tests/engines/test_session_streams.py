@@ -28,7 +28,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Told:
+class TokenRecorder:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.came = asyncio.Event()
@@ -60,10 +60,10 @@ def part_of(count: int, finish: Any = "abort", version: int = 0) -> Generation:
 )
 async def test_an_interrupted_stream_continues_and_repeats_no_token(first: Reply, dialect: str) -> None:
     async with ScriptedEngine(at_first(first), **DIALECTS[dialect]) as server, routed(server) as router:
-        told = Told()
+        recorder = TokenRecorder()
         async with router.session("default", "s1") as session:
-            generation = await complete(session, model_s=0.2, on_tokens=told)
-        assert told.ids == list(generation.token_ids) == [*IDS, END_ID] and generation.finish_reason == "stop"
+            generation = await complete(session, model_s=0.2, on_tokens=recorder)
+        assert recorder.ids == list(generation.token_ids) == [*IDS, END_ID] and generation.finish_reason == "stop"
         assert generation.logprobs is not None and len(generation.logprobs) == len(IDS) + 1
         assert list(server.calls[1].prompt_ids) == [*PROMPT, *IDS[:9]], "prompt + tokens passed on"
         assert router.stats.continuations == 1 and router.stats.tokens_lost == 0
@@ -76,12 +76,12 @@ async def test_a_stream_continues_on_another_engine_when_its_engine_is_lost() ->
         routed(one) as router,
         router.session("default", "s1") as session,
     ):
-        told = Told()
-        task = asyncio.create_task(complete(session, on_tokens=told))
-        await told.came.wait()
+        recorder = TokenRecorder()
+        task = asyncio.create_task(complete(session, on_tokens=recorder))
+        await recorder.came.wait()
         await router.add(spec_of(two, "e2"))
         await one.stop()
-        assert text_of(await task) == WORDS and told.ids == [*IDS, END_ID]
+        assert text_of(await task) == WORDS and recorder.ids == [*IDS, END_ID]
         assert session.engine.spec.id == "e2"
         assert list(two.calls[0].prompt_ids) == [*PROMPT, *IDS[:5]]
 
@@ -93,13 +93,13 @@ async def test_streamed_tokens_are_salvaged_when_no_engine_is_left() -> None:
         routed(server, settings=settings) as router,
         router.session("default", "s1") as session,
     ):
-        told, saved = Told(), list[Generation]()
-        task = asyncio.create_task(complete(session, on_tokens=told, salvage=saved.append))
-        await told.came.wait()
+        recorder, saved = TokenRecorder(), list[Generation]()
+        task = asyncio.create_task(complete(session, on_tokens=recorder, salvage=saved.append))
+        await recorder.came.wait()
         await server.stop()
         with pytest.raises(EngineUnavailable):
             await task
-        assert [list(part.token_ids) for part in saved] == [told.ids] == [IDS[:5]]
+        assert [list(part.token_ids) for part in saved] == [recorder.ids] == [IDS[:5]]
 
 
 async def test_an_expired_clock_salvages_streamed_tokens_even_if_the_abort_is_ignored() -> None:
@@ -109,10 +109,10 @@ async def test_an_expired_clock_salvages_streamed_tokens_even_if_the_abort_is_ig
         routed(server, settings=settings) as router,
         router.session("default", "s1") as session,
     ):
-        told, saved = Told(), list[Generation]()
+        recorder, saved = TokenRecorder(), list[Generation]()
         with pytest.raises(DeadlineExpired):
-            await complete(session, Deadline(0.4), on_tokens=told, salvage=saved.append)
-        assert [list(part.token_ids) for part in saved] == [told.ids] == [IDS[:9]]
+            await complete(session, Deadline(0.4), on_tokens=recorder, salvage=saved.append)
+        assert [list(part.token_ids) for part in saved] == [recorder.ids] == [IDS[:9]]
         assert saved[0].logprobs is not None and saved[0].versions == (VersionSpan(0, 0, 9),)
         assert router.stats.tokens_lost == 0
 
@@ -124,9 +124,9 @@ async def test_a_stream_without_tokens_that_ignores_its_abort_is_lost_and_retrie
         routed(server, settings=settings) as router,
         router.session("default", "s1") as session,
     ):
-        told = Told()
-        generation = await complete(session, model_s=0.05, on_tokens=told)
-        assert told.ids == list(generation.token_ids) and text_of(generation) == WORDS
+        recorder = TokenRecorder()
+        generation = await complete(session, model_s=0.05, on_tokens=recorder)
+        assert recorder.ids == list(generation.token_ids) and text_of(generation) == WORDS
         assert router.stats.tokens_lost == 1
 
 
@@ -152,18 +152,18 @@ async def test_a_pause_cuts_a_stream_and_it_continues_with_the_new_weights(
         async with router.session("default", "s1") as session:
             await complete(session)
             member = router.pool("default").members["e1"]
-            assert member.says_versions is (dialect == "vllm")
-            told = Told()
-            task = asyncio.create_task(complete(session, on_tokens=told))
-            await told.came.wait()
+            assert member.reports_versions is (dialect == "vllm")
+            recorder = TokenRecorder()
+            task = asyncio.create_task(complete(session, on_tokens=recorder))
+            await recorder.came.wait()
             await router.pause("default")
             assert member.stats.in_flight == 0 and not task.done(), "a pause returns when no call samples any more"
-            assert member.says_versions is (dialect == "vllm"), "a cut stream does not change it"
+            assert member.reports_versions is (dialect == "vllm"), "a cut stream does not change it"
             async with web.post(f"{server.url}/update_weight_version", json={"new_version": "5"}):
                 pass
             router.resume("default", 5)
             generation = await task
-        assert told.ids == list(generation.token_ids) == [*IDS, END_ID]
+        assert recorder.ids == list(generation.token_ids) == [*IDS, END_ID]
         assert generation.versions == (VersionSpan(4, 0, 5), VersionSpan(5, 5, len(IDS) + 1))
         assert server.calls[-1].body.get("cache_salt", server.calls[-1].body.get("extra_key")) == "default:5"
 
@@ -178,9 +178,9 @@ async def test_a_completion_continues_from_the_tokens_of_an_earlier_one() -> Non
         router.session("default", "s1") as session,
     ):
         router.resume("default", 3)
-        told = Told()
-        generation = await complete(session, on_tokens=told, resume=part_of(9, version=2), max_tokens=20)
-        assert told.ids == list(generation.token_ids) == IDS[:20] and generation.finish_reason == "length"
+        recorder = TokenRecorder()
+        generation = await complete(session, on_tokens=recorder, resume=part_of(9, version=2), max_tokens=20)
+        assert recorder.ids == list(generation.token_ids) == IDS[:20] and generation.finish_reason == "length"
         assert generation.versions == (VersionSpan(2, 0, 9), VersionSpan(3, 9, 20))
         (call,) = server.calls
         assert list(call.prompt_ids) == [*PROMPT, *IDS[:9]] and call.body["sampling_params"]["max_tokens"] == 11
@@ -205,9 +205,9 @@ async def test_a_resumed_completion_may_already_be_complete(
         routed(server) as router,
         router.session("default", "s1") as session,
     ):
-        told = Told()
-        generation = await complete(session, on_tokens=told, resume=resume, max_tokens=limit, stop_token_ids=stops)
-        assert (told.ids, generation.finish_reason) == (IDS[:9], finish)
+        recorder = TokenRecorder()
+        generation = await complete(session, on_tokens=recorder, resume=resume, max_tokens=limit, stop_token_ids=stops)
+        assert (recorder.ids, generation.finish_reason) == (IDS[:9], finish)
         assert server.calls == []
 
 
@@ -225,9 +225,9 @@ async def test_a_stopped_completion_returns_its_tokens_and_can_be_resumed(is_str
         router.session("default", "s1") as session,
     ):
         stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        told = Told()
-        task = asyncio.create_task(complete(session, on_tokens=told if is_streamed else None, stop=stop))
-        await (told.came.wait() if is_streamed else server.busy())
+        recorder = TokenRecorder()
+        task = asyncio.create_task(complete(session, on_tokens=recorder if is_streamed else None, stop=stop))
+        await (recorder.came.wait() if is_streamed else server.busy())
         stop.set_result(None)
         part = await task
         assert (list(part.token_ids), part.finish_reason) == (IDS[:9], "abort")
@@ -260,7 +260,7 @@ async def test_no_call_starts_during_a_pause_however_soon_it_follows_a_resume(st
     ):
         await router.pause("default")
         stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(complete(session, on_tokens=Told(), stop=stop))
+        task = asyncio.create_task(complete(session, on_tokens=TokenRecorder(), stop=stop))
         await asyncio.sleep(0)
         router.resume("default")
         for _ in range(steps):
@@ -299,13 +299,13 @@ async def test_stopping_one_of_many_completions_stops_no_other() -> None:
         router.session("default", "s1") as session,
     ):
         stops: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in range(2)]
-        told = [Told(), Told()]
-        first = asyncio.create_task(complete(session, on_tokens=told[0], stop=stops[0]))
-        await told[0].came.wait()
+        recorder = [TokenRecorder(), TokenRecorder()]
+        first = asyncio.create_task(complete(session, on_tokens=recorder[0], stop=stops[0]))
+        await recorder[0].came.wait()
         for _ in range(8):
             await complete(session)
-        tenth = asyncio.create_task(complete(session, on_tokens=told[1], stop=stops[1]))
-        await told[1].came.wait()
+        tenth = asyncio.create_task(complete(session, on_tokens=recorder[1], stop=stops[1]))
+        await recorder[1].came.wait()
         stops[0].set_result(None)
         assert (await first).finish_reason == "abort"
         assert server.running == 1 and router.list()[0].stats.in_flight == 1
@@ -321,7 +321,7 @@ async def test_stopping_one_of_many_completions_stops_no_other() -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_finish_reasons_and_context_refusals_are_those_of_the_engine(dialect: str, is_streamed: bool) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server, routed(server) as router:
-        fields: dict[str, Any] = {"on_tokens": Told()} if is_streamed else {}
+        fields: dict[str, Any] = {"on_tokens": TokenRecorder()} if is_streamed else {}
         async with router.session("default", "s1") as session:
             short = await complete(session, max_tokens=5, **fields)
             assert (list(short.token_ids), short.finish_reason) == (IDS[:5], "length")
@@ -349,7 +349,7 @@ async def test_an_engine_whose_streams_always_break_off_is_taken_down() -> None:
         router.session("default", "s1") as session,
     ):
         await router.add(spec_of(two, "e2"))
-        generation = await complete(session, on_tokens=Told())
+        generation = await complete(session, on_tokens=TokenRecorder())
         assert text_of(generation) == WORDS
         assert session.engine.spec.id == "e2"
         (status,) = [it for it in router.list() if it.spec.id == "e1"]

@@ -48,7 +48,7 @@ def request(name: str = "r1", **fields: Any) -> GenerateRequest:
     return GenerateRequest(name, PROMPT, Sampling(), **{"max_tokens": 100, "session_id": "s1", **fields})
 
 
-class Told:
+class TokenRecorder:
     """Records the batches of tokens that an engine passes on."""
 
     def __init__(self) -> None:
@@ -122,10 +122,10 @@ async def test_tokens_are_passed_on_as_they_arrive(dialect: str, http: HttpPool)
         engine = await probed(server, http)
         whole = await engine.generate(request(stop_token_ids=(END_ID,)))
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
-        told = Told()
-        streamed = await engine.generate(request(stop_token_ids=(END_ID,)), told)
-        assert len(told.batches) > 1, "not all at once"
-        assert told.ids == list(streamed.token_ids) == list(whole.token_ids)
+        recorder = TokenRecorder()
+        streamed = await engine.generate(request(stop_token_ids=(END_ID,)), recorder)
+        assert len(recorder.batches) > 1, "not all at once"
+        assert recorder.ids == list(streamed.token_ids) == list(whole.token_ids)
         assert streamed.logprobs == whole.logprobs and streamed.finish_reason == "stop"
         assert (streamed.prompt_tokens, streamed.cached_tokens) == (len(PROMPT), len(PROMPT) - 1)
         assert not any("does not stream" in note for note in engine.info.notes)
@@ -136,7 +136,7 @@ async def test_a_call_without_on_tokens_is_not_streamed(http: HttpPool) -> None:
         engine = await probed(server, http)
         await engine.generate(request())
         assert "stream" not in server.calls[-1].body
-        await engine.generate(request(), Told())
+        await engine.generate(request(), TokenRecorder())
         assert server.calls[-1].body["stream"] is True
 
 
@@ -160,11 +160,11 @@ async def test_a_fault_before_the_first_token_raises_as_in_a_plain_call(
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.fail_next(1, fault)
-        told = Told()
+        recorder = TokenRecorder()
         with pytest.raises(error) as caught:
-            await engine.generate(request(), told)
-        assert type(caught.value) is error and told.ids == []
-        assert len((await engine.generate(request(), told)).token_ids) == 3, "it works after a fault"
+            await engine.generate(request(), recorder)
+        assert type(caught.value) is error and recorder.ids == []
+        assert len((await engine.generate(request(), recorder)).token_ids) == 3, "it works after a fault"
         await engine.close()
 
 
@@ -181,10 +181,10 @@ async def test_a_fault_after_the_first_token_keeps_the_tokens_so_far(
         whole = await engine.generate(request())
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
         server.fail_next(1, fault)
-        told = Told()
+        recorder = TokenRecorder()
         with caplog.at_level(logging.WARNING, "rollyard.engines"):
-            part = await engine.generate(request(), told)
-        assert part.finish_reason == "abort" and told.ids == list(part.token_ids)
+            part = await engine.generate(request(), recorder)
+        assert part.finish_reason == "abort" and recorder.ids == list(part.token_ids)
         count = len(part.token_ids)
         assert 0 < count < len(whole.token_ids) and part.token_ids == whole.token_ids[:count]
         assert part.logprobs is not None and whole.logprobs is not None and part.logprobs == whole.logprobs[:count]
@@ -199,11 +199,11 @@ async def test_a_version_that_is_not_a_number_drops_only_the_tokens_of_its_event
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
         server.fail_next(1, "bad_version")
-        told = Told()
-        part = await engine.generate(request(), told)
+        recorder = TokenRecorder()
+        part = await engine.generate(request(), recorder)
         assert part.finish_reason == "abort" and 0 < len(part.token_ids) <= len(IDS)
         assert all(span.version < 0 for span in part.versions)
-        assert told.ids == list(part.token_ids)
+        assert recorder.ids == list(part.token_ids)
         await engine.close()
 
 
@@ -214,7 +214,7 @@ async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: st
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
         server.fail_next(1, fault)
-        generation = await engine.generate(request(), Told())
+        generation = await engine.generate(request(), TokenRecorder())
         assert generation.logprobs is None and len(generation.token_ids) == len(IDS) + 1
 
 
@@ -223,13 +223,13 @@ async def test_the_versions_of_a_stream_are_spans_over_all_tokens(http: HttpPool
         engine = await probed(server, http)
         server.script = lambda _: Reply("abcdef", stall_after=4)
         server.version = "7"
-        told = Told()
-        task = asyncio.create_task(engine.generate(request("r1"), told))
-        await told.came.wait()
+        recorder = TokenRecorder()
+        task = asyncio.create_task(engine.generate(request("r1"), recorder))
+        await recorder.came.wait()
         async with web.post(f"{server.url}/update_weight_version", json={"new_version": "8"}):
             pass
         await engine.abort("r1")
-        assert (await task).versions == (VersionSpan(7, 0, 4),) and told.ids == list(b"abcd")
+        assert (await task).versions == (VersionSpan(7, 0, 4),) and recorder.ids == list(b"abcd")
 
 
 async def test_sglang_reports_a_version_with_each_event(http: HttpPool) -> None:
@@ -239,7 +239,7 @@ async def test_sglang_reports_a_version_with_each_event(http: HttpPool) -> None:
         sglang_event([1, 2, 3], 3, "stop", weight_version="4"),
     )
     async with streaming(*events) as url:
-        generation = await sglang_at(url, http).generate(request(), Told())
+        generation = await sglang_at(url, http).generate(request(), TokenRecorder())
         assert generation.versions == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
 
 
@@ -248,9 +248,9 @@ async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: HttpPool)
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("long", stall_after=2)
-        told = Told()
-        task = asyncio.create_task(engine.generate(request("r9"), told))
-        await told.came.wait()
+        recorder = TokenRecorder()
+        task = asyncio.create_task(engine.generate(request("r9"), recorder))
+        await recorder.came.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -264,7 +264,7 @@ async def test_an_invalid_event_in_a_stream_frees_the_engine(http: HttpPool) -> 
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
         server.fail_next(1, "not_json")
-        await engine.generate(request("r9"), Told())
+        await engine.generate(request("r9"), TokenRecorder())
         await engine.close()
         assert [name for name in server.aborted if "r9" in name]
 
@@ -273,7 +273,7 @@ async def test_hanging_up_a_silent_stream_is_a_timeout(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("x", fault="hang")
-        task = asyncio.create_task(engine.generate(request("r9"), Told()))
+        task = asyncio.create_task(engine.generate(request("r9"), TokenRecorder()))
         await server.busy()
         engine.hang_up("r9")
         with pytest.raises(EngineTimeout, match="streamed nothing"):
@@ -299,8 +299,8 @@ async def test_an_engine_that_does_not_stream_returns_all_tokens_at_the_end(http
         engine = make_engine(EngineSpec("e", f"http://127.0.0.1:{runner.addresses[0][1]}", Kind.VLLM), http)
         info = await engine.probe()
         assert "it does not stream: tokens come all at once, at the end" in info.notes
-        told = Told()
-        assert list((await engine.generate(request(), told)).token_ids) == [1] and told.batches == [[1]]
+        recorder = TokenRecorder()
+        assert list((await engine.generate(request(), recorder)).token_ids) == [1] and recorder.batches == [[1]]
     finally:
         await runner.cleanup()
 
@@ -314,9 +314,9 @@ async def test_events_are_found_wherever_the_bytes_are_split(http: HttpPool) -> 
         for event in (vllm_event(1, 2), vllm_event(3, finish="stop"))
     )
     async with streaming(*(raw[i : i + 7] for i in range(0, len(raw), 7))) as url:
-        told = Told()
-        generation = await vllm_at(url, http).generate(request(), told)
-        assert told.batches == [[1, 2], [3]] and generation.finish_reason == "stop"
+        recorder = TokenRecorder()
+        generation = await vllm_at(url, http).generate(request(), recorder)
+        assert recorder.batches == [[1, 2], [3]] and generation.finish_reason == "stop"
 
 
 async def test_a_line_that_is_too_long_is_not_read(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,26 +324,26 @@ async def test_a_line_that_is_too_long_is_not_read(http: HttpPool, monkeypatch: 
     async with streaming(*[b"data: " + b"x" * 500] * 5, ends=False) as url:
         engine = vllm_at(url, http)
         with pytest.raises(EngineBroken, match="a line of more than 2000 bytes"):
-            await engine.generate(request(), Told())
+            await engine.generate(request(), TokenRecorder())
         await engine.close()
 
 
 async def test_a_reply_that_is_not_a_stream_is_reported_with_its_type(http: HttpPool) -> None:
     async with streaming(b"<html>", kind="text/html") as url:
         with pytest.raises(EngineBroken, match="text/html where a stream was asked for"):
-            await vllm_at(url, http).generate(request(), Told())
+            await vllm_at(url, http).generate(request(), TokenRecorder())
 
 
 async def test_a_stream_without_its_last_line_is_complete(http: HttpPool) -> None:
     async with streaming(vllm_event(1, 2, finish="stop"), ends=False) as url:
-        assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
+        assert (await vllm_at(url, http).generate(request(), TokenRecorder())).finish_reason == "stop"
 
 
 async def test_a_stream_returns_its_connection_after_its_end(http: HttpPool) -> None:
     """The stream ends some time after [DONE]; a connection that is left before that would be closed."""
     async with streaming(vllm_event(1), vllm_event(2, finish="stop"), holds_s=0.05) as url:
         for _ in range(2):
-            await vllm_at(url, http).generate(request(), Told())
+            await vllm_at(url, http).generate(request(), TokenRecorder())
             async with asyncio.timeout(90):
                 while not http.idle:
                     await asyncio.sleep(0.01)
@@ -357,7 +357,7 @@ async def test_a_connection_held_open_after_the_end_is_not_waited_for(
     for module in (http_module, remote):
         monkeypatch.setattr(module, "DRAIN_S", 0.02)
     async with streaming(vllm_event(1, finish="stop"), ends=ends, holds_s=60.0) as url:
-        assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
+        assert (await vllm_at(url, http).generate(request(), TokenRecorder())).finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -378,23 +378,23 @@ async def test_an_invalid_event_of_vllm_ends_the_stream(events: list[Any], says:
     for before in ([], [vllm_event(7, 8)]):
         async with streaming(*before, *events) as url:
             engine = vllm_at(url, http)
-            told = Told()
+            recorder = TokenRecorder()
             if before:
-                part = await engine.generate(request(max_tokens=102 if "101" in says else 100), told)
-                assert (list(part.token_ids), part.finish_reason) == ([7, 8], "abort") and told.ids == [7, 8]
+                part = await engine.generate(request(max_tokens=102 if "101" in says else 100), recorder)
+                assert (list(part.token_ids), part.finish_reason) == ([7, 8], "abort") and recorder.ids == [7, 8]
             else:
                 with pytest.raises(EngineFailure, match=says):
-                    await engine.generate(request(), told)
-                assert told.ids == []
+                    await engine.generate(request(), recorder)
+                assert recorder.ids == []
             await engine.close()
 
 
 async def test_tokens_after_the_finish_reason_are_ignored(http: HttpPool, caplog: pytest.LogCaptureFixture) -> None:
     async with streaming(vllm_event(1, finish="stop"), vllm_event(2)) as url:
-        told = Told()
-        generation = await vllm_at(url, http).generate(request(), told)
+        recorder = TokenRecorder()
+        generation = await vllm_at(url, http).generate(request(), recorder)
         assert caplog.messages == [], "it is complete: no abort, no warning"
-        assert (list(generation.token_ids), generation.finish_reason) == ([1], "stop") and told.ids == [1]
+        assert (list(generation.token_ids), generation.finish_reason) == ([1], "stop") and recorder.ids == [1]
 
 
 @pytest.mark.parametrize(
@@ -429,9 +429,9 @@ async def test_sglang_streams_cumulative_and_incremental_events(
 ) -> None:
     async with streaming(*events) as url:
         engine = sglang_at(url, http)
-        told = Told()
-        generation = await engine.generate(request(), told)
-        assert (list(generation.token_ids), generation.finish_reason) == (ids, finish) and told.ids == ids
+        recorder = TokenRecorder()
+        generation = await engine.generate(request(), recorder)
+        assert (list(generation.token_ids), generation.finish_reason) == (ids, finish) and recorder.ids == ids
         assert generation.logprobs is not None and len(generation.logprobs) == len(ids)
         await engine.close()
 
@@ -455,7 +455,7 @@ async def test_refusals_of_sglang_in_a_stream(
     async with streaming(event) as url:
         engine = sglang_at(url, http)
         with pytest.raises(error) as caught:
-            await engine.generate(request(), Told())
+            await engine.generate(request(), TokenRecorder())
         assert bool(caught.value.data.get("context")) is is_context
         await engine.close()
 
@@ -468,26 +468,26 @@ async def test_refusals_of_sglang_in_a_stream(
 async def test_top_logprobs_are_returned_for_each_position(dialect: str, is_stream: bool, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: Reply(WORDS, tokens_per_s=400), **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
-        told = Told() if is_stream else None
-        found = await engine.generate(request("a", top_logprobs=2), told)
-        assert found.tops is not None and len(found.tops) == len(found.token_ids)
-        for token, top in zip(found.token_ids, found.tops, strict=True):
+        recorder = TokenRecorder() if is_stream else None
+        generation = await engine.generate(request("a", top_logprobs=2), recorder)
+        assert generation.tops is not None and len(generation.tops) == len(generation.token_ids)
+        for token, top in zip(generation.token_ids, generation.tops, strict=True):
             assert len(top) == 2 and top[0][0] == token and top[0][1] > top[1][1]
-        plain = await engine.generate(request("b"), told)
-        assert plain.tops is None and plain.token_ids == found.token_ids and plain.logprobs == found.logprobs
+        plain = await engine.generate(request("b"), recorder)
+        assert plain.tops is None and plain.token_ids == generation.token_ids and plain.logprobs == generation.logprobs
 
 
 async def test_a_masked_token_is_left_out_of_the_top_logprobs(http: HttpPool) -> None:
     tops = [{"token_id": 8, "logprob": -9999.0}, {"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": -0.7}]
     entry = {"token_id": 7, "logprob": -0.5, "top_logprobs": tops}
     async with streaming(vllm_event(7, finish="stop", logprobs={"content": [entry]})) as url:
-        found = await vllm_at(url, http).generate(request(top_logprobs=3), Told())
-        assert found.tops == (((7, -0.5), (9, -0.7)),)
+        generation = await vllm_at(url, http).generate(request(top_logprobs=3), TokenRecorder())
+        assert generation.tops == (((7, -0.5), (9, -0.7)),)
 
 
 @pytest.mark.parametrize("first", [(((7, -0.5),),), None])
 def test_top_logprobs_of_several_calls_are_joined_or_none(first: Any) -> None:
-    kept = PartialCompletion()
+    completion = PartialCompletion()
     for token, tops in ((7, first), (8, (((8, -0.1),),))):
-        kept.add(Generation(array("i", [token]), array("f", [-0.5]), "stop", tops=tops))
-    assert kept.generation("stop").tops == (None if first is None else (((7, -0.5),), ((8, -0.1),)))
+        completion.add(Generation(array("i", [token]), array("f", [-0.5]), "stop", tops=tops))
+    assert completion.generation("stop").tops == (None if first is None else (((7, -0.5),), ((8, -0.1),)))

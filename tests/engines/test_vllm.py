@@ -88,11 +88,11 @@ async def test_a_second_turn_finds_its_prefix_cached(engine: Engine, prompt: lis
 async def test_an_interrupted_completion_is_continued_by_the_router(
     is_streamed: bool, vllm_url: str, prompt: list[int]
 ) -> None:
-    told: list[int] = []
-    on_tokens = told.extend if is_streamed else None
+    streamed_ids: list[int] = []
+    on_tokens = streamed_ids.extend if is_streamed else None
     # The first time limit in which this machine, as busy as it is, samples a part of the 40 tokens.
     for model_s in (0.5, 1.0, 2.0, 4.0, 8.0):
-        told.clear()
+        streamed_ids.clear()
         async with Router() as router:
             await router.add(EngineSpec("real", vllm_url, Kind.VLLM))
             with suppress(EngineTimeout):
@@ -103,7 +103,7 @@ async def test_an_interrupted_completion_is_continued_by_the_router(
     assert len(generation.token_ids) == 40 and generation.finish_reason == "length"
     assert generation.logprobs is not None and len(generation.logprobs) == 40
     assert generation.versions[-1].end == 40
-    assert not is_streamed or told == list(generation.token_ids)
+    assert not is_streamed or streamed_ids == list(generation.token_ids)
     assert router.stats.continuations > 0
 
 

@@ -52,8 +52,8 @@ async def test_gates_contain_the_state_of_all_engines_and_can_be_encoded() -> No
 
 async def test_the_number_rises_with_every_change_and_listeners_are_called_once() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
-        told: list[int] = []
-        router.on_gates.append(lambda: told.append(router.gates().number))
+        notified_numbers: list[int] = []
+        router.on_gates.append(lambda: notified_numbers.append(router.gates().number))
 
         def break_down() -> None:
             raise RuntimeError("a listener broke")
@@ -74,7 +74,7 @@ async def test_the_number_rises_with_every_change_and_listeners_are_called_once(
             router.used("e1", "n1", 3, 2, 100)
             assert router.gates().number == numbers[-1], "gates contain no loads"
         await asyncio.sleep(0)
-        assert told == sorted(set(told)) and told[-1] == numbers[-1]
+        assert notified_numbers == sorted(set(notified_numbers)) and notified_numbers[-1] == numbers[-1]
 
 
 async def test_the_number_rises_across_restarts() -> None:
@@ -90,12 +90,12 @@ async def test_the_number_rises_across_restarts() -> None:
 
 async def test_an_engine_that_is_not_admitted_yet_is_not_joined() -> None:
     async with ScriptedEngine() as server, Router(QUICK) as router:
-        told: list[WeightGates] = []
-        router.on_gates.append(lambda: told.append(router.gates()))
+        notified_gates: list[WeightGates] = []
+        router.on_gates.append(lambda: notified_gates.append(router.gates()))
         await server.stop()
         assert (await router.add(spec_of(server), must_answer=False)).health is Health.DOWN
         await asyncio.sleep(0)
-        assert told and not engine_gates(router)["e1"].is_joined
+        assert notified_gates and not engine_gates(router)["e1"].is_joined
         await server.start()
         async with asyncio.timeout(90):
             while not engine_gates(router)["e1"].is_joined:
@@ -155,10 +155,10 @@ async def test_sessions_of_nodes_fill_an_engine_and_change_its_cap() -> None:
         async with router.session("default", "s1") as session:
             assert session.engine.spec.id == "large", "the other is full"
         member = router.pool("default").members["large"]
-        member.heard(EngineLoad(0.1), 0.0)
+        member.record_load(EngineLoad(0.1), 0.0)
         assert member.cap == 4
         router.used("large", "n1", 4, 4, 0)
-        member.heard(EngineLoad(0.99, running=4), 1.0)
+        member.record_load(EngineLoad(0.99, running=4), 1.0)
         assert member.cap == 3, "the nodes' sessions fill its cache"
 
 
@@ -166,17 +166,17 @@ async def test_sessions_of_nodes_fill_an_engine_and_change_its_cap() -> None:
 
 
 class Slow:
-    """Followers that settle only when the test allows it; `seen` has the gates that they had to apply."""
+    """Followers that settle only when the test allows it; `observed_gates` has the gates that they had to apply."""
 
     def __init__(self, router: Router) -> None:
-        self.seen: list[WeightGates] = []
+        self.observed_gates: list[WeightGates] = []
         self._router = router
         self._asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
         router.followers = self
 
     async def settled(self) -> None:
         going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.seen.append(self._router.gates())
+        self.observed_gates.append(self._router.gates())
         self._asked.put_nowait(going)
         await going
 
@@ -214,7 +214,7 @@ async def test_an_engine_gets_no_control_request_before_every_node_has_closed_it
     async with ScriptedEngine() as server, slow(server) as (router, followers):
         task = asyncio.create_task(operation(router))
         going = await followers.asked()
-        assert gates_of(followers.seen[-1]) == {"e1": (True, mode)}
+        assert gates_of(followers.observed_gates[-1]) == {"e1": (True, mode)}
         assert list(server.control.log) == [] and not task.done()
         going.set_result(None)
         await task
@@ -224,7 +224,7 @@ async def test_a_pause_of_one_engine_closes_only_its_gate_and_waits_for_nodes() 
     async with ScriptedEngine() as one, ScriptedEngine() as two, slow(one, two) as (router, followers):
         task = asyncio.create_task(pause(PauseMode.ABORT, engines=["e1"])(router))
         going = await followers.asked()
-        assert gates_of(followers.seen[-1]) == {"e1": (True, PauseMode.ABORT), "e2": (False, None)}
+        assert gates_of(followers.observed_gates[-1]) == {"e1": (True, PauseMode.ABORT), "e2": (False, None)}
         assert engine_gates(router)["e1"].is_leaving
         assert list(one.control.log) == []
         going.set_result(None)
@@ -240,7 +240,7 @@ async def test_calls_that_cannot_be_frozen_are_cut_at_nodes_before_the_pause_com
             task = asyncio.create_task(pause(PauseMode.KEEP)(router))
             (await followers.asked()).set_result(None)
             going = await followers.asked()
-            assert [gates_of(gates)["e1"][1] for gates in followers.seen] == [PauseMode.KEEP, PauseMode.ABORT]
+            assert [gates_of(gates)["e1"][1] for gates in followers.observed_gates] == [PauseMode.KEEP, PauseMode.ABORT]
             assert router.policies.status("default").state is PolicyState.PAUSING
             going.set_result(None)
             assert (await task).state is PolicyState.PAUSED
@@ -253,7 +253,7 @@ async def test_an_engine_that_does_not_pause_is_quarantined_at_nodes_before_the_
         (await followers.asked()).set_result(None)
         going = await followers.asked()
         assert engine_gates(router)["e1"].is_quarantined and not task.done()
-        assert gates_of(followers.seen[-1])["e1"] == (True, PauseMode.ABORT)
+        assert gates_of(followers.observed_gates[-1])["e1"] == (True, PauseMode.ABORT)
         going.set_result(None)
         await task
 
@@ -265,7 +265,9 @@ async def test_a_resume_during_a_drain_first_cuts_the_draining_calls_of_nodes() 
         assert (await pausing).state is PolicyState.PAUSING
         task = asyncio.create_task(router.policies.resume("default", 1))
         going = await followers.asked()
-        assert gates_of(followers.seen[-1]) == {"e1": (True, PauseMode.ABORT)} and list(server.control.log) == []
+        assert (
+            gates_of(followers.observed_gates[-1]) == {"e1": (True, PauseMode.ABORT)} and list(server.control.log) == []
+        )
         going.set_result(None)
         await task
         assert list(server.control.log) == ["version 1", "clear", "resume"]
@@ -278,7 +280,7 @@ async def test_a_resume_leaves_kept_calls_frozen() -> None:
         await pausing
         task = asyncio.create_task(router.policies.resume("default", 1))
         going = await followers.asked()
-        (gate,) = followers.seen[-1].policies[0].engines
+        (gate,) = followers.observed_gates[-1].policies[0].engines
         assert (gate.mode, gate.next_version) == (PauseMode.KEEP, 1), "kept calls may report the next version"
         going.set_result(None)
         await task
@@ -302,16 +304,16 @@ async def test_an_engine_added_during_a_pause_is_never_open_to_nodes() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one) as router:
         await router.policies.resume("default", 1)
         await pause(PauseMode.ABORT)(router)
-        seen: list[tuple[bool, bool]] = []
+        states: list[tuple[bool, bool]] = []
 
         def look() -> None:
             if (gate := engine_gates(router).get("e2")) is not None:
-                seen.append((gate.is_joined, gate.is_paused))
+                states.append((gate.is_joined, gate.is_paused))
 
         router.on_gates.append(look)
         await router.add(spec_of(two, "e2"))
         await asyncio.sleep(0)
-        assert seen and seen[-1] == (True, True) and (True, False) not in seen
+        assert states and states[-1] == (True, True) and (True, False) not in states
 
 
 async def test_after_a_restart_an_engine_is_paused_once_nodes_have_cut_their_calls() -> None:
@@ -330,7 +332,10 @@ async def test_after_a_restart_an_engine_is_paused_once_nodes_have_cut_their_cal
             followers = Slow(router)
             task = asyncio.create_task(router.add(spec_of(server)))
             going = await followers.asked()
-            assert gates_of(followers.seen[-1]) == {"e1": (True, PauseMode.ABORT)} and list(server.control.log) == []
+            assert (
+                gates_of(followers.observed_gates[-1]) == {"e1": (True, PauseMode.ABORT)}
+                and list(server.control.log) == []
+            )
             going.set_result(None)
             assert (await task).health is Health.QUARANTINED and list(server.control.log) == ["pause abort"]
 
@@ -340,7 +345,7 @@ async def test_removing_an_engine_waits_for_the_calls_of_nodes() -> None:
     async with ScriptedEngine() as server, slow(server) as (router, followers):
         task = asyncio.create_task(router.remove("e1"))
         going = await followers.asked()
-        assert followers.seen[-1].specs == () and not task.done()
+        assert followers.observed_gates[-1].specs == () and not task.done()
         going.set_result(None)
         await task
 
@@ -350,4 +355,4 @@ async def test_closing_a_router_does_not_wait_for_nodes() -> None:
         async with slow(server) as (router, followers):
             await pause(PauseMode.ABORT, wait_s=0)(router)
             await followers.asked()
-        assert len(followers.seen) == 1
+        assert len(followers.observed_gates) == 1

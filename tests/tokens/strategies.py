@@ -41,7 +41,7 @@ def calls(text=arguments):
     )
 
 
-def said(text):
+def replies(text):
     """Messages that may follow an assistant's turn."""
     user = st.builds(lambda content: [{"role": "user", "content": content}], text)
     results = st.lists(
@@ -76,5 +76,5 @@ def conversations(text=plain):
         st.one_of(st.none(), text),
         text,
     )
-    rest = st.lists(st.tuples(assistant(text), said(text)), max_size=3)
-    return st.builds(lambda head, turns: head + [m for turn, new in turns for m in (turn, *new)], start, rest)
+    later_turns = st.lists(st.tuples(assistant(text), replies(text)), max_size=3)
+    return st.builds(lambda head, turns: head + [m for turn, new in turns for m in (turn, *new)], start, later_turns)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import ChatML, Tokenizer
 
-from .strategies import assistant, conversations, plain, said, spiked, tools
+from .strategies import assistant, conversations, plain, replies, spiked, tools
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def test_a_whole_history_renders_as_the_template_does(small, chatml, messages, t
     assert chatml.render(messages, tool_schemas) == expected
 
 
-@given(messages=conversations(spiked), new=said(spiked), data=st.data())
+@given(messages=conversations(spiked), new=replies(spiked), data=st.data())
 def test_extending_keeps_every_token(chatml, messages, new, data):
     prompt = chatml.render(messages)
     sampled = data.draw(st.lists(st.integers(0, 1262), max_size=20))
@@ -30,7 +30,7 @@ def test_extending_keeps_every_token(chatml, messages, new, data):
     assert chatml.decode(longer).endswith("<|im_start|>assistant\n")
 
 
-@given(messages=conversations(), turn=assistant(plain), new=said(plain))
+@given(messages=conversations(), turn=assistant(plain), new=replies(plain))
 def test_extending_a_canonical_turn_equals_rendering_it(small, chatml, messages, turn, new):
     prompt = chatml.render(messages)
     closed = chatml.render([*messages, turn, *new])
@@ -160,7 +160,7 @@ def test_a_prompt_encodes_equally_in_pieces_and_whole(small, chatml, messages, t
 
 
 @given(
-    messages=conversations(spiked), turn=assistant(plain), new=said(spiked), tail=st.sampled_from(["", "<|im_end|>"])
+    messages=conversations(spiked), turn=assistant(plain), new=replies(spiked), tail=st.sampled_from(["", "<|im_end|>"])
 )
 def test_appended_turns_encode_equally_in_pieces_and_whole(small, chatml, messages, turn, new, tail):
     prompt, sampled = chatml.render(messages), small.encode(f"{turn['content']}{tail}")
@@ -179,7 +179,7 @@ def test_a_prompt_is_not_cut_at_a_token_that_absorbs_adjacent_text(tmp_path, tok
     file.write_text(json.dumps(raw))
     greedy = Tokenizer(tmp_path)
     renderer = ChatML(greedy)
-    assert not greedy.stands_alone(token)
+    assert not greedy.is_boundary(token)
     messages = [{"role": "system", "content": "hello"}, {"role": "user", "content": "x "}]
     prompt = renderer.render(messages)
     assert prompt == greedy.encode(renderer.render_text(messages) + ASKING)

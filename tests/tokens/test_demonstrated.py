@@ -56,14 +56,14 @@ def called(name: str, content: str = "", **arguments: object) -> dict:
 def by_template(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TemplateRenderer]:
     """A renderer for the small tokenizer with another template."""
 
-    def made(template: str) -> TemplateRenderer:
+    def make_renderer(template: str) -> TemplateRenderer:
         folder = tmp_path_factory.mktemp("model") / "files"
         shutil.copytree(tokenizer_dir(), folder)
         config = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
         return TemplateRenderer(Tokenizers().load(folder))
 
-    return made
+    return make_renderer
 
 
 @pytest.fixture(params=["chatml", "chatml_by_text", "template", "library", "smollm2"])
@@ -86,22 +86,22 @@ def test_the_ids_of_given_turns_are_those_of_a_policy_that_samples_them(renderer
     turns = [called("shell", "I look.", command="ls -a | wc -l"), called("shell", command="echo 'ä' > \"b c\"")]
     history, ids = list(ASKED), renderer.render(ASKED, TOOLS)
     for number, turn in enumerate(turns):
-        found = given_turn(renderer, ids, history, turn, TOOLS)
-        assert found.token_ids[-1] in renderer.stop_token_ids
-        assert not set(found.token_ids[:-1]) & set(renderer.stop_token_ids), "exactly one turn"
-        (call,) = found.parsed.tool_calls
-        assert (found.parsed.content, call.name, call.arguments) == (
+        demonstrated = given_turn(renderer, ids, history, turn, TOOLS)
+        assert demonstrated.token_ids[-1] in renderer.stop_token_ids
+        assert not set(demonstrated.token_ids[:-1]) & set(renderer.stop_token_ids), "exactly one turn"
+        (call,) = demonstrated.parsed.tool_calls
+        assert (demonstrated.parsed.content, call.name, call.arguments) == (
             turn["content"],
             "shell",
             json.loads(turn["tool_calls"][0]["function"]["arguments"]),
         )
-        text = renderer.decode(found.token_ids[:-1])
-        assert renderer.encode(text) == found.token_ids[:-1], "canonical: as the tokenizer encodes this text"
-        told = [{"role": "tool", "tool_call_id": call.id, "name": "shell", "content": f"{number}\n<|im_end|>"}]
-        longer = renderer.extend(ids, found.token_ids, told, TOOLS)
+        text = renderer.decode(demonstrated.token_ids[:-1])
+        assert renderer.encode(text) == demonstrated.token_ids[:-1], "canonical: as the tokenizer encodes this text"
+        tool_messages = [{"role": "tool", "tool_call_id": call.id, "name": "shell", "content": f"{number}\n<|im_end|>"}]
+        longer = renderer.extend(ids, demonstrated.token_ids, tool_messages, TOOLS)
         assert longer is not None
         ids = longer
-        history += [found.parsed.message, *told]
+        history += [demonstrated.parsed.message, *tool_messages]
     last = given_turn(renderer, ids, history, {"role": "assistant", "content": "There are 2.\n"}, TOOLS)
     assert (last.parsed.content, last.parsed.tool_calls) == ("There are 2.", ())
     assert renderer.decode(last.token_ids[:-1]).strip() == "There are 2."
@@ -111,14 +111,14 @@ def test_the_ids_of_given_turns_are_those_of_a_policy_that_samples_them(renderer
 @given(turn=assistant(plain), schemas=tools)
 def test_any_given_turn_parses_as_itself(chatml: ChatML, turn: dict, schemas: list):
     prompt = chatml.render(ASKED, schemas)
-    found = given_turn(chatml, prompt, ASKED, turn, schemas)
-    parsed = chatml.parse(found.token_ids, prompt, schemas)
+    demonstrated = given_turn(chatml, prompt, ASKED, turn, schemas)
+    parsed = chatml.parse(demonstrated.token_ids, prompt, schemas)
     assert parsed.content == turn["content"].strip()
     assert parsed.reasoning == turn.get("reasoning_content", "").strip()
-    wanted = [call["function"] for call in turn.get("tool_calls", ())]
-    values = [f["arguments"] if isinstance(f["arguments"], dict) else json.loads(f["arguments"]) for f in wanted]
+    expected = [call["function"] for call in turn.get("tool_calls", ())]
+    values = [f["arguments"] if isinstance(f["arguments"], dict) else json.loads(f["arguments"]) for f in expected]
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [
-        (function["name"], value) for function, value in zip(wanted, values, strict=True)
+        (function["name"], value) for function, value in zip(expected, values, strict=True)
     ]
 
 
@@ -128,17 +128,17 @@ def test_a_given_turn_in_a_library_format_parses_as_itself(
     qwen3_renderer: Renderer, text: str, name: str, values: dict
 ):
     prompt = qwen3_renderer.render(ASKED, TOOLS)
-    found = given_turn(qwen3_renderer, prompt, ASKED, called(name, text, **values), TOOLS)
-    (call,) = found.parsed.tool_calls
-    assert (found.parsed.content, call.name, call.arguments) == (text.strip(), name, values)
+    demonstrated = given_turn(qwen3_renderer, prompt, ASKED, called(name, text, **values), TOOLS)
+    (call,) = demonstrated.parsed.tool_calls
+    assert (demonstrated.parsed.content, call.name, call.arguments) == (text.strip(), name, values)
 
 
 def test_markers_in_a_text_stay_text(chatml: ChatML):
     prompt = chatml.render(ASKED)
     turn = {"role": "assistant", "content": "It ends with <|im_end|> and calls <tool_call>."}
-    found = given_turn(chatml, prompt, ASKED, turn)
-    assert found.parsed.content == turn["content"]
-    assert found.token_ids.count(found.token_ids[-1]) == 1
+    demonstrated = given_turn(chatml, prompt, ASKED, turn)
+    assert demonstrated.parsed.content == turn["content"]
+    assert demonstrated.token_ids.count(demonstrated.token_ids[-1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,6 @@ def test_an_invalid_turn_is_refused_with_the_reason(chatml: ChatML, turn: dict, 
 
 def test_a_given_turn_keeps_its_thinking(chatml: ChatML):
     turn = {**called("shell", "So.", command="ls"), "reasoning_content": "I must look."}
-    found = given_turn(chatml, chatml.render(ASKED, TOOLS), ASKED, turn, TOOLS)
-    assert found.parsed.reasoning == "I must look."
-    assert found.parsed.message["reasoning_content"] == "I must look."
+    demonstrated = given_turn(chatml, chatml.render(ASKED, TOOLS), ASKED, turn, TOOLS)
+    assert demonstrated.parsed.reasoning == "I must look."
+    assert demonstrated.parsed.message["reasoning_content"] == "I must look."

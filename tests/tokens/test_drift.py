@@ -76,9 +76,9 @@ def test_the_newline_after_the_close_token_is_there_once(renderer: Renderer):
     turn = it.begin(START)
     ids, answer = keep(it, renderer, turn, "Yes.")
     more = {"role": "user", "content": "More."}
-    alone = renderer.encode("<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n")
+    new_turn = renderer.encode("<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n")
     as_the_template = renderer.render([*START, answer, more])
-    assert turn.prompt + ids + alone != as_the_template
+    assert turn.prompt + ids + new_turn != as_the_template
     assert it.begin([*START, answer, more]).prompt == as_the_template
 
 

@@ -13,7 +13,7 @@ from rollyard.tokens import Tokenizers, load_renderer
 from rollyard.tokens.general import TemplateRenderer
 from rollyard.tokens.properties import properties_of
 
-from .strategies import conversations, plain, said, spiked, tools
+from .strategies import conversations, plain, replies, spiked, tools
 
 pytestmark = pytest.mark.slow
 
@@ -70,14 +70,14 @@ RESULT = [{"role": "tool", "content": "42", "tool_call_id": "call_1"}]
 def make(tmp_path_factory):
     """A renderer for the small tokenizer with another template."""
 
-    def made(template):
+    def make_tokenizer(template):
         folder = tmp_path_factory.mktemp("model") / "files"
         shutil.copytree(tokenizer_dir(), folder)
         config = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
         return Tokenizers().load(folder)
 
-    return made
+    return make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_it_renders_as_the_template_does(small, messages, tool_schemas):
 
 
 @settings(max_examples=60)
-@given(messages=conversations(spiked), new=said(spiked), tool_schemas=tools, data=st.data())
+@given(messages=conversations(spiked), new=replies(spiked), tool_schemas=tools, data=st.data())
 def test_an_extended_prompt_starts_with_every_old_token(by_template, messages, new, tool_schemas, data):
     renderer = by_template[data.draw(st.sampled_from(list(by_template)))]
     prompt = renderer.render(messages, tool_schemas)
@@ -117,7 +117,7 @@ def test_an_extended_prompt_starts_with_every_old_token(by_template, messages, n
 
 
 @settings(max_examples=60)
-@given(messages=conversations(), answer=plain.map(str.strip), new=said(plain))
+@given(messages=conversations(), answer=plain.map(str.strip), new=replies(plain))
 def test_extending_a_canonical_turn_equals_rendering_it(by_template, messages, answer, new):
     renderer = by_template[PLAIN]
     prompt = renderer.render(messages)
@@ -131,7 +131,7 @@ def test_extending_a_canonical_turn_equals_rendering_it(by_template, messages, a
 
 
 @settings(max_examples=25)
-@given(messages=conversations(spiked), new=said(spiked), tool_schemas=tools, data=st.data())
+@given(messages=conversations(spiked), new=replies(spiked), tool_schemas=tools, data=st.data())
 def test_qwen3_keeps_every_old_token_or_refuses(qwen3, messages, new, tool_schemas, data):
     renderer = TemplateRenderer(qwen3)
     prompt = renderer.render(messages, tool_schemas)
@@ -332,7 +332,7 @@ def test_properties_report_what_a_template_does_not_support(make):
 
 
 def test_the_properties_of_qwen3(qwen3):
-    found = verdicts(qwen3)
-    assert (found["prefix-stable"], found["reasoning"], found["unicode"]) == ("no", "no", "no")
-    assert (found["tool calls"], found["literal markers"], found["close token"]) == ("ok", "ok", "ok")
-    assert (found["bridging with tool results"], found["bridging after thinking"]) == ("ok", "no")
+    results = verdicts(qwen3)
+    assert (results["prefix-stable"], results["reasoning"], results["unicode"]) == ("no", "no", "no")
+    assert (results["tool calls"], results["literal markers"], results["close token"]) == ("ok", "ok", "ok")
+    assert (results["bridging with tool results"], results["bridging after thinking"]) == ("ok", "no")

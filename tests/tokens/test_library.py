@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollyard.core.failure import TaskInvalid
 from rollyard.tokens import ChatML, load_renderer
 
-from .strategies import conversations, plain, said, spiked, tools
+from .strategies import conversations, plain, replies, spiked, tools
 
 
 def test_a_library_renderer_is_selected_by_the_models_name(qwen3_renderer):
@@ -21,15 +21,15 @@ def test_plain_chats_render_as_the_template_does(qwen3, qwen3_renderer, turns, s
     for index, text in enumerate(turns):
         # The package encodes an assistant's text separately from its header, so a text that starts with a newline has
         # other tokens there.
-        said_before = {"role": "assistant", "content": text.lstrip("\n")}
-        messages.append(said_before if index % 2 else {"role": "user", "content": text})
+        assistant_turn = {"role": "assistant", "content": text.lstrip("\n")}
+        messages.append(assistant_turn if index % 2 else {"role": "user", "content": text})
     if messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": "and?"})
     assert qwen3_renderer.render(messages) == qwen3.apply_chat_template(messages, add_generation_prompt=True)
 
 
 @settings(max_examples=40)
-@given(messages=conversations(spiked), new=said(spiked), tool_schemas=tools, data=st.data())
+@given(messages=conversations(spiked), new=replies(spiked), tool_schemas=tools, data=st.data())
 def test_an_extended_library_prompt_starts_with_every_old_token(
     qwen3, qwen3_renderer, messages, new, tool_schemas, data
 ):

@@ -19,9 +19,9 @@ def renderer(request: pytest.FixtureRequest) -> Renderer:
 
 
 def test_a_developer_message_is_rendered_as_system(renderer: Renderer):
-    for rest in ([ASK], [{"role": "system", "content": "Also."}, ASK]):
-        as_developer = renderer.render([{"role": "developer", "content": "Be brief."}, *rest])
-        assert as_developer == renderer.render([{"role": "system", "content": "Be brief."}, *rest])
+    for following in ([ASK], [{"role": "system", "content": "Also."}, ASK]):
+        as_developer = renderer.render([{"role": "developer", "content": "Be brief."}, *following])
+        assert as_developer == renderer.render([{"role": "system", "content": "Be brief."}, *following])
     prompt, sampled = renderer.render([ASK]), [*renderer.encode("yes"), *renderer.stop_token_ids[:1]]
     late = [renderer.extend(prompt, sampled, [{"role": role, "content": "Now."}]) for role in ("developer", "system")]
     assert late[0] is not None and late[0] == late[1]
@@ -30,9 +30,9 @@ def test_a_developer_message_is_rendered_as_system(renderer: Renderer):
 
 def test_system_turns_are_rendered_at_any_position(renderer: Renderer):
     """Claude Code and Codex put reminders there."""
-    said = [{"role": role, "content": f"Word{n}."} for n, role in enumerate(["system", "system", "developer"])]
+    instructions = [{"role": role, "content": f"Word{n}."} for n, role in enumerate(["system", "system", "developer"])]
     answer = {"role": "assistant", "content": "Yes."}
-    text = renderer.decode(renderer.render([*said, ASK, answer, *said, ASK, *said]))
+    text = renderer.decode(renderer.render([*instructions, ASK, answer, *instructions, ASK, *instructions]))
     assert [text.count(f"Word{n}.") for n in range(3)] == [3, 3, 3]
 
 

@@ -48,15 +48,15 @@ def pieces_of(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 def read(renderer: Renderer, prompt: list[int], pieces: list[list[int]]) -> tuple[list[Any], Parsed]:
     reader = Reader(renderer, prompt)
-    told = [item for piece in pieces for item in reader.feed(piece)]
-    rest, parsed = reader.finish()
-    told += rest
-    assert "".join(item.text for item in told if isinstance(item, Delta) and item.kind == "text") == parsed.content
-    assert "".join(d.text for d in told if isinstance(d, Delta) and d.kind == "reasoning") == parsed.reasoning
-    assert tuple(item for item in told if isinstance(item, ToolCall)) == parsed.tool_calls
-    assert all(item.text for item in told if isinstance(item, Delta))
+    emitted = [item for piece in pieces for item in reader.feed(piece)]
+    last_items, parsed = reader.finish()
+    emitted += last_items
+    assert "".join(item.text for item in emitted if isinstance(item, Delta) and item.kind == "text") == parsed.content
+    assert "".join(d.text for d in emitted if isinstance(d, Delta) and d.kind == "reasoning") == parsed.reasoning
+    assert tuple(item for item in emitted if isinstance(item, ToolCall)) == parsed.tool_calls
+    assert all(item.text for item in emitted if isinstance(item, Delta))
     assert parsed.message == assistant_message(parsed.content, parsed.reasoning, parsed.tool_calls)
-    return told, parsed
+    return emitted, parsed
 
 
 def is_stray(renderer: Renderer, prompt: list[int], ids: list[int]) -> bool:
@@ -123,32 +123,32 @@ def test_deltas_are_emitted_as_tokens_arrive(renderer: Renderer):
     call = CALL if renderer.parse(renderer.encode(CALL)).tool_calls[0].name else XML
     reader = Reader(renderer, renderer.render(HI))
     texts = ("<think>\nhm, well", " then\n</think>\n\nyes", " indeed ", call, "\n", call)
-    told = [reader.feed(renderer.encode(text)) for text in texts]
-    assert told[:3] == [
+    emitted = [reader.feed(renderer.encode(text)) for text in texts]
+    assert emitted[:3] == [
         [Delta("reasoning", "hm, well")],
         [Delta("reasoning", " then"), Delta("text", "yes")],
         [Delta("text", " indeed")],
     ]
-    assert [[type(item) for item in items] for items in told[3:]] == [[ToolCall], [], [ToolCall]]
-    assert told[3][0].id == f"call_{len(renderer.render(HI))}_0"  # type: ignore[union-attr]
+    assert [[type(item) for item in items] for items in emitted[3:]] == [[ToolCall], [], [ToolCall]]
+    assert emitted[3][0].id == f"call_{len(renderer.render(HI))}_0"  # type: ignore[union-attr]
     assert reader.finish()[0] == []
 
 
 def test_a_split_character_is_emitted_whole(renderer: Renderer):
     ids = renderer.encode("a𝔘𝔫🏴‍☠️b")
-    told, parsed = read(renderer, [1], [[token] for token in ids])
+    emitted, parsed = read(renderer, [1], [[token] for token in ids])
     assert parsed.content == "a𝔘𝔫🏴‍☠️b"
-    assert not any("\ufffd" in delta.text for delta in told)
+    assert not any("\ufffd" in delta.text for delta in emitted)
 
 
 def test_emitted_text_stands_when_the_whole_turn_parses_differently(chatml: ChatML):
     """With a `</think>` without an opening, parsing the whole turn makes the text before it thinking."""
     text = f"Well. </think>\nYes.\n{CALL}"
     assert chatml.parse(chatml.encode(text)).reasoning == "Well."
-    told, parsed = read(chatml, [1], [[token] for token in chatml.encode(text)])
+    emitted, parsed = read(chatml, [1], [[token] for token in chatml.encode(text)])
     assert (parsed.content, parsed.reasoning) == ("Well. </think>\nYes.", "")
     assert [call.name for call in parsed.tool_calls] == ["shell"]
-    assert told[-1] == parsed.tool_calls[0]
+    assert emitted[-1] == parsed.tool_calls[0]
 
 
 def test_a_format_without_markers_is_emitted_at_the_end(qwen3: Tokenizer):
@@ -157,8 +157,8 @@ def test_a_format_without_markers_is_emitted_at_the_end(qwen3: Tokenizer):
     ids = renderer.encode(f"<think>hm</think>yes{CALL}<|im_end|>")
     reader = Reader(renderer, [1])
     assert [reader.feed([token]) for token in ids] == [[]] * len(ids)
-    told, parsed = reader.finish()
-    assert told == [Delta("reasoning", "hm"), Delta("text", "yes"), *parsed.tool_calls]
+    emitted, parsed = reader.finish()
+    assert emitted == [Delta("reasoning", "hm"), Delta("text", "yes"), *parsed.tool_calls]
     assert parsed == renderer.parse(ids, [1])
 
 
@@ -172,8 +172,8 @@ def letters(renderer: Renderer, text: str) -> list[list[int]]:
 
 def test_a_possible_start_of_a_marker_is_held_back(small_by_text: ChatML):
     reader = Reader(small_by_text, [1])
-    told = [reader.feed(piece) for piece in letters(small_by_text, " <thin <tool_cat></think> a<")]
-    text = ["".join(item.text for item in items if isinstance(item, Delta)) for items in told]
+    emitted = [reader.feed(piece) for piece in letters(small_by_text, " <thin <tool_cat></think> a<")]
+    text = ["".join(item.text for item in items if isinstance(item, Delta)) for items in emitted]
     assert text == [*[""] * 6, "<thin", *[""] * 8, " <tool_cat", ">", "", "</", *"think>", "", " a", ""]
     assert reader.finish()[0] == [Delta("text", "<")]
 
@@ -186,8 +186,8 @@ def test_a_call_parsed_by_text_is_emitted_when_it_is_closed(small_by_text: ChatM
     first, second = reader.feed(small_by_text.encode(">"))
     assert isinstance(first, ToolCall) and isinstance(second, ToolCall)
     assert first.error and second.arguments == {"command": "ls é🙂"}
-    told = reader.feed(small_by_text.encode(good + good + broken))
-    assert [type(item) for item in told] == [ToolCall, ToolCall]  # not the one that is open
+    emitted = reader.feed(small_by_text.encode(good + good + broken))
+    assert [type(item) for item in emitted] == [ToolCall, ToolCall]  # not the one that is open
     assert reader.feed(small_by_text.encode("</tool_cal" + tail)) == []
     (last,), parsed = reader.finish()
     assert isinstance(last, ToolCall) and "not closed" in last.error
@@ -232,7 +232,7 @@ def test_parsing_by_text_has_a_constant_cost_per_token(small_by_text: ChatML):
         ids, reader = renderer.encode(text), Reader(renderer, [1])
         for token in ids:
             reader.feed([token])
-            assert len(reader._cut._held) < len("</tool_call>")
+            assert len(reader._cut._pending) < len("</tool_call>")
         assert parsed == calls and decoded < 20 * len(ids)
 
 
@@ -240,8 +240,8 @@ def test_thinking_opened_by_the_template_is_found_in_the_prompt(every: dict[str,
     renderer = every["qwen3.5"]
     prompt = renderer.render(HI)
     assert renderer.decode(prompt).endswith("<think>\n")
-    told, _ = read(renderer, prompt, [[token] for token in renderer.encode("hm</think>yes")])
-    assert {item.kind for item in told} == {"reasoning", "text"}
+    emitted, _ = read(renderer, prompt, [[token] for token in renderer.encode("hm</think>yes")])
+    assert {item.kind for item in emitted} == {"reasoning", "text"}
 
 
 def test_decoding_a_long_text_has_a_constant_cost_per_token(chatml: ChatML):
@@ -255,12 +255,12 @@ def test_decoding_a_long_text_has_a_constant_cost_per_token(chatml: ChatML):
             decoded += len(window)
             return chatml.decode(window)
 
-        channel, told = TextStream(decode), ""
+        channel, emitted = TextStream(decode), ""
         for token in ids:
             channel.add(token)
-            told += channel.take()
-        told += channel.rest()
-        assert told == chatml.decode(ids).strip()
+            emitted += channel.take()
+        emitted += channel.flush()
+        assert emitted == chatml.decode(ids).strip()
         assert decoded < 200 * len(ids)
 
 
@@ -271,11 +271,11 @@ def test_a_turn_of_hundreds_of_calls_is_parsed_only_a_few_times(renderer: Render
     lengths: list[int] = []
     parse = renderer.parse
 
-    def counted(ids: Any, *rest: Any) -> Parsed:
+    def counted(ids: Any, *other_args: Any) -> Parsed:
         lengths.append(len(ids))
-        return parse(ids, *rest)
+        return parse(ids, *other_args)
 
     monkeypatch.setattr(renderer, "parse", counted)
-    told, parsed = read(renderer, prompt, [[token] for token in ids])
-    assert len(parsed.tool_calls) == len([item for item in told if isinstance(item, ToolCall)]) == 300
+    emitted, parsed = read(renderer, prompt, [[token] for token in ids])
+    assert len(parsed.tool_calls) == len([item for item in emitted if isinstance(item, ToolCall)]) == 300
     assert sum(lengths) < 10 * len(ids)

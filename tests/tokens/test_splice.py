@@ -224,12 +224,12 @@ def test_the_recorded_history_is_what_the_client_received(renderer: Renderer):
     it = book(renderer)
     turn = it.begin(START, [SHELL])
     text = "Look: <tool_call>{nope}</tool_call>"
-    told = {"role": "assistant", "content": text}
-    ids, _ = keep(it, renderer, turn, text, parsed=Parsed(text, "", (), told))
+    received = {"role": "assistant", "content": text}
+    ids, _ = keep(it, renderer, turn, text, parsed=Parsed(text, "", (), received))
     answer = dict(renderer.parse(ids, turn.prompt, [SHELL]).message)
     assert answer["tool_calls"]
     more = {"role": "user", "content": "More."}
-    after = it.begin([*START, told, more], [SHELL])
+    after = it.begin([*START, received, more], [SHELL])
     assert after.prompt[: len(turn.prompt) + len(ids)] == turn.prompt + ids
     assert not it.begin([*START, answer, more], [SHELL]).is_extension
 
@@ -357,14 +357,14 @@ def test_every_span_has_one_owner_whatever_a_client_does(
         return json.dumps(roles if reasoning == "as_sent" else without_reasoning(roles))
 
     for step in steps:
-        what, said, which = step["what"], step["said"], step["which"]
+        what, content, which = step["what"], step["said"], step["which"]
         messages = list(histories[which % len(histories)] if what in ("branch", "again") else histories[-1])
         if what == "rewrite":
-            messages[which % len(messages)] = {**messages[which % len(messages)], "content": said + "!"}
+            messages[which % len(messages)] = {**messages[which % len(messages)], "content": content + "!"}
         elif what == "anew":
-            messages = [{"role": "user", "content": said}]
+            messages = [{"role": "user", "content": content}]
         elif what == "compact":
-            messages = [messages[0], {"role": "user", "content": "So far: " + said}]
+            messages = [messages[0], {"role": "user", "content": "So far: " + content}]
         elif what == "strip":
             messages = without_reasoning(messages)
         sent = [written_otherwise(message) for message in messages] if step["is_rewritten"] else messages
@@ -379,10 +379,10 @@ def test_every_span_has_one_owner_whatever_a_client_does(
         if what == "lose":
             continue
         text = "" if step["thought"] is None else f"<think>\n{step['thought']}\n</think>\n\n"
-        text += step["answer"] + call(json.dumps({"text": said})) * step["calls"]
+        text += step["answer"] + call(json.dumps({"text": content})) * step["calls"]
         ids, answer = keep(it, renderer, turn, text, is_cut=step["is_cut"], is_abandoned=what == "abandon")
         if what == "abandon" or not ids:
             continue
         known.setdefault(key([*messages, answer]), []).append(turn.prompt + ids)
-        histories.append([*messages, answer, {"role": step["role"], "content": said}])
+        histories.append([*messages, answer, {"role": step["role"], "content": content}])
     proven(it)

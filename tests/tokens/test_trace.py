@@ -12,7 +12,7 @@ from rollyard.core.failure import TraceInvalid
 from rollyard.core.trace import LogprobsKind
 from rollyard.tokens import TraceBuilder, prompt_digest, verify, verify_trace
 
-from .strategies import conversations, said, spiked
+from .strategies import conversations, replies, spiked
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def traces(draw):
     return trace.build()
 
 
-@given(messages=conversations(spiked), turns=st.lists(st.tuples(generation, said(spiked)), min_size=1, max_size=4))
+@given(messages=conversations(spiked), turns=st.lists(st.tuples(generation, replies(spiked)), min_size=1, max_size=4))
 def test_the_trace_of_a_conversation_proves_every_prompt_that_was_sent(chatml, messages, turns):
     trace, sent = builder(), []
     trace.context(chatml.render(messages))
@@ -198,15 +198,15 @@ def test_a_built_trace_does_not_change_and_ends_with_a_sampled_token():
 
 @given(trace=traces(), cut=st.integers(0, 60), tail=st.lists(token, max_size=5), beyond=st.integers(0, 60))
 def test_the_common_prefix_is_found(trace, cut, tail, beyond):
-    ours = builder()
-    ours.context(trace.token_ids)
+    own = builder()
+    own.context(trace.token_ids)
     other = trace.token_ids[:cut].tolist() + tail
     expected = next(
         (i for i, (a, b) in enumerate(zip(trace.token_ids, other, strict=False)) if a != b),
         min(len(trace), len(other)),
     )
-    assert ours.common_prefix(other) == expected
-    assert ours.common_prefix(other, beyond) == (expected if expected > beyond else 0)
+    assert own.common_prefix(other) == expected
+    assert own.common_prefix(other, beyond) == (expected if expected > beyond else 0)
 
 
 @given(trace=traces(), tail=generation)

@@ -202,7 +202,7 @@ class SglangEngine(RemoteEngine):
                 raise
             ids, entries = [], []
         tops = meta.output_top_logprobs
-        if tops is not None and meta.completion_tokens is not None:  # there may be more; `_rest` explains it
+        if tops is not None and meta.completion_tokens is not None:  # there may be more; `_new_items` explains it
             tops = tops[: meta.completion_tokens]
         return stream.take(
             ids,
