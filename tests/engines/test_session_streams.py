@@ -184,8 +184,8 @@ async def test_a_completion_continues_from_the_tokens_of_an_earlier_one() -> Non
         assert generation.versions == (VersionSpan(2, 0, 9), VersionSpan(3, 9, 20))
         (call,) = server.calls
         assert list(call.prompt_ids) == [*PROMPT, *IDS[:9]] and call.body["sampling_params"]["max_tokens"] == 11
-        unheard = await complete(session, resume=part_of(9))
-        assert text_of(unheard) == WORDS
+        unstreamed = await complete(session, resume=part_of(9))
+        assert text_of(unstreamed) == WORDS
 
 
 @pytest.mark.parametrize(
