@@ -128,35 +128,35 @@ class FleetHead:
                 if leased.cancelled is not None:
                     node.cancel(key, leased.cancelled.detail)
         if was_there:
-            kept = {key.id for key in keeps}
-            for rollout_id in node.out - kept:
+            retained_ids = {key.id for key in keeps}
+            for rollout_id in node.out - retained_ids:
                 leased = self._leases.get(rollout_id)
                 if leased is not None and not node.is_sent(rollout_id):
                     self._pipeline.spawn(partial(self._leases.give_back, leased, "no longer has it"))
         else:
             node.anew(join.standing)
             log.info("node joined", extra={"node": node.name, "host": node.host, "holds": len(keeps)})
-        self.nodes.tell()
+        self.nodes.notify()
         settings = self.nodes.settings
         return Joined(self._pipeline.store.epoch, settings.lease_s, settings.hold_s, keeps)
 
     async def poll(self, poll: Poll, wait_s: float) -> Orders:
         """Returns a node's orders as soon as there are any, or empty ones when `wait_s` is over."""
-        node = self._heard(poll.session, poll)
+        node = self._update_node(poll.session, poll)
         until = time.monotonic() + min(wait_s, self.nodes.settings.poll_s)
         while True:
             orders = node.orders(self._router.gates())
-            left_s = until - time.monotonic()
-            if orders is not None or left_s <= 0 or node.is_over:
+            remaining_s = until - time.monotonic()
+            if orders is not None or remaining_s <= 0 or node.is_over:
                 return orders or Orders(node.standing.got)
             try:
-                await asyncio.wait_for(node.news.wait(), left_s)
+                await asyncio.wait_for(node.news.wait(), remaining_s)
             except TimeoutError:
                 continue
 
     async def report(self, report: Report) -> Reported:
         """Stores a node's report. Items of one rollout are stored in order, rollouts concurrently."""
-        node = self._heard(report.session, report)
+        node = self._update_node(report.session, report)
         by_key: dict[Key, list[Item]] = {}
         for item in report.items:
             by_key.setdefault(item.key, []).append(item)
@@ -165,7 +165,7 @@ class FleetHead:
             self.nodes.lose(node, "left")
         return Reported([key for key, is_taken in zip(by_key, taken, strict=True) if not is_taken])
 
-    def _heard(self, session: str, message: Poll | Report) -> ConnectedNode:
+    def _update_node(self, session: str, message: Poll | Report) -> ConnectedNode:
         node = self.nodes.of(session, message.standing)
         for use in message.standing.engines:
             self._router.used(use.engine, node.name, use.sessions, use.in_flight, use.tokens)
@@ -213,7 +213,7 @@ class FleetHead:
             at = leased.rollout.position
             to = at.to(step)
             self._pipeline.store.move(leased.rollout.id, at, to).add_done_callback(
-                lambda done: done.cancelled() or done.exception()
+                lambda future: future.cancelled() or future.exception()
             )
             leased.at(to)
         self._pipeline.publish(leased.rollout)
@@ -254,8 +254,8 @@ class FleetHead:
     async def _returned(self, leased: LeasedRollout, item: Returned) -> None:
         leased.is_settling = True
         rollout, lost = leased.rollout, item.lost
-        is_told_so = item.is_excused and (lost.code == DRAINED or rollout.excused < MOST_EXCUSED)
-        if is_told_so or self._is_nodes_own(leased, lost.code, item):
+        may_excuse = item.is_excused and (lost.code == DRAINED or rollout.excused < MOST_EXCUSED)
+        if may_excuse or self._is_nodes_own(leased, lost.code, item):
             await self._leases.excuse(leased, lost)
             return
         if item.is_excused:  # excused too often: now it counts, and may be the last

@@ -54,7 +54,7 @@ class HeadConnection:
         self._where = head
         self._may_be_clear = may_be_clear
         self._http: aiohttp.ClientSession | None = None
-        self._is_known = False  # a head has answered
+        self._has_answered = False  # a head has answered
         self.answer_s = ANSWER_S  # later less than a lease: a dead machine does not close connections
 
     async def __aenter__(self) -> Self:
@@ -131,9 +131,9 @@ class HeadConnection:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise HeadUnreachable(f"{url}: {type(error).__name__}: {error}") from error
         if reply.status == 200 and reply.content_type == MEDIA_TYPE:
-            self._is_known = True
+            self._has_answered = True
             return self._decoded(url, body, kind)
-        if self._is_known and reply.status in (401, 403, 404):  # a new head with another token, or not a head
+        if self._has_answered and reply.status in (401, 403, 404):  # a new head with another token, or not a head
             raise HeadUnreachable(f"{url} answers {reply.status}, and has accepted this node before")
         raise _refusal(url, reply.status, body)
 

@@ -67,12 +67,12 @@ class Leases:
         self.unclaimed.discard(rollout_id)
         if rollout_id in self._going_back:
             self._going_back.discard(rollout_id)
-            self._nodes.tell()
+            self._nodes.notify()
         if leased.node is not None:
             leased.node.out.discard(rollout_id)
         leased.leave_seat()
-        self._pipeline.scheduler.done(leased.run.id)
-        self._pipeline.left()
+        self._pipeline.scheduler.release(leased.run.id)
+        self._pipeline.on_place_freed()
 
     # --- their end ------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Leases:
         for rollout_id in list(self.unclaimed):
             self.unclaimed.discard(rollout_id)
             self.give_back_later(self._by_id[rollout_id], why)
-        self._nodes.tell()
+        self._nodes.notify()
 
     def give_back_later(self, leased: LeasedRollout, why: str) -> None:
         """Gives it back in the background. Until then its node may still claim it."""

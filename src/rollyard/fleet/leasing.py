@@ -45,7 +45,7 @@ class Leasing:
         self._pipeline = pipeline
         self._nodes = nodes
         self._leases = leases
-        self._held_back: set[str] = set()  # policies whose seats are taken while nodes want more
+        self._policies_without_seats: set[str] = set()  # policies whose seats are taken while nodes want more
         self._own_runs: set[str] = set()  # runs that have had rollouts that only this process can run
         self._coming_here: set[str] = set()  # rollouts that have left the queue for this process's INIT
         self._choosing = 0  # rollouts that have left the queue and have no node yet
@@ -61,8 +61,8 @@ class Leasing:
         """Leases queued rollouts while nodes want more, and runs those here that need no node."""
         pipeline = self._pipeline
         taken: list[Taken] = []
-        most = min(self._nodes.wanted - self._choosing, self._nodes.settings.batch)
-        self._held_back.clear()
+        most = min(self._nodes.free_places - self._choosing, self._nodes.settings.batch)
+        self._policies_without_seats.clear()
         self._room_for.clear()
         while not pipeline.is_draining and len(taken) < most:
             row = pipeline.scheduler.pop(time.monotonic(), self._may_go)
@@ -82,7 +82,7 @@ class Leasing:
             taken.append((row, None))
         for run in {run.policy: run for run in pipeline.runs}.values():
             seats = self._seats(run)
-            seats.held_back, seats.on_free = int(run.policy in self._held_back), pipeline.wake
+            seats.held_back, seats.on_free = int(run.policy in self._policies_without_seats), pipeline.wake
         if taken:
             self._choosing += len(taken)
             pipeline.spawn(partial(self._lease_each, taken))
@@ -102,10 +102,10 @@ class Leasing:
         if run is None:
             return True
         if self._seats(run).free == 0:
-            self._held_back.add(run.policy)
+            self._policies_without_seats.add(run.policy)
             return False
         if run.policy not in self._room_for:
-            self._room_for[run.policy] = self._nodes.wanted_for(self._router.up(run.policy))
+            self._room_for[run.policy] = self._nodes.free_places_for(self._router.up(run.policy))
             self._log_unserved(run.policy)
         return self._room_for[run.policy] > 0
 
@@ -158,17 +158,17 @@ class Leasing:
     async def _lease(self, taken: Sequence[Taken]) -> None:
         """Reads the rollouts, chooses nodes and writes the leases; only then are they sent to the nodes."""
         pipeline = self._pipeline
-        left = {row.id: (row, seat) for row, seat in taken}
-        wanted: list[tuple[Rollout, Run, ConnectedNode]] = []
+        remaining = {row.id: (row, seat) for row, seat in taken}
+        assignments: list[tuple[Rollout, Run, ConnectedNode]] = []
         try:
             try:
-                found = await pipeline.store.get_many(list(left))
+                rollouts = await pipeline.store.get_many(list(remaining))
             finally:
                 self._choosing -= len(taken)
-            for rollout in found:
-                row, seat = left[rollout.id]
+            for rollout in rollouts:
+                row, seat = remaining[rollout.id]
                 run = pipeline.run_of(rollout.run)
-                is_ours, needs_seat = self.needs(rollout)
+                is_head_only, needs_seat = self.needs(rollout)
                 if (
                     rollout.state is not State.QUEUED
                     or rollout.attempt != row.attempt
@@ -176,14 +176,14 @@ class Leasing:
                     or pipeline.is_draining
                 ):
                     self._not_taken(rollout)
-                elif is_ours:
+                elif is_head_only:
                     if rollout.id in self._coming_here or self._room_here > 0:
                         self._coming_here.add(rollout.id)
-                        _close(left.pop(rollout.id)[1])
+                        _close(remaining.pop(rollout.id)[1])
                         pipeline.spawn(partial(self._run_here, rollout, run, pipeline.queued_s(row, rollout)))
                     else:
                         pipeline.scheduler.push(row, time.monotonic() + LATER_S)
-                elif needs_seat and not self._is_seated(left, row, run):
+                elif needs_seat and not self._is_seated(remaining, row, run):
                     pipeline.scheduler.push(row, time.monotonic() + LATER_S)
                 elif (node := self._nodes.place(rollout, self._engines(run, needs_seat))) is None:
                     # The node that wanted it has left meanwhile.
@@ -191,31 +191,31 @@ class Leasing:
                 else:
                     if not needs_seat:
                         _close(seat)
-                    wanted.append((rollout, run, node))
-            got = set(await pipeline.store.lease([(it.id, it.attempt, node.name) for it, _, node in wanted]))
-            for rollout, run, node in wanted:
+                    assignments.append((rollout, run, node))
+            got = set(await pipeline.store.lease([(it.id, it.attempt, node.name) for it, _, node in assignments]))
+            for rollout, run, node in assignments:
                 if rollout.id in got:
-                    row, seat = left.pop(rollout.id)
+                    row, seat = remaining.pop(rollout.id)
                     pipeline.starting.pop(rollout.id, None)
                     self._send(LeasedRollout(rollout, run, node, seat, queued_s=pipeline.queued_s(row, rollout)))
-            missed = [rollout.id for rollout, _, _ in wanted if rollout.id not in got]
+            missed = [rollout.id for rollout, _, _ in assignments if rollout.id not in got]
             for rollout in await pipeline.store.get_many(missed) if missed else ():
                 if rollout.state is State.QUEUED:  # another transaction held it
-                    pipeline.scheduler.push(left[rollout.id][0], time.monotonic() + MISSED_S)
+                    pipeline.scheduler.push(remaining[rollout.id][0], time.monotonic() + MISSED_S)
                 else:
                     self._not_taken(rollout)
         finally:
-            for _, _, node in wanted:
+            for _, _, node in assignments:
                 node.promised -= 1
-            for row, seat in left.values():
+            for row, seat in remaining.values():
                 _close(seat)
                 self._coming_here.discard(row.id)
                 pipeline.starting.pop(row.id, None)
                 self._leases.forget_cancel(row.id)
-                pipeline.scheduler.done(row.run)
-            if left:
+                pipeline.scheduler.release(row.run)
+            if remaining:
                 pipeline.notify()
-                if self._nodes.wanted:
+                if self._nodes.free_places:
                     pipeline.wake()
 
     @property
@@ -228,11 +228,11 @@ class Leasing:
     def _engines(self, run: Run, needs_model: bool) -> frozenset[str]:
         return self._router.up(run.policy) if needs_model else frozenset()
 
-    def _is_seated(self, left: dict[str, Taken], row: QueuedRow, run: Run) -> bool:
+    def _is_seated(self, remaining: dict[str, Taken], row: QueuedRow, run: Run) -> bool:
         """Whether it has a seat. One that left the queue without a seat gets one now, if there is one."""
-        if left[row.id][1] is None:
-            left[row.id] = (row, self._seats(run).try_acquire())
-        return left[row.id][1] is not None
+        if remaining[row.id][1] is None:
+            remaining[row.id] = (row, self._seats(run).try_acquire())
+        return remaining[row.id][1] is not None
 
     def needs(self, rollout: Rollout) -> tuple[bool, bool]:
         """Whether only this process can run it, and whether it needs a seat. A rollout whose agent is not installed any
@@ -266,7 +266,7 @@ class Leasing:
             await pipeline.init_pool.acquire((-rollout.priority, rollout.seq))
         except BaseException:
             pipeline.seated(run.policy)
-            pipeline.scheduler.done(run.id)
+            pipeline.scheduler.release(run.id)
             raise
         finally:
             pipeline.starting.pop(rollout.id, None)

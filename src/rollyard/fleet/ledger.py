@@ -33,7 +33,7 @@ class LedgerEntry:
 
     item: Item
     size_bytes: int
-    done: asyncio.Future[None]
+    answer: asyncio.Future[None]
 
 
 @dataclass(slots=True)
@@ -57,35 +57,35 @@ class NodeLedger:
     def __init__(self, artifacts: ArtifactFolder, on_news: Callable[[], None] = lambda: None) -> None:
         self._artifacts = artifacts
         self._on_news = on_news
-        self._held: dict[str, HeldRollout] = {}
+        self._by_id: dict[str, HeldRollout] = {}
         self._outbox: deque[LedgerEntry] = deque()
         self._is_closed = False
-        self._left: set[str] = set()  # released without an end: their artifacts may still be here
+        self._released: set[str] = set()  # released without an end: their artifacts may still be here
 
     # --- called by the node ---------------------------------------------------------------------------
 
     def accept(self, rollout: Rollout) -> bool:
         """Takes a lease. Returns False if it is here already (orders may come twice)."""
-        held = self._held.get(rollout.id)
-        if held is not None and held.rollout.attempt >= rollout.attempt:
+        holding = self._by_id.get(rollout.id)
+        if holding is not None and holding.rollout.attempt >= rollout.attempt:
             return False
-        self._held[rollout.id] = HeldRollout(rollout)
+        self._by_id[rollout.id] = HeldRollout(rollout)
         return True
 
     @property
     def holds(self) -> list[Key]:
-        return [holding.key for holding in self._held.values()]
+        return [holding.key for holding in self._by_id.values()]
 
     @property
     def rollouts(self) -> list[Rollout]:
-        return [holding.rollout for holding in self._held.values()]
+        return [holding.rollout for holding in self._by_id.values()]
 
     def has(self, key: Key) -> bool:
-        held = self._held.get(key.id)
-        return held is not None and held.key == key
+        holding = self._by_id.get(key.id)
+        return holding is not None and holding.key == key
 
     def next(self, most: int, most_bytes: int) -> list[LedgerEntry]:
-        """Returns the oldest items to send, at least one if there is any. They stay until `told` or `drop`."""
+        """Returns the oldest items to send, at least one if there is any. They stay until `acknowledge` or `drop`."""
         taken: list[LedgerEntry] = []
         size_bytes = 0
         for entry in self._outbox:
@@ -95,7 +95,7 @@ class NodeLedger:
             taken.append(entry)
         return taken
 
-    def told(self, entries: Sequence[LedgerEntry], refused: Iterable[Key]) -> None:
+    def acknowledge(self, entries: Sequence[LedgerEntry], refused: Iterable[Key]) -> None:
         """Removes items that the head has answered. Those that it refused do not belong to this node."""
         stale = set(refused)
         for entry in entries:
@@ -105,8 +105,8 @@ class NodeLedger:
                 _fail(
                     entry, Stale(f"{entry.item.key.id}, attempt {entry.item.key.attempt}, is not at this node any more")
                 )
-            elif not entry.done.done():
-                entry.done.set_result(None)
+            elif not entry.answer.done():
+                entry.answer.set_result(None)
             if isinstance(entry.item, (Ended, Returned)) or entry.item.key in stale:
                 self._forget(entry.item.key)
 
@@ -136,8 +136,8 @@ class NodeLedger:
 
     def _forget(self, key: Key) -> None:
         if self.has(key):
-            del self._held[key.id]
-            self._left.add(key.id)
+            del self._by_id[key.id]
+            self._released.add(key.id)
 
     def __len__(self) -> int:
         return len(self._outbox)
@@ -154,20 +154,20 @@ class NodeLedger:
         return ()
 
     async def sweep(self, _: Retention) -> SweepResult:
-        gone = [rollout_id for rollout_id in self._left if rollout_id not in self._held]
-        self._left.difference_update(gone)
-        return SweepResult(tuple(gone))
+        released = [rollout_id for rollout_id in self._released if rollout_id not in self._by_id]
+        self._released.difference_update(released)
+        return SweepResult(tuple(released))
 
     async def get(self, rollout_id: str) -> Rollout:
-        if rollout_id not in self._held:
+        if rollout_id not in self._by_id:
             raise NotFound(f"rollout {rollout_id!r} is not at this node")
-        return self._held[rollout_id].rollout
+        return self._by_id[rollout_id].rollout
 
     def move(self, rollout_id: str, at: Position, to: Position) -> asyncio.Future[None]:
         holding = self._locate(rollout_id, at)
         holding.rollout = replace(holding.rollout, position=to)
         if to.state is State.INIT:  # the head has this state since the lease
-            return _done()
+            return _completed()
         return self._put(Moved(holding.key, to.state))
 
     def requeue(
@@ -199,26 +199,26 @@ class NodeLedger:
             data, tokens = bytes(encode_trajectory(trajectory)), trajectory.sampled_tokens
         await self._put(Ended(holding.key, to_json(ending), data, tokens), len(data or b""))
         await self._artifacts.delete(rollout_id)
-        self._left.discard(rollout_id)
+        self._released.discard(rollout_id)
         return replace(holding.rollout, position=at.to(State.ENDED), ending=ending)
 
     # --- internal -------------------------------------------------------------------------------------
 
     def _locate(self, rollout_id: str, at: Position) -> HeldRollout:
-        holding = self._held.get(rollout_id)
+        holding = self._by_id.get(rollout_id)
         if holding is None or holding.rollout.position != at:
             raise Stale(f"rollout {rollout_id}, attempt {at.attempt}, is not at this node any more")
         return holding
 
     def _put(self, item: Item, size_bytes: int = 0) -> asyncio.Future[None]:
         entry = LedgerEntry(item, size_bytes + 200, asyncio.get_running_loop().create_future())
-        entry.done.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # few are awaited
+        entry.answer.add_done_callback(lambda it: None if it.cancelled() else it.exception())  # few are awaited
         if self._is_closed:
             _fail(entry, Stale("this node has left its head"))
         else:
             self._outbox.append(entry)
             self._on_news()
-        return entry.done
+        return entry.answer
 
     async def _blobs(self, trajectory: Trajectory, rollout_id: str, attempt: int) -> list[Blob]:
         if sum(artifact.bytes for artifact in trajectory.artifacts) > MOST_ARTIFACT_BYTES:
@@ -230,12 +230,12 @@ class NodeLedger:
         ]
 
 
-def _done() -> asyncio.Future[None]:
+def _completed() -> asyncio.Future[None]:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     future.set_result(None)
     return future
 
 
 def _fail(entry: LedgerEntry, error: Exception) -> None:
-    if not entry.done.done():
-        entry.done.set_exception(error)
+    if not entry.answer.done():
+        entry.answer.set_exception(error)

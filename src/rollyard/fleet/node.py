@@ -81,14 +81,14 @@ class Node:
         self._joins = 0
         self._is_drained = False
         self._news = asyncio.Event()  # something to report
-        self._told = asyncio.Event()  # the head has answered a report
+        self._answered = asyncio.Event()  # the head has answered a report
         self._is_joined = asyncio.Event()
         self._lease_s, self._hold_s = 30.0, 600.0
-        self._heard_at = time.monotonic()
+        self._last_contact_at = time.monotonic()
         self._errands: set[asyncio.Task[None]] = set()
         self._broke: asyncio.Future[None] | None = None  # set when an errand raises
-        self._said_want = 0
-        self._said_reach: list[tuple[str, bool, bool]] = []
+        self._reported_free_places = 0
+        self._reported_reach: list[tuple[str, bool, bool]] = []
         self._is_moved = False
         router.on_moved.append(self.moved)
         self.on_joined: Callable[[], None] = lambda: None
@@ -130,8 +130,8 @@ class Node:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(1.0, self._pipeline.settings.drain_s)):
                 while self._ledger.holds:
-                    self._told.clear()
-                    await self._told.wait()
+                    self._answered.clear()
+                    await self._answered.wait()
         with suppress(HeadUnreachable, NodeUnknown):
             await self._link.report(Report(self._session, self._standing(), [], is_leaving=True))
 
@@ -144,7 +144,7 @@ class Node:
                 if not self._is_joined.is_set():
                     await self._join()
                 orders = await self._link.poll(Poll(self._session, self._standing()), self._lease_s / 3)
-                self._heard()
+                self._record_contact()
                 self._obey(orders)
                 retry_s = FIRST_RETRY_S
             except NodeUnknown:
@@ -161,7 +161,7 @@ class Node:
         joined = await self._link.join(
             Join(PROTOCOL, __version__, self.name, self._session, socket.gethostname(), holds, self._standing())
         )
-        self._heard()
+        self._record_contact()
         self._lease_s, self._hold_s = joined.lease_s, joined.hold_s
         self._link.answer_s = max(LEAST_ANSWER_S, self._lease_s / 2)
         keeps = set(joined.keeps)
@@ -186,9 +186,9 @@ class Node:
                     entries = self._ledger.next(MOST_ITEMS, MOST_BYTES)
                     items = [entry.item for entry in entries]
                     reported = await self._link.report(Report(self._session, self._standing(), items))
-                    self._heard()
-                    self._ledger.told(entries, reported.refused)
-                    self._told.set()
+                    self._record_contact()
+                    self._ledger.acknowledge(entries, reported.refused)
+                    self._answered.set()
                     for key in reported.refused:
                         self._end(key, "the head has given it to another node, or it has ended")
                     retry_s = FIRST_RETRY_S
@@ -211,7 +211,7 @@ class Node:
         """Ends everything when no head was found for too long."""
         while True:
             await asyncio.sleep(min(1.0, self._hold_s / 10))
-            away_s = time.monotonic() - self._heard_at
+            away_s = time.monotonic() - self._last_contact_at
             if away_s > self._hold_s and self._ledger.holds:
                 log.error("no head was found: everything here is ended", extra={"node": self.name, "away_s": away_s})
                 for key in self._ledger.holds:
@@ -298,8 +298,8 @@ class Node:
 
     # --- status ---------------------------------------------------------------------------------------
 
-    def _heard(self) -> None:
-        self._heard_at = time.monotonic()
+    def _record_contact(self) -> None:
+        self._last_contact_at = time.monotonic()
 
     def _standing(self) -> NodeStatus:
         pipeline = self._pipeline
@@ -317,13 +317,13 @@ class Node:
             )
             for status in self._router.list()
         ]
-        self._said_reach = self._reached()
-        self._said_want = self._want()
-        return NodeStatus(self._got, self._said_want, self._gates, self._is_drained, pools, uses)
+        self._reported_reach = self._reached()
+        self._reported_free_places = self._free_places()
+        return NodeStatus(self._got, self._reported_free_places, self._gates, self._is_drained, pools, uses)
 
     def room(self) -> None:
         """Called when a place may have become free: reports it now instead of with the next poll."""
-        if self._want() > self._said_want:
+        if self._free_places() > self._reported_free_places:
             self.news()
 
     def moved(self) -> None:
@@ -335,7 +335,7 @@ class Node:
     def _reach(self) -> None:
         """Reports changed reachability, and gives back what waits here for unreachable engines."""
         self._is_moved = False
-        if self._reached() == self._said_reach:
+        if self._reached() == self._reported_reach:
             return
         self.news()
         for rollout in self._ledger.rollouts:
@@ -349,7 +349,7 @@ class Node:
         """Returns for each engine whether it can be used from here, and whether it has been tried at all."""
         return [(it.spec.id, it.health.is_reachable, bool(it.stats.last_error)) for it in self._router.list()]
 
-    def _want(self) -> int:
+    def _free_places(self) -> int:
         """Free places on the way to RUN, and some to wait for INIT, less what waits here already."""
         pipeline = self._pipeline
         if self._is_drained or pipeline.is_draining:

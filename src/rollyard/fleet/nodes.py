@@ -45,7 +45,7 @@ class ConnectedNode:
     session: str
     host: str
     version: str
-    heard_at: float
+    last_call_at: float
     joined_at: float = field(default_factory=time.time)
     standing: NodeStatus = field(default_factory=NodeStatus)
     room: NodeRoom = field(default_factory=NodeRoom)
@@ -66,7 +66,7 @@ class ConnectedNode:
 
     @property
     def heard_s_ago(self) -> float:
-        return max(0.0, time.monotonic() - self.heard_at)
+        return max(0.0, time.monotonic() - self.last_call_at)
 
     @property
     def is_drained(self) -> bool:
@@ -132,23 +132,23 @@ class ConnectedNode:
         """Returns everything that the node has not confirmed, under a new number, or None if there is nothing new."""
         is_news = any(number == 0 for number, _ in (*self._leases.values(), *self._cancels))
         is_missing = bool(self._leases or self._cancels or self._new_runs) and self.standing.got < self._sent
-        wants_gates = gates.number != self._gates_sent or self.standing.got < self._gates_in
+        sends_gates = gates.number != self._gates_sent or self.standing.got < self._gates_in
         self.news.clear()
-        if not is_news and not is_missing and not wants_gates and self.drain_asked is None:
+        if not is_news and not is_missing and not sends_gates and self.drain_asked is None:
             return None
         self._sent += 1
         number = self._sent
         self._leases = {name: (number, lease) for name, (_, lease) in self._leases.items()}
         self._cancels = [(number, cancel) for _, cancel in self._cancels]
         self._new_runs = [(number, run) for _, run in self._new_runs]
-        if wants_gates:
+        if sends_gates:
             self._gates_sent, self._gates_in = gates.number, number
         return Orders(
             number,
             [lease for _, lease in self._leases.values()],
             [run for _, run in self._new_runs],
             [cancel for _, cancel in self._cancels],
-            gates if wants_gates else None,
+            gates if sends_gates else None,
             self.drain_asked,
         )
 
@@ -181,10 +181,10 @@ class Nodes:
             raise NodeReplaced(f"another process has joined as {self._replaced[join.session]!r} since")
         there = self.by_name.get(join.name)
         if there is not None and there.session == join.session:
-            there.heard_at = self._clock()
+            there.last_call_at = self._clock()
             there.anew(join.standing)
             self._hungry[id(there.room)] = there
-            self.tell()
+            self.notify()
             return there, True
         if there is not None:
             self._replaced[there.session] = join.name
@@ -199,10 +199,10 @@ class Nodes:
         """Applies a call's status and returns the session's node. Raises `NodeUnknown` or `NodeReplaced`."""
         node = self._by_session.get(session)
         if node is not None:
-            node.heard_at = self._clock()
+            node.last_call_at = self._clock()
             node.stands(standing)
             self._hungry[id(node.room)] = node
-            self.tell()
+            self.notify()
             return node
         if session in self._replaced:
             raise NodeReplaced(f"another process has joined as {self._replaced[session]!r} since")
@@ -226,7 +226,7 @@ class Nodes:
         if self.by_name.get(node.name) is node:
             del self.by_name[node.name]
         self._on_lost(node, why)
-        self.tell()
+        self.notify()
 
     def look(self) -> None:
         """Ends the sessions of nodes that made no call for too long."""
@@ -235,20 +235,20 @@ class Nodes:
         self._looked_at = now
         for node in list(self.by_name.values()):
             if stood_still_s > lease_s / 2:
-                node.heard_at = max(node.heard_at, now - lease_s / 2)
-            elif now - node.heard_at > lease_s:
-                self.lose(node, f"made no call for {now - node.heard_at:.1f} s")
+                node.last_call_at = max(node.last_call_at, now - lease_s / 2)
+            elif now - node.last_call_at > lease_s:
+                self.lose(node, f"made no call for {now - node.last_call_at:.1f} s")
 
     # --- places ---------------------------------------------------------------------------------------
 
     @property
-    def wanted(self) -> int:
+    def free_places(self) -> int:
         """Rollouts that all nodes want. Read often, so it visits only nodes that have called since they wanted none."""
         for key in [key for key, node in self._hungry.items() if node.room.want <= 0]:
             del self._hungry[key]
         return sum(node.room.want for node in self._hungry.values())
 
-    def wanted_for(self, engines: Collection[str]) -> int:
+    def free_places_for(self, engines: Collection[str]) -> int:
         """Rollouts wanted by the nodes that can use one of these engines."""
         return sum(node.room.want for node in self._hungry.values() if node.room.serves(engines))
 
@@ -269,7 +269,7 @@ class Nodes:
 
     # --- waiters --------------------------------------------------------------------------------------
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wakes the waiters for a change."""
         for waiter in self._changed:
             if not waiter.done():

@@ -66,11 +66,11 @@ class NodeRoom:
         return self.want / max(1, self.places) + SETUP_WORTH * has_setup + IMAGE_WORTH * has_image
 
 
-def _remember(known: dict[str, None], name: str) -> None:
-    known.pop(name, None)
-    known[name] = None
-    while len(known) > REMEMBERED:
-        del known[next(iter(known))]
+def _remember(recent: dict[str, None], name: str) -> None:
+    recent.pop(name, None)
+    recent[name] = None
+    while len(recent) > REMEMBERED:
+        del recent[next(iter(recent))]
 
 
 def place(

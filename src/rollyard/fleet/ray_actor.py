@@ -75,7 +75,7 @@ def sizes(
     else from what the Ray node offers."""
     by_memory = max(1, int(memory_bytes // RUN_BYTES)) if memory_bytes else sys.maxsize
     init = max(1, int(INIT_PER_CPU * cpus))
-    found: dict[str, int] = {
+    slots: dict[str, int] = {
         "init_slots": init,
         "run_slots": min(max(1, int(RUN_PER_CPU * cpus)), by_memory),
         "eval_slots": max(1, int(EVAL_PER_CPU * cpus)),
@@ -83,17 +83,17 @@ def sizes(
     }
     for name in SLOTS:
         variable = f"ROLLYARD_{name.upper()}"
-        said = environ.get(variable) or settings.get(name)
-        if said is None:
+        value = environ.get(variable) or settings.get(name)
+        if value is None:
             continue
         least = 0 if name == "ready_slots" else 1
         try:
-            found[name] = int(str(said))
+            slots[name] = int(str(value))
         except ValueError:
-            raise ValueError(f"{variable} must be a number, not {said!r}") from None
-        if found[name] < least:
-            raise ValueError(f"{variable} must be at least {least}, not {said}")
-    return found
+            raise ValueError(f"{variable} must be a number, not {value!r}") from None
+        if slots[name] < least:
+            raise ValueError(f"{variable} must be at least {least}, not {value}")
+    return slots
 
 
 def claim_folder(base: Path) -> tuple[Path, FileLock]:
@@ -116,9 +116,9 @@ def claim_folder(base: Path) -> tuple[Path, FileLock]:
 
 def node_home(settings: Mapping[str, Json], environ: Mapping[str, str]) -> Path:
     """Returns the folder below which the nodes of a machine have their folders."""
-    said = environ.get("ROLLYARD_DATA_DIR") or settings.get("data_dir")
-    if said:
-        return Path(str(said)).expanduser() / "nodes"
+    data_dir = environ.get("ROLLYARD_DATA_DIR") or settings.get("data_dir")
+    if data_dir:
+        return Path(str(data_dir)).expanduser() / "nodes"
     share = environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(share).expanduser() / "rollyard" / "nodes"
 
@@ -143,8 +143,8 @@ class NodeActor:
     def meet(self, head_id: str, url: str, token: str) -> NodeState:
         """Receives a head's address and returns this node's status."""
         with self._lock:
-            is_ours = head_id not in self._past
-            if is_ours:
+            is_newest_head = head_id not in self._past
+            if is_newest_head:
                 if self._head is not None and self._head.id != head_id:
                     self._past.add(self._head.id)
                 self._head = HeadAddress(head_id, url, token)
@@ -152,15 +152,15 @@ class NodeActor:
                     self._thread = threading.Thread(target=self._live, name="rollyard-node", daemon=True)
                     self._thread.start()
             is_running = self._stop is not None and not self._error
-            return NodeState(os.getpid(), is_running, self._error, is_ours)
+            return NodeState(os.getpid(), is_running, self._error, is_newest_head)
 
     def stop(self, bound_s: float) -> bool:
         """Requests the node to end what it has, and waits for it. Returns whether it did."""
         with self._lock:
             self._is_stopping = True
-            thread, told = self._thread, self._stop
-        if told is not None:
-            loop, stop = told
+            thread, running = self._thread, self._stop
+        if running is not None:
+            loop, stop = running
             if not loop.is_closed():
                 loop.call_soon_threadsafe(stop.set)
         if thread is not None:
@@ -168,7 +168,7 @@ class NodeActor:
         return thread is None or not thread.is_alive()
 
     def _live(self) -> None:
-        began_s = time.monotonic()
+        started_at_s = time.monotonic()
         try:
             _be_an_ordinary_process()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -176,14 +176,14 @@ class NodeActor:
             error = "the node ended by itself"
         except BaseException as caught:
             log.exception("node crashed", extra={"node": self._name})
-            error = _told(caught)
+            error = _one_line(caught)
         with self._lock:
             self._stop = None
             if self._is_stopping:
                 return
             self._error = error
         # Meanwhile `meet` returns the error to the head.
-        time.sleep(max(0.0, began_s + RESTART_EVERY_S - time.monotonic()))
+        time.sleep(max(0.0, started_at_s + RESTART_EVERY_S - time.monotonic()))
         os._exit(1)  # sys.exit would only end this thread, and Ray does not restart an actor that exits normally
 
     async def _run(self) -> None:
@@ -218,7 +218,7 @@ class NodeActor:
             return self._head.url, self._head.token
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Returns an error in one line. Of a task group's error, it describes the first exception inside."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

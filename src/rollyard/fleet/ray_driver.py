@@ -61,8 +61,8 @@ class _ActorRecord:
     host: str
     actor: Any = None
     question: Any = None  # the call that is not answered yet
-    heard_at_s: float = field(default_factory=time.monotonic)
-    made_at_s: float = float("-inf")
+    answered_at_s: float = field(default_factory=time.monotonic)
+    created_at_s: float = float("-inf")
     is_running: bool = False
     error: str = ""
 
@@ -72,7 +72,7 @@ class Driver:
 
     def __init__(self, brief: DriverConfig) -> None:
         self._brief = brief
-        self._kept: dict[str, _ActorRecord] = {}
+        self._records: dict[str, _ActorRecord] = {}
         self._is_superseded = False
 
     def connect(self) -> None:
@@ -106,33 +106,33 @@ class Driver:
         if self._is_superseded:
             return self._superseded()
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        for ray_id in self._kept.keys() - alive.keys():
-            del self._kept[ray_id]  # Ray ends its actor, which may run nowhere else
+        for ray_id in self._records.keys() - alive.keys():
+            del self._records[ray_id]  # Ray ends its actor, which may run nowhere else
         for ray_id, node in alive.items():
             host = str(node["NodeManagerHostname"])
-            kept = self._kept.setdefault(ray_id, _ActorRecord(name=f"{host}-{ray_id[:8]}", host=host))
+            record = self._records.setdefault(ray_id, _ActorRecord(name=f"{host}-{ray_id[:8]}", host=host))
             resources: Mapping[str, float] = node["Resources"]
             if not resources.get("CPU"):
-                kept.error = "this Ray node offers no CPU: it gets no rollouts"
-            elif kept.actor is None and time.monotonic() - kept.made_at_s >= MAKE_EVERY_S:
-                self._make(ray_id, kept, resources)
+                record.error = "this Ray node offers no CPU: it gets no rollouts"
+            elif record.actor is None and time.monotonic() - record.created_at_s >= MAKE_EVERY_S:
+                self._make(ray_id, record, resources)
         self._ask()
         if self._is_superseded:
             return self._superseded()
-        return DriverReport("look", tuple(self._node(ray_id, kept) for ray_id, kept in self._kept.items()))
+        return DriverReport("look", tuple(self._node(ray_id, record) for ray_id, record in self._records.items()))
 
     def stop_nodes(self, bound_s: float) -> DriverReport:
         """Requests all nodes to end what they have, then ends their actors for good. Reports late ones."""
         import ray
         from ray.exceptions import RayError
 
-        kept = [one for one in self._kept.values() if one.actor is not None]
-        answers = [one.actor.stop.remote(bound_s) for one in kept]
+        records = [one for one in self._records.values() if one.actor is not None]
+        answers = [one.actor.stop.remote(bound_s) for one in records]
         ready: list[Any] = []
         if answers:
             ready, _ = ray.wait(answers, num_returns=len(answers), timeout=bound_s)
         late: list[str] = []
-        for one, answer in zip(kept, answers, strict=True):
+        for one, answer in zip(records, answers, strict=True):
             try:
                 has_ended = answer in ready and ray.get(answer)
             except RayError:
@@ -140,15 +140,15 @@ class Driver:
             if not has_ended:
                 late.append(one.name)
             ray.kill(one.actor, no_restart=True)
-        self._kept.clear()
+        self._records.clear()
         return DriverReport("stopped", error=f"ended by force: {', '.join(late)}" if late else "")
 
-    def _make(self, ray_id: str, kept: _ActorRecord, resources: Mapping[str, float]) -> None:
+    def _make(self, ray_id: str, record: _ActorRecord, resources: Mapping[str, float]) -> None:
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        kept.made_at_s = kept.heard_at_s = time.monotonic()
+        record.created_at_s = record.answered_at_s = time.monotonic()
         options = {
             "name": f"node-{ray_id}",
             "lifetime": "detached",
@@ -161,48 +161,48 @@ class Driver:
         brief = self._brief
         try:
             actor = ray.remote(NodeActor).options(**options)
-            kept.actor = actor.remote(
-                kept.name, brief.entry, dict(brief.settings), resources["CPU"], resources.get("memory", 0.0)
+            record.actor = actor.remote(
+                record.name, brief.entry, dict(brief.settings), resources["CPU"], resources.get("memory", 0.0)
             )
         except (RayError, ValueError) as error:
-            kept.error = _first_line(error)
+            record.error = _first_line(error)
 
     def _ask(self) -> None:
         import ray
         from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 
         brief = self._brief
-        for kept in self._kept.values():
-            if kept.actor is not None and kept.question is None:
-                kept.question = kept.actor.meet.remote(brief.head_id, brief.head_url, brief.token)
-        open_ = [kept for kept in self._kept.values() if kept.question is not None]
+        for record in self._records.values():
+            if record.actor is not None and record.question is None:
+                record.question = record.actor.meet.remote(brief.head_id, brief.head_url, brief.token)
+        open_ = [record for record in self._records.values() if record.question is not None]
         if not open_:
             return
-        ready, _ = ray.wait([kept.question for kept in open_], num_returns=len(open_), timeout=ASK_S)
+        ready, _ = ray.wait([record.question for record in open_], num_returns=len(open_), timeout=ASK_S)
         answered = set(ready)
-        for kept in open_:
-            if kept.question not in answered:
+        for record in open_:
+            if record.question not in answered:
                 continue
-            question, kept.question = kept.question, None
+            question, record.question = record.question, None
             try:
                 state: NodeState = ray.get(question)
             except (ActorDiedError, ActorUnschedulableError) as error:
-                kept.actor, kept.is_running, kept.error = None, False, _first_line(error)
+                record.actor, record.is_running, record.error = None, False, _first_line(error)
             except RayError as error:  # it is being restarted
-                kept.is_running, kept.error = False, _first_line(error)
+                record.is_running, record.error = False, _first_line(error)
             else:
-                kept.heard_at_s = time.monotonic()
-                kept.is_running, kept.error = state.is_running, state.error
+                record.answered_at_s = time.monotonic()
+                record.is_running, record.error = state.is_running, state.error
                 self._is_superseded |= not state.is_ours
 
-    def _node(self, ray_id: str, kept: _ActorRecord) -> RayNode:
-        silent_s = time.monotonic() - kept.heard_at_s
-        is_silent = kept.actor is not None and silent_s > SILENT_S
-        error = kept.error or (f"it has not answered for {silent_s:.0f} s" if is_silent else "")
-        return RayNode(kept.name, ray_id, kept.host, kept.is_running and not is_silent, error)
+    def _node(self, ray_id: str, record: _ActorRecord) -> RayNode:
+        silent_s = time.monotonic() - record.answered_at_s
+        is_silent = record.actor is not None and silent_s > SILENT_S
+        error = record.error or (f"it has not answered for {silent_s:.0f} s" if is_silent else "")
+        return RayNode(record.name, ray_id, record.host, record.is_running and not is_silent, error)
 
     def _superseded(self) -> DriverReport:
-        self._kept.clear()  # this driver must not stop them, either
+        self._records.clear()  # this driver must not stop them, either
         return DriverReport("superseded", error="another head has taken over the nodes of this Ray cluster")
 
 
@@ -212,7 +212,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     stream = connection.makefile("wb")
 
-    def tell(report: DriverReport) -> None:
+    def send(report: DriverReport) -> None:
         stream.write(msgspec.json.encode(report) + b"\n")
         stream.flush()
 
@@ -229,16 +229,16 @@ def main() -> None:
     try:
         driver.connect()
     except Exception as error:
-        tell(DriverReport("failed", error=_why(error)))
+        send(DriverReport("failed", error=_why(error)))
         return
     while True:
-        tell(driver.look())
+        send(driver.look())
         try:
             order = orders.get(timeout=LOOK_EVERY_S)
         except queue.Empty:
             continue
         if order.what == "stop_nodes":
-            tell(driver.stop_nodes(order.bound_s))
+            send(driver.stop_nodes(order.bound_s))
             order = orders.get()  # no more looks: they would start the nodes again
         if order.what == "close":
             driver.close()
@@ -263,9 +263,9 @@ def _why(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     """Returns the first and last line of an error: Ray's errors are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = lines[0] if lines else type(error).__name__
+    first = lines[0] if lines else type(error).__name__
     last = lines[-1] if len(lines) > 1 else ""
-    return (f"{told} … {last}" if last else told)[:500]
+    return (f"{first} … {last}" if last else first)[:500]
 
 
 if __name__ == "__main__":

@@ -68,15 +68,15 @@ class RayUnavailable(Exception):
 def driver_environment(address: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the driver's environment, with Ray's token authentication on: always for a cluster that we start, else if
     a token is set."""
-    found = {**QUIET, **environ}
+    environment = {**QUIET, **environ}
     has_token = bool(environ.get("RAY_AUTH_TOKEN") or environ.get("RAY_AUTH_TOKEN_PATH"))
     if address is None:
-        found = {**found, **LOCAL}
+        environment = {**environment, **LOCAL}
         if not has_token:
-            found["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+            environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     elif has_token:
-        found.setdefault("RAY_AUTH_MODE", "token")
-    return found
+        environment.setdefault("RAY_AUTH_MODE", "token")
+    return environment
 
 
 class RayHost:
@@ -158,7 +158,7 @@ class RayHost:
             raise RayUnavailable(f"no nodes were stopped: {self._error}")
         self._stopped = asyncio.get_running_loop().create_future()
         self._is_closing = True
-        self._tell(DriverOrder("stop_nodes", bound_s))
+        self._send(DriverOrder("stop_nodes", bound_s))
         async with asyncio.timeout(bound_s + CLOSE_S):
             report = await self._stopped
         self._nodes = ()
@@ -169,7 +169,7 @@ class RayHost:
         assert self._tending is not None
         self._is_closing = True
         if self._writer is not None:
-            self._tell(DriverOrder("close"))
+            self._send(DriverOrder("close"))
         try:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.shield(self._tending)
@@ -200,33 +200,33 @@ class RayHost:
 
     async def _drive(self) -> str:
         """Runs one driver until it ends. Returns the last line that it printed."""
-        ours, theirs = socket.socketpair()
-        heard, said = socket.socketpair()
-        with theirs, said:
+        own_socket, driver_socket = socket.socketpair()
+        output_socket, driver_output = socket.socketpair()
+        with driver_socket, driver_output:
             process = subprocess.Popen(  # noqa: ASYNC220 (a vfork; nothing is waited for)
                 (sys.executable, "-P", "-m", "rollyard.fleet.ray_driver"),
-                stdin=theirs.fileno(),
-                stdout=said.fileno(),
-                stderr=said.fileno(),
+                stdin=driver_socket.fileno(),
+                stdout=driver_output.fileno(),
+                stderr=driver_output.fileno(),
                 env=self._environment,
                 start_new_session=True,  # an interrupt at the terminal goes to the service, which closes this host
             )
         self.driver_pid = process.pid
         tail = bytearray()
-        ear: asyncio.StreamWriter | None = None
+        output_writer: asyncio.StreamWriter | None = None
         try:
-            reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
-            printed, ear = await asyncio.open_connection(sock=heard)
+            reader, self._writer = await asyncio.open_connection(sock=own_socket, limit=MAX_LINE_BYTES)
+            output_reader, output_writer = await asyncio.open_connection(sock=output_socket)
             async with asyncio.TaskGroup() as group:
-                listening = group.create_task(_overhear(printed, tail))
-                self._tell(self._brief)
+                listening = group.create_task(_overhear(output_reader, tail))
+                self._send(self._brief)
                 while (line := await reader.readline()).endswith(b"\n"):
                     self._take(msgspec.json.decode(line, type=DriverReport))
                 listening.cancel()
         except* OSError as errors:
             log.debug("the connection to the Ray driver broke", extra={"error": str(errors.exceptions[0])})
         finally:
-            for writer in (self._writer, ear):
+            for writer in (self._writer, output_writer):
                 if writer is not None:
                     writer.transport.abort()
             self._writer = None
@@ -235,7 +235,7 @@ class RayHost:
         lines = bytes(tail).decode(errors="replace").strip().splitlines()
         return lines[-1][:500] if lines else ""
 
-    def _tell(self, what: DriverConfig | DriverOrder) -> None:
+    def _send(self, what: DriverConfig | DriverOrder) -> None:
         assert self._writer is not None
         self._writer.write(msgspec.json.encode(what) + b"\n")
 

@@ -127,7 +127,7 @@ def _header(spec: JobSpec) -> Iterator[str]:
 
 def _variables(spec: JobSpec) -> Iterator[str]:
     command = (str(spec.python), "-m", "rollyard", "serve", *spec.serve_options)
-    wanted = spec.nodes if spec.engine_nodes is None else min(spec.engine_nodes, spec.nodes)
+    engine_nodes = spec.nodes if spec.engine_nodes is None else min(spec.engine_nodes, spec.nodes)
     yield f"FOLDER={spec.folder}  # tokens, logs and the service's address; shared by all nodes"
     yield f"PYTHON={spec.python}"
     yield f"SERVICE={spec.service_dir}  # the service's data"
@@ -135,7 +135,7 @@ def _variables(spec: JobSpec) -> Iterator[str]:
     yield f"PORT={spec.port or ''}  # of the service; empty: derived from the job's number"
     yield f"USES_RAY={int(spec.uses_ray)} REQUEUES={int(spec.is_requeued)}"
     yield f"ENGINES=({shlex.join(spec.engines)})"
-    yield f"ENGINE_NODES={wanted if spec.engine_command else 0}  # number of this job's nodes with an engine"
+    yield f"ENGINE_NODES={engine_nodes if spec.engine_command else 0}  # number of this job's nodes with an engine"
     yield f"SERVICE_COMMAND=({shlex.join(command)})"
     yield "# Settings of the service and its nodes, as `rollyard config` names them."
     for name, value in {**spec.settings, "drain_s": f"{spec.drain_s:g}"}.items():

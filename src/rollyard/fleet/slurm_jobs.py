@@ -118,10 +118,10 @@ class SlurmCluster:
             (self.folder / "store-url").unlink(missing_ok=True)
         _write(self.folder / "job.sh", script(spec))
         # --parsable: "NUMBER" or "NUMBER;CLUSTER"
-        told = _slurm("sbatch", "--parsable", str(self.folder / "job.sh")).strip()
-        job_id = told.splitlines()[-1].partition(";")[0] if told else ""
+        output = _slurm("sbatch", "--parsable", str(self.folder / "job.sh")).strip()
+        job_id = output.splitlines()[-1].partition(";")[0] if output else ""
         if not job_id.isdigit():
-            raise SlurmError(f"sbatch answered {told!r}, which is not a job's number", "see squeue --me")
+            raise SlurmError(f"sbatch answered {output!r}, which is not a job's number", "see squeue --me")
         _write(self.folder / "cluster.json", json.dumps({"job_id": job_id, "nodes": spec.nodes}) + "\n")
         return job_id
 
@@ -143,10 +143,10 @@ def look(job_id: str) -> SlurmJob:
     """Returns the job's state. Slurm drops an ended job after minutes; its accounting, if there is one, keeps it."""
     require_slurm()
     form = "--format=%T|%r|%N|%M|%S"
-    told = _slurm("squeue", "--noheader", "--states=all", f"--jobs={job_id}", form, may_miss="Invalid job id").strip()
-    if not told:
+    output = _slurm("squeue", "--noheader", "--states=all", f"--jobs={job_id}", form, may_miss="Invalid job id").strip()
+    if not output:
         return SlurmJob(job_id, _accounted(job_id))
-    state, reason, names, ran_for, begins_at = told.splitlines()[-1].split("|")
+    state, reason, names, ran_for, begins_at = output.splitlines()[-1].split("|")
     nodes = _slurm("scontrol", "show", "hostnames", names).split() if names else ()
     return SlurmJob(job_id, state, "" if reason == "None" else reason, tuple(nodes), ran_for, begins_at)
 
@@ -158,28 +158,30 @@ def cancel(job_id: str) -> None:
 
 def _accounted(job_id: str) -> str:
     try:
-        told = _slurm("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
+        output = _slurm("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
     except SlurmError:  # most small clusters have no accounting
         return "GONE"
-    return told.split()[0].rstrip("+") if told.split() else "GONE"
+    return output.split()[0].rstrip("+") if output.split() else "GONE"
 
 
 def _slurm(*argv: str, may_miss: str = "") -> str:
     """Returns stdout of one of Slurm's commands, or an empty string if its error contains `may_miss`."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S, check=False
         )
     except FileNotFoundError as error:
         raise SlurmError(f"{argv[0]} is not in PATH, though sbatch is", "check this machine's Slurm") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{argv[0]} did not answer within {COMMAND_S:.0f} s", "try again: is slurmctld up?") from error
-    if done.returncode == 0:
-        return done.stdout
-    if may_miss and may_miss in done.stderr:
+    if completed.returncode == 0:
+        return completed.stdout
+    if may_miss and may_miss in completed.stderr:
         return ""
-    said = " ".join(line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines())
-    raise SlurmError(f"{argv[0]}: {said or f'it ended with {done.returncode}'}")
+    message = " ".join(
+        line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in completed.stderr.splitlines()
+    )
+    raise SlurmError(f"{argv[0]}: {message or f'it ended with {completed.returncode}'}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -54,7 +54,7 @@ class TokenizerServer:
     """The head's side. Files are read again only when they have changed."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int], TokenizerFile]] = {}
+        self._cache: dict[Path, tuple[tuple[int, int], TokenizerFile]] = {}
 
     async def list(self, source: str) -> TokenizerList:
         """Returns the files of a tokenizer. Raises `NotFound` if they are not here."""
@@ -79,10 +79,10 @@ class TokenizerServer:
     def _file(self, path: Path) -> TokenizerFile:
         stat = path.stat()
         mark = (stat.st_mtime_ns, stat.st_size)
-        known = self._known.get(path)
-        if known is None or known[0] != mark:
-            known = self._known[path] = (mark, _described(path))
-        return known[1]
+        entry = self._cache.get(path)
+        if entry is None or entry[0] != mark:
+            entry = self._cache[path] = (mark, _described(path))
+        return entry[1]
 
 
 class TokenizerFetcher:

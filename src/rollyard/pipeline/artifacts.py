@@ -62,10 +62,10 @@ class ArtifactFolder:
         """Returns the path of the saved file after checking its digest. Raises `ArtifactLost`."""
         path = self._folder(rollout_id) / str(attempt) / _file_name(artifact.name)
         try:
-            found = await asyncio.to_thread(_sha256, path)
+            digest = await asyncio.to_thread(_sha256, path)
         except OSError as error:
             raise ArtifactLost(f"artifact {artifact.name!r} cannot be read: {error}") from error
-        if found != artifact.sha256:
+        if digest != artifact.sha256:
             raise ArtifactLost(f"artifact {artifact.name!r} has changed since it was saved (its digest differs)")
         return path
 

@@ -267,7 +267,7 @@ class Attempt:
             "eval_mode": plan.eval_mode,
             "is_sandbox_gone": ran.is_sandbox_gone,
             "failure": msgspec.to_builtins(ran.failure),
-            "summary": msgspec.to_builtins(progress.told(progress.summary)),
+            "summary": msgspec.to_builtins(progress.with_egress(progress.summary)),
             "timings": msgspec.to_builtins(progress.timings()),
         }
         at = rollout.position
@@ -335,15 +335,15 @@ class Attempt:
     def _overrun(self, error: Exception, failure: Failure | None) -> Failure:
         """Returns the failure of an EVAL that exceeded its deadline, or ended its sandbox, in every try."""
         if isinstance(error, PolicyFailure) and not isinstance(error, EvalDeadline):
-            found = error.failure("eval")
+            eval_failure = error.failure("eval")
         else:
             detail = f"EVAL was not done in {self.clock.budget_s:g} s, twice, each time in a fresh sandbox"
-            found = EvalDeadline(detail).failure("eval")
+            eval_failure = EvalDeadline(detail).failure("eval")
         if failure is not None:
             self._progress.note(f"RUN had ended with {failure.code}")
             if not self._progress.may_train(failure):
-                found = replace(found, trainable=False)
-        return found
+                eval_failure = replace(eval_failure, trainable=False)
+        return eval_failure
 
     # --- cleaning up ----------------------------------------------------------------------------------
 

@@ -85,13 +85,13 @@ class LocalExecutor:
                 pipeline.publish(rollout)  # cancelled after it left the queue
         finally:
             pipeline.starting.pop(row.id, None)
-            is_ours = rollout is not None and rollout.state is State.QUEUED and not pipeline.is_draining
-            is_ours = is_ours and pipeline.run_of(row.run) is not None
-            if not is_ours or run is None:
+            may_start = rollout is not None and rollout.state is State.QUEUED and not pipeline.is_draining
+            may_start = may_start and pipeline.run_of(row.run) is not None
+            if not may_start or run is None:
                 if run is not None:
                     pipeline.seated(run.policy)
                 pipeline.init_pool.release()
-                pipeline.scheduler.done(row.run)
+                pipeline.scheduler.release(row.run)
                 pipeline.notify()  # a drain may be waiting for this
-        if is_ours and rollout is not None and run is not None:
+        if may_start and rollout is not None and run is not None:
             await pipeline.run_attempt(rollout, run, pipeline.queued_s(row, rollout))

@@ -65,21 +65,21 @@ async def play(
                 result = await runner.run(Deadline(task.limits.run_s))
                 trajectory = result.trajectory
                 if result.failure is not None and result.failure.blame is not Blame.POLICY:
-                    return _told(marks, None, result.failure, trajectory)
+                    return _play_result(marks, None, result.failure, trajectory)
                 result = await runner.collect(result)
                 trajectory = result.trajectory
             finally:
                 await to_its_end(runner.close)
             if result.is_sandbox_gone:
-                return _told(marks, runner.resolved.plan.failing_score, result.failure, trajectory)
+                return _play_result(marks, runner.resolved.plan.failing_score, result.failure, trajectory)
             marks.append(time.monotonic())
             score, overran = await _scored(runner, trajectory)
-            return _told(marks, score, overran or result.failure, trajectory)
+            return _play_result(marks, score, overran or result.failure, trajectory)
         finally:
             runner.forget()
     except RollyardError as error:
         stage = ("init", "run", "eval")[min(len(marks) - 1, 2)]
-        return _told(marks, None, error.failure(stage), trajectory)
+        return _play_result(marks, None, error.failure(stage), trajectory)
 
 
 async def _scored(runner: StageRunner, trajectory: Trajectory) -> tuple[Score, Failure | None]:
@@ -93,7 +93,7 @@ async def _scored(runner: StageRunner, trajectory: Trajectory) -> tuple[Score, F
         return runner.resolved.plan.failing_score, error.failure("eval")
 
 
-def _told(
+def _play_result(
     marks: list[float], score: Score | None, failure: Failure | None, trajectory: Trajectory | None
 ) -> PlayResult:
     times = [*marks, time.monotonic()]

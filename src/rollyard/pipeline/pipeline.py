@@ -234,7 +234,7 @@ class Pipeline:
                 self.event_log.publish(rollout)
             elif rollout.state is State.ENDED:
                 self.event_log.publish(rollout)
-                self._tell_end(rollout)
+                self._notify_end(rollout)
         self.wake()
 
     def _has(self, rollout_id: str) -> bool:
@@ -302,7 +302,7 @@ class Pipeline:
         """Wakes those that wait in `changed`."""
         self._idle.set()
 
-    def left(self) -> None:
+    def on_place_freed(self) -> None:
         """Called when a place became free or the budget may have grown."""
         self.notify()
         self.wake()
@@ -319,7 +319,7 @@ class Pipeline:
                 pool.resize(sizes[pool.name])
         self.ready_slots = sizes.get("ready", self.ready_slots)
         self._max_live = sizes.get("live", self._max_live)
-        self.left()
+        self.on_place_freed()
 
     @property
     def max_live(self) -> int:
@@ -350,9 +350,9 @@ class Pipeline:
         self.event_log.publish(rollout)
         if rollout.ending is not None:
             self.metrics.rollout_ended(rollout)
-            self._tell_end(rollout)
+            self._notify_end(rollout)
 
-    def _tell_end(self, rollout: Rollout) -> None:
+    def _notify_end(self, rollout: Rollout) -> None:
         for listener in self.on_end:
             listener(rollout)
 
@@ -387,9 +387,9 @@ class Pipeline:
         self.ahead[policy] = self.ahead.get(policy, 0) + 1
 
     def seated(self, policy: str) -> None:
-        left = self.ahead.get(policy, 0) - 1
-        if left > 0:
-            self.ahead[policy] = left
+        remaining = self.ahead.get(policy, 0) - 1
+        if remaining > 0:
+            self.ahead[policy] = remaining
         else:
             self.ahead.pop(policy, None)
         self.wake()
@@ -414,9 +414,9 @@ class Pipeline:
             del self.live[attempt.rollout.id]
             if not attempt.is_seated:
                 self.seated(attempt.run.policy)
-            self.scheduler.done(attempt.rollout.run)
+            self.scheduler.release(attempt.rollout.run)
             self.quarantined += attempt.quarantined
-            self.left()
+            self.on_place_freed()
 
     def spawn(
         self,
@@ -487,10 +487,10 @@ class Pipeline:
 
     async def sweep(self) -> None:
         """Deletes what retention no longer keeps: rows, then the artifacts of deleted or acknowledged rollouts."""
-        known = dict(self._runs)
+        runs_before = dict(self._runs)
         swept = await self.store.sweep(Retention(self.settings.retain_s))
         for run_id in swept.runs:
-            if self._runs.get(run_id) is known.get(run_id):  # otherwise it was created again meanwhile
+            if self._runs.get(run_id) is runs_before.get(run_id):  # otherwise it was created again meanwhile
                 self._forget_run(run_id)
         for listener in self.on_swept:
             listener(swept)

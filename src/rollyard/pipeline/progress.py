@@ -97,10 +97,10 @@ class AttemptProgress:
 
     def _between(self, start: str, end: str) -> float:
         """Returns the seconds from one mark to another, or to now; 0 without the first mark."""
-        begun, done = self.marks.get(start), self.marks.get(end)
-        if begun is None:
+        started_at, ended_at = self.marks.get(start), self.marks.get(end)
+        if started_at is None:
             return 0.0
-        return (done if done is not None else time.monotonic()) - begun
+        return (ended_at if ended_at is not None else time.monotonic()) - started_at
 
     # --- the end --------------------------------------------------------------------------------------
 
@@ -120,12 +120,12 @@ class AttemptProgress:
             failure = replace(failure, trainable=is_trainable)
         if self.run.overlong_penalty is not None:
             score = self.run.overlong_penalty.applied(score, self.summary.sampled_tokens)
-        return Ending(outcome, score, failure, is_trainable, self.told(self.summary), self.timings(), masked)
+        return Ending(outcome, score, failure, is_trainable, self.with_egress(self.summary), self.timings(), masked)
 
-    def told(self, summary: Summary) -> Summary:
+    def with_egress(self, summary: Summary) -> Summary:
         """Returns the summary with what the sandboxes reached. Its key `before` is from the process that ended RUN."""
-        found, before = self.ledger.summary(), summary.egress
-        return replace(summary, egress={**found, "before": before} if found and before else found or before)
+        egress, before = self.ledger.summary(), summary.egress
+        return replace(summary, egress={**egress, "before": before} if egress and before else egress or before)
 
     def may_train(self, failure: Failure) -> bool:
         if self.run.mask_truncated and failure.code in TRUNCATIONS:
@@ -147,7 +147,7 @@ class AttemptProgress:
         summary = self.summary
         if self.trajectory is None:  # RUN was interrupted: its tokens are still recorded
             summary = replace(summary, sampled_tokens=self.running.sampled_tokens)
-        return Ending(outcome, None, failure, False, self.told(summary), self.timings())
+        return Ending(outcome, None, failure, False, self.with_egress(summary), self.timings())
 
     def lost(self, code: str, detail: str) -> LostAttempt:
         sampled = self.trajectory.sampled_tokens if self.trajectory else self.running.sampled_tokens
@@ -157,14 +157,14 @@ class AttemptProgress:
 
 def _versions(trajectory: Trajectory) -> tuple[int, int]:
     """Returns the oldest and newest weight version that sampled in the trajectory, by span: few spans have two."""
-    found = {
+    versions = {
         version
         for trace in trajectory.traces
         for span in trace.spans
         if span.is_owned
         for version in set(trace.versions[span.start : span.end])
     }
-    return (min(found), max(found)) if found else (-1, -1)
+    return (min(versions), max(versions)) if versions else (-1, -1)
 
 
 def _number(value: Json) -> float:

@@ -50,8 +50,8 @@ class Renderers:
             return renderer
         async with self._lock:
             if key not in self._loaded:
-                found = await self._fetch(engine) if self._fetch is not None else None
-                files = found or TokenizerFiles(folder, folder)
+                fetched = await self._fetch(engine) if self._fetch is not None else None
+                files = fetched or TokenizerFiles(folder, folder)
                 if not files.folder:
                     raise EngineRefused(
                         f"engine {spec.id} does not report where its tokenizer is: name it when adding the engine"
@@ -62,13 +62,14 @@ class Renderers:
     async def check(self, engine: Engine) -> bool:
         """Compares our tokens with the engine's; False if it cannot tokenize. Raises TokenizerMismatch."""
         renderer = await self.of(engine)
-        theirs = await engine.tokenize(PROBE)
-        if theirs is None:
+        engine_tokens = await engine.tokenize(PROBE)
+        if engine_tokens is None:
             return False
-        ours = renderer.encode(PROBE)
-        if list(theirs) != ours:
+        own_tokens = renderer.encode(PROBE)
+        if list(engine_tokens) != own_tokens:
             first = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+                (i for i, (a, b) in enumerate(zip(own_tokens, engine_tokens, strict=False)) if a != b),
+                min(len(own_tokens), len(engine_tokens)),
             )
             raise TokenizerMismatch(
                 f"engine {engine.spec.id} and tokenizer {engine.spec.tokenizer or engine.info.tokenizer!r} "

@@ -28,7 +28,7 @@ class RescoringHost(AttemptHost, Protocol):
 
     async def changed(self) -> None: ...
 
-    def left(self) -> None: ...
+    def on_place_freed(self) -> None: ...
 
 
 class Rescoring:
@@ -112,4 +112,4 @@ class Rescoring:
             yield
         finally:
             self.active -= 1
-            self._pipeline.left()
+            self._pipeline.on_place_freed()

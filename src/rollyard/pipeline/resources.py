@@ -94,14 +94,14 @@ class StageResources:
         resolved.image()
 
     def _check_egress(self, task: Task, runtime: Runtime) -> None:
-        wanted = task.sandbox.egress
-        if wanted is None or not (wanted.hosts or wanted.eval_hosts):
+        requested = task.sandbox.egress
+        if requested is None or not (requested.hosts or requested.eval_hosts):
             return
         if not runtime.can_reach_out:
             raise TaskInvalid(
                 f"sandbox.egress: the runtime {runtime.name} cannot restrict a task to a list of hosts: choose another"
             )
-        self.egress.check(wanted)
+        self.egress.check(requested)
 
 
 class ResolvedTask:
@@ -189,34 +189,34 @@ class ResolvedTask:
 
     def spec(self, owner: str) -> SandboxSpec:
         image = self.image()  # resolved again: a link may have changed
-        plan, wanted = self.plan, self.task.sandbox
+        plan, options = self.plan, self.task.sandbox
         env = {**image.env, **plan.env} if image is not None else plan.env
         limits = SandboxLimits(
-            memory_bytes=wanted.memory_bytes,
-            processes=wanted.processes,
-            disk_bytes=wanted.disk_bytes,
-            open_files=wanted.open_files,
-            cpus=wanted.cpus,
-            files=wanted.files,
+            memory_bytes=options.memory_bytes,
+            processes=options.processes,
+            disk_bytes=options.disk_bytes,
+            open_files=options.open_files,
+            cpus=options.cpus,
+            files=options.files,
         )
         path = None if image is None else str(image.path)
         return SandboxSpec(image=path, workdir=plan.workdir, env=env, limits=limits, owner=owner)
 
     def egress(self, ledger: EgressLedger, *, is_eval: bool = False) -> Egress | None:
         """Returns what a sandbox of this task may reach, or None if it is offline."""
-        wanted = self.task.sandbox.egress
-        hosts = () if wanted is None else wanted.eval_hosts if is_eval else wanted.hosts
-        if wanted is None or not hosts:
+        requested = self.task.sandbox.egress
+        hosts = () if requested is None else requested.eval_hosts if is_eval else requested.hosts
+        if requested is None or not hosts:
             return None
         ceiling = self.resources.egress
         try:
-            ceiling.check(wanted)
+            ceiling.check(requested)
         except EgressNotAllowed as error:  # the operator has changed the setting
             raise TaskInvalid(f"since the submit: {error.detail}") from error
         return Egress(
             rules=(*rules_of(hosts, "sandbox.egress"), *ceiling.mirror_hosts),
             resolve=self.resources.resolve_name,
-            methods=wanted.methods,
+            methods=requested.methods,
             private=(*ceiling.private, *ceiling.mirror_hosts),
             bounds=ProxyBounds(connections=ceiling.connections, most_bytes=ceiling.most_bytes),
             env=egress_env(ceiling.mirrors, CONTROL_DIR),

@@ -39,5 +39,5 @@ def delay_s(failure: Failure, attempt: int, excused: int, max_attempts: int) -> 
     if not failure.retryable or tries >= max_attempts:
         return None
     plain = BACKOFFS.get(failure.code, Backoff()).delay_s(tries)
-    told = failure.data.get("retry_after_s")  # from a breaker, which refuses an earlier try
-    return max(plain, told * random.uniform(1.0, 1.25)) if isinstance(told, (int, float)) else plain
+    retry_after_s = failure.data.get("retry_after_s")  # from a breaker, which refuses an earlier try
+    return max(plain, retry_after_s * random.uniform(1.0, 1.25)) if isinstance(retry_after_s, (int, float)) else plain

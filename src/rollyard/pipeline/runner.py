@@ -60,7 +60,7 @@ class StageRunner:
         sandbox, the result says so, and there is nothing to evaluate."""
         workspace = self.workspace
         assert workspace is not None
-        gone = ended_by_policy(workspace.sandbox)
+        policy_failure = ended_by_policy(workspace.sandbox)
         if workspace.sandbox is not None and not result.is_sandbox_gone:
             try:
                 artifacts = await stages.collect(self.resolved, self._rollout, workspace)
@@ -68,9 +68,9 @@ class StageRunner:
                 if workspace.plan.eval_mode == "same":
                     await workspace.freeze(self.resolved.layers)
             except PolicyFailure as error:
-                result, gone = replace(result, is_sandbox_gone=True), error
-        if result.is_sandbox_gone and result.failure is None and gone is not None:
-            result = replace(result, failure=gone.failure("run"))
+                result, policy_failure = replace(result, is_sandbox_gone=True), error
+        if result.is_sandbox_gone and result.failure is None and policy_failure is not None:
+            result = replace(result, failure=policy_failure.failure("run"))
         return result
 
     async def evaluate(self, trajectory: Trajectory, clock: Deadline, *, is_last: bool = True) -> Score:

@@ -48,7 +48,7 @@ async def start(
     runtime, breakers = resolved.runtime, resolved.resources.breakers
     with clock.held():
         await runtime.room()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     try:
         with boundary(SandboxStartFailed, "the runtime"), breakers.guard(runtime.name, spec.image):
             sandbox = await runtime.start(spec, lease_s=lease_s)
@@ -57,12 +57,12 @@ async def start(
             metrics.sandbox_failed(runtime.name, error.code)
         raise
     except asyncio.CancelledError:
-        waited_s = time.monotonic() - begun
+        waited_s = time.monotonic() - started_at
         if waited_s >= FAIR_START_S:
             breakers.failed(runtime.name, spec.image, f"the start was abandoned after {waited_s:.0f} s")
         raise
     if metrics is not None:
-        metrics.sandbox_started(runtime.name, time.monotonic() - begun)
+        metrics.sandbox_started(runtime.name, time.monotonic() - started_at)
     return sandbox
 
 

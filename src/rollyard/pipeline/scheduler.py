@@ -142,7 +142,7 @@ class Scheduler:
         """Counts a rollout as live that was not popped here: one recovered in EVAL."""
         self._live(run_id, 1)
 
-    def done(self, run_id: str) -> None:
+    def release(self, run_id: str) -> None:
         """Ends the counting as live of a popped row."""
         self._live(run_id, -1)
 

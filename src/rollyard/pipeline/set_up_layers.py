@@ -140,13 +140,13 @@ def image_identity(image: str | None) -> str:
         return ""
     path = Path(image)
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return image
-    return f"{path.resolve()}:{found.st_dev}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size}"
+    return f"{path.resolve()}:{stat.st_dev}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_size}"
 
 
-def left_out(plan: Plan, spec: SandboxSpec) -> tuple[str, ...]:
+def excluded_paths(plan: Plan, spec: SandboxSpec) -> tuple[str, ...]:
     """Returns the paths that EVAL `same` does not take over from RUN: `protected`, the paths in which the sandbox's
     variables make programs look for executables, packages and start-up files, and the targets of the verifier's
     binds."""

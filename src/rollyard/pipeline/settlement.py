@@ -101,14 +101,14 @@ class Settlement:
     async def _is_cancelled_now(self) -> bool:
         """Whether a cancel arrived while this attempt was being given back: then no further attempt may start."""
         try:
-            found = await self._pipeline.store.get(self._progress.rollout.id)
+            rollout = await self._pipeline.store.get(self._progress.rollout.id)
         except NotFound:
             return True  # deleted with its run, or (at a node) returned to the head
-        if found.is_cancel_requested and found.state is State.QUEUED:
-            found = await self._pipeline.store.request_cancel(found.id, "cancelled by the client") or found
-        if found.state is not State.ENDED:
+        if rollout.is_cancel_requested and rollout.state is State.QUEUED:
+            rollout = await self._pipeline.store.request_cancel(rollout.id, "cancelled by the client") or rollout
+        if rollout.state is not State.ENDED:
             return False
-        self._pipeline.publish(found)
+        self._pipeline.publish(rollout)
         return True
 
     async def _overtaken(self) -> None:
@@ -116,6 +116,6 @@ class Settlement:
         rollout = self._progress.rollout
         log.info("attempt was overtaken", extra={"rollout": rollout.id, "state": rollout.state})
         with suppress(NotFound):
-            found = await self._pipeline.store.get(rollout.id)
-            if found.state is State.ENDED:
-                self._pipeline.publish(found)
+            stored = await self._pipeline.store.get(rollout.id)
+            if stored.state is State.ENDED:
+                self._pipeline.publish(stored)

@@ -55,7 +55,7 @@ from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.doorway_app import DoorwayApp
 from rollyard.pipeline.resources import ResolvedTask
 from rollyard.pipeline.sandbox_start import check_whole, ended_by_policy, start, to_its_end
-from rollyard.pipeline.set_up_layers import INIT_GRACE_S, late, left_out, prepared, setting_up
+from rollyard.pipeline.set_up_layers import INIT_GRACE_S, excluded_paths, late, prepared, setting_up
 from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
 from rollyard.sandbox.egress import EgressLedger
 from rollyard.sandbox.layers import LayerCache, LayerLease, ScratchLayer
@@ -83,7 +83,7 @@ class Workspace:
     sandbox: Sandbox | None = None
     tools: dict[str, Tool] = field(default_factory=dict[str, Tool])
     lease: LayerLease | None = None  # of the prepared layer below the sandbox
-    left: ScratchLayer | None = None  # what RUN wrote
+    run_layer: ScratchLayer | None = None  # what RUN wrote
     python: PortablePython | None = None  # Rollyard's own, bound into the sandbox if a tool needs it
     door: DoorwayApp | None = None  # the app at the sandbox's doorway
     holding: ExitStack = field(default_factory=ExitStack)  # protects its image from pruning
@@ -99,40 +99,40 @@ class Workspace:
                     stack.push_async_callback(tool.close)
                 self.tools = {}
         finally:
-            if self.left is None:
+            if self.run_layer is None:
                 self.forget()
 
     async def freeze(self, layers: LayerCache | None) -> None:
         """Ends the sandbox like `close`, and keeps its files for EVAL `same`."""
         if self.sandbox is None or layers is None:
             raise EnvironmentBroken("EVAL `same` needs a sandbox of a runtime that has layers")
-        self.left = layers.scratch()
+        self.run_layer = layers.scratch()
         try:
             with boundary(SandboxStartFailed, "freezing RUN's files"):
                 with suppress(OSError, ValueError):  # raises SandboxFailure if the sandbox is just ending
                     await self.sandbox.read(WORKDIR, limit_bytes=1)
-                await self.sandbox.freeze(self.left.path, without=left_out(self.plan, self.sandbox.spec))
+                await self.sandbox.freeze(self.run_layer.path, without=excluded_paths(self.plan, self.sandbox.spec))
         except SandboxFailure as error:
             raise ended_by_policy(self.sandbox) or error from error
-        if (gone := ended_by_policy(self.sandbox)) is not None:
-            raise gone
+        if (policy_failure := ended_by_policy(self.sandbox)) is not None:
+            raise policy_failure
 
     @property
     def eval_layers(self) -> tuple[Path, ...]:
         """The layers of EVAL `same`, topmost first; empty before `freeze`."""
-        if self.left is None:
+        if self.run_layer is None:
             return ()
-        return (self.left.path, *((self.lease.path,) if self.lease is not None else ()))
+        return (self.run_layer.path, *((self.lease.path,) if self.lease is not None else ()))
 
     def forget(self) -> None:
         """Releases its files, which are no longer needed. Files that a stuck sandbox uses are kept."""
         if self.sandbox is not None and self.sandbox.end is None:
             return
-        if self.left is not None:
-            self.left.discard()
+        if self.run_layer is not None:
+            self.run_layer.discard()
         if self.lease is not None:
             self.lease.release()
-        self.left = self.lease = None
+        self.run_layer = self.lease = None
         self.holding.close()
 
 

@@ -66,10 +66,10 @@ class ActiveGroups:
             return True
         if group_id not in self._over:
             return False
-        state, left = self._over[group_id]
+        state, remaining = self._over[group_id]
         self.draw_state.came_late(state, end_of(rollout).sampled_tokens)
-        if left > 1:
-            self._over[group_id] = state, left - 1
+        if remaining > 1:
+            self._over[group_id] = state, remaining - 1
         else:
             del self._over[group_id]
         return True
@@ -77,8 +77,8 @@ class ActiveGroups:
     def look(self, changes: GroupChanges, *, may_begin: bool) -> list[bool]:
         """Applies the ends since the last call. Returns for each group that is over whether infra caused it."""
         touched, self._touched = self._touched, {}
-        found = [self._look(self.open[name], changes, may_begin) for name in touched if name in self.open]
-        return [is_infra for is_infra in found if is_infra is not None]
+        verdicts = [self._look(self.open[name], changes, may_begin) for name in touched if name in self.open]
+        return [is_infra for is_infra in verdicts if is_infra is not None]
 
     def _look(self, opened: OpenGroup, changes: GroupChanges, may_begin: bool) -> bool | None:
         now = opened.standing()
@@ -103,14 +103,14 @@ class ActiveGroups:
     def _judge(self, opened: OpenGroup, members: tuple[int, ...], changes: GroupChanges) -> None:
         """Filters a group that has all its members."""
         self.draw_state.seen(opened.scored())
-        is_kept = self._keep.keeps(FilterInput(tuple(opened.rewards(members)), opened.task))
-        state = GroupState.COMPLETE if is_kept else GroupState.FILTERED
+        is_accepted = self._keep.keeps(FilterInput(tuple(opened.rewards(members)), opened.task))
+        state = GroupState.COMPLETE if is_accepted else GroupState.FILTERED
         group = opened.over(state, members)
         assert group.stats is not None
         self.draw_state.ended(opened.id, state, group.stats)
         changes.groups[opened.id] = group
         del self.open[opened.id]
-        if is_kept:
+        if is_accepted:
             self._complete[opened.id] = group
 
     def _is_hopeless(self, opened: OpenGroup) -> bool:
@@ -154,10 +154,12 @@ class ActiveGroups:
             self.end(one, GroupState.CANCELLED, self.draw_state.draw.reason or "closed", changes)
 
     def rewind(
-        self, to: int, place: int, version: int, taken: Iterable[Group], changes: GroupChanges, *, gone: int = 0
+        self, to: int, place: int, version: int, taken: Iterable[Group], changes: GroupChanges, *, acked_place: int = 0
     ) -> None:
         """Applies `DrawState.rewind`; `taken` are the groups of the batches that are undone."""
-        for group in self.draw_state.rewind(to, place, version, [*taken, *self._complete.values()], gone=gone):
+        for group in self.draw_state.rewind(
+            to, place, version, [*taken, *self._complete.values()], acked_place=acked_place
+        ):
             changes.groups[group.id] = replace(group, updated_at=time.time())
             if group.state is GroupState.COMPLETE:
                 self._complete[group.id] = changes.groups[group.id]
@@ -178,11 +180,11 @@ class ActiveGroups:
     ) -> None:
         """Ends a group whose rollouts may still be running."""
         del self.open[opened.id]
-        left = opened.at_work()
+        running = opened.at_work()
         group = opened.over(state, reason=reason)
         assert group.stats is not None
         self.draw_state.ended(opened.id, state, group.stats, is_infra=is_infra, returns=returns)
         changes.groups[opened.id] = group
-        if left:
-            self._over[opened.id] = state, len(left)
-            changes.cancels += left
+        if running:
+            self._over[opened.id] = state, len(running)
+            changes.cancels += running

@@ -76,12 +76,12 @@ class DrawRunner:
         self._news = asyncio.Event()
         self._lock = asyncio.Lock()
         self._hold_s = 0.0
-        self._held_until = 0.0
+        self._paused_until = 0.0
         self._written = ""  # progress and batch as stored
         self._asked: set[asyncio.Task[object]] = set()
         self._timer: asyncio.TimerHandle | None = None  # one that has not fired
-        self._is_gone = False
-        self.is_kept = False  # `main` is running or about to run
+        self._is_removed = False
+        self.has_main_task = False  # `main` is running or about to run
 
     @property
     def draw(self) -> Draw:
@@ -126,21 +126,21 @@ class DrawRunner:
     async def main(self) -> None:
         """Runs until the draw and all its rollouts have ended."""
         try:
-            while (self.draw.is_active or self._active_groups.is_at_work) and not self._is_gone:
+            while (self.draw.is_active or self._active_groups.is_at_work) and not self._is_removed:
                 await self._news.wait()
                 self._news.clear()
                 async with self._lock:
-                    if not self._is_gone:
+                    if not self._is_removed:
                         await self._turn()
         finally:
-            self.is_kept = False
+            self.has_main_task = False
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None  # otherwise a draw that a rewind reopens would rely on it
 
     def let_go(self) -> None:
         """Ends `main` for a draw that is closed and about to be removed: it no longer receives its rollouts' ends."""
-        self._is_gone = True
+        self._is_removed = True
         self.wake()
 
     def ended(self, rollout: Rollout) -> None:
@@ -173,11 +173,11 @@ class DrawRunner:
             if number is None:
                 number = current.number if current is not None else last + 1
             if number <= last:
-                found = current if current is not None and current.number == number else None
-                found = found or await self._store.get_batch(self.draw.id, number)
-                if found.want != want:
-                    raise BatchConflict(f"batch {number} was requested with want {found.want}, not {want}")
-                return found
+                batch = current if current is not None and current.number == number else None
+                batch = batch or await self._store.get_batch(self.draw.id, number)
+                if batch.want != want:
+                    raise BatchConflict(f"batch {number} was requested with want {batch.want}, not {want}")
+                return batch
             if number > last + 1 or current is not None:
                 raise BatchConflict(
                     f"batch {number} cannot be opened: "
@@ -192,9 +192,9 @@ class DrawRunner:
 
     async def batch(self, number: int, within_s: float) -> Batch:
         """Returns a batch when it is closed, or in its current state when `within_s` is over."""
-        return await self.notifier.until(partial(self.found, number), lambda batch: not batch.is_open, within_s)
+        return await self.notifier.until(partial(self.current_batch, number), lambda batch: not batch.is_open, within_s)
 
-    async def found(self, number: int) -> Batch:
+    async def current_batch(self, number: int) -> Batch:
         """Returns a batch in its current state. Raises NotFound."""
         try:
             return await self._store.get_batch(self.draw.id, number)
@@ -269,10 +269,10 @@ class DrawRunner:
                     f"{version if policy_version is None else policy_version} first"
                 )
             place = await self._end_of(number)
-            gone = await self._end_of(progress.acked) if number < progress.acked else place
+            acked_place = await self._end_of(progress.acked) if number < progress.acked else place
             changes = GroupChanges(undone_after=number)
             taken = await self._store.delivered_groups(self.draw.id, place, 1_000_000)
-            self._active_groups.rewind(number, place, version, taken, changes, gone=gone)
+            self._active_groups.rewind(number, place, version, taken, changes, acked_place=acked_place)
             progress.acked = min(progress.acked, number)
             await self._write(changes)
             await self._turn()
@@ -341,17 +341,17 @@ class DrawRunner:
             self._active_groups.end_all(changes)
         if self._pipeline.is_draining or not self.draw.is_active:
             return False
-        held_s = self._held_until - time.monotonic()
-        if held_s > 0:
-            self.wake_in(held_s)
+        pause_s = self._paused_until - time.monotonic()
+        if pause_s > 0:
+            self.wake_in(pause_s)
             return False
         room = max(0, self._pipeline.room_of(self.run.id) // self.draw.config.group_size)
         if not room:  # the queue is full of other rollouts, and no event reports room
             self.wake_in(FULL_S)
-        begun = draw_state.admit(min(MOST_AT_ONCE, room))
-        for one in begun:
+        admitted = draw_state.admit(min(MOST_AT_ONCE, room))
+        for one in admitted:
             await self._begin(one, changes)
-        return bool(begun)
+        return bool(admitted)
 
     async def _begin(self, one: ActiveGroup, changes: GroupChanges) -> None:
         config, now = self.draw.config, time.time()
@@ -384,11 +384,11 @@ class DrawRunner:
 
     def _hold_off(self, is_infra: bool) -> None:
         if not is_infra:
-            self._hold_s = self._held_until = 0.0
+            self._hold_s = self._paused_until = 0.0
             return
         first, most = HOLD_OFF_S
         self._hold_s = min(most, max(first, 2 * self._hold_s))
-        self._held_until = time.monotonic() + self._hold_s
+        self._paused_until = time.monotonic() + self._hold_s
 
     async def _end(self, reason: str, detail: str | None) -> None:
         changes = GroupChanges()

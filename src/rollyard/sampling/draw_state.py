@@ -119,13 +119,13 @@ class DrawState:
             figures.infra_rollouts += stats.infra_failures
         if state is GroupState.COMPLETE:
             self.flying[group_id] = replace(one, is_complete=True)
-            self._judged(is_kept=True)
+            self._judged(is_accepted=True)
             return
         del self.flying[group_id]
         if state is GroupState.FILTERED:
             figures.filtered += 1
             figures.tokens_filtered += stats.sampled_tokens
-            self._judged(is_kept=False)
+            self._judged(is_accepted=False)
             return
         figures.tokens_lost += stats.sampled_tokens
         if state is GroupState.FAILED:
@@ -156,19 +156,19 @@ class DrawState:
 
     def seen(self, rewards: Iterable[float]) -> None:
         """Counts the scores of a group with all its members, before any filter."""
-        figures, found = self.progress.figures, list(rewards)
+        figures, values = self.progress.figures, list(rewards)
         figures.judged += 1
-        figures.rewards += len(found)
-        figures.reward_sum += math.fsum(found)
-        passes = sum(map(is_correct, found))
+        figures.rewards += len(values)
+        figures.reward_sum += math.fsum(values)
+        passes = sum(map(is_correct, values))
         figures.passes += passes
-        figures.all_zero += bool(found) and all(reward <= TOLERANCE for reward in found)
-        figures.all_one += bool(found) and passes == len(found)
+        figures.all_zero += bool(values) and all(reward <= TOLERANCE for reward in values)
+        figures.all_one += bool(values) and passes == len(values)
 
-    def _judged(self, *, is_kept: bool) -> None:
+    def _judged(self, *, is_accepted: bool) -> None:
         progress = self.progress
-        progress.recent = (progress.recent + "01"[is_kept])[-RECENT:]
-        progress.rejected_in_a_row = 0 if is_kept else progress.rejected_in_a_row + 1
+        progress.recent = (progress.recent + "01"[is_accepted])[-RECENT:]
+        progress.rejected_in_a_row = 0 if is_accepted else progress.rejected_in_a_row + 1
 
     # --- decisions ------------------------------------------------------------------------------------
 
@@ -193,11 +193,11 @@ class DrawState:
 
     def admit(self, at_most: int | None = None) -> list[ActiveGroup]:
         """Returns the groups to start now. They count as open from here on."""
-        begun: list[ActiveGroup] = []
+        admitted: list[ActiveGroup] = []
         counted = self._counted()
         while (
-            (at_most is None or len(begun) < at_most)
-            and self._has_room(counted + len(begun))  # each new group counts and leaves the other counts unchanged
+            (at_most is None or len(admitted) < at_most)
+            and self._has_room(counted + len(admitted))  # each new group counts and leaves the other counts unchanged
             and self.order.has_more(self.progress)
         ):
             item, progress = self.order.take(self.progress), self.progress
@@ -208,8 +208,8 @@ class DrawState:
             self._open += 1
             progress.figures.admitted += 1
             progress.figures.rollouts += self.config.group_size
-            begun.append(one)
-        return begun
+            admitted.append(one)
+        return admitted
 
     def _has_room(self, counted: int) -> bool:
         config, progress = self.config, self.progress
@@ -222,17 +222,17 @@ class DrawState:
             return False
         missing = self.batch.want - self.batch.delivered if self.batch else 0
         room = max(progress.want * (config.max_staleness + 1) - progress.handed, missing)
-        return self._ahead(counted) < min(room, self._left())
+        return self._ahead(counted) < min(room, self._remaining_groups())
 
-    def _left(self) -> float:
+    def _remaining_groups(self) -> float:
         """Groups that the budget still allows to be delivered."""
         budget, progress = self.config.budget, self.progress
-        left = math.inf if budget.groups is None else budget.groups - progress.figures.delivered
+        remaining = math.inf if budget.groups is None else budget.groups - progress.figures.delivered
         if budget.batches is not None:
             in_batch = self.batch.delivered if self.batch else 0
             to_come = budget.batches - progress.batch + (self.batch is not None)
-            left = min(left, to_come * progress.want - in_batch)
-        return left
+            remaining = min(remaining, to_come * progress.want - in_batch)
+        return remaining
 
     def _ahead(self, counted: int) -> float:
         """Groups that are expected to be delivered before one that is started now."""
@@ -275,12 +275,12 @@ class DrawState:
         batch = self.batch
         assert batch is not None
         if self.config.on_stale is OnStale.WAIT:
-            left = batch.want - batch.delivered - 1  # places after this one
+            remaining = batch.want - batch.delivered - 1  # places after this one
             for due in range(batch.version - self.config.max_staleness, oldest.version):
-                # `left` places remain before open groups of version `due` or older are too old.
-                if left < sum(one.version <= due and not one.is_complete for one in self.flying.values()):
+                # `remaining` places are free before open groups of version `due` or older are too old.
+                if remaining < sum(one.version <= due and not one.is_complete for one in self.flying.values()):
                     return False
-                left += batch.want
+                remaining += batch.want
         return True
 
     def too_old(self) -> list[ActiveGroup]:
@@ -302,11 +302,13 @@ class DrawState:
         figures.tokens_delivered += group.stats.sampled_tokens if group.stats else 0
         figures.stale += (group.staleness or 0) > self.config.max_staleness
 
-    def rewind(self, to: int, place: int, version: int, groups: Iterable[Group], *, gone: int = 0) -> list[Group]:
+    def rewind(
+        self, to: int, place: int, version: int, groups: Iterable[Group], *, acked_place: int = 0
+    ) -> list[Group]:
         """Undoes the batches after `to`, which ended at `place`.
 
         `groups` are the groups of those batches and all complete ones. A group with tokens of a version after `version`
-        becomes void, and so does one with a place up to `gone`, because it was acknowledged and its traces were
+        becomes void, and so does one with a place up to `acked_place`, because it was acknowledged and its traces were
         deleted; their tasks are repeated. The other groups are complete again. Returns the changed groups. The caller
         then ends open groups as void.
         """
@@ -320,7 +322,7 @@ class DrawState:
                 self.flying[group.id] = ActiveGroup(
                     group.id, group.order, item, group.admitted_version, is_complete=True
                 )
-            if group.newest_version > version or (group.place is not None and group.place <= gone):
+            if group.newest_version > version or (group.place is not None and group.place <= acked_place):
                 self.ended(group.id, GroupState.VOID, group.stats or GroupStats(), returns=True)
                 changed.append(replace(group, state=GroupState.VOID, reason="rewound", batch=None, place=None))
             elif group.place is not None:
@@ -383,14 +385,14 @@ class DrawState:
 
     def _spent(self) -> str | None:
         budget, figures = self.config.budget, self.progress.figures
-        done = {
+        budgets = {
             "groups": (figures.delivered, budget.groups),
             "rollouts": (figures.rollouts, budget.rollouts),
             "tokens": (figures.tokens_sampled, budget.tokens),
             "batches": (self.progress.batch - (self.batch is not None), budget.batches),
             "seconds": (self.elapsed_s, budget.seconds),
         }
-        for name, (spent, bound) in done.items():
+        for name, (spent, bound) in budgets.items():
             if bound is not None and spent >= bound:
                 return f"budget.{name}: {spent:g} of {bound:g}"
         return None

@@ -71,8 +71,8 @@ def pass_curve(
         if not tasks:
             curve |= dict.fromkeys(these)
             continue
-        told = [count for count in counts if count[0] >= these[-1]]
-        columns = [[_pass_at_k(samples, correct, k) for samples, correct in told] for k in these]
+        eligible = [count for count in counts if count[0] >= these[-1]]
+        columns = [[_pass_at_k(samples, correct, k) for samples, correct in eligible] for k in these]
         for k, column, interval in zip(these, columns, mean_intervals(columns, level=level, seed=seed), strict=True):
             curve[k] = Estimate(math.fsum(column) / tasks, interval, tasks, len(counts) - tasks)
     return curve
@@ -104,15 +104,15 @@ def mean_intervals(
         raise ValueError(f"a confidence level is between 0 and 1, not {level:g}")
     if not np.isfinite(values).all():
         raise ValueError("values must be finite")
-    found: list[tuple[float, float] | None] = []
+    intervals: list[tuple[float, float] | None] = []
     lows, highs = values.min(axis=0), values.max(axis=0)
     ends = _bootstrap(values, level, seed) if (highs - lows > TOLERANCE).any() else None
     for at, (low, high) in enumerate(zip(lows.tolist(), highs.tolist(), strict=True)):
         if ends is not None and high - low > TOLERANCE:  # rounding: the mean of three 0.7 differs from that of two
-            found.append((float(ends[0][at]), float(ends[1][at])))
+            intervals.append((float(ends[0][at]), float(ends[1][at])))
         else:
-            found.append(_wilson(low, len(values), level) if low >= 0 and high <= 1 else None)
-    return found
+            intervals.append(_wilson(low, len(values), level) if low >= 0 and high <= 1 else None)
+    return intervals
 
 
 def _bootstrap(values: Floats, level: float, seed: int) -> tuple[Floats, Floats]:

@@ -23,7 +23,7 @@ from rollyard.core import Group, Json, Rollout, RollyardError, Run, Task
 from rollyard.core.failure import Draining, NotFound, QueueFull, QuotaExceeded
 from rollyard.pipeline import Pipeline
 from rollyard.sampling.evaluation import (
-    NOT_BEGUN,
+    NOT_STARTED,
     VERSION_CHANGED,
     Rules,
     TaskSamples,
@@ -93,20 +93,21 @@ class EvalRunner:
     @property
     def done(self) -> int:
         """Samples that have ended, each place counted once."""
-        over = max(0, self._begun - len(self._open))  # a process killed before it wrote `begun` left more groups open
-        return over * self.record.samples + sum(map(self._places_done, self._open))
+        # A process killed before it wrote `begun` left more groups open.
+        over = max(0, self._started_tasks - len(self._open))
+        return over * self.record.samples + sum(map(self._ended_places, self._open))
 
-    def _places_done(self, group_id: str) -> int:
+    def _ended_places(self, group_id: str) -> int:
         opened = self._groups.opened(group_id)
         if opened is None:
             return 0
         return min(self.record.samples, sum(end.fate is not MemberFate.LOST for end in opened.ends.values()))
 
     @property
-    def _begun(self) -> int:
+    def _started_tasks(self) -> int:
         """Tasks that were started."""
-        begun = self.record.data.get("begun", 0)
-        return begun if isinstance(begun, int) else 0
+        started = self.record.data.get("begun", 0)
+        return started if isinstance(started, int) else 0
 
     async def main(self) -> None:
         """Runs until the evaluation has ended."""
@@ -153,7 +154,7 @@ class EvalRunner:
         except RollyardError as error:  # valid when it was read; since then its environment was removed, for example
             await self._give_up(error.code, error.detail)
             return
-        if self._begun == self.record.tasks and not self._open:
+        if self._started_tasks == self.record.tasks and not self._open:
             await self._judge()
 
     def _pin(self) -> None:
@@ -163,25 +164,25 @@ class EvalRunner:
     def _share(self) -> None:
         """Adjusts the quota to the size of the RUN pool."""
         share = self.record.data.get("pool_share")
-        wanted = max(1, round(self._pipeline.run_pool.size * (share if isinstance(share, int | float) else 1.0)))
-        if wanted != self._run.max_live:
-            self._run = replace(self._run, max_live=wanted)
+        max_live = max(1, round(self._pipeline.run_pool.size * (share if isinstance(share, int | float) else 1.0)))
+        if max_live != self._run.max_live:
+            self._run = replace(self._run, max_live=max_live)
             self._pipeline.know(self._run)
 
     async def _begin(self) -> None:
         record = self.record
-        while self._begun < record.tasks:
+        while self._started_tasks < record.tasks:
             room = max(AHEAD, 2 * (self._run.max_live or 0)) // record.samples - len(self._open)
-            count = min(record.tasks - self._begun, AT_ONCE, max(room, 0 if self._open else 1))
+            count = min(record.tasks - self._started_tasks, AT_ONCE, max(room, 0 if self._open else 1))
             if count < 1:
                 return
             count = max(1, min(count, self._pipeline.room_of(record.run) // record.samples))
-            numbers = range(self._begun, self._begun + count)
-            wanted = [await self._group(number) for number in numbers]
-            ids = {group.id for group, _, _ in wanted} - self._open
+            numbers = range(self._started_tasks, self._started_tasks + count)
+            entries = [await self._group(number) for number in numbers]
+            ids = {group.id for group, _, _ in entries} - self._open
             self._open |= ids  # before the write: a group may be over as soon as it is stored
             try:
-                groups = await self._groups.put(wanted)
+                groups = await self._groups.put(entries)
             except BaseException as error:
                 self._open -= ids
                 if isinstance(error, QueueFull | QuotaExceeded):
@@ -191,7 +192,7 @@ class EvalRunner:
                     return  # the next process continues
                 raise
             self._open -= {group.id for group in groups if self._groups.opened(group.id) is None}
-            await self._write(begun=numbers.stop)
+            await self._write(started=numbers.stop)
 
     async def _group(self, number: int) -> tuple[Group, Task, Mapping[str, Json]]:
         record = self.record
@@ -211,7 +212,7 @@ class EvalRunner:
         await self._end("failed", reason, detail, result, done)
 
     async def _judge(self) -> None:
-        result = await self._result(NOT_BEGUN)
+        result = await self._result(NOT_STARTED)
         share, most = result["missing_share"], self.record.max_missing
         assert isinstance(share, float)
         if share > most:
@@ -233,7 +234,7 @@ class EvalRunner:
     async def _samples(self, number: int, by: str | None, otherwise: str) -> TaskSamples:
         record = self.record
         rollouts: list[Rollout] = []
-        if number < self._begun:
+        if number < self._started_tasks:
             rollouts = await rollouts_of(self._store, group_name(record.id, number))
             otherwise = otherwise if rollouts else "forgotten"  # retention has deleted its records
         task = Task("")
@@ -267,13 +268,13 @@ class EvalRunner:
                 await self._groups.cancel(group_id)
             self._open.discard(group_id)
 
-    async def _write(self, *, version: int | None = None, begun: int | None = None, pinning: bool = False) -> None:
+    async def _write(self, *, version: int | None = None, started: int | None = None, pinning: bool = False) -> None:
         if version is not None:
             self.record = replace(self.record, version=version)
         if pinning:
             self._pin()
-        if begun is not None:
-            self.record = replace(self.record, data={**self.record.data, "begun": begun})
+        if started is not None:
+            self.record = replace(self.record, data={**self.record.data, "begun": started})
         await self._store.put_eval(self.record)
 
 

@@ -87,12 +87,12 @@ class Evals:
         for group in groups:
             open_groups[group.run, group.id.rpartition(".")[0]].append(group.id)
         for record in await self._store.list_evals():
-            left = open_groups.get((record.run, record.id), [])
+            group_ids = open_groups.get((record.run, record.id), [])
             run = self._pipeline.run_of(record.run)
             if record.state == RUNNING and run is not None:
-                self._keep(record, run).load(left)
+                self._keep(record, run).load(group_ids)
             else:
-                for group_id in left:
+                for group_id in group_ids:
                     await self._groups.cancel(group_id)
 
     async def create(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
@@ -167,8 +167,10 @@ class Evals:
     def done(self, record: EvalRecord) -> int:
         """Samples that have ended."""
         runner = self._runners.get(record.id)
-        told = record.data.get("done", 0)
-        return runner.done if runner is not None and record.state == RUNNING else told if isinstance(told, int) else 0
+        stored = record.data.get("done", 0)
+        return (
+            runner.done if runner is not None and record.state == RUNNING else stored if isinstance(stored, int) else 0
+        )
 
     async def wait(self, eval_id: str, within_s: float) -> EvalRecord:
         """Returns the record when the evaluation has ended or `within_s` is over."""
@@ -199,10 +201,10 @@ class Evals:
             self._pipeline, self._groups, self.notifier, record, run, lambda raw: self._make_task(raw, run)
         )
         self._runners[record.id] = runner
-        self._own(self._kept(runner), f"evaluation {record.id}")
+        self._own(self._run_to_end(runner), f"evaluation {record.id}")
         return runner
 
-    async def _kept(self, runner: EvalRunner) -> None:
+    async def _run_to_end(self, runner: EvalRunner) -> None:
         await runner.main()
         del self._runners[runner.record.id]
 

@@ -19,7 +19,7 @@ from rollyard.sampling.estimates import Estimate, pass_curve, reward_over_tasks
 from rollyard.sampling.membership import MemberFate, end_of
 
 VERSION_CHANGED = "version_changed"
-NOT_BEGUN = "not_begun"
+NOT_STARTED = "not_begun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +88,18 @@ def sample_of(rollout: Rollout, otherwise: str) -> Sample:
     )
 
 
-def placed(samples: Iterable[Sample], size: int, version: int, otherwise: str = NOT_BEGUN) -> tuple[Sample, ...]:
+def placed(samples: Iterable[Sample], size: int, version: int, otherwise: str = NOT_STARTED) -> tuple[Sample, ...]:
     """Returns a task's `size` places, filled from all its rollouts. A rollout that infrastructure lost leaves its place
     to a spare; if no spare is left, the sample is missing."""
-    found = sorted(samples, key=lambda sample: sample.index)
-    hopeless = next((sample for sample in found if sample.fate is MemberFate.HOPELESS), None)
+    ordered = sorted(samples, key=lambda sample: sample.index)
+    hopeless = next((sample for sample in ordered if sample.fate is MemberFate.HOPELESS), None)
     if hopeless is not None:
         return tuple(
             replace(sample, reward=None, code=hopeless.code)
-            for sample in _filled([one for one in found if one.index < size], size, hopeless.code)
+            for sample in _filled([one for one in ordered if one.index < size], size, hopeless.code)
         )
-    stood = [sample for sample in found if sample.fate is not MemberFate.LOST][:size]
-    lost = [sample for sample in found if sample.fate is MemberFate.LOST]
+    stood = [sample for sample in ordered if sample.fate is not MemberFate.LOST][:size]
+    lost = [sample for sample in ordered if sample.fate is MemberFate.LOST]
     short = min(size - len(stood), len(lost))
     chosen = sorted([*stood, *lost[len(lost) - short :]], key=lambda sample: sample.index)
     return tuple(_pinned(sample, version) for sample in _filled(chosen, size, otherwise))
@@ -137,10 +137,10 @@ def evaluated(tasks: Sequence[TaskSamples], rules: Rules, *, has_labels: bool = 
 
 
 def _parts(tasks: Iterable[TaskSamples], key: Callable[[TaskSamples], str]) -> dict[str, list[TaskSamples]]:
-    found: dict[str, list[TaskSamples]] = {}
+    parts: dict[str, list[TaskSamples]] = {}
     for task in tasks:
-        found.setdefault(key(task), []).append(task)
-    return found
+        parts.setdefault(key(task), []).append(task)
+    return parts
 
 
 def measured(tasks: Sequence[TaskSamples], rules: Rules) -> dict[str, Json]:
@@ -152,15 +152,15 @@ def measured(tasks: Sequence[TaskSamples], rules: Rules) -> dict[str, Json]:
         "tasks": len(tasks),
         "samples": len(scored),
         "missing": sum(len(task.samples) for task in tasks) - len(scored),
-        "reward": _told(reward_over_tasks([task.rewards for task in tasks], seed=rules.seed)),
-        "pass_at": {str(k): _told(estimate) for k, estimate in curve.items()},
+        "reward": _estimate_json(reward_over_tasks([task.rewards for task in tasks], seed=rules.seed)),
+        "pass_at": {str(k): _estimate_json(estimate) for k, estimate in curve.items()},
         "turns": _mean([sample.turns for sample in scored]),
         "sampled_tokens": _mean([sample.sampled_tokens for sample in scored]),
         "run_s": _mean([sample.run_s for sample in scored]),
     }
 
 
-def _told(estimate: Estimate | None) -> Json:
+def _estimate_json(estimate: Estimate | None) -> Json:
     if estimate is None:
         return None
     low, high = estimate.interval or (None, None)

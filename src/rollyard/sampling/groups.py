@@ -50,18 +50,18 @@ class Groups:
             else:
                 self._touch(group.id)
 
-    async def put(self, wanted: Sequence[tuple[Group, Task, Mapping[str, Json]]]) -> list[Group]:
+    async def put(self, entries: Sequence[tuple[Group, Task, Mapping[str, Json]]]) -> list[Group]:
         """Stores groups and queues their rollouts; durable when it returns. An existing one with this body is
         returned."""
-        for group, task, _ in wanted:
+        for group, task, _ in entries:
             check_members(task, group.size)
-        opened = [OpenGroup(group, task) for group, task, _ in wanted]
+        opened = [OpenGroup(group, task) for group, task, _ in entries]
         submissions = [new for one in opened for new in one.begin(range(one.group.size))]
         with self._pipeline.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
             for one in opened:
                 self._open.setdefault(one.id, one)  # before the commit: a member may end right after it
-            known = {one.id for one in opened if self._open[one.id] is not one}
-            bodies = [(one.group, body) for one, (_, _, body) in zip(opened, wanted, strict=True)]
+            already_open = {one.id for one in opened if self._open[one.id] is not one}
+            bodies = [(one.group, body) for one, (_, _, body) in zip(opened, entries, strict=True)]
             try:
                 groups, stored = await self._store.put_groups(bodies, submissions)
             except BaseException:
@@ -72,7 +72,7 @@ class Groups:
         for one, group in zip(opened, groups, strict=True):
             if group.state is GroupState.OPEN:
                 self._open.setdefault(group.id, one)  # a concurrent call may have failed and removed it
-            elif group.id not in known:
+            elif group.id not in already_open:
                 self._open.pop(group.id, None)
         self._pipeline.enqueue(stored)
         return list(groups)
@@ -95,7 +95,7 @@ class Groups:
         group = opened.over(GroupState.CANCELLED, reason="cancelled")
         await self._store.step(Decision(groups=(group,)))
         self._pipeline.cancel_later(opened.at_work(), "its group was cancelled")  # a restart cancels the rest
-        self._tell(group_id)
+        self._notify(group_id)
         return group
 
     async def wait(self, group_id: str, within_s: float) -> Group:
@@ -132,9 +132,9 @@ class Groups:
             if self._pipeline.is_draining:
                 return  # the next process starts them
             before = opened.group
-            begun = opened.begin(now.start)
+            submissions = opened.begin(now.start)
             try:
-                stored = await self._store.step(Decision(tuple(begun), (opened.group,)))
+                stored = await self._store.step(Decision(tuple(submissions), (opened.group,)))
             except RollyardError:
                 opened.group = before  # not started: rollouts of another client may have these ids
                 raise
@@ -152,9 +152,9 @@ class Groups:
         self._open.pop(opened.id, None)  # first: a cancel from now on has no effect
         await self._store.step(Decision(groups=(group,)))
         self._pipeline.cancel_later(opened.at_work(), f"its group has failed: {group.reason}")
-        self._tell(opened.id)
+        self._notify(opened.id)
 
-    def _tell(self, group_id: str) -> None:
+    def _notify(self, group_id: str) -> None:
         self.notifier.ring()
         for listener in self.on_over:
             listener(group_id)

@@ -135,7 +135,7 @@ def stats_of(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> GroupStat
 
 def versions_of(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> tuple[int, int]:
     """Returns the oldest and newest weight version that sampled for its members; −1 if nothing was sampled."""
-    found = [ends[index] for index in members if index in ends and ends[index].oldest_version >= 0]
-    if not found:
+    sampled = [ends[index] for index in members if index in ends and ends[index].oldest_version >= 0]
+    if not sampled:
         return -1, -1
-    return min(end.oldest_version for end in found), max(end.newest_version for end in found)
+    return min(end.oldest_version for end in sampled), max(end.newest_version for end in sampled)

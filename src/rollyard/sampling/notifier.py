@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Notifier:
-    """Call `heard = notifier.next()`, read the state, then `await heard`: a `ring` in between is not missed."""
+    """Call `changed = notifier.next()`, read the state, then `await changed`: a `ring` in between is not missed."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
@@ -26,11 +26,11 @@ class Notifier:
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while True:
-                    heard = self.next()
-                    found = await look()
-                    if is_so(found):
-                        return found
-                    await heard
+                    changed = self.next()
+                    state = await look()
+                    if is_so(state):
+                        return state
+                    await changed
         return await look()
 
     def ring(self) -> None:

@@ -52,7 +52,7 @@ class OpenGroup:
 
     def begin(self, indices: Iterable[int]) -> list[Submission]:
         """Returns submissions of those rollouts. The group's record counts them as started from now on."""
-        begun = [
+        submissions = [
             Submission(
                 Rollout(
                     id=self.group.rollout_id(index),
@@ -66,8 +66,8 @@ class OpenGroup:
             )
             for index in indices
         ]
-        self.group = replace(self.group, started=self.group.started + len(begun), updated_at=time.time())
-        return begun
+        self.group = replace(self.group, started=self.group.started + len(submissions), updated_at=time.time())
+        return submissions
 
     def over(self, state: GroupState, members: tuple[int, ...] = (), reason: str | None = None) -> Group:
         """Returns the group's record at its end."""
@@ -102,14 +102,14 @@ def check_members(task: Task, members: int) -> None:
 
 async def rollouts_of(store: Store, group_id: str) -> list[Rollout]:
     """Returns all of a group's rollouts, by index, without those that only name it."""
-    found: list[Rollout] = []
+    rollouts: list[Rollout] = []
     after: str | None = None
     while True:
         page = await store.list(group=group_id, after=after, limit=PAGE)
-        found += [one for one in page.rollouts if one.id == f"{group_id}-{one.index}"]
+        rollouts += [one for one in page.rollouts if one.id == f"{group_id}-{one.index}"]
         after = page.next_cursor
         if after is None:
-            return sorted(found, key=lambda rollout: rollout.index)
+            return sorted(rollouts, key=lambda rollout: rollout.index)
 
 
 async def catch_up(store: Store, opened: OpenGroup) -> None:

@@ -97,8 +97,8 @@ class Sampler:
             raise InvalidRequest(f"group_size: the queue never has room for {config.group_size} ({why} is {most})")
         async with self._making.setdefault(draw_id, asyncio.Lock()):  # two calls at once would mix their tasks
             with suppress(NotFound):
-                found = await self._store.get_draw(draw_id)
-                await self._store.put_draw(found, body)  # IdConflict if the body differs
+                existing = await self._store.get_draw(draw_id)
+                await self._store.put_draw(existing, body)  # IdConflict if the body differs
                 return await self.runner(draw_id)
             await self._store.put_items(draw_id, 0, [])  # removes what an interrupted call left
 
@@ -198,8 +198,8 @@ class Sampler:
         return runner
 
     def _keep_going(self, runner: DrawRunner) -> None:
-        if not runner.is_kept:
-            runner.is_kept = True
+        if not runner.has_main_task:
+            runner.has_main_task = True
             self._own(runner.main(), f"draw {runner.draw.id}")
 
     def active(self) -> list[dict[str, Json]]:

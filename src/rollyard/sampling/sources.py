@@ -45,9 +45,9 @@ async def copy_source(
     """Stores every task and returns the spec with its size. `check` raises for a task that can never run here."""
     if spec.kind is SourceKind.PUSH:
         return spec
-    found = _places(spec, tasks, environments, folders)
+    raw_tasks = _places(spec, tasks, environments, folders)
     size = 0
-    while chunk := await asyncio.to_thread(_chunk, found):
+    while chunk := await asyncio.to_thread(_chunk, raw_tasks):
         for place, task in chunk:
             try:
                 check(task)
@@ -63,9 +63,9 @@ async def copy_source(
     return replace(spec, size=size)
 
 
-def _chunk(found: Iterator[tuple[str, RawTask]]) -> list[tuple[str, RawTask]]:
+def _chunk(raw_tasks: Iterator[tuple[str, RawTask]]) -> list[tuple[str, RawTask]]:
     try:
-        return list(islice(found, CHUNK))
+        return list(islice(raw_tasks, CHUNK))
     except RowsUnreadable as error:
         raise InvalidRequest(f"source: {error}") from error
     except OSError as error:

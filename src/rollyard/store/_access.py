@@ -19,8 +19,8 @@ def put_token(connection: Connection, token_id: str, record: str) -> None:
 
 
 def tokens(connection: Connection) -> tuple[TokenRecord, ...]:
-    found = [from_json(row[0], TokenRecord) for row in connection.execute("SELECT record FROM tokens").fetchall()]
-    return tuple(sorted(found, key=lambda record: (record.created_at, record.id)))
+    records = [from_json(row[0], TokenRecord) for row in connection.execute("SELECT record FROM tokens").fetchall()]
+    return tuple(sorted(records, key=lambda record: (record.created_at, record.id)))
 
 
 def delete_token(connection: Connection, token_id: str) -> None:

@@ -87,15 +87,15 @@ class Connection(Protocol):
         """Executes the statement for each of the parameters; returns the returned rows, in that order."""
         ...
 
-    def read_rows(self, columns: str, rest: str, parameters: Sequence[Any] = (), /) -> list[Row]:
-        """Returns all rows of `SELECT columns rest`. Floats are exact only if selected by `Dialect.exact`."""
+    def read_rows(self, columns: str, clauses: str, parameters: Sequence[Any] = (), /) -> list[Row]:
+        """Returns all rows of `SELECT columns clauses`. Floats are exact only if selected by `Dialect.exact`."""
         ...
 
-    def read_records(self, record: str, rest: str, parameters: Sequence[Any], kind: type[T], /) -> T:
-        """Returns all rows of `SELECT record rest`, each a JSON text, decoded as one tuple."""
+    def read_records(self, record: str, clauses: str, parameters: Sequence[Any], kind: type[T], /) -> T:
+        """Returns all rows of `SELECT record clauses`, each a JSON text, decoded as one tuple."""
         ...
 
-    def aside(self, call: Callable[[], T], rows: int, /) -> T:
+    def offload(self, call: Callable[[], T], rows: int, /) -> T:
         """Runs a computation on that many rows without blocking the event loop for long. Not for writes."""
         ...
 
@@ -109,25 +109,25 @@ class SqliteConnection(sqlite3.Connection):
     def execute_each(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> list[Row]:
         return [row for values in parameters for row in self.execute(sql, values).fetchall()]
 
-    def read_rows(self, columns: str, rest: str, parameters: Sequence[Any] = (), /) -> list[Row]:
+    def read_rows(self, columns: str, clauses: str, parameters: Sequence[Any] = (), /) -> list[Row]:
         try:
-            return from_json(self._as_array(f"json_array({columns})", rest, parameters), list[list[Any]])  # type: ignore[return-value]
+            return from_json(self._as_array(f"json_array({columns})", clauses, parameters), list[list[Any]])  # type: ignore[return-value]
         except sqlite3.DataError:  # longer than one text may be
-            return [list(row) for row in self.execute(f"SELECT {columns} {rest}", parameters).fetchall()]
+            return [list(row) for row in self.execute(f"SELECT {columns} {clauses}", parameters).fetchall()]
 
-    def read_records(self, record: str, rest: str, parameters: Sequence[Any], kind: type[T], /) -> T:
+    def read_records(self, record: str, clauses: str, parameters: Sequence[Any], kind: type[T], /) -> T:
         try:
-            return from_json(self._as_array(record, rest, parameters), kind)
+            return from_json(self._as_array(record, clauses, parameters), kind)
         except sqlite3.DataError:
-            rows = self.execute(f"SELECT {record} {rest}", parameters).fetchall()
+            rows = self.execute(f"SELECT {record} {clauses}", parameters).fetchall()
             return from_json(f"[{','.join(row[0] for row in rows)}]", kind)
 
-    def aside(self, call: Callable[[], T], rows: int, /) -> T:
+    def offload(self, call: Callable[[], T], rows: int, /) -> T:
         return call()  # readers run in threads
 
-    def _as_array(self, record: str, rest: str, parameters: Sequence[Any]) -> str:
+    def _as_array(self, record: str, clauses: str, parameters: Sequence[Any]) -> str:
         # SQLite keeps the order of the inner query only if it has a limit.
-        limit = "" if " LIMIT " in rest else " LIMIT -1"
-        query = f"SELECT json_group_array(json(record)) FROM (SELECT {record} AS record {rest}{limit})"
+        limit = "" if " LIMIT " in clauses else " LIMIT -1"
+        query = f"SELECT json_group_array(json(record)) FROM (SELECT {record} AS record {clauses}{limit})"
         (array,) = self.execute(query, parameters).fetchone()
         return array

@@ -17,7 +17,7 @@ from rollyard.store._queue import Steps
 from rollyard.store.base import EvalRecord
 from rollyard.store.codec import from_json
 
-HELD = (GroupState.OPEN, GroupState.COMPLETE, GroupState.DELIVERED)
+RETAINED_STATES = (GroupState.OPEN, GroupState.COMPLETE, GroupState.DELIVERED)
 
 EncodedGroup = tuple[Group, str]
 
@@ -64,7 +64,7 @@ def _put_group(connection: Connection, group: Group, record: str, digest: str = 
         "WHERE groups.draw = excluded.draw OR (groups.draw IS NULL AND excluded.draw IS NULL) RETURNING seq",
         (
             group.id, group.run, group.draw, group.state, group.batch, group.place,
-            int(group.state in HELD), digest, group.updated_at, connection.clock.now(), record,
+            int(group.state in RETAINED_STATES), digest, group.updated_at, connection.clock.now(), record,
         ),
     ).fetchone()  # fmt: skip
     if put is None:
@@ -77,33 +77,33 @@ def put_groups(
     """Stores new groups with their rollouts; an existing group with the same body is unchanged. Returns the records."""
     records: list[str] = []
     for group, record, digest in groups:
-        found = connection.execute("SELECT digest, record FROM groups WHERE id = ?", (group.id,)).fetchone()
-        if found is None:
+        existing = connection.execute("SELECT digest, record FROM groups WHERE id = ?", (group.id,)).fetchone()
+        if existing is None:
             _put_group(connection, group, record, digest)
-        elif found[0] != digest:
+        elif existing[0] != digest:
             raise IdConflict(f"group {group.id!r} already exists, with another body")
-        records.append(record if found is None else found[1])
+        records.append(record if existing is None else existing[1])
         yield
     dialect = connection.dialect
     among, ids = dialect.among.format("id"), dialect.listed([new.rollout.id for new in rows])
-    known = {row[0] for row in connection.execute(f"SELECT id FROM rollouts WHERE {among}", (ids,)).fetchall()}
-    stored = yield from _writes.submit(connection, [new for new in rows if new.rollout.id not in known])
+    existing_ids = {row[0] for row in connection.execute(f"SELECT id FROM rollouts WHERE {among}", (ids,)).fetchall()}
+    stored = yield from _writes.submit(connection, [new for new in rows if new.rollout.id not in existing_ids])
     return records, stored
 
 
 def put_draw(connection: Connection, draw: Draw, record: str, digest: str) -> str:
     """Idempotent like a submit. Returns the record as stored."""
-    found = connection.execute("SELECT digest, record FROM draws WHERE id = ?", (draw.id,)).fetchone()
-    if found is None:
+    existing = connection.execute("SELECT digest, record FROM draws WHERE id = ?", (draw.id,)).fetchone()
+    if existing is None:
         _require_run(connection, draw.run)
         connection.execute(
             "INSERT INTO draws (id, run, digest, is_active, kept_from, record) VALUES (?, ?, ?, ?, ?, ?)",
             (draw.id, draw.run, digest, int(draw.is_active), connection.clock.now(), record),
         )
         return record
-    if found[0] != digest:
+    if existing[0] != digest:
         raise IdConflict(f"draw {draw.id!r} already exists, with another body")
-    return found[1]
+    return existing[1]
 
 
 def put_items(connection: Connection, draw_id: str, first: int, tasks: Sequence[str]) -> Steps[None]:
@@ -122,11 +122,11 @@ def push_items(
     (count,) = connection.execute("SELECT COUNT(*) FROM draw_items WHERE draw = ?", (draw_id,)).fetchone()
     for name, task in items:
         if name is not None:
-            found = connection.execute(
+            existing = connection.execute(
                 "SELECT task FROM draw_items WHERE draw = ? AND name = ?", (draw_id, name)
             ).fetchone()
-            if found is not None:
-                if found[0] != task:
+            if existing is not None:
+                if existing[0] != task:
                     raise IdConflict(f"task {name!r} was pushed before, with another body")
                 continue
         if closed is not None:
@@ -139,9 +139,9 @@ def push_items(
 
 def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: str) -> str:
     """Idempotent like a submit; with an empty digest it changes an existing evaluation."""
-    found = connection.execute("SELECT digest, record FROM evals WHERE id = ?", (record.id,)).fetchone()
+    existing = connection.execute("SELECT digest, record FROM evals WHERE id = ?", (record.id,)).fetchone()
     stands = (int(record.state == "running"), connection.clock.now(), encoded)
-    if found is None:
+    if existing is None:
         _require_run(connection, record.run)
         connection.execute(
             "INSERT INTO evals (id, run, digest, is_active, kept_from, record) VALUES (?, ?, ?, ?, ?, ?)",
@@ -153,9 +153,9 @@ def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: s
             "UPDATE evals SET is_active = ?, kept_from = ?, record = ? WHERE id = ?", (*stands, record.id)
         )
         return encoded
-    if found[0] != digest:
+    if existing[0] != digest:
         raise IdConflict(f"evaluation {record.id!r} already exists, with another body")
-    return found[1]
+    return existing[1]
 
 
 def _require_run(connection: Connection, run_id: str) -> None:
@@ -175,8 +175,8 @@ def get_group(connection: Connection, group_id: str) -> Group:
 
 
 def unfinished_groups(connection: Connection) -> tuple[Group, ...]:
-    rest = "FROM groups WHERE state IN ('open', 'complete') ORDER BY seq"
-    return connection.read_records("record", rest, (), tuple[Group, ...])
+    clauses = "FROM groups WHERE state IN ('open', 'complete') ORDER BY seq"
+    return connection.read_records("record", clauses, (), tuple[Group, ...])
 
 
 def orphans(connection: Connection) -> tuple[str, ...]:
@@ -188,8 +188,8 @@ def orphans(connection: Connection) -> tuple[str, ...]:
 
 
 def delivered_groups(connection: Connection, draw_id: str, after: int, limit: int) -> tuple[Group, ...]:
-    rest = "FROM groups WHERE draw = ? AND place > ? ORDER BY place LIMIT ?"
-    return connection.read_records("record", rest, (draw_id, after, limit), tuple[Group, ...])
+    clauses = "FROM groups WHERE draw = ? AND place > ? ORDER BY place LIMIT ?"
+    return connection.read_records("record", clauses, (draw_id, after, limit), tuple[Group, ...])
 
 
 def get_draw(connection: Connection, draw_id: str) -> Draw:

@@ -20,14 +20,14 @@ from rollyard.store.base import EncodedTrajectory, Stale
 from rollyard.store.codec import to_json
 
 
-def lease(connection: Connection, wanted: Sequence[tuple[str, int, str]]) -> Steps[list[str]]:
+def lease(connection: Connection, requests: Sequence[tuple[str, int, str]]) -> Steps[list[str]]:
     """Leases (id, attempt, node) each; returns the ids that could be leased."""
     now, got = time.time(), list[str]()
     statement = (
         "UPDATE rollouts SET state = 'init', node = ?, updated_at = ? WHERE seq = (SELECT seq FROM rollouts "
         f"WHERE id = ? AND state = 'queued' AND attempt = ? {connection.dialect.skip_locked}) RETURNING id"
     )
-    for few in sliced(wanted):
+    for few in sliced(requests):
         rows = [(node, now, rollout_id, attempt) for rollout_id, attempt, node in few]
         got += [row[0] for row in connection.execute_each(statement, rows)]
         yield
@@ -52,8 +52,8 @@ class MoveWrite(BatchedWrite[None]):
             "WHERE id = ? AND state = ? AND attempt = ? RETURNING id",
             [(one.to.state, one.to.attempt, now, one.rollout_id, one.at.state, one.at.attempt) for one in joint],
         )
-        done = {row[0] for row in moved}
-        return [None if one.rollout_id in done else _why_not(connection, one.rollout_id, one.at) for one in joint]
+        moved_ids = {row[0] for row in moved}
+        return [None if one.rollout_id in moved_ids else _why_not(connection, one.rollout_id, one.at) for one in joint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class RequeueWrite(BatchedWrite[None]):
         )
         # The next attempt samples its own tokens.
         connection.execute_each("DELETE FROM trajectories WHERE seq = ?", [(seq,) for _, seq in moved])
-        done = {row[0] for row in moved}
-        return [None if one.rollout_id in done else _why_not(connection, one.rollout_id, one.at) for one in joint]
+        moved_ids = {row[0] for row in moved}
+        return [None if one.rollout_id in moved_ids else _why_not(connection, one.rollout_id, one.at) for one in joint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class EndWrite(BatchedWrite[Row]):
         dialect = connection.dialect
         ids = dialect.listed([one.rollout_id for one in joint])
         where = f"WHERE {dialect.among.format('id')}"
-        found = connection.execute(f"SELECT id, seq, state, attempt FROM rollouts {where}", (ids,)).fetchall()
-        rows = {row[0]: row[1:] for row in map(tuple, found)}
+        matches = connection.execute(f"SELECT id, seq, state, attempt FROM rollouts {where}", (ids,)).fetchall()
+        rows = {row[0]: row[1:] for row in map(tuple, matches)}
         stale = {one.rollout_id: misplaced(one.rollout_id, rows.get(one.rollout_id), one.at) for one in joint}
         good = [(rows[one.rollout_id][0], one) for one in joint if stale[one.rollout_id] is None]
         _put_trajectories(connection, [(seq, one.saved, None) for seq, one in good if one.saved is not None])

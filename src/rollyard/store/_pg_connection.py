@@ -95,14 +95,14 @@ class PgConnection:
             return [row for values in rows for row in self.execute(sql, values).fetchall()]
         return wait(self._execute_each(sql, rows))
 
-    def read_rows(self, columns: str, rest: str, parameters: Sequence[Any] = (), /) -> list[Row]:
-        return self.execute(f"SELECT {columns} {rest}", parameters).fetchall()
+    def read_rows(self, columns: str, clauses: str, parameters: Sequence[Any] = (), /) -> list[Row]:
+        return self.execute(f"SELECT {columns} {clauses}", parameters).fetchall()
 
-    def read_records(self, record: str, rest: str, parameters: Sequence[Any], kind: type[T], /) -> T:
-        rows = self.execute(f"SELECT {record} {rest}", parameters).fetchall()
-        return self.aside(lambda: from_json(f"[{','.join(row[0] for row in rows)}]", kind), len(rows))
+    def read_records(self, record: str, clauses: str, parameters: Sequence[Any], kind: type[T], /) -> T:
+        rows = self.execute(f"SELECT {record} {clauses}", parameters).fetchall()
+        return self.offload(lambda: from_json(f"[{','.join(row[0] for row in rows)}]", kind), len(rows))
 
-    def aside(self, call: Callable[[], T], rows: int, /) -> T:
+    def offload(self, call: Callable[[], T], rows: int, /) -> T:
         return call() if rows <= FEW else wait(asyncio.to_thread(call))
 
     def control(self, sql: str) -> None:

@@ -216,18 +216,18 @@ def migrate(connection: PgConnection, address: Address, migrations: Sequence[Seq
     }
     version = 0
     if tables:
-        found = dict[str, int]()
+        meta = dict[str, int]()
         if "meta" in tables:
             try:
-                found = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+                meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
             except asyncpg.SyntaxOrAccessError:
                 pass  # another program's table of that name
-        if found.get("application_id") != APPLICATION_ID:
+        if meta.get("application_id") != APPLICATION_ID:
             raise StoreUnusable(
                 f"{address.shown} contains tables of another program; give Rollyard its own database, or its own "
                 "schema: CREATE SCHEMA rollyard, and ?search_path=rollyard at the end of the URL"
             )
-        version = found["schema"]
+        version = meta["schema"]
     check_version(version, len(migrations))
     for number, statements in enumerate(migrations[version:], version + 1):
         connection.control("BEGIN")

@@ -22,7 +22,7 @@ import asyncpg
 
 from rollyard.store._dialect import Connection
 from rollyard.store._pg_connection import SERVER_ERRORS, PgConnection, in_greenlet
-from rollyard.store._queue import BatchedWrite, Operation, Queued, Steps, Told, WriteQueue
+from rollyard.store._queue import BatchedWrite, Operation, Queued, Steps, WriteOutcome, WriteQueue
 
 CLOSE_S = 5.0
 """How long a server may take to close a connection."""
@@ -35,7 +35,7 @@ JOINT = 1024
 
 _log = logging.getLogger("rollyard.store")
 
-_FAILS_ALONE = (
+_OPERATION_ERRORS = (
     asyncpg.DataError,
     asyncpg.IntegrityConstraintViolationError,
     asyncpg.SyntaxOrAccessError,
@@ -64,7 +64,7 @@ class PgWriter(WriteQueue):
         self._guard = guard
         super().__init__(on_commit)
 
-    async def transact(self, batch: list[Queued]) -> list[Told]:
+    async def transact(self, batch: list[Queued]) -> list[WriteOutcome]:
         attempt = self._attempt
         for _ in range(DEADLOCKS):
             try:
@@ -84,8 +84,8 @@ class PgWriter(WriteQueue):
     async def end(self) -> None:
         await hang_up(self._connection.raw)
 
-    def _attempt(self, batch: list[Queued]) -> list[Told]:
-        connection, told = self._connection, list[Told]()
+    def _attempt(self, batch: list[Queued]) -> list[WriteOutcome]:
+        connection, outcomes = self._connection, list[WriteOutcome]()
         connection.control("BEGIN")
         self._guard(connection)
         at = 0
@@ -94,10 +94,10 @@ class PgWriter(WriteQueue):
             results = self._together(joint) if len(joint) > 1 else [self._try(batch[at][0])]
             for result in results:
                 failure = result if isinstance(result, Exception) else None
-                told.append((batch[at][1], None if failure else result, failure))
+                outcomes.append((batch[at][1], None if failure else result, failure))
                 at += 1
         connection.commit()
-        return told
+        return outcomes
 
     def _together(self, joint: list[BatchedWrite[Any]]) -> list[Any]:
         """Returns their results and errors."""
@@ -113,7 +113,7 @@ class PgWriter(WriteQueue):
         before = self._connection.writes
         try:
             return _run(operation, self._connection)
-        except _FAILS_ALONE as error:
+        except _OPERATION_ERRORS as error:
             raise _Again from error
         except Exception as error:
             if is_servers(error):
@@ -122,23 +122,23 @@ class PgWriter(WriteQueue):
                 raise _Again from error
             return error
 
-    def _attempt_carefully(self, batch: list[Queued]) -> list[Told]:
-        connection, told = self._connection, list[Told]()
+    def _attempt_carefully(self, batch: list[Queued]) -> list[WriteOutcome]:
+        connection, outcomes = self._connection, list[WriteOutcome]()
         connection.control("ROLLBACK")
         connection.control("BEGIN")
         self._guard(connection)
         for operation, future in batch:
             connection.control("SAVEPOINT operation")
             try:
-                told.append((future, _run(operation, connection), None))
+                outcomes.append((future, _run(operation, connection), None))
             except Exception as error:
                 if is_servers(error):
                     raise
                 connection.control("ROLLBACK TO operation")
-                told.append((future, None, error))
+                outcomes.append((future, None, error))
             connection.control("RELEASE operation")
         connection.commit()
-        return told
+        return outcomes
 
 
 async def hang_up(connection: asyncpg.Connection) -> None:
@@ -181,7 +181,7 @@ def _run(operation: Operation[Any], connection: PgConnection) -> Any:
 def is_servers(error: Exception) -> bool:
     """Whether the error concerns more than the operation: the server, the network, or this connection."""
     if isinstance(error, asyncpg.PostgresError):
-        return not isinstance(error, _FAILS_ALONE)
+        return not isinstance(error, _OPERATION_ERRORS)
     if isinstance(error, asyncpg.InterfaceError):
         return not isinstance(error, ValueError)  # a ValueError is an invalid parameter
     return isinstance(error, SERVER_ERRORS)

@@ -41,7 +41,7 @@ def mount_of(path: str, mountinfo: str) -> Mount | None:
     A line is `36 35 98:0 /folder /mount/point options [tags…] - type source options`; blanks are octal escapes.
     Of several mounts on one point, the last hides the others.
     """
-    found: Mount | None = None
+    mount: Mount | None = None
     for line in mountinfo.splitlines():
         left, separator, right = line.partition(" - ")
         fields, kinds = left.split(), right.split()
@@ -49,9 +49,9 @@ def mount_of(path: str, mountinfo: str) -> Mount | None:
             continue
         point = _unescape(fields[4])
         is_above = point == "/" or path == point or path.startswith(point + "/")
-        if is_above and (found is None or len(point) >= len(found.point)):
-            found = Mount(point, kinds[0], _unescape(kinds[1]))
-    return found
+        if is_above and (mount is None or len(point) >= len(mount.point)):
+            mount = Mount(point, kinds[0], _unescape(kinds[1]))
+    return mount
 
 
 def refuse_network(folder: Path, mountinfo: str | None = None) -> None:

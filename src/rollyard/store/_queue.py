@@ -45,7 +45,7 @@ SWITCH_S = 0.0005
 _log = logging.getLogger("rollyard.store")
 
 Queued = tuple[Operation[Any], asyncio.Future[Any]]
-Told = tuple[asyncio.Future[Any], Any, Exception | None]
+WriteOutcome = tuple[asyncio.Future[Any], Any, Exception | None]
 """A future, and its result or its error."""
 
 
@@ -95,7 +95,7 @@ class WriteQueue(ABC):
         self._task = asyncio.create_task(self._main(), name="rollyard-store-writer")
 
     @abstractmethod
-    async def transact(self, batch: list[Queued]) -> list[Told]:
+    async def transact(self, batch: list[Queued]) -> list[WriteOutcome]:
         """Commits a batch; returns the result or error of each future. Raises errors that concern the whole batch."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class WriteQueue(ABC):
             return
         started = time.perf_counter()
         try:
-            told = await self.transact(batch)
+            outcomes = await self.transact(batch)
         except Fenced as error:
             self.break_down(str(error))
             await self.undo()
@@ -175,7 +175,7 @@ class WriteQueue(ABC):
             await self.undo()
             _fail(batch, StoreUnusable, self._broken or reason)
         else:
-            for future, result, failure in told:
+            for future, result, failure in outcomes:
                 _resolve(future, result, failure)
             try:
                 self._on_commit(time.perf_counter() - started, len(batch))

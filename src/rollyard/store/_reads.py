@@ -47,16 +47,16 @@ def get(connection: Connection, rollout_id: str) -> Rollout:
 def get_many(connection: Connection, ids: Sequence[str]) -> list[Rollout]:
     """In the order given; unknown ids are left out."""
     dialect = connection.dialect
-    rest = f"{FROM} WHERE {dialect.among.format('r.id')}"
-    sizes = connection.read_rows(f"r.id, {BYTES}", rest, (dialect.listed(ids),))
-    found: dict[str, Rollout] = {}
+    clauses = f"{FROM} WHERE {dialect.among.format('r.id')}"
+    sizes = connection.read_rows(f"r.id, {BYTES}", clauses, (dialect.listed(ids),))
+    by_id: dict[str, Rollout] = {}
     while sizes:
         few = sizes[: _fitting([row[1] for row in sizes])]
         sizes = sizes[len(few) :]
-        rows = connection.read_rows(COLUMNS[dialect], rest, (dialect.listed([row[0] for row in few]),))
-        rollouts = connection.aside(lambda rows=rows: to_rollouts(rows), len(rows))
-        found |= {rollout.id: rollout for rollout in rollouts}
-    return [found[rollout_id] for rollout_id in ids if rollout_id in found]
+        rows = connection.read_rows(COLUMNS[dialect], clauses, (dialect.listed([row[0] for row in few]),))
+        rollouts = connection.offload(lambda rows=rows: to_rollouts(rows), len(rows))
+        by_id |= {rollout.id: rollout for rollout in rollouts}
+    return [by_id[rollout_id] for rollout_id in ids if rollout_id in by_id]
 
 
 def named(connection: Connection, kind: ItemKind, id: str) -> dict[str, str]:
@@ -131,11 +131,11 @@ def page(
     if group_named is not None:
         keys = f"SELECT id || '{SEPARATOR}' || ? FROM runs UNION ALL SELECT ?"
         where, values = [*where, f'r."group" IN ({keys})'], [*values, group_named, group_named]
-    rest = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?"
-    sizes = [row[0] for row in connection.read_rows(BYTES, rest, (*values, limit))]
+    clauses = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?"
+    sizes = [row[0] for row in connection.read_rows(BYTES, clauses, (*values, limit))]
     fitting = _fitting(sizes)
-    rows = connection.read_rows(COLUMNS[dialect], rest, (*values, fitting)) if sizes else []
-    rollouts = connection.aside(lambda: tuple(to_rollouts(rows)), len(rows))
+    rows = connection.read_rows(COLUMNS[dialect], clauses, (*values, fitting)) if sizes else []
+    rollouts = connection.offload(lambda: tuple(to_rollouts(rows)), len(rows))
     if not rollouts or (order == "s" and len(sizes) < limit and fitting == len(sizes)):
         return Page(rollouts, None)
     return Page(rollouts, f"{order}:{rollouts[-1].ended_seq if order == 'e' else rollouts[-1].seq}")
@@ -144,10 +144,10 @@ def page(
 def queued(connection: Connection) -> tuple[QueuedRow, ...]:
     fields = "'id', id, 'run', run, 'priority', priority, 'seq', seq, 'attempt', attempt"
     record = f"{connection.dialect.json_object}({fields})"
-    rest = (
+    clauses = (
         "FROM rollouts WHERE state = 'queued' AND run NOT IN (SELECT id FROM runs WHERE is_deleting = 1) ORDER BY seq"
     )
-    return connection.read_records(record, rest, (), tuple[QueuedRow, ...])
+    return connection.read_records(record, clauses, (), tuple[QueuedRow, ...])
 
 
 def queued_of(connection: Connection, run_id: str, limit: int) -> list[str]:
@@ -179,5 +179,5 @@ def count_of_run(connection: Connection, run_id: str) -> int:
 
 def counts(connection: Connection) -> dict[str, int]:
     """Includes every state, even with 0 rollouts."""
-    found = connection.read_rows("state, COUNT(*)", "FROM rollouts GROUP BY state")
-    return {state.value: 0 for state in State} | {row[0]: row[1] for row in found}
+    rows = connection.read_rows("state, COUNT(*)", "FROM rollouts GROUP BY state")
+    return {state.value: 0 for state in State} | {row[0]: row[1] for row in rows}

@@ -65,7 +65,7 @@ def due(connection: Connection, table: str, before: float, after: Place) -> list
 
 def forget(connection: Connection, table: str, before: float, places: Sequence[Place]) -> Steps[list[str]]:
     """Deletes those of the rows that are still due; returns their ids."""
-    is_due, gone = _IS_DUE[table], list[str]()
+    is_due, deleted = _IS_DUE[table], list[str]()
     for _, seq in places:
         row = connection.execute(
             f"SELECT x.seq, x.id FROM {table} x WHERE x.seq = ? AND {is_due}", (seq, *[before] * is_due.count("?"))
@@ -81,9 +81,9 @@ def forget(connection: Connection, table: str, before: float, places: Sequence[P
             elif table == "evals":
                 yield from _forget_items(connection, eval_items(row[1]))
             connection.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
-        gone.append(row[1])
+        deleted.append(row[1])
         yield
-    return gone
+    return deleted
 
 
 def forget_batches(connection: Connection, before: float) -> int:
@@ -180,8 +180,8 @@ def acknowledge(connection: Connection, run_id: str, up_to: int) -> Steps[int]:
             "WHERE r.run = ? AND r.ended_seq > ? AND r.ended_seq <= ? AND g.state = 'open' AND g.draw IS NULL",
             (run_id, run[0], up_to),
         ).fetchone()
-        done = up_to if first is None else first - 1
-        connection.execute("UPDATE runs SET acked = ? WHERE id = ? AND acked < ?", (done, run_id, done))
+        acked = up_to if first is None else first - 1
+        connection.execute("UPDATE runs SET acked = ? WHERE id = ? AND acked < ?", (acked, run_id, acked))
     return len(rows)
 
 
@@ -219,7 +219,7 @@ def _forget_rollout(connection: Connection, row: Row) -> None:
         )
 
 
-def name_leavings(connection: Connection, done: Sequence[str]) -> list[str]:
+def name_leavings(connection: Connection, deleted: Sequence[str]) -> list[str]:
     """Removes the ids whose artifacts were deleted; returns the others."""
-    connection.execute_each("DELETE FROM leavings WHERE id = ?", [(rollout_id,) for rollout_id in done])
+    connection.execute_each("DELETE FROM leavings WHERE id = ?", [(rollout_id,) for rollout_id in deleted])
     return [row[0] for row in connection.execute("SELECT id FROM leavings").fetchall()]

@@ -62,9 +62,9 @@ def to_rollout(row: Row, tasks: dict[str, Task] | None = None) -> Rollout:
     )
 
 
-def _decoded(text: str, known: dict[str, Task]) -> Task:
-    if (task := known.get(text)) is None:
-        task = known[text] = from_json(text, Task)
+def _decoded(text: str, cache: dict[str, Task]) -> Task:
+    if (task := cache.get(text)) is None:
+        task = cache[text] = from_json(text, Task)
     return task
 
 

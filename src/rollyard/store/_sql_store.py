@@ -298,8 +298,8 @@ class SqlStore(ABC):
 
     # --- the pipeline's writes ------------------------------------------------------------------------
 
-    async def lease(self, wanted: Sequence[tuple[str, int, str]]) -> Sequence[str]:
-        return await self._put(partial(_moves.lease, wanted=wanted))
+    async def lease(self, requests: Sequence[tuple[str, int, str]]) -> Sequence[str]:
+        return await self._put(partial(_moves.lease, requests=requests))
 
     def move(self, rollout_id: str, at: Position, to: Position) -> asyncio.Future[None]:
         """The failure of a future that is not awaited is logged; the next write of that rollout is then `Stale`."""
@@ -369,8 +369,8 @@ class SqlStore(ABC):
         after: str | None = None,
         limit: int = 100,
     ) -> Page:
-        wanted = partial(_reads.page, state=state, runs=runs, group=group, group_named=group_named)
-        return await self._read(partial(wanted, after=after, limit=limit))
+        query = partial(_reads.page, state=state, runs=runs, group=group, group_named=group_named)
+        return await self._read(partial(query, after=after, limit=limit))
 
     async def queued(self) -> Sequence[QueuedRow]:
         return await self._read(_reads.queued)
@@ -394,16 +394,16 @@ class SqlStore(ABC):
         before = self._clock.now() - retention.max_age_s
         while await self._from_client(partial(_retention.forget_batches, before=before)):
             pass
-        gone = {table: await self._forget(table, before) for table in _retention.TABLES}
-        self._swept = await self._from_client(partial(_retention.name_leavings, done=self._swept))
-        return SweepResult(tuple(self._swept), tuple(gone["draws"]), tuple(gone["runs"]))
+        deleted = {table: await self._forget(table, before) for table in _retention.TABLES}
+        self._swept = await self._from_client(partial(_retention.name_leavings, deleted=self._swept))
+        return SweepResult(tuple(self._swept), tuple(deleted["draws"]), tuple(deleted["runs"]))
 
     async def _forget(self, table: str, before: float) -> list[str]:
-        gone, place = list[str](), _retention.START
+        deleted, place = list[str](), _retention.START
         while places := await self._read(partial(_retention.due, table=table, before=before, after=place)):
             place = places[-1]
-            gone += await self._from_client(partial(_retention.forget, table=table, before=before, places=places))
-        return gone
+            deleted += await self._from_client(partial(_retention.forget, table=table, before=before, places=places))
+        return deleted
 
     # --- internal -------------------------------------------------------------------------------------
 
@@ -459,11 +459,11 @@ class SqlStore(ABC):
 
 def guard(epoch: int, connection: Connection) -> None:
     """Runs first in every transaction. The row cannot change until the commit: another opening waits for it."""
-    (found,) = connection.execute(
+    (stored_epoch,) = connection.execute(
         f"SELECT value FROM meta WHERE key = 'epoch' {connection.dialect.for_share}"
     ).fetchone()
-    if found != epoch:
-        raise Fenced(f"another server has opened this store (epoch {found}; this one has {epoch})", Stale)
+    if stored_epoch != epoch:
+        raise Fenced(f"another server has opened this store (epoch {stored_epoch}; this one has {epoch})", Stale)
 
 
 def _new_rows(submissions: Sequence[Submission]) -> list[_writes.NewRow]:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, cast
 
 from rollyard.store._dialect import Connection, SqliteConnection
-from rollyard.store._queue import Queued, Steps, Told, WriteQueue
+from rollyard.store._queue import Queued, Steps, WriteOutcome, WriteQueue
 
 SLICE_S = 0.001
 
@@ -32,7 +32,7 @@ BUSY_S = 30.0
 
 _log = logging.getLogger("rollyard.store")
 
-FAILS_ALONE = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.NotSupportedError)
+OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.NotSupportedError)
 """Database errors that the operation itself caused. The others (full, I/O, corrupt) concern the file."""
 
 
@@ -52,12 +52,12 @@ class Writer(WriteQueue):
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="rollyard-store-commit")
         super().__init__(on_commit)
 
-    async def transact(self, batch: list[Queued]) -> list[Told]:
+    async def transact(self, batch: list[Queued]) -> list[WriteOutcome]:
         await self._begin()
         self._guard(self._connection)
-        told = await self._run(batch)
+        outcomes = await self._run(batch)
         await self._in_thread(partial(self._connection.execute, "COMMIT"))
-        return told
+        return outcomes
 
     async def undo(self) -> None:
         try:
@@ -83,9 +83,9 @@ class Writer(WriteQueue):
         self._connection.execute("BEGIN IMMEDIATE")
         self._connection.execute("PRAGMA busy_timeout = 0")
 
-    async def _run(self, batch: list[Queued]) -> list[Told]:
+    async def _run(self, batch: list[Queued]) -> list[WriteOutcome]:
         """Runs every operation; returns the result or error of each future."""
-        told: list[Told] = []
+        outcomes: list[WriteOutcome] = []
         until = time.perf_counter() + SLICE_S
         for operation, future in batch:
             self._connection.execute("SAVEPOINT operation")
@@ -103,17 +103,17 @@ class Writer(WriteQueue):
                             await asyncio.sleep(0)
                             until = time.perf_counter() + SLICE_S
             except Exception as error:
-                if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, FAILS_ALONE):
+                if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, OPERATION_ERRORS):
                     raise
                 self._connection.execute("ROLLBACK TO operation")
-                told.append((future, None, error))
+                outcomes.append((future, None, error))
             else:
-                told.append((future, result, None))
+                outcomes.append((future, result, None))
             self._connection.execute("RELEASE operation")
             if time.perf_counter() > until:
                 await asyncio.sleep(0)
                 until = time.perf_counter() + SLICE_S
-        return told
+        return outcomes
 
     async def _in_thread(self, call: Callable[[], object]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._disk, call)

@@ -97,12 +97,12 @@ class Submit(BatchedWrite[list[Row | Rollout]]):
     @classmethod
     def together(cls, connection: Connection, joint: Sequence[Self]) -> list[list[Row | Rollout] | Exception]:
         known = _known_runs(connection, {new.rollout.run for one in joint for new in one.rows})
-        told = [_refusal(one.rows, known) for one in joint]
+        refusals = [_refusal(one.rows, known) for one in joint]
         stored = _submit_few(
-            connection, [new for one, no in zip(joint, told, strict=True) if no is None for new in one.rows]
+            connection, [new for one, no in zip(joint, refusals, strict=True) if no is None for new in one.rows]
         )
         each = iter(stored)
-        return [no or [next(each) for _ in one.rows] for one, no in zip(joint, told, strict=True)]
+        return [no or [next(each) for _ in one.rows] for one, no in zip(joint, refusals, strict=True)]
 
 
 def submit(connection: Connection, rows: Sequence[NewRow]) -> Steps[list[Row | Rollout]]:
@@ -195,13 +195,13 @@ def _submit_few(connection: Connection, rows: Sequence[NewRow]) -> list[Row | Ro
 def _put_bodies(connection: Connection, rows: Sequence[NewRow]) -> dict[str, int]:
     """Stores the tasks of these rollouts, each once; returns the ids of their bodies, by digest."""
     dialect = connection.dialect
-    wanted = {new.task.digest: new.task for new in rows}
-    among, listed = dialect.among.format("digest"), dialect.listed(list(wanted))
+    tasks = {new.task.digest: new.task for new in rows}
+    among, listed = dialect.among.format("digest"), dialect.listed(list(tasks))
     known: dict[str, int] = {
         row[0]: row[1]
         for row in connection.execute(f"SELECT digest, id FROM bodies WHERE {among}", (listed,)).fetchall()
     }
-    fresh = [(digest, task.bytes, task.text) for digest, task in wanted.items() if digest not in known]
+    fresh = [(digest, task.bytes, task.text) for digest, task in tasks.items() if digest not in known]
     added = connection.execute_each(
         "INSERT INTO bodies (digest, bytes, task) VALUES (?, ?, ?) RETURNING digest, id", fresh
     )

@@ -243,7 +243,7 @@ class Store(Protocol):
         ...
 
     # the pipeline's writes
-    async def lease(self, wanted: Sequence[tuple[str, int, str]]) -> Sequence[str]:
+    async def lease(self, requests: Sequence[tuple[str, int, str]]) -> Sequence[str]:
         """(id, attempt, node): queued → init, leased to that node. Durable before it returns. Returns the leased ids in
         the order given: rollouts that are not queued with that attempt, or are locked by another transaction, are left
         out."""

@@ -162,8 +162,8 @@ def check_trajectory(data: bytes | bytearray) -> None:
     if data[:3] != MAGIC:
         raise CorruptRecord("a stored trajectory does not begin with its format's first bytes")
     if data[3:4] != bytes([VERSION]):
-        found = data[3] if len(data) > 3 else "none"
-        raise CorruptRecord(f"a stored trajectory has format {found}; this version of Rollyard reads {VERSION}")
+        version = data[3] if len(data) > 3 else "none"
+        raise CorruptRecord(f"a stored trajectory has format {version}; this version of Rollyard reads {VERSION}")
 
 
 def decode_trajectory(data: bytes | bytearray) -> Trajectory:

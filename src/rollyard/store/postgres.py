@@ -214,9 +214,9 @@ def _prepare(
     migrate(connection, address)
     connection.clock = StoreClock(counted_s(connection), read_clock)
     connection.control("BEGIN")
-    found = recovering()
+    recovered = recovering()
     connection.commit()
-    return found
+    return recovered
 
 
 async def _why_not(connections: list[asyncpg.Connection], address: Address, error: Exception) -> str:

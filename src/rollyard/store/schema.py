@@ -192,7 +192,7 @@ POSTGRES_ALSO: dict[int, tuple[str, ...]] = {
 }
 """Additional statements of PostgreSQL, by the number of the migration that they follow."""
 
-_POSTGRES_SAYS = (
+_POSTGRES_REPLACEMENTS = (
     ("INTEGER PRIMARY KEY AUTOINCREMENT", "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"),
     ("INTEGER", "BIGINT"),
     ("REAL", "DOUBLE PRECISION"),
@@ -204,19 +204,19 @@ _POSTGRES_SAYS = (
 
 def for_postgres(number: int, statements: Sequence[str]) -> list[str]:
     """Translates a migration to PostgreSQL."""
-    said: list[str] = []
+    translated: list[str] = []
     for statement in statements:
-        for ours, theirs in _POSTGRES_SAYS:
-            statement = statement.replace(ours, theirs)
-        said.append(statement)
-    return [*said, *POSTGRES_ALSO.get(number, ())]
+        for sqlite_text, postgres_text in _POSTGRES_REPLACEMENTS:
+            statement = statement.replace(sqlite_text, postgres_text)
+        translated.append(statement)
+    return [*translated, *POSTGRES_ALSO.get(number, ())]
 
 
-def check_version(version: int, known: int) -> None:
+def check_version(version: int, supported: int) -> None:
     """Raises `StoreUnusable` if a store has more migrations than this version."""
-    if version > known:
+    if version > supported:
         raise StoreUnusable(
-            f"this store has schema {version} and this Rollyard supports up to {known}: "
+            f"this store has schema {version} and this Rollyard supports up to {supported}: "
             "it was written by a newer version; install that version, or start with an empty store"
         )
 

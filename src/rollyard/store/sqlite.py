@@ -27,7 +27,7 @@ from rollyard.store._readers import Readers
 from rollyard.store._recovery import recover
 from rollyard.store._retention import counted_s
 from rollyard.store._sql_store import SqlStore, guard
-from rollyard.store._writer import FAILS_ALONE, Writer
+from rollyard.store._writer import OPERATION_ERRORS, Writer
 from rollyard.store.base import Recovery, StoreUnusable
 from rollyard.store.schema import migrate
 
@@ -83,7 +83,7 @@ class SqliteStore(SqlStore):
         self._check_usable()
         try:
             return await self._readers.run(query)
-        except FAILS_ALONE:
+        except OPERATION_ERRORS:
             raise
         except sqlite3.Error as error:
             raise self._unreadable(error) from error
