@@ -254,20 +254,20 @@ async def break_it(fleet: Fleet, count: int, deeds: Sequence[str], within_s: flo
     """Applies the faults that `deeds` name, spread over the run; returns the terminal records, in their order."""
     records: list[Record] = []
     after: str | None = None
-    left = list(deeds)
-    begun = time.monotonic()
+    remaining = list(deeds)
+    started_at = time.monotonic()
     while len(records) < count:
-        assert time.monotonic() - begun < within_s, f"{len(records)} of {count} have ended; done: {fleet.did}"
+        assert time.monotonic() - started_at < within_s, f"{len(records)} of {count} have ended; done: {fleet.did}"
         async with fleet.head.client() as client:
             page = await client.list(state="ended", after=after, limit=1000, wait_s=1)
         records += page.rollouts
         after = page.next or after
-        if left and len(records) >= count * (len(deeds) - len(left) + 1) / (len(deeds) + 2):
-            deed = left.pop(0)
-            fleet.did.append(f"{deed} at {len(records)} after {time.monotonic() - begun:.0f} s")
+        if remaining and len(records) >= count * (len(deeds) - len(remaining) + 1) / (len(deeds) + 2):
+            deed = remaining.pop(0)
+            fleet.did.append(f"{deed} at {len(records)} after {time.monotonic() - started_at:.0f} s")
             await getattr(fleet, deed)()
-    fleet.did.append(f"all after {time.monotonic() - begun:.0f} s")
-    assert not left, left
+    fleet.did.append(f"all after {time.monotonic() - started_at:.0f} s")
+    assert not remaining, remaining
     return records
 
 
@@ -281,18 +281,20 @@ async def explain(fleet: Fleet, records: Sequence[Record]) -> None:
 
 def judge(records: Sequence[Record], ids: set[str]) -> str:
     """Checks that nothing is missing, duplicated or invented. Returns a description of what was lost meanwhile."""
-    seen = Counter(record.id for record in records)
-    assert set(seen) == ids, f"missing: {sorted(ids - set(seen))[:9]}, unknown: {sorted(set(seen) - ids)[:9]}"
-    assert max(seen.values()) == 1, f"ended twice: {[one for one, times in seen.items() if times > 1]}"
+    end_counts = Counter(record.id for record in records)
+    assert set(end_counts) == ids, (
+        f"missing: {sorted(ids - set(end_counts))[:9]}, unknown: {sorted(set(end_counts) - ids)[:9]}"
+    )
+    assert max(end_counts.values()) == 1, f"ended twice: {[one for one, times in end_counts.items() if times > 1]}"
     lost = Counter(str(lost["code"]) for record in records for lost in record.lost)
     failed = Counter(str(record.failure["code"]) for record in records if record.failure is not None)
     attempts = Counter(record.attempt for record in records)
-    said = f"lost attempts {dict(lost)}, failed {dict(failed)}, attempts {dict(sorted(attempts.items()))}"
+    summary = f"lost attempts {dict(lost)}, failed {dict(failed)}, attempts {dict(sorted(attempts.items()))}"
     wrong = [record for record in records if not _is_right(record)]
-    assert not wrong, f"{[(one.id, one.outcome, one.reward, one.failure, one.lost) for one in wrong[:5]]}; {said}"
-    assert not set(lost) - FAIRLY_LOST, said
-    assert lost["node_lost"] > 0, f"the kills hit nothing: {said}"
-    return said
+    assert not wrong, f"{[(one.id, one.outcome, one.reward, one.failure, one.lost) for one in wrong[:5]]}; {summary}"
+    assert not set(lost) - FAIRLY_LOST, summary
+    assert lost["node_lost"] > 0, f"the kills hit nothing: {summary}"
+    return summary
 
 
 def _is_right(record: Record) -> bool:
@@ -310,7 +312,7 @@ def _is_right(record: Record) -> bool:
     )
 
 
-async def at_rest(fleet: Fleet, engine_url: str) -> None:
+async def wait_until_idle(fleet: Fleet, engine_url: str) -> None:
     """Waits until no node and no engine has any work, by their own reports."""
     await fleet.until(
         lambda there: (
@@ -331,8 +333,10 @@ async def at_rest(fleet: Fleet, engine_url: str) -> None:
     async with aiohttp.ClientSession() as http, asyncio.timeout(SETTLE_S):
         while True:
             async with http.get(f"{engine_url}/metrics") as reply:
-                said = await reply.text()
-            running = [line.split()[-1] for line in said.splitlines() if line.startswith("vllm:num_requests_running")]
+                metrics_text = await reply.text()
+            running = [
+                line.split()[-1] for line in metrics_text.splitlines() if line.startswith("vllm:num_requests_running")
+            ]
             if [float(value) for value in running] == [0.0]:
                 return
             await asyncio.sleep(0.05)
@@ -340,11 +344,13 @@ async def at_rest(fleet: Fleet, engine_url: str) -> None:
 
 def below_us() -> dict[int, str]:
     """Returns the live processes below this one, with their command lines."""
-    found: dict[int, str] = {}
+    command_lines: dict[int, str] = {}
     for pid in kernel.below({os.getpid()}, kernel.living()):
         with suppress(OSError):
-            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
-    return found
+            command_lines[pid] = (
+                Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+            )
+    return command_lines
 
 
 async def nobody_left(before: dict[int, str]) -> None:
@@ -354,8 +360,8 @@ async def nobody_left(before: dict[int, str]) -> None:
             while set(below_us()) - set(before):
                 await asyncio.sleep(0.05)
     except TimeoutError as error:
-        left = {pid: line for pid, line in below_us().items() if pid not in before}
-        raise AssertionError(f"processes are left: {left}") from error
+        remaining = {pid: line for pid, line in below_us().items() if pid not in before}
+        raise AssertionError(f"processes are left: {remaining}") from error
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

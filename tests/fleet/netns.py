@@ -70,9 +70,9 @@ def run_inside(
 def run_test_inside(node_id: str, home: Path, *, limit_s: float) -> None:
     """Runs a test, or a file of them, by pytest's id: all must pass and not be skipped."""
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={home / 'inside'}"]
-    done = run_inside([sys.executable, "-m", "pytest", *options, node_id], limit_s=limit_s)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
+    completed = run_inside([sys.executable, "-m", "pytest", *options, node_id], limit_s=limit_s)
+    assert completed.returncode == 0, completed.stdout[-8000:] + completed.stderr[-2000:]
+    assert "skipped" not in completed.stdout.splitlines()[-1], completed.stdout[-2000:]
 
 
 def _raise_loopback() -> None:

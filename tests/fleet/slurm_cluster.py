@@ -84,8 +84,8 @@ class SlurmCluster:
         return ["nsenter", f"--target={self.pid}", "--net", "--pid", "--mount", "--", *(str(word) for word in words)]
 
     def environ(self) -> Mapping[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLYARD_", "SLURM"))}
-        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "HOME": str(self.folder), "COLUMNS": "200"}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLYARD_", "SLURM"))}
+        return {**inherited, "SLURM_CONF": str(self.folder / "slurm.conf"), "HOME": str(self.folder), "COLUMNS": "200"}
 
     def run(self, *words: object, timeout_s: float = 200.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -104,24 +104,24 @@ class SlurmCluster:
 
     def object(self, *words: object) -> dict[str, Any]:
         """Returns the output of a command with --json."""
-        done = self.rollyard(*words, "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        completed = self.rollyard(*words, "--json")
+        assert completed.returncode == 0, completed.stderr
+        return json.loads(completed.stdout)
 
     def state(self, job_id: str) -> str:
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T").stdout.strip()
 
     def service(self, name: str, nodes: int = 0) -> dict[str, Any]:
         """Returns the status of the job in that folder, once its service answers and has so many nodes."""
-        found: dict[str, Any] = {}
+        status: dict[str, Any] = {}
 
         def has_come() -> bool:
-            found.update(self.object("slurm", "status", "--data-dir", self.folder / name))
-            return found["service"] is not None and len(found["service"].get("nodes", ())) >= nodes
+            status.update(self.object("slurm", "status", "--data-dir", self.folder / name))
+            return status["service"] is not None and len(status["service"].get("nodes", ())) >= nodes
 
         wait_for((self.folder / name / "url").exists, f"the address of {name}")
         wait_for(has_come, f"the service of {name}", every_s=1.5)  # a command takes half a second of CPU time
-        return found
+        return status
 
     def end_all(self) -> None:
         self.run("scancel", "--state=PENDING", "--full", "--user=root")
@@ -160,8 +160,8 @@ def slurm_cluster(folder: Path) -> Generator[SlurmCluster, None, None]:
     finally:
         holder.send_signal(signal.SIGKILL)  # its child is PID 1 of the namespace: everything ends with it
         holder.wait()
-        for left in Path("/tmp").glob(f"{Path(cluster.scratch).name}-*") if cluster else ():
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in Path("/tmp").glob(f"{Path(cluster.scratch).name}-*") if cluster else ():
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _configure(folder: Path) -> None:

@@ -27,8 +27,8 @@ async def main(host: str, port: int, script: Path) -> None:
             sink.close()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            theirs, ours = await asyncio.open_connection("127.0.0.1", inner)
-            await asyncio.gather(carry(reader, ours), carry(theirs, writer))
+            engine_reader, engine_writer = await asyncio.open_connection("127.0.0.1", inner)
+            await asyncio.gather(carry(reader, engine_writer), carry(engine_reader, writer))
 
         async with await asyncio.start_server(serve, host, port) as server:
             await server.serve_forever()

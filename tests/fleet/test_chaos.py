@@ -17,7 +17,18 @@ from bench.postgres import PgServer
 from rollyard.cli.rig import engine_process
 from rollyard.core import Json
 from tests.fleet import netns
-from tests.fleet.chaos import SCRIPT, Fleet, Head, at_rest, below_us, break_it, explain, judge, nobody_left, submit_all
+from tests.fleet.chaos import (
+    SCRIPT,
+    Fleet,
+    Head,
+    below_us,
+    break_it,
+    explain,
+    judge,
+    nobody_left,
+    submit_all,
+    wait_until_idle,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -48,7 +59,7 @@ async def broken_fleet(
                 records = await break_it(fleet, count, deeds, RUN_S)
                 await explain(fleet, records)
                 print(f"{judge(records, ids)}; {fleet.did}")
-                await at_rest(fleet, engine_url)
+                await wait_until_idle(fleet, engine_url)
                 yield fleet
                 await fleet.stop()
                 await nobody_left(before)

@@ -182,9 +182,9 @@ async def test_a_drained_node_gives_back_what_has_not_started_and_takes_nothing(
         assert (await site.post("/v1/nodes/n9/drain")).status == 404
         assert (await site.post("/v1/nodes/n1/drain")).body["state"] in ("draining", "drained")
         async with asyncio.timeout(90):
-            while (found := (await nodes_of(site))["n1"])["live"]:
+            while (drained := (await nodes_of(site))["n1"])["live"]:
                 await asyncio.sleep(0.02)
-        assert found["state"] == "drained" and found["wants"] == 0
+        assert drained["state"] == "drained" and drained["wants"] == 0
         states = (await site.get("/v1/status")).body["states"]
         assert states["queued"] >= 1 and states["queued"] + states["ended"] == 3
         assert (await site.post("/v1/nodes/n1/resume")).status == 200

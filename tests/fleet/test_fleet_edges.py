@@ -34,20 +34,20 @@ async def test_a_queued_rollout_whose_agent_is_gone_fails_alone(tmp_path: Path) 
     async with scripted(Reply(finish())) as engine, open_head(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("r1", "r2")
         resources = site.served.app_state.resources
-        found = resources.agents.get
+        get_agent = resources.agents.get
 
         def lost(name: str) -> object:
-            if asyncio.current_task() is not None and name == "native" and not gone.is_set():
-                gone.set()
+            if asyncio.current_task() is not None and name == "native" and not has_failed.is_set():
+                has_failed.set()
                 raise RuntimeError("its plugin was uninstalled")
-            return found(name)
+            return get_agent(name)
 
-        gone = asyncio.Event()
+        has_failed = asyncio.Event()
         resources.agents.get = lost  # type: ignore[method-assign,assignment]
         async with loop_node(site, tmp_path, "n1"):
             for one in ("r1", "r2"):
                 assert (await site.ended(one))["state"] == "ended"
-        assert gone.is_set() and (await site.get("/healthz")).status == 200
+        assert has_failed.is_set() and (await site.get("/healthz")).status == 200
 
 
 async def test_sessions_run_at_the_head_with_or_without_nodes_and_within_its_slots(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ async def test_a_rollout_that_cannot_be_leased_fails_and_the_others_are_leased(
 
 
 async def test_a_node_deletes_the_artifacts_of_its_earlier_process(tmp_path: Path) -> None:
-    left = tmp_path / "n1" / "artifacts" / "ab" / "abcd" / "1" / "file"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"of a rollout that the head has given to another node")
+    leftover = tmp_path / "n1" / "artifacts" / "ab" / "abcd" / "1" / "file"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_bytes(b"of a rollout that the head has given to another node")
     async with open_head(tmp_path) as site, loop_node(site, tmp_path, "n1"):
-        assert not left.exists()
+        assert not leftover.exists()

@@ -32,8 +32,8 @@ INFO = {"is_reevaluable": False, "summary": {}, "timings": {}, "failure": None}
 
 
 def saved(key: Key) -> Saved:
-    kept = trajectory(key.id, key.attempt)
-    return Saved(key, bytes(encode_trajectory(kept)), kept.sampled_tokens, to_json(INFO), [])
+    saved_trajectory = trajectory(key.id, key.attempt)
+    return Saved(key, bytes(encode_trajectory(saved_trajectory)), saved_trajectory.sampled_tokens, to_json(INFO), [])
 
 
 def ended(key: Key, reward: float = 0.5) -> Ended:
@@ -75,7 +75,7 @@ class Hand:
                 keys += [Key(one.id, one.attempt) for one in map(rollout_of, orders.leases)]
         return keys
 
-    async def says(self, *items: Any, want: int = 0) -> list[Key]:
+    async def send_report(self, *items: Any, want: int = 0) -> list[Key]:
         """Reports the items and returns the keys that the head refuses."""
         report = Report(self._name, self._standing(want), list(items))
         return (await self._head.report(report)).refused
@@ -102,7 +102,7 @@ async def test_rollouts_that_a_node_no_longer_holds_run_elsewhere(tmp_path: Path
             record = await site.ended(second.id)
             assert record["attempt"] == 2 and [lost["code"] for lost in record["lost"]] == ["node_lost"], record
             assert record["summary"]["node"] == "n2" and record["reward"] == 1.0
-        assert await hand.says(ended(first)) == []
+        assert await hand.send_report(ended(first)) == []
         assert (await site.ended(first.id))["attempt"] == 1, "the node keeps what it still holds"
 
 
@@ -118,7 +118,7 @@ async def test_leases_in_transit_at_a_join_are_sent_again(tmp_path: Path) -> Non
         (key,) = [Key(one.id, one.attempt) for one in map(rollout_of, again.leases)]
         assert key.attempt == 1
         hand.got = again.number
-        assert await hand.says(ended(key)) == []
+        assert await hand.send_report(ended(key)) == []
         assert (await site.ended("r1"))["reward"] == 0.5
 
 
@@ -126,9 +126,9 @@ async def test_concurrent_duplicate_reports_count_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         await site.submit("r1")
         (key,) = await hand.leased(1)
-        both = await asyncio.gather(*(hand.says(Moved(key, State.RUN), saved(key)) for _ in range(2)))
+        both = await asyncio.gather(*(hand.send_report(Moved(key, State.RUN), saved(key)) for _ in range(2)))
         assert both == [[], []], "the second report is known already, and the attempt is still this node's"
-        ends = await asyncio.gather(hand.says(ended(key, 0.25)), hand.says(ended(key, 0.75)))
+        ends = await asyncio.gather(hand.send_report(ended(key, 0.25)), hand.send_report(ended(key, 0.75)))
         assert ends == [[], [key]]
         record = await site.ended("r1")
         assert record["reward"] == 0.25 and record["attempt"] == 1
@@ -140,7 +140,7 @@ async def test_a_node_lost_during_its_report_leaves_nothing_behind(tmp_path: Pat
     async with opened(tmp_path) as (site, hand):
         await site.submit("r1")
         (key,) = await hand.leased(1)
-        word = asyncio.create_task(hand.says(Moved(key, State.RUN), saved(key)))
+        word = asyncio.create_task(hand.send_report(Moved(key, State.RUN), saved(key)))
         await asyncio.sleep(0)
         nodes = site.served.app_state.head.nodes
         nodes.lose(nodes.named("hand"), "went away")
@@ -156,7 +156,7 @@ async def test_a_report_that_cannot_be_stored_fails_only_its_own_rollout(tmp_pat
         keys = {key.id: key for key in await hand.leased(3)}
         broken_end = Ended(keys["r1"], "no JSON", None, 0)
         broken_run = Saved(keys["r2"], b"", 0, "no JSON", [])
-        refused = await hand.says(broken_end, broken_run, ended(keys["r3"]))
+        refused = await hand.send_report(broken_end, broken_run, ended(keys["r3"]))
         assert set(refused) == {keys["r1"], keys["r2"]}
         assert (await site.ended("r3"))["reward"] == 0.5
         for name in ("r1", "r2"):
@@ -173,8 +173,8 @@ async def test_a_node_cannot_report_for_another(tmp_path: Path) -> None:
         other.join(want=0)
         await site.submit("r1")
         (key,) = await hand.leased(1)
-        assert await other.says(ended(key, 0.1)) == [key]
+        assert await other.send_report(ended(key, 0.1)) == [key]
         assert other.join(key, want=0).keeps == []
-        assert await hand.says(Ended(Key(key.id, 2), to_json(completed(0.2)), None, 0)) == [Key(key.id, 2)]
-        assert await hand.says(ended(key, 0.3)) == []
+        assert await hand.send_report(Ended(Key(key.id, 2), to_json(completed(0.2)), None, 0)) == [Key(key.id, 2)]
+        assert await hand.send_report(ended(key, 0.3)) == []
         assert (await site.ended("r1"))["reward"] == 0.3

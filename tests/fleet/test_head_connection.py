@@ -48,10 +48,10 @@ async def polled(handler: Handler) -> Orders:
 
 
 async def test_a_call_uses_the_heads_current_address_and_token() -> None:
-    seen: list[tuple[str, str, bytes]] = []
+    requests: list[tuple[str, str, bytes]] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        seen.append((request.path_qs, request.headers["Authorization"], await request.read()))
+        requests.append((request.path_qs, request.headers["Authorization"], await request.read()))
         reply = Orders(3) if "poll" in request.path else Reported([])
         return web.Response(body=encode(reply), content_type=MEDIA_TYPE)
 
@@ -60,7 +60,7 @@ async def test_a_call_uses_the_heads_current_address_and_token() -> None:
         async with HeadConnection(lambda: places.pop(0)) as link:
             assert (await link.poll(POLL, 2.5)).number == 3
             assert (await link.report(Report("session", NodeStatus()))).refused == []
-    assert seen == [
+    assert requests == [
         ("/v1/fleet/poll?wait_s=2.5", "Bearer one", encode(POLL)),
         ("/v1/fleet/report", "Bearer two", encode(Report("session", NodeStatus()))),
     ]

@@ -25,7 +25,7 @@ async def test_rollouts_that_no_node_has_room_for_stay_in_the_queue(
             async def looked_at_meanwhile(ids: Sequence[str]) -> Sequence[Rollout]:
                 nonlocal most
                 for _ in range(5):
-                    head.nodes.tell()
+                    head.nodes.notify()
                     await asyncio.sleep(0)
                     most = max(most, len(pipeline.starting))
                 read.extend(ids)

@@ -35,7 +35,7 @@ class Site:
         for name in names:
             assert self.ledger.accept(rollout(name))
             self.begin(name)
-        self.tell()
+        self.acknowledge_all()
 
     def _on_news(self) -> None:
         self.news += 1
@@ -46,10 +46,10 @@ class Site:
             self.ledger.move(name, at, at.to(state))
             at = at.to(state)
 
-    def tell(self, *refused: Key) -> list[object]:
+    def acknowledge_all(self, *refused: Key) -> list[object]:
         """Sends what a report would, with an answer of the head. Returns the items."""
         entries = self.ledger.next(MANY, LARGE)
-        self.ledger.told(entries, refused)
+        self.ledger.acknowledge(entries, refused)
         return [entry.item for entry in entries]
 
 
@@ -75,13 +75,13 @@ async def test_all_changes_are_sent_in_order_and_once(tmp_path: Path) -> None:
     await site.ledger.save_run("r1", RUNNING, trajectory("r1"), {"key": 1})
     ending = asyncio.create_task(site.ledger.end("r1", RUNNING.to(State.EVAL), completed()))
     await asyncio.sleep(0)
-    told = site.tell()
-    assert [type(item) for item in told] == [Moved, Moved, Saved, Ended], "the lease implies INIT"
-    assert [item.state for item in told if isinstance(item, Moved)] == [State.READY, State.RUN]
+    items = site.acknowledge_all()
+    assert [type(item) for item in items] == [Moved, Moved, Saved, Ended], "the lease implies INIT"
+    assert [item.state for item in items if isinstance(item, Moved)] == [State.READY, State.RUN]
     assert site.news >= 4
     ended = await ending
     assert ended.state is State.ENDED and ended.ending == completed()
-    assert site.ledger.holds == [] and site.tell() == []
+    assert site.ledger.holds == [] and site.acknowledge_all() == []
 
 
 async def test_unanswered_items_are_sent_again(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ async def test_unanswered_items_are_sent_again(tmp_path: Path) -> None:
     entries = site.ledger.next(MANY, LARGE)
     site.ledger.requeue("r2", RUNNING, LOST)
     assert site.ledger.next(MANY, LARGE)[:1] == entries and not first.done()
-    site.ledger.told(entries, ())
-    assert first.done() and [item.key.id for item in site.tell() if isinstance(item, Returned)] == ["r2"]
+    site.ledger.acknowledge(entries, ())
+    assert first.done() and [item.key.id for item in site.acknowledge_all() if isinstance(item, Returned)] == ["r2"]
 
 
 async def test_a_report_is_bounded_but_never_empty(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_a_report_is_bounded_but_never_empty(tmp_path: Path) -> None:
 async def test_a_refused_attempt_is_stale_and_not_held(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2")
     mine, refused = site.ledger.requeue("r1", RUNNING, LOST), site.ledger.requeue("r2", RUNNING, LOST)
-    site.tell(Key("r2", 1))
+    site.acknowledge_all(Key("r2", 1))
     assert mine.result() is None
     with pytest.raises(Stale):
         refused.result()
@@ -117,7 +117,7 @@ async def test_a_refusal_of_an_old_attempt_leaves_the_new_one(tmp_path: Path) ->
     site = Site(tmp_path, "r1")
     site.ledger.requeue("r1", RUNNING, LOST)
     assert site.ledger.accept(rollout(attempt=2))
-    site.tell(Key("r1", 1))
+    site.acknowledge_all(Key("r1", 1))
     assert site.ledger.holds == [Key("r1", 2)]
     with pytest.raises(Stale):
         site.ledger.move("r1", RUNNING, RUNNING.to(State.EVAL))
@@ -125,13 +125,13 @@ async def test_a_refusal_of_an_old_attempt_leaves_the_new_one(tmp_path: Path) ->
 
 async def test_a_dropped_attempt_is_not_sent(tmp_path: Path) -> None:
     site = Site(tmp_path, "r1", "r2")
-    dropped, kept = site.ledger.requeue("r1", RUNNING, LOST), site.ledger.requeue("r2", RUNNING, LOST)
+    dropped, pending = site.ledger.requeue("r1", RUNNING, LOST), site.ledger.requeue("r2", RUNNING, LOST)
     in_flight = site.ledger.next(MANY, LARGE)
     site.ledger.drop(Key("r1", 1))
     with pytest.raises(Stale):
         dropped.result()
-    site.ledger.told(in_flight, ())
-    assert kept.result() is None and len(site.ledger) == 0
+    site.ledger.acknowledge(in_flight, ())
+    assert pending.result() is None and len(site.ledger) == 0
     with pytest.raises(Stale):
         await site.ledger.end("r1", RUNNING, completed())
 
@@ -154,9 +154,9 @@ async def test_a_trajectory_is_sent_when_it_is_saved_or_else_at_the_end(tmp_path
         asyncio.create_task(site.ledger.end("r2", RUNNING, completed(), trajectory("r2"))),
     ]
     await asyncio.sleep(0)
-    told = {(type(item), item.key.id): item for item in site.tell() if isinstance(item, Saved | Ended)}
+    items = {(type(item), item.key.id): item for item in site.acknowledge_all() if isinstance(item, Saved | Ended)}
     await asyncio.gather(*ends)
-    first, second = told[Ended, "r1"], told[Ended, "r2"]
+    first, second = items[Ended, "r1"], items[Ended, "r2"]
     assert isinstance(first, Ended) and first.data is None
     assert isinstance(second, Ended) and second.data is not None
     assert decode_trajectory(second.data).rollout_id == "r2"
@@ -165,14 +165,14 @@ async def test_a_trajectory_is_sent_when_it_is_saved_or_else_at_the_end(tmp_path
 async def test_artifacts_are_sent_unless_they_exceed_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path, "r1", "r2")
     data = b"what it left"
-    left = Artifact("file", "/workspace/file", len(data), hashlib.sha256(data).hexdigest())
+    artifact = Artifact("file", "/workspace/file", len(data), hashlib.sha256(data).hexdigest())
     for name in ("r1", "r2"):
         await site.folder.receive("file", data, name, 1)
-    await site.ledger.save_run("r1", RUNNING, replace(trajectory("r1"), artifacts=(left,)), {})
+    await site.ledger.save_run("r1", RUNNING, replace(trajectory("r1"), artifacts=(artifact,)), {})
     monkeypatch.setattr(module, "MOST_ARTIFACT_BYTES", len(data) - 1)
-    await site.ledger.save_run("r2", RUNNING, replace(trajectory("r2"), artifacts=(left,)), {})
-    told = [item.artifacts for item in site.tell() if isinstance(item, Saved)]
-    assert told == [[Blob("file", data)], []]
+    await site.ledger.save_run("r2", RUNNING, replace(trajectory("r2"), artifacts=(artifact,)), {})
+    artifacts = [item.artifacts for item in site.acknowledge_all() if isinstance(item, Saved)]
+    assert artifacts == [[Blob("file", data)], []]
 
 
 async def test_the_sweep_deletes_artifacts_of_attempts_without_an_end(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ async def test_the_sweep_deletes_artifacts_of_attempts_without_an_end(tmp_path: 
     site.ledger.accept(rollout("r2", attempt=2))
     end = asyncio.create_task(site.ledger.end("r3", RUNNING, completed()))
     await asyncio.sleep(0)
-    site.tell()
+    site.acknowledge_all()
     await end
     assert await site.ledger.sweep(Retention(3600.0)) == SweepResult(("r1",)), (
         "r2 is here again, r3 has cleaned up itself"
@@ -199,7 +199,7 @@ async def test_rollouts_that_have_not_started_are_given_back_or_cancelled_by_the
     site.ledger.give_back(Key("r1", 1))
     site.ledger.cancelled(Key("r2", 1), "asked")
     assert site.ledger.holds == [Key("r1", 1), Key("r2", 1)], "until the head has answered"
-    returned, ended = site.tell()
+    returned, ended = site.acknowledge_all()
     assert isinstance(returned, Returned) and returned.is_excused and returned.lost.code == "drained"
     assert isinstance(ended, Ended) and '"cancelled"' in ended.ending
     assert site.ledger.holds == []

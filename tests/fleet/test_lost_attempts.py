@@ -52,16 +52,16 @@ async def test_attempts_lost_by_a_node_without_an_engine_do_not_count_up_to_a_li
         await site.submit("r1")
         for _ in range(MOST_EXCUSED // 2):
             (key,) = await hand.leased(1)
-            assert await hand.says(returned(key)) == []
+            assert await hand.send_report(returned(key)) == []
             (key,) = await hand.leased(1)
-            assert await hand.says(ended(key, TokenizerMismatch("its tokenizer is not there"))) == []
+            assert await hand.send_report(ended(key, TokenizerMismatch("its tokenizer is not there"))) == []
         (key,) = await hand.leased(1)
         assert key.attempt == MOST_EXCUSED + 1
         record = (await site.get("/v1/rollouts/r1")).body
         assert {lost["node"] for lost in record["lost"]} == {"hand"} and len(record["lost"]) == MOST_EXCUSED
-        assert await hand.says(returned(key)) == []  # this attempt counts
+        assert await hand.send_report(returned(key)) == []  # this attempt counts
         (key,) = await hand.leased(1)
-        assert await hand.says(ended(key, EngineUnavailable("no engine of default came up"))) == []
+        assert await hand.send_report(ended(key, EngineUnavailable("no engine of default came up"))) == []
         record = await site.ended("r1")
         assert (record["outcome"], record["failure"]["code"]) == ("failed", "engine_unavailable")
         assert record["failure"]["blame"] == "infra" and record["attempt"] == MOST_EXCUSED + 2
@@ -72,11 +72,11 @@ async def test_attempts_given_back_for_lack_of_an_engine_do_not_count_up_to_a_li
         await site.submit("r1")
         for _ in range(MOST_EXCUSED):
             (key,) = await hand.leased(1)
-            assert await hand.says(returned(key, is_excused=True)) == []
+            assert await hand.send_report(returned(key, is_excused=True)) == []
         (key,) = await hand.leased(1)
-        assert await hand.says(returned(key, DRAINED, is_excused=True)) == [], "drains are always excused"
+        assert await hand.send_report(returned(key, DRAINED, is_excused=True)) == [], "drains are always excused"
         (key,) = await hand.leased(1)
-        assert await hand.says(returned(key, is_excused=True)) == []
+        assert await hand.send_report(returned(key, is_excused=True)) == []
         failure = (await site.ended("r1"))["failure"]
         assert failure["code"] == "engine_unavailable" and "were lost by their nodes" in failure["detail"]
 
@@ -85,11 +85,11 @@ async def test_attempts_with_tokens_or_an_engine_that_is_down_at_the_head_count(
     async with opened(tmp_path, max_attempts=1, health_s=600) as (site, hand):
         await site.submit("r1", "r2")
         first, second = await hand.leased(2)
-        assert await hand.says(returned(first, tokens=5)) == []
+        assert await hand.send_report(returned(first, tokens=5)) == []
         (again,) = await hand.leased(1)
         assert again.id == first.id
         site.served.app_state.router.pool("default").members["e1"].set_health(Health.DOWN)
-        assert await hand.says(ended(second, EngineUnavailable("it is gone"))) == []
+        assert await hand.send_report(ended(second, EngineUnavailable("it is gone"))) == []
         record = await site.ended("r2")
         assert record["failure"]["code"] == "engine_unavailable" and record["attempt"] == 1
 
@@ -100,7 +100,7 @@ async def test_a_lost_rollout_goes_to_another_node_if_one_wants_it(tmp_path: Pat
         (key,) = await hand.leased(1)
         other = Hand(site.served.app_state.head, "other")
         other.join()
-        assert await hand.says(ended(key, SandboxStartFailed("no namespaces here")), want=8) == []
+        assert await hand.send_report(ended(key, SandboxStartFailed("no namespaces here")), want=8) == []
         (again,) = await other.leased(1)
         assert again.attempt == 2
         assert (await site.get("/v1/rollouts/r1")).body["lost"][0]["node"] == "hand"
@@ -109,7 +109,7 @@ async def test_a_lost_rollout_goes_to_another_node_if_one_wants_it(tmp_path: Pat
 async def test_a_node_that_cannot_use_the_engine_gets_no_rollouts_and_status_shows_why(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         hand.engines = {"e1": "connection refused by http://user:secret@gpu1:8000"}
-        assert await hand.says(want=8) == []
+        assert await hand.send_report(want=8) == []
         await site.submit("r1")
         assert not (await hand.poll_briefly()).leases
         status = (await site.get("/v1/status")).body

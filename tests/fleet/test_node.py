@@ -26,13 +26,13 @@ class SlowToLeave(NoopAgent):
     """Its first attempt runs until it is stopped, and then ends only when the test allows it."""
 
     def __init__(self) -> None:
-        self.began = asyncio.Event()
+        self.started = asyncio.Event()
         self.stopped = asyncio.Event()
         self.may_go = asyncio.Event()
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
-        if not self.began.is_set():
-            self.began.set()
+        if not self.started.is_set():
+            self.started.set()
             try:
                 await asyncio.Event().wait()
             finally:
@@ -65,7 +65,7 @@ async def test_a_rollout_that_returns_to_its_node_starts_after_the_clean_up(tmp_
         try:
             await site.submit("r1", task=task(agent={"name": "noop"}))
             async with asyncio.timeout(90):
-                await agent.began.wait()
+                await agent.started.wait()
                 node.is_cut = True
                 await until(site)
                 node.is_cut = False

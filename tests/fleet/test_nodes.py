@@ -105,10 +105,10 @@ async def test_a_changed_run_is_sent_again_with_integers_of_any_size() -> None:
     node = Site().join()
     node.lease(rollout("r1"), RUN)
     node.stands(NodeStatus(got=orders_of(node).number))
-    made_again = Run(RUN.id, policy="another", defaults={"data": {"n": 2**70}})
-    node.lease(rollout("r2"), made_again)
+    recreated_run = Run(RUN.id, policy="another", defaults={"data": {"n": 2**70}})
+    node.lease(rollout("r2"), recreated_run)
     sent = decode(encode(orders_of(node)), Orders)
-    assert [run_of(run) for run in sent.runs] == [made_again]
+    assert [run_of(run) for run in sent.runs] == [recreated_run]
 
 
 async def test_a_drain_is_sent_until_confirmed() -> None:
@@ -170,16 +170,16 @@ async def test_a_lease_counts_as_sent_until_confirmed() -> None:
 async def test_promised_places_are_not_assigned_twice() -> None:
     site = Site()
     node = site.join(standing=NodeStatus(want=2, pools={"live": PoolUse(8, 0, 0)}))
-    assert site.nodes.place(rollout("r1")) is node and site.nodes.wanted == 1
+    assert site.nodes.place(rollout("r1")) is node and site.nodes.free_places == 1
     site.nodes.of("s1", NodeStatus(want=2))  # sent before it received the lease
-    assert site.nodes.wanted == 1
+    assert site.nodes.free_places == 1
     node.lease(rollout("r1"), RUN)
     node.promised -= 1
     site.nodes.of("s1", NodeStatus(want=2))
-    assert site.nodes.wanted == 1, "the lease is being sent"
+    assert site.nodes.free_places == 1, "the lease is being sent"
     number = orders_of(node).number
     site.nodes.of("s1", NodeStatus(got=number, want=1))
-    assert site.nodes.wanted == 1
+    assert site.nodes.free_places == 1
     assert site.nodes.place(rollout("r2")) is node
     assert site.nodes.place(rollout("r3")) is None
 

@@ -10,10 +10,10 @@ NEEDS = PlacementKeys("setup", "image")
 
 
 def room(places: int, want: int, *needs: PlacementKeys) -> NodeRoom:
-    made = NodeRoom(places, want)
+    node_room = NodeRoom(places, want)
     for one in needs:
-        made.remember(one)
-    return made
+        node_room.remember(one)
+    return node_room
 
 
 def test_the_emptiest_node_is_chosen() -> None:
@@ -27,18 +27,18 @@ def test_the_emptiest_node_is_chosen() -> None:
 def test_a_node_that_wants_none_gets_none() -> None:
     assert place(NEEDS, []) is None
     assert place(NEEDS, [room(8, 0, NEEDS)]) is None
-    wants = room(8, 1)
-    assert place(NEEDS, [room(8, 0, NEEDS), wants]) is wants
+    with_room = room(8, 1)
+    assert place(NEEDS, [room(8, 0, NEEDS), with_room]) is with_room
 
 
 def test_a_node_with_the_set_up_may_be_somewhat_fuller() -> None:
     places = 100
     worth = int(SETUP_WORTH * places)
     empty = room(places, 50)
-    known = room(places, 50 - worth + 1, PlacementKeys("setup", None))
-    assert place(PlacementKeys("setup", None), [empty, known]) is known
-    known.want = 50 - worth - 1
-    assert place(PlacementKeys("setup", None), [empty, known]) is empty
+    prepared = room(places, 50 - worth + 1, PlacementKeys("setup", None))
+    assert place(PlacementKeys("setup", None), [empty, prepared]) is prepared
+    prepared.want = 50 - worth - 1
+    assert place(PlacementKeys("setup", None), [empty, prepared]) is empty
 
 
 def test_an_image_counts_less_than_a_set_up() -> None:
@@ -49,14 +49,14 @@ def test_an_image_counts_less_than_a_set_up() -> None:
 
 
 def test_remembered_keys_are_bounded_and_the_oldest_is_dropped() -> None:
-    known = room(8, 8)
+    node_room = room(8, 8)
     for number in range(REMEMBERED):
-        known.remember(PlacementKeys(str(number), f"image {number}"))
-    known.remember(PlacementKeys("0", "image 0"))  # used again
-    known.remember(PlacementKeys("new", "new image"))
-    assert len(known.setups) == len(known.images) == REMEMBERED
-    assert "0" in known.setups and "1" not in known.setups
-    assert "image 0" in known.images and "image 1" not in known.images
+        node_room.remember(PlacementKeys(str(number), f"image {number}"))
+    node_room.remember(PlacementKeys("0", "image 0"))  # used again
+    node_room.remember(PlacementKeys("new", "new image"))
+    assert len(node_room.setups) == len(node_room.images) == REMEMBERED
+    assert "0" in node_room.setups and "1" not in node_room.setups
+    assert "image 0" in node_room.images and "image 1" not in node_room.images
 
 
 def test_rollouts_of_one_task_have_the_same_placement_keys() -> None:
@@ -73,11 +73,13 @@ def test_rollouts_of_one_task_have_the_same_placement_keys() -> None:
     )
 
 
-@given(wants=st.lists(st.integers(0, 6), min_size=1, max_size=5), tasks=st.lists(st.sampled_from("abc"), max_size=40))
+@given(
+    free_counts=st.lists(st.integers(0, 6), min_size=1, max_size=5), tasks=st.lists(st.sampled_from("abc"), max_size=40)
+)
 def test_no_node_gets_more_than_it_wants_and_no_rollout_waits_while_one_wants_more(
-    wants: list[int], tasks: list[str]
+    free_counts: list[int], tasks: list[str]
 ) -> None:
-    rooms = [NodeRoom(8, want) for want in wants]
+    rooms = [NodeRoom(8, free_count) for free_count in free_counts]
     placed = 0
     for task in tasks:
         needs = PlacementKeys(task, None)
@@ -88,4 +90,4 @@ def test_no_node_gets_more_than_it_wants_and_no_rollout_waits_while_one_wants_mo
         chosen.remember(needs)
         placed += 1
     assert min(one.want for one in rooms) >= 0
-    assert placed == min(len(tasks), sum(wants))
+    assert placed == min(len(tasks), sum(free_counts))

@@ -60,8 +60,8 @@ def test_slots_are_derived_from_cpus_and_memory():
 
 def test_the_machines_environment_overrides_the_heads_slots():
     settings = {"run_slots": 10, "eval_slots": 3, "ready_slots": 0}
-    found = sizes(settings, {"ROLLYARD_RUN_SLOTS": "20"}, cpus=1, memory_bytes=GIB)
-    assert (found["run_slots"], found["eval_slots"], found["ready_slots"]) == (20, 3, 0)
+    slots = sizes(settings, {"ROLLYARD_RUN_SLOTS": "20"}, cpus=1, memory_bytes=GIB)
+    assert (slots["run_slots"], slots["eval_slots"], slots["ready_slots"]) == (20, 3, 0)
 
 
 @pytest.mark.parametrize("said", ["many", "0", "-1", "1.5"])
@@ -85,8 +85,8 @@ def test_nodes_of_one_machine_have_separate_folders_that_are_reused(tmp_path: Pa
 
 
 def test_a_cluster_that_we_start_always_needs_a_token():
-    found = driver_environment(None, {"RAY_AUTH_MODE": "disabled"})
-    assert found["RAY_AUTH_MODE"] == "token" and len(found["RAY_AUTH_TOKEN"]) == 64
+    environment = driver_environment(None, {"RAY_AUTH_MODE": "disabled"})
+    assert environment["RAY_AUTH_MODE"] == "token" and len(environment["RAY_AUTH_TOKEN"]) == 64
     assert driver_environment(None, {"RAY_AUTH_TOKEN": "mine"})["RAY_AUTH_TOKEN"] == "mine"
     assert "RAY_AUTH_TOKEN" not in driver_environment(None, {"RAY_AUTH_TOKEN_PATH": "file"})
 

@@ -57,12 +57,12 @@ def submit(slurm: SlurmCluster, at: dict[str, Any], count: int, prefix: str, *mo
     tasks = slurm.folder / f"{prefix}.jsonl"
     tasks.write_text("".join(json.dumps(TASK) + "\n" for _ in range(count)))
     token = Path(at["token_file"]).read_text().strip()
-    done = slurm.rollyard(
+    completed = slurm.rollyard(
         *("submit", tasks, "--id-prefix", prefix, "--json", "--url", at["url"], "--token", token, *more)
     )
-    records = [json.loads(line) for line in done.stdout.splitlines()]
+    records = [json.loads(line) for line in completed.stdout.splitlines()]
     failures = [(record["id"], record["failure"], record["lost"]) for record in records if record.get("failure")]
-    assert done.returncode == 0, f"{done.stderr}\n{failures[:3]}"
+    assert completed.returncode == 0, f"{completed.stderr}\n{failures[:3]}"
     return records
 
 
@@ -104,8 +104,8 @@ def test_a_service_continues_after_preemption_its_time_limit_and_resubmission(sl
     submit(slurm, back, 6, "again", "--no-wait")
     down = slurm.object("slurm", "down", "--data-dir", slurm.folder / "yard")
     assert (down["state"], down["url"]) == ("COMPLETED", "")
-    first, rest = log(slurm, "yard").split("started 1 times before")
-    second, third = rest.split("started 2 times before")
+    first, later = log(slurm, "yard").split("started 1 times before")
+    second, third = later.split("started 2 times before")
     assert "Slurm ends the job" in first and "the service ended with 0" in first
     assert second.index("draining") < second.index("the service ended with 0") < second.index("the job is queued again")
     assert third.index("draining") < third.index("the service ended with 0") and "queued again" not in third
@@ -128,8 +128,8 @@ def come_again(slurm: SlurmCluster, up: dict[str, Any], times: int) -> dict[str,
 def test_a_job_that_is_stopped_before_its_service_starts_ends(slurm: SlurmCluster):
     folder = ("--data-dir", slurm.folder / "early")
     up = slurm.object(*small(slurm, "early", "--wait-s", 0))
-    begun = slurm.folder / "early" / "job.log"
-    wait_for(lambda: begun.exists() and "started 0 times before" in begun.read_text(), "the job to begin")
+    job_log = slurm.folder / "early" / "job.log"
+    wait_for(lambda: job_log.exists() and "started 0 times before" in job_log.read_text(), "the job to begin")
     down = slurm.object("slurm", "down", *folder)
     assert (down["job_id"], down["state"], down["url"]) == (up["job_id"], "COMPLETED", "")
 
@@ -155,18 +155,18 @@ def test_several_nodes_are_a_fleet_on_ray_and_continue_after_a_requeue(slurm: Sl
 
 def test_a_job_that_cannot_run_reports_why(slurm: SlurmCluster):
     def up(name: str, *more: object) -> str:
-        done = slurm.rollyard("slurm", "up", "--data-dir", slurm.folder / name, *more)
-        assert (done.returncode, done.stdout) == (1, ""), done
-        return done.stderr.splitlines()[-1]
+        completed = slurm.rollyard("slurm", "up", "--data-dir", slurm.folder / name, *more)
+        assert (completed.returncode, completed.stdout) == (1, ""), completed
+        return completed.stderr.splitlines()[-1]
 
-    assert "sbatch: " in (said := up("nowhere", "--partition", "nowhere")) and "invalid partition" in said
+    assert "sbatch: " in (error := up("nowhere", "--partition", "nowhere")) and "invalid partition" in error
     assert "(PartitionTimeLimit)" in up("long", "--partition", "short", "--time", "10:00")
-    said = up("broken", "--setup", "echo the module is not there; exit 3")
-    assert "is FAILED; its log ends: the module is not there" in said and "job.log" in said
+    error = up("broken", "--setup", "echo the module is not there; exit 3")
+    assert "is FAILED; its log ends: the module is not there" in error and "job.log" in error
 
     slurm.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 300")
-    said = up("queued", "--wait-s", 4)
-    assert "is PENDING (" in said and "the job remains" in said
+    error = up("queued", "--wait-s", 4)
+    assert "is PENDING (" in error and "the job remains" in error
     down = slurm.object("slurm", "down", "--data-dir", slurm.folder / "queued")
     assert down["state"] == "CANCELLED"
 

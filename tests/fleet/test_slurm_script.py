@@ -109,29 +109,29 @@ def test_a_scratch_folder_of_another_user_is_not_used(tmp_path: Path):
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     call = f'say() {{ echo "$@"; }}; SLURMD_NODENAME=n1{function("make_scratch")}make_scratch && echo made'
 
-    def told(name: str) -> str:
+    def output_of(name: str) -> str:
         environ = {"PATH": "/usr/bin:/bin", "SCRATCH": str(tmp_path / name)}
         return subprocess.run(["bash", "-c", call], env=environ, capture_output=True, text=True, check=False).stdout
 
-    assert told("new") == told("new") == "made\n"
-    assert told("link") == f"{tmp_path}/link on n1 is a link or belongs to another user\n"
+    assert output_of("new") == output_of("new") == "made\n"
+    assert output_of("link") == f"{tmp_path}/link on n1 is a link or belongs to another user\n"
     if os.geteuid() == 0:
         os.chown(tmp_path / "theirs", 65534, 65534)
-        assert told("theirs") == f"{tmp_path}/theirs on n1 is a link or belongs to another user\n"
+        assert output_of("theirs") == f"{tmp_path}/theirs on n1 is a link or belongs to another user\n"
 
 
 def test_the_jobs_variables_do_not_reach_what_the_script_starts():
     environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n", "PMIX_RANK": "0", "PMI_FD": "3"}
     more = {"SBATCH_ACCOUNT": "a", "SRUN_DEBUG": "3", "ROLLYARD_RUN_SLOTS": "4"}
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-uc", function("bare") + "bare env"],
         env={**environ, **more},
         capture_output=True,
         text=True,
         check=True,
     )
-    left = {line.partition("=")[0] for line in done.stdout.splitlines()}
-    assert left - {"PWD", "SHLVL", "_"} == {"PATH", "ROLLYARD_RUN_SLOTS"}
+    names = {line.partition("=")[0] for line in completed.stdout.splitlines()}
+    assert names - {"PWD", "SHLVL", "_"} == {"PATH", "ROLLYARD_RUN_SLOTS"}
 
 
 def test_secret_files_are_readable_by_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -155,12 +155,12 @@ def test_secret_files_are_readable_by_the_user_alone(tmp_path: Path, monkeypatch
 
 
 async def test_a_dry_run_prints_the_script_and_does_nothing(cli: Cli, tmp_path: Path):
-    said = await cli(
+    result = await cli(
         *("slurm", "up", "--dry-run", "--nodes", 2, "--run-slots", 64, "--runtime", "bubblewrap"),
         *("--data-dir", tmp_path / "yard", "--setup", "module load x", "--engine", "http://gpu1:8000"),
     )
-    assert (said.status, said.err) == (0, "")
-    lines = lines_of(said.out)
+    assert (result.status, result.err) == (0, "")
+    lines = lines_of(result.out)
     assert {"export ROLLYARD_RUN_SLOTS=64", "export ROLLYARD_RUNTIME=bubblewrap", "  module load x"} <= set(lines)
     assert f"FOLDER={tmp_path}/yard  # tokens, logs and the service's address; shared by all nodes" in lines
     assert "ENGINES=(http://gpu1:8000)" in lines
@@ -172,9 +172,9 @@ async def test_without_slurm_the_command_fails_with_an_error(
     cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = await cli("slurm", command)
-    assert (said.status, said.out) == (1, "")
-    assert said.err.startswith("rollyard: this machine has no Slurm: sbatch is not in PATH — ")
+    result = await cli("slurm", command)
+    assert (result.status, result.out) == (1, "")
+    assert result.err.startswith("rollyard: this machine has no Slurm: sbatch is not in PATH — ")
     assert not (tmp_path / "home").exists()
 
 
@@ -187,8 +187,8 @@ async def test_without_slurm_the_command_fails_with_an_error(
     ],
 )
 async def test_wrong_usage_is_reported(cli: Cli, argv: list[str], says: str):
-    said = await cli("slurm", "up", "--dry-run", *argv)
-    assert (said.status, said.out) == (2, "") and says in said.err
+    result = await cli("slurm", "up", "--dry-run", *argv)
+    assert (result.status, result.out) == (2, "") and says in result.err
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_a_network_file_system_is_refused_for_what_it_cannot_hold(
 
 async def test_the_commands_of_the_page_exist(cli: Cli):
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md").read_text()
-    found = re.findall(r"^rollyard slurm up .*$|(?<=\$\()rollyard slurm up [^)]*", page, re.MULTILINE)
-    assert len(found) == 3
-    for line in found:
-        said = await cli(*shlex.split(line)[1:], "--dry-run")
-        assert said.status == 0 and lines_of(said.out)
+    commands = re.findall(r"^rollyard slurm up .*$|(?<=\$\()rollyard slurm up [^)]*", page, re.MULTILINE)
+    assert len(commands) == 3
+    for line in commands:
+        result = await cli(*shlex.split(line)[1:], "--dry-run")
+        assert result.status == 0 and lines_of(result.out)

@@ -16,18 +16,18 @@ async def test_a_list_follows_the_files_and_contains_only_those_of_a_tokenizer(t
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_dir(), folder)
     (folder / "model.safetensors").write_bytes(b"weights")
-    shelf = TokenizerServer()
-    listed = await shelf.list(str(folder))
-    assert "model.safetensors" not in {file.name for file in listed.files} and listed == await shelf.list(str(folder))
+    server = TokenizerServer()
+    listed = await server.list(str(folder))
+    assert "model.safetensors" not in {file.name for file in listed.files} and listed == await server.list(str(folder))
     first = listed.files[0]
-    assert await shelf.read(str(folder), first.sha256) == (folder / first.name).read_bytes()
+    assert await server.read(str(folder), first.sha256) == (folder / first.name).read_bytes()
     (folder / first.name).write_text("{}")
-    changed = await shelf.list(str(folder))
+    changed = await server.list(str(folder))
     assert changed.digest != listed.digest
     with pytest.raises(NotFound):
-        await shelf.read(str(folder), first.sha256)
+        await server.read(str(folder), first.sha256)
     with pytest.raises(NotFound):
-        await shelf.list(str(tmp_path / "nowhere"))
+        await server.list(str(tmp_path / "nowhere"))
 
 
 async def test_a_broken_cache_is_fetched_again_and_partial_downloads_are_deleted(tmp_path: Path) -> None:
@@ -36,27 +36,27 @@ async def test_a_broken_cache_is_fetched_again_and_partial_downloads_are_deleted
     cache = tmp_path / "n1" / "tokenizers"
     async with scripted() as engine, open_head(tmp_path, engines=[engine_table(engine, tokenizer=str(folder))]) as site:
         digest = (await site.served.app_state.tokenizers.list(str(folder))).digest
-        kept, half = cache / digest, cache / ".part-left"
-        for path in (kept, half):
+        cached, half = cache / digest, cache / ".part-left"
+        for path in (cached, half):
             path.mkdir(parents=True)
             (path / "tokenizer.json").write_text("{}")
-        shelf = site.served.app_state.tokenizers
-        read, reads = shelf.read, list[str]()
+        server = site.served.app_state.tokenizers
+        read, reads = server.read, list[str]()
 
         async def counted(source: str, sha256: str) -> bytes:
             reads.append(sha256)
             return await read(source, sha256)
 
-        shelf.read = counted  # type: ignore[method-assign]
+        server.read = counted  # type: ignore[method-assign]
         hidden = tmp_path / "hidden"
         async with loop_node(site, tmp_path, "n1"):
             await site.submit("r1")
             assert (await site.ended("r1"))["reward"] == 1.0
-        assert reads == [] and (kept / "tokenizer.json").read_text() == "{}", "its own files are the head's"
+        assert reads == [] and (cached / "tokenizer.json").read_text() == "{}", "its own files are the head's"
         assert not half.exists()
 
-        listed = await shelf.list(str(folder))
-        real_list = shelf.list
+        listed = await server.list(str(folder))
+        real_list = server.list
 
         async def elsewhere(source: str) -> object:
             return listed
@@ -66,17 +66,17 @@ async def test_a_broken_cache_is_fetched_again_and_partial_downloads_are_deleted
             return await read(str(hidden), sha256)
 
         folder.rename(hidden)
-        shelf.list, shelf.read = elsewhere, from_hidden  # type: ignore[method-assign,assignment]
+        server.list, server.read = elsewhere, from_hidden  # type: ignore[method-assign,assignment]
         async with loop_node(site, tmp_path, "n1"):
             await site.submit("r2")
             assert (await site.ended("r2"))["reward"] == 1.0
         assert sorted(reads) == sorted(file.sha256 for file in listed.files)
-        assert (kept / "tokenizer.json").read_bytes() == (hidden / "tokenizer.json").read_bytes()
+        assert (cached / "tokenizer.json").read_bytes() == (hidden / "tokenizer.json").read_bytes()
         async with loop_node(site, tmp_path, "n1"):
             await site.submit("r3")
             assert (await site.ended("r3"))["reward"] == 1.0
         assert len(reads) == len(listed.files), "it does not fetch again what it has"
-        shelf.list = real_list  # type: ignore[method-assign]
+        server.list = real_list  # type: ignore[method-assign]
 
 
 async def test_only_nodes_get_tokenizer_files(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Talk(Environment):
     """Needs no sandbox of its own; its `init` calls the doorway of the one that it gets."""
 
     name: ClassVar[str] = "talk"
-    said: list[str] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)
     brings_tools: bool = False
     kind: ToolKind | None = None
 
@@ -47,8 +47,8 @@ class Talk(Environment):
         if context.sandbox is not None and context.sandbox.doorway is not None:
             python = await pythons().get()
             url = context.sandbox.doorway.url
-            done = await context.sandbox.exec([*python.argv, "-c", ASK, url], timeout_s=10, env=python.env)
-            self.said.append((done.stdout + done.stderr).decode().strip())
+            result = await context.sandbox.exec([*python.argv, "-c", ASK, url], timeout_s=10, env=python.env)
+            self.replies.append((result.stdout + result.stderr).decode().strip())
         return Start(({"role": "user", "content": "say it"},), tools=(self.kind or weigh,) if self.brings_tools else ())
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
@@ -71,7 +71,7 @@ async def test_an_agent_program_gets_a_sandbox_and_its_model_only_in_run(tmp_pat
         rollout = await site.rolled(talk_task())
     assert rollout.ending is not None and rollout.ending.score is not None
     assert (rollout.ending.outcome, rollout.ending.score.reward) == (Outcome.COMPLETED, 1.0)
-    assert talk.said == ["503 ended false"]
+    assert talk.replies == ["503 ended false"]
 
 
 BY_MCP = """
@@ -102,8 +102,8 @@ async def test_an_agent_program_gets_the_environments_tools_by_mcp(tmp_path: Pat
     assert trajectory is not None
     harness = trajectory.info["harness"]
     assert isinstance(harness, dict)
-    said = str(harness["output"]).splitlines()[:3]
-    assert said == ["['weigh']", "False anvil: 7 kg", "True there is no tool 'lift'; there are: weigh"]
+    lines = str(harness["output"]).splitlines()[:3]
+    assert lines == ["['weigh']", "False anvil: 7 kg", "True there is no tool 'lift'; there are: weigh"]
 
 
 async def test_a_tool_whose_server_is_down_ends_the_rollout_without_a_score(tmp_path: Path):

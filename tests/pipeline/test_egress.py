@@ -42,8 +42,8 @@ async def test_run_reaches_listed_hosts_and_eval_stays_offline(tmp_path: Path):
             rollout = await site.rolled(task)
             assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
             assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
-            told: Any = rollout.ending.summary.egress
-            assert {(host["host"], host["port"], host["verdict"], host["count"]) for host in told["hosts"]} == {
+            egress: Any = rollout.ending.summary.egress
+            assert {(host["host"], host["port"], host["verdict"], host["count"]) for host in egress["hosts"]} == {
                 ("allowed.test", server.port, "allowed", 1),
                 ("other.test", 80, "host", 1),
             }

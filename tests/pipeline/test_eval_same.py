@@ -38,7 +38,7 @@ def frozen(site: Site) -> list[str]:
     return [path.name for path in site.runtime.layer_root.glob(".run-*")]
 
 
-async def gone(site: Site) -> None:
+async def wait_for_removal(site: Site) -> None:
     """Waits until RUN's files are deleted."""
     (layers,) = site.pipeline.resources.layers.values()
     while layers._removals:
@@ -59,7 +59,7 @@ async def test_without_an_image_the_checks_see_workspace_home_and_tmp(tmp_path: 
     task = replace(same_task(*checks, files={"a": "given", "b": "to be deleted"}), sandbox=SandboxOptions())
     async with open_site(tmp_path, says(shell(run), finish())) as site:
         assert scored(await site.rolled(task)).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
-        await gone(site)
+        await wait_for_removal(site)
 
 
 @pytest.mark.parametrize("is_sif", [False, True], ids=["folder", "sif"])
@@ -76,7 +76,7 @@ async def test_the_checks_see_all_files_of_run_and_of_the_set_up(tmp_path: Path,
     async with open_site(tmp_path, says(shell(run), finish()), kind=kind) as site:
         rollout = await site.rolled(task)
         assert scored(rollout).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
-        await gone(site)
+        await wait_for_removal(site)
 
 
 PLANT = "printf '#!/bin/sh\\nexit 0\\n' > {0} && chmod +x {0}"
@@ -167,7 +167,7 @@ async def test_files_planted_by_run_do_not_fool_the_checks(tmp_path: Path, case:
         score = scored(await site.rolled(same_task(BIT, *checks), within_s=50))
         assert score.components["check_0"] == 1.0, "the attack did not even work in RUN"
         assert score.reward == 1.0, score.components
-        await gone(site)
+        await wait_for_removal(site)
 
 
 class Verified(Environment):
@@ -241,7 +241,7 @@ async def test_the_agent_cannot_change_the_verifiers_tests_and_verdict(
     async with verified_site(tmp_path, Verified(tests_folder), shell(attack)) as site:
         assert scored(await site.rolled(verified_task(), within_s=50)).reward == reward
         assert sorted(path.name for path in tests_folder.iterdir()) == ["run.sh"]
-        await gone(site)
+        await wait_for_removal(site)
 
 
 async def test_tests_may_be_bound_into_the_workspace_over_the_agents_files(tmp_path: Path, tests_folder: Path):
@@ -257,7 +257,7 @@ async def test_a_second_try_starts_from_the_same_files(tmp_path: Path, tests_fol
         rollout = await site.rolled(verified_task(), within_s=50)
         assert scored(rollout).reward == 1.0, "what the first try wrote was still there"
         assert environment.tries == 2
-        await gone(site)
+        await wait_for_removal(site)
 
 
 async def test_an_evaluation_that_keeps_crashing_leaves_nothing(tmp_path: Path, tests_folder: Path):
@@ -268,7 +268,7 @@ async def test_an_evaluation_that_keeps_crashing_leaves_nothing(tmp_path: Path, 
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "verifier_crashed"
-        await gone(site)
+        await wait_for_removal(site)
         site.nothing_left()
 
 
@@ -282,7 +282,7 @@ async def test_a_cancel_in_eval_deletes_runs_files(tmp_path: Path):
         assert len(frozen(site)) == 1
         await site.pipeline.cancel(rollout_id)
         assert (await site.ended(rollout_id)).ending is not None
-        await gone(site)
+        await wait_for_removal(site)
         site.nothing_left()
 
 
@@ -297,15 +297,15 @@ async def test_after_a_restart_run_is_repeated_because_its_files_are_gone(tmp_pa
         rollout = await site.ended(rollout_id)
         assert scored(rollout).reward == 1.0
         assert (rollout.attempt, rollout.excused) == (2, 1), "an orderly stop costs no attempt"
-        await gone(site)
+        await wait_for_removal(site)
 
 
 async def test_files_left_by_a_crash_are_deleted(tmp_path: Path):
-    left = tmp_path / "sandboxes" / "layers" / ".run-l_0" / "files"
-    left.mkdir(parents=True)
+    leftover = tmp_path / "sandboxes" / "layers" / ".run-l_0" / "files"
+    leftover.mkdir(parents=True)
     async with open_site(tmp_path, says(finish())) as site:
-        await gone(site)
-        assert not left.exists()
+        await wait_for_removal(site)
+        assert not leftover.exists()
 
 
 async def test_a_rollout_with_eval_same_cannot_be_rescored(tmp_path: Path):
@@ -324,14 +324,14 @@ async def test_an_agent_that_ends_its_sandbox_gets_the_failing_score(tmp_path: P
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "sandbox_ended_by_policy"
         assert rollout.ending.score == Score(0.0)
-        await gone(site)
+        await wait_for_removal(site)
 
 
 def test_paths_in_the_plans_variables_are_protected():
     env = {"PATH": "/opt/x/bin:/workspace/.venv/bin:/usr/bin/..:relative:", "PYTHONPATH": "/srv/lib", "LANG": "C"}
-    found = list(search_paths(env))
-    assert {"/opt/x/bin", "/opt/x/lib", "/workspace/.venv/bin", "/workspace/.venv/pyvenv.cfg", "/srv/lib"} <= {*found}
-    assert not {"/", "/lib", "relative"} & {*found}
+    paths = list(search_paths(env))
+    assert {"/opt/x/bin", "/opt/x/lib", "/workspace/.venv/bin", "/workspace/.venv/pyvenv.cfg", "/srv/lib"} <= {*paths}
+    assert not {"/", "/lib", "relative"} & {*paths}
 
 
 def test_the_workspace_itself_is_never_protected():
@@ -340,9 +340,9 @@ def test_the_workspace_itself_is_never_protected():
         "PYTHONPATH": "/workspace:/workspace/://workspace",
         "HOME": "/workspace",
     }
-    found = [*search_paths(env), *home_paths(env)]
-    assert not {"/workspace", "//workspace", "/workspace/lib", "/workspace/bin/lib"} & {*found}
-    assert "/workspace/.profile" in found
+    paths = [*search_paths(env), *home_paths(env)]
+    assert not {"/workspace", "//workspace", "/workspace/lib", "/workspace/bin/lib"} & {*paths}
+    assert "/workspace/.profile" in paths
 
 
 class Ready(Environment):
@@ -355,8 +355,8 @@ class Ready(Environment):
         return Plan(eval_mode="same", env={"PATH": "/venv/bin:/usr/bin:/bin", "HOME": "/srv/home"})
 
     async def prepare(self, context: EnvContext) -> None:
-        done = await context.run("/usr/bin/python3 -m venv --without-pip /venv && mkdir -p /srv/home", timeout_s=60)
-        assert done.status == 0, done.stderr
+        result = await context.run("/usr/bin/python3 -m venv --without-pip /venv && mkdir -p /srv/home", timeout_s=60)
+        assert result.status == 0, result.stderr
 
     async def init(self, context: EnvContext) -> Start:
         return Start(({"role": "user", "content": "do it"},))
@@ -401,8 +401,8 @@ class Retagged(Verified):
         return await super().init(context)
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
-        found = await context.run("cat /etc/version /workspace/made; echo $WHICH", timeout_s=10)
-        return Score(float(found.stdout == b"first\nby run\nfirst\n"))
+        result = await context.run("cat /etc/version /workspace/made; echo $WHICH", timeout_s=10)
+        return Score(float(result.stdout == b"first\nby run\nfirst\n"))
 
 
 async def test_eval_uses_runs_image_even_if_its_name_was_retagged(tmp_path: Path):

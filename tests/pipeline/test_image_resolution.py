@@ -23,10 +23,10 @@ def oci(tmp_path: Path) -> OciRuntime:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    made = tmp_path / "allowed" / "root"
-    (made / "etc").mkdir(parents=True)
-    (made / "etc/x").write_text("x")
-    return made
+    image_root = tmp_path / "allowed" / "root"
+    (image_root / "etc").mkdir(parents=True)
+    (image_root / "etc/x").write_text("x")
+    return image_root
 
 
 def test_paths_are_folders_and_sif_files_below_the_operators_folders(
@@ -65,8 +65,8 @@ async def test_an_image_in_the_wrong_form_names_the_command_that_fixes_it(
         " rollyard images pull mine --as folder"
     )
     await store.pull(str(root), ["folder"], name="mine")
-    found = resolve_image("mine", oci, (), store)
-    assert found.image is not None and found.path == store.path(found.image, "folder")
+    resolved = resolve_image("mine", oci, (), store)
+    assert resolved.image is not None and resolved.path == store.path(resolved.image, "folder")
     (store.root / "index.json").write_text("nonsense")
     with pytest.raises(ImageMissing, match=r"index\.json cannot be read"):
         resolve_image("mine", oci, (), store)

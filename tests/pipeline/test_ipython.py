@@ -36,7 +36,7 @@ async def test_ipython_cells_share_variables_in_an_image_without_python(tmp_path
         assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
         trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
-        told = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
-        assert told[0] == "(no output)" and str(told[1]).endswith("42")
+        tool_outputs = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+        assert tool_outputs[0] == "(no output)" and str(tool_outputs[1]).endswith("42")
         site.nothing_left()
     shutil.rmtree(cache)

@@ -111,10 +111,10 @@ async def test_a_deleted_artifacts_folder_is_not_a_missing_file_of_the_agent(tmp
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
         download = sandbox.download
 
-        async def gone(path: str, target: Path, *, limit_bytes: int) -> object:
+        async def delete_and_download(path: str, target: Path, *, limit_bytes: int) -> object:
             shutil.rmtree(folder.root)
             return await download(path, target, limit_bytes=limit_bytes)
 
-        sandbox.download = gone  # type: ignore[method-assign, assignment]
+        sandbox.download = delete_and_download  # type: ignore[method-assign, assignment]
         with pytest.raises(ArtifactLost, match="the folder to download to is gone"):
             await folder.save(sandbox, [ArtifactRule("workspace", "/workspace")], "r1", 1)

@@ -30,7 +30,7 @@ class Counted(Environment):
 
     def __init__(self) -> None:
         self.prepared = 0
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.gate: asyncio.Event | None = None
 
     def plan(self, task: Task) -> Plan:
@@ -38,7 +38,7 @@ class Counted(Environment):
 
     async def prepare(self, context: EnvContext) -> None:
         self.prepared += 1
-        self.begun.set()
+        self.started.set()
         if self.gate is not None:
             await self.gate.wait()
         result = await context.run("echo given > given.txt; echo also > /tmp/also.txt; pwd", timeout_s=10)
@@ -59,7 +59,7 @@ class Failing(Counted):
         raise SetupFailed("there is no such package")
 
 
-class Alone(Counted):
+class Unshared(Counted):
     """Leaves a process, so its set-up cannot be shared."""
 
     def layer_key(self, task: Task) -> str | None:
@@ -146,13 +146,13 @@ async def test_a_cancelled_rollouts_set_up_is_made_by_another_rollout(tmp_path: 
     environment.gate = asyncio.Event()
     async with pipeline_of(tmp_path, environment) as site:
         first = await site.submit(counted_task())
-        await environment.begun.wait()
+        await environment.started.wait()
         others = [await site.submit(counted_task()) for _ in range(3)]
         for other in others:
             await site.until(other, State.INIT)
-        environment.begun.clear()
+        environment.started.clear()
         await site.pipeline.cancel(first)
-        await environment.begun.wait()
+        await environment.started.wait()
         environment.gate.set()
         completed([await site.ended(other) for other in others])
         cancelled = await site.ended(first)
@@ -167,7 +167,7 @@ async def test_waiting_for_another_rollouts_set_up_does_not_count_against_init_s
     environment.gate = asyncio.Event()
     async with pipeline_of(tmp_path, environment) as site:
         maker = await site.submit(counted_task())
-        await environment.begun.wait()
+        await environment.started.wait()
         waiter = await site.submit(quick(counted_task(), init_s=1.0))
         await site.until(waiter, State.INIT)
         await asyncio.sleep(1.2)  # longer than the waiter's init_s
@@ -190,7 +190,7 @@ async def test_a_set_up_that_is_too_slow_is_remembered_for_its_deadline_only(tmp
 
 
 async def test_an_environment_without_a_layer_key_is_set_up_for_each_rollout(tmp_path: Path):
-    environment = Alone()
+    environment = Unshared()
     async with pipeline_of(tmp_path, environment) as site:
         rollouts = await group(site, counted_task(), 3)
         completed(rollouts)

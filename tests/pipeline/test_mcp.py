@@ -28,7 +28,7 @@ def call(name: str, **arguments: Json) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
-async def heard(site: Site, rollout_id: str) -> list[str]:
+async def tool_results(site: Site, rollout_id: str) -> list[str]:
     """Returns the tools' results."""
     trajectory = await site.store.trajectory(rollout_id)
     assert trajectory is not None
@@ -41,7 +41,7 @@ async def test_a_server_in_the_sandbox_is_offered_to_the_model_called_and_ended(
         rollout = await site.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
-        echo, died, _ = await heard(site, rollout.id)
+        echo, died, _ = await tool_results(site, rollout.id)
         assert echo == 'echo 1 {"a": 1}'
         assert "status 3" in died
         trajectory = await site.store.trajectory(rollout.id)
@@ -77,8 +77,8 @@ for name in sys.argv[1:]:
 
 async def test_a_program_in_the_sandbox_uses_the_server_through_the_doorway_and_eval_has_none(tmp_path: Path):
     task = asking({"out": {"server": "known", "inside": True}}, files={"inside.py": INSIDE})
-    nobody = f"! python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {DOORWAY_PORT}), 5)'"
-    task = replace(task, data={**task.data, "checks": [nobody]})
+    check = f"! python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {DOORWAY_PORT}), 5)'"
+    task = replace(task, data={**task.data, "checks": [check]})
     async with served(outside().streamable_http_app()) as url:
         servers = {"known": OutsideServer(url), "unasked": OutsideServer(url)}
         script = says(shell("python3 inside.py out known unasked"), call("out__add", number=2), finish())
@@ -86,9 +86,9 @@ async def test_a_program_in_the_sandbox_uses_the_server_through_the_doorway_and_
             rollout = await site.rolled(task)
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.COMPLETED
-            said, added, _ = await heard(site, rollout.id)
-            assert '"serverInfo":{"name":"outside"' in said
-            assert said.count("404") == 2
+            output, added, _ = await tool_results(site, rollout.id)
+            assert '"serverInfo":{"name":"outside"' in output
+            assert output.count("404") == 2
             assert added == "count is 2"
             assert rollout.ending.score is not None
             assert rollout.ending.score.reward == 1.0
@@ -109,8 +109,8 @@ async def test_a_task_with_a_wrong_or_unknown_server_is_refused_at_submit(tmp_pa
 
 
 async def test_a_server_that_does_not_start_has_blame_task_and_an_unreachable_one_blame_infra(tmp_path: Path):
-    with loopback() as nobody:
-        servers = {"away": OutsideServer(f"http://127.0.0.1:{nobody.getsockname()[1]}/mcp")}
+    with loopback() as closed_port:
+        servers = {"away": OutsideServer(f"http://127.0.0.1:{closed_port.getsockname()[1]}/mcp")}
         async with open_site(tmp_path, says(finish()), mcp_servers=servers) as site:
             broken = await site.rolled(asking({"hand": {"command": ["sh", "-c", "echo why >&2; exit 7"]}}))
             assert broken.ending is not None
@@ -173,5 +173,5 @@ async def test_two_tools_with_one_name_are_refused_and_an_environment_may_bring_
         assert rollout.ending.failure.code == "task_invalid"
         assert "two tools are named 'finish'" in rollout.ending.failure.detail
         brought = await site.rolled(Task("bringing"))
-        assert (await heard(site, brought.id))[0] == "echo 1 {}"
+        assert (await tool_results(site, brought.id))[0] == "echo 1 {}"
         site.nothing_left()

@@ -74,7 +74,7 @@ class Made(Environment):
         return Score(min(parts.values()), components=parts)
 
 
-def made(agent: str = "", **data: Json) -> Task:
+def made_task(agent: str = "", **data: Json) -> Task:
     return Task("made", data, agent=AgentSpec(agent), limits=LIMITS)
 
 
@@ -91,7 +91,7 @@ def pipeline_of(folder: Path, *turns: str, engines: int = 1) -> Any:
 
 async def test_the_oracle_applies_the_environments_solution_and_needs_no_engine(tmp_path: Path):
     async with pipeline_of(tmp_path, engines=0) as site:
-        rollout = await site.rolled(made("oracle", solution="touch done"))
+        rollout = await site.rolled(made_task("oracle", solution="touch done"))
         assert scored(rollout).reward == 1.0
         trajectory = await site.store.trajectory(rollout.id)
         assert trajectory.traces == ()
@@ -102,13 +102,13 @@ async def test_the_oracle_applies_the_environments_solution_and_needs_no_engine(
 
 async def test_the_noop_does_nothing(tmp_path: Path):
     async with pipeline_of(tmp_path, engines=0) as site:
-        score = scored(await site.rolled(made("noop")))
+        score = scored(await site.rolled(made_task("noop")))
         assert (score.reward, score.components["place"], score.components["done"]) == (0.0, 1.0, 0.0)
 
 
 async def test_a_task_without_a_solution_has_no_oracle(tmp_path: Path):
     async with pipeline_of(tmp_path, engines=0) as site:
-        ending = (await site.rolled(made("oracle"))).ending
+        ending = (await site.rolled(made_task("oracle"))).ending
         assert (ending.failure.code, ending.failure.blame) == ("task_invalid", Blame.TASK)
         assert "no solution" in ending.failure.detail
         assert ending.score is None
@@ -120,7 +120,7 @@ async def test_tools_and_checks_start_in_the_plans_workdir(tmp_path: Path):
     async with pipeline_of(
         tmp_path, shell('test "$PWD" = /workspace/inner && cat given'), edited, finish("42")
     ) as site:
-        rollout = await site.rolled(made())
+        rollout = await site.rolled(made_task())
         assert scored(rollout).components == {"place": 1.0, "done": 1.0, "told": 1.0, "answered": 1.0}
         trajectory = await site.store.trajectory(rollout.id)
         assert "as given" in str([message for message in trajectory.messages if message["role"] == "tool"])
@@ -129,13 +129,13 @@ async def test_tools_and_checks_start_in_the_plans_workdir(tmp_path: Path):
 async def test_an_artifact_that_is_not_collected_in_time_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stages, "COLLECT_S", 0.2)
     async with pipeline_of(tmp_path, finish()) as site:
-        assert scored(await site.rolled(made(collect="hang"))).metrics == {"made": 0.0}
+        assert scored(await site.rolled(made_task(collect="hang"))).metrics == {"made": 0.0}
 
 
 @pytest.mark.parametrize("how", ["break", "late"])
 async def test_a_collect_that_raises_is_the_environments_fault_and_gives_no_score(tmp_path: Path, how: str):
     async with pipeline_of(tmp_path, finish()) as site:
-        ending = (await site.rolled(made(collect=how))).ending
+        ending = (await site.rolled(made_task(collect=how))).ending
         assert ending.failure.code == "environment_broken"
         assert "made.collect" in ending.failure.detail
         assert ending.score is None
@@ -149,10 +149,10 @@ async def test_policy_failures_are_reported_and_scored_alike_with_and_without_a_
     tmp_path: Path, data: dict[str, Json], code: str, stage: str
 ):
     async with pipeline_of(tmp_path, engines=0) as site:
-        served = (await site.rolled(made("noop", **data))).ending
-        alone = await play(site.pipeline.resources, made("noop", **data))
-    assert alone.failure is not None
-    assert (alone.failure.code, alone.failure.stage, alone.score) == (code, stage, Score(0.0))
+        served = (await site.rolled(made_task("noop", **data))).ending
+        local = await play(site.pipeline.resources, made_task("noop", **data))
+    assert local.failure is not None
+    assert (local.failure.code, local.failure.stage, local.score) == (code, stage, Score(0.0))
     assert (served.failure.code, served.failure.stage) == (code, stage)
 
 

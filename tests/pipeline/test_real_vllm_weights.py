@@ -38,8 +38,8 @@ class Vllm:
     async def sampled(self) -> float:
         """Returns the number of tokens that it has sampled since its start. vLLM has no event for that."""
         async with self._http.get(f"{self._url}/metrics") as reply:
-            found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", await reply.text(), re.MULTILINE)
-        return float(found[1]) if found else 0.0
+            match = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", await reply.text(), re.MULTILINE)
+        return float(match[1]) if match else 0.0
 
     async def goes_on(self, tokens: int = 4) -> None:
         """Waits until it has sampled more tokens."""
@@ -144,17 +144,20 @@ async def test_kept_calls_are_frozen_and_report_their_versions_and_no_old_kv_is_
                 )
 
             await call(TOKENS)  # which shows that it reports its versions
-            kept = asyncio.create_task(call(TOKENS))
+            paused_call = asyncio.create_task(call(TOKENS))
             await vllm.goes_on()
             status = await router.policies.pause("default", holder="me", mode=PauseMode.KEEP)
-            assert status.engines[0].is_paused and await vllm.is_paused() and not kept.done()
+            assert status.engines[0].is_paused and await vllm.is_paused() and not paused_call.done()
             at = await vllm.sampled()
             await router.policies.resume("default", 4)
-            generation = await kept
+            generation = await paused_call
         assert [span.version for span in generation.versions] == [3, 4] and len(generation.token_ids) == TOKENS
-        rest = await vllm.sampled() - at
+        sampled_after = await vllm.sampled() - at
         cut = generation.versions[0].end
-        assert generation.versions == (VersionSpan(3, 0, cut), VersionSpan(4, cut, TOKENS)) and TOKENS - cut == rest
+        assert (
+            generation.versions == (VersionSpan(3, 0, cut), VersionSpan(4, cut, TOKENS))
+            and TOKENS - cut == sampled_after
+        )
         assert router.list()[0].stats.aborts == 0, "it was never interrupted"
         assert not await cached("third"), "the cache was cleared"
 
@@ -188,9 +191,9 @@ async def test_a_trainer_killed_during_an_update_leaves_the_engine_quarantined_u
             finally:
                 trainer.kill()
         async with asyncio.timeout(90):
-            while (found := (await site.get("/v1/policies/default")).body)["state"] != "abandoned":
+            while (policy := (await site.get("/v1/policies/default")).body)["state"] != "abandoned":
                 await asyncio.sleep(0.05)
-        assert [(e["state"], e["paused"]) for e in found["engines"]] == [("quarantined", True)]
+        assert [(e["state"], e["paused"]) for e in policy["engines"]] == [("quarantined", True)]
         clock = site.served.app_state.pipeline.live["r1"].clock
         at, used_s = await vllm.sampled(), clock.used_s
         await asyncio.sleep(2.0)

@@ -66,8 +66,8 @@ async def test_a_drain_lets_run_end_and_gives_back_what_has_not_started_it(tmp_p
         queued = [await site.submit(shell_task()) for _ in range(6)]
         await site.pipeline.drain()
         assert (await site.store.get(running)).state is State.ENDED
-        given_back = await site.store.get(waiting)
-        assert (given_back.state, given_back.attempt, given_back.excused) == (State.QUEUED, 2, 1)
+        requeued = await site.store.get(waiting)
+        assert (requeued.state, requeued.attempt, requeued.excused) == (State.QUEUED, 2, 1)
         assert {(await site.store.get(other)).state for other in queued} == {State.QUEUED}
         site.nothing_left()
 

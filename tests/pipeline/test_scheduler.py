@@ -16,8 +16,8 @@ def row(name: str, run: str, seq: int, priority: int = 0) -> QueuedRow:
 
 def drain(scheduler: Scheduler, now: float = 0.0) -> list[str]:
     order: list[str] = []
-    while (found := scheduler.pop(now)) is not None:
-        order.append(found.id)
+    while (popped := scheduler.pop(now)) is not None:
+        order.append(popped.id)
     return order
 
 
@@ -63,7 +63,7 @@ def test_a_run_at_its_quota_is_skipped_until_one_of_its_rollouts_is_done():
         scheduler.push(row(f"a{number}", "a", number))
     scheduler.push(row("b0", "b", 5))
     assert drain(scheduler) == ["a0", "b0"]
-    scheduler.done("a")
+    scheduler.release("a")
     assert drain(scheduler) == ["a1"]
 
 
@@ -81,16 +81,16 @@ def test_a_delayed_row_waits_for_its_time_and_can_be_removed():
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.booleans()), max_size=60))
 def test_every_row_is_popped_once_or_was_removed(rows: list[tuple[str, int, bool]]):
     scheduler = Scheduler()
-    kept: set[str] = set()
+    expected: set[str] = set()
     for number, (run, priority, is_removed) in enumerate(rows):
         name = f"r{number}"
         scheduler.push(row(name, run, number, priority))
         if is_removed:
             scheduler.remove(name)
         else:
-            kept.add(name)
+            expected.add(name)
     order = drain(scheduler)
-    assert sorted(order) == sorted(kept)
+    assert sorted(order) == sorted(expected)
     assert len(scheduler) == 0
 
 

@@ -99,12 +99,14 @@ async def test_an_invalid_score_fails_only_its_own_rollout(tmp_path: Path, score
 
 @pytest.mark.parametrize(("finish_reason", "is_trained"), [("stop", True), ("length", False)])
 def test_a_truncated_last_reply_is_masked_even_if_the_agent_completed(finish_reason: str, is_trained: bool):
-    found = trajectory("r")
-    (trace,) = found.traces
-    found = replace(found, traces=(replace(trace, spans=(replace(trace.spans[0], finish_reason=finish_reason),)),))
+    truncated = trajectory("r")
+    (trace,) = truncated.traces
+    truncated = replace(
+        truncated, traces=(replace(trace, spans=(replace(trace.spans[0], finish_reason=finish_reason),)),)
+    )
     for masks in (False, True):
         run = Run("run", mask_truncated=masks)
-        ending = AttemptProgress(Rollout("r", "run", Task("shell")), run, Summary(), trajectory=found).scored(
+        ending = AttemptProgress(Rollout("r", "run", Task("shell")), run, Summary(), trajectory=truncated).scored(
             Score(1.0), None
         )
         assert (ending.outcome, ending.is_trainable) == (Outcome.COMPLETED, is_trained or not masks)

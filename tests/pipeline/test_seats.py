@@ -61,7 +61,7 @@ async def completed(site: Site, *ids: str) -> None:
         assert ending is not None and ending.outcome is Outcome.COMPLETED, ending
 
 
-def no_seat_left(site: Site) -> None:
+def assert_no_seat_taken(site: Site) -> None:
     site.nothing_left()
     assert (site.pipeline.unseated, site.pipeline.ahead) == (0, {})
     for pool in site.router._policies.values():
@@ -69,18 +69,18 @@ def no_seat_left(site: Site) -> None:
 
 
 async def test_run_never_has_more_rollouts_than_the_engines_have_seats(tmp_path: Path):
-    seen: list[int] = []
+    active_counts: list[int] = []
 
     def script(turn: Turn) -> Any:
-        if "site" in held and turn.session_id:
-            seen.append(held["site"].pipeline.run_pool.active)
+        if "site" in opened and turn.session_id:
+            active_counts.append(opened["site"].pipeline.run_pool.active)
         return DO_IT(turn)
 
-    held: dict[str, Site] = {}
+    opened: dict[str, Site] = {}
     async with playing(script) as engine, open_site(tmp_path, DO_IT, engines=0) as site:
         await add(site, engine, "one", capacity=1)
         await add(site, engine, "two", capacity=2)
-        held["site"] = site
+        opened["site"] = site
         hold(engine)
         ids = [await site.submit(patient_task()) for _ in range(12)]
         await until(lambda: engine.running == 3 and site.pipeline.unseated == SETTINGS.ready_slots)
@@ -91,9 +91,9 @@ async def test_run_never_has_more_rollouts_than_the_engines_have_seats(tmp_path:
         assert len(waiting) == 4 and all(a.tick(1e9) is None for a in waiting)  # no clock runs
         let_go(engine)
         await completed(site, *ids)
-        assert max(seen) == 3
+        assert max(active_counts) == 3
         await site.idle()
-        no_seat_left(site)
+        assert_no_seat_taken(site)
 
 
 async def test_a_full_policy_does_not_block_the_rollouts_of_another(tmp_path: Path):
@@ -120,7 +120,7 @@ async def test_a_full_policy_does_not_block_the_rollouts_of_another(tmp_path: Pa
         let_go(stuck)
         await completed(site, *full)
         await site.idle()
-        no_seat_left(site)
+        assert_no_seat_taken(site)
 
 
 async def test_a_rollout_cancelled_while_it_waits_for_a_seat_leaves_nothing(tmp_path: Path):
@@ -145,7 +145,7 @@ async def test_a_rollout_cancelled_while_it_waits_for_a_seat_leaves_nothing(tmp_
         let_go(engine)
         await completed(site, first, waiting[1])
         await site.idle()
-        no_seat_left(site)
+        assert_no_seat_taken(site)
 
 
 async def test_the_rollout_with_the_highest_priority_gets_the_next_seat(tmp_path: Path):
@@ -160,8 +160,8 @@ async def test_the_rollout_with_the_highest_priority_gets_the_next_seat(tmp_path
         await until(lambda: site.pipeline.unseated == 2)
         let_go(engine)
         await completed(site, first, low, high)
-        begun = [call.session_id for call in engine.calls]
-        assert begun.index(high) < begun.index(low)
+        call_order = [call.session_id for call in engine.calls]
+        assert call_order.index(high) < call_order.index(low)
 
 
 async def test_a_shrinking_cap_interrupts_no_rollout_and_the_next_ones_wait(tmp_path: Path):
@@ -185,7 +185,7 @@ async def test_a_shrinking_cap_interrupts_no_rollout_and_the_next_ones_wait(tmp_
         let_go(engine)
         await completed(site, *ids)
         await site.idle()
-        no_seat_left(site)
+        assert_no_seat_taken(site)
 
 
 async def test_the_cap_grows_while_rollouts_wait_and_the_cache_has_room(tmp_path: Path):
@@ -215,7 +215,7 @@ async def test_removing_an_engine_removes_its_seats(tmp_path: Path):
         let_go(staying)
         await completed(site, *ids)
         await site.idle()
-        no_seat_left(site)
+        assert_no_seat_taken(site)
 
 
 async def test_when_the_last_engine_is_removed_waiting_rollouts_wait_for_another(tmp_path: Path):
@@ -229,7 +229,7 @@ async def test_when_the_last_engine_is_removed_waiting_rollouts_wait_for_another
         await add(site, coming, "comes", capacity=1)
         await completed(site, *ids)
         await site.idle()
-        no_seat_left(site)
+        assert_no_seat_taken(site)
 
 
 async def test_an_agent_that_needs_no_model_needs_no_seat(tmp_path: Path):
@@ -244,7 +244,7 @@ async def test_an_agent_that_needs_no_model_needs_no_seat(tmp_path: Path):
         let_go(engine)
         await completed(site, first)
         await site.idle()
-        no_seat_left(site)
+        assert_no_seat_taken(site)
 
 
 async def test_a_drain_gives_back_rollouts_that_wait_for_a_seat(tmp_path: Path):
@@ -261,4 +261,4 @@ async def test_a_drain_gives_back_rollouts_that_wait_for_a_seat(tmp_path: Path):
         let_go(engine)
         await draining
         await completed(site, first)
-        no_seat_left(site)
+        assert_no_seat_taken(site)

@@ -60,10 +60,10 @@ class Driven:
         self.draw_state.set_version(self.version + 1)
         self.settle()
 
-    def end(self, group_id: str, *, is_kept: bool = True) -> None:
+    def end(self, group_id: str, *, is_accepted: bool = True) -> None:
         """Ends all members of a group."""
-        self.draw_state.seen([0.0, 1.0] if is_kept else [0.0, 0.0])
-        self._end(group_id, GroupState.COMPLETE if is_kept else GroupState.FILTERED)
+        self.draw_state.seen([0.0, 1.0] if is_accepted else [0.0, 0.0])
+        self._end(group_id, GroupState.COMPLETE if is_accepted else GroupState.FILTERED)
         self.settle()
 
     def fail(self, group_id: str, *, is_infra: bool) -> None:
@@ -105,15 +105,15 @@ class Driven:
                     self._end(group_id, GroupState.CANCELLED)
             self.batches += draw_state.closed
             draw_state.closed.clear()
-            begun = draw_state.admit()
-            for one in begun:
+            admitted = draw_state.admit()
+            for one in admitted:
                 assert one.id not in self.flying, "a name is used once"
                 self.flying[one.id] = one
                 self.groups[one.id] = Group(
                     one.id, "r", self.config.group_size, admitted_version=one.version, order=one.order,
                     epoch=one.item.epoch, item=one.item.index, tries=one.item.tries, turn=one.item.turn,
                 )  # fmt: skip
-            if not begun:
+            if not admitted:
                 return self.check()
             self._check_pace()
 

@@ -49,9 +49,9 @@ class AnyDraw(RuleBasedStateMachine):
         self.it.ask()
 
     @precondition(lambda self: self.it.open())
-    @rule(is_kept=st.booleans(), data=st.data())
-    def end(self, is_kept: bool, data: st.DataObject):
-        self.it.end(data.draw(st.sampled_from(self.it.open())), is_kept=is_kept)
+    @rule(is_accepted=st.booleans(), data=st.data())
+    def end(self, is_accepted: bool, data: st.DataObject):
+        self.it.end(data.draw(st.sampled_from(self.it.open())), is_accepted=is_accepted)
 
     @precondition(lambda self: self.it.open())
     @rule(is_infra=st.booleans(), data=st.data())
@@ -81,7 +81,7 @@ AnyDraw.TestCase.settings = settings(max_examples=80, stateful_step_count=30, de
 TestAnyDraw = AnyDraw.TestCase
 
 
-def finish(it: Driven, dice: Random, kept: float = 1.0, most: int = 10_000) -> None:
+def finish(it: Driven, dice: Random, keep_rate: float = 1.0, most: int = 10_000) -> None:
     """Requests batches and ends groups in any order, until the draw ends."""
     for _ in range(most):
         if not it.draw_state.draw.is_active:
@@ -90,15 +90,17 @@ def finish(it: Driven, dice: Random, kept: float = 1.0, most: int = 10_000) -> N
             it.raise_version()
             it.ask()
         else:
-            it.end(dice.choice(it.open()), is_kept=dice.random() < kept)
+            it.end(dice.choice(it.open()), is_accepted=dice.random() < keep_rate)
     raise AssertionError("the draw does not end")
 
 
-@given(seed=st.integers(0, 2**32), epochs=st.integers(1, 3), kept=st.floats(0.3, 1))
+@given(seed=st.integers(0, 2**32), epochs=st.integers(1, 3), keep_rate=st.floats(0.3, 1))
 @settings(max_examples=40, deadline=None)
-def test_a_draw_without_failures_uses_every_task_once_per_epoch_and_is_exhausted(seed: int, epochs: int, kept: float):
+def test_a_draw_without_failures_uses_every_task_once_per_epoch_and_is_exhausted(
+    seed: int, epochs: int, keep_rate: float
+):
     it = Driven(config_of(7, epochs=epochs, patience=1000))
-    finish(it, Random(seed), kept)
+    finish(it, Random(seed), keep_rate)
     assert it.draw_state.draw.reason == "exhausted"
     assert sorted((g.epoch, g.item) for g in it.groups.values()) == [(e, i) for e in range(epochs) for i in range(7)]
     assert {group.state for group in it.groups.values()} <= {GroupState.DELIVERED, GroupState.FILTERED}
@@ -152,7 +154,7 @@ def test_each_budget_ends_the_draw(budget: Budget, detail: str, delivered: int |
 def test_a_draw_that_keeps_nothing_ends_after_its_patience():
     it = Driven(config_of(5, patience=12))
     it.ask()
-    finish(it, Random(0), kept=0.0)
+    finish(it, Random(0), keep_rate=0.0)
     assert it.draw_state.draw.reason == "nothing_kept" and it.draw_state.progress.figures.filtered >= 12
     assert it.batches[-1].is_last and it.batches[-1].reason == "nothing_kept" and it.batches[-1].delivered == 0
     lucky = Driven(config_of(5, patience=3))
@@ -160,7 +162,7 @@ def test_a_draw_that_keeps_nothing_ends_after_its_patience():
     for number in range(60):
         if lucky.draw_state.batch is None:
             lucky.ask()
-        lucky.end(lucky.open()[0], is_kept=number % 3 == 2)
+        lucky.end(lucky.open()[0], is_accepted=number % 3 == 2)
     assert lucky.draw_state.draw.is_active, "a kept group resets the patience"
 
 
@@ -179,13 +181,13 @@ def test_complete_groups_are_delivered_oldest_first():
 def test_surplus_cancel_ends_unfinished_groups_and_returns_their_tasks():
     it = Driven(config_of(surplus=Surplus.CANCEL), want=2)
     it.ask()
-    done, gone = it.open()[:2], it.open()[2:]
-    for name in done:
+    delivered, cancelled = it.open()[:2], it.open()[2:]
+    for name in delivered:
         it.end(name)
-    assert not it.open() and {group.id for group in it.of(GroupState.CANCELLED)} == set(gone)
+    assert not it.open() and {group.id for group in it.of(GroupState.CANCELLED)} == set(cancelled)
     it.ask()
-    again = [it.flying[name].item for name in it.open()][: len(gone)]
-    assert [(item.index, item.turn) for item in again] == [(it.flying[name].item.index, 1) for name in gone]
+    again = [it.flying[name].item for name in it.open()][: len(cancelled)]
+    assert [(item.index, item.turn) for item in again] == [(it.flying[name].item.index, 1) for name in cancelled]
 
 
 def test_unfinished_groups_are_carried_over_to_the_next_batch():
@@ -266,7 +268,7 @@ def test_a_draw_continues_from_its_stored_state():
 def test_figures_before_filtering_cover_all_judged_groups():
     it = Driven(config_of(), want=2)
     it.ask()
-    it.end(it.open()[0], is_kept=False)
+    it.end(it.open()[0], is_accepted=False)
     it.end(it.open()[0])
     it.end(it.open()[0])
     figures = it.batches[0].figures

@@ -82,14 +82,14 @@ def test_wilsons_interval_is_the_known_one():
 def test_intervals_contain_the_true_value_about_as_often_as_their_level():
     """Tasks of all difficulties, four samples each: of 100 evaluations, about 95 intervals contain the true 0.5."""
     random = Random(7)
-    held = 0
+    covered = 0
     for seed in range(100):
         tasks = [[float(random.random() < easy) for _ in range(4)] for easy in (random.random() for _ in range(40))]
         estimate = pass_over_tasks(tasks, 1, seed=seed)
         assert estimate is not None
         assert estimate.interval is not None
-        held += estimate.interval[0] <= 0.5 <= estimate.interval[1]
-    assert 88 <= held <= 99
+        covered += estimate.interval[0] <= 0.5 <= estimate.interval[1]
+    assert 88 <= covered <= 99
 
 
 def test_a_higher_level_gives_a_wider_interval():

@@ -78,9 +78,9 @@ def by_hand(n: int, skills: tuple[int, ...], k: int) -> float:
 def test_pass_at_k_is_computed_for_each_part_and_overall():
     tasks = [*tasks_of(2, 4, 0, label="a"), *tasks_of(1, environment="code", label="b")]
     result = evaluated(tasks, Rules(4, 4), has_labels=True)
-    told = {name: part["pass_at"] for name, part in result["environments"].items()}
-    assert told["math"]["3"]["mean"] == pytest.approx(by_hand(4, (2, 4, 0), 3), abs=1e-12)
-    assert told["code"]["1"]["mean"] == 0.25
+    pass_at = {name: part["pass_at"] for name, part in result["environments"].items()}
+    assert pass_at["math"]["3"]["mean"] == pytest.approx(by_hand(4, (2, 4, 0), 3), abs=1e-12)
+    assert pass_at["code"]["1"]["mean"] == 0.25
     assert result["all"]["pass_at"]["2"]["mean"] == pytest.approx(by_hand(4, (2, 4, 0, 1), 2))
     assert result["by"]["a"] == result["environments"]["math"]
     assert (result["missing"], result["missing_share"]) == ({}, 0.0)
@@ -88,15 +88,15 @@ def test_pass_at_k_is_computed_for_each_part_and_overall():
 
 def test_missing_samples_are_in_no_figure():
     short = TaskSamples("math", placed([scored(0, 1.0), lost(1), lost(2)], 2, 0))
-    gone = TaskSamples("math", placed([], 2, 0, "forgotten"))
-    result = evaluated([*tasks_of(1, n=2), short, gone], Rules(2, 2))
+    forgotten = TaskSamples("math", placed([], 2, 0, "forgotten"))
+    result = evaluated([*tasks_of(1, n=2), short, forgotten], Rules(2, 2))
     part = result["all"]
     assert result["missing"] == {"forgotten": 2, "engine_unavailable": 1} and result["missing_share"] == 0.5
     assert (part["tasks"], part["samples"], part["missing"], part["turns"]) == (3, 3, 3, 2.0)
     one, two = part["pass_at"]["1"], part["pass_at"]["2"]
     assert (one["mean"], one["tasks"], one["missing"]) == (0.75, 2, 1)
     assert (two["mean"], two["tasks"], two["missing"]) == (1.0, 1, 2)
-    nothing = evaluated([gone], Rules(2, 2))["all"]
+    nothing = evaluated([forgotten], Rules(2, 2))["all"]
     assert nothing["reward"] is None and nothing["pass_at"] == {"1": None, "2": None}
 
 
@@ -120,10 +120,10 @@ def test_all_k_share_one_bootstrap(monkeypatch: pytest.MonkeyPatch):
     part = evaluated(tasks_of(*(number % 65 for number in range(500)), n=64), Rules(64, 64))["all"]
     assert sorted(calls) == [1, 64]  # the rewards, and every pass@k
     curve = pass_curve([(64, number % 65) for number in range(500)], [1, 8, 64])
-    for k, alone in curve.items():
-        assert alone is not None and alone.interval is not None
-        told = part["pass_at"][str(k)]
-        assert (told["low"], told["high"]) == pytest.approx(alone.interval)
+    for k, estimate in curve.items():
+        assert estimate is not None and estimate.interval is not None
+        reported = part["pass_at"][str(k)]
+        assert (reported["low"], reported["high"]) == pytest.approx(estimate.interval)
 
 
 def test_a_label_is_a_value_of_the_tasks_data():

@@ -19,8 +19,8 @@ MISSING_MEMBER = (None, 0.0, 1.0)
 """How a member may come out that has not ended: not trained on, failed, passed."""
 
 
-def keeps(kept_by: GroupFilter, *rewards: float) -> bool:
-    return kept_by.keeps(FilterInput(rewards, TASK))
+def keeps(group_filter: GroupFilter, *rewards: float) -> bool:
+    return group_filter.keeps(FilterInput(rewards, TASK))
 
 
 def test_all_keeps_everything():
@@ -49,10 +49,10 @@ def test_a_pass_rate_includes_both_ends():
 SHARES = sorted({float(Fraction(passed, size)) for size in range(1, 6) for passed in range(size + 1)})
 
 
-def certain(kept_by: KeepPassRate, rewards: list[float], missing: int) -> bool:
+def certain(group_filter: KeepPassRate, rewards: list[float], missing: int) -> bool:
     """Whether no outcome of the missing members gives a group that is kept, by trying all of them."""
-    for rest in product(MISSING_MEMBER, repeat=missing):
-        if keeps(kept_by, *rewards, *(reward for reward in rest if reward is not None)):
+    for outcomes in product(MISSING_MEMBER, repeat=missing):
+        if keeps(group_filter, *rewards, *(reward for reward in outcomes if reward is not None)):
             return False
     return True
 
@@ -61,30 +61,30 @@ def test_early_rejection_is_certain_in_every_possible_case():
     """Every group of up to five in every state, every range whose ends are reachable shares."""
     early = 0
     for low, high in ((low, high) for low in SHARES for high in SHARES if low <= high):
-        kept_by = KeepPassRate(low, high)
+        group_filter = KeepPassRate(low, high)
         for ended in range(6):
             for passes, missing in product(range(ended + 1), range(6 - ended)):
                 rewards = [1.0] * passes + [0.0] * (ended - passes)
-                if kept_by.is_hopeless(rewards, missing):
+                if group_filter.is_hopeless(rewards, missing):
                     early += missing > 0
-                    assert certain(kept_by, rewards, missing), (low, high, rewards, missing)
+                    assert certain(group_filter, rewards, missing), (low, high, rewards, missing)
                 elif not missing:
-                    assert keeps(kept_by, *rewards) or not rewards, "with no member missing, the result is known"
+                    assert keeps(group_filter, *rewards) or not rewards, "with no member missing, the result is known"
     assert early > 400, "some groups are rejected early"
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.125, 0.875), (0.0, 0.5), (0.5, 1.0), (0.25, 0.25)])
 def test_a_pass_rate_filter_rejects_as_early_as_possible(low: float, high: float):
     """In a group of eight that are all trained on, it rejects as soon as the missing ones cannot change the result."""
-    kept_by = KeepPassRate(low, high)
+    group_filter = KeepPassRate(low, high)
     for ended in range(9):
         for passes in range(ended + 1):
             missing = 8 - ended
             rewards = [1.0] * passes + [0.0] * (ended - passes)
             reachable = any(
-                keeps(kept_by, *rewards, *[1.0] * more, *[0.0] * (missing - more)) for more in range(missing + 1)
+                keeps(group_filter, *rewards, *[1.0] * more, *[0.0] * (missing - more)) for more in range(missing + 1)
             )
-            assert kept_by.is_hopeless(rewards, missing) is not reachable
+            assert group_filter.is_hopeless(rewards, missing) is not reachable
 
 
 @given(st.lists(st.floats(0, 1), max_size=6), st.integers(0, 4), st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 1))
@@ -92,9 +92,9 @@ def test_a_pass_rate_filter_rejects_as_early_as_possible(low: float, high: float
 def test_early_rejection_is_certain_for_any_rewards(
     rewards: list[float], missing: int, one: float, other: float, threshold: float
 ):
-    kept_by = KeepPassRate(min(one, other), max(one, other), threshold)
-    if kept_by.is_hopeless(rewards, missing):
-        assert certain(kept_by, rewards, missing)
+    group_filter = KeepPassRate(min(one, other), max(one, other), threshold)
+    if group_filter.is_hopeless(rewards, missing):
+        assert certain(group_filter, rewards, missing)
 
 
 def test_a_draw_names_its_filter(monkeypatch: pytest.MonkeyPatch):

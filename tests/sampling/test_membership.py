@@ -51,8 +51,8 @@ def ended(failure: Failure | None, reward: float | None, outcome: Outcome, *, is
     ],
 )
 def test_a_failure_without_a_score_counts_by_its_blame(blame: Blame, fate: MemberFate):
-    found = ended(Failure("code", blame, ""), None, Outcome.FAILED)
-    assert (found.fate, found.reward, found.is_trainable, found.code) == (fate, None, False, "code")
+    end = ended(Failure("code", blame, ""), None, Outcome.FAILED)
+    assert (end.fate, end.reward, end.is_trainable, end.code) == (fate, None, False, "code")
 
 
 def test_a_scored_rollout_keeps_its_place_and_its_lost_attempts_tokens():
@@ -97,10 +97,10 @@ def test_the_members_do_not_depend_on_the_order_of_ends(data: st.DataObject):
     assert (now.members, now.failure, group.started) == (then.members, then.failure, by_index.started)
 
     places = [index for index in range(size + spares) if fates[index] is not MemberFate.LOST][:size]
-    kept = tuple(index for index in places if fates[index] is MemberFate.STOOD)
+    members = tuple(index for index in places if fates[index] is MemberFate.STOOD)
     enough = size if least is None else least
-    assert now.members == (kept if len(kept) >= enough else ())
-    assert (now.failure is None) is (len(kept) >= enough)
+    assert now.members == (members if len(members) >= enough else ())
+    assert (now.failure is None) is (len(members) >= enough)
     lost = sum(fates[index] is MemberFate.LOST for index in ends)
     assert group.started == size + min(lost, spares), "a spare replaces a lost member, and no other"
     assert set(ends) == set(range(group.started)), "no rollout is left out for being slow"
@@ -146,8 +146,8 @@ def test_statistics_cover_the_members_that_are_trained_on():
     assert (stats.members, stats.scored, stats.trainable, stats.infra_failures) == (4, 3, 2, 1)
     assert (stats.mean, stats.spread, stats.pass_rate, stats.lowest, stats.highest) == (0.5, 0.5, 0.5, 0.0, 1.0)
     assert stats.sampled_tokens == 43, "lost tokens were sampled, too"
-    nobody = stats_of({}, ())
-    assert (nobody.mean, nobody.spread, nobody.pass_rate, nobody.lowest) == (None, None, None, None)
+    empty = stats_of({}, ())
+    assert (empty.mean, empty.spread, empty.pass_rate, empty.lowest) == (None, None, None, None)
 
 
 def test_versions_are_those_of_members_that_sampled():
@@ -175,8 +175,8 @@ def test_a_filter_and_the_pass_rate_use_the_reward_without_the_overlong_penalty(
         )
         for index in range(3)
     }
-    found = stats_of(ends, (0, 1, 2))
-    assert (found.mean, found.lowest, found.pass_rate) == (0.75, 0.5, 1.0)
+    stats = stats_of(ends, (0, 1, 2))
+    assert (stats.mean, stats.lowest, stats.pass_rate) == (0.75, 0.5, 1.0)
     assert counted(ends, (0, 1, 2)) == [1.0, 0.75, 0.5] and judged(ends, (0, 1, 2)) == [1.0, 1.0, 1.0]
 
 

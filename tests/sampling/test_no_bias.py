@@ -44,49 +44,51 @@ def drawn(rules: str) -> tuple[list[StartedGroup], list[StartedGroup]]:
     """Returns the groups that were started, and those that were delivered, during the counted batches; only groups that
     the filter keeps. Neither contains the other: groups that run at either end of the period are in only one of
     them."""
-    ours = Ours(WORLD, is_early=rules == "wait", **RULES[rules])
-    tally = ours.run(followed(COUNT))
+    sampler = Ours(WORLD, is_early=rules == "wait", **RULES[rules])
+    tally = sampler.run(followed(COUNT))
     since_s, until_s = window(tally, COUNT)
-    wanted = [begun for begun in tally.begun if begun.script.has_signal or "keep all" in rules]
-    begun = [one for one in wanted if since_s <= one.begun_s < until_s]
-    delivered = [one for one in wanted if one.end == "delivered" and since_s <= one.ended_s < until_s]
-    return begun, delivered
+    accepted = [group for group in tally.begun if group.script.has_signal or "keep all" in rules]
+    started = [one for one in accepted if since_s <= one.begun_s < until_s]
+    delivered = [one for one in accepted if one.end == "delivered" and since_s <= one.ended_s < until_s]
+    return started, delivered
 
 
-def pass_rate(begun: StartedGroup) -> float:
-    return begun.script.pass_rate
+def pass_rate(group: StartedGroup) -> float:
+    return group.script.pass_rate
 
 
-def length(begun: StartedGroup) -> float:
-    return float(begun.script.tokens)
+def length(group: StartedGroup) -> float:
+    return float(group.script.tokens)
 
 
-def slowest_s(begun: StartedGroup) -> float:
-    return max(member.took_s for member in begun.script.members)
+def slowest_s(group: StartedGroup) -> float:
+    return max(member.took_s for member in group.script.members)
 
 
 def difference(
-    begun: Sequence[StartedGroup], delivered: Sequence[StartedGroup], of: Callable[[StartedGroup], float]
+    started: Sequence[StartedGroup], delivered: Sequence[StartedGroup], of: Callable[[StartedGroup], float]
 ) -> float:
     """Returns how much more of it the delivered groups have, in standard errors."""
-    ours, theirs = [of(one) for one in delivered], [of(one) for one in begun]
-    error = math.sqrt(pvariance(ours) / len(ours) + pvariance(theirs) / len(theirs))
-    return (fmean(ours) - fmean(theirs)) / error
+    delivered_values, started_values = [of(one) for one in delivered], [of(one) for one in started]
+    error = math.sqrt(
+        pvariance(delivered_values) / len(delivered_values) + pvariance(started_values) / len(started_values)
+    )
+    return (fmean(delivered_values) - fmean(started_values)) / error
 
 
 @pytest.mark.parametrize("of", [pass_rate, length, slowest_s])
 @pytest.mark.parametrize("rules", FAIR)
 def test_delivered_groups_are_like_the_started_ones(rules: str, of: Callable[[StartedGroup], float]):
-    begun, delivered = drawn(rules)
+    started, delivered = drawn(rules)
     assert len(delivered) >= COUNT * WORLD.want
-    assert abs(difference(begun, delivered, of)) < 1.5
+    assert abs(difference(started, delivered, of)) < 1.5
 
 
 @pytest.mark.parametrize("rules", BIASED)
 def test_settings_documented_as_biased_are_biased(rules: str):
-    begun, delivered = drawn(rules)
-    assert difference(begun, delivered, slowest_s) < -5
-    assert any(one.end == "thrown" for one in begun)
+    started, delivered = drawn(rules)
+    assert difference(started, delivered, slowest_s) < -5
+    assert any(one.end == "thrown" for one in started)
 
 
 @pytest.mark.parametrize("rules", ["cancel", "cancel, keep all"])
@@ -97,24 +99,26 @@ def test_the_bias_reaches_the_pass_rate_and_the_length(rules: str):
 
 @pytest.mark.parametrize("rules", FAIR)
 def test_every_started_group_is_finally_delivered_or_filtered(rules: str):
-    begun, _ = drawn(rules)
-    assert {one.end for one in begun} == {"delivered"}
+    started, _ = drawn(rules)
+    assert {one.end for one in started} == {"delivered"}
 
 
 def test_the_reference_sampler_is_biased_against_stragglers_and_successes():
     tally = reference(WORLD, followed(COUNT))
     since_s, until_s = window(tally, COUNT)
-    begun = [one for one in tally.begun if one.script.has_signal and since_s <= one.begun_s < until_s]
-    delivered = [one for one in begun if one.end == "delivered"]
-    assert difference(begun, delivered, pass_rate) < -5
-    assert fmean(one.script.has_straggler for one in delivered) < 0.5 * fmean(one.script.has_straggler for one in begun)
+    started = [one for one in tally.begun if one.script.has_signal and since_s <= one.begun_s < until_s]
+    delivered = [one for one in started if one.end == "delivered"]
+    assert difference(started, delivered, pass_rate) < -5
+    assert fmean(one.script.has_straggler for one in delivered) < 0.5 * fmean(
+        one.script.has_straggler for one in started
+    )
 
 
 def test_rewards_before_filtering_cover_all_judged_groups():
-    ours = Ours(WORLD)
-    ours.run(followed(COUNT))
-    figures = ours.draw_state.progress.figures
-    judged = [one.script for one in ours.tally.begun if not one.left]
+    sampler = Ours(WORLD)
+    sampler.run(followed(COUNT))
+    figures = sampler.draw_state.progress.figures
+    judged = [one.script for one in sampler.tally.begun if not one.left]
     assert figures.judged == len(judged)
     assert figures.reward_sum == sum(member.reward for script in judged for member in script.members)
     assert figures.all_zero == sum(script.pass_rate == 0.0 for script in judged)

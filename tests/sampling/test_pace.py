@@ -21,13 +21,13 @@ pytestmark = pytest.mark.slow
     seed=st.integers(0, 2**32),
     staleness=st.integers(0, 3),
     want=st.integers(1, 6),
-    kept=st.floats(0.3, 1),
+    keep_rate=st.floats(0.3, 1),
     is_early=st.booleans(),
     is_lifo=st.booleans(),
 )
 @settings(max_examples=30, deadline=None)
 def test_under_wait_no_group_is_ever_too_old(
-    seed: int, staleness: int, want: int, kept: float, is_early: bool, is_lifo: bool
+    seed: int, staleness: int, want: int, keep_rate: float, is_early: bool, is_lifo: bool
 ):
     """A trainer that takes one batch per version. `is_early`: it requests the next one before it raises the version,
     which happens at any moment after that, but before that batch is taken."""
@@ -46,7 +46,7 @@ def test_under_wait_no_group_is_ever_too_old(
             it.raise_version()
         else:
             opened = it.open()
-            it.end(opened[-1] if is_lifo else dice.choice(opened), is_kept=dice.random() < kept)
+            it.end(opened[-1] if is_lifo else dice.choice(opened), is_accepted=dice.random() < keep_rate)
     assert it.draw_state.progress.figures.dropped == 0 and it.draw_state.progress.figures.stale == 0
     for group in it.of(GroupState.DELIVERED):
         assert group.staleness is not None and group.staleness <= staleness
@@ -56,10 +56,10 @@ def test_under_wait_no_group_is_ever_too_old(
 @pytest.mark.parametrize(
     ("on_stale", "surplus"), [(OnStale.WAIT, Surplus.CARRY), (OnStale.DROP, Surplus.CANCEL)], ids=["wait", "cancel"]
 )
-@given(seed=st.integers(0, 2**32), want=st.integers(1, 6), kept=st.floats(0.3, 1))
+@given(seed=st.integers(0, 2**32), want=st.integers(1, 6), keep_rate=st.floats(0.3, 1))
 @settings(max_examples=30, deadline=None)
 def test_a_trainer_can_sample_and_learn_in_turns(
-    on_stale: OnStale, surplus: Surplus, seed: int, want: int, kept: float
+    on_stale: OnStale, surplus: Surplus, seed: int, want: int, keep_rate: float
 ):
     """With `max_staleness` 0, no group runs while the trainer learns from a batch."""
     dice = Random(seed)
@@ -67,7 +67,7 @@ def test_a_trainer_can_sample_and_learn_in_turns(
     it.ask()
     for _ in range(100):
         if it.draw_state.batch is not None:
-            it.end(dice.choice(it.open()), is_kept=dice.random() < kept)
+            it.end(dice.choice(it.open()), is_accepted=dice.random() < keep_rate)
             continue
         assert not it.open(), "no group runs meanwhile"
         it.raise_version()
@@ -147,7 +147,7 @@ def test_fast_failures_do_not_make_a_draw_start_a_thousand_groups():
         fast = [name for name in it.open() if it.flying[name].item.index % 2]
         if not fast:
             break
-        it.end(fast[0], is_kept=False)
+        it.end(fast[0], is_accepted=False)
     assert len(it.open()) <= 200, "about three times what two batches need at a keep rate of a half"
 
 
@@ -178,7 +178,7 @@ def test_in_the_long_run_as_many_groups_start_as_the_filter_needs(seed: int):
         if it.draw_state.batch is None:
             it.raise_version()
             it.ask()
-        it.end(dice.choice(it.open()), is_kept=dice.random() < 0.25)
+        it.end(dice.choice(it.open()), is_accepted=dice.random() < 0.25)
         opened.append(len(it.open()))
     # two batches of eight at a quarter are 64; as they end in random order, most of them are overtaken at some time
     assert 28 <= max(opened[100:]) <= 260, "by the measured keep rate"
@@ -196,12 +196,12 @@ def test_starting_and_delivering_a_huge_batch_is_not_quadratic(on_stale: OnStale
     it = Driven(config_of(3000, on_stale=on_stale, max_staleness=0), want=500)
     it.draw_state.flying = flying = Counted()
     it.draw_state.ask(500)
-    begun = it.draw_state.admit()
-    assert len(begun) == 500 and flying.looks < 10
-    for one in begun:
+    admitted = it.draw_state.admit()
+    assert len(admitted) == 500 and flying.looks < 10
+    for one in admitted:
         it.draw_state.ended(one.id, GroupState.COMPLETE, GroupStats())
     flying.looks = 0
-    assert [handed.id for handed in it.draw_state.hand_out()] == [one.id for one in begun]
+    assert [handed.id for handed in it.draw_state.hand_out()] == [one.id for one in admitted]
     assert flying.looks < 10
 
 
@@ -214,5 +214,5 @@ def test_max_staleness_0_alone_does_not_make_a_trainer_take_turns():
         if it.draw_state.batch is None:
             it.raise_version()
             it.ask()
-        it.end(dice.choice(it.open()), is_kept=dice.random() < 0.5)
+        it.end(dice.choice(it.open()), is_accepted=dice.random() < 0.5)
     assert it.draw_state.batch is None and it.open()

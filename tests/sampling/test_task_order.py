@@ -15,10 +15,10 @@ def config(size: int | None, *, epochs: int | None = None, shuffle: bool = True,
 
 
 def taken(order: TaskOrder, progress: DrawProgress, most: int) -> list[DrawItem]:
-    found: list[DrawItem] = []
-    while len(found) < most and order.has_more(progress):
-        found.append(order.take(progress))
-    return found
+    items: list[DrawItem] = []
+    while len(items) < most and order.has_more(progress):
+        items.append(order.take(progress))
+    return items
 
 
 @given(size=st.integers(1, 50), epochs=st.integers(1, 4), shuffle=st.booleans(), seed=st.integers(0, 99))
@@ -34,12 +34,12 @@ def test_every_epoch_has_each_task_once(size: int, epochs: int, shuffle: bool, s
 
 @given(at=st.integers(0, 150), seed=st.integers(0, 9))
 def test_two_numbers_are_enough_to_continue_after_a_restart(at: int, seed: int):
-    wanted = config(50, seed=seed)
-    whole = taken(TaskOrder(wanted, 50), DrawProgress(), 200)
+    draw_config = config(50, seed=seed)
+    whole = taken(TaskOrder(draw_config, 50), DrawProgress(), 200)
     progress = DrawProgress()
-    taken(TaskOrder(wanted, 50), progress, at)
+    taken(TaskOrder(draw_config, 50), progress, at)
     restarted = DrawProgress(epoch=progress.epoch, position=progress.position)
-    assert taken(TaskOrder(wanted, 50), restarted, 200 - at) == whole[at:]
+    assert taken(TaskOrder(draw_config, 50), restarted, 200 - at) == whole[at:]
 
 
 def test_epochs_and_seeds_are_shuffled_differently():

@@ -18,12 +18,12 @@ async def test_a_closed_batch_is_announced_before_its_surplus_is_cancelled(tmp_p
         pipeline, may_cancel, asked = site.served.app_state.pipeline, asyncio.Event(), list[str]()
         cancel = pipeline.cancel
 
-        async def held(rollout_id: str, detail: str) -> Any:
+        async def delayed_cancel(rollout_id: str, detail: str) -> Any:
             asked.append(rollout_id)
             await may_cancel.wait()
             return await cancel(rollout_id, detail)
 
-        monkeypatch.setattr(pipeline, "cancel", held)
+        monkeypatch.setattr(pipeline, "cancel", delayed_cancel)
         await draw(site, 6, shuffle=False, surplus="cancel", max_staleness=2)
         await site.post("/v1/draws/d/batches", {"want": 2, "number": 1})
         try:

@@ -19,7 +19,7 @@ from rollyard.testing.store_conformance import completed, submission, trajectory
 async def main(folder: Path) -> None:
     ballast = folder / "ballast"
     ballast.write_bytes(bytes(400_000))
-    said: dict[str, object] = {}
+    report: dict[str, object] = {}
     acknowledged: list[str] = []
     store = await SqliteStore.open(folder / "rollyard.db")
     await store.put_run(Run("run"), {})
@@ -33,23 +33,23 @@ async def main(folder: Path) -> None:
             acknowledged.append(rollout_id)
 
     results = await asyncio.gather(*(work(number) for number in range(4)), return_exceptions=True)
-    said["failures"] = sorted({f"{type(result).__name__}: {result}" for result in results})
+    report["failures"] = sorted({f"{type(result).__name__}: {result}" for result in results})
     later = []
     for call in (store.submit([submission("later")]), store.get("w0-0"), store.counts()):
         try:
             await call
         except StoreUnusable as error:
             later.append(str(error))
-    said["later"] = later
+    report["later"] = later
     await store.close()
     ballast.unlink()
     async with await SqliteStore.open(folder / "rollyard.db") as again:
         ended = (await again.list(state=State.ENDED, limit=1000)).rollouts
-        said["ended"] = [rollout.id for rollout in ended]
-        said["trajectories"] = sum([await again.trajectory(rollout.id) is not None for rollout in ended])
+        report["ended"] = [rollout.id for rollout in ended]
+        report["trajectories"] = sum([await again.trajectory(rollout.id) is not None for rollout in ended])
         (stored,) = await again.submit([submission("later")])
-        said["works_again"] = stored.id == "later"
-    print(json.dumps(said | {"acknowledged": acknowledged}))
+        report["works_again"] = stored.id == "later"
+    print(json.dumps(report | {"acknowledged": acknowledged}))
 
 
 asyncio.run(main(Path(sys.argv[1])))

@@ -72,7 +72,7 @@ class ModelWalk:
         finally:
             await store.close()
 
-    def wanted(self, rollout_id: str) -> Position:
+    def believed_position(self, rollout_id: str) -> Position:
         """Where the caller believes it to be: mostly right."""
         row = self.rows.get(rollout_id)
         at = row.position if row else Position()
@@ -116,16 +116,18 @@ class ModelWalk:
 
     async def lease(self, store: Store) -> None:
         ids = self.random.sample(IDS, self.random.randint(1, 4))
-        wanted = [(rollout_id, self.wanted(rollout_id).attempt, self.random.choice("nm")) for rollout_id in ids]
-        got = [one for one in wanted if self.is_right(one[0], Position(State.QUEUED, one[1]))]
-        assert list(await store.lease(wanted)) == [rollout_id for rollout_id, _, _ in got]
+        requests = [
+            (rollout_id, self.believed_position(rollout_id).attempt, self.random.choice("nm")) for rollout_id in ids
+        ]
+        got = [one for one in requests if self.is_right(one[0], Position(State.QUEUED, one[1]))]
+        assert list(await store.lease(requests)) == [rollout_id for rollout_id, _, _ in got]
         for rollout_id, _, node in got:
             row = self.rows[rollout_id]
             row.position, row.node = row.position.to(State.INIT), node
 
     async def move(self, store: Store) -> None:
         rollout_id = self.random.choice(IDS)
-        at = self.wanted(rollout_id)
+        at = self.believed_position(rollout_id)
         following = {State.QUEUED: State.INIT, State.INIT: State.READY, State.READY: State.RUN, State.RUN: State.EVAL}
         if at.state not in following:
             return
@@ -148,7 +150,7 @@ class ModelWalk:
 
     async def requeue(self, store: Store) -> None:
         rollout_id = self.random.choice(IDS)
-        at = self.wanted(rollout_id)
+        at = self.believed_position(rollout_id)
         if at.state is State.QUEUED:
             return
         is_excused = self.random.random() < 0.3
@@ -161,7 +163,7 @@ class ModelWalk:
 
     async def finish(self, store: Store) -> None:
         rollout_id = self.random.choice(IDS)
-        at, reward = self.wanted(rollout_id), self.random.random()
+        at, reward = self.believed_position(rollout_id), self.random.random()
         call = store.end(rollout_id, at, completed(reward))
         if self.is_right(rollout_id, at):
             await call
@@ -194,9 +196,9 @@ class ModelWalk:
                 row.end(Outcome.FAILED)
                 self.ended.append(rollout_id)
                 failed += 1
-        found = replace(store.recovered, queued=0, requeued=0)
-        assert (list(found.evals), found.failed, found.cancelled) == (evals, failed, len(cancelled))
-        assert list(found.leased) == leased
+        recovered = replace(store.recovered, queued=0, requeued=0)
+        assert (list(recovered.evals), recovered.failed, recovered.cancelled) == (evals, failed, len(cancelled))
+        assert list(recovered.leased) == leased
 
     async def compare(self, store: Store) -> None:
         rollouts = (await store.list(limit=100)).rollouts

@@ -30,12 +30,12 @@ async def test_a_full_disk_stops_the_store_and_loses_no_acknowledged_write(tmp_p
     process = await asyncio.create_subprocess_exec(*argv, Path(__file__).with_name("full_disk.py"), stdout=PIPE)
     out, _ = await process.communicate()
     assert process.returncode == 0
-    said = json.loads(out)
-    assert said["failures"] == ["StoreUnusable: the store failed and was stopped: OperationalError: " + _FULL]
-    assert len(said["later"]) == 3 and all(_FULL in reason for reason in said["later"])
-    assert len(said["acknowledged"]) > 10
-    assert set(said["acknowledged"]) <= set(said["ended"]) and said["trajectories"] == len(said["ended"])
-    assert said["works_again"] is True
+    report = json.loads(out)
+    assert report["failures"] == ["StoreUnusable: the store failed and was stopped: OperationalError: " + _FULL]
+    assert len(report["later"]) == 3 and all(_FULL in reason for reason in report["later"])
+    assert len(report["acknowledged"]) > 10
+    assert set(report["acknowledged"]) <= set(report["ended"]) and report["trajectories"] == len(report["ended"])
+    assert report["works_again"] is True
 
 
 _FULL = "database or disk is full"

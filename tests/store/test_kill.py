@@ -27,11 +27,11 @@ async def _run_and_kill(name: str, lines: int) -> list[dict[str, object]]:
     """Returns what a victim had acknowledged when it was killed, after that many lines."""
     process = await asyncio.create_subprocess_exec(sys.executable, VICTIM, name, stdout=PIPE)
     assert process.stdout is not None
-    said = [await process.stdout.readline() for _ in range(lines)]
+    output = [await process.stdout.readline() for _ in range(lines)]
     process.kill()
-    said += (await process.stdout.read()).splitlines(keepends=True)  # it continued until the signal arrived
+    output += (await process.stdout.read()).splitlines(keepends=True)  # it continued until the signal arrived
     await process.wait()
-    return [json.loads(line) for line in said if line.endswith(b"\n")]
+    return [json.loads(line) for line in output if line.endswith(b"\n")]
 
 
 async def test_no_acknowledged_write_is_lost_and_no_rollout_ends_twice(open_any: AnyOpener) -> None:
@@ -56,8 +56,8 @@ async def test_no_acknowledged_write_is_lost_and_no_rollout_ends_twice(open_any:
             if (cursor := page.next_cursor) is None:
                 break
         assert submitted <= set(stored)
-        for rollout_id, told in ended.items():
-            assert (stored[rollout_id].ended_seq, stored[rollout_id].attempt) == told
+        for rollout_id, acknowledged in ended.items():
+            assert (stored[rollout_id].ended_seq, stored[rollout_id].attempt) == acknowledged
         terminal = [rollout for rollout in stored.values() if rollout.state is State.ENDED]
         assert len({rollout.ended_seq for rollout in terminal}) == len(terminal) >= len(ended)
         for rollout in terminal:

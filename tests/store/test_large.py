@@ -32,8 +32,8 @@ def large(text: str = "x", size: int = 150_000) -> Task:
 
 
 def members(task: Task, count: int, group: str = "g") -> list[Submission]:
-    made = [Rollout(f"{group}-{index}", "run", task, group=group, index=index) for index in range(count)]
-    return [Submission(rollout, {"id": rollout.id}) for rollout in made]
+    rollouts = [Rollout(f"{group}-{index}", "run", task, group=group, index=index) for index in range(count)]
+    return [Submission(rollout, {"id": rollout.id}) for rollout in rollouts]
 
 
 async def bodies(store: SqliteStore) -> list[int]:
@@ -45,23 +45,23 @@ async def bodies(store: SqliteStore) -> list[int]:
 
 async def test_a_group_larger_than_one_sqlite_text_is_read_completely(store: SqliteStore) -> None:
     await store.submit(members(large(), 40))
-    found = await rollouts_of(store, "g")
-    assert [rollout.index for rollout in found] == list(range(40))
-    assert all(rollout.task == large() for rollout in found)
+    rollouts = await rollouts_of(store, "g")
+    assert [rollout.index for rollout in rollouts] == list(range(40))
+    assert all(rollout.task == large() for rollout in rollouts)
 
 
 async def test_a_page_has_as_many_rollouts_as_fit_and_a_cursor_for_the_next(store: SqliteStore) -> None:
     await store.submit([new for n in range(9) for new in members(large(str(n)), 1, group=f"g{n}")])
-    seen: list[str] = []
+    ids: list[str] = []
     after: str | None = None
     while True:
         page = await store.list(runs=["run"], after=after, limit=1000)
         assert 1 <= len(page.rollouts) <= 2, "two tasks of 150 kB fit into a page of 400 kB"
-        seen += [rollout.id for rollout in page.rollouts]
+        ids += [rollout.id for rollout in page.rollouts]
         after = page.next_cursor
         if after is None:
             break
-    assert seen == [f"g{n}-0" for n in range(9)]
+    assert ids == [f"g{n}-0" for n in range(9)]
 
 
 async def test_a_rollout_larger_than_a_page_is_a_page_of_its_own(store: SqliteStore) -> None:
@@ -73,9 +73,9 @@ async def test_a_rollout_larger_than_a_page_is_a_page_of_its_own(store: SqliteSt
 async def test_many_rollouts_are_read_by_their_ids(store: SqliteStore) -> None:
     await store.submit([new for n in range(20) for new in members(large(str(n % 10)), 1, group=f"g{n}")])
     ids = [f"g{n}-0" for n in reversed(range(20))]
-    found = await store.get_many([*ids, "unknown"])
-    assert [rollout.id for rollout in found] == ids
-    assert [rollout.task for rollout in found] == [large(str(n % 10)) for n in reversed(range(20))]
+    rollouts = await store.get_many([*ids, "unknown"])
+    assert [rollout.id for rollout in rollouts] == ids
+    assert [rollout.task for rollout in rollouts] == [large(str(n % 10)) for n in reversed(range(20))]
 
 
 async def test_a_task_is_stored_once_and_deleted_with_its_last_rollout(store: SqliteStore) -> None:

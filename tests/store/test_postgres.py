@@ -105,8 +105,8 @@ async def test_a_lost_connection_of_a_reader_is_replaced(open_postgres: Postgres
         await filled(store, "a")
         killed = await open_postgres.execute(READERS)
         assert len(killed) == 3
-        found = await asyncio.gather(*(store.get("a") for _ in range(9)))
-        assert [one.id for one in found] == ["a"] * 9 and store.broken is None
+        rollouts = await asyncio.gather(*(store.get("a") for _ in range(9)))
+        assert [one.id for one in rollouts] == ["a"] * 9 and store.broken is None
 
 
 async def test_a_server_restart_loses_no_acknowledged_write() -> None:
@@ -175,8 +175,8 @@ async def test_moves_that_are_written_together_fail_individually(refused: str, o
             (2, refusal),
             (6, Stale),
         ]
-        found = [(await store.get(rollout_id)).state for rollout_id in "abcd"]
-        assert found == [State.RUN, State.QUEUED, State.INIT, State.INIT]
+        states = [(await store.get(rollout_id)).state for rollout_id in "abcd"]
+        assert states == [State.RUN, State.QUEUED, State.INIT, State.INIT]
 
 
 async def test_text_that_postgres_cannot_store_is_an_invalid_request(open_postgres: PostgresOpener) -> None:

@@ -77,24 +77,24 @@ async def test_an_id_that_is_too_long_for_an_index_fails_alone(open_postgres: Po
 async def test_a_connection_that_is_lost_while_the_store_opens_is_detected(
     open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = list[asyncpg.Connection]()
+    connections = list[asyncpg.Connection]()
     fill, connect = PgReaders.fill, postgres.connect
 
     async def connect_and_keep(address: postgres.Address) -> asyncpg.Connection:
-        made.append(await connect(address))
-        return made[-1]
+        connections.append(await connect(address))
+        return connections[-1]
 
     async def fill_and_lose_the_lock(readers: PgReaders) -> None:
         await fill(readers)
         await open_postgres.execute(LOCKS)
-        while not made[0].is_closed():
+        while not connections[0].is_closed():
             await asyncio.sleep(0)
 
     monkeypatch.setattr(postgres, "connect", connect_and_keep)
     monkeypatch.setattr(PgReaders, "fill", fill_and_lose_the_lock)
     with pytest.raises(StoreUnusable, match="the connection to it was lost"):
         await open_postgres()
-    assert len(made) == 5 and all(one.is_closed() for one in made)
+    assert len(connections) == 5 and all(one.is_closed() for one in connections)
 
 
 async def test_a_store_stops_if_the_server_does_not_answer_on_the_locks_connection(
@@ -104,8 +104,8 @@ async def test_a_store_stops_if_the_server_does_not_answer_on_the_locks_connecti
     async with await open_postgres() as store:
         await filled(store, "a")
         assert store.broken is None
-        held = await open_postgres.execute("SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted")
-        pid = int(held[0]["pid"])
+        locks = await open_postgres.execute("SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted")
+        pid = int(locks[0]["pid"])
         os.kill(pid, signal.SIGSTOP)
         try:
             assert "does not answer on the connection that holds the lock" in await broken(store)

@@ -64,14 +64,14 @@ async def test_a_refusal_contains_the_cause_and_what_to_do(postgres: PgServer) -
     ],
 )
 async def test_an_invalid_url_is_not_shown(url: str) -> None:
-    said = await _refused(url)
-    assert "the store's URL is invalid" in said and "ter2" not in said and "hun" not in said
+    error = await _refused(url)
+    assert "the store's URL is invalid" in error and "ter2" not in error and "hun" not in error
 
 
 async def test_a_password_is_never_shown(postgres: PgServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     secret = PASSWORD.split("/")[0]
-    said = await _refused(postgres.url.removesuffix("yard") + "nosuch")
+    error = await _refused(postgres.url.removesuffix("yard") + "nosuch")
     opener = PostgresOpener(postgres)
     async with await opener() as store:
         await opener.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
@@ -80,7 +80,7 @@ async def test_a_password_is_never_shown(postgres: PgServer, caplog: pytest.LogC
                 await store.put_run(Run("run"), {})
     logged = [str(record.__dict__) for record in caplog.records]
     assert any("was lost" in text for text in logged)
-    for text in (said, str(caught.value), repr(Address.parse(opener.url)), shown(opener.url), caplog.text, *logged):
+    for text in (error, str(caught.value), repr(Address.parse(opener.url)), shown(opener.url), caplog.text, *logged):
         assert secret not in text
     assert shown(postgres.url) == f"postgresql://yard@127.0.0.1:{postgres.port}/yard"
     assert shown(Path("x.db")) == "x.db"
@@ -93,9 +93,9 @@ async def test_a_url_of_another_scheme_is_not_used_as_a_path(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StoreUnusable, match="this URL is neither") as opened:
         await open_store(url)
-    with pytest.raises(StoreUnusable, match="this URL is neither") as told:
+    with pytest.raises(StoreUnusable, match="this URL is neither") as refused:
         shown(url)
-    assert "ter2" not in f"{opened.value}{told.value}" and not list(tmp_path.iterdir())
+    assert "ter2" not in f"{opened.value}{refused.value}" and not list(tmp_path.iterdir())
 
 
 async def test_the_session_that_locks_the_tables_of_a_store_is_named(
@@ -106,16 +106,16 @@ async def test_the_session_that_locks_the_tables_of_a_store_is_named(
     other = await asyncpg.connect(open_postgres.url, server_settings={"application_name": "a person's psql"})
     async with other.transaction():
         await other.execute("UPDATE meta SET value = value WHERE key = 'epoch'")
-        said = await _refused(open_postgres.url)
+        error = await _refused(open_postgres.url)
         pid = other.get_server_pid()
     await other.close()
-    assert f"locked for 30 s, by a person's psql (from 127.0.0.1, server process {pid})" in said
-    assert "pg_terminate_backend" in said
+    assert f"locked for 30 s, by a person's psql (from 127.0.0.1, server process {pid})" in error
+    assert "pg_terminate_backend" in error
     await (await open_postgres()).close()
 
 
 async def test_the_stores_own_settings_override_those_of_the_database(postgres: PgServer) -> None:
-    wanted = {"default_transaction_isolation": "read committed", "idle_in_transaction_session_timeout": "1min"}
+    expected = {"default_transaction_isolation": "read committed", "idle_in_transaction_session_timeout": "1min"}
     url = postgres.create_database("strict")
     other = await asyncpg.connect(url)
     await other.execute("ALTER DATABASE strict SET default_transaction_isolation = 'serializable'")
@@ -123,7 +123,7 @@ async def test_the_stores_own_settings_override_those_of_the_database(postgres: 
     await other.close()
     async with await PostgresStore.open(url) as store:
         connection = store._writer._connection  # type: ignore[attr-defined]
-        assert {name: await connection.raw.fetchval(f"SHOW {name}") for name in wanted} == wanted
+        assert {name: await connection.raw.fetchval(f"SHOW {name}") for name in expected} == expected
         assert await connection.raw.fetchval("SHOW tcp_user_timeout") == "25000"
 
 
@@ -131,9 +131,9 @@ async def test_a_rejected_certificate_is_reported(tmp_path: Path) -> None:
     for name in ("theirs", "ours"):
         files = ("-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.pem")
         argv = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}", *files)
-        made = await create_subprocess_exec(*argv, stderr=PIPE)
-        await made.communicate()
-        assert made.returncode == 0
+        process = await create_subprocess_exec(*argv, stderr=PIPE)
+        await process.communicate()
+        assert process.returncode == 0
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "theirs.pem", tmp_path / "theirs.key")
 
@@ -151,13 +151,15 @@ async def test_a_rejected_certificate_is_reported(tmp_path: Path) -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         url = f"postgresql://u:ter2@127.0.0.1:{port}/db?sslmode=verify-ca&sslrootcert={tmp_path}"
-        said = await _refused(f"{url}/ours.pem")
-        assert "no TLS connection could be made" in said and "CERTIFICATE_VERIFY_FAILED" in said and "ter2" not in said
+        error = await _refused(f"{url}/ours.pem")
+        assert (
+            "no TLS connection could be made" in error and "CERTIFICATE_VERIFY_FAILED" in error and "ter2" not in error
+        )
         await hung_up.wait()
-        said = await _refused(f"{url}/none.pem")
-        assert "that sslrootcert, sslcert or sslkey names" in said and "ter2" not in said
-        said = await _refused(f"postgresql://u:ter2@127.0.0.1:{port}/db?sslmode=nonsense")
-        assert "an option of its URL" in said and "verify-full" in said and "ter2" not in said
+        error = await _refused(f"{url}/none.pem")
+        assert "that sslrootcert, sslcert or sslkey names" in error and "ter2" not in error
+        error = await _refused(f"postgresql://u:ter2@127.0.0.1:{port}/db?sslmode=nonsense")
+        assert "an option of its URL" in error and "verify-full" in error and "ter2" not in error
 
 
 async def test_tables_of_another_program_are_refused(postgres: PgServer) -> None:
@@ -225,8 +227,8 @@ async def test_without_its_packages_only_the_postgres_store_is_unavailable(tmp_p
         "asyncio.run(main())\n"
     )
     process = await create_subprocess_exec(sys.executable, "-c", script, tmp_path / "x.db", stdout=PIPE)
-    said, _ = await process.communicate()
-    assert b"asyncpg: pip install 'rollyard[postgres]'" in said and process.returncode == 0
+    output, _ = await process.communicate()
+    assert b"asyncpg: pip install 'rollyard[postgres]'" in output and process.returncode == 0
 
 
 async def test_leases_are_measured(open_any: AnyOpener) -> None:

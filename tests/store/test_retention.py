@@ -91,9 +91,9 @@ async def test_work_of_a_live_draw_is_kept_until_it_is_acknowledged_or_the_draw_
         await wait_for(store, clock, 23.5 * HOUR_S)
         assert await store.trajectory("d.1-0") is not None, "a day from the end of its draw"
         await wait_for(store, clock, 1 * HOUR_S)
-        for gone in (store.get("d.1-0"), store.get_group("d.1"), store.get_draw("d"), store.get_run("run")):
+        for read in (store.get("d.1-0"), store.get_group("d.1"), store.get_draw("d"), store.get_run("run")):
             with pytest.raises(NotFound):
-                await gone
+                await read
 
 
 def draw_of(name: str, batch: int, *, is_active: bool = True) -> Draw:

@@ -16,7 +16,7 @@ from rollyard.store import open_store
 from rollyard.testing.store_conformance import advance, submission, trajectory
 
 
-def say(**what: object) -> None:
+def report(**what: object) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")  # one write: a line is complete or missing
 
 
@@ -27,12 +27,12 @@ def reward(rollout_id: str) -> float:
 async def main(name: str) -> None:
     async with await open_store(name, max_attempts=1000) as store:
         await store.put_run(Run("run"), {})
-        say(opened=store.epoch)
+        report(opened=store.epoch)
 
         async def evaluate(rollout_id: str, at: Position) -> None:
             ending = Ending(Outcome.COMPLETED, Score(reward(rollout_id)), is_trainable=True)
             ended = await store.end(rollout_id, at, ending)
-            say(ended=rollout_id, seq=ended.ended_seq, attempt=ended.attempt)
+            report(ended=rollout_id, seq=ended.ended_seq, attempt=ended.attempt)
 
         async def work(rollout_id: str, attempt: int) -> None:
             at = await advance(store, rollout_id, State.RUN, attempt)
@@ -44,7 +44,7 @@ async def main(name: str) -> None:
             for i in range(1_000_000):
                 rollout_id = f"e{store.epoch}-w{number}-{i}"
                 await store.submit([submission(rollout_id)])
-                say(submitted=rollout_id)
+                report(submitted=rollout_id)
                 await work(rollout_id, 1)
 
         async with asyncio.TaskGroup() as group:

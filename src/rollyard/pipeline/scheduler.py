@@ -108,7 +108,7 @@ class Scheduler:
         return True
 
     def pop(self, now: float, may_go: Callable[[str], bool] = lambda _: True) -> QueuedRow | None:
-        """Removes and returns the next row of the runs that may go. It counts as live in its run until `done`."""
+        """Removes and returns the next row of the runs that may go. It counts as live in its run until `release`."""
         while self._delayed and self._delayed[0][0] <= now:
             _, _, row = heapq.heappop(self._delayed)
             if self._present.get(row.id) is row:

@@ -17,8 +17,8 @@ HERE = "10.77.9.9"
 
 
 def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    completed = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    assert completed.returncode == 0, f"ip {' '.join(words)}: {completed.stderr}"
 
 
 class Machine:
@@ -46,8 +46,8 @@ class Machine:
         return ["nsenter", f"--net={self._net}"]
 
     def ip(self, *words: str) -> None:
-        done = subprocess.run([*self.within, "ip", *words], capture_output=True, text=True, timeout=20)
-        assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+        completed = subprocess.run([*self.within, "ip", *words], capture_output=True, text=True, timeout=20)
+        assert completed.returncode == 0, f"ip {' '.join(words)}: {completed.stderr}"
 
     def drop(self, address: str, port: int) -> None:
         """Drops what is sent there from now on, also on open connections."""
@@ -58,8 +58,8 @@ class Machine:
 
     def _filter(self, how: str, address: str, port: int) -> None:
         rule = ["OUTPUT", "-d", address, "-p", "tcp", "--dport", str(port), "-j", "DROP"]
-        done = subprocess.run([*self.within, "iptables", how, *rule], capture_output=True, text=True, timeout=20)
-        assert done.returncode == 0, done.stderr
+        completed = subprocess.run([*self.within, "iptables", how, *rule], capture_output=True, text=True, timeout=20)
+        assert completed.returncode == 0, completed.stderr
 
     def close(self) -> None:
         subprocess.run(["ip", "link", "del", self._here], capture_output=True, timeout=20)
@@ -70,12 +70,12 @@ class Machine:
 @contextmanager
 def machines(count: int) -> Generator[list[Machine], None, None]:
     ip("address", "add", f"{HERE}/32", "dev", "lo")
-    made: list[Machine] = []
+    created: list[Machine] = []
     try:
-        made += [Machine(number) for number in range(1, count + 1)]
-        yield made
+        created += [Machine(number) for number in range(1, count + 1)]
+        yield created
     finally:
-        for machine in made:
+        for machine in created:
             machine.close()
         ip("address", "del", f"{HERE}/32", "dev", "lo")
 

@@ -92,9 +92,9 @@ async def test_a_node_without_the_tokenizer_gets_it_from_the_head(tmp_path: Path
             await site.submit("r1")
             record = await site.ended("r1")
             assert (record["reward"], record["attempt"]) == (1.0, 1), record
-            (kept,) = (node.folder / "tokenizers").iterdir()
+            (cached,) = (node.folder / "tokenizers").iterdir()
             for name in ("tokenizer.json", "tokenizer_config.json"):
-                assert (kept / name).read_bytes() == (folder / name).read_bytes()
+                assert (cached / name).read_bytes() == (folder / name).read_bytes()
 
 
 async def test_an_engine_at_a_loopback_address_is_refused_or_gets_no_rollouts(tmp_path: Path) -> None:

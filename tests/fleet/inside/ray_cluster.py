@@ -19,7 +19,7 @@ def main() -> None:
     node = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "memory": MEMORY}
     unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args={**node, **unused})
-    say({"address": cluster.address})
+    send({"address": cluster.address})
     cluster.connect()  # to end actors
     nodes: dict[str, Any] = {}
     for line in sys.stdin:
@@ -27,10 +27,10 @@ def main() -> None:
         if order["do"] == "add":
             node = cluster.add_node(node_ip_address="127.0.0.1", num_cpus=order.get("cpus", 1), memory=MEMORY)
             nodes[node.node_id] = node
-            say({"ray_id": node.node_id})
+            send({"ray_id": node.node_id})
         elif order["do"] == "remove":
             cluster.remove_node(nodes.pop(order["ray_id"]), allow_graceful=True)
-            say({})
+            send({})
         elif order["do"] == "restore":
             actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
             for actor in actors:
@@ -38,14 +38,14 @@ def main() -> None:
                     ray.kill(ray.get_actor(actor["name"], actor["namespace"]), no_restart=True)
             while nodes:
                 cluster.remove_node(nodes.popitem()[1], allow_graceful=True)
-            say({})
+            send({})
         elif order["do"] == "kill_gcs":
             assert cluster.head_node is not None
             cluster.head_node.kill_gcs_server()
-            say({})
+            send({})
 
 
-def say(what: dict[str, Any]) -> None:
+def send(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 

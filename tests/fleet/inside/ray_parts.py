@@ -144,7 +144,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def gone(pidfd: int) -> None:
+async def wait_for_exit(pidfd: int) -> None:
     """Returns when that process has ended."""
     ready, _, _ = await asyncio.to_thread(select.select, [pidfd], [], [], WITHIN_S)
     os.close(pidfd)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.cli.rig import engine_process
-from tests.fleet.chaos import SCRIPT, Fleet, Head, at_rest, break_it, judge, submit_all
+from tests.fleet.chaos import SCRIPT, Fleet, Head, break_it, judge, submit_all, wait_until_idle
 from tests.fleet.inside.ray_parts import Cluster
 
 pytestmark = pytest.mark.timeout(180)
@@ -43,12 +43,12 @@ class RayFleet(Fleet):
 
 def actors() -> list[int]:
     """Returns the processes of this PID namespace that are our nodes."""
-    found: list[int] = []
+    pids: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (folder / "cmdline").read_bytes().startswith(b"ray::NodeActor"):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 async def test_rollouts_outlive_rays_nodes_and_their_head(tmp_path: Path, own_cluster: Cluster) -> None:
@@ -63,7 +63,7 @@ async def test_rollouts_outlive_rays_nodes_and_their_head(tmp_path: Path, own_cl
             ids = await submit_all(fleet, COUNT)
             records = await break_it(fleet, COUNT, DEEDS, 120)
             print(f"{judge(records, ids)}; {fleet.did}")
-            await at_rest(fleet, engine_url)
+            await wait_until_idle(fleet, engine_url)
             assert await head.stop() == 0
         finally:
             fleet.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.inside.ray_parts import Front, alive, gone, host_of, until
+from tests.fleet.inside.ray_parts import Front, alive, host_of, until, wait_for_exit
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -34,23 +34,23 @@ async def test_a_cluster_that_we_start_is_unreachable_from_outside_and_ends_with
         assert first and host.driver_pid is not None
         os.kill(host.driver_pid, signal.SIGKILL)
         for process in first:
-            await gone(process)
+            await wait_for_exit(process)
         await front.hello()  # from a cluster that was started in its place
         await until(lambda: host.error == "")
         second = [os.pidfd_open(pid) for pid in processes(*RAY)]
         assert second
     for process in second:
-        await gone(process)
+        await wait_for_exit(process)
 
 
 def processes(*words: bytes) -> list[int]:
     """Returns the processes of this PID namespace with one of these in their command lines."""
-    found: list[int] = []
+    pids: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_bytes()
         except OSError:
             continue
         if any(word in line for word in words):
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids

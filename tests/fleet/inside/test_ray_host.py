@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.fleet.ray_host import RayUnavailable
-from tests.fleet.inside.ray_parts import ENTRY, RAY_TOKEN, Cluster, Front, alive, gone, host_of, until
+from tests.fleet.inside.ray_parts import ENTRY, RAY_TOKEN, Cluster, Front, alive, host_of, until, wait_for_exit
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -40,7 +40,7 @@ async def test_every_ray_node_with_cpus_has_one_node_that_joins_and_leaves_with_
 
         pids = [os.pidfd_open(hello["pid"]) for hello in hellos if hello["name"].endswith(second[:8])]
         cluster.do("remove", ray_id=second)
-        await gone(*pids)
+        await wait_for_exit(*pids)
         await until(lambda: len(host.nodes()) == 2)
         assert second not in {node.ray_id for node in host.nodes()}
         assert len(alive(host)) == 2
@@ -72,7 +72,7 @@ asyncio.run(main())
         driver = os.pidfd_open(int(head.stdout.readline()))
         before = [await front.hello(), await front.hello()]
         head.kill()
-    await gone(driver)
+    await wait_for_exit(driver)
     async with Front("second") as second, Front("third") as third:
         async with host_of(cluster.address, second) as old:
             await front.__aexit__(None, None, None)
@@ -90,7 +90,7 @@ asyncio.run(main())
             assert third.hellos.empty(), "closing a head ended its nodes"
             await host.stop_nodes(20)
             for process in ended:
-                await gone(process)
+                await wait_for_exit(process)
             assert all((Path(hello["folder"]) / "ended in good order").exists() for hello in before)
             assert host.nodes() == []
         assert second.hellos.empty() and third.hellos.empty()
@@ -141,5 +141,5 @@ async def test_the_head_outlives_ray(
         assert driver is not None
         ended = os.pidfd_open(driver)
         shared_cluster.do("kill_gcs")
-        await gone(ended)
+        await wait_for_exit(ended)
         await until(lambda: "driver ended" in host.error)
