@@ -192,9 +192,9 @@ class DrawRunner:
 
     async def batch(self, number: int, within_s: float) -> Batch:
         """Returns a batch when it is closed, or in its current state when `within_s` is over."""
-        return await self.notifier.until(partial(self.current_batch, number), lambda batch: not batch.is_open, within_s)
+        return await self.notifier.until(partial(self.found, number), lambda batch: not batch.is_open, within_s)
 
-    async def current_batch(self, number: int) -> Batch:
+    async def found(self, number: int) -> Batch:
         """Returns a batch in its current state. Raises NotFound."""
         try:
             return await self._store.get_batch(self.draw.id, number)
