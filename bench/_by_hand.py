@@ -49,9 +49,11 @@ def _container(images: Images, count: int) -> Json:
         command = engine()
         with subprocess.Popen(["tar", "-C", str(images.folder), "-c", "."], stdout=subprocess.PIPE) as tar:
             argv = [*command, "import", "-", name]
-            done = subprocess.run(argv, stdin=tar.stdout, capture_output=True, text=True, timeout=RUN_S, check=False)
-        if done.returncode != 0:
-            return {"error": f"import: {done.stderr.strip()[-300:]}"}
+            completed = subprocess.run(
+                argv, stdin=tar.stdout, capture_output=True, text=True, timeout=RUN_S, check=False
+            )
+        if completed.returncode != 0:
+            return {"error": f"import: {completed.stderr.strip()[-300:]}"}
         # Both limits, because podman as root requests more than some machines allow.
         limits = ["--ulimit", "nofile=4096", "--ulimit", "nproc=32768"]
         run = [*command, "run", "--rm", "--network", "none", *limits, name, "/bin/echo", "ok"]
@@ -73,9 +75,11 @@ def _measured(commands: dict[str, list[str]], count: int) -> Json:
 def _median_ms(argv: Sequence[str], count: int) -> float:
     times: list[float] = []
     for _ in range(count + 1):  # the first one warms up the caches
-        began = time.perf_counter()
-        done = subprocess.run(argv, capture_output=True, timeout=RUN_S, check=False, stdin=subprocess.DEVNULL)
-        times.append(time.perf_counter() - began)
-        if done.stdout.strip() != b"ok":
-            raise Missing(f"{argv[0]} ended with {done.returncode}: {done.stderr.decode(errors='replace')[-300:]}")
+        started_at = time.perf_counter()
+        completed = subprocess.run(argv, capture_output=True, timeout=RUN_S, check=False, stdin=subprocess.DEVNULL)
+        times.append(time.perf_counter() - started_at)
+        if completed.stdout.strip() != b"ok":
+            raise Missing(
+                f"{argv[0]} ended with {completed.returncode}: {completed.stderr.decode(errors='replace')[-300:]}"
+            )
     return quantiles_ms(times[1:])[0]

@@ -49,8 +49,8 @@ class Count:
 
     def more(self, before: Count) -> dict[str, int]:
         """Returns how many of each kind are new since `before`."""
-        found = {name: len(getattr(self, name) - getattr(before, name)) for name in KINDS}
-        return {**found, "descriptors": max(0, self.descriptors - before.descriptors)}
+        new_counts = {name: len(getattr(self, name) - getattr(before, name)) for name in KINDS}
+        return {**new_counts, "descriptors": max(0, self.descriptors - before.descriptors)}
 
     def names(self, before: Count) -> list[str]:
         return [f"{kind}: {name}" for kind in KINDS for name in sorted(getattr(self, kind) - getattr(before, kind))]
@@ -75,7 +75,7 @@ class Census:
         processes = self._processes()
         containers = self._containers() if self._is_oci else {}
         return Count(
-            processes=frozenset(f"{pid} {_name(pid)} {began}" for pid, began in processes.items()),
+            processes=frozenset(f"{pid} {_name(pid)} {started_at}" for pid, started_at in processes.items()),
             mounts=frozenset(self._mounts()),
             folders=frozenset(self._folders()),
             cgroups=frozenset(self._cgroups()),
@@ -86,10 +86,10 @@ class Census:
 
     def settle(self, is_good: Callable[[Count], bool], bound_s: float) -> tuple[Count, float]:
         """Polls until `is_good`, or for `bound_s`. Returns the last count, and the elapsed time."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         while True:
             count = self.take()
-            took_s = time.monotonic() - began
+            took_s = time.monotonic() - started_at
             if is_good(count) or took_s > bound_s:
                 return count, took_s
             time.sleep(LOOK_S)
@@ -113,30 +113,30 @@ class Census:
         yield from (str(path) for path in control_of(self._root).glob("*/*/*"))
 
     def _cgroups(self) -> Generator[str, None, None]:
-        ours = f"/rollyard-{self._mark}/"
+        own_part = f"/rollyard-{self._mark}/"
         for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
             before, _, after = line.partition(" - ")
             if after.startswith("cgroup"):
                 for folder, _, _ in os.walk(before.split()[4]):
-                    if ours in folder or (self._is_oci and "/libpod" in folder):
+                    if own_part in folder or (self._is_oci and "/libpod" in folder):
                         yield folder
 
     def _containers(self) -> dict[str, bool]:
         argv = [*engine(), "ps", "--all", "--no-trunc", "--filter", f"label=rollyard={self._mark}"]
         argv += ["--format", "{{.ID}} {{.State}}"]
-        said = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False).stdout
-        return {words[0]: words[1:] == ["running"] for line in said.splitlines() if (words := line.split())}
+        output = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False).stdout
+        return {words[0]: words[1:] == ["running"] for line in output.splitlines() if (words := line.split())}
 
 
 def _zombies() -> list[int]:
     """Returns our children that have ended, adopted ones included."""
-    found: list[int] = []
+    zombies: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = path.read_bytes().rpartition(b")")[2].split()
             if fields[0] == b"Z" and int(fields[1]) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+                zombies.append(int(path.parent.name))
+    return zombies
 
 
 def _name(pid: int) -> str:

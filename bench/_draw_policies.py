@@ -51,7 +51,7 @@ def config_of(world: World, **changes: object) -> DrawConfig:
     return replace(config, **changes)
 
 
-class _Theirs:
+class _BaselinePolicy:
     """The common parts of plain and reference: tasks in order, and a trainer that they wait for."""
 
     def __init__(self, world: World) -> None:
@@ -64,10 +64,10 @@ class _Theirs:
 
     def begin(self) -> StartedGroup:
         item = self._order.take(self.progress)
-        begun = StartedGroup(item, self.world.script(item), self.pipeline.now_s)
-        self.tally.begun.append(begun)
-        self.pipeline.begin(begun)
-        return begun
+        started = StartedGroup(item, self.world.script(item), self.pipeline.now_s)
+        self.tally.begun.append(started)
+        self.pipeline.begin(started)
+        return started
 
     def next(self) -> Ended | None:
         ended = self.pipeline.next()
@@ -77,14 +77,14 @@ class _Theirs:
             self.tally.trained_s.append(self.pipeline.now_s)
         return ended
 
-    def end(self, begun: StartedGroup, how: str) -> None:
-        begun.end, begun.ended_s = how, self.pipeline.now_s
+    def end(self, started: StartedGroup, how: str) -> None:
+        started.end, started.ended_s = how, self.pipeline.now_s
 
     def train(self, batch: list[StartedGroup]) -> None:
-        for begun in batch:
-            self.end(begun, "delivered")
-            begun.batch = len(self.tally.trained_s) + 1
-            begun.staleness = self.pipeline.version - begun.oldest
+        for started in batch:
+            self.end(started, "delivered")
+            started.batch = len(self.tally.trained_s) + 1
+            started.staleness = self.pipeline.version - started.oldest
         self.is_training = True
         self.pipeline.alarm(self.world.train_s)
 
@@ -94,47 +94,47 @@ class _Theirs:
 
 
 def plain(world: World, enough: Enough) -> Tally:
-    it = _Theirs(world)
+    it = _BaselinePolicy(world)
     while not enough(it.tally):
         batch: list[StartedGroup] = []
         while len(batch) < world.want:
             missing = world.want - len(batch)
             round_of = [it.begin() for _ in range(math.ceil(missing / (1 - world.no_signal)))]
-            while any(begun.left for begun in round_of):
+            while any(started.left for started in round_of):
                 it.next()
-            for begun in round_of:
-                if not begun.script.has_signal:
-                    it.end(begun, "filtered")
+            for started in round_of:
+                if not started.script.has_signal:
+                    it.end(started, "filtered")
                 elif len(batch) < world.want:
-                    batch.append(begun)
+                    batch.append(started)
                 else:
-                    it.end(begun, "thrown")
+                    it.end(started, "thrown")
         it.train(batch)
         it.wait_for_trainer()
     return it.tally
 
 
 def reference(world: World, enough: Enough, *, is_overlapped: bool = False) -> Tally:
-    it = _Theirs(world)
+    it = _BaselinePolicy(world)
     while not enough(it.tally):
         batch: list[StartedGroup] = []
         flying: dict[int, StartedGroup] = {}
         while len(batch) < world.want:
             while it.pipeline.free and not it.pipeline.queued:
-                begun = it.begin()
-                flying[id(begun)] = begun
+                started = it.begin()
+                flying[id(started)] = started
             ended = it.next()
-            if ended is None or ended.begun.left:
+            if ended is None or ended.started.left:
                 continue
-            begun = flying.pop(id(ended.begun))
-            if begun.script.has_signal:
-                batch.append(begun)
+            started = flying.pop(id(ended.started))
+            if started.script.has_signal:
+                batch.append(started)
             else:
-                it.end(begun, "filtered")
+                it.end(started, "filtered")
         it.pipeline.cancel(*flying.values())
-        for begun in flying.values():
-            it.end(begun, "thrown")
-            it.progress.returned.append(replace(begun.item, turn=begun.item.turn + 1))
+        for started in flying.values():
+            it.end(started, "thrown")
+            it.progress.returned.append(replace(started.item, turn=started.item.turn + 1))
         it.wait_for_trainer()
         it.train(batch)
         if not is_overlapped:
@@ -155,7 +155,7 @@ class Ours:
         self._keep = keep_of(config.keep)
         self._is_early = is_early
         self._task = Task("bench")
-        self._begun: dict[str, StartedGroup] = {}
+        self._started: dict[str, StartedGroup] = {}
         self._open: dict[str, OpenGroup] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._group_of: dict[int, str] = {}
@@ -193,33 +193,33 @@ class Ours:
             for one in draw_state.too_old():
                 self._give_up(one, GroupState.DROPPED, returns=False)
             for handed in draw_state.hand_out():
-                begun = self._begun.pop(handed.id)
+                started = self._started.pop(handed.id)
                 group = replace(self._complete.pop(handed.id), batch_version=handed.version)
                 draw_state.delivered(group)
-                begun.end, begun.ended_s = "delivered", self.pipeline.now_s
-                begun.batch, begun.staleness = handed.batch, group.staleness or 0
+                started.end, started.ended_s = "delivered", self.pipeline.now_s
+                started.batch, started.staleness = handed.batch, group.staleness or 0
             for one in draw_state.surplus():
                 self._give_up(one, GroupState.CANCELLED, returns=True)
             draw_state.check_end()
-            begun_now = draw_state.admit()
-            for one in begun_now:
+            admitted = draw_state.admit()
+            for one in admitted:
                 self._begin(one)
-            if not begun_now:
+            if not admitted:
                 return
 
     def _begin(self, one: ActiveGroup) -> None:
-        begun = StartedGroup(one.item, self.world.script(one.item), self.pipeline.now_s)
+        started = StartedGroup(one.item, self.world.script(one.item), self.pipeline.now_s)
         group = Group(one.id, "bench", self.world.group_size, spares=0, admitted_version=one.version, order=one.order)
         opened = OpenGroup(group, self._task)
         for submission in opened.begin(range(self.world.group_size)):
             self._rollouts[submission.rollout.id] = submission.rollout
-        self._begun[one.id], self._open[one.id], self._group_of[id(begun)] = begun, opened, one.id
-        self.tally.begun.append(begun)
-        self.pipeline.begin(begun)
+        self._started[one.id], self._open[one.id], self._group_of[id(started)] = started, opened, one.id
+        self.tally.begun.append(started)
+        self.pipeline.begin(started)
 
     def _look(self, ended: Ended) -> None:
-        opened = self._open[self._group_of[id(ended.begun)]]
-        member = ended.begun.script.members[ended.index]
+        opened = self._open[self._group_of[id(ended.started)]]
+        member = ended.started.script.members[ended.index]
         summary = Summary(sampled_tokens=member.sampled, oldest_version=ended.oldest, newest_version=ended.newest)
         ending = Ending(Outcome.COMPLETED, Score(member.reward), is_trainable=True, summary=summary)
         opened.take(replace(self._rollouts.pop(opened.group.rollout_id(ended.index)), ending=ending))
@@ -227,25 +227,25 @@ class Ours:
         if not now.is_over:
             return
         self.draw_state.seen(opened.scored())
-        is_kept = self._keep.keeps(FilterInput(tuple(opened.rewards(now.members)), opened.task))
-        state = GroupState.COMPLETE if is_kept else GroupState.FILTERED
+        is_selected = self._keep.keeps(FilterInput(tuple(opened.rewards(now.members)), opened.task))
+        state = GroupState.COMPLETE if is_selected else GroupState.FILTERED
         group = opened.over(state, now.members)
         assert group.stats is not None
         self.draw_state.ended(opened.id, state, group.stats)
         del self._open[opened.id]
-        if is_kept:
+        if is_selected:
             self._complete[opened.id] = group
         else:
-            begun = self._begun.pop(opened.id)
-            begun.end, begun.ended_s = "filtered", self.pipeline.now_s
+            started = self._started.pop(opened.id)
+            started.end, started.ended_s = "filtered", self.pipeline.now_s
 
     def _give_up(self, one: ActiveGroup, state: GroupState, *, returns: bool) -> None:
-        begun = self._begun.pop(one.id)
+        started = self._started.pop(one.id)
         opened = self._open.pop(one.id, None)
         group = opened.over(state) if opened is not None else self._complete.pop(one.id)
-        known = begun.sampled
-        self.pipeline.cancel(begun)
+        known = started.sampled
+        self.pipeline.cancel(started)
         assert group.stats is not None
         self.draw_state.ended(one.id, state, group.stats, returns=returns)
-        self.draw_state.came_late(state, begun.sampled - known)
-        begun.end, begun.ended_s = "thrown", self.pipeline.now_s
+        self.draw_state.came_late(state, started.sampled - known)
+        started.end, started.ended_s = "thrown", self.pipeline.now_s

@@ -133,7 +133,7 @@ class StartedGroup:
 class Ended:
     """A finished rollout, with the versions at its start and at its end."""
 
-    begun: StartedGroup
+    started: StartedGroup
     index: int
     oldest: int
     newest: int
@@ -157,10 +157,10 @@ class VirtualPipeline:
         self._events: list[tuple[float, int, StartedGroup | None, int]] = []
         self._count = 0
 
-    def begin(self, begun: StartedGroup) -> None:
+    def begin(self, started: StartedGroup) -> None:
         """Queues all members of a group."""
-        begun.left = set(range(len(begun.script.members)))
-        self.queued.extend((begun, index) for index in sorted(begun.left))
+        started.left = set(range(len(started.script.members)))
+        self.queued.extend((started, index) for index in sorted(started.left))
         self._fill()
 
     def alarm(self, after_s: float) -> None:
@@ -170,39 +170,39 @@ class VirtualPipeline:
     def next(self) -> Ended | None:
         """Advances to the next end of a rollout, or to the next alarm (None)."""
         while True:
-            self.now_s, _, begun, index = heappop(self._events)
-            if begun is None:
+            self.now_s, _, started, index = heappop(self._events)
+            if started is None:
                 return None
-            running = self._running.pop((id(begun), index), None)
+            running = self._running.pop((id(started), index), None)
             if running is None:
                 continue  # it was cancelled
             self.free += 1
-            begun.left.discard(index)
-            begun.sampled += begun.script.members[index].sampled
+            started.left.discard(index)
+            started.sampled += started.script.members[index].sampled
             self._fill()
-            return Ended(begun, index, running.version, self.version)
+            return Ended(started, index, running.version, self.version)
 
-    def cancel(self, *given_up: StartedGroup) -> None:
+    def cancel(self, *cancelled: StartedGroup) -> None:
         """Cancels the remaining members of groups; their sampled tokens are counted."""
-        for begun in given_up:
-            for index in begun.left:
-                running = self._running.pop((id(begun), index), None)
+        for started in cancelled:
+            for index in started.left:
+                running = self._running.pop((id(started), index), None)
                 if running is not None:
                     self.free += 1
-                    begun.sampled += begun.script.members[index].sampled_by(self.now_s - running.since_s)
-            begun.left = set()
+                    started.sampled += started.script.members[index].sampled_by(self.now_s - running.since_s)
+            started.left = set()
         self.queued = deque(entry for entry in self.queued if entry[1] in entry[0].left)
         self._fill()
 
     def _fill(self) -> None:
         while self.free and self.queued:
-            begun, index = self.queued.popleft()
+            started, index = self.queued.popleft()
             self.free -= 1
-            if begun.oldest < 0:
-                begun.oldest = self.version
-            self._running[id(begun), index] = _Running(self.now_s, self.version)
-            self._push(self.now_s + begun.script.members[index].took_s, begun, index)
+            if started.oldest < 0:
+                started.oldest = self.version
+            self._running[id(started), index] = _Running(self.now_s, self.version)
+            self._push(self.now_s + started.script.members[index].took_s, started, index)
 
-    def _push(self, at_s: float, begun: StartedGroup | None, index: int) -> None:
+    def _push(self, at_s: float, started: StartedGroup | None, index: int) -> None:
         self._count += 1
-        heappush(self._events, (at_s, self._count, begun, index))
+        heappush(self._events, (at_s, self._count, started, index))

@@ -103,25 +103,25 @@ class Nodes:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._told: list[Tally] = []
+        self._tallies: list[Tally] = []
         self._news = asyncio.Event()
         self._error = ""
 
     @property
     def ended(self) -> int:
-        return sum(tally.ended for tally in self._told)
+        return sum(tally.ended for tally in self._tallies)
 
     @property
     def joined(self) -> int:
-        return sum(tally.joined for tally in self._told)
+        return sum(tally.joined for tally in self._tallies)
 
     async def listen(self, process: asyncio.subprocess.Process) -> None:
         """Reads the tallies of one process until it ends."""
         assert process.stdout is not None
-        place = len(self._told)
-        self._told.append(Tally())
+        place = len(self._tallies)
+        self._tallies.append(Tally())
         async for line in process.stdout:
-            self._told[place] = msgspec.json.decode(line, type=Tally)
+            self._tallies[place] = msgspec.json.decode(line, type=Tally)
             self._news.set()
         self._error = "a process of hollow nodes has ended; its output is above"
         self._news.set()
@@ -136,17 +136,17 @@ class Nodes:
 
     async def window(self, is_over: Callable[[], bool]) -> Window:
         """Measures from now until `is_over` returns True."""
-        before, began = list(self._told), time.monotonic()
+        before, started_at = list(self._tallies), time.monotonic()
         head_cpu_s, busy_s = self._head.meter.cpu_s(), machine_busy_s()
         await self.until(is_over)
-        took_s = time.monotonic() - began
-        if any(tally.refused for tally in self._told):
+        took_s = time.monotonic() - started_at
+        if any(tally.refused for tally in self._tallies):
             raise CommandError(
                 "the head refused reports of hollow nodes", "it has released their leases: is the machine idle?"
             )
 
         def more(count: Callable[[Tally], float]) -> float:
-            return sum(map(count, self._told)) - sum(map(count, before))
+            return sum(map(count, self._tallies)) - sum(map(count, before))
 
         return Window(
             took_s,

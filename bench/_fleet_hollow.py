@@ -49,7 +49,7 @@ from rollyard.fleet.messages import (
     encode,
 )
 
-TELL_S = 0.2
+PRINT_S = 0.2
 MOST_ITEMS = 512  # in one report, as in a real node
 
 T = TypeVar("T")
@@ -108,9 +108,9 @@ class HeadLine(Line):
         head = f"POST /v1/fleet/{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
         self._got.clear()
         self._head_end = -1
-        self._done = asyncio.get_running_loop().create_future()
+        self._response = asyncio.get_running_loop().create_future()
         self._transport.write(head + body)
-        status, answer = await self._done
+        status, answer = await self._response
         self._tally.calls += 1  # after the response, as for endings: a window must not count one without the other
         self._tally.bytes_out += len(head) + len(body)
         if status != 200:
@@ -131,9 +131,9 @@ class HollowNode:
     got: int = 0
     gates: int = -1
     engines: list[EngineUse] = field(default_factory=list[EngineUse])  # all known engines; they are not used
-    held: int = 0
+    leased: int = 0
     running: int = 0
-    begun: int = 0
+    started_count: int = 0
     waiting: deque[Key] = field(default_factory=deque[Key])
     outbox: deque[Item] = field(default_factory=deque[Item])
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,7 +162,7 @@ class HollowNode:
             for lease in orders.leases:
                 brief = _BRIEFS.decode(lease.rollout)
                 self.waiting.append(Key(brief.id, brief.position.attempt))
-            self.held += len(orders.leases)
+            self.leased += len(orders.leases)
             self._start()
 
     async def _report(self, line: HeadLine, session: str) -> None:
@@ -176,7 +176,7 @@ class HollowNode:
             ended = sum(isinstance(item, Ended) for item in items)
             self.tally.refused += len(answer.refused)
             self.tally.ended += ended
-            self.held -= ended
+            self.leased -= ended
             if ended and not self.plan.hold_s:
                 self.news.set()  # report the free places to the head
 
@@ -186,42 +186,42 @@ class HollowNode:
         while self.waiting and self.running < plan.slots:
             key = self.waiting.popleft()
             self.running += 1
-            self.begun += 1
-            self._say(Moved(key, State.READY))
-            self._say(Moved(key, State.RUN))
+            self.started_count += 1
+            self._enqueue(Moved(key, State.READY))
+            self._enqueue(Moved(key, State.RUN))
             if plan.hold_s:
-                loop.call_later(plan.hold_s * _share(self.begun <= plan.slots), self._run_over, key)
+                loop.call_later(plan.hold_s * _share(self.started_count <= plan.slots), self._run_over, key)
             else:
                 loop.call_soon(self._run_over, key)
 
     def _run_over(self, key: Key) -> None:
         self.running -= 1
         data = self.result.encoded(key.id, key.attempt)
-        self._say(Saved(key, data, self.result.sampled_tokens, self.result.info, []))
+        self._enqueue(Saved(key, data, self.result.sampled_tokens, self.result.info, []))
         ended = Ended(key, self.result.ending, None, 0)
         if self.plan.eval_s:
-            asyncio.get_running_loop().call_later(self.plan.eval_s, self._say, ended)
+            asyncio.get_running_loop().call_later(self.plan.eval_s, self._enqueue, ended)
         else:
-            self._say(ended)
+            self._enqueue(ended)
         self._start()
 
-    def _say(self, item: Item) -> None:
+    def _enqueue(self, item: Item) -> None:
         self.outbox.append(item)
         self.news.set()
 
     def _standing(self) -> NodeStatus:
         plan = self.plan
         places = plan.slots + plan.ahead
-        want = max(0, min(places - self.running - len(self.waiting), 2 * places - self.held))
+        requested = max(0, min(places - self.running - len(self.waiting), 2 * places - self.leased))
         pools = {
             "init": PoolUse(plan.ahead, 0, 0),
             "run": PoolUse(plan.slots, self.running, 0),
             "eval": PoolUse(plan.slots, 0, 0),
             "ready": PoolUse(plan.ahead, 0, 0),
-            "live": PoolUse(2 * places, self.held, 0),
+            "live": PoolUse(2 * places, self.leased, 0),
             "queue": PoolUse(100_000, len(self.waiting), 0),
         }
-        return NodeStatus(self.got, want, self.gates, False, pools, self.engines)
+        return NodeStatus(self.got, requested, self.gates, False, pools, self.engines)
 
 
 def _share(is_first: bool) -> float:
@@ -240,23 +240,23 @@ async def main() -> None:
     plan = msgspec.json.decode(await reader.readline(), type=HollowPlan)
     nodes = [HollowNode(f"hollow-{plan.first + index}", plan, result, tally) for index in range(plan.nodes)]
     working = [asyncio.create_task(node.main()) for node in nodes]
-    telling = asyncio.create_task(_tell(tally))
+    printing = asyncio.create_task(_print_tally(tally))
     over = asyncio.create_task(reader.read())
-    done, _ = await asyncio.wait({*working, telling, over}, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait({*working, printing, over}, return_when=asyncio.FIRST_COMPLETED)
     over.cancel()
-    for task in (*working, telling):
+    for task in (*working, printing):
         task.cancel()
-    await asyncio.gather(*working, telling, return_exceptions=True)
+    await asyncio.gather(*working, printing, return_exceptions=True)
     for task in done - {over}:
         task.result()
 
 
-async def _tell(tally: Tally) -> None:
+async def _print_tally(tally: Tally) -> None:
     while True:
         tally.at_s, tally.cpu_s = time.monotonic(), time.process_time()
         sys.stdout.write(msgspec.json.encode(tally).decode() + "\n")
         sys.stdout.flush()
-        await asyncio.sleep(TELL_S)
+        await asyncio.sleep(PRINT_S)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,8 @@ class Result:
             model="bench",
             logprobs_kind="processed",
         )
-        said = "The quick brown fox jumps over the lazy dog. " * 18  # about 200 tokens
-        messages = tuple({"role": role, "content": said} for _ in range(TURNS) for role in ("user", "assistant"))
+        text = "The quick brown fox jumps over the lazy dog. " * 18  # about 200 tokens
+        messages = tuple({"role": role, "content": text} for _ in range(TURNS) for role in ("user", "assistant"))
         self._trajectory = Trajectory("", 1, (trace,), messages, turns=TURNS, ended_by="finish", info={"answer": "4"})
         self.sampled_tokens = self._trajectory.sampled_tokens
         self.info = to_json({"answer": "4"})

@@ -33,8 +33,10 @@ def inside(argv: Sequence[str]) -> list[str]:
         raise CommandError("Ray is only started in a network namespace, but there is no program `unshare`", remedy)
     tried = subprocess.run(_command(["true"]), capture_output=True, text=True, timeout=TRY_S, check=False)
     if tried.returncode:
-        said = tried.stderr.strip().splitlines()
-        raise CommandError(f"cannot create a network namespace here: {said[-1] if said else 'unshare failed'}", remedy)
+        errors = tried.stderr.strip().splitlines()
+        raise CommandError(
+            f"cannot create a network namespace here: {errors[-1] if errors else 'unshare failed'}", remedy
+        )
     return _command(argv)
 
 

@@ -85,15 +85,15 @@ async def measure(plan: RayPlan) -> list[Throughput]:
             "ready_slots": max(2, plan.slots // 4),
             "eval_slots": max(2, plan.slots // 4),
         }
-        found: list[Throughput] = []
+        results: list[Throughput] = []
         async with service(folder, settings) as served, AsyncClient(served.url, served.token) as client:
             there = 1
             for count in plan.nodes:
                 for _ in range(count - there):
                     _add(cluster)
                 there = count
-                found.append(await _steady(client, plan, count))
-        return found
+                results.append(await _steady(client, plan, count))
+        return results
 
 
 def _cluster() -> Any:
@@ -118,9 +118,9 @@ async def _steady(client: AsyncClient, plan: RayPlan, count: int) -> Throughput:
     for start in range(0, len(tasks), PAGE):
         await client.submit(tasks[start : start + PAGE], run=run)
     await asyncio.sleep(plan.warm_s)
-    before, busy_s, began = await _ended(client), machine_busy_s(), time.monotonic()
+    before, busy_s, started_at = await _ended(client), machine_busy_s(), time.monotonic()
     await asyncio.sleep(plan.window_s)
-    after, took_s = await _ended(client), time.monotonic() - began
+    after, took_s = await _ended(client), time.monotonic() - started_at
     busy_s = machine_busy_s() - busy_s
     if (await client.status())["pools"]["queue"]["active"] == 0:
         raise RuntimeError(f"the queue ran out with {count} nodes: there was no steady state")
@@ -134,12 +134,12 @@ def waits(plan: RayPlan, count: int) -> list[dict[str, Json]]:
     """Returns tasks: the first ones end evenly distributed in time, the others take `wait_s` ± 10 %."""
     random = Random(count)
     places = plan.slots * count
-    begun = [plan.wait_s * (index + 0.5) / places for index in range(places)]
-    random.shuffle(begun)
+    initial_s = [plan.wait_s * (index + 0.5) / places for index in range(places)]
+    random.shuffle(initial_s)
     later = int(1.25 * places * (plan.warm_s + plan.window_s) / plan.wait_s) + 4 * places
     return [
         wait_task(round(seconds, 3))
-        for seconds in (*begun, *(plan.wait_s * random.uniform(0.9, 1.1) for _ in range(later)))
+        for seconds in (*initial_s, *(plan.wait_s * random.uniform(0.9, 1.1) for _ in range(later)))
     ]
 
 
@@ -148,8 +148,8 @@ async def _ended(client: AsyncClient) -> dict[str, int]:
 
 
 def main(plan: str, result: str) -> None:
-    found = asyncio.run(measure(msgspec.json.decode(plan.encode(), type=RayPlan)))
-    Path(result).write_bytes(msgspec.json.encode(found))
+    results = asyncio.run(measure(msgspec.json.decode(plan.encode(), type=RayPlan)))
+    Path(result).write_bytes(msgspec.json.encode(results))
 
 
 if __name__ == "__main__":

@@ -32,16 +32,16 @@ class GatewayProcess:
     async def stall_ms(self) -> float:
         """Returns the longest time that its event loop was blocked since the last call."""
         self.process.send_signal(signal.SIGUSR1)
-        found = (await _line(self.process))["stall_ms"]
-        assert isinstance(found, float)
-        return found
+        stall = (await _line(self.process))["stall_ms"]
+        assert isinstance(stall, float)
+        return stall
 
 
 @asynccontextmanager
-async def engine(said: dict[str, Json], *, max_context: int | None = None) -> AsyncGenerator[tuple[Meter, str], None]:
+async def engine(script: dict[str, Json], *, max_context: int | None = None) -> AsyncGenerator[tuple[Meter, str], None]:
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
         folder = Path(name)
-        (folder / "script.json").write_text(json.dumps(said))
+        (folder / "script.json").write_text(json.dumps(script))
         async with engine_process(folder, 0.0, max_context=max_context) as (pid, url):
             yield Meter(pid), url
 
@@ -50,11 +50,11 @@ async def engine(said: dict[str, Json], *, max_context: int | None = None) -> As
 async def gateway(engine_url: str, sessions: int) -> AsyncGenerator[GatewayProcess, None]:
     async with _process("_gateway_server", engine_url, str(sessions)) as process:
         ready = await _line(process)
-        found = GatewayProcess(process, list(ready["urls"]))  # type: ignore[arg-type]
-        yield found
+        server = GatewayProcess(process, list(ready["urls"]))  # type: ignore[arg-type]
+        yield server
         with suppress(ProcessLookupError):
             process.terminate()
-        found.recorded.update(await _line(process))  # type: ignore[arg-type]
+        server.recorded.update(await _line(process))  # type: ignore[arg-type]
         await process.wait()
 
 

@@ -39,9 +39,9 @@ async def main(engine_url: str, count: int) -> None:
         sessions: list[GatewaySession] = []
         urls: list[str] = []
         for number in range(count):
-            held = await stack.enter_async_context(router.session("default", f"s{number}"))
+            engine_session = await stack.enter_async_context(router.session("default", f"s{number}"))
             session = await open_gateway(
-                held, renderers.of, task=task, run=Run("bench"), rollout_id=f"s{number}", clock=Deadline(None)
+                engine_session, renderers.of, task=task, run=Run("bench"), rollout_id=f"s{number}", clock=Deadline(None)
             )
             listener = socket.create_server(("127.0.0.1", 0))
             doorway = Doorway(listener, owner=f"s{number}")
@@ -51,13 +51,15 @@ async def main(engine_url: str, count: int) -> None:
             sessions.append(session)
         settle_memory()
         stalls = _Stalls()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: _say({"stall_ms": stalls.longest_ms()}))
-        _say({"urls": urls})
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGUSR1, lambda: _print_json({"stall_ms": stalls.longest_ms()})
+        )
+        _print_json({"urls": urls})
         await ended.wait()
         stalls.end()
         for session in sessions:
             await session.close()
-        _say(_proven(sessions))
+        _print_json(_proven(sessions))
 
 
 class _Stalls:
@@ -100,7 +102,7 @@ def _proven(sessions: list[GatewaySession]) -> dict[str, object]:
     return {"completions": turns, "traces": traces, "forks": forks}
 
 
-def _say(what: object) -> None:
+def _print_json(what: object) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 

@@ -19,20 +19,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--model", "--device", "--dtype"):
         parser.add_argument(name, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # as `rollyard engine` does
 
     import torch
 
     from rollyard.embedded.model import choose_device, choose_dtype, load_module
 
-    device = choose_device(given.device)
-    model = load_module(given.model, device=device, dtype=choose_dtype(given.dtype, device)).eval()
+    device = choose_device(options.device)
+    model = load_module(options.model, device=device, dtype=choose_dtype(options.dtype, device)).eval()
     dtype = str(model.dtype).removeprefix("torch.")
     about = {"device": device, "dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    _say(about | ({"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}))
+    _print_json(about | ({"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}))
     for line in sys.stdin:
-        _say({"token_ids": _answer(model, **json.loads(line))})
+        _print_json({"token_ids": _answer(model, **json.loads(line))})
 
 
 def _answer(model: Any, prompts: list[list[int]], tokens: int, has_logprobs: bool) -> list[list[int]]:
@@ -41,7 +41,7 @@ def _answer(model: Any, prompts: list[list[int]], tokens: int, has_logprobs: boo
 
     ids = torch.tensor(prompts, device=model.device)
     # the model's own defaults may use top_k or top_p: sample from the whole distribution, as the engine does
-    made = model.generate(
+    generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=True,
@@ -55,14 +55,14 @@ def _answer(model: Any, prompts: list[list[int]], tokens: int, has_logprobs: boo
         output_logits=has_logprobs,
     )
     if has_logprobs:
-        scores = model.compute_transition_scores(made.sequences, made.logits, normalize_logits=True)
-        found = scores.tolist()
-        if len(found) != len(prompts) or any(len(row) != tokens for row in found):
-            raise RuntimeError(f"generate returned {len(found)} rows of logprobs, not {len(prompts)} of {tokens}")
-    return made.sequences[:, ids.shape[1] :].tolist()
+        scores = model.compute_transition_scores(generated.sequences, generated.logits, normalize_logits=True)
+        logprobs = scores.tolist()
+        if len(logprobs) != len(prompts) or any(len(row) != tokens for row in logprobs):
+            raise RuntimeError(f"generate returned {len(logprobs)} rows of logprobs, not {len(prompts)} of {tokens}")
+    return generated.sequences[:, ids.shape[1] :].tolist()
 
 
-def _say(value: object) -> None:
+def _print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 

@@ -26,8 +26,8 @@ HOSTILE_SESSIONS = 2
 def _list(item: Json, **fields: Json) -> bytes:
     """Returns a body with as many copies of an item as fit."""
     one = orjson.dumps(item) + b","
-    rest = orjson.dumps({"model": "policy", **fields})[1:]
-    return b'{"messages":[' + (one * (MOST // len(one)))[:-1] + b"]," + rest
+    suffix = orjson.dumps({"model": "policy", **fields})[1:]
+    return b'{"messages":[' + (one * (MOST // len(one)))[:-1] + b"]," + suffix
 
 
 def _user(content: Json, **fields: Json) -> bytes:
@@ -87,11 +87,11 @@ async def hostile(gateway: GatewayProcess, path: str, honest: Callable[[str], by
         line = await Line.open(friend)
         number = 0
         while not is_over:
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             status, answer = await line.post(path, honest(f"task {number}"))
             if status != 200:
                 raise RuntimeError(f"an ordinary request was refused: {answer[:200]!r}")
-            waits.append(time.perf_counter() - begun)
+            waits.append(time.perf_counter() - started_at)
             number += 1
             await asyncio.sleep(0.01)
         line.close()
@@ -102,7 +102,7 @@ async def hostile(gateway: GatewayProcess, path: str, honest: Callable[[str], by
         await gateway.stall_ms()
         await asyncio.sleep(2.0)
         stalls["honest"] = await gateway.stall_ms()
-        alone = sorted(waits)
+        undisturbed = sorted(waits)
         waits.clear()
         for name, body in bodies.items():
             note(f"hostile requests: {name}")
@@ -117,6 +117,6 @@ async def hostile(gateway: GatewayProcess, path: str, honest: Callable[[str], by
         "hostile_loop_stall_by": worst,
         "honest_loop_stall_ms": round(quiet, 1),
         "hostile_honest_p95_ms": round(1000 * beside[int(len(beside) * 0.95)], 1),
-        "honest_p95_ms": round(1000 * alone[int(len(alone) * 0.95)], 1),
+        "honest_p95_ms": round(1000 * undisturbed[int(len(undisturbed) * 0.95)], 1),
         "hostile_loop_stalls_ms": {name: round(stall, 1) for name, stall in stalls.items()},
     }

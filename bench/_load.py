@@ -19,7 +19,7 @@ class Line(asyncio.Protocol):
         self._got = bytearray()
         self._head_end = -1
         self._length: int | None = None  # None: chunked
-        self._done: asyncio.Future[tuple[int, bytes]] | None = None
+        self._response: asyncio.Future[tuple[int, bytes]] | None = None
         self.first_at = 0.0  # when the first byte of the response's body arrived
 
     @classmethod
@@ -33,8 +33,8 @@ class Line(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(ConnectionError(str(exc or "the connection was closed")))
+        if self._response is not None and not self._response.done():
+            self._response.set_exception(ConnectionError(str(exc or "the connection was closed")))
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Returns the status and the body. A chunked body keeps its framing."""
@@ -42,10 +42,10 @@ class Line(asyncio.Protocol):
         self._got.clear()
         self._head_end = -1
         self.first_at = 0.0
-        self._done = asyncio.get_running_loop().create_future()
+        self._response = asyncio.get_running_loop().create_future()
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: "
         self._transport.write(b"%s%d\r\n\r\n%s" % (head.encode(), len(body), body))
-        return await self._done
+        return await self._response
 
     def data_received(self, data: bytes) -> None:
         self._got += data
@@ -62,8 +62,8 @@ class Line(asyncio.Protocol):
             if self._length is None
             else len(self._got) >= at + self._length
         )
-        if is_whole and self._done is not None and not self._done.done():
-            self._done.set_result((int(self._got[9:12]), bytes(self._got[at:])))
+        if is_whole and self._response is not None and not self._response.done():
+            self._response.set_result((int(self._got[9:12]), bytes(self._got[at:])))
 
     def close(self) -> None:
         if self._transport is not None:

@@ -54,9 +54,9 @@ def make_images(place: Path) -> Images:
             (folder / "bin" / name).symlink_to("busybox")
     else:
         for name in PROGRAMS:
-            found = shutil.which(name, path="/usr/bin:/bin") or "/bin/sh"
-            shutil.copy(found, folder / "bin" / name)
-            for library in _libraries(found):
+            program = shutil.which(name, path="/usr/bin:/bin") or "/bin/sh"
+            shutil.copy(program, folder / "bin" / name)
+            for library in _libraries(program):
                 target = folder / library.relative_to("/")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(library, target)
@@ -69,14 +69,14 @@ def make_images(place: Path) -> Images:
         return Images(folder, None)
     sif = place / "image.sif"
     argv = [builder, "--quiet", "build", str(sif), str(folder)]
-    done = subprocess.run(argv, capture_output=True, timeout=BUILD_S, check=False)
-    return Images(folder, sif if done.returncode == 0 else None)
+    completed = subprocess.run(argv, capture_output=True, timeout=BUILD_S, check=False)
+    return Images(folder, sif if completed.returncode == 0 else None)
 
 
 def _libraries(program: str) -> list[Path]:
     """Returns the libraries of a program, including its loader. A static program has none."""
-    said = subprocess.run(["ldd", program], capture_output=True, text=True, timeout=10, check=False).stdout
-    return [Path(path) for path in re.findall(r"(/\S+) \(0x", said)]
+    output = subprocess.run(["ldd", program], capture_output=True, text=True, timeout=10, check=False).stdout
+    return [Path(path) for path in re.findall(r"(/\S+) \(0x", output)]
 
 
 def make_runtime(name: str, root: Path, *, images: Images | None = None, control: Path | None = None) -> AnyRuntime:
@@ -91,9 +91,9 @@ def make_runtime(name: str, root: Path, *, images: Images | None = None, control
             return LocalRuntime(root=root, control_root=control, max_starting=AT_ONCE)
         case "oci":
             image = str(images.folder) if images is not None else None
-            shelf = PythonBuilds(CACHE / "python")
+            builds = PythonBuilds(CACHE / "python")
             command = shlex.join(engine())
-            return OciRuntime(root=root, control_root=control, command=command, image=image, pythons=shelf)
+            return OciRuntime(root=root, control_root=control, command=command, image=image, pythons=builds)
     raise CommandError(f"there is no runtime {name!r}", "there are: bubblewrap, apptainer, oci, local", 2)
 
 
@@ -110,11 +110,11 @@ def engine() -> tuple[str, ...]:
     if named:
         return tuple(shlex.split(named))
     if shutil.which("podman"):
-        said = subprocess.run(
+        completed = subprocess.run(
             ["podman", "info", "--format", "json"], capture_output=True, text=True, timeout=30, check=False
         )
         try:
-            host = json.loads(said.stdout)["host"]
+            host = json.loads(completed.stdout)["host"]
             # crun does not support machines with cgroups of both versions.
             if host["ociRuntime"]["name"] == "crun" and host["cgroupVersion"] == "v1" and shutil.which("runc"):
                 return ("podman", "--runtime", "runc")

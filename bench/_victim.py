@@ -29,7 +29,7 @@ def mapped(file: Path) -> mmap.mmap:
 async def main(name: str, root: str, folder: str, sif: str, tally: str) -> None:
     images = Images(Path(folder), Path(sif) if sif else None)
     choice: list[str | None] = [folder] if name == "oci" else [None, folder, *([sif] if sif else [])]
-    wanted = itertools.cycle(choice)
+    image_cycle = itertools.cycle(choice)
     live = asyncio.Semaphore(MOST_LIVE)
     shared = mapped(Path(tally))
     async with (
@@ -48,7 +48,7 @@ async def main(name: str, root: str, folder: str, sif: str, tally: str) -> None:
             while True:
                 await live.acquire()
                 shared[0] += 1
-                spec = SandboxSpec(image=next(wanted), has_doorway=True, owner="bench")
+                spec = SandboxSpec(image=next(image_cycle), has_doorway=True, owner="bench")
                 sandbox = await runtime.start(spec, lease_s=600.0)
                 shared[0] -= 1
                 group.create_task(end(sandbox))

@@ -41,11 +41,11 @@ async def bench_arrow(*, quick: bool = False) -> dict[str, Json]:
     batch = Batch("bench", 1, GROUPS, 3, 0, delivered=GROUPS, is_open=False)
     arrow, plain = _Measured(), _Measured()
     for _ in range(rounds + 1):
-        ours = arrow.round(lambda: groups_stream(loaded, cursor(GROUPS), batch), read_arrow_page)
-        theirs = plain.round(
+        from_arrow = arrow.round(lambda: groups_stream(loaded, cursor(GROUPS), batch), read_arrow_page)
+        from_json = plain.round(
             lambda: encode(groups_page(loaded, cursor(GROUPS), batch)), lambda data: read_json_page(orjson.loads(data))
         )
-        _check(ours, theirs)
+        _check(from_arrow, from_json)
     shape: dict[str, Json] = {"traces": GROUPS * MEMBERS, "tokens_per_trace": TOKENS, "rounds": rounds}
     return {"metrics": {**arrow.figures(), **shape}, "versus": {"json": plain.figures()}}
 
@@ -75,16 +75,16 @@ class _Measured:
 
 def _timed(times_ms: list[float], work: Callable[[], T]) -> T:
     gc.collect()  # the garbage of the previous round must not count
-    began = time.process_time()
-    made = work()
-    times_ms.append((time.process_time() - began) * 1000)
-    return made
+    started_at = time.process_time()
+    result = work()
+    times_ms.append((time.process_time() - started_at) * 1000)
+    return result
 
 
-def _check(ours: GroupsPage, theirs: GroupsPage) -> None:
+def _check(arrow_page: GroupsPage, json_page: GroupsPage) -> None:
     pairs = [
         (one, other)
-        for left, right in zip(ours.groups, theirs.groups, strict=True)
+        for left, right in zip(arrow_page.groups, json_page.groups, strict=True)
         for a, b in zip(left.rollouts, right.rollouts, strict=True)
         for one, other in zip(a.traces, b.traces, strict=True)
     ]

@@ -48,12 +48,12 @@ async def bench_draw(
         stragglers=stragglers,
     )
     count = max(1, batches // 4) if quick else batches
-    found = {name: figures(way(world, followed(count)), count, world) for name, way in WAYS.items()}
-    ours, theirs = found.pop("ours"), found["reference"]
+    results = {name: figures(way(world, followed(count)), count, world) for name, way in WAYS.items()}
+    rollyard, baseline = results.pop("ours"), results["reference"]
     ratios: dict[str, Json] = {
-        "batch_time_ratio": _ratio(theirs["batch_time_s"], ours["batch_time_s"]),
-        "waste_ratio": _ratio(ours["thrown_per_delivered"], theirs["thrown_per_delivered"]),
-        "straggler_delivery_ratio": ours["straggler_delivery_ratio"],
+        "batch_time_ratio": _ratio(baseline["batch_time_s"], rollyard["batch_time_s"]),
+        "waste_ratio": _ratio(rollyard["thrown_per_delivered"], baseline["thrown_per_delivered"]),
+        "straggler_delivery_ratio": rollyard["straggler_delivery_ratio"],
     }
     stated: dict[str, Json] = {
         "batches": count,
@@ -64,7 +64,7 @@ async def bench_draw(
         "straggler_share": stragglers,
         "seed": seed,
     }
-    return {"metrics": {**ratios, **ours, **stated}, "versus": dict[str, Json](found)}
+    return {"metrics": {**ratios, **rollyard, **stated}, "versus": dict[str, Json](results)}
 
 
 WAYS: Mapping[str, Callable[[World, Enough], Tally]] = {
@@ -83,13 +83,13 @@ def followed(count: int, warm: int = WARM) -> Enough:
 
     def enough(tally: Tally) -> bool:
         nonlocal looked_at
-        done = len(tally.trained_s)
-        if done <= looked_at:
+        trained = len(tally.trained_s)
+        if trained <= looked_at:
             return False
-        looked_at = done
+        looked_at = trained
         since_s, until_s = window(tally, count, warm)
-        is_left = any(since_s <= begun.begun_s < until_s and begun.end == "open" for begun in tally.begun)
-        return not is_left or done >= warm + count + FOLLOWED
+        has_open = any(since_s <= group.begun_s < until_s and group.end == "open" for group in tally.begun)
+        return not has_open or trained >= warm + count + FOLLOWED
 
     return enough
 
@@ -102,15 +102,15 @@ def window(tally: Tally, count: int, warm: int = WARM) -> tuple[float, float]:
 def figures(tally: Tally, count: int, world: World) -> dict[str, Json]:
     """Returns the figures of one policy; the module docstring defines how they are counted."""
     since_s, until_s = window(tally, count)
-    ended = [begun for begun in tally.begun if since_s <= begun.ended_s < until_s]
-    by_end = {how: [begun for begun in ended if begun.end == how] for how in ("delivered", "filtered", "thrown")}
-    tokens = {how: sum(begun.sampled for begun in groups) for how, groups in by_end.items()}
+    ended = [group for group in tally.begun if since_s <= group.ended_s < until_s]
+    by_end = {how: [group for group in ended if group.end == how] for how in ("delivered", "filtered", "thrown")}
+    tokens = {how: sum(group.sampled for group in groups) for how, groups in by_end.items()}
     delivered = len(by_end["delivered"])
-    admitted = [begun for begun in tally.begun if since_s <= begun.begun_s < until_s and begun.script.has_signal]
-    arrived = [begun for begun in admitted if begun.end == "delivered"]
-    share_admitted = fmean(begun.script.has_straggler for begun in admitted)
-    share_arrived = fmean(begun.script.has_straggler for begun in arrived)
-    lengths = [fmean(begun.script.tokens for begun in groups) / world.group_size for groups in (arrived, admitted)]
+    admitted = [group for group in tally.begun if since_s <= group.begun_s < until_s and group.script.has_signal]
+    arrived = [group for group in admitted if group.end == "delivered"]
+    share_admitted = fmean(group.script.has_straggler for group in admitted)
+    share_arrived = fmean(group.script.has_straggler for group in arrived)
+    lengths = [fmean(group.script.tokens for group in groups) / world.group_size for groups in (arrived, admitted)]
     return {
         "batch_time_s": round((until_s - since_s) / count, 1),
         "delivered_groups": delivered,
@@ -122,8 +122,8 @@ def figures(tally: Tally, count: int, world: World) -> dict[str, Json]:
         "stragglers_delivered": round(share_arrived, 4),
         "straggler_delivery_ratio": _ratio(share_arrived, share_admitted),
         "length_ratio": _ratio(*lengths),
-        "staleness_mean": round(fmean(begun.staleness for begun in by_end["delivered"]), 3),
-        "staleness_most": max(begun.staleness for begun in by_end["delivered"]),
+        "staleness_mean": round(fmean(group.staleness for group in by_end["delivered"]), 3),
+        "staleness_most": max(group.staleness for group in by_end["delivered"]),
     }
 
 

@@ -35,17 +35,17 @@ async def bench_endurance(
         place, root = Path(name), Path(name, "root")
         images = await asyncio.to_thread(make_images, place)
         try:
-            made = make_runtime(runtime, root, images=images, control=control_of(root))
+            created = make_runtime(runtime, root, images=images, control=control_of(root))
         except Missing as error:
             raise CommandError("this runtime cannot be measured here", str(error)) from None
         census = Census(runtime, root)
         closed_before = await asyncio.to_thread(census.take)
-        async with made as opened:
+        async with created as opened:
             await _cycle(opened, images, WARM_UP)
             open_before, _ = await asyncio.to_thread(census.settle, _same_as(None), 0.0)
-            began = time.monotonic()
+            started_at = time.monotonic()
             await _cycle(opened, images, count)
-            took_s = time.monotonic() - began
+            took_s = time.monotonic() - started_at
             open_after, _ = await asyncio.to_thread(census.settle, _same_as(open_before), SETTLE_S)
             await forget_image(opened, images)
         closed_after, _ = await asyncio.to_thread(census.settle, _same_as(closed_before), SETTLE_S)
@@ -69,10 +69,10 @@ async def _cycle(runtime: AnyRuntime, images: Images, count: int) -> None:
             choice = [None]
         case _:
             choice = [None, images.folder, *([images.sif] if images.sif else [])]
-    wanted = itertools.islice(itertools.cycle(choice), count)
+    image_cycle = itertools.islice(itertools.cycle(choice), count)
 
     async def work() -> None:
-        for image in wanted:
+        for image in image_cycle:
             spec = SandboxSpec(image=str(image) if image else None, has_doorway=True, owner="bench")
             sandbox = await runtime.start(spec, lease_s=600.0)
             try:

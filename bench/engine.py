@@ -74,9 +74,9 @@ async def bench_engine(
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollyard-bench-")))
         engine, context = await stack.enter_async_context(_served(options, place))
         if TURNS * (prompt + tokens) > context:
-            told = f"{TURNS} turns of {prompt} + {tokens} tokens do not fit into the model's {context}"
-            raise CommandError(told, "use a smaller --prompt or --tokens", 2)
-        ways = {"ours": _Way(_Ours(engine).complete, _Ours(engine).converse)}
+            message = f"{TURNS} turns of {prompt} + {tokens} tokens do not fit into the model's {context}"
+            raise CommandError(message, "use a smaller --prompt or --tokens", 2)
+        ways = {"ours": _Way(_Rollyard(engine).complete, _Rollyard(engine).converse)}
         peer: _Generate | None = None
         if peers:
             peer = await stack.enter_async_context(_generate(options, place))
@@ -99,13 +99,13 @@ class _Way:
     def __init__(self, complete: Complete, converse: Callable[[Prompts, int], Awaitable[None]] | None) -> None:
         self.complete = complete
         self.converse = converse  # takes the new tokens of each turn, one session after the other
-        self._found: dict[str, list[float]] = {}
+        self._rates: dict[str, list[float]] = {}
 
     def take(self, name: str, per_s: float) -> None:
-        self._found.setdefault(name, []).append(per_s)
+        self._rates.setdefault(name, []).append(per_s)
 
     def figures(self) -> dict[str, Json]:
-        return {name: round(median(values), 2) for name, values in self._found.items()}
+        return {name: round(median(values), 2) for name, values in self._rates.items()}
 
 
 class _Load:
@@ -146,15 +146,15 @@ class _Load:
 
 
 async def _timed(work: Awaitable[object]) -> float:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     await work
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
-# --- ours
+# --- rollyard
 
 
-class _Ours:
+class _Rollyard:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._sampling = Sampling(extra={"ignore_eos": True})
@@ -174,18 +174,22 @@ class _Ours:
     async def _one(self, prompt: Sequence[int], tokens: int, session_id: str = "") -> list[int]:
         request = GenerateRequest("bench", tuple(prompt), self._sampling, tokens, seed=7, session_id=session_id)
         async with within(CALL_S, "sampling with rollyard engine", f"{tokens} tokens after a prompt of {len(prompt)}"):
-            found = await self._engine.generate(request)
-        if len(found.token_ids) != tokens or found.logprobs is None or not all(map(math.isfinite, found.logprobs)):
-            raise RuntimeError(f"the engine returned {len(found.token_ids)} of {tokens} tokens, or no logprobs")
-        return list(found.token_ids)
+            generation = await self._engine.generate(request)
+        if (
+            len(generation.token_ids) != tokens
+            or generation.logprobs is None
+            or not all(map(math.isfinite, generation.logprobs))
+        ):
+            raise RuntimeError(f"the engine returned {len(generation.token_ids)} of {tokens} tokens, or no logprobs")
+        return list(generation.token_ids)
 
 
 @asynccontextmanager
 async def _served(options: Sequence[str], place: Path) -> AsyncGenerator[tuple[Engine, int], None]:
     """Runs `rollyard engine` as a separate process; also yields its maximum context."""
     argv = [sys.executable, "-m", "rollyard", "engine", "--port", "0", "--json", *options]
-    async with _child("rollyard engine", argv, place / "engine.log") as (_, said), open_http() as http:
-        engine = make_engine(EngineSpec("bench", said["url"], Kind.VLLM), http)
+    async with _child("rollyard engine", argv, place / "engine.log") as (_, ready), open_http() as http:
+        engine = make_engine(EngineSpec("bench", ready["url"], Kind.VLLM), http)
         info = await engine.probe()
         try:
             yield engine, info.max_context or 0
@@ -193,7 +197,7 @@ async def _served(options: Sequence[str], place: Path) -> AsyncGenerator[tuple[E
             await engine.close()
 
 
-# --- theirs
+# --- transformers
 
 
 class _Generate:
@@ -227,8 +231,8 @@ class _Generate:
 
 @asynccontextmanager
 async def _generate(options: Sequence[str], place: Path) -> AsyncGenerator[_Generate, None]:
-    async with _child("_generate.py", module_argv("_generate", *options), place / "generate.log") as (process, said):
-        yield _Generate(process, said)
+    async with _child("_generate.py", module_argv("_generate", *options), place / "generate.log") as (process, about):
+        yield _Generate(process, about)
 
 
 # --- children
@@ -252,8 +256,10 @@ async def _child(
             async with within(START_S, f"starting {name}", "its first line on standard output"):
                 line = await process.stdout.readline()
             if not line:
-                said = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
-                raise CommandError(said[-1].removeprefix("rollyard: ") if said else f"{name} ended without output")
+                log_lines = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
+                raise CommandError(
+                    log_lines[-1].removeprefix("rollyard: ") if log_lines else f"{name} ended without output"
+                )
             yield process, json.loads(line)
         finally:
             await stop(process)

@@ -112,13 +112,13 @@ async def _on_ray(plan: RayPlan) -> list[Throughput]:
 
 
 def _ray_figures(carried: list[Throughput]) -> dict[str, Json]:
-    alone = carried[0].per_node_s
+    single_node = carried[0].per_node_s
     figures: dict[str, Json] = {}
     for one in carried:
         figures[f"rollouts_per_s_per_node_{one.nodes}"] = round(one.per_node_s, 3)
         if one.nodes > 1:
-            figures[f"efficiency_{one.nodes}"] = round(one.per_node_s / alone, 3)
-            figures[f"least_node_efficiency_{one.nodes}"] = round(one.least_node_s / alone, 3)
+            figures[f"efficiency_{one.nodes}"] = round(one.per_node_s / single_node, 3)
+            figures[f"least_node_efficiency_{one.nodes}"] = round(one.least_node_s / single_node, 3)
         figures[f"machine_busy_share_{one.nodes}"] = round(one.busy_share, 2)
     return figures
 

@@ -66,13 +66,13 @@ def _arguments(turn: int) -> str:
     return json.dumps({"command": f"ls -l --sort=size /workspace/part_{turn} | head -n 1"})
 
 
-def _said(turn: int) -> str:
+def _reply_text(turn: int) -> str:
     call = f'{{"name": "shell", "arguments": {_arguments(turn)}}}'
     return f"I look at part {turn} next.\n<tool_call>\n{call}\n</tool_call>"
 
 
 def script(tokens_per_s: float | None) -> dict[str, Json]:
-    replies: list[Json] = [{"text": _said(turn), "tokens_per_s": tokens_per_s} for turn in range(TURNS)]
+    replies: list[Json] = [{"text": _reply_text(turn), "tokens_per_s": tokens_per_s} for turn in range(TURNS)]
     return {"rules": [], "default": replies}
 
 
@@ -164,9 +164,9 @@ async def _hostile() -> dict[str, Json]:
 
     async with (
         engine(script(None), max_context=CONTEXT) as (_, engine_url),
-        gateway(engine_url, HOSTILE_SESSIONS + 1) as ours,
+        gateway(engine_url, HOSTILE_SESSIONS + 1) as server,
     ):
-        return await hostile(ours, GATEWAY_PATH, honest)
+        return await hostile(server, GATEWAY_PATH, honest)
 
 
 # --- latency
@@ -175,15 +175,15 @@ async def _hostile() -> dict[str, Json]:
 async def _latency(*, each: int, versus: dict[str, Json] | None) -> dict[str, Json]:
     """Runs rounds of all of them in turn, and takes medians: another process on the machine may disturb one round."""
     rate = 60 / ENGINE_S  # the replies have about 60 tokens
-    ours, theirs, halting = _Rounds(), _Rounds(), _Rounds()
+    gateway_rounds, proxy_rounds, halting = _Rounds(), _Rounds(), _Rounds()
     base: list[tuple[float, float]] = []
-    with _apart() as own:
+    with _reserved_core() as own:
         async with (
             engine(script(rate)) as (_, engine_url),
-            gateway(engine_url, STREAMS) as ours_at,
+            gateway(engine_url, STREAMS) as server,
             proxy(engine_url) as (proxy_meter, proxy_url),
         ):
-            for middle in (ours_at.meter, proxy_meter):
+            for middle in (server.meter, proxy_meter):
                 os.sched_setaffinity(middle.pid, own)
 
             async def through(name: str, rounds: int, *ways: tuple[_Rounds, Sequence[str], str]) -> None:
@@ -194,21 +194,21 @@ async def _latency(*, each: int, versus: dict[str, Json] | None) -> dict[str, Js
                     after = await _timed([engine_url] * STREAMS, ENGINE_PATH, each)
                     direct, before = before + after, after
                     base.append((_at(direct, 0.5, 0), _at(direct, 0.99, 0)))
-                    for (found, _, _), taken in zip(ways, times, strict=True):
-                        found.append(_added(taken, direct))
+                    for (into, _, _), taken in zip(ways, times, strict=True):
+                        into.append(_added(taken, direct))
 
-            us = (ours_at.urls, GATEWAY_PATH)
-            proxied = [(theirs, [proxy_url] * STREAMS, ENGINE_PATH)] if versus is not None else []
+            gateway_target = (server.urls, GATEWAY_PATH)
+            proxied = [(proxy_rounds, [proxy_url] * STREAMS, ENGINE_PATH)] if versus is not None else []
             async with _awake(own):
-                await through("core awake", ROUNDS, (ours, *us), *proxied)
-            await through("core may halt", HALTING_ROUNDS, (halting, *us))
+                await through("core awake", ROUNDS, (gateway_rounds, *gateway_target), *proxied)
+            await through("core may halt", HALTING_ROUNDS, (halting, *gateway_target))
     if versus is not None:
-        versus["pass-through proxy"] = _median(theirs)
+        versus["pass-through proxy"] = _median(proxy_rounds)
     return {
         "streams": STREAMS,
         "engine_ms": round(median(it[0] for it in base), 2),
         "engine_p99_ms": round(median(it[1] for it in base), 2),
-        **_median(ours),
+        **_median(gateway_rounds),
         **{f"halting_{name}": value for name, value in _median(halting).items()},
     }
 
@@ -228,7 +228,7 @@ def _median(rounds: Sequence[Added]) -> dict[str, Json]:
 
 
 @contextmanager
-def _apart() -> Generator[set[int], None, None]:
+def _reserved_core() -> Generator[set[int], None, None]:
     """Yields the last core, for the gateway or proxy. This process and its other children share the remaining cores, so
     that the gateway is measured and not how three processes share two cores. With one core, all use it."""
     cores = os.sched_getaffinity(0)
@@ -272,12 +272,12 @@ async def _timed(urls: Sequence[str], path: str, each: int) -> list[tuple[float,
         line = await Line.open(url)
         for count in range(each + 1):
             body = asking.next()
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             status, answer = await line.post(asking.path, body)
-            took_s = time.perf_counter() - begun
+            took_s = time.perf_counter() - started_at
             _check(status, answer)
             if count:
-                times.append((took_s, line.first_at - begun))
+                times.append((took_s, line.first_at - started_at))
             asking.answered()
         line.close()
 
@@ -292,10 +292,10 @@ async def _timed(urls: Sequence[str], path: str, each: int) -> list[tuple[float,
 
 async def _throughput(*, window_s: float, versus: dict[str, Json] | None) -> dict[str, Json]:
     async with engine(script(None)) as (meter, engine_url):
-        async with gateway(engine_url, STREAMS) as ours:
+        async with gateway(engine_url, STREAMS) as server:
             note("throughput: through the gateway")
-            rate, cpu = await _carried(ours.urls, GATEWAY_PATH, window_s, ours.meter, meter)
-        recorded = ours.recorded
+            rate, cpu = await _carried(server.urls, GATEWAY_PATH, window_s, server.meter, meter)
+        recorded = server.recorded
         metrics: dict[str, Json] = {
             "completions_per_s": round(rate, 1),
             "gateway_cpu_ms": cpu[0],
@@ -309,15 +309,15 @@ async def _throughput(*, window_s: float, versus: dict[str, Json] | None) -> dic
             async with proxy(engine_url) as (middle, url):
                 note("throughput: through a pass-through proxy")
                 rate, cpu = await _carried([url] * STREAMS, ENGINE_PATH, window_s, middle, meter)
-            theirs: dict[str, Json] = {
+            proxy_figures: dict[str, Json] = {
                 "completions_per_s": round(rate, 1),
                 "gateway_cpu_ms": cpu[0],
                 "engine_cpu_ms": cpu[1],
                 "client_cpu_ms": cpu[2],
             }
-            found = versus.setdefault("pass-through proxy", {})
-            assert isinstance(found, dict)
-            found |= theirs
+            figures = versus.setdefault("pass-through proxy", {})
+            assert isinstance(figures, dict)
+            figures |= proxy_figures
     return metrics
 
 
@@ -325,27 +325,27 @@ async def _carried(
     urls: Sequence[str], path: str, window_s: float, middle: Meter, engine: Meter
 ) -> tuple[float, tuple[float, float, float]]:
     """Returns completions per second in the steady state, and CPU ms per completion of middle, engine and client."""
-    done = 0
+    completed = 0
     is_over = False
 
     async def work(worker: int, url: str) -> None:
-        nonlocal done
+        nonlocal completed
         asking = Asking(worker, path, is_stream=False)
         line = await Line.open(url)
         while not is_over:
             status, answer = await line.post(asking.path, asking.next())
             _check(status, answer)
             asking.answered()
-            done += 1
+            completed += 1
         line.close()
 
     async with asyncio.TaskGroup() as group:
         for worker, url in enumerate(urls):
             group.create_task(work(worker, url))
         await asyncio.sleep(min(2.0, window_s / 4))
-        before = done, time.monotonic(), middle.cpu_s(), engine.cpu_s(), time.process_time()
+        before = completed, time.monotonic(), middle.cpu_s(), engine.cpu_s(), time.process_time()
         await asyncio.sleep(window_s)
-        after = done, time.monotonic(), middle.cpu_s(), engine.cpu_s(), time.process_time()
+        after = completed, time.monotonic(), middle.cpu_s(), engine.cpu_s(), time.process_time()
         is_over = True
     count = max(1, after[0] - before[0])
     cpu = [round(1000 * (b - a) / count, 3) for a, b in zip(before[2:], after[2:], strict=True)]

@@ -27,16 +27,16 @@ async def bench_ipython(*, quick: bool = False, peers: bool = True) -> dict[str,
     """Returns `metrics` and `versus`; a peer that cannot be measured is {"error": reason}."""
     cells, starts = (100, 5) if quick else (500, 15)
     python = await asyncio.to_thread(portable_python, CACHE / "python")
-    ours: Command = (python.argv, python.env)
+    portable: Command = (python.argv, python.env)
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as folder:
         async with BubblewrapRuntime(root=Path(folder)) as runtime:
             spec = SandboxSpec(binds=(Bind(python.folder, INSIDE),), owner="bench")
             sandbox = await runtime.start(spec, lease_s=600.0)
             metrics: dict[str, Json] = {
-                **await _cells(sandbox, ours, cells, "cell"),
+                **await _cells(sandbox, portable, cells, "cell"),
                 **await _cells(sandbox, IMAGES_OWN, cells, "plain_cell"),
                 "cells": cells,
-                "start_ms": await _starts(sandbox, ours, starts),
+                "start_ms": await _starts(sandbox, portable, starts),
                 "plain_start_ms": await _starts(sandbox, IMAGES_OWN, starts),
             }
             await sandbox.kill()
@@ -50,9 +50,9 @@ async def _cells(sandbox: Sandbox, python: Command, count: int, name: str) -> di
     times: list[float] = []
     async with PythonSession(sandbox, [python], output_bytes=1 << 20) as session:
         for number in range(count + WARM_UP):
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             await _cell(session, f"x = {number}\nprint('hello')\nx + 1", f"hello\n{number + 1}\n")
-            times.append((time.perf_counter() - began) * 1000)
+            times.append((time.perf_counter() - started_at) * 1000)
     ordered = sorted(times[WARM_UP:])
     p99 = ordered[int(count * 0.99)]
     return {f"{name}_p50_ms": round(statistics.median(ordered), 4), f"{name}_p99_ms": round(p99, 4)}
@@ -61,10 +61,10 @@ async def _cells(sandbox: Sandbox, python: Command, count: int, name: str) -> di
 async def _starts(sandbox: Sandbox, python: Command, count: int) -> float:
     times: list[float] = []
     for _ in range(count + 1):  # the first one reads from the disk
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         async with PythonSession(sandbox, [python], output_bytes=1 << 20) as session:
             await _cell(session, "0", "0\n")
-            times.append((time.perf_counter() - began) * 1000)
+            times.append((time.perf_counter() - started_at) * 1000)
     return round(statistics.median(times[1:]), 2)
 
 

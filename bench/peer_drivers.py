@@ -48,8 +48,8 @@ def measure(peer: str, count: int) -> Json:
     """Returns the figures of a driver that measures itself, `count` times. Blocks: call it in a thread."""
     try:
         argv = [*driver_argv(peer), str(count)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=PEER_S, check=True)
-        figures = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        completed = subprocess.run(argv, capture_output=True, text=True, timeout=PEER_S, check=True)
+        figures = json.loads(next(line for line in completed.stdout.splitlines() if line.startswith("{")))
         return {name: round(value, 3) for name, value in figures.items()}
     except subprocess.CalledProcessError as error:
         return {"error": f"{error.cmd[0]} ended with {error.returncode}: {error.stderr.strip()[-TAIL:]}"}

@@ -75,11 +75,11 @@ async def _latency_bound(*, in_flight: int, latency_s: float, quick: bool) -> di
         idle_mb = bench.service.rss_mb()
         async with _load(bench, in_flight * (4 if quick else 5)):
             reached = await fill(bench, in_flight)
-            calls, begun, cpu = await _calls(bench), time.monotonic(), bench.service.cpu_s()
+            calls, started_at, cpu = await _calls(bench), time.monotonic(), bench.service.cpu_s()
             await asyncio.sleep(window_s / 2)
             full_mb, middle = bench.service.rss_mb(), await _in_flight(bench)
             await asyncio.sleep(window_s / 2)
-            turns, took_s = await _calls(bench) - calls, time.monotonic() - begun
+            turns, took_s = await _calls(bench) - calls, time.monotonic() - started_at
             cpu_s = bench.service.cpu_s() - cpu
     if reached < in_flight:  # more may have reached RUN since then
         reached = max(1, middle)
@@ -101,13 +101,13 @@ async def _service_bound(slots: tuple[int, ...], *, turns: int, window_s: float)
         settings: dict[str, Json] = {"run_slots": size, "init_slots": 8, "ready_slots": 16, "eval_slots": 16}
         async with rig(script(turns), settings=settings) as bench, _load(bench, int((window_s + 4) * 1000 / turns)):
             await asyncio.sleep(2.0)
-            calls, begun = await _calls(bench), time.monotonic()
+            calls, started_at = await _calls(bench), time.monotonic()
             before = bench.service.cpu_s(), bench.engine.cpu_s(), machine_busy_s()
             await asyncio.sleep(window_s)
-            done, took_s = await _calls(bench) - calls, time.monotonic() - begun
+            completed, took_s = await _calls(bench) - calls, time.monotonic() - started_at
             after = bench.service.cpu_s(), bench.engine.cpu_s(), machine_busy_s()
-        rate = done / took_s
-        service, engine, machine = (1000 * (b - a) / max(1, done) for a, b in zip(before, after, strict=True))
+        rate = completed / took_s
+        service, engine, machine = (1000 * (b - a) / max(1, completed) for a, b in zip(before, after, strict=True))
         if rate > float(best["peak_turns_per_s"]):  # type: ignore[arg-type]
             best = {
                 "peak_turns_per_s": round(rate, 1),
@@ -138,19 +138,19 @@ class _load:
         await self._bench.client.delete_run("bench")
 
 
-async def fill(bench: Rig, wanted: int) -> int:
-    """Waits until `wanted` rollouts are in RUN, at most FILL_S. Returns how many are."""
+async def fill(bench: Rig, target: int) -> int:
+    """Waits until `target` rollouts are in RUN, at most FILL_S. Returns how many are."""
     deadline = time.monotonic() + FILL_S
-    while (reached := await _in_flight(bench)) < wanted:
+    while (reached := await _in_flight(bench)) < target:
         if time.monotonic() > deadline:
             if not reached:
                 raise CommandError(
-                    f"filling RUN: waited {FILL_S:g} s for {wanted} rollouts, but none is in flight", REMEDY
+                    f"filling RUN: waited {FILL_S:g} s for {target} rollouts, but none is in flight", REMEDY
                 )
-            note(f"{reached} of {wanted} rollouts are in flight after {FILL_S:g} s; the figures are for {reached}")
+            note(f"{reached} of {target} rollouts are in flight after {FILL_S:g} s; the figures are for {reached}")
             break
         await asyncio.sleep(0.2)
-    return min(reached, wanted)
+    return min(reached, target)
 
 
 async def _in_flight(bench: Rig) -> int:

@@ -50,13 +50,13 @@ def _script(peer: str, turns: int) -> dict[str, Json]:
 
 async def run_peers(*, quick: bool, turns: int = TURNS) -> dict[str, Json]:
     """Returns each peer's figures, under Rollyard's names, or {"error": reason} if it cannot be measured."""
-    found: dict[str, Json] = {}
+    figures: dict[str, Json] = {}
     for name, peer in (("mini-swe-agent", "mini_swe_agent"), ("verifiers", "verifiers")):
         try:
-            found[name] = await measure_peer(peer, _script(peer, turns), turns=turns, window_s=5.0 if quick else 18.0)
+            figures[name] = await measure_peer(peer, _script(peer, turns), turns=turns, window_s=5.0 if quick else 18.0)
         except PeerError as error:
-            found[name] = {"error": str(error)}
-    return found
+            figures[name] = {"error": str(error)}
+    return figures
 
 
 async def measure_peer(
@@ -69,7 +69,7 @@ async def measure_peer(
         (folder / "script.json").write_text(json.dumps(script))
         async with (
             engine_process(folder, 0.0) as (engine_pid, url),
-            _driver([*argv, url, str(turns), str(CONCURRENCY)], folder) as (process, said),
+            _driver([*argv, url, str(turns), str(CONCURRENCY)], folder) as (process, about),
             aiohttp.ClientSession() as http,
         ):
             driver, engine = Meter(process.pid), Meter(engine_pid)
@@ -83,13 +83,13 @@ async def measure_peer(
                 await asyncio.wait_for(process.wait(), window_s)
                 raise _DriverEnded
             after = await look()
-    made, took_s, *cpus = (b - a for a, b in zip(before, after, strict=True))
-    if not made:
+    completed, took_s, *cpus = (b - a for a, b in zip(before, after, strict=True))
+    if not completed:
         raise PeerError(f"it made no turn in {took_s:.1f} s")
-    own, children, engines, machine = (round(1000 * cpu_s / made, 3) for cpu_s in cpus)
+    own, children, engines, machine = (round(1000 * cpu_s / completed, 3) for cpu_s in cpus)
     return {
-        **said,
-        "peak_turns_per_s": round(made / took_s, 1),
+        **about,
+        "peak_turns_per_s": round(completed / took_s, 1),
         "peak_run_slots": CONCURRENCY,
         "cpu_ms_per_turn": own,
         "child_cpu_ms_per_turn": children,

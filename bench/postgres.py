@@ -23,8 +23,8 @@ OPTIONS = ("-c", "fsync=off", "-c", "max_connections=100")
 
 def find_postgres() -> Path | None:
     """Returns the folder with `initdb` and `postgres`: on PATH, or else the newest of Debian's packages."""
-    if (found := shutil.which("initdb")) is not None:
-        return Path(found).resolve().parent
+    if (initdb := shutil.which("initdb")) is not None:
+        return Path(initdb).resolve().parent
     folders = [file.parent for file in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
     return max(folders, key=lambda folder: int(folder.parent.name), default=None)
 
@@ -96,7 +96,7 @@ class PgServer:
         return {**os.environ, **place, "PGDATABASE": "postgres"}
 
     def _run(self, program: str, *arguments: str, env: dict[str, str] | None = None) -> None:
-        done = subprocess.run(
+        completed = subprocess.run(
             [str(self._programs / program), *arguments],
             cwd=self._folder,
             user=self._user,
@@ -105,10 +105,10 @@ class PgServer:
             stderr=subprocess.DEVNULL if program == "pg_ctl" else subprocess.PIPE,  # the server would keep the pipe
             text=True,
         )
-        if done.returncode:
+        if completed.returncode:
             log = self._folder / "log"
-            said = done.stderr or (log.read_text()[-2000:] if log.exists() else "")
-            raise RuntimeError(f"{program} failed: {said}")
+            output = completed.stderr or (log.read_text()[-2000:] if log.exists() else "")
+            raise RuntimeError(f"{program} failed: {output}")
 
 
 def _free_port() -> int:

@@ -32,15 +32,20 @@ def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool
         run_all(quick=quick, peers=peers, as_json=as_json)
         return
     measure = getattr(import_module(f"bench.{name}"), f"bench_{name}")
-    wanted: dict[str, object] = {"quick": quick, "peers": peers, **options}
+    requested: dict[str, object] = {"quick": quick, "peers": peers, **options}
     known = inspect.signature(measure).parameters
     for option, value in options.items():
         if value is not None and option not in known:
             raise CommandError(f"bench {name} has no option {option}", f"remove --{option.replace('_', '-')}", 2)
-    chosen = {key: value for key, value in wanted.items() if key in known and value is not None}
+    chosen = {key: value for key, value in requested.items() if key in known and value is not None}
     note(f"measuring {name}{' (quick)' if quick else ''}; the machine should be idle")
-    found = _measured(name, measure(**chosen))
-    result = {"bench": name, "metrics": found["metrics"], "versus": found.get("versus") or {}, "machine": machine()}
+    measured = _measured(name, measure(**chosen))
+    result = {
+        "bench": name,
+        "metrics": measured["metrics"],
+        "versus": measured.get("versus") or {},
+        "machine": machine(),
+    }
     if as_json:
         print_json(result)
     else:
@@ -89,28 +94,28 @@ def machine() -> dict[str, object]:
 
 def _cpu() -> str:
     """Returns the model's name; ARM kernels report only its numbers."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
-            found.setdefault(key.strip().lower(), value.strip())
+            fields.setdefault(key.strip().lower(), value.strip())
     except OSError:
         pass
-    part = " ".join(found[key] for key in ("cpu implementer", "cpu part") if key in found)
-    return found.get("model name") or " ".join(filter(None, (platform.machine(), part)))
+    part = " ".join(fields[key] for key in ("cpu implementer", "cpu part") if key in fields)
+    return fields.get("model name") or " ".join(filter(None, (platform.machine(), part)))
 
 
 def show_result(result: Mapping[str, Any]) -> None:
     """Prints our figures and the peers' side by side."""
     versus: Mapping[str, Any] = result["versus"]
-    made = table("metric", "rollyard", *versus, right=("rollyard", *versus))
+    figures_table = table("metric", "rollyard", *versus, right=("rollyard", *versus))
     names = dict.fromkeys(result["metrics"])
     for peer in versus.values():
         names |= dict.fromkeys(peer)
     for metric in names:
-        ours = result["metrics"].get(metric)
-        made.add_row(metric, number(ours), *(_beside(peer.get(metric), ours) for peer in versus.values()))
-    show(made)
+        own = result["metrics"].get(metric)
+        figures_table.add_row(metric, number(own), *(_beside(peer.get(metric), own) for peer in versus.values()))
+    show(figures_table)
     for line in picture(result):
         out().print(line, markup=False, highlight=False)
     out().print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()), markup=False)
@@ -147,9 +152,9 @@ def picture(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _beside(theirs: object, ours: object) -> str:
-    """Returns a peer's figure, and its ratio to ours."""
-    text = number(theirs)
-    if isinstance(theirs, int | float) and isinstance(ours, int | float) and ours and theirs is not ours:
-        text += f" ({number(round(theirs / ours, 2))}×)"
+def _beside(other: object, own: object) -> str:
+    """Returns a peer's figure, and its ratio to our own."""
+    text = number(other)
+    if isinstance(other, int | float) and isinstance(own, int | float) and own and other is not own:
+        text += f" ({number(round(other / own, 2))}×)"
     return text

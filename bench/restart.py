@@ -28,10 +28,10 @@ async def bench_restart(*, quick: bool = False, peers: bool = True) -> dict[str,
         folder = Path(name)
         async with service(folder, SETTINGS) as served:
             async with AsyncClient(served.url, served.token) as client:
-                begun = time.monotonic()
+                started_at = time.monotonic()
                 for _ in range(queued // 1000):
                     await client.submit([TASK] * 1000)
-                submit_s = time.monotonic() - begun
+                submit_s = time.monotonic() - started_at
             served.process.kill()
             await served.process.wait()
         for _ in range(1 if quick else 5):
@@ -47,12 +47,12 @@ async def bench_restart(*, quick: bool = False, peers: bool = True) -> dict[str,
 
 
 async def _start_s(folder: Path, queued: int) -> float:
-    begun = time.monotonic()
+    started_at = time.monotonic()
     async with service(folder, SETTINGS) as served, AsyncClient(served.url, served.token) as client:
         states = (await client.status())["states"]
         if sum(states.values()) != queued:
             raise RuntimeError(f"{queued} rollouts were queued, but after the restart there are {states}")
-        took_s = time.monotonic() - begun
+        took_s = time.monotonic() - started_at
         served.process.kill()
         await served.process.wait()
     return took_s

@@ -90,10 +90,10 @@ async def _starts(
     times: list[float] = []
     async with make_runtime(runtime, root, images=images) as opened:
         for _ in range(count + 2):  # the first ones start the launcher and warm up the caches
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             sandbox = await opened.start(SandboxSpec(image=image, owner="bench"), lease_s=LEASE_S)
             await _answers(sandbox)
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - started_at)
             await sandbox.kill()
         await forget_image(opened, images)
     p50, p99 = quantiles_ms(times[2:])
@@ -112,9 +112,9 @@ async def _fork(runtime: BubblewrapRuntime) -> dict[str, Json]:
     async def prepare(target: Path) -> None:
         sandbox = await runtime.start(SandboxSpec(owner="bench"), lease_s=LEASE_S)
         try:
-            done = await sandbox.exec(PREPARE, timeout_s=60.0)
-            if done.status != 0:
-                raise RuntimeError(f"the set-up returned {done}")
+            prepared = await sandbox.exec(PREPARE, timeout_s=60.0)
+            if prepared.status != 0:
+                raise RuntimeError(f"the set-up returned {prepared}")
             await sandbox.freeze(target)
         finally:
             await sandbox.kill()
@@ -126,12 +126,12 @@ async def _fork(runtime: BubblewrapRuntime) -> dict[str, Json]:
         result = await sandbox.exec("cat prepared", timeout_s=60.0)
         if result.stdout != b"prepared\n":
             raise RuntimeError(f"a member of the group read {result}")
-        took_s = time.perf_counter() - began
+        took_s = time.perf_counter() - started_at
         lease.release()
         return sandbox, took_s
 
     async with LayerCache(runtime.layer_root, 1 << 30, remove=runtime.remove) as layers:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         members = await asyncio.gather(*[member(layers) for _ in range(MEMBERS)])
         await asyncio.gather(*[sandbox.kill() for sandbox, _ in members])
     return {"fork16_s": round(max(took_s for _, took_s in members), 3)}
@@ -146,10 +146,10 @@ async def _many(runtime: BubblewrapRuntime) -> dict[str, Json]:
         return sandbox
 
     before = await asyncio.to_thread(_pss_bytes)
-    began = time.perf_counter()
-    found = await asyncio.gather(*[one() for _ in range(MANY)], return_exceptions=True)
-    took_s = time.perf_counter() - began
-    sandboxes = [sandbox for sandbox in found if not isinstance(sandbox, BaseException)]
+    started_at = time.perf_counter()
+    outcomes = await asyncio.gather(*[one() for _ in range(MANY)], return_exceptions=True)
+    took_s = time.perf_counter() - started_at
+    sandboxes = [sandbox for sandbox in outcomes if not isinstance(sandbox, BaseException)]
     used = await asyncio.to_thread(_pss_bytes) - before
     # All of them run at the same time, and still respond.
     again = await asyncio.gather(*[_answers(sandbox) for sandbox in sandboxes], return_exceptions=True)

@@ -28,10 +28,10 @@ async def bench_shell(*, quick: bool = False, runtime: str = "bubblewrap", peers
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
         images = await asyncio.to_thread(make_images, Path(name)) if runtime == "oci" else None
         try:
-            made = make_runtime(runtime, Path(name, "root"), images=images)
+            created = make_runtime(runtime, Path(name, "root"), images=images)
         except Missing as error:
             raise CommandError("this runtime cannot be measured here", str(error)) from None
-        async with made as opened:
+        async with created as opened:
             metrics = await _starts(opened, 15 if quick else 50)
             metrics |= await _echoes(opened, calls)
             metrics |= await _many(opened, 20 if quick else 100)
@@ -47,9 +47,9 @@ async def bench_shell(*, quick: bool = False, runtime: str = "bubblewrap", peers
 async def _starts(runtime: AnyRuntime, count: int) -> dict[str, Json]:
     times: list[float] = []
     for _ in range(count + 1):  # the first one also starts the launcher
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         sandbox = await runtime.start(SandboxSpec(owner="bench"), lease_s=600.0)
-        times.append((time.perf_counter() - began) * 1000)
+        times.append((time.perf_counter() - started_at) * 1000)
         await sandbox.kill()
     return {"start_p50_ms": round(statistics.median(times[1:]), 2)}
 
@@ -59,9 +59,9 @@ async def _echoes(runtime: AnyRuntime, count: int) -> dict[str, Json]:
     shell = await Shell.open(sandbox)
     times: list[float] = []
     for number in range(count + 20):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         await _echo(shell, number)
-        times.append((time.perf_counter() - began) * 1000)
+        times.append((time.perf_counter() - started_at) * 1000)
     await shell.close()
     await sandbox.kill()
     ordered = sorted(times[20:])
@@ -80,9 +80,9 @@ async def _many(runtime: AnyRuntime, each: int) -> dict[str, Json]:
 
     pairs = await asyncio.gather(*[open_one() for _ in range(SHELLS)])
     await asyncio.gather(*[_echo(shell, 0) for _, shell in pairs])
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     await asyncio.gather(*[work(shell) for _, shell in pairs])
-    duration_s = time.perf_counter() - began
+    duration_s = time.perf_counter() - started_at
     await asyncio.gather(*[shell.close() for _, shell in pairs])
     await asyncio.gather(*[sandbox.kill() for sandbox, _ in pairs])
     return {"commands_per_s_200": round(SHELLS * each / duration_s, 1)}

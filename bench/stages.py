@@ -41,7 +41,7 @@ async def bench_stages(*, quick: bool = False, peers: bool = True) -> dict[str, 
     window_s = 12.0 if quick else 60.0
     plain = await _throughput(0.0, window_s)
     slow = await _throughput(slow_s, window_s)
-    held_s = TURNS * LATENCY_S
+    run_s = TURNS * LATENCY_S
     metrics: dict[str, Json] = {
         "slow_eval_s": slow_s,
         "slow_share": 0.1,
@@ -52,7 +52,7 @@ async def bench_stages(*, quick: bool = False, peers: bool = True) -> dict[str, 
     return {
         "metrics": metrics,
         "versus": {
-            "one pool for RUN and EVAL (computed)": {"run_throughput_ratio": round(held_s / (held_s + 0.1 * slow_s), 4)}
+            "one pool for RUN and EVAL (computed)": {"run_throughput_ratio": round(run_s / (run_s + 0.1 * slow_s), 4)}
         },
     }
 
@@ -71,9 +71,9 @@ async def _throughput(slow_s: float, window_s: float) -> float:
         await bench.client.create_run(id="bench")
         await bench.client.submit(_tasks(int(rate * (warm_s + window_s) * 1.3), slow_s), run="bench")
         await asyncio.sleep(warm_s)
-        calls, begun = await _calls(bench), time.monotonic()
+        calls, started_at = await _calls(bench), time.monotonic()
         await asyncio.sleep(window_s)
-        turns, took_s = await _calls(bench) - calls, time.monotonic() - begun
+        turns, took_s = await _calls(bench) - calls, time.monotonic() - started_at
         await bench.client.resize_pools(init=0)
         await bench.client.delete_run("bench")
     return turns / TURNS / took_s

@@ -37,11 +37,11 @@ async def measure_leases(store: Store, count: int, *, batch: int = BATCH, nodes:
     submitted = time.perf_counter()
     slowest = 0.0
     for number, first in enumerate(range(0, count, batch)):
-        wanted = [(rollout_id, 1, f"node-{number % nodes}") for rollout_id in ids[first : first + batch]]
+        requests = [(rollout_id, 1, f"node-{number % nodes}") for rollout_id in ids[first : first + batch]]
         before = time.perf_counter()
-        got = await store.lease(wanted)
+        got = await store.lease(requests)
         slowest = max(slowest, time.perf_counter() - before)
-        assert len(got) == len(wanted), "a queued rollout could not be leased"
+        assert len(got) == len(requests), "a queued rollout could not be leased"
     ended = time.perf_counter()
     assert (await store.counts())[State.INIT] >= count
     return LeaseRate(count, submitted - started, ended - submitted, slowest)

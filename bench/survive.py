@@ -26,8 +26,8 @@ from rollyard.cli._console import CommandError, note
 from rollyard.core import Json
 
 KILLS, QUICK_KILLS = 60, 5
-GONE_S = 10.0
-ENGINE_GONE_S = 60.0
+EXIT_S = 10.0
+ENGINE_EXIT_S = 60.0
 """A container engine continues after its caller was killed, and starts containers that then end."""
 
 WITHIN_S = {"bubblewrap": 1.0, "apptainer": 2.0, "oci": 6.0, "local": 1.0}
@@ -40,8 +40,8 @@ async def bench_survive(
     if runtime not in WITHIN_S:
         raise CommandError(f"there is no runtime {runtime!r}", f"there are: {', '.join(WITHIN_S)}", 2)
     kills = kills or (QUICK_KILLS if quick else KILLS)
-    survivors = swept = left = 0
-    gone_s: list[float] = []
+    survivors = swept = leftovers = 0
+    exit_s: list[float] = []
     starting: list[int] = []
     dice = random.Random(kills)
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name, adopting():
@@ -56,30 +56,30 @@ async def bench_survive(
         for _ in range(kills):
             after_s = dice.uniform(0.0, WITHIN_S[runtime])
             starting.append(await asyncio.to_thread(_kill_one, runtime, root, images, place / "tally", after_s))
-            bound_s = ENGINE_GONE_S if runtime == "oci" else GONE_S
+            bound_s = ENGINE_EXIT_S if runtime == "oci" else EXIT_S
             now, took_s = await asyncio.to_thread(
                 census.settle, lambda count: _survivors(count, before, runtime) == 0, bound_s
             )
-            gone_s.append(took_s)
-            if found := _survivors(now, before, runtime):
-                survivors += found
+            exit_s.append(took_s)
+            if more := _survivors(now, before, runtime):
+                survivors += more
                 note(f"survived: {', '.join(now.names(before)[:20])}")
-            swept += _left(now, before)
+            swept += _count_leftovers(now, before)
             async with make_runtime(runtime, root, images=images, control=control_of(root)):
                 pass  # opening the runtime sweeps
             now = await asyncio.to_thread(census.take)
-            if found := _left(now, before):
-                left += found
+            if more := _count_leftovers(now, before):
+                leftovers += more
                 note(f"left after the sweep: {', '.join(now.names(before)[:20])}")
         async with make_runtime(runtime, root, images=images, control=control_of(root)) as opened:
             await forget_image(opened, images)
     metrics: dict[str, Json] = {
         "kills": kills,
         "survivors": survivors,
-        "left_after_sweep": left,
+        "left_after_sweep": leftovers,
         "swept": swept,
         "starting_min": min(starting),
-        "gone_max_s": round(max(gone_s), 3),
+        "gone_max_s": round(max(exit_s), 3),
     }
     return {"metrics": metrics, "versus": {}}
 
@@ -91,12 +91,12 @@ def _kill_one(runtime: str, root: Path, images: Images, tally: Path, after_s: fl
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stderr is not None
         if process.stdout.readline() != b"open\n":
-            said = process.stderr.read().decode(errors="replace").strip()
-            raise CommandError("the service to be killed did not start", said.splitlines()[-1] if said else "")
+            errors = process.stderr.read().decode(errors="replace").strip()
+            raise CommandError("the service to be killed did not start", errors.splitlines()[-1] if errors else "")
         time.sleep(after_s)
         if process.poll() is not None:
-            said = process.stderr.read().decode(errors="replace").strip()
-            raise CommandError("the service ended before it was killed", said.splitlines()[-1] if said else "")
+            errors = process.stderr.read().decode(errors="replace").strip()
+            raise CommandError("the service ended before it was killed", errors.splitlines()[-1] if errors else "")
         process.kill()
         process.wait()
     return tally.read_bytes()[0]
@@ -107,6 +107,6 @@ def _survivors(now: Count, before: Count, runtime: str) -> int:
     return more["processes"] + more["running"] + (more["mounts"] if runtime != "oci" else 0)
 
 
-def _left(now: Count, before: Count) -> int:
+def _count_leftovers(now: Count, before: Count) -> int:
     more = now.more(before)
     return more["folders"] + more["cgroups"] + more["containers"] + more["mounts"]

@@ -10,10 +10,10 @@ import time
 
 
 def echo(number: int) -> float:
-    began = time.perf_counter()
-    done = subprocess.run(["bash", "-lc", f"echo {number}"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(number)
-    return (time.perf_counter() - began) * 1000
+    started_at = time.perf_counter()
+    completed = subprocess.run(["bash", "-lc", f"echo {number}"], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == str(number)
+    return (time.perf_counter() - started_at) * 1000
 
 
 def main(count: int) -> None:

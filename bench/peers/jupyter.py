@@ -32,14 +32,14 @@ def run(client: BlockingKernelClient, code: str) -> str:
 
 
 def start() -> tuple[KernelManager, BlockingKernelClient, float]:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel()
     client = manager.blocking_client()
     client.start_channels()
     client.wait_for_ready(timeout=60)
     assert run(client, "0") == "0\n"
-    return manager, client, (time.perf_counter() - began) * 1000
+    return manager, client, (time.perf_counter() - started_at) * 1000
 
 
 def main(count: int, starts: int) -> None:
@@ -54,10 +54,10 @@ def main(count: int, starts: int) -> None:
     times: list[float] = []
     try:
         for number in range(count + 20):
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             answer = run(client, f"x = {number}\nprint('hello')\nx + 1")
             if number >= 20:
-                times.append((time.perf_counter() - began) * 1000)
+                times.append((time.perf_counter() - started_at) * 1000)
             assert answer == f"hello\n{number + 1}\n", answer
     finally:
         client.stop_channels()

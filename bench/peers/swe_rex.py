@@ -19,10 +19,10 @@ async def main(count: int) -> None:
     await runtime.create_session(CreateBashSessionRequest())
     times: list[float] = []
     for number in range(count + 3):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         answer = await runtime.run_in_session(BashAction(command=f"echo hello {number}"))
         if number >= 3:
-            times.append((time.perf_counter() - began) * 1000)
+            times.append((time.perf_counter() - started_at) * 1000)
         assert answer.output.strip() == f"hello {number}", answer
     await deployment.stop()
     times.sort()

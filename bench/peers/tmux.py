@@ -33,7 +33,7 @@ def screen() -> str:
 
 def polled(number: int) -> float:
     prompts = screen().count(END)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     tmux("send-keys", "-t", "main", f"echo hello {number}", "Enter")
     while (shown := screen()).count(END) <= prompts:
         time.sleep(0.5)
@@ -41,16 +41,16 @@ def polled(number: int) -> float:
     tmux("send-keys", "-t", "main", "C-l")
     time.sleep(0.1)
     tmux("clear-history", "-t", "main")
-    return (time.perf_counter() - began) * 1000
+    return (time.perf_counter() - started_at) * 1000
 
 
 def busy(number: int) -> float:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     # The marker is computed, so that the typed line itself does not show it.
     tmux("send-keys", "-t", "main", f"echo done-$(({number} + 1000000))", "Enter")
     while f"done-{number + 1000000}" not in tmux("capture-pane", "-p", "-t", "main"):
         pass
-    return (time.perf_counter() - began) * 1000
+    return (time.perf_counter() - started_at) * 1000
 
 
 def main(count: int) -> None:

@@ -57,10 +57,10 @@ class EchoHarness(vf.Harness[vf.HarnessConfig]):
                 response.raise_for_status()
                 text = (await response.json())["choices"][0]["message"]["content"]
             call = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
-            said = echo(**call["arguments"])
+            echoed = echo(**call["arguments"])
             if "ANSWER:" in text:
-                return vf.ProgramResult(exit_code=0, stdout=said, stderr="")
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": said}]
+                return vf.ProgramResult(exit_code=0, stdout=echoed, stderr="")
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": echoed}]
 
 
 def check(episode: vf.Episode) -> None:
@@ -71,8 +71,8 @@ def check(episode: vf.Episode) -> None:
 
 async def main() -> None:
     ended = 0
-    wanted = {"taskset": {"id": PLUGIN}, "agent": {"harness": {"id": PLUGIN}, "runtime": {"type": "subprocess"}}}
-    env = load_environment(resolve_env_config(wanted))
+    config = {"taskset": {"id": PLUGIN}, "agent": {"harness": {"id": PLUGIN}, "runtime": {"type": "subprocess"}}}
+    env = load_environment(resolve_env_config(config))
     (task,) = env.taskset
     ctx = vf.ModelContext(model="scripted", client=vf.EvalClientConfig(base_url=f"{URL}/v1", api_key_var="NO_KEY"))
 
