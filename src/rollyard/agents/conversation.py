@@ -77,7 +77,7 @@ class TokenConversation:
         self._sampled_at = 0  # where the last call's tokens begin in the last trace
         self._sampled_tokens = 0
         self._turns = 0
-        self._given_turns = 0
+        self._demonstrated_turns = 0
         self._finish_reason = ""
 
     @property
@@ -111,7 +111,7 @@ class TokenConversation:
             self._keep(partial, trace, prompt)
 
         try:
-            with self._watch.call(self._turns, len(prompt)) as seen:
+            with self._watch.call(self._turns, len(prompt)) as observed:
                 generation = await self._session.generate(
                     prompt,
                     sampling=self._task.sampling,
@@ -122,7 +122,7 @@ class TokenConversation:
                     model_s=self._task.limits.model_s,
                     salvage=salvage,
                 )
-                seen.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
+                observed.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
         except EngineRefused as error:
             if error.data.get("context"):
                 raise self._too_long(error.detail) from error
@@ -132,20 +132,25 @@ class TokenConversation:
             raise ContextLimit(f"the reply was cut off where the context of {max_context} tokens ends")
         return parsed
 
-    def given(self, new_messages: Sequence[Message], turn: Message, tools: Sequence[ToolSchema]) -> DemonstratedTurn:
+    def demonstrate(
+        self, new_messages: Sequence[Message], turn: Message, tools: Sequence[ToolSchema]
+    ) -> DemonstratedTurn:
         """Like `turn`, but with this assistant turn: no engine is called, and nothing counts as sampled."""
         self._messages += new_messages
         trace = self._extend(new_messages, tools)
         prompt = trace.prompt()
-        given = given_turn(self._renderer, prompt, self._messages, turn, tools)
-        max_context, length = max_context_of(self._task.limits, self._session), len(prompt) + len(given.token_ids)
+        demonstrated = given_turn(self._renderer, prompt, self._messages, turn, tools)
+        max_context, length = (
+            max_context_of(self._task.limits, self._session),
+            len(prompt) + len(demonstrated.token_ids),
+        )
         if max_context is not None and length > max_context:
             raise PromptTooLong(f"with this turn, the demonstration has {length} tokens, the context {max_context}")
         self._sampled_at = len(prompt)
-        trace.given(given.token_ids, turn=self._given_turns)
-        self._given_turns += 1
-        self._messages.append(given.parsed.message)
-        return given
+        trace.given(demonstrated.token_ids, turn=self._demonstrated_turns)
+        self._demonstrated_turns += 1
+        self._messages.append(demonstrated.parsed.message)
+        return demonstrated
 
     def append(self, messages: Sequence[Message]) -> None:
         self._messages += messages
@@ -236,7 +241,7 @@ class TextConversation:
     async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
         self._messages += new_messages
         try:
-            with self._watch.call(self._turns, 0) as seen:
+            with self._watch.call(self._turns, 0) as observed:
                 reply = await self._session.chat(
                     self._messages,
                     sampling=replace(self._task.sampling, max_tokens=max_tokens),
@@ -244,8 +249,8 @@ class TextConversation:
                     clock=self._clock,
                     model_s=self._task.limits.model_s,
                 )
-                seen.prompt_tokens = reply.prompt_tokens
-                seen.sampled(reply.completion_tokens, None, reply.finish_reason)
+                observed.prompt_tokens = reply.prompt_tokens
+                observed.sampled(reply.completion_tokens, None, reply.finish_reason)
         except EngineRefused as error:
             if error.data.get("context"):
                 raise (ContextLimit if self._turns else PromptTooLong)(error.detail) from error
@@ -266,9 +271,9 @@ class TextConversation:
 
 def _parsed(message: Message, turn: int) -> Parsed:
     """Converts an engine's message to `Parsed`."""
-    found = message.get("tool_calls")
+    raw_calls = message.get("tool_calls")
     calls: list[ToolCall] = []
-    for index, call in enumerate(found if isinstance(found, Sequence) else ()):
+    for index, call in enumerate(raw_calls if isinstance(raw_calls, Sequence) else ()):
         name, arguments = named_arguments(call)
         raw = arguments if isinstance(arguments, str) else ""
         calls.append(read_arguments(name, arguments, raw, _id_of(call) or f"call_{turn}_{index}"))

@@ -53,10 +53,10 @@ class DemonstrateAgent(NativeAgent):
         new: Sequence[Message] = first_messages(context.task, messages)
         schemas, budget = offered(context.task, context.tools), _Budget(context.task)
         for exchange in exchanges:
-            given = conversation.given(new, exchange.turn, schemas)
-            budget.spend(len(given.token_ids))
-            _check_calls(given.parsed, context.tools)
-            new = exchange.answered(given.parsed)
+            demonstrated = conversation.demonstrate(new, exchange.turn, schemas)
+            budget.spend(len(demonstrated.token_ids))
+            _check_calls(demonstrated.parsed, context.tools)
+            new = exchange.answered(demonstrated.parsed)
         conversation.append(new)
         if solved.answer is not None:
             context.info["answer"] = solved.answer
@@ -103,25 +103,25 @@ class _Budget:
 def _exchanges(solved: Solved) -> list[_Exchange]:
     """Splits a solution into turns. All but the last must make calls and have a result for each: otherwise the native
     agent would end there."""
-    said = solved.messages
-    if not said and solved.answer is not None:
-        said = ({"role": "assistant", "content": solved.answer},)
-    if not said:
+    messages = solved.messages
+    if not messages and solved.answer is not None:
+        messages = ({"role": "assistant", "content": solved.answer},)
+    if not messages:
         raise TaskInvalid("its solution is empty: there are no turns to demonstrate")
-    starts = [at for at, message in enumerate(said) if message.get("role") == "assistant"]
+    starts = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     if not starts or starts[0] != 0:
         raise TaskInvalid("its solution does not begin with an assistant's turn")
-    found = [
-        _Exchange(said[start], tuple(said[start + 1 : end]))
-        for start, end in zip(starts, [*starts[1:], len(said)], strict=True)
+    exchanges = [
+        _Exchange(messages[start], tuple(messages[start + 1 : end]))
+        for start, end in zip(starts, [*starts[1:], len(messages)], strict=True)
     ]
-    for number, exchange in enumerate(found):
+    for number, exchange in enumerate(exchanges):
         calls = _calls(exchange.turn)
         results = len(exchange.results)
-        is_answered = results <= calls if exchange is found[-1] else 0 < results == calls
+        is_answered = results <= calls if exchange is exchanges[-1] else 0 < results == calls
         if not is_answered or any(message.get("role") != "tool" for message in exchange.results):
             raise TaskInvalid(f"turn {number} of its solution has {calls} calls, but not one result for each after it")
-    return found
+    return exchanges
 
 
 def _check_work(exchanges: Sequence[_Exchange], context: AgentContext) -> None:

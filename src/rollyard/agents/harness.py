@@ -101,7 +101,7 @@ class HarnessAgent(Agent):
             raise RunDeadline(f"RUN used up its {context.clock.budget_s:g} s") from error
         finally:
             context.info["model_s"] = round(gateway.model_s, 6)
-            context.info["harness"] = self._told(preset, program)
+            context.info["harness"] = self._summary(preset, program)
         return _verdict(preset, program, gateway, has_lost_memory=sandbox.oom_kills > oom_kills)
 
     async def _start(self, program: Program, preset: Preset, values: Mapping[str, str], context: AgentContext) -> None:
@@ -129,8 +129,8 @@ class HarnessAgent(Agent):
     def _installed(self) -> Path | None:
         return None if self.shelf is None else self.shelf.folder_of(self.preset)
 
-    def _told(self, preset: Preset, program: Program) -> dict[str, Json]:
-        output, dropped_bytes = program.said()
+    def _summary(self, preset: Preset, program: Program) -> dict[str, Json]:
+        output, dropped_bytes = program.output()
         return {
             "preset": preset.name,
             "version": preset.version,
@@ -173,8 +173,10 @@ def _verdict(preset: Preset, program: Program, gateway: GatewaySession, *, has_l
         raise TokenLimit(f"a reply was cut off by its token limit, and {preset.name} gave up (status {status})")
     asked = gateway.info().get("requests")
     had = "" if gateway.turns else f", without a reply from the model ({asked} requests reached the gateway)"
-    said = program.last_lines() or "(nothing)"
-    raise AgentCrashed(f"{preset.name} ended with status {status}{had}. Its last lines: {said}", exit_status=status)
+    last_lines = program.last_lines() or "(nothing)"
+    raise AgentCrashed(
+        f"{preset.name} ended with status {status}{had}. Its last lines: {last_lines}", exit_status=status
+    )
 
 
 async def _write_files(sandbox: Sandbox, preset: Preset, values: Mapping[str, str]) -> None:
@@ -235,8 +237,8 @@ def _texts(content: Json) -> list[str] | None:
     if not isinstance(content, Sequence):
         return None
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
-    found = [text for text in texts if isinstance(text, str)]
-    return found if len(found) == len(texts) else None
+    strings = [text for text in texts if isinstance(text, str)]
+    return strings if len(strings) == len(texts) else None
 
 
 def _check_mcp(task: Task) -> None:

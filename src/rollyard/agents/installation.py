@@ -33,7 +33,7 @@ from rollyard.core.locks import locked
 
 log = logging.getLogger("rollyard.agents")
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 FORMAT = 1
 """Part of the digest: incremented when the layout of the folder changes."""
@@ -78,10 +78,10 @@ class AgentInstalls:
         folder = self._place(preset)
         return folder if folder.is_dir() else None
 
-    async def install(self, preset: Preset, tell: Tell = lambda _: None, *, source: Path | None = None) -> Path:
+    async def install(self, preset: Preset, notify: Notify = lambda _: None, *, source: Path | None = None) -> Path:
         """Returns the preset's folder, which is created if needed. `source`: a folder of wheels or npm tarballs, used
         instead of the network."""
-        return await asyncio.to_thread(self._install, preset, tell, source)
+        return await asyncio.to_thread(self._install, preset, notify, source)
 
     def _place(self, preset: Preset) -> Path:
         parts = [FORMAT, preset.install.kind, *preset.install.resolved(), preset.install.dependencies]
@@ -92,24 +92,24 @@ class AgentInstalls:
         version = re.sub(r"[^\w.+-]", "_", preset.version) or "0"
         return self.folder.absolute() / f"{preset.name}-{version}-{digest}"
 
-    def _install(self, preset: Preset, tell: Tell, source: Path | None) -> Path:
+    def _install(self, preset: Preset, notify: Notify, source: Path | None) -> Path:
         if not preset.is_installable:
             raise InstallError(f"{preset.name} has nothing to install", "its program is expected in the image")
         place = self._place(preset)
         if place.is_dir():
             return place
         self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with locked(self.folder / ".lock", lambda: tell("waiting for another install")):
+        with locked(self.folder / ".lock", lambda: notify("waiting for another install")):
             if place.is_dir():
                 return place
-            for left in self.folder.glob(".draft-*"):  # left by an install that died: this process holds the lock
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in self.folder.glob(".draft-*"):  # left by an install that died: this process holds the lock
+                shutil.rmtree(leftover, ignore_errors=True)
             draft = self.folder / f".draft-{os.urandom(6).hex()}"
-            begun = time.monotonic()
+            started_at = time.monotonic()
             try:
                 draft.mkdir()
                 make = _pip if preset.install.kind == "pip" else _npm
-                make(preset, draft, tell, source)
+                make(preset, draft, notify, source)
                 for pattern in preset.install.remove:
                     for path in draft.glob(pattern):
                         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -119,7 +119,7 @@ class AgentInstalls:
                 raise InstallError(f"{preset.name} could not be installed: {error}", "check the disk") from error
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
-        took_s = round(time.monotonic() - begun, 2)
+        took_s = round(time.monotonic() - started_at, 2)
         log.info("an agent was installed", extra={"agent": preset.name, "folder": str(place), "took_s": took_s})
         return place
 
@@ -135,7 +135,7 @@ def _open_to_all(folder: Path) -> None:
 # --- the two kinds ------------------------------------------------------------------------------------
 
 
-def _pip(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
+def _pip(preset: Preset, draft: Path, notify: Notify, source: Path | None) -> None:
     """Installs into one folder, for the Python of this process: the portable Python is a copy of it."""
     if importlib.util.find_spec("pip") is not None:
         argv = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
@@ -150,13 +150,13 @@ def _pip(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
     if not preset.install.dependencies:
         argv.append("--no-deps")
     packages = preset.install.resolved()
-    tell(f"pip installs {', '.join(packages[:1])}" + (f" and {len(packages) - 1} more" if packages[1:] else ""))
+    notify(f"pip installs {', '.join(packages[:1])}" + (f" and {len(packages) - 1} more" if packages[1:] else ""))
     _run([*argv, *packages], "pip", cwd=draft)
     shutil.rmtree(draft / "bin", ignore_errors=True)  # scripts that contain this machine's paths
     (draft / "__main__.py").write_text(_MAIN)
 
 
-def _npm(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
+def _npm(preset: Preset, draft: Path, notify: Notify, source: Path | None) -> None:
     """Unpacks each package below its name. For programs that are one binary: none of their code runs during the
     installation, and no dependency is fetched."""
     for package in preset.install.resolved():
@@ -167,12 +167,12 @@ def _npm(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
             if not tarball.is_file():
                 raise InstallError(f"{archive} is not in {source}", f"download it elsewhere: npm pack {package}")
         else:
-            tell(f"npm fetches {package}")
+            notify(f"npm fetches {package}")
             _run([*_npm_argv(), "pack", "--silent", "--ignore-scripts", package], "npm", cwd=draft)
             tarball = draft / archive
             if not tarball.is_file():
                 raise InstallError(f"npm did not create {archive}")
-        tell(f"unpacking {archive}")
+        notify(f"unpacking {archive}")
         try:
             _unpack(tarball, draft / name)
         except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -203,14 +203,15 @@ def _npm_argv() -> list[str]:
 
 def _run(argv: list[str], what: str, *, cwd: Path) -> None:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=PROGRAM_S, check=False, cwd=cwd
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InstallError(f"{what} failed: {error}"[:500]) from error
-    if done.returncode != 0:
-        said = [line for line in done.stderr.strip().splitlines() if not line.startswith("WARNING")]
-        tail = " ".join(said[-3:])[-500:]
+    if completed.returncode != 0:
+        error_lines = [line for line in completed.stderr.strip().splitlines() if not line.startswith("WARNING")]
+        tail = " ".join(error_lines[-3:])[-500:]
         raise InstallError(
-            f"{what} ended with {done.returncode}: {tail}", "without a network: rollyard agents install NAME --from DIR"
+            f"{what} ended with {completed.returncode}: {tail}",
+            "without a network: rollyard agents install NAME --from DIR",
         )

@@ -128,11 +128,11 @@ class _Loop:
             raise TurnLimit(f"all {task.limits.max_turns} turns are used up")
         if task.limits.max_tokens is None:
             return task.sampling.max_tokens
-        left = task.limits.max_tokens - conversation.sampled_tokens
-        if left <= 0:
+        remaining = task.limits.max_tokens - conversation.sampled_tokens
+        if remaining <= 0:
             conversation.append(new)
             raise TokenLimit(f"all {task.limits.max_tokens} tokens are used up")
-        return min(left, task.sampling.max_tokens)
+        return min(remaining, task.sampling.max_tokens)
 
     # --- the two formats: both return the new messages, and whether RUN ends
 
@@ -153,8 +153,8 @@ class _Loop:
             return [{"role": "user", "content": result.content}], result.is_final
         if not blocks and not _OPENING.search(parsed.content):
             return [], False
-        found = f"there were {len(blocks)}" if blocks else "it was not closed"
-        return [{"role": "user", "content": f"Error: exactly one ```bash block was expected; {found}."}], False
+        problem = f"there were {len(blocks)}" if blocks else "it was not closed"
+        return [{"role": "user", "content": f"Error: exactly one ```bash block was expected; {problem}."}], False
 
     # --- one call
 
@@ -195,10 +195,10 @@ class _Loop:
 
 def first_messages(task: Task, messages: Sequence[Message]) -> list[Message]:
     """Returns the environment's messages, with the task's system prompt if it has one."""
-    wanted = task.agent.options.get("system_prompt")
+    system_prompt = task.agent.options.get("system_prompt")
     is_first = bool(messages) and messages[0].get("role") == "system"
-    if isinstance(wanted, str):
-        return [{"role": "system", "content": wanted}, *(messages[1:] if is_first else messages)]
+    if isinstance(system_prompt, str):
+        return [{"role": "system", "content": system_prompt}, *(messages[1:] if is_first else messages)]
     if task.agent.options.get("format") != "bash_block":
         return list(messages)
     lead = f"{messages[0].get('content')}\n\n" if is_first else ""

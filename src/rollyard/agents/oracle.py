@@ -72,10 +72,10 @@ class OracleAgent(NoopAgent):
             raise TaskInvalid("this environment has no reference solution")
         async with context.clock.counting():
             solved = await context.solve()
-        said = solved.messages
-        if not said and solved.answer is not None:
-            said = ({"role": "assistant", "content": solved.answer},)
-        context.conversation.append([*messages, *said])
+        solution_messages = solved.messages
+        if not solution_messages and solved.answer is not None:
+            solution_messages = ({"role": "assistant", "content": solved.answer},)
+        context.conversation.append([*messages, *solution_messages])
         if solved.answer is not None:
             context.info["answer"] = solved.answer
         return "finish"

@@ -170,28 +170,28 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if unknown := sorted(set(options) - allowed):
             raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(sorted(allowed))}")
         try:
-            given = msgspec.convert({"name": self.name, **to_builtins(_without(options, "args"))}, Preset)
+            overrides = msgspec.convert({"name": self.name, **to_builtins(_without(options, "args"))}, Preset)
             args = msgspec.convert(to_builtins(options.get("args", [])), tuple[str, ...])
         except msgspec.ValidationError as error:
-            where, what = _told(error)
+            where, what = _split_error(error)
             raise TaskInvalid(f"agent.options.{where}: {what}") from error
-        made = msgspec.structs.replace(
+        merged = msgspec.structs.replace(
             self,
-            command=(*(self.command or given.command), *args),
-            env={**self.env, **given.env},
-            files=(*self.files, *given.files),
-            model=given.model if "model" in options else self.model,
-            stdin=given.stdin if "stdin" in options else self.stdin,
-            workdir=given.workdir if "workdir" in options else self.workdir,
-            end=given.end if "end" in options else self.end,
+            command=(*(self.command or overrides.command), *args),
+            env={**self.env, **overrides.env},
+            files=(*self.files, *overrides.files),
+            model=overrides.model if "model" in options else self.model,
+            stdin=overrides.stdin if "stdin" in options else self.stdin,
+            workdir=overrides.workdir if "workdir" in options else self.workdir,
+            end=overrides.end if "end" in options else self.end,
         )
-        if not made.command:
+        if not merged.command:
             raise TaskInvalid("agent.options.command: a list of at least one string was expected")
         try:
-            _check(made)
+            _check(merged)
         except PresetError as error:
             raise TaskInvalid(f"agent.options.{error}") from error
-        return made
+        return merged
 
 
 # --- reading ------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def preset_of(raw: Mapping[str, Any]) -> Preset:
     try:
         preset = msgspec.convert(raw, Preset)
     except msgspec.ValidationError as error:
-        raise PresetError(*_told(error)) from error
+        raise PresetError(*_split_error(error)) from error
     _check(preset)
     return preset
 
@@ -233,7 +233,7 @@ def _text_of(path: Path) -> str | PresetError:
         return PresetError("the file", f"cannot be read: {error}")
 
 
-def _told(error: msgspec.ValidationError) -> tuple[str, str]:
+def _split_error(error: msgspec.ValidationError) -> tuple[str, str]:
     """Splits msgspec's "Expected `str`, got `int` - at `$.command[0]`" into the field and the error."""
     what, _, where = str(error).partition(" - at `")
     return where.rstrip("`").removeprefix("$").lstrip(".") or "the preset", what
@@ -288,11 +288,11 @@ def _check_install(install: Install) -> None:
 
 
 def _templates(preset: Preset) -> list[tuple[str, str]]:
-    found = [(f"command[{index}]", item) for index, item in enumerate(preset.command)]
-    found += [("stdin", preset.stdin), ("workdir", preset.workdir)]
-    found += [(f"env.{name}", value) for name, value in preset.env.items()]
+    templates = [(f"command[{index}]", item) for index, item in enumerate(preset.command)]
+    templates += [("stdin", preset.stdin), ("workdir", preset.workdir)]
+    templates += [(f"env.{name}", value) for name, value in preset.env.items()]
     for index, file in enumerate(preset.files):
-        found.append((f"files[{index}].path", file.path))
+        templates.append((f"files[{index}].path", file.path))
         if not file.raw:
-            found.append((f"files[{index}].content", file.content))
-    return found
+            templates.append((f"files[{index}].content", file.content))
+    return templates

@@ -19,16 +19,16 @@ from rollyard.core.failure import SandboxLost
 from rollyard.sandbox.base import Process, Sandbox
 from rollyard.tools._output import Output
 
-KEPT_BYTES = 64 << 10
+OUTPUT_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 10
 FULL_PAUSE_S = 0.02
 """The pause after a full read: it limits a flood to 3 MB a second, so that it cannot occupy the event loop."""
 
-REST_CHUNKS = 4
+DRAIN_CHUNKS = 4
 """The most that is read after the program has ended: a pipe holds one chunk, and a process that it left behind may keep
 writing."""
 
-GONE_S = 1.0
+SANDBOX_END_S = 1.0
 """The time to wait for the sandbox's end after the program was killed: both may have been killed together."""
 
 END_S = 10.0
@@ -41,26 +41,26 @@ class Program:
     def __init__(self, sandbox: Sandbox, beat: Callable[[], None]) -> None:
         self._sandbox = sandbox
         self._beat = beat
-        self._output = Output(KEPT_BYTES)
+        self._output = Output(OUTPUT_BYTES)
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._out = -1
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         self.status: int | None = None  # None: it was killed, or has not started
 
     @property
     def duration_s(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._started_at
 
-    def said(self) -> tuple[str, int]:
+    def output(self) -> tuple[str, int]:
         """Returns its output, and the number of bytes that are missing in the middle."""
         return self._output.text()
 
     def last_lines(self, most_bytes: int = 2000) -> str:
-        return self.said()[0].strip()[-most_bytes:]
+        return self.output()[0].strip()[-most_bytes:]
 
     async def start(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], stdin: bytes) -> None:
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         self._out, inside = os.pipe2(os.O_CLOEXEC)
         source = -1
         try:
@@ -79,7 +79,7 @@ class Program:
         self.status = await self._process.wait()
         if self.status == -signal.SIGKILL and self._sandbox.end is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GONE_S):
+                async with asyncio.timeout(SANDBOX_END_S):
                     await self._sandbox.ended()
         if self._sandbox.end is not None:
             self.status = None
@@ -98,7 +98,7 @@ class Program:
             if self._reading is not None:
                 self._reading.cancel()
                 await asyncio.wait([self._reading])
-            for _ in range(REST_CHUNKS):
+            for _ in range(DRAIN_CHUNKS):
                 if self._out < 0 or not self._take():
                     break
         finally:
@@ -144,11 +144,11 @@ def _source(stdin: bytes) -> int:
     """Returns a descriptor from which these bytes can be read."""
     if not stdin:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    made = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
     try:
         view = memoryview(stdin)
         while view:
-            view = view[os.write(made, view) :]
-        return os.open(f"/proc/self/fd/{made}", os.O_RDONLY | os.O_CLOEXEC)  # at offset 0, and read-only
+            view = view[os.write(fd, view) :]
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # at offset 0, and read-only
     finally:
-        os.close(made)
+        os.close(fd)

@@ -28,10 +28,10 @@ class Agents:
 
     def __init__(self, extra: Mapping[str, Agent] | None = None, *, shelf: AgentInstalls | None = None) -> None:
         self.shelf = shelf
-        self._found = {point.name: point for point in plugins(GROUP)}
+        self._entry_points = {point.name: point for point in plugins(GROUP)}
         own = shelf.own_presets() if shelf is not None else {}
         self._presets: dict[str, str | PresetError] = {**built_in(), **own}
-        self._made: dict[str, Agent] = dict(extra or {})
+        self._agents: dict[str, Agent] = dict(extra or {})
         for name in self.presets:
             try:
                 self._preset_agent(name)
@@ -40,7 +40,7 @@ class Agents:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({*self._found, *self._presets, *self._made}))
+        return tuple(sorted({*self._entry_points, *self._presets, *self._agents}))
 
     @property
     def presets(self) -> dict[str, str]:
@@ -48,29 +48,30 @@ class Agents:
         return {
             name: text if isinstance(text, str) else ""
             for name, text in sorted(self._presets.items())
-            if name not in self._found and (name not in self._made or isinstance(self._made[name], HarnessAgent))
+            if name not in self._entry_points
+            and (name not in self._agents or isinstance(self._agents[name], HarnessAgent))
         }
 
     def get(self, name: str) -> Agent:
         """Returns the agent of that name. It holds no state of a rollout, so rollouts share it."""
-        if name not in self._made:
-            if name in self._found:
-                self._made[name] = self._installed(name)
+        if name not in self._agents:
+            if name in self._entry_points:
+                self._agents[name] = self._installed(name)
             elif name in self._presets:
                 return self._preset_agent(name)
             else:
                 raise UnknownAgent(f"there is no agent {name!r}; there are: {', '.join(self.names)}")
-        return self._made[name]
+        return self._agents[name]
 
     def _installed(self, name: str) -> Agent:
-        made: object = self._found[name].load()()
-        if not isinstance(made, Agent):
-            raise UnknownAgent(f"agent {name!r} cannot be used: {type(made).__name__} is not a rollyard.agents.Agent")
-        return made
+        agent: object = self._entry_points[name].load()()
+        if not isinstance(agent, Agent):
+            raise UnknownAgent(f"agent {name!r} cannot be used: {type(agent).__name__} is not a rollyard.agents.Agent")
+        return agent
 
     def _preset_agent(self, name: str) -> Agent:
-        if name in self._made:
-            return self._made[name]
+        if name in self._agents:
+            return self._agents[name]
         try:
             text = self._presets[name]
             if isinstance(text, PresetError):
@@ -80,5 +81,5 @@ class Agents:
                 raise PresetError("name", f"{name!r} was expected, like the file's name")
         except PresetError as error:
             raise UnknownAgent(f"the preset {name!r} cannot be used: {error}") from error
-        agent = self._made[name] = HarnessAgent(preset, self.shelf)
+        agent = self._agents[name] = HarnessAgent(preset, self.shelf)
         return agent

@@ -101,7 +101,7 @@ class SessionAgent(Agent):
         options_of(task)
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
-        if (lost := _begun_before(context.lost)) is not None:
+        if (lost := _used_attempt(context.lost)) is not None:
             raise SessionLost(f"the session was lost in attempt {lost.attempt}: {lost.detail}", cause=lost.code)
         session = LiveSession(context.gateway, context.seq)
         self._open(context.rollout_id, session)
@@ -164,7 +164,7 @@ def _lost(error: RollyardError) -> RollyardError:
     return SessionLost(error.detail, cause=error.code)
 
 
-def _begun_before(lost: Sequence[LostAttempt]) -> LostAttempt | None:
+def _used_attempt(lost: Sequence[LostAttempt]) -> LostAttempt | None:
     """Returns the attempt that a client may have used. Attempts that got no engine were never open."""
     for attempt in lost:
         if attempt.stage == State.RUN and not issubclass(CODES.get(attempt.code, RollyardError), EngineFailure):

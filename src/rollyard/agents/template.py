@@ -25,7 +25,7 @@ def _json(text: str) -> str:
     """Quotes a string so that JSON, YAML and TOML can read it: characters that one of them forbids are escaped, all
     others are unchanged (YAML does not join the two halves of a surrogate pair)."""
     quoted = json.dumps(text, ensure_ascii=False)
-    return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
+    return _NOT_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", quoted)
 
 
 _FILTERS = {"json": _json, "sh": shlex.quote}

@@ -29,8 +29,8 @@ def capacity_for(tokens: int, capacity: int, max_tokens: int) -> int:
     """Returns the capacity to which a cache of `capacity` grows to hold `tokens`."""
     if tokens <= capacity:
         return capacity
-    wanted = max(tokens, capacity + capacity // 4)
-    return max(tokens, min(max_tokens, -(-wanted // BLOCK_TOKENS) * BLOCK_TOKENS))
+    target = max(tokens, capacity + capacity // 4)
+    return max(tokens, min(max_tokens, -(-target // BLOCK_TOKENS) * BLOCK_TOKENS))
 
 
 class Kv:
@@ -80,12 +80,12 @@ class Kv:
 
     def copy(self, length: int, room: int) -> Kv:
         """Returns a new cache with the first `length` tokens and a capacity of at least `room`."""
-        made = Kv(self._max_tokens)
-        made.length = min(length, self.length)
-        made.capacity = made.capacity_for(max(room, made.length))
+        copied = Kv(self._max_tokens)
+        copied.length = min(length, self.length)
+        copied.capacity = copied.capacity_for(max(room, copied.length))
         for layer, (keys, values) in self._layers.items():
-            made._layers[layer] = (made._grown(keys), made._grown(values))
-        return made
+            copied._layers[layer] = (copied._grown(keys), copied._grown(values))
+        return copied
 
     @property
     def bytes_per_token(self) -> int:
@@ -100,9 +100,9 @@ class Kv:
         return torch.empty((like.shape[0], self.capacity, like.shape[2]), dtype=like.dtype, device=like.device)
 
     def _grown(self, old: Tensor) -> Tensor:
-        made = self._empty(old)
-        made[:, : self.length] = old[:, : self.length]
-        return made
+        grown = self._empty(old)
+        grown[:, : self.length] = old[:, : self.length]
+        return grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,11 @@ def attention(
         return mixed.transpose(1, 2).contiguous(), None
     sizes = [row.end - row.start for row in ragged_rows]
     parts = zip(query.split(sizes, 2), key[0].split(sizes, 1), value[0].split(sizes, 1), strict=True)
-    made: list[Tensor] = []
+    outputs: list[Tensor] = []
     for row, (queries, new_keys, new_values) in zip(ragged_rows, parts, strict=True):
         keys, values = row.kv.put(module.layer_idx, new_keys, new_values)
-        made.append(attend(queries, keys[None], values[None], scaling, sliding_window))
-    return torch.cat(made, dim=1), None
+        outputs.append(attend(queries, keys[None], values[None], scaling, sliding_window))
+    return torch.cat(outputs, dim=1), None
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -151,8 +151,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, w
         total = window + new - 1
     groups = heads // kv_heads
     if new == total and (window is None or total <= window):
-        made = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-        return made.transpose(1, 2)
+        output = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return output.transpose(1, 2)
     mask = None  # a single token attends to all remaining keys
     if new > 1:
         place = torch.arange(total - new, total, device=query.device)[:, None]
@@ -165,5 +165,5 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, w
     # For one token on a CPU this takes half the time of explicit products, and grouped queries with a mask have no
     # fast kernel.
     grouped = query.reshape(1, kv_heads, groups * new, size)
-    made = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-    return made.reshape(1, heads, new, values.shape[3]).transpose(1, 2)
+    output = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    return output.reshape(1, heads, new, values.shape[3]).transpose(1, 2)

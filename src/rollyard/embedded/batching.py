@@ -152,9 +152,9 @@ class Batcher:
 
     def add(self, request: Request) -> BatchedSequence:
         self._numbers += 1
-        made = BatchedSequence(request, self._numbers)
-        bisect.insort(self.waiting, made, key=_order)
-        return made
+        sequence = BatchedSequence(request, self._numbers)
+        bisect.insort(self.waiting, sequence, key=_order)
+        return sequence
 
     def drop(self, job: BatchedSequence) -> None:
         """Removes a sequence and keeps its cache for reuse. A sequence that has ended is ignored."""
@@ -166,14 +166,14 @@ class Batcher:
     def clear(self, *, with_running: bool) -> bool:
         """Clears kept caches, and those of running sequences if `with_running`. Returns whether no cache is left."""
         self.prefixes.clear()
-        held = [job for job in self.running if job.kv is not None and job.kv.length]
+        cached = [job for job in self.running if job.kv is not None and job.kv.length]
         if with_running:
-            for job in held:
+            for job in cached:
                 assert job.kv is not None
                 job.kv.free()
                 job.kv = self.model.new_kv()
             self.model.forget_numbers()
-        return with_running or not held
+        return with_running or not cached
 
     @property
     def has_work(self) -> bool:
@@ -207,12 +207,12 @@ class Batcher:
                 return []
             has_prompts = any(len(piece.tokens) > 1 for _, piece in chosen)
             count = self._burst_size(chosen)
-            found = self._burst(chosen, count) if count > 1 else self._single(chosen)
+            sampled = self._burst(chosen, count) if count > 1 else self._single(chosen)
         kind: Kind = "burst" if count > 1 else "prompts" if has_prompts else "tokens"
         self.counts.steps[kind] += 1
         self.counts.step_s[kind] += time.monotonic() - started
-        self.counts.sampled_tokens += len(found)
-        return found
+        self.counts.sampled_tokens += len(sampled)
+        return sampled
 
     def _choose(self) -> list[tuple[BatchedSequence, Piece]]:
         """Returns the sequences of this step, each with the tokens that it computes."""
@@ -225,7 +225,7 @@ class Batcher:
             if piece is not None:
                 budget -= len(piece.tokens) if len(piece.tokens) > 1 else 0
                 chosen.append((job, piece))
-        is_open = self._is_begun()
+        is_open = self._can_start_prompts()
         while is_open and self.waiting and len(self.running) < self.settings.max_running and budget > 0:
             job = self.waiting[0]
             if not self._begin(job):
@@ -266,10 +266,10 @@ class Batcher:
         return count
 
     def _burst(self, chosen: Sequence[tuple[BatchedSequence, Piece]], count: int) -> list[SampledToken]:
-        found = self.model.burst([piece for _, piece in chosen], [job.draw() for job, _ in chosen], count)
+        drawn_rows = self.model.burst([piece for _, piece in chosen], [job.draw() for job, _ in chosen], count)
         self._gathered += count - 1
         steps: list[SampledToken] = []
-        for (job, piece), drawn in zip(chosen, found, strict=True):
+        for (job, piece), drawn in zip(chosen, drawn_rows, strict=True):
             for one in drawn:
                 piece.kv.advance(1)
                 steps.append(self._take(job, one))
@@ -277,7 +277,7 @@ class Batcher:
                     break
         return steps
 
-    def _is_begun(self) -> bool:
+    def _can_start_prompts(self) -> bool:
         """Whether prompts start in this step. On a GPU a few prompts cost as much as many and delay all running
         sequences, so they are gathered for at most `gather_steps` steps, unless many wait or nothing is running."""
         if not self.waiting:
@@ -326,25 +326,25 @@ class Batcher:
         request, size = job.request, len(job.tokens)
         fresh = self.model.new_kv()
         # without the last token: it must be computed to get the logits
-        found = self.prefixes.find(job.tokens[:-1], request.salt, request.session)
-        if found is None:
+        match = self.prefixes.find(job.tokens[:-1], request.salt, request.session)
+        if match is None:
             if not self._make_room(fresh.capacity_for(size)):
                 return False
             kv = fresh
         else:
-            kept, shared = found
+            prefix, shared = match
             # a session that continues, not one that went back to its start: that one may continue where it was
-            is_own = request.session and kept.session == request.session and 2 * shared >= len(kept.tokens)
-            if is_own or not self._make_room(fresh.capacity_for(size), kept):
-                self.prefixes.take(kept)
-                if not self._make_room(kept.kv.capacity_for(size)):
-                    self.prefixes.keep(kept.tokens, kept.kv, kept.salt, kept.session)
+            is_own = request.session and prefix.session == request.session and 2 * shared >= len(prefix.tokens)
+            if is_own or not self._make_room(fresh.capacity_for(size), prefix):
+                self.prefixes.take(prefix)
+                if not self._make_room(prefix.kv.capacity_for(size)):
+                    self.prefixes.keep(prefix.tokens, prefix.kv, prefix.salt, prefix.session)
                     return False
-                kv = kept.kv
+                kv = prefix.kv
                 kv.cut(shared)
             else:
-                self.prefixes.touch(kept)
-                kv = kept.kv.copy(shared, size)
+                self.prefixes.touch(prefix)
+                kv = prefix.kv.copy(shared, size)
         kv.reserve(size)
         self.waiting.remove(job)
         job.kv = kv

@@ -26,21 +26,21 @@ class CallRegistry:
     """The calls of one engine, and the worker that runs them."""
 
     def __init__(self, batcher: Batcher) -> None:
-        self.worker = Worker(batcher, self._told, self._told_failed)
+        self.worker = Worker(batcher, self._on_tokens, self._on_failed)
         self.is_paused = False
         self.ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._max_calls = batcher.settings.max_calls
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, Call] = {}  # open calls, by identity
         self._by_job: dict[BatchedSequence, Call] = {}
-        self._held: list[Call] = []  # arrived during a pause
+        self._deferred: list[Call] = []  # arrived during a pause
         self._change = asyncio.Event()  # set when a call ends, and on resume
 
     @property
-    def held(self) -> int:
-        return len(self._held)
+    def deferred(self) -> int:
+        return len(self._deferred)
 
-    async def tell(self, order: Callable[[Batcher], T]) -> T:
+    async def run_in_worker(self, order: Callable[[Batcher], T]) -> T:
         """Runs `order` in the worker thread, between two steps."""
         return await asyncio.wrap_future(self.worker.do(order))
 
@@ -52,7 +52,7 @@ class CallRegistry:
             raise Refused(f"{most} calls are already running or waiting", 503)
         self._calls[id(call)] = call
         if self.is_paused:
-            self._held.append(call)
+            self._deferred.append(call)
         else:
             self._submit(call)
 
@@ -61,8 +61,8 @@ class CallRegistry:
         call.abort()
         del self._calls[id(call)]
         self.ended[call.finish or "error"] += 1
-        if call in self._held:
-            self._held.remove(call)
+        if call in self._deferred:
+            self._deferred.remove(call)
         else:
             self.worker.do(lambda batcher: self._drop(batcher, call))
         self._change.set()
@@ -80,7 +80,7 @@ class CallRegistry:
         self.is_paused = True
         if mode == "abort":
             self.abort()
-        while mode == "wait" and self.is_paused and len(self._calls) > len(self._held):
+        while mode == "wait" and self.is_paused and len(self._calls) > len(self._deferred):
             self._change.clear()
             await self._change.wait()
         if self.is_paused:
@@ -88,8 +88,8 @@ class CallRegistry:
 
     async def resume(self) -> None:
         self.is_paused = False
-        held, self._held = self._held, []
-        for call in held:
+        deferred, self._deferred = self._deferred, []
+        for call in deferred:
             self._submit(call)
         self._change.set()
         await asyncio.wrap_future(self.worker.resume())
@@ -108,7 +108,7 @@ class CallRegistry:
             batcher.drop(call.job)
             self._loop.call_soon_threadsafe(self._by_job.pop, call.job, None)
 
-    def _told(self, steps: Sequence[SampledToken]) -> None:
+    def _on_tokens(self, steps: Sequence[SampledToken]) -> None:
         self._loop.call_soon_threadsafe(self._take, steps)
 
     def _take(self, steps: Iterable[SampledToken]) -> None:
@@ -116,7 +116,7 @@ class CallRegistry:
             if step.job in self._by_job:
                 self._by_job[step.job].take(step)
 
-    def _told_failed(self, jobs: Sequence[BatchedSequence], error: str) -> None:
+    def _on_failed(self, jobs: Sequence[BatchedSequence], error: str) -> None:
         self._loop.call_soon_threadsafe(self._fail, jobs, error)
 
     def _fail(self, jobs: Iterable[BatchedSequence], error: str) -> None:

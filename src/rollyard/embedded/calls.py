@@ -49,17 +49,17 @@ class Call:
             self._spans.append((step.version, at, at + 1))
         self._cached = step.job.cached_tokens or 0
         self.finish = step.finish
-        self._tell()
+        self._notify()
 
     def abort(self) -> None:
         if not self.is_over:
             self.finish = "abort"
-            self._tell()
+            self._notify()
 
     def fail(self, error: str) -> None:
         if not self.is_over:
             self.error = error
-            self._tell()
+            self._notify()
 
     async def news(self) -> None:
         """Waits until something has changed since the previous call of `news`."""
@@ -70,7 +70,7 @@ class Call:
     async def over(self) -> None:
         await self._end.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._news.set()
         if self.is_over:
             self._end.set()
@@ -80,7 +80,7 @@ class Call:
     def choice(self, start: int = 0) -> Body:
         """Returns the response body's choice with the tokens from `start` on."""
         drawn = self.drawn[start:]
-        made: Body = {
+        body: Body = {
             "index": 0,
             "finish_reason": self.finish,
             "stop_reason": None,
@@ -89,8 +89,8 @@ class Call:
             "logprobs": None,
         }
         if self._has_logprobs:
-            made["logprobs"] = {"content": [_entry(one) for one in drawn]}
-        return made
+            body["logprobs"] = {"content": [_entry(one) for one in drawn]}
+        return body
 
     def usage(self) -> Body:
         prompt, sampled = len(self.request.prompt), len(self.drawn)

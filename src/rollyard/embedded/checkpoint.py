@@ -69,9 +69,9 @@ class Shape:
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every weight, by name."""
         query, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocabulary, self.size), LAST_NORM: (self.size,)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocabulary, self.size), LAST_NORM: (self.size,)}
         if not self.is_tied:
-            found[HEAD] = (self.vocabulary, self.size)
+            shapes[HEAD] = (self.vocabulary, self.size)
         linears = {
             "self_attn.q_proj": (query, self.size, self.has_qkv_bias),
             "self_attn.k_proj": (keys, self.size, self.has_qkv_bias),
@@ -84,14 +84,14 @@ class Shape:
         for layer in range(self.layers):
             start = f"model.layers.{layer}."
             for name, (outer, inner, has_bias) in linears.items():
-                found[f"{start}{name}.weight"] = (outer, inner)
+                shapes[f"{start}{name}.weight"] = (outer, inner)
                 if has_bias:
-                    found[f"{start}{name}.bias"] = (outer,)
+                    shapes[f"{start}{name}.bias"] = (outer,)
             for name in ("input_layernorm", "post_attention_layernorm"):
-                found[f"{start}{name}.weight"] = (self.size,)
+                shapes[f"{start}{name}.weight"] = (self.size,)
             for name in ("q_norm", "k_norm") if self.has_head_norms else ():
-                found[f"{start}self_attn.{name}.weight"] = (self.head_size,)
-        return found
+                shapes[f"{start}self_attn.{name}.weight"] = (self.head_size,)
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +134,16 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     names = {_WEIGHTS}
     if (folder / _INDEX).is_file():
         names = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     try:
         for name in sorted(names):
-            found |= load_file(folder / name)
+            tensors |= load_file(folder / name)
     except SafetensorError as error:
         raise NotKnown(f"{folder}: {error}") from error
-    if any(not one.is_floating_point() for one in found.values()):
+    if any(not one.is_floating_point() for one in tensors.values()):
         raise NotKnown(f"{folder}: quantized weights")
     # some older files contain these; they are computed from the config
-    return {name: one for name, one in found.items() if not name.endswith("rotary_emb.inv_freq")}
+    return {name: one for name, one in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def _shape(config: Mapping[str, Any]) -> Shape:
@@ -193,18 +193,18 @@ def _rotation(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
     """Reads the rotary settings: newer configs have them in `rope_parameters`, older ones as separate fields."""
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise NotKnown("heads that are rotated only in part")
-    given: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or _THETA)
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind == "default" and given.get("partial_rotary_factor", 1.0) == 1.0:
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or _THETA)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0:
         return theta, None
     if kind != "llama3":
         raise NotKnown(f"rotary embeddings of type {kind}")
     return theta, Llama3Scaling(
-        float(given["factor"]),
-        float(given["low_freq_factor"]),
-        float(given["high_freq_factor"]),
-        int(given["original_max_position_embeddings"]),
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
     )
 
 
@@ -212,6 +212,6 @@ def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """Returns the end-of-sequence tokens; generation_config.json comes first, as in `model._eos_ids`."""
     path = folder / "generation_config.json"
     for source in (json.loads(path.read_text()) if path.is_file() else {}, config):
-        if (found := source.get("eos_token_id")) is not None:
-            return frozenset(found if isinstance(found, list) else [found])
+        if (eos_ids := source.get("eos_token_id")) is not None:
+            return frozenset(eos_ids if isinstance(eos_ids, list) else [eos_ids])
     return frozenset()

@@ -72,16 +72,16 @@ def _write_weights(gguf: Gguf, file: Path) -> None:
     names = sorted((_name(name), name) for name in gguf.names if name != "rope_freqs.weight")
     tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for theirs, ours in names:
-        shape = gguf.shape(ours)
+    for hf_name, gguf_name in names:
+        shape = gguf.shape(gguf_name)
         begin, end = end, end + 2 * prod(shape)
-        tensors[theirs] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+        tensors[hf_name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps(tensors, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(header)) + header)
-        for _, ours in names:
-            out.write(_bfloat16(_unpermuted(gguf, ours)).data)
+        for _, gguf_name in names:
+            out.write(_bfloat16(_unpermuted(gguf, gguf_name)).data)
 
 
 def _bfloat16(numbers: Floats) -> NDArray[np.uint16]:
@@ -94,20 +94,20 @@ def _unpermuted(gguf: Gguf, name: str) -> Floats:
     """Reorders the rows of q and k: llama.cpp rotates adjacent pairs, transformers the two halves of a head."""
     tensor = gguf.tensor(name)
     heads = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
-    found = _LAYER.fullmatch(name)
-    if found is None or found[2] not in heads:
+    match = _LAYER.fullmatch(name)
+    if match is None or match[2] not in heads:
         return tensor
-    pairs = tensor.reshape(gguf.values[heads[found[2]]], -1, 2, tensor.shape[1])
+    pairs = tensor.reshape(gguf.values[heads[match[2]]], -1, 2, tensor.shape[1])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _name(name: str) -> str:
     if name in _BESIDE:
         return _BESIDE[name]
-    found = _LAYER.fullmatch(name)
-    if found is None or found[2] not in _IN_A_LAYER:
+    match = _LAYER.fullmatch(name)
+    if match is None or match[2] not in _IN_A_LAYER:
         raise BadGguf(f"the tensor {name} does not belong to a Llama model")
-    return f"model.layers.{found[1]}.{_IN_A_LAYER[found[2]]}.weight"
+    return f"model.layers.{match[1]}.{_IN_A_LAYER[match[2]]}.weight"
 
 
 # --- config -------------------------------------------------------------------------------------------
@@ -143,13 +143,13 @@ def _config(values: Values, *, is_tied: bool) -> dict[str, Any]:
 
 
 def _special_ids(values: Values) -> dict[str, int]:
-    return {f"{ours}_token_id": id for ours, id in _specials(values) if ours != "unk"}
+    return {f"{hf_name}_token_id": id for hf_name, id in _specials(values) if hf_name != "unk"}
 
 
 def _specials(values: Values) -> Iterator[tuple[str, int]]:
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        if (id := values.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-            yield ours, id
+    for hf_name, gguf_name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        if (id := values.get(f"tokenizer.ggml.{gguf_name}_token_id")) is not None:
+            yield hf_name, id
 
 
 # --- tokenizer ----------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def _tokenizer_config(values: Values) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": values["llama.context_length"],
-        **{f"{ours}_token": tokens[id] for ours, id in _specials(values)},
+        **{f"{hf_name}_token": tokens[id] for hf_name, id in _specials(values)},
     }
 
 

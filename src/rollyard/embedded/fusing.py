@@ -52,9 +52,11 @@ def fuse_rotations(module: Any, size: int, rotate: Rotate) -> int:
             tried[plain] = _is_same(plain, rotate, size, like)
         if tried[plain]:
             around = {**forward.__globals__, PLAIN: _in_place_of(plain, rotate)}
-            made = FunctionType(forward.__code__, around, forward.__name__, forward.__defaults__, forward.__closure__)
-            made.__kwdefaults__ = forward.__kwdefaults__
-            part.forward = MethodType(made, part)
+            patched = FunctionType(
+                forward.__code__, around, forward.__name__, forward.__defaults__, forward.__closure__
+            )
+            patched.__kwdefaults__ = forward.__kwdefaults__
+            part.forward = MethodType(patched, part)
             count += 1
     return count
 
@@ -62,10 +64,10 @@ def fuse_rotations(module: Any, size: int, rotate: Rotate) -> int:
 def _in_place_of(plain: Callable[..., Any], rotate: Rotate) -> Callable[..., Any]:
     """Returns a function that calls `rotate` for arguments of the tested kind, and `plain` for all others."""
 
-    def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> Any:
-        is_plain = rest or more or cos.dim() != 3 or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype
+    def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *other_args: Any, **more: Any) -> Any:
+        is_plain = other_args or more or cos.dim() != 3 or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype
         if is_plain or query.stride(-1) != 1 or key.stride(-1) != 1:
-            return plain(query, key, cos, sin, *rest, **more)
+            return plain(query, key, cos, sin, *other_args, **more)
         return rotate(query, key, cos, sin)
 
     return turn
@@ -77,11 +79,11 @@ def _is_same(plain: Callable[..., Any], rotate: Rotate, size: int, like: Tensor)
         torch.randn(shape, generator=dice).to(like)
         for shape in ((2, 3, 2, size), (2, 3, 1, size), (2, 3, size), (2, 3, size))
     )
-    given = (query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    inputs = (query.transpose(1, 2), key.transpose(1, 2), cos, sin)
     close = _CLOSE if like.dtype == torch.float32 else _HALF_CLOSE
     try:
-        pairs = zip(plain(*given), rotate(*given), strict=True)
-        is_same = all(torch.allclose(theirs, ours, rtol=close, atol=close) for theirs, ours in pairs)
+        pairs = zip(plain(*inputs), rotate(*inputs), strict=True)
+        is_same = all(torch.allclose(expected, actual, rtol=close, atol=close) for expected, actual in pairs)
     except Exception as error:  # the compiler of a kernel and a model's own code may raise anything
         log.warning("the rotary kernel failed: not fused", extra={"error": str(error).splitlines()[:1]})
         return False

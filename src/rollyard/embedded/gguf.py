@@ -164,9 +164,9 @@ class _Header:
         return self._numbers("<" + letter)[0]
 
     def _numbers(self, format: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(format, self._data, self._at)
+        values = struct.unpack_from(format, self._data, self._at)
         self._at += struct.calcsize(format)
-        return found
+        return values
 
     def _string(self) -> str:
         begin = self._number("Q") + self._at

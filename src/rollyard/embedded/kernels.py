@@ -23,13 +23,13 @@ MOST_SUMS = 256  # queries × value size in one program: 64 registers per thread
 
 
 @triton.jit
-def _look(asked, some, given, is_seen, scale, most, total, mixed):
+def _look(asked, some, block_values, is_visible, scale, most, total, mixed):
     """Adds one block to the attention of one query. Each position within a block has its own sum, so nothing is
     summed across threads before the end."""
-    score = tl.where(is_seen, tl.sum(some * asked[None, :], 1) * scale, -1e30)
+    score = tl.where(is_visible, tl.sum(some * asked[None, :], 1) * scale, -1e30)
     higher = tl.maximum(most, score)
-    share, fade = tl.where(is_seen, tl.exp(score - higher), 0.0), tl.exp(most - higher)
-    return higher, total * fade + share, mixed * fade[:, None] + given * share[:, None]
+    share, fade = tl.where(is_visible, tl.exp(score - higher), 0.0), tl.exp(most - higher)
+    return higher, total * fade + share, mixed * fade[:, None] + block_values * share[:, None]
 
 
 @triton.jit
@@ -92,32 +92,32 @@ def _attend(
     for number in range(begin, (place + BLOCK - 1) // BLOCK):
         line = (tl.load(table + row * table_width + number) * kv_heads + head) * BLOCK + token
         column = number * BLOCK + token
-        is_seen = (column < place) & (column > place - window)
+        is_visible = (column < place) & (column > place - window)
         some = tl.load(
-            keys + line[:, None] * KEY_SIZE + k_at[None, :], mask=is_seen[:, None] & is_key[None, :], other=0.0
+            keys + line[:, None] * KEY_SIZE + k_at[None, :], mask=is_visible[:, None] & is_key[None, :], other=0.0
         ).to(tl.float32)
-        given = tl.load(
-            values + line[:, None] * VALUE_SIZE + v_at[None, :], mask=is_seen[:, None] & is_value[None, :], other=0.0
+        block_values = tl.load(
+            values + line[:, None] * VALUE_SIZE + v_at[None, :], mask=is_visible[:, None] & is_value[None, :], other=0.0
         ).to(tl.float32)
-        most0, total0, mixed0 = _look(q0, some, given, is_seen, scale, most0, total0, mixed0)
+        most0, total0, mixed0 = _look(q0, some, block_values, is_visible, scale, most0, total0, mixed0)
         if COUNT > 1:
-            most1, total1, mixed1 = _look(q1, some, given, is_seen, scale, most1, total1, mixed1)
+            most1, total1, mixed1 = _look(q1, some, block_values, is_visible, scale, most1, total1, mixed1)
         if COUNT > 2:
-            most2, total2, mixed2 = _look(q2, some, given, is_seen, scale, most2, total2, mixed2)
+            most2, total2, mixed2 = _look(q2, some, block_values, is_visible, scale, most2, total2, mixed2)
         if COUNT > 3:
-            most3, total3, mixed3 = _look(q3, some, given, is_seen, scale, most3, total3, mixed3)
+            most3, total3, mixed3 = _look(q3, some, block_values, is_visible, scale, most3, total3, mixed3)
     kind = out.dtype.element_ty
-    made = _finish(q0, new_key, new_value, scale, most0, total0, mixed0)
-    tl.store(out + m0 * VALUE_SIZE + v_at, made.to(kind), mask=is_value)
+    result = _finish(q0, new_key, new_value, scale, most0, total0, mixed0)
+    tl.store(out + m0 * VALUE_SIZE + v_at, result.to(kind), mask=is_value)
     if COUNT > 1:
-        made = _finish(q1, new_key, new_value, scale, most1, total1, mixed1)
-        tl.store(out + m1 * VALUE_SIZE + v_at, made.to(kind), mask=is_value)
+        result = _finish(q1, new_key, new_value, scale, most1, total1, mixed1)
+        tl.store(out + m1 * VALUE_SIZE + v_at, result.to(kind), mask=is_value)
     if COUNT > 2:
-        made = _finish(q2, new_key, new_value, scale, most2, total2, mixed2)
-        tl.store(out + m2 * VALUE_SIZE + v_at, made.to(kind), mask=is_value)
+        result = _finish(q2, new_key, new_value, scale, most2, total2, mixed2)
+        tl.store(out + m2 * VALUE_SIZE + v_at, result.to(kind), mask=is_value)
     if COUNT > 3:
-        made = _finish(q3, new_key, new_value, scale, most3, total3, mixed3)
-        tl.store(out + m3 * VALUE_SIZE + v_at, made.to(kind), mask=is_value)
+        result = _finish(q3, new_key, new_value, scale, most3, total3, mixed3)
+        tl.store(out + m3 * VALUE_SIZE + v_at, result.to(kind), mask=is_value)
 
 
 def attend_one(
@@ -133,7 +133,7 @@ def attend_one(
     Returns a tensor shaped as the query."""
     rows, heads, _, size = query.shape
     kv_heads, value_size = new[1].shape[1], new[1].shape[-1]
-    made = torch.empty((rows, heads, 1, value_size), dtype=query.dtype, device=query.device)
+    output = torch.empty((rows, heads, 1, value_size), dtype=query.dtype, device=query.device)
     groups = heads // kv_heads
     count = max(1, min(groups, 4, MOST_SUMS // triton.next_power_of_2(value_size)))
     launch: Any = _attend  # Triton's launch syntax has no types
@@ -144,7 +144,7 @@ def attend_one(
         *pool,
         table,
         places,
-        made,
+        output,
         scale,
         1 << 30 if window is None else window,
         kv_heads,
@@ -157,7 +157,7 @@ def attend_one(
         BLOCK=BLOCK_TOKENS,
         COUNT=count,
     )
-    return made
+    return output
 
 
 @triton.jit
@@ -193,12 +193,12 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     """`query` and `key` are (rows, heads, tokens, size), contiguous in the last dimension; `cos` and `sin` are (rows
     or 1, tokens, size)."""
     rows, heads, tokens, size = query.shape
-    made, more = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key))
+    rotated_query, rotated_key = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key))
     cos, sin = cos.contiguous(), sin.contiguous()
     launch: Any = _rotate
     launch[(rows * tokens, heads + key.shape[1])](
-        query, key, cos, sin, made, more, tokens, heads, key.shape[1],
+        query, key, cos, sin, rotated_query, rotated_key, tokens, heads, key.shape[1],
         *query.stride()[:3], *key.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
         SIZE=size, HALF=triton.next_power_of_2(size // 2), num_warps=1,
     )  # fmt: skip
-    return made, more
+    return rotated_query, rotated_key

@@ -27,19 +27,19 @@ class Linear:
         self._plain = weight if self._packed is None else None
         self._product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
-    def __call__(self, given: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor) -> Tensor:
         if self._plain is not None:
-            return linear(given, self._plain, self._bias)
-        return self._product(given, self._packed, self._bias, "none", [], "")
+            return linear(inputs, self._plain, self._bias)
+        return self._product(inputs, self._packed, self._bias, "none", [], "")
 
 
 def _packed(weight: Tensor) -> Tensor | None:
     tried = torch.linspace(-1.0, 1.0, 2 * weight.shape[1]).view(2, -1)
     try:
-        made = torch.ops.mkldnn._reorder_linear_weight.default(weight, ROWS)
-        found = torch.ops.mkldnn._linear_pointwise.default(tried, made, None, "none", [], "")
+        packed = torch.ops.mkldnn._reorder_linear_weight.default(weight, ROWS)
+        product = torch.ops.mkldnn._linear_pointwise.default(tried, packed, None, "none", [], "")
     except (RuntimeError, AttributeError):  # not built in, or not for this kind of weight
         return None
     expected = linear(tried, weight)
-    gap, most = float((found - expected).abs().max()), float(expected.abs().max())
-    return made if gap <= _CLOSE * max(most, 1e-3) else None
+    gap, most = float((product - expected).abs().max()), float(expected.abs().max())
+    return packed if gap <= _CLOSE * max(most, 1e-3) else None

@@ -97,7 +97,7 @@ class Llama:
         """Returns the logits after the last token of each piece with `wants_logits`. Extends the caches."""
         ids: list[int] = []
         places: list[int] = []
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         for piece in pieces:
             start, count = piece.kv.length, len(piece.tokens)
             if start + count > piece.kv.capacity:
@@ -105,14 +105,14 @@ class Llama:
             places += range(start, start + count)
             ids += piece.tokens
             if piece.wants_logits:
-                wanted.append(len(ids) - 1)
+                logit_rows.append(len(ids) - 1)
         states = self._run(ids, places, pieces)
         for piece in pieces:
             piece.kv.advance(len(piece.tokens))
-        if not wanted:
+        if not logit_rows:
             return states.new_empty((0, self.vocabulary))
-        if len(wanted) < len(ids):
-            states = states[wanted]
+        if len(logit_rows) < len(ids):
+            states = states[logit_rows]
         return self._head(rms_norm(states, (self._shape.size,), self._last_norm, self._shape.epsilon))
 
     def _run(self, ids: list[int], places: list[int], pieces: Sequence[Piece]) -> Tensor:
@@ -125,27 +125,27 @@ class Llama:
         there = [[(one[1][2 * at], one[1][2 * at + 1]) for one in caches] for at in range(shape.layers)]
         states = torch.embedding(self._weights[EMBEDDING], torch.tensor(ids)).float()
         for layer, goals, known in zip(self._layers, written, there, strict=True):
-            given = rms_norm(states, (shape.size,), layer.before_attention, shape.epsilon)
-            mixed = self._mix(layer, given, turns, sizes, goals, known)
+            normed = rms_norm(states, (shape.size,), layer.before_attention, shape.epsilon)
+            mixed = self._mix(layer, normed, turns, sizes, goals, known)
             states = states + layer.output(mixed)
-            given = rms_norm(states, (shape.size,), layer.before_mlp, shape.epsilon)
-            gate, up = layer.gate_up(given).split(shape.hidden, 1)
+            normed = rms_norm(states, (shape.size,), layer.before_mlp, shape.epsilon)
+            gate, up = layer.gate_up(normed).split(shape.hidden, 1)
             states += layer.down(silu(gate).mul_(up))
         return states
 
     def _mix(
         self,
         layer: Layer,
-        given: Tensor,
+        normed: Tensor,
         turns: Tensor,
         sizes: list[int],
         goals: list[Tensor],
         known: Iterable[tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Computes attention of each piece's new tokens over its whole sequence."""
-        shape, count = self._shape, given.shape[0]
+        shape, count = self._shape, normed.shape[0]
         turned = shape.heads + shape.kv_heads
-        heads = layer.query_key_value(given).view(count, turned + shape.kv_heads, shape.head_size)
+        heads = layer.query_key_value(normed).view(count, turned + shape.kv_heads, shape.head_size)
         if layer.head_norms is not None:
             parts = heads[:, :turned].split([shape.heads, shape.kv_heads], 1)
             for part, weight in zip(parts, layer.head_norms, strict=True):
@@ -154,16 +154,16 @@ class Llama:
         by_head = heads.transpose(0, 1)
         keys, values = (by_head.narrow(0, start, shape.kv_heads).split(sizes, 1) for start in (shape.heads, turned))
         torch._foreach_copy_(goals, [one for pair in zip(keys, values, strict=True) for one in pair])
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         groups = shape.heads // shape.kv_heads
         queries = heads[:, : shape.heads].unflatten(1, (shape.kv_heads, groups)).split(sizes)
         for query, size, (all_keys, all_values) in zip(queries, sizes, known, strict=True):
             if size == 1:  # no mask; query heads that share a key head are passed as its queries
-                made.append(scaled_dot_product_attention(query, all_keys, all_values))
+                outputs.append(scaled_dot_product_attention(query, all_keys, all_values))
             else:
-                found = attend(query.flatten(1, 2).transpose(0, 1)[None], all_keys, all_values, None, None)
-                made.append(found[0].unflatten(1, (shape.kv_heads, groups)))
-        return torch.cat(made).view(count, -1)
+                attended = attend(query.flatten(1, 2).transpose(0, 1)[None], all_keys, all_values, None, None)
+                outputs.append(attended[0].unflatten(1, (shape.kv_heads, groups)))
+        return torch.cat(outputs).view(count, -1)
 
     # --- other weights
 
@@ -226,8 +226,8 @@ class _Taken:
         self._merged = merged
 
     def __call__(self, name: str) -> Tensor:
-        found = self._merged.get(name)
-        return self._weights[name].float() if found is None else found
+        merged = self._merged.get(name)
+        return self._weights[name].float() if merged is None else merged
 
     def layer(self, at: int) -> Layer:
         start, shape = f"model.layers.{at}.", self._shape

@@ -50,7 +50,7 @@ class Model:
         from transformers import AttentionInterface
 
         AttentionInterface.register(NAME, attention)
-        self._given = module
+        self._original = module
         self._module = _twin(module)
         self._module.set_attn_implementation(NAME)
         config = module.config.get_text_config()
@@ -95,32 +95,34 @@ class Model:
         """Samples `count` tokens for each piece, which has a single token and whose cache has room for them. The caller
         advances the caches by the tokens that it uses."""
         assert self._batches is not None
-        tokens, logprobs = (found.tolist() for found in self._batches.burst(pieces, draws, count))
-        made = [[SampledDraw(*one) for one in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)]
-        if not all(math.isfinite(one.logprob) for row in made for one in row):
+        tokens, logprobs = (tensor.tolist() for tensor in self._batches.burst(pieces, draws, count))
+        drawn_rows = [
+            [SampledDraw(*one) for one in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)
+        ]
+        if not all(math.isfinite(one.logprob) for row in drawn_rows for one in row):
             raise ArithmeticError(NO_NUMBERS)
-        return made
+        return drawn_rows
 
     def _ragged(self, pieces: Sequence[Piece]) -> Tensor:
         ids: list[int] = []
         places: list[int] = []
         rows: list[Row] = []
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         for piece in pieces:
             start = piece.kv.length
             rows.append(Row(piece.kv, len(ids), len(ids) + len(piece.tokens)))
             places += range(start, start + len(piece.tokens))
             ids += piece.tokens
             if piece.wants_logits:
-                wanted.append(len(ids) - 1)
-        made = self._module(
+                logit_rows.append(len(ids) - 1)
+        output = self._module(
             input_ids=torch.tensor([ids], device=self.device),
             position_ids=torch.tensor([places], device=self.device),
-            logits_to_keep=torch.tensor(wanted or [len(ids) - 1], device=self.device),
+            logits_to_keep=torch.tensor(logit_rows or [len(ids) - 1], device=self.device),
             use_cache=False,
             ragged_rows=rows,
         )
-        return made.logits[0] if wanted else made.logits[0, :0]
+        return output.logits[0] if logit_rows else output.logits[0, :0]
 
     # --- preparation
 
@@ -154,7 +156,7 @@ class Model:
             self._compare()
         except Unsupported as error:
             log.warning("the Triton kernels cannot be used: using plain torch", extra={"error": str(error)})
-            self._module = _twin(self._given)
+            self._module = _twin(self._original)
             self._module.set_attn_implementation(NAME)
             return False
         return True
@@ -168,23 +170,24 @@ class Model:
     def _compare(self) -> tuple[int, dict[int, LayerShape]]:
         """Raises Unsupported if pieces give other logprobs than the whole. Returns bytes per token and layer shapes."""
         ids = [(7 * n + 1) % self.vocabulary for n in range(CHECK_TOKENS)]
-        plain = _twin(self._given)(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        plain = _twin(self._original)(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
         first, second = self.new_kv(), self.new_kv()
         half = CHECK_TOKENS // 2
         try:
             self.forward([Piece(ids[:half], first, True), Piece(ids[:-1], second, False)])
-            ours = self.forward([Piece(ids[half:-1], first, True), Piece(ids[-1:], second, True)])
+            actual = self.forward([Piece(ids[half:-1], first, True), Piece(ids[-1:], second, True)])
             sizes = (first.bytes_per_token, first.shapes) if isinstance(first, Kv) else (0, {})
         except Exception as error:  # a model's own code may raise anything for unknown arguments
-            raise Unsupported(f"{type(self._given).__name__} cannot be run here: {error}") from error
+            raise Unsupported(f"{type(self._original).__name__} cannot be run here: {error}") from error
         finally:
             first.free()
             second.free()
         expected = plain[[-2, -1]]
-        gap = float((ours.float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max())
+        gap = float((actual.float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max())
         if not gap <= _tolerance(plain):
             raise Unsupported(
-                f"{type(self._given).__name__} cannot be run here: computed in pieces its logprobs are off by {gap:.3g}"
+                f"{type(self._original).__name__} cannot be run here: "
+                f"computed in pieces its logprobs are off by {gap:.3g}"
             )
         return sizes
 
@@ -197,7 +200,7 @@ class Model:
                 return read_adapter(folder, self._module.state_dict())
             except BadAdapter as error:
                 raise Unsupported(str(error)) from error
-        fresh = load_module(folder, device="cpu", dtype=next(self._given.parameters()).dtype).state_dict()
+        fresh = load_module(folder, device="cpu", dtype=next(self._original.parameters()).dtype).state_dict()
         known = self._module.state_dict()
         missing = sorted(known.keys() ^ fresh.keys())
         other = sorted(name for name in known.keys() & fresh.keys() if known[name].shape != fresh[name].shape)
@@ -266,8 +269,8 @@ def load_module(name: str | Path, *, device: str, dtype: Any = "auto") -> Any:
 
         more["quantization_config"] = GgufConfig(dequantize=True)
     try:
-        made: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more)
-        return made.to(device)
+        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more)
+        return module.to(device)
     except (OSError, ValueError, ImportError) as error:
         raise Unsupported(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
 
@@ -283,17 +286,17 @@ def weights_place(name: str | Path) -> tuple[str, dict[str, Any]]:
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir() and not (path / "config.json").exists() and (found := sorted(path.glob("*.gguf"))):
-        if len(found) > 1:
-            raise Unsupported(f"{name} has {len(found)} GGUF files: name one of them")
-        return str(path), {"gguf_file": found[0].name}
+    if path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        if len(files) > 1:
+            raise Unsupported(f"{name} has {len(files)} GGUF files: name one of them")
+        return str(path), {"gguf_file": files[0].name}
     return str(name), {}
 
 
 def _eos_ids(module: Any) -> frozenset[int]:
     """Returns the end-of-sequence tokens."""
     for source in (getattr(module, "generation_config", None), module.config):
-        found = getattr(source, "eos_token_id", None)
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
+        eos_ids = getattr(source, "eos_token_id", None)
+        if eos_ids is not None:
+            return frozenset(eos_ids if isinstance(eos_ids, list) else [eos_ids])
     return frozenset()

@@ -122,12 +122,12 @@ class PagedKv:
 
     def copy(self, length: int, room: int) -> PagedKv:
         """Returns a new cache with the first `length` tokens and a capacity of at least `room`."""
-        made = PagedKv(self._pool)
-        made.reserve(max(length, room))
+        copied = PagedKv(self._pool)
+        copied.reserve(max(length, room))
         used = -(-length // BLOCK_TOKENS)
-        self._pool.copy(self.blocks[:used].tolist(), made.blocks[:used].tolist())
-        made.length = length
-        return made
+        self._pool.copy(self.blocks[:used].tolist(), copied.blocks[:used].tolist())
+        copied.length = length
+        return copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Paged:
     places: Tensor  # (rows, tokens): positions of the tokens in their sequences
     is_token: Tensor  # (rows, tokens): not padding
     kernel: Kernel | None = None  # for one token per row
-    _made: dict[object, Tensor] = field(default_factory=dict[object, Tensor])  # shared by layers of the same shape
+    _cache: dict[object, Tensor] = field(default_factory=dict[object, Tensor])  # shared by layers of the same shape
 
     def put(self, layer: int, new: tuple[Tensor, Tensor]) -> None:
         """Writes the new keys and values, (rows, heads, tokens, size)."""
@@ -153,14 +153,14 @@ class Paged:
         keys, values = (pool[source].flatten(2, 3) for pool in self.pool.layers[layer])
         return keys, values
 
-    def seen(self, window: int | None) -> Tensor:
+    def mask(self, window: int | None) -> Tensor:
         """Returns the attention mask, (rows, tokens, tokens of a table)."""
-        return self._once("seen", window, self._seen)
+        return self._once("seen", window, self._mask)
 
     def _once(self, name: str, what: Any, make: Callable[[Any], Tensor]) -> Tensor:
-        if (name, what) not in self._made:
-            self._made[name, what] = make(what)
-        return self._made[name, what]
+        if (name, what) not in self._cache:
+            self._cache[name, what] = make(what)
+        return self._cache[name, what]
 
     def _target(self, heads: int) -> Tensor:
         head = torch.arange(heads, device=self.table.device)
@@ -171,10 +171,10 @@ class Paged:
     def _source(self, heads: int) -> Tensor:
         return self.table[:, None] * heads + torch.arange(heads, device=self.table.device)[None, :, None]
 
-    def _seen(self, window: int | None) -> Tensor:
+    def _mask(self, window: int | None) -> Tensor:
         column = torch.arange(self.table.shape[1] * BLOCK_TOKENS, device=self.table.device)
-        seen = column <= self.places[:, :, None]
-        return seen if window is None else seen & (column > self.places[:, :, None] - window)
+        mask = column <= self.places[:, :, None]
+        return mask if window is None else mask & (column > self.places[:, :, None] - window)
 
 
 def paged_attention(
@@ -190,7 +190,7 @@ def paged_attention(
     keys, values = paged.all(layer, kv_heads)
     grouped = query.reshape(rows, kv_heads, heads // kv_heads * tokens, size).float()
     scores = (grouped @ keys.float().transpose(2, 3) * scale).view(rows, heads, tokens, -1)
-    scores = scores.masked_fill(~paged.seen(window)[:, None], float("-inf"))
+    scores = scores.masked_fill(~paged.mask(window)[:, None], float("-inf"))
     mixed = scores.softmax(dim=-1).view(rows, kv_heads, -1, keys.shape[2]) @ values.float()
     return mixed.to(query.dtype).view(rows, heads, tokens, values.shape[-1])
 
@@ -218,31 +218,31 @@ class Batches:
             rows, blocks = _power(rows, LEAST_ROWS), _power(blocks, LEAST_BLOCKS)
         packed = torch.from_numpy(_packed(pieces, rows, 1, blocks))
         with at_device(self._device):
-            given, play = self._graphs.of(
+            inputs, play = self._graphs.of(
                 ("burst", rows, blocks),
                 lambda: Rows.padding(rows, blocks, self._device),
-                lambda given: advance(given, self._run),
+                lambda inputs: advance(inputs, self._run),
             )
-            given.fill(packed, draws, count)
+            inputs.fill(packed, draws, count)
             for _ in range(count):
                 play()
-        return given.tokens[: len(pieces), :count], given.logprobs[: len(pieces), :count]
+        return inputs.tokens[: len(pieces), :count], inputs.logprobs[: len(pieces), :count]
 
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:
         groups = self._groups(pieces)
         places: list[int] = []
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for (tokens, _), members in groups.items():
             logits = self._run_group([pieces[index] for index in members], tokens)
-            wanted = [row for row, index in enumerate(members) if pieces[index].wants_logits]
-            places += [members[row] for row in wanted]
-            if len(wanted) == len(members):
-                found.append(logits[: len(members)].clone() if len(groups) > 1 else logits[: len(members)])
-            elif wanted:
-                found.append(logits[wanted])
-        if not found:
+            logit_rows = [row for row, index in enumerate(members) if pieces[index].wants_logits]
+            places += [members[row] for row in logit_rows]
+            if len(logit_rows) == len(members):
+                outputs.append(logits[: len(members)].clone() if len(groups) > 1 else logits[: len(members)])
+            elif logit_rows:
+                outputs.append(logits[logit_rows])
+        if not outputs:
             return torch.empty((0, 0), device=self._device)
-        whole = torch.cat(found) if len(found) > 1 else found[0]
+        whole = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         order = sorted(range(len(places)), key=places.__getitem__)
         return whole if order == list(range(len(places))) else whole[order]
 
@@ -278,12 +278,12 @@ class Batches:
         """The next call overwrites the result."""
 
         def padding() -> Tensor:
-            made = torch.zeros(packed.shape, dtype=torch.int32, device=self._device)
-            made[:, tokens : 2 * tokens] = -1
-            return made
+            blank = torch.zeros(packed.shape, dtype=torch.int32, device=self._device)
+            blank[:, tokens : 2 * tokens] = -1
+            return blank
 
-        given, play = self._graphs.of((*packed.shape, tokens), padding, lambda given: self._run(given, tokens))
-        given.copy_(torch.from_numpy(packed), non_blocking=True)
+        inputs, play = self._graphs.of((*packed.shape, tokens), padding, lambda inputs: self._run(inputs, tokens))
+        inputs.copy_(torch.from_numpy(packed), non_blocking=True)
         return play()
 
     def _run(self, packed: Tensor, tokens: int) -> Tensor:
@@ -292,10 +292,10 @@ class Batches:
         is_token = places >= 0
         places = places.clamp(min=0).long()
         paged = Paged(self._pool, table.long(), places, is_token, self._kernel)
-        made = self._module(
+        output = self._module(
             input_ids=ids.long(), position_ids=places, logits_to_keep=1, use_cache=False, rollyard_paged=paged
         )
-        return made.logits[:, -1]
+        return output.logits[:, -1]
 
 
 def _packed(pieces: Sequence[Piece], rows: int, tokens: int, blocks: int) -> np.ndarray[Any, Any]:

@@ -43,62 +43,62 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.capacity_tokens = 0  # of all kept caches
-        self._kept: dict[CachedPrefix, None] = {}  # least recently used first, here and below
+        self._entries: dict[CachedPrefix, None] = {}  # least recently used first, here and below
         self._by_session: dict[str, dict[CachedPrefix, None]] = {}
         self._by_mark: dict[int, dict[CachedPrefix, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def keep(self, tokens: Sequence[int], kv: Kv | PagedKv | StackedKv, salt: str, session: str) -> None:
         if kv.length == 0:
             kv.free()
             return
         own = array("i", tokens[: kv.length])
-        made = CachedPrefix(own, kv, salt, session, tuple(_marks(own, salt)))
+        entry = CachedPrefix(own, kv, salt, session, tuple(_marks(own, salt)))
         for one in [*self._by_session.get(session, ())] if session else ():  # shorter prefixes of the same session
-            if one.salt == salt and _begins(made, one.tokens):
+            if one.salt == salt and _begins(entry, one.tokens):
                 self.take(one)
                 one.kv.free()
-        self._put(made)
+        self._put(entry)
 
     def find(self, tokens: Sequence[int], salt: str, session: str) -> tuple[CachedPrefix, int] | None:
         """Returns the cache with the longest common prefix, to within GRAIN tokens, and its length. A cache of the
         session itself is preferred, and is returned immediately if all of it matches."""
-        wanted = array("i", tokens)
+        query = array("i", tokens)
         best: tuple[CachedPrefix, int] | None = None
         best_rank = (0, False)
         for one in self._by_session.get(session, ()) if session else ():
-            shared = common_prefix(one.tokens, wanted) if one.salt == salt else 0
+            shared = common_prefix(one.tokens, query) if one.salt == salt else 0
             if shared > best_rank[0]:
                 best, best_rank = (one, shared), (shared, True)
         if best is not None and best[1] == len(best[0].tokens):
             return best
-        for mark in reversed([*_marks(wanted, salt)]):
+        for mark in reversed([*_marks(query, salt)]):
             for one in islice(reversed(self._by_mark.get(mark, {})), _LOOKS):
-                shared = common_prefix(one.tokens, wanted) if one.salt == salt else 0
+                shared = common_prefix(one.tokens, query) if one.salt == salt else 0
                 if shared >= GRAIN and (shared, False) > best_rank:
                     best, best_rank = (one, shared), (shared, False)
             if mark in self._by_mark:
                 break
         return best
 
-    def take(self, kept: CachedPrefix) -> None:
+    def take(self, entry: CachedPrefix) -> None:
         """Removes an entry; the caller owns its cache."""
-        del self._kept[kept]
-        self.capacity_tokens -= kept.kv.capacity
-        for places, key in self._places(kept):
-            del places[key][kept]
+        del self._entries[entry]
+        self.capacity_tokens -= entry.kv.capacity
+        for places, key in self._places(entry):
+            del places[key][entry]
             if not places[key]:
                 del places[key]
 
-    def touch(self, kept: CachedPrefix) -> None:
-        self.take(kept)
-        self._put(kept)
+    def touch(self, entry: CachedPrefix) -> None:
+        self.take(entry)
+        self._put(entry)
 
     def forget_oldest(self, spared: CachedPrefix | None = None) -> bool:
         """Evicts the least recently used cache. Returns False if there is none."""
-        for one in self._kept:
+        for one in self._entries:
             if one is not spared:
                 self.take(one)
                 one.kv.free()
@@ -109,17 +109,17 @@ class PrefixCache:
         while self.forget_oldest():
             pass
 
-    def _put(self, kept: CachedPrefix) -> None:
-        self._kept[kept] = None
-        self.capacity_tokens += kept.kv.capacity
-        for places, key in self._places(kept):
-            places.setdefault(key, {})[kept] = None
+    def _put(self, entry: CachedPrefix) -> None:
+        self._entries[entry] = None
+        self.capacity_tokens += entry.kv.capacity
+        for places, key in self._places(entry):
+            places.setdefault(key, {})[entry] = None
 
-    def _places(self, kept: CachedPrefix) -> Iterator[tuple[dict[Any, dict[CachedPrefix, None]], str | int]]:
+    def _places(self, entry: CachedPrefix) -> Iterator[tuple[dict[Any, dict[CachedPrefix, None]], str | int]]:
         """Returns the indexes that contain it, and its key in each."""
-        if kept.session:
-            yield self._by_session, kept.session
-        for mark in kept.marks:
+        if entry.session:
+            yield self._by_session, entry.session
+        for mark in entry.marks:
             yield self._by_mark, mark
 
 
@@ -130,8 +130,8 @@ def _marks(tokens: array[int], salt: str) -> Iterator[int]:
         yield mark
 
 
-def _begins(kept: CachedPrefix, tokens: array[int]) -> bool:
-    return kept.tokens[: len(tokens)] == tokens
+def _begins(entry: CachedPrefix, tokens: array[int]) -> bool:
+    return entry.tokens[: len(tokens)] == tokens
 
 
 def common_prefix(one: array[int], other: array[int]) -> int:

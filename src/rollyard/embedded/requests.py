@@ -85,9 +85,9 @@ def read(raw: bytes, shape: type[Any], what: str) -> Any:
         raise Refused(f"{what}: {error}") from None
 
 
-def read_params(given: Mapping[str, Any]) -> Params:
+def read_params(raw: Mapping[str, Any]) -> Params:
     known: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in raw.items():
         if name not in NEUTRAL:
             known[name] = value
         elif value is not None and value not in NEUTRAL[name]:

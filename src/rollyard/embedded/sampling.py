@@ -59,8 +59,8 @@ def sample(logits: Tensor, draws: Sequence[SamplingRule]) -> list[SampledDraw]:
     if any(one.temperature < GREEDY for one in draws):
         is_greedy = torch.tensor([one.temperature < GREEDY for one in draws], device=logits.device)[:, None]
         tokens = torch.where(is_greedy, logits.argmax(dim=-1, keepdim=True), tokens)
-    found = logprobs.gather(1, tokens)[:, 0].tolist()
-    if not all(map(math.isfinite, found)):
+    chosen_logprobs = logprobs.gather(1, tokens)[:, 0].tolist()
+    if not all(map(math.isfinite, chosen_logprobs)):
         raise ArithmeticError(NO_NUMBERS)
     most = max(one.top for one in draws)
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(draws)
@@ -71,7 +71,7 @@ def sample(logits: Tensor, draws: Sequence[SamplingRule]) -> list[SampledDraw]:
             tuple((t, v) for t, v in zip(ids[: one.top], values[: one.top], strict=True) if v != float("-inf"))
             for one, ids, values in pairs
         ]
-    rows = zip(tokens[:, 0].tolist(), found, tops, strict=True)
+    rows = zip(tokens[:, 0].tolist(), chosen_logprobs, tops, strict=True)
     return [SampledDraw(token, logprob, top) for token, logprob, top in rows]
 
 
@@ -122,8 +122,8 @@ def _cut(logits: Tensor, draws: Sequence[SamplingRule]) -> Tensor:
     with at least that mass."""
     size, device = logits.shape[-1], logits.device
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    kept = torch.tensor([one.top_k if 0 < one.top_k < size else size for one in draws], device=device)
-    is_out = torch.arange(size, device=device)[None] >= kept[:, None]
+    top_ks = torch.tensor([one.top_k if 0 < one.top_k < size else size for one in draws], device=device)
+    is_out = torch.arange(size, device=device)[None] >= top_ks[:, None]
     ordered = ordered.masked_fill(is_out, float("-inf"))
     before = ordered.double().softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
     before[:, 0] = -1.0  # the most likely token always stays

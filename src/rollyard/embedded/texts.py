@@ -14,7 +14,7 @@ class Texts:
     thread."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._given = tokenizer
+        self._optional_tokenizer = tokenizer
 
     def encode(self, text: str, *, has_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=has_special_tokens)
@@ -36,6 +36,6 @@ class Texts:
 
     @property
     def _tokenizer(self) -> Any:
-        if self._given is None:
+        if self._optional_tokenizer is None:
             raise Refused("this engine has no tokenizer: it accepts token ids only")
-        return self._given
+        return self._optional_tokenizer

@@ -152,8 +152,8 @@ class ModelCache:
             there = ", ".join((AUTO, *model.sources))
             raise WeightsError(f"{model.name} has no source {source}", f"use one of: {there}")
         order = tuple(model.sources) if source == AUTO else (source,)
-        if found := self._first(model, order):
-            return found
+        if folder := self._first(model, order):
+            return folder
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(self.folder / ".lock", lambda: tell("waiting for another fetch")):
@@ -162,29 +162,29 @@ class ModelCache:
             raise WeightsError(f"{model.name} cannot be stored in {self.folder}: {error}", "check the disk") from error
 
     def _first(self, model: KnownModel, order: tuple[str, ...]) -> Path | None:
-        return next((found for source in order if (found := self.cached(model, source))), None)
+        return next((folder for source in order if (folder := self.cached(model, source))), None)
 
-    def _fetch(self, model: KnownModel, order: tuple[str, ...], tell: Tell, watch: Watch) -> Path:
-        for left in self.folder.glob(".draft-*"):  # left by a killed process: we hold the lock
-            shutil.rmtree(left, ignore_errors=True)
+    def _fetch(self, model: KnownModel, order: tuple[str, ...], notify: Tell, watch: Watch) -> Path:
+        for leftover in self.folder.glob(".draft-*"):  # left by a killed process: we hold the lock
+            shutil.rmtree(leftover, ignore_errors=True)
         troubles: list[Unreachable] = []
         for source in order:
             try:
-                return self._make(model, source, tell, watch)
+                return self._make(model, source, notify, watch)
             except Unreachable as trouble:  # not for a wrong digest: that must reach the user
                 troubles.append(trouble)
                 if source != order[-1]:
-                    tell(trouble.what)
+                    notify(trouble.what)
         raise WeightsError("; ".join(trouble.what for trouble in troubles), troubles[-1].remedy)
 
-    def _make(self, model: KnownModel, source: str, tell: Tell, watch: Watch) -> Path:
+    def _make(self, model: KnownModel, source: str, notify: Tell, watch: Watch) -> Path:
         place = self.folder / f"{model.name}-{source}"
         draft = self.folder / f".draft-{os.urandom(6).hex()}"
         origin = model.sources[source]
         try:
             (draft / "model").mkdir(parents=True)
             (draft / "scratch").mkdir()
-            origin.fill(draft / "model", draft / "scratch", tell, watch)
+            origin.fill(draft / "model", draft / "scratch", notify, watch)
             record = {"model": model.name, "source": source, "from": _origin(origin)}
             (draft / "model" / RECORD).write_text(json.dumps(record))
             if (digest := weights_digest(draft / "model")) != origin.weights_sha256:
@@ -207,7 +207,7 @@ def _origin(origin: Source) -> str:
 
 def _record(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / RECORD).read_text())
+        record = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 SWITCH_S = 0.0005  # Python's default, 5 ms, lets the event loop delay a step for as long as a step takes on a GPU
 
-Tell = Callable[[Sequence[SampledToken]], None]
-TellFailed = Callable[[Sequence[BatchedSequence], str], None]
+OnTokens = Callable[[Sequence[SampledToken]], None]
+OnFailed = Callable[[Sequence[BatchedSequence], str], None]
 
 
 class Worker:
-    """Runs the batcher's steps in a thread. Calls `tell` and `tell_failed` in that thread."""
+    """Runs the batcher's steps in a thread. Calls `on_tokens` and `on_failed` in that thread."""
 
-    def __init__(self, batcher: Batcher, tell: Tell, tell_failed: TellFailed) -> None:
+    def __init__(self, batcher: Batcher, on_tokens: OnTokens, on_failed: OnFailed) -> None:
         self.is_paused = False
         self._batcher = batcher
-        self._tell = tell
-        self._tell_failed = tell_failed
+        self._on_tokens = on_tokens
+        self._on_failed = on_failed
         self._turn = threading.Condition()
         self._orders: deque[Callable[[], None]] = deque()
         self._is_busy = False  # the thread is using the batcher
@@ -133,14 +133,14 @@ class Worker:
         except Exception as error:
             failed = self._batcher.give_up()
             log.exception("a step of the model failed", extra={"sequences": len(failed)})
-            self._tell_failed(failed, f"{type(error).__name__}: {error}")
+            self._on_failed(failed, f"{type(error).__name__}: {error}")
             try:
                 self._batcher.model.forget_numbers()
             except Exception:  # a GPU that has failed may fail at everything; the next step reports it
                 log.exception("cannot clear the cache after a failed step")
             return
         if steps:
-            self._tell(steps)
+            self._on_tokens(steps)
 
     def _set_paused(self, is_paused: bool) -> None:
         self.is_paused = is_paused

@@ -140,20 +140,20 @@ class _Streaming:
     """A streamed call in progress, and the tokens reported so far."""
 
     def __init__(self, engine: Engine, request: GenerateRequest) -> None:
-        self.told: list[int] = []
-        self.began = asyncio.Event()
-        self.task = asyncio.create_task(engine.generate(request, self._tell))
+        self.tokens: list[int] = []
+        self.started = asyncio.Event()
+        self.task = asyncio.create_task(engine.generate(request, self._take))
 
-    def _tell(self, ids: Sequence[int]) -> None:
+    def _take(self, ids: Sequence[int]) -> None:
         assert len(ids) > 0, "it reported an empty list of tokens"
-        self.told += ids
-        self.began.set()
+        self.tokens += ids
+        self.started.set()
 
     async def __aenter__(self) -> _Streaming:
         """Waits for the first token."""
-        began = asyncio.ensure_future(self.began.wait())
-        await asyncio.wait({self.task, began}, return_when=asyncio.FIRST_COMPLETED)
-        began.cancel()
+        started = asyncio.ensure_future(self.started.wait())
+        await asyncio.wait({self.task, started}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
         if self.task.done():
             self.task.result()
         return self
@@ -165,9 +165,9 @@ class _Streaming:
 
 @_check
 async def a_stream_tells_exactly_the_generation(engine: Engine, context: Context) -> None:
-    told: list[int] = []
-    streamed = await engine.generate(context.request(8, "stream"), told.extend)
-    assert told == list(streamed.token_ids), "the streamed tokens differ from the returned ones"
+    tokens: list[int] = []
+    streamed = await engine.generate(context.request(8, "stream"), tokens.extend)
+    assert tokens == list(streamed.token_ids), "the streamed tokens differ from the returned ones"
     check_shape(streamed, 8)
     whole = await engine.generate(context.request(8, "whole"))
     assert (len(streamed.token_ids), streamed.finish_reason) == (8, "length")
@@ -179,10 +179,10 @@ async def a_stream_tells_exactly_the_generation(engine: Engine, context: Context
 @_check
 async def a_stream_stops_where_a_whole_reply_does(engine: Engine, context: Context) -> None:
     free = await engine.generate(context.request(6, "free"))
-    told: list[int] = []
+    tokens: list[int] = []
     request = context.request(6, "stop", stop_token_ids=(free.token_ids[2],))
-    stopped = await engine.generate(request, told.extend)
-    assert told == list(stopped.token_ids)
+    stopped = await engine.generate(request, tokens.extend)
+    assert tokens == list(stopped.token_ids)
     if stopped.finish_reason == "stop":
         assert stopped.token_ids[-1] == free.token_ids[2], "the stop token was not kept"
     check_shape(stopped, 6)
@@ -195,7 +195,7 @@ async def an_abort_of_a_stream_keeps_what_was_told(engine: Engine, context: Cont
         await engine.abort(request.request_id)
         generation = await streaming.task
     assert generation.finish_reason == "abort" and 0 < len(generation.token_ids) < context.long_tokens
-    assert streaming.told == list(generation.token_ids)
+    assert streaming.tokens == list(generation.token_ids)
     check_shape(generation, context.long_tokens)
 
 
@@ -206,7 +206,7 @@ async def a_stream_that_is_hung_up_on_keeps_what_was_told(engine: Engine, contex
         engine.hang_up(request.request_id)
         generation = await streaming.task
     assert generation.finish_reason == "abort"
-    assert streaming.told == list(generation.token_ids)
+    assert streaming.tokens == list(generation.token_ids)
     check_shape(generation, context.long_tokens)
     engine.hang_up("conformance-unknown")
 

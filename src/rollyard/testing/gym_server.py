@@ -58,11 +58,11 @@ TOOLS: list[dict[str, Any]] = [
 
 def row(initial: int = 3, *counts: int) -> dict[str, Any]:
     """Returns a row of its dataset: start at `initial`, add `counts`. Its `solution` is for the importer's `oracle`."""
-    wanted = f"Add {', then '.join(map(str, counts)) or 'nothing'}; then get the counter's value and tell it."
+    instruction = f"Add {', then '.join(map(str, counts)) or 'nothing'}; then get the counter's value and tell it."
     expected = initial + sum(counts)
     steps: list[dict[str, Any]] = [{"tool": "increment_counter", "arguments": {"count": count}} for count in counts]
     return {
-        "responses_create_params": {"input": [{"role": "user", "content": wanted}], "tools": TOOLS},
+        "responses_create_params": {"input": [{"role": "user", "content": instruction}], "tools": TOOLS},
         "initial_count": initial,
         "expected_count": expected,
         "solution": [*steps, {"tool": "get_counter_value", "arguments": {}}, {"answer": f"It stands at {expected}."}],
@@ -157,8 +157,8 @@ class GymServer:
 
     def _signed(self, session: str, serial: int) -> str:
         """Signs as Gym does, with a key that is not secret."""
-        told = base64.b64encode(f"{session}:{serial}".encode())
-        return f"{told.decode()}.{hmac.digest(self.cookie.encode(), told, 'sha256').hex()}"
+        payload = base64.b64encode(f"{session}:{serial}".encode())
+        return f"{payload.decode()}.{hmac.digest(self.cookie.encode(), payload, 'sha256').hex()}"
 
     # --- tools and verification
 
@@ -178,9 +178,9 @@ class GymServer:
         self.verified.append(body)
         expected = _integer(body, "expected_count")
         is_right = counter.value == expected
-        is_told = str(expected) in re.findall(r"\d+", _last_words(body["response"]))
-        parts = {"counted": float(is_right), "told": float(is_told)}
-        return {**body, "reward": float(is_right and is_told), "reward_components": parts, "calls": counter.calls}
+        is_answered = str(expected) in re.findall(r"\d+", _last_words(body["response"]))
+        parts = {"counted": float(is_right), "told": float(is_answered)}
+        return {**body, "reward": float(is_right and is_answered), "reward_components": parts, "calls": counter.calls}
 
 
 def _integer(body: Mapping[str, Any], name: str) -> int:

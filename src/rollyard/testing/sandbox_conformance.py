@@ -99,23 +99,23 @@ def marked() -> str:
 
 def alive(mark: str) -> list[int]:
     """Returns the live processes of this machine with that word in their command line; zombies do not count."""
-    found: list[int] = []
+    pids: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             if mark.encode() in (entry / "cmdline").read_bytes().split(b"\0") and state not in "ZX":
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
-async def eventually(happened: Callable[[], bool], what: str, left: Callable[[], object] | None = None) -> None:
+async def eventually(happened: Callable[[], bool], what: str, details: Callable[[], object] | None = None) -> None:
     """Polls until `happened`. Fails only after SECONDS and at least LOOKS polls, because on a stalled machine nothing
     had time to end. `left` returns what still exists, for the error message."""
     until, looks = time.monotonic() + SECONDS, 0
     while not happened():
         looks += 1
         if looks >= LOOKS and time.monotonic() >= until:
-            raise AssertionError(f"{what}: {left()}" if left is not None else what)
+            raise AssertionError(f"{what}: {details()}" if details is not None else what)
         await asyncio.sleep(0.01)
 
 
@@ -359,10 +359,10 @@ async def what_its_owner_made_of_a_folder_never_keeps_it_in(runtime: Runtime) ->
     async with started(runtime) as sandbox:
         deep = "import os\nfor _ in range(1200):\n os.mkdir('d'); os.chdir('d')"
         assert (await sandbox.exec(["python3", "-c", deep], timeout_s=SECONDS)).status == 0
-        made = (
+        script = (
             "mkdir -p no/way; echo x > no/way/f; echo y > secret; chmod 0 secret no/way; chmod 400 no; ln -s secret l"
         )
-        assert (await sandbox.exec(made, timeout_s=SECONDS)).status == 0
+        assert (await sandbox.exec(script, timeout_s=SECONDS)).status == 0
         await sandbox.exec("touch -d @99999999999999 later; chmod 0 .", timeout_s=SECONDS)
         with tempfile.TemporaryDirectory() as name:
             target = Path(name, "target")
@@ -396,10 +396,10 @@ async def each_has_namespaces_of_its_own(runtime: Runtime) -> None:
     kinds = ("user", "mnt", "pid", "ipc", "uts", "net")
     command = "; ".join(f"readlink /proc/self/ns/{kind}" for kind in kinds)
     async with started(runtime) as one, started(runtime) as two:
-        seen = [(await output(sandbox, command)).split() for sandbox in (one, two)]
-        seen.append([str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in kinds])
-        for kind, *found in zip(kinds, *seen, strict=True):
-            assert len(set(found)) == 3, (kind, found)
+        namespaces = [(await output(sandbox, command)).split() for sandbox in (one, two)]
+        namespaces.append([str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in kinds])
+        for kind, *ids in zip(kinds, *namespaces, strict=True):
+            assert len(set(ids)) == 3, (kind, ids)
 
 
 @isolated(RuntimePart.ROOT)
@@ -407,8 +407,10 @@ async def no_setting_of_the_kernel_can_be_changed(runtime: Runtime) -> None:
     """They apply to the whole machine: if the service runs as root, a sandbox could set core_pattern and run anything
     as root. Only permissions are checked: where the check fails, a write would succeed."""
     async with started(runtime) as sandbox:
-        found = "find /proc -maxdepth 1 -type f -writable -exec test -f {} ';' -print; find /proc/sys -type f -writable"
-        result = await sandbox.exec(found, timeout_s=SECONDS)
+        command = (
+            "find /proc -maxdepth 1 -type f -writable -exec test -f {} ';' -print; find /proc/sys -type f -writable"
+        )
+        result = await sandbox.exec(command, timeout_s=SECONDS)
         assert not result.stdout, result.stdout[:500]
 
 
@@ -467,14 +469,14 @@ async def a_command_in_progress_learns_of_the_kill(runtime: Runtime) -> None:
 
 @check(RuntimePart.LAUNCHER)
 async def a_lease_that_is_not_renewed_ends_it(runtime: Runtime) -> None:
-    kept = await runtime.start(SandboxSpec(), lease_s=0.2)
-    kept.renew(60.0)
-    left = await runtime.start(SandboxSpec(), lease_s=0.2)
+    renewed = await runtime.start(SandboxSpec(), lease_s=0.2)
+    renewed.renew(60.0)
+    expired = await runtime.start(SandboxSpec(), lease_s=0.2)
     async with asyncio.timeout(SECONDS):
-        assert (await left.ended()).reason == "lease"
-    assert kept.end is None
-    await kept.kill()
-    await left.kill()
+        assert (await expired.ended()).reason == "lease"
+    assert renewed.end is None
+    await renewed.kill()
+    await expired.kill()
 
 
 @isolated(RuntimePart.PROGRAM)
@@ -517,12 +519,12 @@ def _descendants() -> set[int]:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if fields[0] not in "ZX":
                 parents[int(entry.name)] = int(fields[1])
-    found: set[int] = set()
+    descendants: set[int] = set()
     level = {os.getpid()}
     while level:
         level = {pid for pid, parent in parents.items() if parent in level}
-        found |= level
-    return found
+        descendants |= level
+    return descendants
 
 
 _SERVER = """
@@ -557,8 +559,8 @@ async def server_gone_sandbox_gone_and_the_next_one_sweeps(runtime: Runtime) -> 
                 server.wait()
         await eventually(lambda: not alive(mark), "a killed server's sandboxes leave no process")
         async with kind(root=Path(root)) as successor:  # type: ignore[call-arg]
-            left = [entry.name for entry in Path(root).glob("sbx_*")]
-            assert not left, left
+            leftovers = [entry.name for entry in Path(root).glob("sbx_*")]
+            assert not leftovers, leftovers
             async with started(successor) as sandbox:
                 assert await output(sandbox, "echo ok") == "ok\n"
 
@@ -660,8 +662,8 @@ async def host_and_other_sandboxes_are_unseen(runtime: Runtime) -> None:
         async with started(runtime) as sandbox, started(runtime) as other:
             await other.write("mine", b"not yours")
             places = _HOST_PLACES if sandbox.spec.image is None else ()  # an image has its own
-            seen = await sandbox.exec(["ls", secret.name, *places, str(other.control_dir)], timeout_s=SECONDS)
-            assert seen.stdout == b"", seen.stdout
+            listing = await sandbox.exec(["ls", secret.name, *places, str(other.control_dir)], timeout_s=SECONDS)
+            assert listing.stdout == b"", listing.stdout
             assert await output(sandbox, "ls -A") == ""
             assert str(os.getpid()) not in (await output(sandbox, "ls /proc")).split() or os.getpid() < 20
             commands = await output(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; cat /proc/[0-9]*/environ; true")

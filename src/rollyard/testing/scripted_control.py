@@ -52,14 +52,14 @@ class Controls:
         for _ in range(count):
             faults.append(fault)
 
-    async def tell(self, path: str, query: Mapping[str, str], body: Mapping[str, Any]) -> Answer:
+    async def handle(self, path: str, query: Mapping[str, str], body: Mapping[str, Any]) -> Answer:
         step = PATHS[path]
         mode = query.get("mode") or body.get("mode") or "abort"
-        said = {"pause": f"pause {mode}", "version": f"version {body.get('new_version')}"}.get(step, step)
+        entry = {"pause": f"pause {mode}", "version": f"version {body.get('new_version')}"}.get(step, step)
         faults = self._faults.get(step)
         if faults:
             fault = faults.popleft()
-            self.log.append(f"{said} {fault}")
+            self.log.append(f"{entry} {fault}")
             if fault == "held":
                 return 200, {"success": False}
             if fault == "hang":
@@ -67,7 +67,7 @@ class Controls:
             return fault if isinstance(fault, int) else 500, {
                 "error": {"message": f"a fault of {step} was requested", "code": fault}
             }
-        self.log.append(said)
+        self.log.append(entry)
         if step == "pause":
             self._pause(mode)
         elif step == "version":

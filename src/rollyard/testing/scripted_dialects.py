@@ -18,12 +18,12 @@ Body = dict[str, Any]
 
 
 class ReplyFormat(Protocol):
-    def whole(self, done: Sampled) -> Body: ...
+    def whole(self, sampled: Sampled) -> Body: ...
 
 
 @runtime_checkable
 class StreamFormat(ReplyFormat, Protocol):
-    def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
+    def events(self, sampled: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
         """Returns the events for the tokens [start, end)."""
         ...
 
@@ -37,27 +37,27 @@ class GenerateFormat:
     has_usage: bool
     is_old: bool
 
-    def whole(self, done: Sampled) -> Body:
-        choice: Body = {"index": 0, "finish_reason": done.finish, "token_ids": done.ids}
+    def whole(self, sampled: Sampled) -> Body:
+        choice: Body = {"index": 0, "finish_reason": sampled.finish, "token_ids": sampled.ids}
         if not self.is_old:
-            choice["weight_versions"] = done.spans()
-        if done.has_logprobs:
-            content = [{**self._name(done.ids[i]), "logprob": value} for i, value in enumerate(done.logprobs())]
-            if done.top:
+            choice["weight_versions"] = sampled.spans()
+        if sampled.has_logprobs:
+            content = [{**self._name(sampled.ids[i]), "logprob": value} for i, value in enumerate(sampled.logprobs())]
+            if sampled.top:
                 for i, entry in enumerate(content):
-                    tops = done.tops(i).items()
+                    tops = sampled.tops(i).items()
                     entry["top_logprobs"] = [{**self._name(token), "logprob": value} for token, value in tops]
             choice["logprobs"] = {"content": content}
-        return {"request_id": self.known_as, "model": self.model, "choices": [choice], "usage": done.usage()}
+        return {"request_id": self.known_as, "model": self.model, "choices": [choice], "usage": sampled.usage()}
 
-    def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
-        body = self.whole(done.part(start, end))
+    def events(self, sampled: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
+        body = self.whole(sampled.part(start, end))
         choice = body["choices"][0]
         if not is_last:
             choice["finish_reason"] = None
         if not self.is_old:
-            choice["weight_versions"] = done.spans() if is_last else None
-        return _with_usage(body, done, self.has_usage and is_last)
+            choice["weight_versions"] = sampled.spans() if is_last else None
+        return _with_usage(body, sampled, self.has_usage and is_last)
 
     def _name(self, token: int) -> Body:
         return {"token": f"token_id:{token}"} if self.is_old else {"token_id": token}
@@ -72,23 +72,23 @@ class CompletionFormat:
     has_usage: bool
     tokenizer: Tokenizer
 
-    def whole(self, done: Sampled) -> Body:
-        choice: Body = {"index": 0, "text": self.tokenizer.decode(done.ids), "finish_reason": done.finish}
-        if done.params.get("return_token_ids"):
-            choice["token_ids"] = done.ids
-        if done.has_logprobs:
-            logprobs: Body = {"token_logprobs": done.logprobs()}
-            if done.top:
-                tops = [{f"token_id:{t}": v for t, v in done.tops(i).items()} for i in range(len(done.ids))]
+    def whole(self, sampled: Sampled) -> Body:
+        choice: Body = {"index": 0, "text": self.tokenizer.decode(sampled.ids), "finish_reason": sampled.finish}
+        if sampled.params.get("return_token_ids"):
+            choice["token_ids"] = sampled.ids
+        if sampled.has_logprobs:
+            logprobs: Body = {"token_logprobs": sampled.logprobs()}
+            if sampled.top:
+                tops = [{f"token_id:{t}": v for t, v in sampled.tops(i).items()} for i in range(len(sampled.ids))]
                 logprobs["top_logprobs"] = tops
             choice["logprobs"] = logprobs
-        return {"id": self.known_as, "model": self.model, "choices": [choice], "usage": done.usage()}
+        return {"id": self.known_as, "model": self.model, "choices": [choice], "usage": sampled.usage()}
 
-    def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
-        body = self.whole(done.part(start, end))
+    def events(self, sampled: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
+        body = self.whole(sampled.part(start, end))
         if not is_last:
             body["choices"][0]["finish_reason"] = None
-        return _with_usage(body, done, self.has_usage and is_last)
+        return _with_usage(body, sampled, self.has_usage and is_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +100,27 @@ class SglangFormat:
     tokenizer: Tokenizer
     is_incremental: bool
 
-    def whole(self, done: Sampled) -> Body:
+    def whole(self, sampled: Sampled) -> Body:
         meta: Body = {
             "id": self.known_as,
-            "finish_reason": {"type": done.finish},
-            "prompt_tokens": len(done.prompt),
-            "completion_tokens": len(done.ids),
-            "cached_tokens": done.cached,
-            "weight_version": "seven" if done.fault == "bad_version" else self.version(),
+            "finish_reason": {"type": sampled.finish},
+            "prompt_tokens": len(sampled.prompt),
+            "completion_tokens": len(sampled.ids),
+            "cached_tokens": sampled.cached,
+            "weight_version": "seven" if sampled.fault == "bad_version" else self.version(),
         }
-        if done.has_logprobs:
-            meta["output_token_logprobs"] = [[value, done.ids[i], None] for i, value in enumerate(done.logprobs())]
-            if done.top:
-                tops = [[[v, t, None] for t, v in done.tops(i).items()] for i in range(len(done.ids))]
+        if sampled.has_logprobs:
+            meta["output_token_logprobs"] = [
+                [value, sampled.ids[i], None] for i, value in enumerate(sampled.logprobs())
+            ]
+            if sampled.top:
+                tops = [[[v, t, None] for t, v in sampled.tops(i).items()] for i in range(len(sampled.ids))]
                 meta["output_top_logprobs"] = tops
-        return {"text": self.tokenizer.decode(done.ids), "output_ids": done.ids, "meta_info": meta}
+        return {"text": self.tokenizer.decode(sampled.ids), "output_ids": sampled.ids, "meta_info": meta}
 
-    def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
-        body = self.whole(done.part(start if self.is_incremental else 0, end))
-        body["meta_info"] |= {"prompt_tokens": len(done.prompt), "completion_tokens": end}
+    def events(self, sampled: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
+        body = self.whole(sampled.part(start if self.is_incremental else 0, end))
+        body["meta_info"] |= {"prompt_tokens": len(sampled.prompt), "completion_tokens": end}
         if not is_last:
             body["meta_info"]["finish_reason"] = None
         return [body]
@@ -128,8 +130,8 @@ class SglangFormat:
 class ProrlFormat:
     """The reference system's /generate: ids and logprobs, whole only."""
 
-    def whole(self, done: Sampled) -> Body:
-        return {"response_ids": done.ids, "logprobs": done.logprobs() if done.has_logprobs else None}
+    def whole(self, sampled: Sampled) -> Body:
+        return {"response_ids": sampled.ids, "logprobs": sampled.logprobs() if sampled.has_logprobs else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,31 +141,31 @@ class ChatFormat:
     model: str
     tokenizer: Tokenizer
 
-    def whole(self, done: Sampled) -> Body:
-        text = self.tokenizer.decode(done.ids).removesuffix(END)
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": done.finish}
+    def whole(self, sampled: Sampled) -> Body:
+        text = self.tokenizer.decode(sampled.ids).removesuffix(END)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": sampled.finish}
         head = {"id": "chat", "object": "chat.completion", "created": 0, "model": self.model}  # clients require them
-        return {**head, "choices": [choice], "usage": done.usage()}
+        return {**head, "choices": [choice], "usage": sampled.usage()}
 
 
-def _with_usage(body: Body, done: Sampled, has_usage: bool) -> list[Body]:
+def _with_usage(body: Body, sampled: Sampled, has_usage: bool) -> list[Body]:
     """vLLM sends usage in a separate event after the last one, if the client requests it."""
     del body["usage"]
-    return [body, {**body, "choices": [], "usage": done.usage()}] if has_usage else [body]
+    return [body, {**body, "choices": [], "usage": sampled.usage()}] if has_usage else [body]
 
 
-def spoil(done: Sampled, body: Body) -> Body:
+def spoil(sampled: Sampled, body: Body) -> Body:
     """Returns the body with the requested fault in its token ids or choices."""
-    if done.fault == "two_choices" and body.get("choices"):
+    if sampled.fault == "two_choices" and body.get("choices"):
         body["choices"] = body["choices"] * 2
-    if done.fault not in ("no_token_ids", "wrong_ids"):
+    if sampled.fault not in ("no_token_ids", "wrong_ids"):
         return body
     holders: list[Body] = body.get("choices", [body])
     for holder in holders:
         for key in ("token_ids", "output_ids", "response_ids"):
             if key in holder:
-                holder[key] = ["x" for _ in holder[key]] if done.fault == "wrong_ids" else None
-    if done.fault == "no_token_ids" and "meta_info" in body:
+                holder[key] = ["x" for _ in holder[key]] if sampled.fault == "wrong_ids" else None
+    if sampled.fault == "no_token_ids" and "meta_info" in body:
         body["meta_info"].pop("output_token_logprobs", None)
     return body
 

@@ -317,7 +317,7 @@ class ScriptedEngine:
         if not self.control.is_there:
             return _json({"detail": "Not Found"}, 404)
         raw = await request.read()
-        status, answer = await self.control.tell(request.path, request.query, orjson.loads(raw) if raw else {})
+        status, answer = await self.control.handle(request.path, request.query, orjson.loads(raw) if raw else {})
         return _json(answer, status)
 
     async def _is_paused(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -430,10 +430,10 @@ class ScriptedEngine:
         if fault == "not_json":
             return web.Response(body=b"<html>Bad gateway</html>", content_type="text/html")
         if how == "abort" or fault == "unasked_abort":
-            done = end(piece.sampled() if how == "abort" else 0, "abort")
+            sampled = end(piece.sampled() if how == "abort" else 0, "abort")
         else:
-            done = end(len(ids), finish)
-        return _json(spoil(done, voice.whole(done)))
+            sampled = end(len(ids), finish)
+        return _json(spoil(sampled, voice.whole(sampled)))
 
     def _check(self, body: Mapping[str, Any], prompt: list[int]) -> None:
         if body.get("model") not in (None, "", self.model):

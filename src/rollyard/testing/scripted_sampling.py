@@ -64,9 +64,9 @@ class Sampled:
         if self.logprobs_mode == "raw":
             return raw
         temperature = max(self.params.get("temperature", 1.0), 1e-2)
-        kept = self.params.get("top_k", -1)
+        top_k = self.params.get("top_k", -1)
         scaled = [value / temperature for value in raw.values()]
-        allowed = scaled[:kept] if kept > 0 else scaled
+        allowed = scaled[:top_k] if top_k > 0 else scaled
         total = math.log(sum(math.exp(value) for value in allowed))
         return {
             one: value - total if place < len(allowed) else MASKED

@@ -35,23 +35,23 @@ async def stream_out(
     fault = plan.fault
     good = plan.without_fault()
     response: web.StreamResponse | None = None
-    told = 0
+    sent = 0
 
-    async def tell_up_to(count: int) -> None:
-        nonlocal response, told
-        if count > told:
-            start, told = told, count
+    async def send_up_to(count: int) -> None:
+        nonlocal response, sent
+        if count > sent:
+            start, sent = sent, count
             response = await _opened(request, response)
             await response.write(_lines(voice.events(good, start, count, is_last=False)))
 
-    async def tell() -> int:
+    async def send_new() -> int:
         count = piece.sampled()
-        await tell_up_to(count if piece.is_stalling else min(count, len(plan.ids) - 1))  # the last is sent at the end
-        if fault in MIDWAY and told >= piece.limit:
+        await send_up_to(count if piece.is_stalling else min(count, len(plan.ids) - 1))  # the last is sent at the end
+        if fault in MIDWAY and sent >= piece.limit:
             piece.end("stopped")
-        return told
+        return sent
 
-    how = await work.do(known_as, piece, tell)
+    how = await work.do(known_as, piece, send_new)
     if how == "stopped":
         if fault == "error_midway":
             response = await _opened(request, response)
@@ -60,18 +60,18 @@ async def stream_out(
         if request.transport is not None:
             request.transport.close()  # sends its buffer first
         return response or web.Response()
-    if how == "done" and piece.tokens_per_s and not told:
-        await tell_up_to(len(plan.ids) // 2)
+    if how == "done" and piece.tokens_per_s and not sent:
+        await send_up_to(len(plan.ids) // 2)
     if fault == "not_json":
         last = b"data: <html>Bad gateway</html>\n\n"
     else:
         if how == "abort":
-            done = end(max(told, piece.sampled()), "abort")
+            sampled = end(max(sent, piece.sampled()), "abort")
         elif fault == "unasked_abort":
-            done = end(told, "abort")
+            sampled = end(sent, "abort")
         else:
-            done = end(len(plan.ids), plan.finish)
-        last = _lines(spoil(done, body) for body in voice.events(done, told, len(done.ids), is_last=True))
+            sampled = end(len(plan.ids), plan.finish)
+        last = _lines(spoil(sampled, body) for body in voice.events(sampled, sent, len(sampled.ids), is_last=True))
     if response is None:
         return web.Response(body=last + DONE, content_type="text/event-stream")
     await response.write(last + DONE)

@@ -52,13 +52,13 @@ class ScriptedGeneration:
             count = min(count, int(passed_s * self.tokens_per_s))
         return count
 
-    def due_s(self, told: int) -> float | None:
-        """Returns the time until there may be more than `told` tokens, or None if there will be no more."""
-        if told >= self.limit:
+    def due_s(self, sent: int) -> float | None:
+        """Returns the time until there may be more than `sent` tokens, or None if there will be no more."""
+        if sent >= self.limit:
             return None
         wait_s = self.started + self.latency_s - asyncio.get_running_loop().time()
         if self.tokens_per_s:
-            wait_s = max(TICK_S, wait_s + (told + 1) / self.tokens_per_s)
+            wait_s = max(TICK_S, wait_s + (sent + 1) / self.tokens_per_s)
         return max(0.0, wait_s)
 
     def end(self, how: How) -> None:
@@ -88,9 +88,9 @@ class ScriptedGenerations:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def do(self, name: str, piece: ScriptedGeneration, tell: Callable[[], Awaitable[int]] | None = None) -> How:
-        """Returns when the generation is complete or is ended. Meanwhile it calls `tell` whenever there are new tokens;
-        `tell` returns how many it has sent in total."""
+    async def do(self, name: str, piece: ScriptedGeneration, send: Callable[[], Awaitable[int]] | None = None) -> How:
+        """Returns when the generation is complete or is ended. Meanwhile it calls `send` whenever there are new tokens;
+        `send` returns how many it has sent in total."""
         if piece.takes_s <= 0 and not piece.is_stalling and self.open.is_set():
             return "done"
         key = f"{name}#{id(piece)}" if not name or name in self.running else name
@@ -103,11 +103,11 @@ class ScriptedGenerations:
                 piece.started = asyncio.get_running_loop().time()
             if not piece.is_stalling:
                 piece.arm()
-            told = 0
-            while tell is not None and not piece.ended.done():
-                await asyncio.wait({piece.ended}, timeout=piece.due_s(told))
+            sent = 0
+            while send is not None and not piece.ended.done():
+                await asyncio.wait({piece.ended}, timeout=piece.due_s(sent))
                 if not piece.ended.done():
-                    told = await tell()
+                    sent = await send()
             return await piece.ended
         finally:
             piece.disarm()

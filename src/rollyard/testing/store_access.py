@@ -54,10 +54,10 @@ async def the_audit_log_comes_newest_first_and_in_pages(open_store: Open) -> Non
             await store.add_audit(entry)
     async with opened(open_store) as store:
         first = await store.audit(limit=2)
-        rest = await store.audit(before=first[-1].seq, limit=10)
-        found = [*first, *rest]
-        assert [replace(one, seq=0) for one in found] == entries[::-1]
-        assert [one.seq for one in found] == sorted({one.seq for one in found}, reverse=True)
+        second = await store.audit(before=first[-1].seq, limit=10)
+        listed = [*first, *second]
+        assert [replace(one, seq=0) for one in listed] == entries[::-1]
+        assert [one.seq for one in listed] == sorted({one.seq for one in listed}, reverse=True)
 
 
 @_check

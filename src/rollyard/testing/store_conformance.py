@@ -126,13 +126,13 @@ async def raises(kind: type[BaseException] | tuple[type[BaseException], ...], ca
 
 async def ended_ids(store: Store, limit: int = 100, run: str | None = None) -> list[str]:
     """Returns the ids of all ended rollouts, read page by page."""
-    found: list[str] = []
+    ids: list[str] = []
     cursor: str | None = None
     while True:
         page = await store.list(state=State.ENDED, after=cursor, limit=limit, runs=None if run is None else [run])
-        found += [rollout.id for rollout in page.rollouts]
+        ids += [rollout.id for rollout in page.rollouts]
         if page.next_cursor is None:
-            return found
+            return ids
         cursor = page.next_cursor
 
 
@@ -142,14 +142,14 @@ async def ended_ids(store: Store, limit: int = 100, run: str | None = None) -> l
 @_check
 async def runs_are_idempotent(open_store: Open) -> None:
     async with opened(open_store) as store:
-        made = await store.put_run(Run("a", seed=7, priority=2), {"seed": 7})
-        assert made == await store.put_run(Run("a", seed=7, priority=2, created_at=9.0), {"seed": 7})
+        created = await store.put_run(Run("a", seed=7, priority=2), {"seed": 7})
+        assert created == await store.put_run(Run("a", seed=7, priority=2, created_at=9.0), {"seed": 7})
         await raises(IdConflict, store.put_run(Run("a", seed=8), {"seed": 8}))
-        assert await store.get_run("a") == made
+        assert await store.get_run("a") == created
         assert [run.id for run in await store.list_runs()] == ["run", "a"]
         await raises(NotFound, store.get_run("b"))
     async with opened(open_store) as store:
-        assert await store.get_run("a") == made
+        assert await store.get_run("a") == created
 
 
 @_check
@@ -329,8 +329,8 @@ async def many_are_cancelled_at_once(open_store: Open) -> None:
         ids = [f"r{i:03}" for i in range(150)]
         await store.submit([submission(one) for one in ids])
         at = await advance(store, "r000", State.RUN)
-        done = await advance(store, "r001", State.RUN)
-        before = await store.end("r001", done, completed())
+        position = await advance(store, "r001", State.RUN)
+        before = await store.end("r001", position, completed())
         assert set(await store.cancel_many([*ids, "unknown"], "no need")) == set(ids[2:])
         assert await store.cancel_many(ids, "again") == []
         marked = await store.get("r000")
@@ -346,17 +346,17 @@ async def tasks_are_stored_once_and_read_in_pages(open_store: Open) -> None:
     async with opened(open_store) as store:
         large = Task("shell", {"instruction": "x" * 6_000_000})
         await store.submit([Submission(Rollout(f"g-{i}", "run", large, group="g", index=i), {}) for i in range(7)])
-        seen: list[str] = []
+        listed: list[str] = []
         after: str | None = None
         while True:
             page = await store.list(group="g", after=after, limit=1000)
             assert 0 < len(page.rollouts) < 7 and all(one.task == large for one in page.rollouts)
-            seen += [one.id for one in page.rollouts]
+            listed += [one.id for one in page.rollouts]
             after = page.next_cursor
             if after is None:
                 break
-        assert seen == [f"g-{i}" for i in range(7)]
-        assert [one.id for one in await store.get_many(seen)] == seen
+        assert listed == [f"g-{i}" for i in range(7)]
+        assert [one.id for one in await store.get_many(listed)] == listed
 
 
 @_check
@@ -525,14 +525,14 @@ async def the_terminal_order_is_the_order_of_commits(open_store: Open) -> None:
     ids = [f"r{i:03}" for i in range(120)]
     async with opened(open_store) as store:
         await store.submit([submission(rollout_id) for rollout_id in ids])
-        seen: list[str] = []
+        listed: list[str] = []
         cursor: str | None = None
 
         async def watch() -> None:
             nonlocal cursor
-            while len(seen) < len(ids):
+            while len(listed) < len(ids):
                 page = await store.list(state=State.ENDED, after=cursor, limit=7)
-                seen.extend(rollout.id for rollout in page.rollouts)
+                listed.extend(rollout.id for rollout in page.rollouts)
                 cursor = page.next_cursor or cursor
                 await asyncio.sleep(0)
 
@@ -544,7 +544,7 @@ async def the_terminal_order_is_the_order_of_commits(open_store: Open) -> None:
         _, *numbers = await asyncio.gather(watch(), *(finish(rollout_id) for rollout_id in ids))
         # Read while rollouts ended: none was missed or duplicated, and a later listing is the same.
         by_number = [rollout_id for _, rollout_id in sorted(zip(numbers, ids, strict=True))]
-        assert len(set(numbers)) == len(ids) and seen == by_number == await ended_ids(store)
+        assert len(set(numbers)) == len(ids) and listed == by_number == await ended_ids(store)
         assert (await store.list(state=State.ENDED, after=cursor)).next_cursor is None
 
 
@@ -560,13 +560,13 @@ async def listings_are_filtered_and_paged(open_store: Open) -> None:
         await store.end("a1", QUEUED, completed())
 
         async def ids(**filters: object) -> list[str]:
-            found: list[str] = []
+            listed: list[str] = []
             cursor = None
             while True:
                 page = await store.list(after=cursor, limit=2, **filters)  # type: ignore[arg-type]
-                found += [rollout.id for rollout in page.rollouts]
+                listed += [rollout.id for rollout in page.rollouts]
                 if (cursor := page.next_cursor) is None:
-                    return found
+                    return listed
 
         assert await ids() == ["a0", "a1", "a2", "a3", "a4", "b0", "b1", "b2"]
         assert await ids(state=State.QUEUED) == ["a0", "a4", "b1", "b2"]

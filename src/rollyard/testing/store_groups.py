@@ -125,8 +125,8 @@ async def tasks_of_a_draw_are_kept_and_pushed_once(open_store: Open) -> None:
         await raises(IdConflict, store.push_items("p", [("c", {"n": 4}), ("a", {"n": 5})]))
         assert await store.count_items("p") == 3 and await store.get_item("p", 2) == {"n": 3}
         assert await store.push_items("p", [("a", {"n": 1})], closed="no more") == 3, "a repeated push added items"
-        said = await raises(SourceClosed, store.push_items("p", [("b", {"n": 3}), ("d", {"n": 6})], closed="no more"))
-        assert said == "no more" and await store.count_items("p") == 3
+        reason = await raises(SourceClosed, store.push_items("p", [("b", {"n": 3}), ("d", {"n": 6})], closed="no more"))
+        assert reason == "no more" and await store.count_items("p") == 3
         await store.put_items("d", 0, [{"n": 7}])
         assert await store.count_items("d") == 1, "items from the first number on were not replaced"
 
@@ -233,12 +233,12 @@ async def evaluations_are_kept(open_store: Open) -> None:
     async with opened(open_store) as store:
         record = EvalRecord("e", "run", "default", 3, k=2, samples=4, tasks=5)
         assert await store.put_eval(record, {"k": 2}) == record
-        done = replace(record, state="done", result={"pass": 0.5})
-        assert await store.put_eval(done) == done
-        assert await store.put_eval(record, {"k": 2}) == done
+        finished = replace(record, state="done", result={"pass": 0.5})
+        assert await store.put_eval(finished) == finished
+        assert await store.put_eval(record, {"k": 2}) == finished
         await raises(IdConflict, store.put_eval(record, {"k": 3}))
     async with opened(open_store) as store:
-        assert await store.get_eval("e") == done and list(await store.list_evals()) == [done]
+        assert await store.get_eval("e") == finished and list(await store.list_evals()) == [finished]
         await raises(NotFound, store.get_eval("unknown"))
 
 

@@ -27,7 +27,7 @@ from rollyard.testing.store_conformance import (
 LEASE_CHECKS: list[Check] = []
 """Every check, in the order of this file."""
 
-GIVEN_BACK = LostAttempt(1, "node_lost", "the node sent nothing", "init")
+RETURNED = LostAttempt(1, "node_lost", "the node sent nothing", "init")
 
 
 def _check(check: Check) -> Check:
@@ -64,9 +64,9 @@ async def a_lease_takes_what_is_queued_with_that_attempt(open_store: Open) -> No
         await store.submit([submission(rollout_id) for rollout_id in "abcde"])
         await store.request_cancel("b", "")
         await advance(store, "c", State.INIT)
-        wanted = [("e", 1, "n1"), ("b", 1, "n1"), ("c", 1, "n1"), ("d", 2, "n1"), ("x", 1, "n1"), ("a", 1, "n2")]
-        assert list(await store.lease(wanted)) == ["e", "a"]
-        assert list(await store.lease(wanted)) == []
+        requests = [("e", 1, "n1"), ("b", 1, "n1"), ("c", 1, "n1"), ("d", 2, "n1"), ("x", 1, "n1"), ("a", 1, "n2")]
+        assert list(await store.lease(requests)) == ["e", "a"]
+        assert list(await store.lease(requests)) == []
         assert list(await store.lease([])) == []
         assert [(await store.get(rollout_id)).position for rollout_id in "ae"] == [INIT, INIT]
         assert [row.id for row in await store.queued()] == ["d"]
@@ -92,8 +92,8 @@ async def a_result_comes_encoded(open_store: Open) -> None:
         await store.submit([submission("a"), submission("b")])
         await leased(store, "b")
         at = await leased(store, "a", State.EVAL)
-        done = EncodedTrajectory(bytes(encode_trajectory(trajectory("a"))), 3)
-        ended = await store.end("a", at, completed(0.5), done)
+        encoded = EncodedTrajectory(bytes(encode_trajectory(trajectory("a"))), 3)
+        ended = await store.end("a", at, completed(0.5), encoded)
         assert ended.state is State.ENDED and await store.trajectory("a") == trajectory("a")
         await raises(CorruptRecord, store.end("b", INIT, completed(), EncodedTrajectory(b"no trajectory", 0)))
         assert (await store.get("b")).position == INIT
@@ -104,13 +104,13 @@ async def what_a_node_says_of_an_attempt_that_was_given_back_is_stale(open_store
     async with opened(open_store) as store:
         await store.submit([submission("a")])
         at = await leased(store, "a", State.RUN)
-        await store.requeue("a", at, GIVEN_BACK)
+        await store.requeue("a", at, RETURNED)
         await leased(store, "a", State.RUN, "n2", attempt=2)
         await raises(Stale, store.end("a", at, completed(), trajectory("a")))
         await raises(Stale, store.save_run("a", at, trajectory("a"), {}))
         assert list(await store.lease([("a", 1, "n1")])) == []
         again = await store.get("a")
-        assert (again.position, again.lost) == (Position(State.RUN, 2), (GIVEN_BACK,))
+        assert (again.position, again.lost) == (Position(State.RUN, 2), (RETURNED,))
         assert await store.trajectory("a") is None
         await store.end("a", Position(State.RUN, 2), completed())
 
@@ -123,7 +123,7 @@ async def leases_outlive_the_head_that_keeps_them(open_store: Open) -> None:
         for state in states:
             await leased(store, state, state, f"n-{state}")
         await advance(store, "here", State.RUN)
-        await store.requeue("back", await leased(store, "back"), GIVEN_BACK)
+        await store.requeue("back", await leased(store, "back"), RETURNED)
         await store.end("ended", await leased(store, "ended"), completed())
         await leased(store, "unwanted", State.RUN)
         await store.request_cancel("unwanted", "enough")
@@ -135,7 +135,7 @@ async def leases_outlive_the_head_that_keeps_them(open_store: Open) -> None:
             assert (await store.get("unwanted")).state is State.ENDED
     async with opened(open_store, keeps_leases=True) as store:
         await store.end(State.EVAL, EVAL, completed(), trajectory(State.EVAL))
-        await store.requeue(State.RUN, RUN, GIVEN_BACK)
+        await store.requeue(State.RUN, RUN, RETURNED)
     async with opened(open_store, keeps_leases=True) as store:
         assert [one.id for one in store.recovered.leased] == [State.INIT, State.READY]
         assert await ended_ids(store) == ["ended", "unwanted", "here", "eval"]
@@ -185,6 +185,6 @@ async def many_are_read_in_the_order_given(open_store: Open) -> None:
         await store.submit([submission(rollout_id) for rollout_id in ("a", "b", 'q"uote', "ü")])
         await store.end("b", QUEUED, completed(0.1))
         ids = ["ü", "unknown", "b", 'q"uote', "b"]
-        found = await store.get_many(ids)
-        assert list(found) == [await store.get(rollout_id) for rollout_id in ids if rollout_id != "unknown"]
+        rollouts = await store.get_many(ids)
+        assert list(rollouts) == [await store.get(rollout_id) for rollout_id in ids if rollout_id != "unknown"]
         assert list(await store.get_many([])) == []

@@ -103,10 +103,10 @@ class EditorCall:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Json], workdir: str = WORKDIR) -> EditorCall:
-        given = {name: value for name, value in arguments.items() if value is not None}
-        if unknown := given.keys() - cls.__dataclass_fields__.keys() | given.keys() & {"note"}:
+        provided = {name: value for name, value in arguments.items() if value is not None}
+        if unknown := provided.keys() - cls.__dataclass_fields__.keys() | provided.keys() & {"note"}:
             raise Refused(f"Unknown parameter: {', '.join(sorted(unknown))}.")
-        command, path = given.get("command"), _text(given, "path")
+        command, path = provided.get("command"), _text(provided, "path")
         if command not in COMMANDS:
             raise Refused(f"Unrecognized command {command!r}. The allowed commands are: {', '.join(COMMANDS)}.")
         if not path:
@@ -118,11 +118,11 @@ class EditorCall:
             command=str(command),
             path=f"/{whole.lstrip('/')}",
             note="" if path.startswith("/") else f"[`{path}` is no absolute path; it was taken as {whole}]\n",
-            file_text=_text(given, "file_text"),
-            old_str=_text(given, "old_str"),
-            new_str=_text(given, "new_str"),
-            insert_line=_whole(given["insert_line"], "insert_line") if "insert_line" in given else None,
-            view_range=_pair(given["view_range"]) if "view_range" in given else None,
+            file_text=_text(provided, "file_text"),
+            old_str=_text(provided, "old_str"),
+            new_str=_text(provided, "new_str"),
+            insert_line=_whole(provided["insert_line"], "insert_line") if "insert_line" in provided else None,
+            view_range=_pair(provided["view_range"]) if "view_range" in provided else None,
         )
 
     def needs(self, name: str, value: T | None) -> T:
@@ -131,8 +131,8 @@ class EditorCall:
         return value
 
 
-def _text(given: Mapping[str, Json], name: str) -> str | None:
-    value = given.get(name)
+def _text(provided: Mapping[str, Json], name: str) -> str | None:
+    value = provided.get(name)
     if value is None:
         return None
     if not isinstance(value, str) or "\0" in value:

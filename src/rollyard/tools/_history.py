@@ -24,20 +24,20 @@ class History:
 
     def __init__(self) -> None:
         self._edits: deque[Edit] = deque()
-        self._held_bytes = 0
+        self._stored_bytes = 0
 
     def add(self, path: str, before: bytes, after: bytes) -> None:
         self._edits.append(Edit(path, before, mark(after)))
-        self._held_bytes += len(before)
-        while len(self._edits) > UNDO_EDITS or self._held_bytes > UNDO_BYTES:
-            self._held_bytes -= len(self._edits.popleft().before)
+        self._stored_bytes += len(before)
+        while len(self._edits) > UNDO_EDITS or self._stored_bytes > UNDO_BYTES:
+            self._stored_bytes -= len(self._edits.popleft().before)
 
     def last(self, path: str) -> Edit | None:
         return next((edit for edit in reversed(self._edits) if edit.path == path), None)
 
     def drop(self, edit: Edit) -> None:
         self._edits = deque(other for other in self._edits if other is not edit)  # an earlier one may be equal
-        self._held_bytes -= len(edit.before)
+        self._stored_bytes -= len(edit.before)
 
 
 def mark(data: bytes) -> bytes:

@@ -32,14 +32,14 @@ class PythonProcess:
     def __init__(self, output: Output) -> None:
         self._loop = asyncio.get_running_loop()
         self._output = output
-        self._mine: dict[str, int] = {}
-        self._theirs: dict[int, int] = {}
+        self._own_fds: dict[str, int] = {}
+        self._child_fds: dict[int, int] = {}
         try:
-            self._theirs[0] = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            self._theirs[REQUESTS], self._mine["requests"] = os.pipe2(os.O_CLOEXEC)
-            self._mine["replies"], self._theirs[REPLIES] = os.pipe2(os.O_CLOEXEC)
-            self._mine["output"], self._theirs[1] = os.pipe2(os.O_CLOEXEC)
-            for fd in self._mine.values():
+            self._child_fds[0] = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            self._child_fds[REQUESTS], self._own_fds["requests"] = os.pipe2(os.O_CLOEXEC)
+            self._own_fds["replies"], self._child_fds[REPLIES] = os.pipe2(os.O_CLOEXEC)
+            self._own_fds["output"], self._child_fds[1] = os.pipe2(os.O_CLOEXEC)
+            for fd in self._own_fds.values():
                 os.set_blocking(fd, False)
         except OSError:
             self._close_pipes()
@@ -53,17 +53,17 @@ class PythonProcess:
         self._pause: asyncio.TimerHandle | None = None
         self.status: int | None = None  # set when it has ended
         self.is_lost = False
-        self._loop.add_reader(self._mine["replies"], self._read_replies)
-        self._loop.add_reader(self._mine["output"], self._read_output)
+        self._loop.add_reader(self._own_fds["replies"], self._read_replies)
+        self._loop.add_reader(self._own_fds["output"], self._read_output)
 
     @property
     def fds(self) -> Mapping[int, int]:
         """The process's descriptors, for `Sandbox.spawn`."""
-        return {**self._theirs, 2: self._theirs[1]}
+        return {**self._child_fds, 2: self._child_fds[1]}
 
     def started(self, process: Process) -> None:
         self._process = process
-        self._close_theirs()
+        self._close_child_fds()
         self._waiting = self._loop.create_task(self._wait(process))
 
     def expect(self, number: int) -> asyncio.Future[str | None]:
@@ -78,7 +78,7 @@ class PythonProcess:
         answer = self.expect(number)
         if not self.is_lost:
             try:
-                os.write(self._mine["requests"], b"%d %d\n" % (number, size_bytes))
+                os.write(self._own_fds["requests"], b"%d %d\n" % (number, size_bytes))
             except OSError:  # it has closed its side, or has not read for thousands of cells
                 self._lose()
         return answer
@@ -91,7 +91,7 @@ class PythonProcess:
 
     def _read_replies(self) -> None:
         try:
-            data = os.read(self._mine["replies"], READ_BYTES)
+            data = os.read(self._own_fds["replies"], READ_BYTES)
         except BlockingIOError:
             return
         self._reply_bytes += len(data)
@@ -113,41 +113,41 @@ class PythonProcess:
     def _lose(self) -> None:
         if not self.is_lost:
             self.is_lost = True
-            if "replies" in self._mine:
-                self._loop.remove_reader(self._mine["replies"])
+            if "replies" in self._own_fds:
+                self._loop.remove_reader(self._own_fds["replies"])
         self._settle(None)
 
     def _settle(self, answer: str | None) -> None:
         if self._answer is not None and not self._answer.done():
-            enough = self._output.seen_bytes + DRAIN_BYTES
+            enough = self._output.total_bytes + DRAIN_BYTES
             for _ in range(DRAIN_READS):  # what was written before the reply is in the pipe by now
-                if not self._read_some() or self._output.seen_bytes >= enough:
+                if not self._read_some() or self._output.total_bytes >= enough:
                     break
             self._answer.set_result(answer)
 
     def _read_some(self) -> bool:
-        if "output" not in self._mine:
+        if "output" not in self._own_fds:
             return False
         try:
-            data = os.read(self._mine["output"], READ_BYTES)
+            data = os.read(self._own_fds["output"], READ_BYTES)
         except BlockingIOError:
             return False
         if not data:
-            self._loop.remove_reader(self._mine["output"])
+            self._loop.remove_reader(self._own_fds["output"])
             return False
         self._output.feed(data)
         return True
 
     def _read_output(self) -> None:
         self._read_some()
-        if self._output.seen_bytes > FLOOD_BYTES:
-            self._loop.remove_reader(self._mine["output"])
+        if self._output.total_bytes > FLOOD_BYTES:
+            self._loop.remove_reader(self._own_fds["output"])
             self._pause = self._loop.call_later(FLOOD_PAUSE_S, self._resume)
 
     def _resume(self) -> None:
         self._pause = None
-        if "output" in self._mine:
-            self._loop.add_reader(self._mine["output"], self._read_output)
+        if "output" in self._own_fds:
+            self._loop.add_reader(self._own_fds["output"], self._read_output)
 
     # --- its end ---
 
@@ -163,8 +163,8 @@ class PythonProcess:
         if self._pause is not None:
             self._pause.cancel()
         for name in ("replies", "output"):
-            if name in self._mine:
-                self._loop.remove_reader(self._mine[name])
+            if name in self._own_fds:
+                self._loop.remove_reader(self._own_fds[name])
         self._close_pipes()
         if self._process is not None:
             self._process.kill()
@@ -173,12 +173,12 @@ class PythonProcess:
             await asyncio.wait([self._waiting])
         self._settle(None)
 
-    def _close_theirs(self) -> None:
-        while self._theirs:
-            os.close(self._theirs.popitem()[1])
+    def _close_child_fds(self) -> None:
+        while self._child_fds:
+            os.close(self._child_fds.popitem()[1])
 
     def _close_pipes(self) -> None:
-        self._close_theirs()
-        while self._mine:
+        self._close_child_fds()
+        while self._own_fds:
             with contextlib.suppress(OSError):
-                os.close(self._mine.popitem()[1])
+                os.close(self._own_fds.popitem()[1])

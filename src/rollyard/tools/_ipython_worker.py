@@ -59,7 +59,7 @@ class Stream(io.TextIOWrapper):
         return count
 
 
-def without_ours(frames):
+def without_own_frames(frames):
     """Returns a traceback without the frames of this file."""
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -121,20 +121,20 @@ class Plain:
             if code.lstrip().startswith(("!", "%")):
                 print("(this is plain Python, without IPython's magics; use subprocess for commands)", file=sys.stderr)
         except BaseException as error:
-            traceback.print_exception(type(error), error, without_ours(error.__traceback__))
+            traceback.print_exception(type(error), error, without_own_frames(error.__traceback__))
         return False
 
     def do(self, tree, name, mode):
         code = compile(tree, name, mode, AWAITABLE, dont_inherit=True)
-        found = eval(code, self.names)
+        value = eval(code, self.names)
         if not code.co_flags & AWAITS:
-            return found
+            return value
         if self.loop is None:
             import asyncio
 
             self.loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self.loop)
-        return self.loop.run_until_complete(found)
+        return self.loop.run_until_complete(value)
 
 
 class Interactive:
@@ -168,7 +168,7 @@ class Interactive:
 
             def _get_exc_info(self, exc_tuple=None):
                 kind, error, frames = super()._get_exc_info(exc_tuple)
-                return kind, error, without_ours(frames)
+                return kind, error, without_own_frames(frames)
 
             def ask_exit(self):
                 print("(Python goes on; its state is kept)")
@@ -195,7 +195,7 @@ class Interactive:
         return self.shell.run_cell(code, store_history=True).success
 
 
-def nobody_types(prompt="", *_, **__):
+def refuse_input(prompt="", *_, **__):
     raise EOFError("nobody can type here: give the value in the code, or read a file")
 
 
@@ -221,7 +221,7 @@ class Worker:
         self.path = path
         self.pid = os.getpid()
         self.is_at_work = False
-        self.left = b""
+        self.buffer = b""
         self.stdout, self.stderr = self.stream(1), self.stream(2)
         try:
             import ctypes
@@ -239,7 +239,7 @@ class Worker:
         if self.stdout.closed or self.stderr.closed:
             self.stdout, self.stderr = self.stream(1), self.stream(2)
         sys.stdout, sys.stderr = self.stdout, self.stderr
-        builtins.input = nobody_types
+        builtins.input = refuse_input
         signal.signal(signal.SIGINT, self.on_interrupt)
 
     def on_interrupt(self, *_):
@@ -247,12 +247,12 @@ class Worker:
             raise KeyboardInterrupt
 
     def next_code(self):
-        while b"\n" not in self.left:
+        while b"\n" not in self.buffer:
             data = os.read(self.requests, 4096)
             if not data:
                 os._exit(0)  # the service has closed the pipe
-            self.left += data
-        line, _, self.left = self.left.partition(b"\n")
+            self.buffer += data
+        line, _, self.buffer = self.buffer.partition(b"\n")
         number, size = map(int, line.split())
         with open(self.path, "rb") as file:
             return number, file.read(size).decode("utf-8", "replace")

@@ -165,12 +165,12 @@ class McpConnection:
             ready.cancel()
             raise
         except BaseException as error:
-            found = _first(error)
+            cause = _first(error)
             if not ready.done():
-                known = isinstance(found, RollyardError | ServerNotStarted)
-                ready.set_exception(found if known else ServerNotStarted(f"{type(found).__name__}: {found}"))
+                known = isinstance(cause, RollyardError | ServerNotStarted)
+                ready.set_exception(cause if known else ServerNotStarted(f"{type(cause).__name__}: {cause}"))
             elif not stop.is_set():
-                log.warning("an MCP session failed", extra={"error": type(found).__name__})
+                log.warning("an MCP session failed", extra={"error": type(cause).__name__})
 
     async def _end(self) -> None:
         task, self._task = self._task, None

@@ -55,23 +55,23 @@ class LineSplitter:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._begun = bytearray()
+        self._partial = bytearray()
         self._is_skipping = False
 
     def feed(self, data: bytes) -> Generator[bytes | None, None, None]:
         *ends, rest = data.split(b"\n")
         for end in ends:
-            if not self._is_skipping and len(self._begun) + len(end) <= self._limit_bytes:
-                yield bytes(self._begun) + end
+            if not self._is_skipping and len(self._partial) + len(end) <= self._limit_bytes:
+                yield bytes(self._partial) + end
             elif not self._is_skipping:
                 yield None
-            self._begun.clear()
+            self._partial.clear()
             self._is_skipping = False
         if self._is_skipping:
             return
-        self._begun += rest
-        if len(self._begun) > self._limit_bytes:
-            self._begun.clear()
+        self._partial += rest
+        if len(self._partial) > self._limit_bytes:
+            self._partial.clear()
             self._is_skipping = True
             yield None
 
@@ -92,7 +92,7 @@ class McpProgram:
         self._errors = Output(STDERR_BYTES)
         self._awaited: object = None  # the id of the request that waits for a response
         self._is_asked = asyncio.Event()
-        self._heard_bytes = self._heard_lines = 0
+        self._received_bytes = self._received_lines = 0
         self.is_writing = False
         self.trouble = ""  # why the server was abandoned
 
@@ -134,8 +134,8 @@ class McpProgram:
                 async with asyncio.timeout(EXIT_S):
                     how = f"it exited with status {await self._process.wait()}"
         self._hear_errors()
-        said, _ = self._errors.text()
-        return f"{how}; on standard error: {said.strip()}" if said.strip() else how
+        errors, _ = self._errors.text()
+        return f"{how}; on standard error: {errors.strip()}" if errors.strip() else how
 
     # --- pipes
 
@@ -154,11 +154,11 @@ class McpProgram:
                 return os.read(self._stdout, CHUNK_BYTES)
 
     async def _write(self, data: bytes) -> None:
-        left = memoryview(data)
+        remaining = memoryview(data)
         self.is_writing = True
-        while left:
+        while remaining:
             try:
-                left = left[os.write(self._stdin, left) :]
+                remaining = remaining[os.write(self._stdin, remaining) :]
             except BlockingIOError:
                 await self._ready(self._stdin, self._loop.add_writer, self._loop.remove_writer)
         self.is_writing = False
@@ -190,9 +190,9 @@ class McpProgram:
             while True:
                 await self._is_asked.wait()
                 data = await self._read()
-                self._heard_bytes += len(data)
-                self._heard_lines += data.count(b"\n")
-                if self._heard_bytes > FLOOD_BYTES or self._heard_lines > FLOOD_LINES:
+                self._received_bytes += len(data)
+                self._received_lines += data.count(b"\n")
+                if self._received_bytes > FLOOD_BYTES or self._received_lines > FLOOD_LINES:
                     self.trouble = f"it wrote more than {FLOOD_BYTES} bytes or {FLOOD_LINES} lines during one call"
                 if not data or self.trouble:
                     return
@@ -210,7 +210,7 @@ class McpProgram:
             async for item in messages:
                 message = item.message
                 if isinstance(message, JSONRPCRequest):
-                    self._awaited, self._heard_bytes, self._heard_lines = message.id, 0, 0
+                    self._awaited, self._received_bytes, self._received_lines = message.id, 0, 0
                     self._is_asked.set()
                 elif isinstance(message, JSONRPCNotification) and message.method == "notifications/cancelled":
                     self._settle()

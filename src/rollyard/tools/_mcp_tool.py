@@ -95,12 +95,12 @@ class McpTool:
         try:
             result, is_new = await self._link.request(self._asking(arguments), timeout_s=timeout_s)
         except ServerDied as died:
-            await self._raise_if_sandbox_is_gone()
+            await self._raise_if_sandbox_ended()
             return self._error(f"died: {died}. It is started again at the next call; its state is lost")
         except TimedOut as late:
             return self._error(f"{late}")
         except ServerNotStarted as failed:
-            await self._raise_if_sandbox_is_gone()
+            await self._raise_if_sandbox_ended()
             return self._error(f"does not start: {failed}")
         except MCPError as refused:
             return self._error(f"refused: {refused.message}")
@@ -117,7 +117,7 @@ class McpTool:
         request = CallToolRequest(params=CallToolRequestParams(name=self._name, arguments=dict(arguments)))
         return lambda session: session.send_request(request, CallToolResult)
 
-    async def _raise_if_sandbox_is_gone(self) -> None:
+    async def _raise_if_sandbox_ended(self) -> None:
         if self._sandbox is not None and self._sandbox.end is not None:
             await self._sandbox.exec(["true"], timeout_s=1.0)  # raises what ended the sandbox
 

@@ -25,10 +25,10 @@ class Output:
     def clear(self) -> None:
         self._head = bytearray()
         self._tail = bytearray()
-        self.seen_bytes = 0
+        self.total_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        self.seen_bytes += len(data)
+        self.total_bytes += len(data)
         room = self._half - len(self._head)
         if room > 0:
             self._head += data[:room]
@@ -41,7 +41,7 @@ class Output:
     def text(self) -> tuple[str, int]:
         """Returns the text, and the number of bytes that were left out of its middle."""
         tail = self._tail[-self._half :]
-        omitted = self.seen_bytes - len(self._head) - len(tail)
+        omitted = self.total_bytes - len(self._head) - len(tail)
         if omitted == 0:
             return plain(bytes(self._head + tail)), 0
         head = bytes(self._head)

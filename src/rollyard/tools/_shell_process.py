@@ -87,7 +87,7 @@ class ShellProcess:
         self._records = bytearray()
         self._status_bytes = 0
         self._awaited = -1
-        self.has_begun = False  # the shell has read the last line
+        self.has_read_line = False  # the shell has read the last line
         self._answer: asyncio.Future[tuple[int, str] | None] | None = None
         self.process: Process | None = None
         self.is_dead = False
@@ -114,7 +114,7 @@ class ShellProcess:
     def ask(self, number: int, line: bytes) -> asyncio.Future[tuple[int, str] | None]:
         """Writes the line. The future is the numbered answer (status, cwd), or None if the shell dies."""
         self._awaited = number
-        self.has_begun = False
+        self.has_read_line = False
         self._status_bytes = 0
         self._answer = self._loop.create_future()
         if self.is_dead:
@@ -146,19 +146,19 @@ class ShellProcess:
                 self.terminal.restore()
                 os.write(self._go, b"\n" * len(answers))
         awaited = str(self._awaited).encode()
-        self.has_begun = self.has_begun or awaited in records
+        self.has_read_line = self.has_read_line or awaited in records
         for record in answers:
-            number, _, rest = bytes(record).partition(b" ")
+            number, _, remainder = bytes(record).partition(b" ")
             if number == awaited:  # any other is stale or forged
-                status, _, cwd = rest.partition(b" ")
+                status, _, cwd = remainder.partition(b" ")
                 if status.isdigit() and len(status) <= 3:
                     self._settle((int(status), cwd[:MAX_CWD].decode("utf-8", "replace")))
 
     def _settle(self, answer: tuple[int, str] | None) -> None:
         if self._answer is not None and not self._answer.done():
-            enough = self._output.seen_bytes + DRAIN_BYTES
+            enough = self._output.total_bytes + DRAIN_BYTES
             for _ in range(DRAIN_READS):  # what was written before the status is in the terminal by now
-                if not self._read_some() or self._output.seen_bytes >= enough:
+                if not self._read_some() or self._output.total_bytes >= enough:
                     break
             self._answer.set_result(answer)
 
@@ -179,7 +179,7 @@ class ShellProcess:
         for _ in range(16):  # a terminal returns at most 4 kB at a time
             if not self._read_some():
                 return
-        if self._output.seen_bytes > FLOOD_BYTES:
+        if self._output.total_bytes > FLOOD_BYTES:
             self._loop.remove_reader(self.terminal.master)
             self._pause = self._loop.call_later(FLOOD_PAUSE_S, self._resume)
 

@@ -127,10 +127,10 @@ def _polled(pid: int, address: int) -> int:
 
 def _tree(root: int, limit: int = 256) -> list[int]:
     """Returns the process and its descendants, breadth first."""
-    found = [root]
-    for pid in found:
+    pids = [root]
+    for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
-            found += [int(child) for child in file.read().split()]
-        if len(found) > limit:
+            pids += [int(child) for child in file.read().split()]
+        if len(pids) > limit:
             break
-    return found
+    return pids

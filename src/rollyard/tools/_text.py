@@ -46,7 +46,7 @@ class TextFile:
     def has_mixed_endings(self) -> bool:
         return not self.is_crlf and "\r\n" in self.text
 
-    def given(self, text: str) -> str:
+    def with_file_newlines(self, text: str) -> str:
         """Converts a text that the model sent to this file's line endings."""
         return text.replace("\r\n", "\n") if self.is_crlf else text
 
@@ -57,12 +57,12 @@ class TextFile:
 
     def places(self, text: str) -> list[int]:
         """Returns the positions of a text, including overlapping ones: a text that matches twice is not unique."""
-        found: list[int] = []
+        positions: list[int] = []
         at = self.text.find(text)
-        while at >= 0 and len(found) < MOST_MATCHES:
-            found.append(at)
+        while at >= 0 and len(positions) < MOST_MATCHES:
+            positions.append(at)
             at = self.text.find(text, at + 1)
-        return found
+        return positions
 
     def line_of(self, at: int) -> int:
         return self.text.count("\n", 0, at) + 1

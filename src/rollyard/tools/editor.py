@@ -116,7 +116,7 @@ class EditorTool:
         except IsADirectoryError:
             raise _folder(call.path) from None
         except (OSError, ValueError) as error:  # too large, a socket, or below something that is not a folder
-            raise Refused(f"{call.path} cannot be created: {_said(error)}") from None
+            raise Refused(f"{call.path} cannot be created: {_reason(error)}") from None
         else:
             raise Refused(
                 f"File already exists at: {call.path}. Cannot overwrite files using command `create`;"
@@ -127,12 +127,15 @@ class EditorTool:
         try:
             await self._sandbox.write(call.path, data)
         except (OSError, ValueError) as error:
-            raise Refused(f"{call.path} cannot be created: {_said(error)}") from None
+            raise Refused(f"{call.path} cannot be created: {_reason(error)}") from None
         return f"File created successfully at: {call.path}"
 
     async def _str_replace(self, call: EditorCall, timeout_s: float) -> str:
         file = await self._file(call.path)
-        old, new = file.given(call.needs("old_str", call.old_str)), file.given(call.new_str or "")
+        old, new = (
+            file.with_file_newlines(call.needs("old_str", call.old_str)),
+            file.with_file_newlines(call.new_str or ""),
+        )
         if not old:
             raise Refused("No replacement was performed: `old_str` is empty. Use `insert` to add text.")
         if old == new:
@@ -156,7 +159,7 @@ class EditorTool:
 
     async def _insert(self, call: EditorCall, timeout_s: float) -> str:
         file = await self._file(call.path)
-        new = file.given(call.needs("new_str", call.new_str))
+        new = file.with_file_newlines(call.needs("new_str", call.new_str))
         after, last = call.needs("insert_line", call.insert_line), len(file.lines())
         if not 0 <= after <= last:
             raise Refused(
@@ -192,7 +195,7 @@ class EditorTool:
         except NotText as error:
             raise Refused(f"{path} is {error}: it can be neither viewed nor edited here.") from None
         except (OSError, ValueError) as error:
-            raise Refused(f"{path} cannot be read: {_said(error)}") from None
+            raise Refused(f"{path} cannot be read: {_reason(error)}") from None
 
     async def _file(self, path: str) -> TextFile:
         try:
@@ -223,7 +226,7 @@ class EditorTool:
             try:
                 await self._sandbox.write(path, data)
             except (OSError, ValueError) as error:
-                raise Refused(f"{path} cannot be written: {_said(error)}") from None
+                raise Refused(f"{path} cannot be written: {_reason(error)}") from None
             return " This image has no `sh` or no `cat`: its mode is 644 now."
         state = await self._put_back(path, before, timeout_s)
         raise Refused(f"{path} cannot be written: {_complaint(result.stderr)}. {state}")
@@ -247,8 +250,8 @@ async def numbered(file: TextFile, first: int = 1, last: int | None = None) -> s
     return await asyncio.to_thread(file.numbered, first, last)
 
 
-def _range(wanted: tuple[int, int], lines: int) -> tuple[int, int, str]:
-    first, last = wanted
+def _range(view_range: tuple[int, int], lines: int) -> tuple[int, int, str]:
+    first, last = view_range
     if not 1 <= first <= lines:
         raise Refused(
             f"Invalid `view_range`: [{first}, {last}]. Its first element `{first}` should be within the range of lines"
@@ -275,7 +278,7 @@ def _folder(path: str) -> Refused:
     return Refused(f"The path {path} is a directory and only the `view` command can be used on directories.")
 
 
-def _said(error: OSError | ValueError) -> str:
+def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

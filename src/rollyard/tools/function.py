@@ -54,9 +54,9 @@ class _Untitled(GenerateJsonSchema):
         return False
 
     def generate(self, schema: CoreSchema, mode: Any = "validation") -> dict[str, Any]:
-        found = super().generate(schema, mode)
-        found.pop("title", None)
-        return found
+        result = super().generate(schema, mode)
+        result.pop("title", None)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class _Signature:
 
     model: type[BaseModel]
     fields: Mapping[str, str]
-    given: Mapping[str, type]
+    injected: Mapping[str, type]
 
     @classmethod
     def of(cls, function: Callable[..., object], name: str) -> _Signature:
@@ -76,7 +76,7 @@ class _Signature:
             raise TypeError(f"the tool {name}: an annotation cannot be read: {error}") from error
         parameters: dict[str, Any] = {}
         fields: dict[str, str] = {}
-        given: dict[str, type] = {}
+        injected: dict[str, type] = {}
         for number, parameter in enumerate(inspect.signature(function).parameters.values()):
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise TypeError(f"the tool {name}: {parameter} cannot be given by name")
@@ -84,7 +84,7 @@ class _Signature:
                 raise TypeError(f"the tool {name}: the parameter {parameter.name} has no type")
             hint = hints[parameter.name]
             if hint in (ToolContext, Sandbox):
-                given[parameter.name] = hint
+                injected[parameter.name] = hint
                 continue
             # Fields have generated names: a parameter may be called `json`, `copy` or `_x`, a pydantic field may not.
             default = ... if parameter.default is parameter.empty else parameter.default
@@ -95,12 +95,12 @@ class _Signature:
             model.model_json_schema()
         except Exception as error:
             raise TypeError(f"the tool {name}: its parameters have no JSON schema: {error}") from error
-        return cls(model, fields, given)
+        return cls(model, fields, injected)
 
     def read(self, arguments: Mapping[str, Json]) -> dict[str, object]:
         """Returns the arguments by parameter. Raises ValidationError."""
-        found = self.model.model_validate(dict(arguments))
-        return {name: getattr(found, field) for field, name in self.fields.items()}
+        validated = self.model.model_validate(dict(arguments))
+        return {name: getattr(validated, field) for field, name in self.fields.items()}
 
 
 class FunctionKind(Generic[P, R]):
@@ -111,9 +111,9 @@ class FunctionKind(Generic[P, R]):
         self._signature = _Signature.of(function, name)
         schema = cast("dict[str, Json]", self._signature.model.model_json_schema(schema_generator=_Untitled))
         self.spec = ToolSpec(name, description, {"properties": {}, **schema})
-        self.needs_sandbox = bool(self._signature.given)
+        self.needs_sandbox = bool(self._signature.injected)
         self.needs_python = False
-        self._left: set[threading.Thread] = set()
+        self._abandoned: set[threading.Thread] = set()
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -129,21 +129,21 @@ class FunctionKind(Generic[P, R]):
 
     async def run(self, arguments: Mapping[str, Json], context: ToolContext) -> object:
         """Returns the function's result. Raises what it raises, and ValidationError."""
-        given = self._signature.read(arguments)
-        for name, kind in self._signature.given.items():
-            given[name] = context if kind is ToolContext else context.sandbox
+        kwargs = self._signature.read(arguments)
+        for name, kind in self._signature.injected.items():
+            kwargs[name] = context if kind is ToolContext else context.sandbox
         if not inspect.iscoroutinefunction(self._function):
-            result = await self._in_thread(given)
+            result = await self._in_thread(kwargs)
         else:
-            result = self._function(**given)  # type: ignore[call-arg]
+            result = self._function(**kwargs)  # type: ignore[call-arg]
         return await result if inspect.isawaitable(result) else result
 
-    async def _in_thread(self, given: Mapping[str, object]) -> object:
+    async def _in_thread(self, kwargs: Mapping[str, object]) -> object:
         """Runs the function in a new thread, not in the loop's executor, which has few threads and is joined at
         exit."""
-        self._left = {thread for thread in self._left if thread.is_alive()}
-        if len(self._left) >= MAX_LEFT:
-            raise RuntimeError(f"{len(self._left)} earlier calls never ended")
+        self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
+        if len(self._abandoned) >= MAX_LEFT:
+            raise RuntimeError(f"{len(self._abandoned)} earlier calls never ended")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
 
@@ -154,7 +154,7 @@ class FunctionKind(Generic[P, R]):
         def work() -> None:
             outcome: tuple[object, BaseException | None]
             try:
-                outcome = run(self._function, **given), None
+                outcome = run(self._function, **kwargs), None
             except BaseException as error:  # re-raised in the event loop
                 outcome = None, error
             with contextlib.suppress(RuntimeError):  # the loop is closed: no call waits
@@ -166,7 +166,7 @@ class FunctionKind(Generic[P, R]):
         try:
             value, error = await future
         except asyncio.CancelledError:
-            self._left.add(thread)
+            self._abandoned.add(thread)
             raise
         if error is None:
             return value
@@ -202,8 +202,8 @@ class FunctionTool:
                 result = ToolResult(f"Error: it was not done within {timeout_s:g} s", is_error=True)
             else:
                 log.info("a tool's function raised", extra={"tool": self.spec.name, "error": type(error).__name__})
-                said = f"{type(error).__name__}: {error}".removesuffix(": ")
-                result = ToolResult(f"Error: {said}", is_error=True)
+                message = f"{type(error).__name__}: {error}".removesuffix(": ")
+                result = ToolResult(f"Error: {message}", is_error=True)
         return replace(result, content=cut(result.content, self._context.output_bytes))
 
     async def close(self) -> None:
@@ -217,11 +217,11 @@ def _result(value: object) -> ToolResult:
 
 
 def _wrong(error: ValidationError) -> str:
-    found: list[str] = []
+    problems: list[str] = []
     for one in error.errors(include_url=False, include_context=False, include_input=False)[:10]:
         where = ".".join(map(str, one["loc"]))
-        found.append(f'argument "{where}": {one["msg"]}' if where else one["msg"])
-    return "; ".join(found)
+        problems.append(f'argument "{where}": {one["msg"]}' if where else one["msg"])
+    return "; ".join(problems)
 
 
 @overload
@@ -239,13 +239,13 @@ def tool(
 ) -> FunctionKind[P, R] | Callable[[Callable[P, R]], FunctionKind[P, R]]:
     """Use as `@tool`, or as `@tool(name=…, description=…)` to override the function's name and docstring."""
 
-    def made(function: Callable[P, R]) -> FunctionKind[P, R]:
+    def decorate(function: Callable[P, R]) -> FunctionKind[P, R]:
         called = name or getattr(function, "__name__", "")
         if not _NAME.fullmatch(called):
             raise TypeError(f"{called or function!r} is not a valid tool name; give one: @tool(name=…)")
-        told = description or inspect.getdoc(function)
-        if not told:
+        doc = description or inspect.getdoc(function)
+        if not doc:
             raise TypeError(f"the tool {called} has no docstring, which is the description that the model sees")
-        return FunctionKind(function, called, told)
+        return FunctionKind(function, called, doc)
 
-    return made if function is None else made(function)
+    return decorate if function is None else decorate(function)

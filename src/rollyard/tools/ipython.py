@@ -125,9 +125,9 @@ class PythonSession:
                 self._output.clear()  # warnings of imports
                 return live
             await live.close()
-        said, _ = self._output.text()
+        output, _ = self._output.text()
         self._output.clear()
-        raise NoPython(f"no Python starts in this sandbox: {said.strip()[-500:]}")
+        raise NoPython(f"no Python starts in this sandbox: {output.strip()[-500:]}")
 
     async def _ready(self) -> PythonProcess:
         if self._starting is None:
@@ -189,10 +189,10 @@ class PythonSession:
         return CellResult(outcome, text, True, status, omitted, is_restarted=True)
 
 
-def _forget(done: asyncio.Task[PythonProcess]) -> None:
+def _forget(task: asyncio.Task[PythonProcess]) -> None:
     """Marks a task's exception as retrieved, so that asyncio does not log it."""
-    if not done.cancelled():
-        done.exception()
+    if not task.cancelled():
+        task.exception()
 
 
 class _Shown:
@@ -262,7 +262,7 @@ class IPythonTool:
         if result.outcome is CellOutcome.TIMEOUT:
             notes.append(f"timed out after {timeout_s:g} s and was interrupted")
         elif result.outcome is CellOutcome.DIED:
-            notes.append(f"the Python process {_told(result.status)}")
+            notes.append(f"the Python process {_describe_exit(result.status)}")
         if result.is_restarted:
             notes.append("Python was started anew: variables, functions and imports are lost")
         text = result.output.rstrip("\n")
@@ -281,7 +281,7 @@ class IPythonTool:
         await self._session.close()
 
 
-def _told(status: int | None) -> str:
+def _describe_exit(status: int | None) -> str:
     if status is None:
         return "stopped answering"
     if status >= 0:

@@ -86,13 +86,13 @@ def _source(name: str, entry: Json, servers: Mapping[str, OutsideServer]) -> Mcp
     if unknown := sorted(set(entry) - allowed):
         raise TaskInvalid(f"{where}.{unknown[0]}: unknown; there are {', '.join(sorted(allowed))}")
     if "server" in entry:
-        wanted, inside = entry["server"], entry.get("inside", False)
+        server_name, inside = entry["server"], entry.get("inside", False)
         if not isinstance(inside, bool):
             raise TaskInvalid(f"{where}.inside: true or false was expected")
-        if not isinstance(wanted, str) or wanted not in servers:
+        if not isinstance(server_name, str) or server_name not in servers:
             known = ", ".join(sorted(servers)) or "none"
-            raise UnknownTool(f"{where}: there is no MCP server {wanted!r} here; the operator has named: {known}")
-        return McpSource(name, server=servers[wanted], is_reached_from_inside=inside)
+            raise UnknownTool(f"{where}: there is no MCP server {server_name!r} here; the operator has named: {known}")
+        return McpSource(name, server=servers[server_name], is_reached_from_inside=inside)
     command, env = entry["command"], entry.get("env", {})
     if not _is_strings(command) or not command:
         raise TaskInvalid(f"{where}.command: a list of strings was expected")

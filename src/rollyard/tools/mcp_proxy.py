@@ -51,12 +51,12 @@ class McpProxy:
         server = self._servers.get(path.removeprefix(PREFIX).rstrip("/")) if path.startswith(PREFIX) else None
         if server is None or self._is_closed:
             names = ", ".join(sorted(self._servers)) or "none"
-            return await _say(send, 404, f"there is no such MCP server; there are: {names}")
+            return await _respond(send, 404, f"there is no such MCP server; there are: {names}")
         if scope["method"] not in METHODS:
-            return await _say(send, 405, "GET, POST or DELETE was expected", {"allow": ", ".join(METHODS)})
+            return await _respond(send, 405, "GET, POST or DELETE was expected", {"allow": ", ".join(METHODS)})
         body = await _body(receive)
         if body is None:
-            return await _say(send, 413, f"a message has at most {BODY_BYTES} bytes")
+            return await _respond(send, 413, f"a message has at most {BODY_BYTES} bytes")
         return await self._pass_on(server, scope, body, send)
 
     async def _pass_on(self, server: OutsideServer, scope: MutableMapping[str, Any], body: bytes, send: Any) -> None:
@@ -75,9 +75,9 @@ class McpProxy:
                 headers=headers,
                 allow_redirects=False,
             ) as answer:
-                kept = [(name, answer.headers[name]) for name in TO_CLIENT if name in answer.headers]
+                response_headers = [(name, answer.headers[name]) for name in TO_CLIENT if name in answer.headers]
                 status = answer.status if not 300 <= answer.status < 400 else 502  # hides the server's address
-                await _start(send, status, kept)
+                await _start(send, status, response_headers)
                 is_started = True
                 async for chunk in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -86,7 +86,7 @@ class McpProxy:
             log.warning("an MCP server cannot be reached", extra={"owner": self._owner, "error": type(error).__name__})
             if is_started:
                 raise
-            await _say(send, 502, "the MCP server cannot be reached")
+            await _respond(send, 502, "the MCP server cannot be reached")
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
@@ -114,6 +114,6 @@ async def _start(send: Any, status: int, headers: list[tuple[str, str]]) -> None
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-async def _say(send: Any, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+async def _respond(send: Any, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
     await _start(send, status, [("content-type", "text/plain; charset=utf-8"), *(headers or {}).items()])
     await send({"type": "http.response.body", "body": text.encode()})

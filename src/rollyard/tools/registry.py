@@ -31,23 +31,23 @@ GROUP = "rollyard.tools"
 
 def tool_kind(name: str) -> ToolKind:
     """Returns the kind of that name. Raises `UnknownTool`."""
-    found = _installed().get(name, ())
-    owners = [*(["Rollyard itself"] if name in BUILT_IN else []), *[_owner(point) for point in found]]
+    points = _installed().get(name, ())
+    owners = [*(["Rollyard itself"] if name in BUILT_IN else []), *[_owner(point) for point in points]]
     if len(owners) > 1:
         raise UnknownTool(f"the tool name {name!r} is claimed by {' and by '.join(owners)}; uninstall all but one")
     if name in BUILT_IN:
         module, attribute = BUILT_IN[name]
         return cast("ToolKind", getattr(import_module(module), attribute))
-    if not found:
+    if not points:
         raise UnknownTool(f"there is no tool {name!r}; there are: {', '.join(tool_names())}")
     try:
-        kind = found[0].load()
+        kind = points[0].load()
     except Exception as error:
         raise UnknownTool(
             f"the tool {name!r} of {owners[0]} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     if isinstance(kind, type) or not all(hasattr(kind, part) for part in _PARTS):
-        raise UnknownTool(f"the tool {name!r} of {owners[0]} is not a ToolKind: {found[0].value} is {kind!r}")
+        raise UnknownTool(f"the tool {name!r} of {owners[0]} is not a ToolKind: {points[0].value} is {kind!r}")
     return cast("ToolKind", kind)
 
 
@@ -57,10 +57,10 @@ def tool_names() -> tuple[str, ...]:
 
 
 def _installed() -> Mapping[str, Sequence[EntryPoint]]:
-    found: dict[str, list[EntryPoint]] = {}
+    by_name: dict[str, list[EntryPoint]] = {}
     for point in plugins(GROUP):
-        found.setdefault(point.name, []).append(point)
-    return found
+        by_name.setdefault(point.name, []).append(point)
+    return by_name
 
 
 def _owner(point: EntryPoint) -> str:

@@ -137,9 +137,9 @@ class Shell:
 
     async def _start(self) -> str:
         """Starts a new shell and returns its working directory. Raises NoShell if none starts."""
-        wanted = self._dialect
+        preferred = self._dialect
         # The agent may have made its working directory inaccessible; use the root then.
-        for dialect, cwd in ((wanted, self._cwd), (SH, self._cwd), (wanted, "/")):
+        for dialect, cwd in ((preferred, self._cwd), (SH, self._cwd), (preferred, "/")):
             self._dialect = dialect
             if self._live is not None:
                 self._live.close()
@@ -156,9 +156,9 @@ class Shell:
             if answer is not None:
                 return answer[1]
             live.close()
-        self._dialect = wanted
-        said, _ = self._output.text()
-        raise NoShell(f"no shell starts in this sandbox: {said.strip()[-500:]}")
+        self._dialect = preferred
+        output, _ = self._output.text()
+        raise NoShell(f"no shell starts in this sandbox: {output.strip()[-500:]}")
 
     def _ask(self, command: str) -> asyncio.Future[tuple[int, str] | None]:
         assert self._live is not None
@@ -185,13 +185,13 @@ class Shell:
                 is_back = answer.done() or (outcome is not ShellOutcome.SHELL_DIED and await self._interrupt(answer))
                 if not is_back:
                     return await self._lost(outcome)
-                found = answer.result()
+                reply = answer.result()
             except asyncio.CancelledError:
                 self._live.close()  # its state is unknown; a later call starts a new shell
                 raise
-            if found is None:
+            if reply is None:
                 return await self._lost(ShellOutcome.SHELL_DIED if outcome is ShellOutcome.COMPLETED else outcome)
-            return self._result(outcome, *found)
+            return self._result(outcome, *reply)
 
     def _result(
         self, outcome: ShellOutcome, status: int | None, cwd: str, *, is_restarted: bool = False
@@ -219,19 +219,19 @@ class Shell:
         """Waits until the command ends, the deadline passes, or a process is found to wait for input."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        quiet_s, seen = QUIET_S, self._output.seen_bytes
+        quiet_s, last_bytes = QUIET_S, self._output.total_bytes
         while True:
-            left = deadline - loop.time()
-            done, _ = await asyncio.wait([answer], timeout=max(0.0, min(left, quiet_s)))
+            remaining_s = deadline - loop.time()
+            done, _ = await asyncio.wait([answer], timeout=max(0.0, min(remaining_s, quiet_s)))
             if done:
                 return ShellOutcome.COMPLETED
-            if left <= quiet_s:
+            if remaining_s <= quiet_s:
                 return ShellOutcome.TIMEOUT
-            if self._output.seen_bytes == seen:
-                if (found := self._blocked(quiet_s)) is not None:
-                    return found
+            if self._output.total_bytes == last_bytes:
+                if (blocked := self._blocked(quiet_s)) is not None:
+                    return blocked
                 quiet_s *= 2
-            seen = self._output.seen_bytes
+            last_bytes = self._output.total_bytes
 
     def _blocked(self, quiet_s: float) -> ShellOutcome | None:
         """Checks whether the foreground waits for input. A shell at its own prompt has lost the status pipe, unless the
@@ -243,7 +243,7 @@ class Shell:
             return None
         if reader == shell and not self._is_in_command():
             self._live.read_status()
-            return ShellOutcome.SHELL_DIED if self._live.has_begun or quiet_s >= UNREAD_S else None
+            return ShellOutcome.SHELL_DIED if self._live.has_read_line or quiet_s >= UNREAD_S else None
         return ShellOutcome.AWAITING_INPUT
 
     def _is_in_command(self) -> bool:
@@ -255,7 +255,7 @@ class Shell:
         """Sends the signals of LADDER. Returns True if the shell has answered, or has died, which the answer shows."""
         assert self._live is not None
         for _ in range(int(READ_S / READ_POLL_S)):
-            if answer.done() or self._live.has_begun or self._is_in_command():
+            if answer.done() or self._live.has_read_line or self._is_in_command():
                 break
             await asyncio.wait([answer], timeout=READ_POLL_S)
         for signum, bound_s in LADDER:
@@ -308,22 +308,22 @@ class ShellTool:
         return self._spec
 
     async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
-        command, wanted_s = arguments.get("command"), arguments.get("timeout_s")
+        command, requested_s = arguments.get("command"), arguments.get("timeout_s")
         if unknown := arguments.keys() - {"command", "timeout_s"}:
             return ToolResult(f"Unknown argument: {', '.join(sorted(unknown))}.", is_error=True)
         if not isinstance(command, str) or "\0" in command:
             return ToolResult("`command` must be a string without NUL.", is_error=True)
-        if wanted_s is not None:
-            if not isinstance(wanted_s, int | float) or isinstance(wanted_s, bool) or not wanted_s > 0:
+        if requested_s is not None:
+            if not isinstance(requested_s, int | float) or isinstance(requested_s, bool) or not requested_s > 0:
                 return ToolResult("`timeout_s` must be a positive number.", is_error=True)
-            timeout_s = min(timeout_s, wanted_s)
+            timeout_s = min(timeout_s, requested_s)
         try:
             result = await self._shell.run(command, timeout_s)
         except NoShell as error:  # a command caused it; the next call tries again
             return ToolResult(f"[the shell ended, and {error}]", is_error=True)
-        return self._told(result, timeout_s)
+        return self._tool_result(result, timeout_s)
 
-    def _told(self, result: ShellResult, timeout_s: float) -> ToolResult:
+    def _tool_result(self, result: ShellResult, timeout_s: float) -> ToolResult:
         notes: list[str] = []
         match result.outcome:
             case ShellOutcome.COMPLETED:
