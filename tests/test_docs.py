@@ -63,8 +63,12 @@ def test_the_example_methods_are_methods_of_an_environment():
         example.layer_key(task) == example.layer_key(replace(task, data={**task.data, "instruction": "y"})) is not None
     )
     assert example.layer_key(task) != example.layer_key(replace(task, data={**task.data, "commit": "d"}))
-    found = example.plan(task)
-    assert (found.eval_mode, found.eval_binds[0].inside, found.eval_binds[0].is_read_only) == ("same", "/tests", True)
+    planned = example.plan(task)
+    assert (planned.eval_mode, planned.eval_binds[0].inside, planned.eval_binds[0].is_read_only) == (
+        "same",
+        "/tests",
+        True,
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -82,10 +86,10 @@ def test_link_targets_exist(page: Path):
 
 
 def test_the_generated_reference_is_up_to_date():
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, ROOT / "scripts" / "reference", "--check"], capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 def test_the_steps_of_a_rollout_are_functions_that_exist():
@@ -98,9 +102,9 @@ def test_the_steps_of_a_rollout_are_functions_that_exist():
         for name, path in named:
             body: list[ast.stmt] = ast.parse((ROOT / "src" / "rollyard" / path).read_text()).body
             for part in name.split("."):
-                found = [node for node in body if getattr(node, "name", None) == part]
-                assert found, f"step {number}: {path} does not define {name}"
-                body = getattr(found[0], "body", [])
+                nodes = [node for node in body if getattr(node, "name", None) == part]
+                assert nodes, f"step {number}: {path} does not define {name}"
+                body = getattr(nodes[0], "body", [])
 
 
 def test_words_to_avoid_are_found_in_prose_and_not_in_code(tmp_path: Path):
@@ -112,10 +116,10 @@ def test_words_to_avoid_are_found_in_prose_and_not_in_code(tmp_path: Path):
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
     argv = [sys.executable, tmp_path / "scripts" / "check-words"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1 and done.stderr.startswith("3 words")
-    found = [line.split(": write")[0] for line in done.stdout.splitlines()]
-    assert found == ["code.py:1: 'begun'", "code.py:2: 'told'", "page.md:2: 'Nobody'"]
+    completed = subprocess.run(argv, capture_output=True, text=True, timeout=50)
+    assert completed.returncode == 1 and completed.stderr.startswith("3 words")
+    words = [line.split(": write")[0] for line in completed.stdout.splitlines()]
+    assert words == ["code.py:1: 'begun'", "code.py:2: 'told'", "page.md:2: 'Nobody'"]
 
 
 def test_settings_named_in_the_docs_exist():

@@ -26,15 +26,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_next_run_removes_what_a_killed_run_left() -> None:
     killed = subprocess.run([sys.executable, "-c", TAKES], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    left = [Path(path) for path in killed.stdout.split()]
-    groups = [parent / left[1].name for parent in worker._own_groups()]
-    left += [group for group in groups if os.geteuid() == 0 and group.parent.exists()]
-    assert any(path.exists() for path in left)
+    leftovers = [Path(path) for path in killed.stdout.split()]
+    groups = [parent / leftovers[1].name for parent in worker._own_groups()]
+    leftovers += [group for group in groups if os.geteuid() == 0 and group.parent.exists()]
+    assert any(path.exists() for path in leftovers)
 
     worker.sweep()
 
-    assert [path for path in left if path.exists()] == []
-    assert left[0].name not in Path("/proc/self/mounts").read_text()
+    assert [path for path in leftovers if path.exists()] == []
+    assert leftovers[0].name not in Path("/proc/self/mounts").read_text()
 
 
 def test_the_files_of_a_running_suite_are_kept() -> None:

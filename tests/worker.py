@@ -51,17 +51,17 @@ def free_port() -> int:
 def sweep() -> None:
     """Removes what killed runs have left: mounts, folders and control groups."""
     for folder in {Path(tempfile.gettempdir()), SHM}:
-        for left in _left_in(folder):
-            subprocess.run(["umount", "--lazy", str(left)], capture_output=True, check=False)
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in _leftovers_in(folder):
+            subprocess.run(["umount", "--lazy", str(leftover)], capture_output=True, check=False)
+            shutil.rmtree(leftover, ignore_errors=True)
     for parent in _own_groups():
-        for left in _left_in(parent):
-            _remove_groups(left)
+        for leftover in _leftovers_in(parent):
+            _remove_groups(leftover)
 
 
-def _left_in(folder: Path) -> list[Path]:
-    found = [(path, path.name.removeprefix(PREFIX).partition("-")[0]) for path in folder.glob(f"{PREFIX}*")]
-    return [path for path, pid in found if pid.isdecimal() and not Path("/proc", pid).exists()]
+def _leftovers_in(folder: Path) -> list[Path]:
+    candidates = [(path, path.name.removeprefix(PREFIX).partition("-")[0]) for path in folder.glob(f"{PREFIX}*")]
+    return [path for path, pid in candidates if pid.isdecimal() and not Path("/proc", pid).exists()]
 
 
 class MemoryFolder:
@@ -117,10 +117,10 @@ class Ownership:
         self._enter_groups()
 
     def give_back(self) -> None:
-        for ours, parent in self._groups:
+        for group, parent in self._groups:
             with contextlib.suppress(OSError):
                 (parent / "cgroup.procs").write_text(str(os.getpid()))
-            _remove_groups(ours)
+            _remove_groups(group)
         shutil.rmtree(self._runtime_dir, ignore_errors=True)
 
     def _enter_groups(self) -> None:
@@ -128,16 +128,16 @@ class Ownership:
         group with processes cannot have controlled groups below it, so there the sandboxes' groups stay side by side.
         """
         for parent in _own_groups():
-            ours = parent / self._runtime_dir.name
+            group = parent / self._runtime_dir.name
             with contextlib.suppress(OSError):
-                ours.mkdir()
-                (ours / "cgroup.procs").write_text(str(os.getpid()))
-                self._groups.append((ours, parent))
+                group.mkdir()
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+                self._groups.append((group, parent))
 
 
 def _own_groups() -> set[Path]:
-    found = own_folders("/proc")
-    return {Path(found[name][0]) for name in CONTROLLERS if name in found}
+    folders = own_folders("/proc")
+    return {Path(folders[name][0]) for name in CONTROLLERS if name in folders}
 
 
 def _remove_groups(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollyard import AsyncClient
 
-WANT = 4
+BATCH_SIZE = 4
 ACK_EVERY = 5  # after a kill between two acknowledgements, batches are delivered again
 
 
@@ -28,7 +28,7 @@ async def main(url: str, token: str, journal: Path, on_stale: str, batches: int,
         )
         policy = client.policy("default")
         while True:
-            batch = await draw.batch(WANT)
+            batch = await draw.batch(BATCH_SIZE)
             with journal.open("a") as file:
                 file.write(json.dumps(_entry(batch)) + "\n")
                 file.flush()

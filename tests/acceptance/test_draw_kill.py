@@ -65,7 +65,7 @@ class Trainer:
         while len(self.entries()) < enough and not self.is_done:
             await asyncio.sleep(0.05)
 
-    async def done(self) -> None:
+    async def wait(self) -> None:
         assert self._process is not None
         assert await self._process.wait() == 0
 
@@ -75,13 +75,13 @@ class Trainer:
 
     def entries(self) -> list[dict[str, Any]]:
         lines = self.journal.read_text().splitlines() if self.journal.exists() else []
-        found: list[dict[str, Any]] = []
+        parsed: list[dict[str, Any]] = []
         for line in lines:
             try:
-                found.append(json.loads(line))
+                parsed.append(json.loads(line))
             except json.JSONDecodeError:
                 continue  # an incomplete line: it was killed while writing
-        return found
+        return parsed
 
 
 @pytest.mark.parametrize("on_stale", ["deliver", "wait"])
@@ -115,7 +115,7 @@ async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kil
                 else:
                     await trainer.kill()
                     await trainer.start()
-            await trainer.done()
+            await trainer.wait()
             async with AsyncClient(service.url, service.token) as client:
                 draw = await client.get_draw("d")
                 facts = await draw.status()

@@ -116,14 +116,14 @@ class Service:
 
 def sandboxes_below(folder: Path) -> list[str]:
     """Returns the command lines of processes that name a sandbox folder of this test: bwrap and its children."""
-    found: list[str] = []
+    processes: list[str] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if str(folder) in line and "serve" not in line and "scripted_engine" not in line:
-                    found.append(f"{entry.name}: {line}")
-    return found
+                    processes.append(f"{entry.name}: {line}")
+    return processes
 
 
 async def test_nothing_is_lost_or_invented_when_the_service_is_killed(tmp_path: Path):

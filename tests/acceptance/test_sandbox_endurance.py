@@ -82,13 +82,13 @@ async def test_the_census_finds_a_daemon_that_outlives_its_parent(tmp_path: Path
     census = Census("bubblewrap", tmp_path)
     with adopting():
         before = await asyncio.to_thread(census.take)
-        done = subprocess.run([sys.executable, "-c", OUTLIVES], stdout=subprocess.PIPE, check=True)
-        pid = int(done.stdout)
+        completed = subprocess.run([sys.executable, "-c", OUTLIVES], stdout=subprocess.PIPE, check=True)
+        pid = int(completed.stdout)
         after, _ = await asyncio.to_thread(census.settle, lambda count: count.more(before)["processes"] == 1, 10.0)
         assert [name.split()[0] for name in after.processes - before.processes] == [str(pid)]
         os.kill(pid, signal.SIGKILL)
-        gone, _ = await asyncio.to_thread(census.settle, lambda count: not count.more(before)["processes"], 10.0)
-        assert gone.more(before)["processes"] == 0
+        settled, _ = await asyncio.to_thread(census.settle, lambda count: not count.more(before)["processes"], 10.0)
+        assert settled.more(before)["processes"] == 0
 
 
 async def test_the_census_finds_folders_and_descriptors(tmp_path: Path):

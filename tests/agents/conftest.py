@@ -68,7 +68,7 @@ class Scene:
     async def run(self, messages: Sequence[Mapping[str, Json]] = USER) -> str:
         return await NativeAgent().run(self.context, messages)
 
-    def said(self, role: str) -> list[str]:
+    def contents(self, role: str) -> list[str]:
         return [str(m.get("content")) for m in self.conversation.messages if m["role"] == role]
 
 
@@ -98,7 +98,7 @@ def scene(renderer: ChatML) -> Stage:
         rollout_id: str = "r1",
         **engine_options: Any,
     ) -> AsyncGenerator[Scene, None]:
-        def said(turn: Turn) -> Reply | str | Sequence[int]:
+        def reply_to(turn: Turn) -> Reply | str | Sequence[int]:
             if not turn.session_id:
                 return "a probe"
             return script(turn) if callable(script) else script[min(turn.number, len(script) - 1)]
@@ -111,7 +111,10 @@ def scene(renderer: ChatML) -> Stage:
         )
         tokenizer = FolderTokenizer(tokenizer_dir())
         settings = RouterSettings(max_tries=1, abort_grace_s=5.0)
-        async with ScriptedEngine(said, tokenizer=tokenizer, **engine_options) as engine, Router(settings) as router:
+        async with (
+            ScriptedEngine(reply_to, tokenizer=tokenizer, **engine_options) as engine,
+            Router(settings) as router,
+        ):
             await router.add(EngineSpec("e1", engine.url, kind))
             async with router.session("default", rollout_id) as session:
                 clock, beats = Deadline(run_s), []

@@ -21,9 +21,9 @@ GREETING = "greeting.txt says 'Hello, wrold!'. Correct its spelling."
 
 def installed(name: str) -> AgentInstalls:
     """Returns installs that contain the preset. The first call on a machine downloads it."""
-    shelf = AgentInstalls(CACHE / "agents")
-    asyncio.run(shelf.install(preset(name)))
-    return shelf
+    installs = AgentInstalls(CACHE / "agents")
+    asyncio.run(installs.install(preset(name)))
+    return installs
 
 
 def preset(name: str) -> Preset:
@@ -70,7 +70,7 @@ def call(name: str, **arguments: Json) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
-def said(turn: TryTurn) -> str:
+def reply_text(turn: TryTurn) -> str:
     return "\n".join([*([turn.say] if turn.say else []), *(call(it.name, **it.arguments) for it in turn.calls)])
 
 

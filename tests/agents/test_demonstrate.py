@@ -62,7 +62,7 @@ class Stage:
     engine: ScriptedEngine
     replies: list[str] = field(default_factory=list)
 
-    def say(self, turn: Turn) -> str:
+    def reply(self, turn: Turn) -> str:
         if not turn.session_id:
             return "a probe"
         assert turn.number < len(self.replies), "the engine was called"
@@ -70,16 +70,16 @@ class Stage:
 
     async def rolled(self, task: Task, **fields: Any) -> tuple[Rollout, tuple[Trace, ...]]:
         rollout = await self.site.rolled(task, **fields)
-        found = await self.site.store.trajectory(rollout.id)
-        return rollout, found.traces if found else ()
+        trajectory = await self.site.store.trajectory(rollout.id)
+        return rollout, trajectory.traces if trajectory else ()
 
     async def demonstrated(self, task: Task) -> Trajectory:
         rollout = await self.site.rolled(task)
         assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
         assert rollout.ending.score.reward == 1.0
-        found = await self.site.store.trajectory(rollout.id)
-        assert found is not None
-        return found
+        trajectory = await self.site.store.trajectory(rollout.id)
+        assert trajectory is not None
+        return trajectory
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def tokenizer_of(model: Path) -> FolderTokenizer:
 async def stage(folder: Path, model: Path, environments: Environments | None = None) -> AsyncGenerator[Stage, None]:
     async with open_site(folder, None, engines=0, environments=environments) as opened:
         staged = Stage(opened, None)  # type: ignore[arg-type]
-        async with ScriptedEngine(staged.say, tokenizer=tokenizer_of(model)) as engine:
+        async with ScriptedEngine(staged.reply, tokenizer=tokenizer_of(model)) as engine:
             staged.engine = engine
             await opened.router.add(EngineSpec("e0", engine.url, Kind.VLLM, tokenizer=str(model)))
             yield staged
@@ -104,7 +104,7 @@ def model(request: pytest.FixtureRequest) -> Path:
     return tokenizer_dir() if request.param == "small" else request.getfixturevalue("vllm_model")
 
 
-def said(trace: Trace, model: Path) -> list[str]:
+def turn_texts(trace: Trace, model: Path) -> list[str]:
     """Returns a trace's turns as text, without stop tokens: the replies of a policy that does the same."""
     tokenizer = tokenizer_of(model)
     return [tokenizer.decode(trace.token_ids[span.start : span.end - 1]) for span in trace.spans]
@@ -124,7 +124,7 @@ async def test_a_replay_by_the_native_agent_gives_the_same_tokens(tmp_path: Path
             demonstration = await on.demonstrated(yardwork(data))
             (trace,) = demonstration.traces
             verify_trace(trace)
-            on.replies = said(trace, model)
+            on.replies = turn_texts(trace, model)
             rollout = await on.demonstrated(yardwork(data, "native"))
             (played,) = rollout.traces
             assert (data, played.token_ids, played.mask) == (data, trace.token_ids, trace.mask)
@@ -146,7 +146,7 @@ async def test_the_native_agents_options_apply(tmp_path: Path, options: dict[str
         (plain,) = (await on.demonstrated(yardwork(CHAIN))).traces
         (trace,) = (await on.demonstrated(yardwork(CHAIN, "demonstrate", **options))).traces
         assert trace.token_ids != plain.token_ids
-        on.replies = said(trace, tokenizer_dir())
+        on.replies = turn_texts(trace, tokenizer_dir())
         _, (played,) = await on.rolled(yardwork(CHAIN, "native", **options))
         assert (played.token_ids, played.mask) == (trace.token_ids, trace.mask)
 
@@ -175,7 +175,7 @@ async def test_nothing_is_invented_and_nothing_counts_as_sampled(tmp_path: Path)
 # --- solutions that cannot be demonstrated
 
 
-class Given(Environment):
+class FixedSolution(Environment):
     """An environment whose solution is set by the test."""
 
     name = "given"
@@ -202,7 +202,7 @@ def calls(name: str, **arguments: Json) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "type": "function", "function": function}]}
 
 
-def told(content: str) -> Message:
+def tool_message(content: str) -> Message:
     return {"role": "tool", "tool_call_id": "x", "name": "shell", "content": content}
 
 
@@ -210,9 +210,9 @@ def text(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-async def _given(folder: Path, messages: Sequence[Message], answer: str | None = None, **fields: Any) -> Any:
+async def _run_solution(folder: Path, messages: Sequence[Message], answer: str | None = None, **fields: Any) -> Any:
     solution = Solution(answer, tuple(messages))
-    async with stage(folder, tokenizer_dir(), Environments({"given": Given(solution)})) as on:
+    async with stage(folder, tokenizer_dir(), Environments({"given": FixedSolution(solution)})) as on:
         task = Task("given", {}, agent=AgentSpec("demonstrate"), limits=LIMITS)
         rollout, traces = await on.rolled(replace(task, **fields))
         assert on.engine.calls == []
@@ -220,9 +220,9 @@ async def _given(folder: Path, messages: Sequence[Message], answer: str | None =
 
 
 async def test_an_answer_alone_is_a_turn_if_the_task_has_no_tools(tmp_path: Path):
-    ending, (trace,) = await _given(tmp_path, (), "42", agent=AgentSpec("demonstrate", {"tools": []}))
+    ending, (trace,) = await _run_solution(tmp_path, (), "42", agent=AgentSpec("demonstrate", {"tools": []}))
     assert (ending.score.reward, ending.summary.ended_by) == (1.0, "stop")
-    assert said(trace, tokenizer_dir()) == ["42"]
+    assert turn_texts(trace, tokenizer_dir()) == ["42"]
 
 
 @pytest.mark.parametrize(
@@ -230,13 +230,13 @@ async def test_an_answer_alone_is_a_turn_if_the_task_has_no_tools(tmp_path: Path
     [
         ((), {}, "is empty"),
         ((text("The patch is applied."),), {}, "calls no tool, though the task has a sandbox"),
-        ((told("2"), text("42")), {}, "does not begin with an assistant's turn"),
+        ((tool_message("2"), text("42")), {}, "does not begin with an assistant's turn"),
         ((text("I look."), calls("finish")), {}, "turn 0 of its solution has 0 calls"),
         ((calls("shell", command="ls"), calls("finish")), {}, "turn 0 of its solution has 1 calls"),
         ((calls("ipython", code="1"),), {}, "calls the tool ipython, which this task does not have"),
         ((calls("shell", order="ls"),), {}, "calls shell with wrong arguments"),
         (
-            (calls("shell", command="ls"), told("a"), calls("finish")),
+            (calls("shell", command="ls"), tool_message("a"), calls("finish")),
             {"limits": replace(LIMITS, max_turns=1)},
             "more turns than limits.max_turns, 1",
         ),
@@ -248,13 +248,13 @@ async def test_an_answer_alone_is_a_turn_if_the_task_has_no_tools(tmp_path: Path
 async def test_a_solution_that_cannot_be_replayed_is_refused(
     tmp_path: Path, messages: Sequence[Message], fields: dict[str, Any], reason: str
 ):
-    ending, _ = await _given(tmp_path, messages, **fields)
+    ending, _ = await _run_solution(tmp_path, messages, **fields)
     assert ending.score is None and (ending.failure.code, ending.failure.blame) == ("task_invalid", Blame.TASK)
     assert reason in ending.failure.detail
 
 
 async def test_a_demonstration_that_does_not_fit_the_context_is_the_task_s_fault(tmp_path: Path):
-    ending, traces = await _given(tmp_path, (calls("finish"),), limits=replace(LIMITS, max_context=64))
+    ending, traces = await _run_solution(tmp_path, (calls("finish"),), limits=replace(LIMITS, max_context=64))
     assert (ending.failure.code, ending.failure.blame, traces) == ("prompt_too_long", Blame.TASK, ())
 
 
@@ -301,9 +301,9 @@ async def test_the_example_of_the_page_returns_training_arrays(tmp_path: Path, m
         monkeypatch.setenv("ROLLYARD_URL", served.url)
         monkeypatch.setenv("ROLLYARD_TOKEN", served.token)
         await client.add_engine(url=engine.url, kind="vllm", tokenizer=str(tokenizer_dir()))
-        found = await asyncio.to_thread(lambda: list(names["demonstrations"](tmp_path / "train.jsonl")))
-        assert len(found) == 6
-        for ids, mask in found:
+        arrays = await asyncio.to_thread(lambda: list(names["demonstrations"](tmp_path / "train.jsonl")))
+        assert len(arrays) == 6
+        for ids, mask in arrays:
             assert (ids.dtype, mask.dtype, ids.shape) == (np.int32, np.uint8, mask.shape)
             assert 0 < mask.sum() < len(mask) and mask[0] == 0 and mask[-1] == 1
         group = await client.group(json.loads(lines[0]), run="warm-start", size=2)
@@ -311,5 +311,5 @@ async def test_the_example_of_the_page_returns_training_arrays(tmp_path: Path, m
         assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
         assert [len(rollout.traces) for rollout in group.rollouts] == [1, 1]
         assert engine.calls == []
-        for kept in (True, False):
-            assert collate([group], drop_untrainable=kept)["input_ids"].shape == (0, 0), "no logprobs, so no row"
+        for is_dropping in (True, False):
+            assert collate([group], drop_untrainable=is_dropping)["input_ids"].shape == (0, 0), "no logprobs, so no row"

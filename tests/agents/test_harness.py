@@ -104,10 +104,10 @@ async def test_files_stdin_environment_and_workdir_are_filled_in(tmp_path: Path)
         rollout = await site.rolled(replace(task, data=data))
         harness = (await trajectory_of(site, rollout.id)).info["harness"]
     assert isinstance(harness, dict)
-    told = json.loads(str(harness["output"]).splitlines()[-1])
-    assert told[0] == "'say \"{{model}}\" \u00e4\n\x7f'"
-    assert told[1] == 'task: "say \\"{{model}}\\" \u00e4\\n\\u007f"'
-    assert told[2:] == ["0o600", "/tmp", "/home/agent", "mine", "{{untouched}}"]
+    values = json.loads(str(harness["output"]).splitlines()[-1])
+    assert values[0] == "'say \"{{model}}\" \u00e4\n\x7f'"
+    assert values[1] == 'task: "say \\"{{model}}\\" \u00e4\\n\\u007f"'
+    assert values[2:] == ["0o600", "/tmp", "/home/agent", "mine", "{{untouched}}"]
 
 
 class Elsewhere(ShellEnvironment):
@@ -153,9 +153,9 @@ async def test_exit_statuses_in_end_ok_complete_the_rollout(tmp_path: Path):
 
 
 async def test_a_child_that_keeps_the_output_open_does_not_keep_run_open(tmp_path: Path, mark: str):
-    left = PROGRAM + f"\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)"
+    program = PROGRAM + f"\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)"
     async with open_site(tmp_path) as site:
-        rollout = await site.rolled(greeting_task("command", runs(left, mark)))
+        rollout = await site.rolled(greeting_task("command", runs(program, mark)))
         await site.idle()
         nothing_left(site, tmp_path, mark)
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
@@ -402,7 +402,7 @@ async def test_an_engine_that_returns_only_text_is_refused(tmp_path: Path):
 
 async def test_invalid_options_are_refused_at_submit(tmp_path: Path):
     async with open_site(tmp_path) as site:
-        for options, said in (
+        for options, expected in (
             ({}, "agent.options.command"),
             ({"command": ["x"], "tools": ["shell"]}, "agent.options.tools: unknown"),
             ({"command": ["{{nothing}}"]}, "agent.options.command[0]: unknown {{nothing}}"),
@@ -413,7 +413,7 @@ async def test_invalid_options_are_refused_at_submit(tmp_path: Path):
         ):
             with pytest.raises(TaskInvalid) as caught:
                 site.pipeline.resources.check(greeting_task("command", options), site.run)  # type: ignore[arg-type]
-            assert caught.value.detail.startswith(said), caught.value.detail
+            assert caught.value.detail.startswith(expected), caught.value.detail
         with pytest.raises(AgentMissing, match="mini-swe-agent 2"):
             site.pipeline.resources.check(greeting_task("mini-swe-agent"), site.run)
 

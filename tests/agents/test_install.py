@@ -57,42 +57,45 @@ NPM = read_preset('name = "n"\nversion = "2"\ncommand = ["x"]\n[install]\nkind =
 class Installed:
     """The result of `pip()`, which takes a second."""
 
-    shelf: AgentInstalls
+    installs: AgentInstalls
     wheels: Path
     folder: Path
-    said: list[str]
+    messages: list[str]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     base = tmp_path_factory.mktemp("installed")
     wheel(base / "wheels")
-    shelf, said = AgentInstalls(base / "agents"), list[str]()
-    assert shelf.folder_of(pip()) is None
+    installs, messages = AgentInstalls(base / "agents"), list[str]()
+    assert installs.folder_of(pip()) is None
     return Installed(
-        shelf, base / "wheels", asyncio.run(shelf.install(pip(), said.append, source=base / "wheels")), said
+        installs,
+        base / "wheels",
+        asyncio.run(installs.install(pip(), messages.append, source=base / "wheels")),
+        messages,
     )
 
 
 async def test_pip_packages_are_in_one_folder_that_all_users_may_read_and_run(installed: Installed):
     folder = installed.folder
-    assert installed.shelf.folder_of(pip()) == folder and installed.said == ["pip installs tiny==1.0"]
+    assert installed.installs.folder_of(pip()) == folder and installed.messages == ["pip installs tiny==1.0"]
     assert folder.stat().st_mode & 0o777 == 0o755
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in folder.rglob("*"))
-    done = await asyncio.to_thread(
+    completed = await asyncio.to_thread(
         subprocess.run, [sys.executable, folder, "tiny", "one", "two"], capture_output=True, text=True, check=False
     )
-    assert done.stdout == "tiny one two\n", done.stderr
+    assert completed.stdout == "tiny one two\n", completed.stderr
     assert not list(folder.parent.glob(".draft-*"))
 
 
 async def test_an_existing_install_is_reused_and_another_section_has_another_folder(
     tmp_path: Path, installed: Installed
 ):
-    shelf, first = installed.shelf, installed.folder
-    assert first == await shelf.install(pip(), source=tmp_path / "nothing here")
-    assert shelf.folder_of(pip("2.0")) is None
-    less = await shelf.install(pip(more='remove = ["tiny/__main__.py"]'), source=installed.wheels)
+    installs, first = installed.installs, installed.folder
+    assert first == await installs.install(pip(), source=tmp_path / "nothing here")
+    assert installs.folder_of(pip("2.0")) is None
+    less = await installs.install(pip(more='remove = ["tiny/__main__.py"]'), source=installed.wheels)
     assert first != less
     assert (first / "tiny/__main__.py").exists() and not (less / "tiny/__main__.py").exists()
 
@@ -102,29 +105,29 @@ async def test_concurrent_installs_wait_install_once_and_remove_leftovers(
 ):
     wheel(tmp_path / "wheels")
     (tmp_path / "agents/.draft-dead").mkdir(parents=True)
-    said: asyncio.Queue[str] = asyncio.Queue()
+    messages: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def tell(text: str) -> None:
-        loop.call_soon_threadsafe(said.put_nowait, text)
+    def notify(text: str) -> None:
+        loop.call_soon_threadsafe(messages.put_nowait, text)
 
     with (tmp_path / "agents/.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        shelves = [AgentInstalls(tmp_path / "agents") for _ in range(2)]
-        installs = [asyncio.create_task(it.install(pip(), tell, source=tmp_path / "wheels")) for it in shelves]
-        assert [await said.get(), await said.get()] == ["waiting for another install"] * 2
-        assert not any(install.done() for install in installs) and said.empty()
+        instances = [AgentInstalls(tmp_path / "agents") for _ in range(2)]
+        installs = [asyncio.create_task(it.install(pip(), notify, source=tmp_path / "wheels")) for it in instances]
+        assert [await messages.get(), await messages.get()] == ["waiting for another install"] * 2
+        assert not any(install.done() for install in installs) and messages.empty()
     folders = await asyncio.gather(*installs)
     assert folders[0] == folders[1] and folders[0].is_dir()
-    assert await said.get() == "pip installs tiny==1.0" and said.empty()
+    assert await messages.get() == "pip installs tiny==1.0" and messages.empty()
     assert not list((tmp_path / "agents").glob(".draft-*"))
 
 
 async def test_a_failed_install_leaves_nothing(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    shelf = AgentInstalls(tmp_path / "agents")
+    installs = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match=r"pip ended with 1: .*tiny==1.0") as caught:
-        await shelf.install(pip(), source=tmp_path / "empty")
+        await installs.install(pip(), source=tmp_path / "empty")
     assert "--from" in caught.value.remedy
     assert [path.name for path in (tmp_path / "agents").iterdir()] == [".lock"]
 
@@ -141,10 +144,10 @@ async def test_an_npm_package_is_unpacked_below_its_name_with_its_modes(tmp_path
 
 async def test_a_tarball_that_would_write_elsewhere_is_refused(tmp_path: Path):
     tarball(tmp_path / "a-b-2.0.0.tgz", ("package/../../../escaped", "x", 0o644))
-    shelf = AgentInstalls(tmp_path / "agents")
+    installs = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match="cannot be unpacked"):
-        await shelf.install(NPM, source=tmp_path)
-    assert shelf.folder_of(NPM) is None and not (tmp_path / "escaped").exists()
+        await installs.install(NPM, source=tmp_path)
+    assert installs.folder_of(NPM) is None and not (tmp_path / "escaped").exists()
 
 
 @pytest.mark.parametrize("level", [0, 6])
@@ -156,28 +159,28 @@ async def test_a_tarball_with_a_wrong_byte_is_not_installed(tmp_path: Path, at: 
     raw = bytearray(gzip.compress(gzip.decompress(path.read_bytes()), level))
     raw[int(at * len(raw))] ^= 0xFF
     path.write_bytes(raw)
-    shelf = AgentInstalls(tmp_path / "agents")
+    installs = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match="cannot be unpacked"):
-        await shelf.install(NPM, source=tmp_path)
-    assert shelf.folder_of(NPM) is None and not list((tmp_path / "agents").glob(".draft-*"))
+        await installs.install(NPM, source=tmp_path)
+    assert installs.folder_of(NPM) is None and not list((tmp_path / "agents").glob(".draft-*"))
 
 
 async def test_half_a_tarball_is_not_installed(tmp_path: Path):
     path = tmp_path / "a-b-2.0.0.tgz"
     tarball(path, *((f"package/{number}", f"{number}" * 1000, 0o644) for number in range(50)))
     path.write_bytes(path.read_bytes()[:-100])
-    shelf = AgentInstalls(tmp_path / "agents")
+    installs = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match="cannot be unpacked"):
-        await shelf.install(NPM, source=tmp_path)
-    assert shelf.folder_of(NPM) is None
+        await installs.install(NPM, source=tmp_path)
+    assert installs.folder_of(NPM) is None
 
 
 async def test_errors_have_a_remedy(tmp_path: Path):
-    shelf = AgentInstalls(tmp_path / "agents")
+    installs = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match=r"a-b-2.0.0.tgz is not in .* npm pack @a/b@2.0.0"):
-        await shelf.install(NPM, source=tmp_path)
+        await installs.install(NPM, source=tmp_path)
     (tmp_path / "a-b-2.0.0.tgz").write_bytes(b"no archive")
     with pytest.raises(InstallError, match="cannot be unpacked"):
-        await shelf.install(NPM, source=tmp_path)
+        await installs.install(NPM, source=tmp_path)
     with pytest.raises(InstallError, match="nothing to install"):
-        await shelf.install(read_preset('name = "a"\ncommand = ["x"]'))
+        await installs.install(read_preset('name = "a"\ncommand = ["x"]'))

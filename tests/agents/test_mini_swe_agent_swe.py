@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first run downl
 
 
 @pytest.fixture(scope="session")
-def shelf() -> AgentInstalls:
+def installs() -> AgentInstalls:
     return installed(NAME)
 
 
-async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, shelf: AgentInstalls):
+async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, installs: AgentInstalls):
     calc = build(tmp_path / "calc")
     task = to_task(calc.body(FAIL_TO_PASS=FAIL_TO_PASS[:1]), {})
     limits = replace(task.limits, init_s=60, run_s=60, eval_s=60)
@@ -39,7 +39,7 @@ async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, shelf: Ag
     async with (
         Environments() as environments,
         open_site(
-            tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), environments=environments
+            tmp_path, plays(TURNS), agents=Agents(shelf=installs), pythons=pythons(), environments=environments
         ) as site,
     ):
         rollout = await site.rolled(task, within_s=120)
@@ -54,7 +54,7 @@ async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, shelf: Ag
     verify(trajectory)
     assert (len(trajectory.traces), trajectory.turns, rollout.ending.is_trainable) == (1, 4, True)
     assert [artifact.name for artifact in trajectory.artifacts] == ["patch"]
-    told = str(trajectory.messages[1]["content"])
-    assert "add() subtracts: {add(2, 3)} is -1" in told and "test_add" not in told
-    seen = "\n".join(str(message.get("content")) for message in trajectory.messages)
-    assert "+    return a + b" in seen and "the fix" not in seen
+    instruction = str(trajectory.messages[1]["content"])
+    assert "add() subtracts: {add(2, 3)} is -1" in instruction and "test_add" not in instruction
+    transcript = "\n".join(str(message.get("content")) for message in trajectory.messages)
+    assert "+    return a + b" in transcript and "the fix" not in transcript

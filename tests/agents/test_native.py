@@ -31,7 +31,7 @@ from .conftest import USER, Jotter, call
 async def test_it_calls_tools_until_it_finishes(scene):
     async with scene([call("shell", command="ls"), call("finish", answer="42")]) as s:
         assert await s.run() == "finish"
-        assert s.said("tool") == ["did ls", "Done."]
+        assert s.contents("tool") == ["did ls", "Done."]
         assert s.context.info["answer"] == "42"
         assert s.context.info["tool_calls"] == 2
         assert 0 <= s.context.info["tool_s"] <= s.context.clock.used_s
@@ -44,7 +44,7 @@ async def test_it_calls_tools_until_it_finishes(scene):
 async def test_an_answer_without_a_call_ends_it(scene):
     async with scene(["It is 42."]) as s:
         assert await s.run() == "stop"
-        assert s.said("assistant") == ["It is 42."]
+        assert s.contents("assistant") == ["It is 42."]
 
 
 async def test_several_calls_of_a_turn_run_in_order_and_none_after_a_final_one(scene):
@@ -53,7 +53,7 @@ async def test_several_calls_of_a_turn_run_in_order_and_none_after_a_final_one(s
     async with scene([turn], tools=[tool, Finish()]) as s:
         assert await s.run() == "finish"
         assert [c["command"] for c in tool.calls] == ["a", "b"]
-        assert s.said("tool") == ["did a", "did b", "Done."]
+        assert s.contents("tool") == ["did a", "did b", "Done."]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ async def test_a_malformed_call_is_an_observation_not_an_end(scene, text, observ
     async with scene([text, "I see."], tools=[tool, Finish()]) as s:
         assert await s.run() == "stop"
         assert tool.calls == []
-        assert observation in s.said("tool")[0]
+        assert observation in s.contents("tool")[0]
 
 
 async def test_the_turn_limit_truncates_and_keeps_the_last_observation(scene):
@@ -81,7 +81,7 @@ async def test_the_turn_limit_truncates_and_keeps_the_last_observation(scene):
         with pytest.raises(TurnLimit, match="all 2 turns"):
             await s.run()
         assert s.conversation.turns == 2
-        assert len(s.said("tool")) == 2
+        assert len(s.contents("tool")) == 2
 
 
 async def test_the_token_limit_bounds_all_turns_together(scene):
@@ -132,7 +132,7 @@ async def test_a_tool_that_hangs_beyond_its_time_is_an_observation(scene):
         agent = NativeAgent()
         agent.tool_grace_s = 0.05
         assert await agent.run(s.context, USER) == "stop"
-        assert "did not answer within 0.05 s" in s.said("tool")[0]
+        assert "did not answer within 0.05 s" in s.contents("tool")[0]
 
 
 async def test_a_tools_own_timeout_error_is_not_mistaken_for_the_agents(scene):
@@ -159,7 +159,7 @@ async def test_bash_blocks_run_by_the_shell(scene):
     async with scene(replies, options={"format": "bash_block"}, tools=[tool, Finish()]) as s:
         assert await s.run() == "stop"
         assert tool.calls == [{"command": "ls -la\necho `date`\n"}]
-        assert s.said("user")[1].startswith("did ls")
+        assert s.contents("user")[1].startswith("did ls")
         first = s.renderer.decode(s.prompts[0])
         assert "exactly one block" in first
         assert "<tools>" not in first
@@ -188,7 +188,7 @@ async def test_anything_but_one_block_is_an_observation(scene, text, observation
     async with scene([text, "ok"], options={"format": "bash_block"}, tools=[tool]) as s:
         assert await s.run() == "stop"
         assert tool.calls == []
-        assert observation in s.said("user")[1]
+        assert observation in s.contents("user")[1]
 
 
 async def test_bash_blocks_without_a_shell_are_the_task_s_fault(scene):
@@ -214,8 +214,8 @@ async def test_without_schemas_the_prompt_does_not_contain_the_tools_and_calls_w
         first, *_ = prompts = [s.renderer.decode(prompt) for prompt in s.prompts]
         assert not any(word in prompt for prompt in prompts for word in ("<tools>", "Runs a command."))
         assert "please" in first and len(s.prompts[0]) < len(plain)
-        done, unknown, _ = s.said("tool")
-        assert done == "did ls" and 'no tool "rocket"; there are: shell, finish' in unknown
+        ran, unknown, _ = s.contents("tool")
+        assert ran == "did ls" and 'no tool "rocket"; there are: shell, finish' in unknown
         assert s.context.info["answer"] == "42"
         verify(Trajectory("r1", 1, traces=s.conversation.traces()))
 
@@ -224,7 +224,7 @@ async def test_a_tool_s_latency_is_time_in_the_tool(scene):
     replies = [call("shell", command="a") + call("shell", command="b"), call("finish")]
     async with scene(replies, options={"tool_latency_s": 0.05}) as s:
         assert await s.run() == "finish"
-        assert s.said("tool") == ["did a", "did b", "Done."]
+        assert s.contents("tool") == ["did a", "did b", "Done."]
         assert s.context.info["tool_s"] >= 3 * 0.05
         assert s.context.clock.used_s >= s.context.info["tool_s"] - 1e-3, "it counts as RUN's time, like a slow tool"
 
@@ -236,7 +236,7 @@ async def test_latency_is_not_taken_from_the_tool_s_own_time(scene):
         agent = NativeAgent()
         agent.tool_grace_s = 0.05
         assert await agent.run(s.context, USER) == "stop"
-        assert s.said("tool") == ["did x"]
+        assert s.contents("tool") == ["did x"]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ async def test_latency_is_not_taken_from_the_tool_s_own_time(scene):
 async def test_a_tasks_system_prompt_replaces_the_environments(scene, options, messages, expected):
     async with scene(["ok"], options=options) as s:
         await s.run(messages)
-        assert s.said("system") == expected
+        assert s.contents("system") == expected
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,8 @@ def test_valid_options_are_accepted():
 
 
 def test_an_entry_point_that_is_not_an_agent_is_refused(monkeypatch: pytest.MonkeyPatch):
-    found = [EntryPoint("odd", "builtins:dict", "rollyard.agents")]
-    monkeypatch.setattr("rollyard.agents.registry.plugins", lambda group: found)
+    points = [EntryPoint("odd", "builtins:dict", "rollyard.agents")]
+    monkeypatch.setattr("rollyard.agents.registry.plugins", lambda group: points)
     with pytest.raises(UnknownAgent, match=r"'odd' cannot be used: dict is not a rollyard.agents.Agent"):
         Agents().get("odd")
 
@@ -317,9 +317,9 @@ def test_agents_are_found_by_entry_point_and_may_be_added():
     ],
 )
 def test_arguments_are_checked_against_the_schema(schema, value, wrong):
-    found = wrong_arguments(schema, value)
-    assert wrong in found
-    assert bool(found) == bool(wrong)
+    problem = wrong_arguments(schema, value)
+    assert wrong in problem
+    assert bool(problem) == bool(wrong)
 
 
 def test_blocks_that_never_close_are_read_once():

@@ -86,11 +86,11 @@ def test_json_in_a_template_is_json_and_toml_and_printable(text: str):
 def test_a_task_adds_to_a_preset_and_replaces_nothing_of_its_command():
     preset = read_preset(PLAIN + 'model = "m"\n[env]\nA = "1"\nB = "2"\n[[files]]\npath = "/one"')
     options = {"args": ["--more"], "env": {"B": "3"}, "files": [{"path": "/two"}], "model": "other"}
-    made = preset.with_options(options)  # type: ignore[arg-type]
-    assert made.command == ("x", "--more") and made.model == "other"
-    assert made.env == {"A": "1", "B": "3"} and [file.path for file in made.files] == ["/one", "/two"]
+    merged = preset.with_options(options)  # type: ignore[arg-type]
+    assert merged.command == ("x", "--more") and merged.model == "other"
+    assert merged.env == {"A": "1", "B": "3"} and [file.path for file in merged.files] == ["/one", "/two"]
     assert preset.with_options({}) == preset
-    for wrong, said in (
+    for wrong, expected in (
         ({"command": ["y"]}, "agent.options.command: unknown; there are args, env, files, model"),
         ({"args": "x"}, "agent.options."),
         ({"args": ["{{nothing}}"]}, "agent.options.command[1]: unknown {{nothing}}"),
@@ -98,7 +98,7 @@ def test_a_task_adds_to_a_preset_and_replaces_nothing_of_its_command():
     ):
         with pytest.raises(TaskInvalid) as caught:
             preset.with_options(wrong)
-        assert caught.value.detail.startswith(said)
+        assert caught.value.detail.startswith(expected)
 
 
 # --- the registry ---------------------------------------------------------------------------------------------

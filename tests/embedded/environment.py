@@ -50,10 +50,10 @@ def environ(home: Path) -> dict[str, str]:
 def make_tiny_model(folder: Path) -> None:
     """Creates a model with random weights and a real tokenizer, `folder/tiny`, and an adapter, `folder/adapter`."""
     command = [str(trainer_python("local")), "-c", MAKE, str(folder), str(tokenizer_dir())]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=ROOT / "examples" / "yardwork", env=environ(folder), capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert completed.returncode == 0, completed.stderr[-3000:]
 
 
 IN_TURN = """
@@ -73,22 +73,22 @@ def commands(folder: Path, *argvs: Sequence[str], limit_s: float = 240.0) -> lis
     home = folder / "commands"
     home.mkdir()
     (home / "argvs.json").write_text(json.dumps(argvs))
-    done = subprocess.run(
+    completed = subprocess.run(
         [str(trainer_python("local")), "-c", IN_TURN], cwd=home, env=environ(home), capture_output=True, timeout=limit_s
     )
-    found: list[subprocess.CompletedProcess[str]] = []
+    results: list[subprocess.CompletedProcess[str]] = []
     for number, argv in enumerate(argvs):
         out, err = (home / f"{number}.{name}" for name in ("out", "err"))
-        assert (home / f"{number}.status").exists(), done.stderr.decode()[-2000:] + err.read_text()[-2000:]
+        assert (home / f"{number}.status").exists(), completed.stderr.decode()[-2000:] + err.read_text()[-2000:]
         status = int((home / f"{number}.status").read_text())
-        found.append(subprocess.CompletedProcess(argv, status, out.read_text(), err.read_text()))
-    return found
+        results.append(subprocess.CompletedProcess(argv, status, out.read_text(), err.read_text()))
+    return results
 
 
 def run_inside(folder: Path, home: Path, limit_s: float) -> None:
     """Runs a folder of tests in a process of that environment. If one was skipped, the caller is skipped as well."""
     options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", f"--basetemp={home / 'inside'}"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [str(trainer_python("local")), "-m", "pytest", *options, str(folder)],
         cwd=ROOT,
         env=environ(home / "hf"),
@@ -96,9 +96,9 @@ def run_inside(folder: Path, home: Path, limit_s: float) -> None:
         text=True,
         timeout=limit_s,
     )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    if "skipped" in done.stdout.splitlines()[-1]:
-        pytest.skip(done.stdout[-2000:])
+    assert completed.returncode == 0, completed.stdout[-6000:] + completed.stderr[-2000:]
+    if "skipped" in completed.stdout.splitlines()[-1]:
+        pytest.skip(completed.stdout[-2000:])
 
 
 @contextmanager

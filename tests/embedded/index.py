@@ -25,7 +25,7 @@ class Index:
         """While it is cleared, the download of a wheel stops halfway."""
         self.goes_on.set()
         self.is_halfway = threading.Event()
-        self.was_left = threading.Event()
+        self.disconnected = threading.Event()
         """Set when the client disconnects halfway."""
 
     def answer(self, path: str) -> bytes | None:
@@ -61,13 +61,13 @@ def serving(index: Index) -> Generator[Index, None, None]:
                 self.connection.settimeout(0.05)
                 while not index.goes_on.is_set():
                     try:
-                        gone = self.connection.recv(1) == b""
+                        is_closed = self.connection.recv(1) == b""
                     except TimeoutError:
                         continue
                     except OSError:
-                        gone = True
-                    if gone:
-                        index.was_left.set()
+                        is_closed = True
+                    if is_closed:
+                        index.disconnected.set()
                         return
             self.wfile.write(body[half:])
 

@@ -23,8 +23,8 @@ def test_without_the_extra_the_error_names_what_to_install(
 ):
     monkeypatch.setitem(sys.modules, "torch", None)  # `make demo` may have installed it
     assert main(["bench", "engine", "--json"]) == 1
-    said = capsys.readouterr()
-    assert "torch" in said.err and "pip install 'rollyard[local]'" in said.err and said.out == ""
+    captured = capsys.readouterr()
+    assert "torch" in captured.err and "pip install 'rollyard[local]'" in captured.err and captured.out == ""
 
 
 def test_an_option_of_another_bench_is_refused(capsys: pytest.CaptureFixture[str]):
@@ -36,20 +36,22 @@ def test_an_option_of_another_bench_is_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.timeout(500)
 def test_both_engines_report_the_same_metric_names(tiny_model: Path, tmp_path: Path):
     bench, model = ["bench", "engine", "--quick", "--json", "--device", "cpu", "--model"], str(tiny_model)
-    done, too_long, nothing = commands(
+    measured, too_long, nothing = commands(
         tmp_path,
         [*bench, model, "--tokens", "3", "--prompt", "6"],
         [*bench, model, "--prompt", "4000"],
         [*bench, str(tmp_path / "nothing")],
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    ours, versus = found["metrics"], found["versus"]
+    assert measured.returncode == 0, measured.stderr[-3000:]
+    report: dict[str, Any] = json.loads(measured.stdout)
+    metrics, versus = report["metrics"], report["versus"]
     assert versus.keys() == {"generate", "generate_no_logprobs"}
     assert versus["generate"].keys() == ALL and versus["generate_no_logprobs"].keys() == SPEEDS
-    assert all(figures[name] > 0 for figures in (ours, *versus.values()) for name in figures.keys() & ALL)
-    assert ours.keys() >= ALL and (ours["tokens"], ours["prompt_tokens"]) == (3, 6)
-    assert (ours["device"], ours["dtype"], ours["threads"]) == ("cpu", "float32", 1), "as set in the environment"
+    assert all(figures[name] > 0 for figures in (metrics, *versus.values()) for name in figures.keys() & ALL)
+    assert metrics.keys() >= ALL and (metrics["tokens"], metrics["prompt_tokens"]) == (3, 6)
+    assert (metrics["device"], metrics["dtype"], metrics["threads"]) == ("cpu", "float32", 1), (
+        "as set in the environment"
+    )
 
     assert too_long.returncode == 2 and "do not fit into the model's 8192" in too_long.stderr
     assert nothing.returncode == 1 and "cannot be loaded" in nothing.stderr.splitlines()[-1]

@@ -18,8 +18,8 @@ def test_without_the_extra_the_error_names_what_to_install(
 ):
     monkeypatch.setitem(sys.modules, "torch", None)  # `make demo` may have installed it
     assert main(["engine", "--model", "anything"]) == 1
-    said = capsys.readouterr().err
-    assert "torch" in said and "pip install 'rollyard[local]'" in said and len(said.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert "torch" in stderr and "pip install 'rollyard[local]'" in stderr and len(stderr.splitlines()) == 1
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(started: list[str], c
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["engine", "--model", "anything", "--port", str(port)]) == 1
-    said = capsys.readouterr().err
-    assert said == f"rollyard: 127.0.0.1:{port} cannot be listened on: Address already in use\n" and not started
+    stderr = capsys.readouterr().err
+    assert stderr == f"rollyard: 127.0.0.1:{port} cannot be listened on: Address already in use\n" and not started
 
 
 def test_a_folder_without_a_model_is_refused_before_torch_is_imported(

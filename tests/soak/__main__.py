@@ -29,14 +29,14 @@ class Row:
 
 
 def run_one(scenario: Scenario) -> Row:
-    began = time.monotonic()
+    started_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"rollyard-soak-{scenario.name}-") as folder:
         try:
             figures, error = asyncio.run(scenario.run(Path(folder))), ""  # type: ignore[arg-type]
         except Exception as trouble:
             traceback.print_exc()
             figures, error = {}, f"{type(trouble).__name__}: {trouble}"
-    return Row(scenario.name, time.monotonic() - began, figures, error)
+    return Row(scenario.name, time.monotonic() - started_at, figures, error)
 
 
 def run_all(scenarios: Sequence[Scenario], *, as_json: bool) -> int:
@@ -50,13 +50,13 @@ def run_all(scenarios: Sequence[Scenario], *, as_json: bool) -> int:
         for row in rows:
             print(json.dumps({"scenario": row.name, "took_s": round(row.took_s, 1), "error": row.error, **row.figures}))
     else:
-        made = table("scenario", "result", "time", "figures", right=("time",))
+        results_table = table("scenario", "result", "time", "figures", right=("time",))
         for row in rows:
             figures = ", ".join(f"{name} {value}" for name, value in row.figures.items())
-            made.add_row(
+            results_table.add_row(
                 row.name, plain(row.error.splitlines()[0][:120]) if row.error else "ok", seconds(row.took_s), figures
             )
-        show(made)
+        show(results_table)
     return int(any(row.error for row in rows))
 
 

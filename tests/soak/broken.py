@@ -141,13 +141,13 @@ def _status(test: str, folder: Path) -> int:
 
 def main(names: Sequence[str]) -> int:
     chosen = [defect for defect in DEFECTS if not names or defect.name in names]
-    made, results = table("defect", "what is broken", "test", "result"), set[str]()
+    results_table, results = table("defect", "what is broken", "test", "result"), set[str]()
     for defect in chosen:
         note(f"{defect.name}: {defect.what}")
         result = verdict(defect)
         results.add(result)
-        made.add_row(defect.name, defect.what, defect.test.rpartition("::")[2], result)
-    show(made)
+        results_table.add_row(defect.name, defect.what, defect.test.rpartition("::")[2], result)
+    show(results_table)
     return int(results != {FAILS})
 
 

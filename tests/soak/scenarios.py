@@ -40,8 +40,8 @@ async def _draw(folder: Path) -> Figures:
     figures: dict[str, Json] = {}
     for on_stale in ("deliver", "wait"):
         (folder / on_stale).mkdir()
-        found = await deaths_on_both_sides(folder / on_stale, on_stale, batches=50, kills=8)
-        figures |= {f"{on_stale}_{name}": value for name, value in found.items()}
+        counts = await deaths_on_both_sides(folder / on_stale, on_stale, batches=50, kills=8)
+        figures |= {f"{on_stale}_{name}": value for name, value in counts.items()}
     return figures
 
 
@@ -70,8 +70,8 @@ async def _endurance(folder: Path) -> Figures:
     for runtime in ("bubblewrap", "apptainer"):
         metrics = (await bench_endurance(runtime=runtime))["metrics"]
         assert isinstance(metrics, dict)
-        left = {name: value for name, value in metrics.items() if name.endswith("_more") and value}
-        assert not left, left
+        leftovers = {name: value for name, value in metrics.items() if name.endswith("_more") and value}
+        assert not leftovers, leftovers
         figures |= {f"{runtime}_{name}": metrics[name] for name in ("sandboxes", "per_s")}
     return figures
 
@@ -81,9 +81,9 @@ async def _fuzz(folder: Path) -> Figures:
     sent, statuses = 0, Counter[int]()
     async with target(folder) as at:
         for number in range(5):
-            found = await asyncio.to_thread(send, at, 20_000, number)
-            assert not found.wrong, found.wrong[:5]
-            sent, statuses = sent + found.sent, statuses + found.statuses
+            outcome = await asyncio.to_thread(send, at, 20_000, number)
+            assert not outcome.wrong, outcome.wrong[:5]
+            sent, statuses = sent + outcome.sent, statuses + outcome.statuses
             resident.append(resident_bytes(at.pid))
     grown_mib = (resident[-1] - resident[1]) >> 20
     assert grown_mib < MOST_GROWN_MIB, f"its memory, in bytes, after each fifth: {resident}"

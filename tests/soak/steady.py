@@ -79,21 +79,21 @@ async def steady(folder: Path, *, per_s: int, seconds: float, looks: int) -> lis
     """Returns evenly spaced samples. Raises AssertionError if a rollout fails or the service does not keep up."""
     async with _service(folder) as (client, pid):
         load = _Load(client, per_s, seconds)
-        found: list[Look] = []
+        samples: list[Look] = []
         async with asyncio.TaskGroup() as group:
             group.create_task(load.submit())
             group.create_task(load.acknowledge())
             for number in range(1, looks + 1):
-                await asyncio.sleep(load.began + seconds * number / looks - time.monotonic())
-                found.append(await asyncio.to_thread(_look, pid, folder / "data", round(load.second), load.ended))
+                await asyncio.sleep(load.started_at + seconds * number / looks - time.monotonic())
+                samples.append(await asyncio.to_thread(_look, pid, folder / "data", round(load.second), load.ended))
         assert load.failed == 0, f"{load.failed} of {load.ended} rollouts failed"
         assert load.ended == load.submitted
-        return found
+        return samples
 
 
 async def in_lots(folder: Path, *, looks: int, each: int) -> list[Look]:
     """Returns one sample after each lot of rollouts with sandboxes has ended, which is independent of speed."""
-    found: list[Look] = []
+    samples: list[Look] = []
     async with _service(folder) as (client, pid):
         for number in range(1, looks + 1):
             records = await client.submit([task(0) for _ in range(each)], run=RUN)
@@ -101,20 +101,20 @@ async def in_lots(folder: Path, *, looks: int, each: int) -> list[Look]:
             assert all(record.reward == 1.0 for record in ended), ended
             while (await client.status())["pools"]["live"]["active"]:
                 await asyncio.sleep(0.01)
-            found.append(await asyncio.to_thread(_look, pid, folder / "data", number, number * each))
-    return found
+            samples.append(await asyncio.to_thread(_look, pid, folder / "data", number, number * each))
+    return samples
 
 
 class _Load:
     def __init__(self, client: AsyncClient, per_s: int, seconds: float) -> None:
         self._client, self._per_s, self._seconds = client, per_s, seconds
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.submitted = self.ended = self.failed = 0
         self._is_over = False
 
     @property
     def second(self) -> float:
-        return time.monotonic() - self.began
+        return time.monotonic() - self.started_at
 
     async def submit(self) -> None:
         """Submits each second the rollouts that are due."""
@@ -163,22 +163,22 @@ def _size_bytes(folder: Path) -> int:
 
 def print_looks(looks: list[Look]) -> None:
     names = [field.name for field in fields(Look)]
-    made = table(*names, right=tuple(names))
+    looks_table = table(*names, right=tuple(names))
     for look in looks:
-        made.add_row(*(str(value) for value in asdict(look).values()))
-    show(made)
+        looks_table.add_row(*(str(value) for value in asdict(look).values()))
+    show(looks_table)
 
 
 def grown(looks: list[Look]) -> Mapping[str, str]:
     """Returns what has not levelled off: compares the mean of the last third with that of the middle third."""
     third = len(looks) // 3
     middle, last = looks[third : 2 * third], looks[2 * third :]
-    found: dict[str, str] = {}
+    growing: dict[str, str] = {}
     for name, spare in SPARE.items():
         before, after = (sum(getattr(look, name) for look in part) / len(part) for part in (middle, last))
         if after > before * (1 + SLACK) and after > before + spare:
-            found[name] = f"{before:.0f} in the middle third, {after:.0f} in the last"
-    return found
+            growing[name] = f"{before:.0f} in the middle third, {after:.0f} in the last"
+    return growing
 
 
 async def hour(folder: Path) -> Mapping[str, Json]:
@@ -187,6 +187,6 @@ async def hour(folder: Path) -> Mapping[str, Json]:
     note(f"steady: {per_s} rollouts/s for {seconds:.0f} s")
     looks = await steady(folder, per_s=per_s, seconds=seconds, looks=30)
     print_looks(looks)
-    assert not (found := grown(looks)), f"still growing: {found}"
+    assert not (growing := grown(looks)), f"still growing: {growing}"
     last = looks[-1]
     return {"rollouts": last.ended, "memory_mib": last.memory_mib, "disk_mib": last.disk_mib}

@@ -29,18 +29,18 @@ def test_the_table_and_the_exit_status_report_a_loss(capsys: pytest.CaptureFixtu
     assert soak.run_all([fine], as_json=False) == 0
     assert "rollouts 7" in capsys.readouterr().out
     assert soak.run_all([lossy, fine], as_json=False) == 1
-    said = capsys.readouterr()
-    assert "AssertionError: one rollout was lost" in said.out and "rollouts 7" in said.out
-    assert "1 of 2: lossy (loses one)" in said.err and "lossy: FAILED" in said.err
+    captured = capsys.readouterr()
+    assert "AssertionError: one rollout was lost" in captured.out and "rollouts 7" in captured.out
+    assert "1 of 2: lossy (loses one)" in captured.err and "lossy: FAILED" in captured.err
     assert soak.run_all([lossy], as_json=True) == 1
     assert '"error": "AssertionError: one rollout was lost' in capsys.readouterr().out
 
 
 def test_a_wrong_name_is_refused() -> None:
     argv = [sys.executable, "-m", "tests.soak", "nothing"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
-    assert done.returncode == 2
-    assert "there is no scenario nothing; there are: kill, draw, fleet, survive, endurance" in done.stderr
+    completed = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    assert completed.returncode == 2
+    assert "there is no scenario nothing; there are: kill, draw, fleet, survive, endurance" in completed.stderr
 
 
 def test_every_scenario_has_a_defect_that_its_small_form_finds() -> None:

@@ -39,7 +39,7 @@ async def call(editor: EditorTool, command: str, path: str = A, **more: Json) ->
     return await editor.call({"command": command, "path": path, **more}, timeout_s=20.0)
 
 
-async def done(editor: EditorTool, command: str, path: str = A, **more: Json) -> str:
+async def run(editor: EditorTool, command: str, path: str = A, **more: Json) -> str:
     result = await call(editor, command, path, **more)
     assert not result.is_error, result.content
     return result.content
@@ -61,30 +61,30 @@ async def content(sandbox: Sandbox, path: str = A) -> bytes:
 @BOTH
 async def test_a_file_is_created_shown_edited_and_restored(sandbox: Sandbox, editor: EditorTool) -> None:
     assert tool_kind("editor") is EDITOR and EDITOR.needs_sandbox and EDITOR.spec.name == "str_replace_editor"
-    assert await done(editor, "create", file_text="one\ntwo\nthree\n") == f"File created successfully at: {A}"
+    assert await run(editor, "create", file_text="one\ntwo\nthree\n") == f"File created successfully at: {A}"
     shown = f"Here's the result of running `cat -n` on {A}:\n     1\tone\n     2\ttwo\n     3\tthree\n"
-    assert await done(editor, "view") == shown
-    told = await done(editor, "str_replace", old_str="two", new_str="2\n2")
-    assert "has been edited" in told and "     2\t2\n     3\t2\n     4\tthree\n" in told
-    assert "     1\tzero\n     2\tone\n" in await done(editor, "insert", insert_line=0, new_str="zero")
+    assert await run(editor, "view") == shown
+    output = await run(editor, "str_replace", old_str="two", new_str="2\n2")
+    assert "has been edited" in output and "     2\t2\n     3\t2\n     4\tthree\n" in output
+    assert "     1\tzero\n     2\tone\n" in await run(editor, "insert", insert_line=0, new_str="zero")
     assert await content(sandbox) == b"zero\none\n2\n2\nthree\n"
-    assert "undone successfully" in await done(editor, "undo_edit")
+    assert "undone successfully" in await run(editor, "undo_edit")
     assert await content(sandbox) == b"one\n2\n2\nthree\n"
-    await done(editor, "undo_edit")
-    assert await done(editor, "view") == shown
+    await run(editor, "undo_edit")
+    assert await run(editor, "view") == shown
     assert await refused(editor, "undo_edit") == f"No edit history found for {A}."
-    await done(editor, "str_replace", old_str="two\n")
+    await run(editor, "str_replace", old_str="two\n")
     assert await content(sandbox) == b"one\nthree\n"
 
 
 async def test_a_range_of_lines_is_shown(editor: EditorTool) -> None:
-    await done(editor, "create", file_text="".join(f"l{n}\n" for n in range(1, 6)))
-    for wanted, lines in (([2, 3], "2 3"), ([4, -1], "4 5"), ([5, 5], "5"), ([4.0, 9], "4 5")):
-        shown = (await done(editor, "view", view_range=wanted)).splitlines()[1:]
+    await run(editor, "create", file_text="".join(f"l{n}\n" for n in range(1, 6)))
+    for view_range, lines in (([2, 3], "2 3"), ([4, -1], "4 5"), ([5, 5], "5"), ([4.0, 9], "4 5")):
+        shown = (await run(editor, "view", view_range=view_range)).splitlines()[1:]
         assert [line.split()[0] for line in shown if line.startswith("  ")] == lines.split()
-    assert "only 5 lines" in await done(editor, "view", view_range=[4, 9])
-    for wanted in ([0, 2], [6, 7], [3, 2], [-1, 2], [1], "1", [1, True], [1, 2.5]):
-        assert "view_range" in await refused(editor, "view", view_range=wanted)  # type: ignore[arg-type]
+    assert "only 5 lines" in await run(editor, "view", view_range=[4, 9])
+    for view_range in ([0, 2], [6, 7], [3, 2], [-1, 2], [1], "1", [1, True], [1, 2.5]):
+        assert "view_range" in await refused(editor, "view", view_range=view_range)  # type: ignore[arg-type]
 
 
 @BOTH
@@ -92,7 +92,7 @@ async def test_a_folder_is_listed_two_levels_deep_without_hidden_files(sandbox: 
     for name in ("a", "d/b c", "d/e/f", ".git/x", "d/.h", "-n"):
         await sandbox.write(f"/workspace/{name}", b"")
     await sandbox.exec("ln -s / d/out; ln -s d l; ln -s nowhere broken", timeout_s=20.0)
-    listed = (await done(editor, "view", "/workspace")).splitlines()[1:]
+    listed = (await run(editor, "view", "/workspace")).splitlines()[1:]
     names = ["/a", "/d/", "/d/b c", "/d/e/", "/-n", "/d/out", "/l", "/broken"]
     assert sorted(listed) == sorted(["/workspace", *[f"/workspace{name}" for name in names]])
     assert "directory" in await refused(editor, "view", "/workspace", view_range=[1, 2])
@@ -102,8 +102,8 @@ async def test_a_folder_is_listed_two_levels_deep_without_hidden_files(sandbox: 
 
 async def test_an_empty_folder_the_root_and_an_inaccessible_one(sandbox: Sandbox, editor: EditorTool) -> None:
     await sandbox.exec("mkdir empty shut; chmod 0 shut", timeout_s=20.0)
-    assert (await done(editor, "view", "/workspace/empty")).splitlines()[1:] == ["/workspace/empty"]
-    assert "/usr/bin/" in (await done(editor, "view", "/")).splitlines()
+    assert (await run(editor, "view", "/workspace/empty")).splitlines()[1:] == ["/workspace/empty"]
+    assert "/usr/bin/" in (await run(editor, "view", "/")).splitlines()
     assert "Permission denied" in await refused(editor, "view", "/workspace/shut")
 
 
@@ -111,12 +111,12 @@ async def test_an_empty_folder_the_root_and_an_inaccessible_one(sandbox: Sandbox
 async def test_a_relative_path_is_resolved_against_the_working_directory_and_reported(
     sandbox: Sandbox, editor: EditorTool
 ) -> None:
-    told = await done(editor, "create", "src/../-a b.txt", file_text="x")
-    assert "was taken as /workspace/src/../-a b.txt]" in told
-    assert "does not exist" in (told := await refused(editor, "view", "nowhere")) and "/workspace/nowhere" in told
-    await done(editor, "create", "b.txt", file_text="x")
-    await done(editor, "str_replace", "/workspace//./b.txt", old_str="x", new_str="y")
-    await done(editor, "undo_edit", "b.txt")
+    output = await run(editor, "create", "src/../-a b.txt", file_text="x")
+    assert "was taken as /workspace/src/../-a b.txt]" in output
+    assert "does not exist" in (output := await refused(editor, "view", "nowhere")) and "/workspace/nowhere" in output
+    await run(editor, "create", "b.txt", file_text="x")
+    await run(editor, "str_replace", "/workspace//./b.txt", old_str="x", new_str="y")
+    await run(editor, "undo_edit", "b.txt")
     assert await content(sandbox, "/workspace/b.txt") == b"x"
 
 
@@ -136,7 +136,7 @@ async def test_a_text_must_match_exactly_once(sandbox: Sandbox, editor: EditorTo
 
 
 async def test_invalid_calls_return_the_error(editor: EditorTool) -> None:
-    await done(editor, "create", file_text="1\n2")
+    await run(editor, "create", file_text="1\n2")
     for arguments, word in (
         ({}, "command"),
         ({"command": "delete", "path": A}, "Unrecognized command 'delete'"),
@@ -162,7 +162,7 @@ async def test_invalid_calls_return_the_error(editor: EditorTool) -> None:
     ):
         result = await editor.call(arguments, timeout_s=20.0)
         assert result.is_error and word in result.content, (arguments, result.content)
-    assert await done(editor, "view", view_range=None, old_str=None)
+    assert await run(editor, "view", view_range=None, old_str=None)
 
 
 async def test_files_that_are_not_text_are_refused(sandbox: Sandbox, editor: EditorTool) -> None:
@@ -180,7 +180,7 @@ async def test_files_have_a_largest_size(sandbox: Sandbox, editor: EditorTool) -
     assert "bytes, more than" in await refused(editor, "view")
     big = "x" * FILE_BYTES
     assert "at most" in await refused(editor, "create", "/workspace/b", file_text=big + "x")
-    await done(editor, "create", "/workspace/b", file_text=big)
+    await run(editor, "create", "/workspace/b", file_text=big)
     assert "at most" in await refused(editor, "insert", "/workspace/b", insert_line=0, new_str="x")
     assert len(await content(sandbox, "/workspace/b")) == FILE_BYTES
 
@@ -202,17 +202,17 @@ async def test_line_endings_tabs_and_a_missing_last_newline_are_preserved(
     sandbox: Sandbox, editor: EditorTool, before: bytes, after: bytes
 ) -> None:
     await sandbox.write(A, before)
-    assert "\r\n" not in await done(editor, "view") or b"x\r\n" in before
-    await done(editor, "str_replace", old_str="a\nb\nc", new_str="a\nB\nB\nc")
+    assert "\r\n" not in await run(editor, "view") or b"x\r\n" in before
+    await run(editor, "str_replace", old_str="a\nb\nc", new_str="a\nB\nB\nc")
     assert await content(sandbox) == after
-    await done(editor, "undo_edit")
+    await run(editor, "undo_edit")
     assert await content(sandbox) == before
 
 
 async def test_mixed_line_endings_are_reported_if_they_matter(sandbox: Sandbox, editor: EditorTool) -> None:
     await sandbox.write(A, b"a\r\nb\n")
     assert "line endings are mixed" in await refused(editor, "str_replace", old_str="a\nb", new_str="c")
-    await done(editor, "str_replace", old_str="a", new_str="A")
+    await run(editor, "str_replace", old_str="a", new_str="A")
     assert await content(sandbox) == b"A\r\nb\n"
 
 
@@ -224,7 +224,7 @@ async def test_insertion_at_every_kind_of_end(
     sandbox: Sandbox, editor: EditorTool, before: bytes, line: int, after: bytes
 ) -> None:
     await sandbox.write(A, before)
-    await done(editor, "insert", insert_line=line, new_str="x")
+    await run(editor, "insert", insert_line=line, new_str="x")
     assert await content(sandbox) == after
 
 
@@ -232,10 +232,10 @@ async def test_insertion_at_every_kind_of_end(
 async def test_mode_and_links_are_preserved(sandbox: Sandbox, editor: EditorTool) -> None:
     await sandbox.write(A, b"#!/bin/sh\necho old\n", mode=0o750)
     await sandbox.exec("ln -s a.txt link; ln a.txt hard", timeout_s=20.0)
-    await done(editor, "str_replace", "/workspace/link", old_str="old", new_str="new")
+    await run(editor, "str_replace", "/workspace/link", old_str="old", new_str="new")
     ran = await sandbox.exec("test -L link && ./hard && ls -l a.txt", timeout_s=20.0)
     assert ran.stdout.startswith(b"new\n-rwxr-x---")
-    await done(editor, "undo_edit", "/workspace/link")
+    await run(editor, "undo_edit", "/workspace/link")
     assert (await sandbox.exec("./a.txt", timeout_s=20.0)).stdout == b"old\n"
 
 
@@ -243,8 +243,8 @@ async def test_an_unwritable_file_is_unchanged(sandbox: Sandbox, editor: EditorT
     await sandbox.write(A, b"localhost\n", mode=0o444)
     for path, reason in (("/etc/hosts", "Read-only file system"), (A, "Permission denied")):
         before = await content(sandbox, path)
-        told = await refused(editor, "insert", path, insert_line=0, new_str="1.2.3.4 elsewhere")
-        assert reason in told and "The file is as it was." in told
+        output = await refused(editor, "insert", path, insert_line=0, new_str="1.2.3.4 elsewhere")
+        assert reason in output and "The file is as it was." in output
         assert await content(sandbox, path) == before
         assert "No edit history" in await refused(editor, "undo_edit", path)
 
@@ -256,8 +256,8 @@ async def test_a_full_disk_fails_the_edit_and_preserves_the_file(tmp_path: Path)
         data = b"x" * 100_000 + b"\n"
         await sandbox.write("/dev/shm/x", data)
         await sandbox.exec("cat /dev/zero > /dev/shm/rest", timeout_s=20.0)
-        told = await refused(editor, "insert", "/dev/shm/x", insert_line=0, new_str="y" * 200_000)
-        assert "No space left" in told and "The file is as it was" in told
+        output = await refused(editor, "insert", "/dev/shm/x", insert_line=0, new_str="y" * 200_000)
+        assert "No space left" in output and "The file is as it was" in output
         assert await content(sandbox, "/dev/shm/x") == data
 
 
@@ -267,25 +267,25 @@ async def test_the_editor_works_in_an_image_with_only_busybox(tmp_path: Path) ->
         sandbox = await runtime.start(SandboxSpec(image=str(image)), lease_s=60.0)
         editor = await EDITOR.open(ToolContext(sandbox))
         await sandbox.write(A, b"a\n", mode=0o755)
-        assert A in (await done(editor, "view", "/workspace")).splitlines()
-        assert "644" not in await done(editor, "str_replace", old_str="a", new_str="b")
+        assert A in (await run(editor, "view", "/workspace")).splitlines()
+        assert "644" not in await run(editor, "str_replace", old_str="a", new_str="b")
         assert (await sandbox.exec("ls -l a.txt", timeout_s=20.0)).stdout.startswith(b"-rwxr-xr-x")
         await sandbox.exec("rm /bin/sh", timeout_s=20.0)  # from here on, as in an image without a shell
-        assert "its mode is 644 now" in await done(editor, "str_replace", old_str="b", new_str="c")
+        assert "its mode is 644 now" in await run(editor, "str_replace", old_str="b", new_str="c")
         assert await content(sandbox) == b"c\n"
         assert "cannot be listed" in await refused(editor, "view", "/workspace")
 
 
 async def test_undo_reports_other_changes_that_it_reverts(sandbox: Sandbox, editor: EditorTool) -> None:
-    await done(editor, "create", file_text="a\n")
+    await run(editor, "create", file_text="a\n")
     for _ in range(2):  # each repetition of an edit is one step
-        await done(editor, "str_replace", old_str="a", new_str="b")
-        await done(editor, "str_replace", old_str="b", new_str="a")
-    await done(editor, "str_replace", old_str="a", new_str="b")
+        await run(editor, "str_replace", old_str="a", new_str="b")
+        await run(editor, "str_replace", old_str="b", new_str="a")
+    await run(editor, "str_replace", old_str="a", new_str="b")
     await sandbox.exec("echo more >> a.txt", timeout_s=20.0)
-    assert "something else had changed" in await done(editor, "undo_edit")
+    assert "something else had changed" in await run(editor, "undo_edit")
     for expected in (b"b\n", b"a\n", b"b\n", b"a\n"):
-        assert "something else" not in await done(editor, "undo_edit")
+        assert "something else" not in await run(editor, "undo_edit")
         assert await content(sandbox) == expected
     await refused(editor, "undo_edit")
 
@@ -314,26 +314,26 @@ def test_a_text_is_written_as_it_was_read(data: bytes) -> None:
 
 async def test_long_output_is_cut_and_counted(sandbox: Sandbox) -> None:
     editor = await EDITOR.open(ToolContext(sandbox, output_bytes=1000))
-    await done(editor, "create", file_text="é" * 30_000)
-    assert len((told := await done(editor, "view")).encode()) < 1100 and "bytes left out" in told
-    assert "\ufffd" not in told
-    told = await done(editor, "insert", insert_line=0, new_str="y" * 50_000)
-    assert len(told.encode()) < 1100
+    await run(editor, "create", file_text="é" * 30_000)
+    assert len((output := await run(editor, "view")).encode()) < 1100 and "bytes left out" in output
+    assert "\ufffd" not in output
+    output = await run(editor, "insert", insert_line=0, new_str="y" * 50_000)
+    assert len(output.encode()) < 1100
     assert len((await refused(editor, "str_replace", old_str="z" * 50_000)).encode()) < 2300
     await sandbox.exec("mkdir d; cd d; seq 5000 | xargs touch", timeout_s=20.0)
-    assert len((told := await done(editor, "view", "/workspace/d")).encode()) < 1100 and "bytes left out" in told
+    assert len((output := await run(editor, "view", "/workspace/d")).encode()) < 1100 and "bytes left out" in output
 
 
 async def test_a_call_ends_at_its_timeout(sandbox: Sandbox, editor: EditorTool) -> None:
-    await done(editor, "create", file_text="a\n")
+    await run(editor, "create", file_text="a\n")
     result = await editor.call({"command": "view", "path": A}, timeout_s=0.0)
     assert result.is_error and "not done within 0 s" in result.content
-    assert "a\n" in await done(editor, "view")
+    assert "a\n" in await run(editor, "view")
 
 
 async def test_concurrent_edits_are_all_kept(sandbox: Sandbox, editor: EditorTool) -> None:
-    await done(editor, "create", file_text="")
-    await asyncio.gather(*[done(editor, "insert", insert_line=0, new_str=str(n)) for n in range(8)])
+    await run(editor, "create", file_text="")
+    await asyncio.gather(*[run(editor, "insert", insert_line=0, new_str=str(n)) for n in range(8)])
     assert sorted((await content(sandbox)).split()) == [b"%d" % n for n in range(8)]
 
 
@@ -342,12 +342,12 @@ async def test_links_do_not_lead_out_of_the_sandbox(sandbox: Sandbox, editor: Ed
     secret.write_text("of the host")
     await sandbox.exec(["ln", "-s", str(secret), "a.txt"], timeout_s=20.0)
     assert "does not exist" in await refused(editor, "view")
-    await done(editor, "create", file_text="mine")
+    await run(editor, "create", file_text="mine")
     assert secret.read_text() == "of the host"
 
 
 async def test_the_end_of_the_sandbox_is_an_error_with_its_blame(sandbox: Sandbox, editor: EditorTool) -> None:
-    await done(editor, "create", file_text="a\n")
+    await run(editor, "create", file_text="a\n")
     await sandbox.kill()
     for command, more in (("view", {}), ("create", {"file_text": ""}), ("undo_edit", {})):
         with pytest.raises(SandboxLost):

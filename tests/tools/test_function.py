@@ -52,7 +52,7 @@ def measure(
     return f"{length:g} {unit} {points} {json}"
 
 
-async def told(kind: ToolKind, arguments: Mapping[str, Json], timeout_s: float = 20.0, **context: Any) -> ToolResult:
+async def invoke(kind: ToolKind, arguments: Mapping[str, Json], timeout_s: float = 20.0, **context: Any) -> ToolResult:
     opened = await kind.open(ToolContext(None, **context))
     result = await opened.call(arguments, timeout_s=timeout_s)
     await opened.close()
@@ -130,18 +130,18 @@ def test_a_function_that_cannot_be_a_tool_is_refused_at_its_declaration() -> Non
         (maybe, "no JSON schema"),
         (lambda: None, "not a valid tool name"),
     ]
-    for made, word in refused:
+    for candidate, word in refused:
         with pytest.raises(TypeError, match=word):
-            tool(made)
+            tool(candidate)
 
 
 # --- arguments and results ----------------------------------------------------------------------------
 
 
 async def test_arguments_are_read_and_invalid_ones_reported() -> None:
-    assert (await told(measure, {"length": 2})).content == "2 m None False"
-    given: dict[str, Json] = {"length": 1.5, "unit": "ft", "points": [{"x": 1}], "json": True}
-    assert (await told(measure, given)).content == "1.5 ft [Point(x=1, y=0)] True"
+    assert (await invoke(measure, {"length": 2})).content == "2 m None False"
+    arguments: dict[str, Json] = {"length": 1.5, "unit": "ft", "points": [{"x": 1}], "json": True}
+    assert (await invoke(measure, arguments)).content == "1.5 ft [Point(x=1, y=0)] True"
     for bad, word in (
         ({}, 'argument "length": Field required'),
         ({"length": -1}, "greater than 0"),
@@ -149,7 +149,7 @@ async def test_arguments_are_read_and_invalid_ones_reported() -> None:
         ({"length": 1, "points": [{"x": "?"}]}, 'argument "points.0.x"'),
         ({"length": 1, "p0": 1}, 'argument "p0": Extra inputs'),
     ):
-        result = await told(measure, bad)
+        result = await invoke(measure, bad)
         assert result.is_error and word in result.content, result.content
 
 
@@ -177,7 +177,7 @@ async def test_results_are_text_or_json(value: object, content: str) -> None:
         """Gives."""
         return value
 
-    result = await told(give, {})
+    result = await invoke(give, {})
     assert (result.content, result.is_error) == (content, False)
 
 
@@ -187,9 +187,9 @@ async def test_a_tool_result_is_returned_unchanged_and_long_output_is_cut() -> N
         """Ends."""
         return ToolResult("é" * length, is_final=True, info={"answer": "7"})
 
-    result = await told(end, {"length": 3})
+    result = await invoke(end, {"length": 3})
     assert result == ToolResult("ééé", is_final=True, info={"answer": "7"})
-    result = await told(end, {"length": 3000}, output_bytes=101)
+    result = await invoke(end, {"length": 3000}, output_bytes=101)
     assert result.is_final and "5900 bytes left out" in result.content and len(result.content.encode()) < 150
 
 
@@ -199,7 +199,7 @@ async def test_a_result_that_json_cannot_represent_is_reported() -> None:
         """Locks."""
         return threading.Lock()
 
-    result = await told(lock, {})
+    result = await invoke(lock, {})
     assert result.is_error and "Unable to serialize" in result.content
 
 
@@ -230,18 +230,18 @@ def raising(error: BaseException) -> list[ToolKind]:
 )
 async def test_an_exception_is_an_observation(error: BaseException, word: str) -> None:
     for kind in raising(error):
-        result = await told(kind, {})
+        result = await invoke(kind, {})
         assert result.is_error and word in result.content, result.content
 
 
 async def test_an_interrupt_in_a_thread_does_not_end_the_service() -> None:
-    assert "KeyboardInterrupt" in (await told(raising(KeyboardInterrupt())[0], {})).content
+    assert "KeyboardInterrupt" in (await invoke(raising(KeyboardInterrupt())[0], {})).content
 
 
 async def test_a_failure_with_its_own_blame_is_raised() -> None:
     for kind in raising(SandboxLost("gone")):
         with pytest.raises(SandboxLost):
-            await told(kind, {})
+            await invoke(kind, {})
 
 
 # --- threads and deadlines ----------------------------------------------------------------------------
@@ -261,7 +261,7 @@ async def test_a_sync_function_does_not_block_the_event_loop() -> None:
         return f"{WHO.get()} in {threading.current_thread().name}"
 
     WHO.set("us")
-    call = asyncio.ensure_future(told(wait, {}))
+    call = asyncio.ensure_future(invoke(wait, {}))
     await reached.wait()
     goes_on.set()
     assert (await call).content == "us in tool-wait"
@@ -285,17 +285,17 @@ async def test_a_deadline_is_enforced_and_left_threads_are_bounded(monkeypatch: 
 
     try:
         for kind in (sleep, hang, hang):
-            result = await told(kind, {}, timeout_s=0.05)
+            result = await invoke(kind, {}, timeout_s=0.05)
             assert result.is_error and "not done within 0.05 s" in result.content
-        result = await told(hang, {"really": False})
+        result = await invoke(hang, {"really": False})
         assert result.is_error and "2 earlier calls never ended" in result.content
     finally:
-        left = [thread for thread in threading.enumerate() if thread.name == "tool-hang"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "tool-hang"]
         goes_on.set()
-    assert len(left) == 2 and all(thread.daemon for thread in left)
-    for thread in left:
+    assert len(threads) == 2 and all(thread.daemon for thread in threads)
+    for thread in threads:
         thread.join(20)
-    assert (await told(hang, {"really": False})).content == "on"
+    assert (await invoke(hang, {"really": False})).content == "on"
 
 
 async def test_a_cancelled_call_is_cancelled() -> None:
@@ -307,7 +307,7 @@ async def test_a_cancelled_call_is_cancelled() -> None:
         reached.set()
         await asyncio.Event().wait()
 
-    call = asyncio.ensure_future(told(wait, {}))
+    call = asyncio.ensure_future(invoke(wait, {}))
     await reached.wait()
     call.cancel()
     await asyncio.wait([call])
@@ -349,8 +349,8 @@ async def test_the_examples_of_the_documentation_work(sandbox: Sandbox) -> None:
     (code,) = [code for code in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "@tool" in code]
     names: dict[str, Any] = {}
     exec(compile(code, "give-tools.md", "exec", dont_inherit=True), names)
-    assert (await told(names["convert"], {"celsius": 100})).content == "212.0"
-    assert "greater than or equal to -273.15" in (await told(names["convert"], {"celsius": -300})).content
+    assert (await invoke(names["convert"], {"celsius": 100})).content == "212.0"
+    assert "greater than or equal to -273.15" in (await invoke(names["convert"], {"celsius": -300})).content
     await sandbox.write("a", b"1\n2\n")
     opened = await names["count_lines"].open(ToolContext(sandbox))
     assert (await opened.call({"path": "a"}, timeout_s=20.0)).content == "a has 2 lines."
@@ -397,7 +397,7 @@ number = 3
 async def test_a_package_provides_tools(install: Install) -> None:
     name = f"greeter_{os.getpid()}"
     install(name, GREETER, f"greet = {name}:greet")
-    assert (await told(tool_kind("greet"), {"name": "you"})).content == "hello you"
+    assert (await invoke(tool_kind("greet"), {"name": "you"})).content == "hello you"
     assert "greet" in tool_names() and "shell" in tool_names()
     with pytest.raises(UnknownTool, match=r"'hammer'; there are: .*finish, greet, .*shell"):
         tool_kind("hammer")

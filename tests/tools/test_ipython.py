@@ -50,7 +50,7 @@ async def session(
         yield session
 
 
-async def said(session: PythonSession, code: str) -> str:
+async def output_of(session: PythonSession, code: str) -> str:
     result = await session.run(code, 20.0)
     assert result.outcome is CellOutcome.COMPLETED and not result.is_raised, result
     return result.output
@@ -67,19 +67,19 @@ async def raised(session: PythonSession, code: str) -> str:
 
 @BOTH
 async def test_names_persist_and_the_last_value_is_shown(session: PythonSession) -> None:
-    assert await said(session, "import math\nx = 41\ndef f(y):\n    return x + y") == ""
-    assert await said(session, "f(1)") == "42\n"
-    assert await said(session, "print('a')\n'b'") == "a\n'b'\n"
-    assert await said(session, "None") == await said(session, "") == ""
-    assert await said(session, "import asyncio\nawait asyncio.sleep(0, _)") == "'b'\n"
-    assert await said(session, "import pickle, __main__\npickle.loads(pickle.dumps(f)) is f") == "True\n"
+    assert await output_of(session, "import math\nx = 41\ndef f(y):\n    return x + y") == ""
+    assert await output_of(session, "f(1)") == "42\n"
+    assert await output_of(session, "print('a')\n'b'") == "a\n'b'\n"
+    assert await output_of(session, "None") == await output_of(session, "") == ""
+    assert await output_of(session, "import asyncio\nawait asyncio.sleep(0, _)") == "'b'\n"
+    assert await output_of(session, "import pickle, __main__\npickle.loads(pickle.dumps(f)) is f") == "True\n"
 
 
 @BOTH
 async def test_long_and_odd_code_arrives_unchanged(session: PythonSession) -> None:
-    assert await said(session, f"x = '{'é' * 500_000}'\nlen(x)") == "500000\n"
-    assert await said(session, "'é漢🙂'") == "'é漢🙂'\n"
-    assert await said(session, "print('\ud83d', '\\ud83d')") == "? \\ud83d\n"
+    assert await output_of(session, f"x = '{'é' * 500_000}'\nlen(x)") == "500000\n"
+    assert await output_of(session, "'é漢🙂'") == "'é漢🙂'\n"
+    assert await output_of(session, "print('\ud83d', '\\ud83d')") == "? \\ud83d\n"
     assert "null" in await raised(session, "x = '\0'")
 
 
@@ -94,8 +94,8 @@ subprocess.run("echo four >&2", shell=True)
 os.write(1, b"five\\n")
 _ = ctypes.CDLL(None).printf(b"six\\n")
 """
-    assert await said(session, code) == "one two\nthree\nfour\nfive\nsix\n"
-    assert await said(session, "_ = os.write(1, b'\\xff\\x1b[31mred\\n')") == "\ufffdred\n"
+    assert await output_of(session, code) == "one two\nthree\nfour\nfive\nsix\n"
+    assert await output_of(session, "_ = os.write(1, b'\\xff\\x1b[31mred\\n')") == "\ufffdred\n"
 
 
 async def test_floods_are_cut_in_the_middle_and_counted(sandbox: Sandbox) -> None:
@@ -103,7 +103,7 @@ async def test_floods_are_cut_in_the_middle_and_counted(sandbox: Sandbox) -> Non
         result = await session.run("print('first'); print('y\\n' * 2_500_000, end=''); print('last')", 30.0)
         assert result.output.startswith("first\ny\n") and result.output.endswith("y\nlast\n")
         assert len(result.output) < 1100 and result.omitted_bytes == 5_000_011 - 1000
-        assert await said(session, "1") == "1\n"
+        assert await output_of(session, "1") == "1\n"
 
 
 @BOTH
@@ -111,14 +111,16 @@ async def test_an_endless_flood_ends_at_its_timeout(session: PythonSession) -> N
     result = await session.run("while True: print('y' * 1000)", 1.0)
     assert result.outcome is CellOutcome.TIMEOUT and result.omitted_bytes > 0
     assert not result.is_restarted
-    assert await said(session, "1") == "1\n"
+    assert await output_of(session, "1") == "1\n"
 
 
 @BOTH
 async def test_pictures_are_shown_as_type_and_size(session: PythonSession) -> None:
-    await said(session, "class A:\n    def _repr_png_(self): return b'x' * 99\n    def __repr__(self): return 'A!'")
-    assert await said(session, "A()") == "A!\n<image/png, 99 bytes>\n"
-    assert await said(session, "display(A(), 'b')") == "A!\n<image/png, 99 bytes>\n'b'\n"
+    await output_of(
+        session, "class A:\n    def _repr_png_(self): return b'x' * 99\n    def __repr__(self): return 'A!'"
+    )
+    assert await output_of(session, "A()") == "A!\n<image/png, 99 bytes>\n"
+    assert await output_of(session, "display(A(), 'b')") == "A!\n<image/png, 99 bytes>\n'b'\n"
 
 
 def test_a_picture_in_base64_has_its_own_size() -> None:
@@ -130,38 +132,38 @@ def test_a_picture_in_base64_has_its_own_size() -> None:
 
 @BOTH
 async def test_a_traceback_has_no_colours_and_no_frames_of_the_worker(session: PythonSession) -> None:
-    await said(session, "x = 5\ndef f():\n    return 1 / 0")
-    told = await raised(session, "f()")
-    assert "ZeroDivisionError: division by zero" in told and "return 1 / 0" in told
-    assert "\x1b" not in told and "ipython_" not in told
+    await output_of(session, "x = 5\ndef f():\n    return 1 / 0")
+    output = await raised(session, "f()")
+    assert "ZeroDivisionError: division by zero" in output and "return 1 / 0" in output
+    assert "\x1b" not in output and "ipython_" not in output
     assert "SyntaxError" in await raised(session, "def g(:")
     assert "RecursionError" in await raised(session, "def r(): r()\nr()")
     shown = await session.run("class B:\n    def __repr__(self): raise ValueError('boom')\nB()", 20.0)
     assert "ValueError: boom" in shown.output
-    assert await said(session, "x") == "5\n"
+    assert await output_of(session, "x") == "5\n"
 
 
 @BOTH
 async def test_exit_does_not_end_the_process(session: PythonSession) -> None:
-    await said(session, "import sys\nx = 5")
+    await output_of(session, "import sys\nx = 5")
     assert "SystemExit: 3" in await raised(session, "sys.exit(3)")
     await session.run("exit()", 20.0)
-    assert await said(session, "x") == "5\n"
+    assert await output_of(session, "x") == "5\n"
 
 
 @BOTH
 async def test_input_raises_eof_error(session: PythonSession) -> None:
     assert "EOFError: nobody can type" in await raised(session, "input('name? ')")
-    assert await said(session, "import sys\nsys.stdin.read()") == "''\n"
+    assert await output_of(session, "import sys\nsys.stdin.read()") == "''\n"
 
 
 @IPYTHON_ONLY
 async def test_magics_work_with_ipython(session: PythonSession) -> None:
-    assert await said(session, "!echo hi") == "hi\n"
-    assert await said(session, "x = !echo a b\nx[0].split()") == "['a', 'b']\n"
-    assert await said(session, "%%bash\necho from bash") == "from bash\n"
-    assert await said(session, "%cd -q /tmp\n%pwd") == "'/tmp'\n"
-    assert "Return the number of items" in await said(session, "len?")
+    assert await output_of(session, "!echo hi") == "hi\n"
+    assert await output_of(session, "x = !echo a b\nx[0].split()") == "['a', 'b']\n"
+    assert await output_of(session, "%%bash\necho from bash") == "from bash\n"
+    assert await output_of(session, "%cd -q /tmp\n%pwd") == "'/tmp'\n"
+    assert "Return the number of items" in await output_of(session, "len?")
     assert session.about.startswith("ipython ")
 
 
@@ -180,7 +182,7 @@ async def test_changes_of_a_cell_to_its_streams_are_undone(session: PythonSessio
         "signal.signal(signal.SIGINT, signal.SIG_IGN); None",
     ):
         await session.run(harm, 20.0)
-        assert await said(session, "print('back')") == "back\n", harm
+        assert await output_of(session, "print('back')") == "back\n", harm
     assert "EOFError" in await raised(session, "input()")
     assert not (await session.run("import time; time.sleep(1000)", 0.2)).is_restarted
 
@@ -188,16 +190,16 @@ async def test_changes_of_a_cell_to_its_streams_are_undone(session: PythonSessio
 @BOTH
 async def test_a_forked_child_sends_no_reply(session: PythonSession) -> None:
     code = "import os, sys\nif pid := os.fork():\n    os.waitpid(pid, 0)\nelse:\n    print('child')"
-    assert await said(session, code) == "child\n"
-    assert await said(session, "'parent'") == "'parent'\n"
+    assert await output_of(session, code) == "child\n"
+    assert await output_of(session, "'parent'") == "'parent'\n"
 
 
 async def test_children_do_not_inherit_the_pipes(session: PythonSession) -> None:
-    seen = await said(
+    links = await output_of(
         session,
         "import subprocess\nprint(subprocess.run(['ls', '-l', '/proc/self/fd'], capture_output=True).stdout.decode())",
     )
-    numbers = {int(line.split()[8]) for line in seen.splitlines() if "->" in line}
+    numbers = {int(line.split()[8]) for line in links.splitlines() if "->" in line}
     assert numbers <= {0, 1, 2, 3}
 
 
@@ -206,26 +208,26 @@ async def test_children_do_not_inherit_the_pipes(session: PythonSession) -> None
 
 @BOTH
 async def test_a_timeout_interrupts_and_names_are_kept(session: PythonSession) -> None:
-    await said(session, "import time, subprocess\nx = 5")
+    await output_of(session, "import time, subprocess\nx = 5")
     for code in ("time.sleep(1000)", "while True: pass", "subprocess.run(['sleep', '1000'])"):
         result = await session.run(code, 0.3)
         assert (result.outcome, result.is_restarted) == (CellOutcome.TIMEOUT, False), code
         assert "KeyboardInterrupt" in result.output
-        assert await said(session, "x") == "5\n"
+        assert await output_of(session, "x") == "5\n"
 
 
 async def test_an_interrupt_that_comes_before_the_cell_is_not_lost(session: PythonSession) -> None:
-    await said(session, "x = 5")
+    await output_of(session, "x = 5")
     result = await session.run("while True: pass", 0.0)
     assert (result.outcome, result.is_restarted) == (CellOutcome.TIMEOUT, False)
-    assert await said(session, "x") == "5\n"
+    assert await output_of(session, "x") == "5\n"
 
 
 async def test_a_cell_that_cannot_be_interrupted_is_killed(
     session: PythonSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollyard.tools.ipython.INTERRUPT_S", 0.2)
-    await said(session, "import signal\nx = 5")
+    await output_of(session, "import signal\nx = 5")
     code = "print('begun')\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
     result = await session.run(code, 1.5)
     assert (result.outcome, result.is_restarted, result.output) == (CellOutcome.TIMEOUT, True, "begun\n")
@@ -250,18 +252,18 @@ async def test_a_dead_process_is_reported_and_replaced(session: PythonSession, c
 
 
 async def test_code_is_not_run_in_a_new_process_without_its_names(session: PythonSession) -> None:
-    await said(session, "import os, threading, time\nthreading.Timer(0.1, os._exit, [4]).start()")
+    await output_of(session, "import os, threading, time\nthreading.Timer(0.1, os._exit, [4]).start()")
     assert session._live is not None
     assert await session._live.ended(20.0) == 4
     result = await session.run("print('was run')", 20.0)
     assert (result.outcome, result.status, result.output) == (CellOutcome.DIED, 4, "")
-    assert await said(session, "1") == "1\n"
+    assert await output_of(session, "1") == "1\n"
 
 
 async def test_a_cancelled_cell_is_killed_and_the_next_call_reports_it(session: PythonSession) -> None:
-    await said(session, "x = 5")
+    await output_of(session, "x = 5")
     running = asyncio.ensure_future(session.run("print('begun')\nwhile True: pass", 1000.0))
-    while not session._output.seen_bytes:
+    while not session._output.total_bytes:
         await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -290,25 +292,25 @@ def forge(data):
 
 @BOTH
 async def test_forged_replies_do_not_desynchronize_the_session(session: PythonSession) -> None:
-    await said(session, PIPES)
+    await output_of(session, PIPES)
     for forged in (rb"\xff\n\n 7\nok\n-1 ok\n", rb"99 ok\n0 ipython 1\n", b"".join(b"%d ok\\n" % n for n in range(99))):
         await session.run(f"forge(b'{forged.decode()}')\nprint('late')", 20.0)
         await session.run("pass", 20.0)  # consumes forged replies
         for n in range(5):
-            assert await said(session, f"{n}") == f"{n}\n"
+            assert await output_of(session, f"{n}") == f"{n}\n"
 
 
 async def test_a_flood_of_replies_ends_the_process(session: PythonSession) -> None:
-    await said(session, PIPES)
+    await output_of(session, PIPES)
     result = await session.run(f"forge(b'x' * {REPLY_BYTES + 1})", 20.0)
     assert (result.outcome, result.is_restarted) == (CellOutcome.DIED, True)
-    assert await said(session, "1") == "1\n"
+    assert await output_of(session, "1") == "1\n"
 
 
 async def test_closing_the_pipes_ends_the_process(session: PythonSession) -> None:
     result = await session.run("import os\nos.closerange(3, 4096)", 20.0)
     assert (result.outcome, result.is_restarted) == (CellOutcome.DIED, True)
-    assert await said(session, "1") == "1\n"
+    assert await output_of(session, "1") == "1\n"
 
 
 # --- start --------------------------------------------------------------------------------------------
@@ -319,7 +321,7 @@ async def test_cells_can_import_the_agents_files_and_the_worker_does_not(sandbox
         await sandbox.write(f"{name}.py", b"raise SystemExit('shadowed')")
     await sandbox.write("mine.py", b"value = 7")
     async with PythonSession(sandbox, [IMAGES_OWN], output_bytes=1000) as session:
-        assert await said(session, "import mine, os; mine.value, os.getcwd()") == "(7, '/workspace')\n"
+        assert await output_of(session, "import mine, os; mine.value, os.getcwd()") == "(7, '/workspace')\n"
 
 
 async def test_an_image_without_python_gets_the_portable_python(tmp_path: Path, python: PortablePython) -> None:
@@ -327,9 +329,9 @@ async def test_an_image_without_python_gets_the_portable_python(tmp_path: Path, 
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(spec, lease_s=60.0)
         tool = await IPYTHON.open(ToolContext(sandbox, python=python))
-        told = await tool.call({"code": "import sys\nprint(sys.prefix)\n!echo hi"}, timeout_s=20.0)
-        assert (told.content, told.info["outcome"]) == (f"{INSIDE}\nhi", "completed")
-        assert str(told.info["python"]).startswith("ipython ")
+        result = await tool.call({"code": "import sys\nprint(sys.prefix)\n!echo hi"}, timeout_s=20.0)
+        assert (result.content, result.info["outcome"]) == (f"{INSIDE}\nhi", "completed")
+        assert str(result.info["python"]).startswith("ipython ")
         await tool.close()
 
 
@@ -338,8 +340,8 @@ async def test_a_missing_python_is_reported(tmp_path: Path) -> None:
         sandbox = await runtime.start(SandboxSpec(image=str(busybox_image(tmp_path / "image"))), lease_s=60.0)
         tool = await IPYTHON.open(ToolContext(sandbox))
         for _ in range(2):
-            told = await tool.call({"code": "1"}, timeout_s=20.0)
-            assert told.is_error and "no Python starts in this sandbox" in told.content
+            result = await tool.call({"code": "1"}, timeout_s=20.0)
+            assert result.is_error and "no Python starts in this sandbox" in result.content
         await tool.close()
 
 
@@ -352,26 +354,26 @@ async def test_starting_an_unresponsive_python_times_out(sandbox: Sandbox, monke
 
 async def test_python_starts_without_an_accessible_working_directory(sandbox: Sandbox) -> None:
     async with PythonSession(sandbox, [IMAGES_OWN], output_bytes=1000, cwd="/nowhere") as session:
-        assert await said(session, "import os; os.getcwd()") == "'/'\n"
+        assert await output_of(session, "import os; os.getcwd()") == "'/'\n"
 
 
 async def test_ipython_starts_with_an_unwritable_home(sandbox: Sandbox, python: PortablePython) -> None:
     command = (python.argv, {**python.env, "HOME": "/proc"})
     async with PythonSession(sandbox, [command], output_bytes=1000) as session:
-        assert await said(session, "!echo hi") == "hi\n"
+        assert await output_of(session, "!echo hi") == "hi\n"
 
 
 async def test_both_pythons_run_in_the_local_runtime(tmp_path: Path, python: PortablePython) -> None:
     async with LocalRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
-        ours = python.on_host()
-        for command in (IMAGES_OWN, (ours.argv, ours.env)):
+        portable = python.on_host()
+        for command in (IMAGES_OWN, (portable.argv, portable.env)):
             async with PythonSession(sandbox, [command], output_bytes=1000) as session:
-                assert await said(session, "import os; os.path.samefile('.', os.environ['HOME'])") == "True\n"
+                assert await output_of(session, "import os; os.path.samefile('.', os.environ['HOME'])") == "True\n"
 
 
 async def test_the_end_of_the_sandbox_is_not_hidden(sandbox: Sandbox, session: PythonSession) -> None:
-    await said(session, "1")
+    await output_of(session, "1")
     await sandbox.kill()
     with pytest.raises((SandboxLost, SandboxEndedByPolicy)):
         await session.run("1", 20.0)
@@ -412,19 +414,19 @@ async def test_the_tools_output_contains_what_the_model_needs(sandbox: Sandbox, 
     tool = await IPYTHON.open(ToolContext(sandbox, 2000, python))
     assert tool._session.about == ""  # opening does not wait
 
-    async def told(code: str, timeout_s: float = 20.0, **more: bool) -> str:
+    async def run_tool(code: str, timeout_s: float = 20.0, **more: bool) -> str:
         return (await tool.call({"code": code, **more}, timeout_s=timeout_s)).content
 
-    assert await told("x = 5\nprint('hi')") == "hi"
-    assert await told("pass") == "(no output)"
-    assert "timed out after 0.2 s and was interrupted]" in await told("import os, time; time.sleep(100)", 0.2)
-    assert await told("x") == "5"
-    assert await told("x", restart=True) != "5"
+    assert await run_tool("x = 5\nprint('hi')") == "hi"
+    assert await run_tool("pass") == "(no output)"
+    assert "timed out after 0.2 s and was interrupted]" in await run_tool("import os, time; time.sleep(100)", 0.2)
+    assert await run_tool("x") == "5"
+    assert await run_tool("x", restart=True) != "5"
     assert (await tool.call({"restart": True}, timeout_s=20.0)).content == "[Python was started anew, as asked]"
-    died = await told("import os; os._exit(7)")
+    died = await run_tool("import os; os._exit(7)")
     assert "ended with status 7" in died and "are lost" in died
-    assert "perhaps for want of memory" in await told("import os; os.kill(os.getpid(), 9)")
-    assert len(await told("'x' * 100_000")) < 2200
+    assert "perhaps for want of memory" in await run_tool("import os; os.kill(os.getpid(), 9)")
+    assert len(await run_tool("'x' * 100_000")) < 2200
     result = await tool.call({"code": "1 / 0"}, timeout_s=20.0)
     assert not result.is_error and result.info["is_raised"] is True
     for bad in ({}, {"code": 3}, {"code": "1", "restart": "yes"}, {"code": "1", "other": 1}, {"restart": False}):

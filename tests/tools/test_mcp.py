@@ -60,9 +60,9 @@ async def opened(source: McpSource, sandbox: Sandbox | None = None, output_bytes
 @pytest.fixture
 async def by_hand(sandbox: Sandbox) -> AsyncGenerator[Opened, None]:
     await sandbox.write("server.py", BY_HAND.encode())
-    found = await opened(McpSource("hand", PYTHON), sandbox)
-    yield found
-    for tool in found.tools.values():
+    server = await opened(McpSource("hand", PYTHON), sandbox)
+    yield server
+    for tool in server.tools.values():
         await tool.close()
 
 
@@ -73,16 +73,16 @@ async def test_a_real_server_in_the_sandbox_provides_its_tools_and_keeps_its_sta
     if not same_python():
         pytest.skip("the host's /usr/bin/python3 has another version than this one: it cannot import these packages")
     await sandbox.write("server.py", REAL.encode())
-    found = await opened(McpSource("counter", PYTHON, {"SECRET": "s3"}), sandbox)
-    spec = found.tools["add"].spec
+    server = await opened(McpSource("counter", PYTHON, {"SECRET": "s3"}), sandbox)
+    spec = server.tools["add"].spec
     assert (spec.name, spec.description) == ("counter__add", "Adds to the count.")
     assert spec.parameters["required"] == ["number"]
-    assert (await found.call("add", number=2)).content == "count is 2"
-    assert (await found.call("add", number=3)).content == "count is 5"
-    assert '"secret": "s3"' in (await found.call("where")).content
-    wrong = await found.call("add", number="many")
+    assert (await server.call("add", number=2)).content == "count is 2"
+    assert (await server.call("add", number=3)).content == "count is 5"
+    assert '"secret": "s3"' in (await server.call("where")).content
+    wrong = await server.call("add", number="many")
     assert wrong.is_error
-    await found.tools["add"].close()
+    await server.tools["add"].close()
 
 
 def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
         async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
             sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
             await sandbox.write("server.py", BY_HAND.encode())
-            found = await opened(McpSource("hand", PYTHON), sandbox)
-            assert (await found.call("echo", a=1)).content == 'echo 1 {"a": 1}'
-            assert "status 3" in (await found.call("die")).content
-            assert "echo 1" in (await found.call("echo")).content
-            await found.tools["echo"].close()
+            server = await opened(McpSource("hand", PYTHON), sandbox)
+            assert (await server.call("echo", a=1)).content == 'echo 1 {"a": 1}'
+            assert "status 3" in (await server.call("die")).content
+            assert "echo 1" in (await server.call("echo")).content
+            await server.tools["echo"].close()
 
     uvloop.run(main())
 
@@ -181,11 +181,11 @@ async def test_an_output_schema_cannot_block_the_event_loop(by_hand: Opened) -> 
 
 async def test_output_is_cut(sandbox: Sandbox) -> None:
     await sandbox.write("server.py", BY_HAND.encode())
-    found = await opened(McpSource("hand", PYTHON), sandbox, output_bytes=1000)
-    result = await found.call("echo", a="x" * 50_000)
+    server = await opened(McpSource("hand", PYTHON), sandbox, output_bytes=1000)
+    result = await server.call("echo", a="x" * 50_000)
     assert len(result.content) < 1100
     assert "left out" in result.content
-    await found.tools["echo"].close()
+    await server.tools["echo"].close()
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ async def test_a_server_that_never_responds_is_killed(sandbox: Sandbox) -> None:
     source = McpSource("hand", ("sh", "-c", "echo slow >&2; exec sleep 3601"), start_s=0.5)
     with pytest.raises(SetupFailed, match=r"did not answer within 0\.5 s"):
         await source.open(ToolContext(sandbox))
-    left = await sandbox.exec("pgrep -f 'sleep [3]601'; true", timeout_s=10)
-    assert left.stdout == b""
+    running = await sandbox.exec("pgrep -f 'sleep [3]601'; true", timeout_s=10)
+    assert running.stdout == b""
 
 
 async def test_a_call_after_the_end_of_the_sandbox_raises_its_failure(by_hand: Opened, sandbox: Sandbox) -> None:
@@ -236,13 +236,13 @@ async def test_closing_one_tool_ends_the_server_and_leaves_no_descriptor(sandbox
 
     before = descriptors()
     for _ in range(3):
-        found = await opened(McpSource("hand", PYTHON), sandbox)
-        await found.tools["hang"].close()
-        await found.tools["echo"].close()
-        assert (await found.call("echo")).is_error  # its rollout is over
+        server = await opened(McpSource("hand", PYTHON), sandbox)
+        await server.tools["hang"].close()
+        await server.tools["echo"].close()
+        assert (await server.call("echo")).is_error  # its rollout is over
     await eventually(lambda: descriptors() <= before, "all are closed")
-    left = await sandbox.exec("pgrep -f '[s]erver.py'; true", timeout_s=10)
-    assert left.stdout == b""
+    running = await sandbox.exec("pgrep -f '[s]erver.py'; true", timeout_s=10)
+    assert running.stdout == b""
 
 
 # --- names and options ----------------------------------------------------------------------------------
@@ -287,12 +287,12 @@ def test_only_the_operators_servers_can_be_used() -> None:
 
 def test_long_lines_are_skipped_whatever_the_chunks() -> None:
     data = b"ab\n" + b"x" * 11 + b"\n" + b"y" * 10 + b"\n" + b"z" * 50 + b"\nend\nrest"
-    wanted = [b"ab", None, b"y" * 10, None, b"end"]
+    expected = [b"ab", None, b"y" * 10, None, b"end"]
     for size in (1, 3, 7, 1000):
         lines = LineSplitter(10)
-        found = [line for start in range(0, len(data), size) for line in lines.feed(data[start : start + size])]
-        assert found == wanted
-        assert len(lines._begun) <= 10
+        received = [line for start in range(0, len(data), size) for line in lines.feed(data[start : start + size])]
+        assert received == expected
+        assert len(lines._partial) <= 10
 
 
 # --- outside --------------------------------------------------------------------------------------------
@@ -300,35 +300,35 @@ def test_long_lines_are_skipped_whatever_the_chunks() -> None:
 
 async def test_a_server_outside_is_called_with_the_operators_headers() -> None:
     async with served(outside().streamable_http_app()) as url:
-        found = await opened(McpSource("out", server=OutsideServer(url, {"authorization": "Bearer s3"})))
-        assert sorted(tool.spec.name for tool in found.tools.values()) == ["out__add", "out__header", "out__slow"]
-        assert (await found.call("add", number=2)).content == "count is 2"
-        assert "Bearer s3" in (await found.call("header")).content
-        late = await found.call("slow", timeout_s=0.3)
+        server = await opened(McpSource("out", server=OutsideServer(url, {"authorization": "Bearer s3"})))
+        assert sorted(tool.spec.name for tool in server.tools.values()) == ["out__add", "out__header", "out__slow"]
+        assert (await server.call("add", number=2)).content == "count is 2"
+        assert "Bearer s3" in (await server.call("header")).content
+        late = await server.call("slow", timeout_s=0.3)
         assert late.is_error
-        assert (await found.call("add", number=2)).content == "count is 4"
-        await found.tools["add"].close()
+        assert (await server.call("add", number=2)).content == "count is 4"
+        await server.tools["add"].close()
 
 
 async def test_a_restart_of_a_server_outside_is_reported_and_it_is_reconnected() -> None:
     sock = loopback()
     port = sock.getsockname()[1]
     async with served(outside().streamable_http_app(), sock) as url:
-        found = await opened(McpSource("out", server=OutsideServer(url)))
-        assert (await found.call("add", number=2)).content == "count is 2"
+        server = await opened(McpSource("out", server=OutsideServer(url)))
+        assert (await server.call("add", number=2)).content == "count is 2"
     async with served(outside().streamable_http_app(), loopback(port)):
-        forgotten = await found.call("add", number=1)
+        forgotten = await server.call("add", number=1)
         assert forgotten.is_error, forgotten  # the server does not have the session
-        again = await found.call("add", number=1)
+        again = await server.call("add", number=1)
         assert "count is 1" in again.content
         assert "state is lost" in again.content
-    down = await found.call("add", number=1)
+    down = await server.call("add", number=1)
     assert down.is_error, down  # no server is running
     async with served(outside().streamable_http_app(), loopback(port)):
-        again = await found.call("add", number=1)
+        again = await server.call("add", number=1)
         assert "count is 1" in again.content
         assert "state is lost" in again.content
-        await found.tools["add"].close()
+        await server.tools["add"].close()
 
 
 async def test_an_unreachable_server_outside_is_blamed_on_infra() -> None:
@@ -360,11 +360,11 @@ async def door() -> AsyncGenerator[tuple[Doorway, str], None]:
 async def test_a_client_inside_uses_a_server_through_the_doorway(door: tuple[Doorway, str]) -> None:
     url = f"{door[0].url}/mcp/out"
     inside = OutsideServer(url, {"authorization": "mine", "cookie": "a=b", "x-inside": "1"})
-    found = await opened(McpSource("through", server=inside))
-    assert (await found.call("add", number=2)).content == "count is 2"
-    headers = (await found.call("header")).content
+    server = await opened(McpSource("through", server=inside))
+    assert (await server.call("add", number=2)).content == "count is 2"
+    headers = (await server.call("header")).content
     assert headers == '{"authorization": "Bearer s3", "cookie": null, "x-inside": null}'
-    await found.tools["add"].close()
+    await server.tools["add"].close()
 
 
 async def test_the_proxy_serves_only_the_tasks_servers_and_bounds_requests(door: tuple[Doorway, str]) -> None:
@@ -405,9 +405,9 @@ async def test_the_proxy_returns_502_for_an_unreachable_server_and_follows_no_re
     sock = loopback()
     sock.listen(16)
     doorway = Doorway(sock, port=sock.getsockname()[1])
-    with loopback() as nobody:
+    with loopback() as unserved:
         async with served(elsewhere) as url, aiohttp.ClientSession() as client:
-            away = OutsideServer(f"http://127.0.0.1:{nobody.getsockname()[1]}/mcp")
+            away = OutsideServer(f"http://127.0.0.1:{unserved.getsockname()[1]}/mcp")
             proxy = McpProxy({"moved": OutsideServer(url, {"Accept": "operator/s"}), "away": away})
             await doorway.serve(proxy)
             async with client.post(f"{doorway.url}/mcp/moved") as answer:
@@ -427,7 +427,7 @@ async def test_the_proxy_returns_502_for_an_unreachable_server_and_follows_no_re
 
 async def test_the_proxy_streams_and_ends_the_request_of_a_client_that_disconnects() -> None:
     steps: asyncio.Queue[bytes] = asyncio.Queue()
-    gone = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def events(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -437,7 +437,7 @@ async def test_the_proxy_streams_and_ends_the_request_of_a_client_that_disconnec
         await send({"type": "http.response.body", "body": await steps.get(), "more_body": True})
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone.set()
+        disconnected.set()
 
     sock = loopback()
     sock.listen(16)
@@ -450,7 +450,7 @@ async def test_the_proxy_streams_and_ends_the_request_of_a_client_that_disconnec
             assert await answer.content.readuntil(b"\n\n") == b"data: 1\n\n"
             assert answer.content_type == "text/event-stream"
             answer.close()
-        await gone.wait()
+        await disconnected.wait()
         doorway.close()
         await proxy.close()
 

@@ -44,7 +44,7 @@ async def shell(sandbox: Sandbox) -> AsyncGenerator[Shell, None]:
     await shell.close()
 
 
-async def said(shell: Shell, command: str) -> str:
+async def output_of(shell: Shell, command: str) -> str:
     result = await shell.run(command, 20.0)
     assert result.outcome is ShellOutcome.COMPLETED, result
     return result.output
@@ -57,7 +57,7 @@ async def said(shell: Shell, command: str) -> str:
 async def test_directory_variables_and_functions_persist(shell: Shell) -> None:
     first = await shell.run("cd /tmp; x=5; export y=6; f() { echo f:$1; }", 20.0)
     assert (first.output, first.status, first.cwd) == ("", 0, "/tmp")
-    assert await said(shell, "echo $x $PWD; f a; sh -c 'echo $y'") == "5 /tmp\nf:a\n6\n"
+    assert await output_of(shell, "echo $x $PWD; f a; sh -c 'echo $y'") == "5 /tmp\nf:a\n6\n"
 
 
 @BOTH
@@ -65,31 +65,31 @@ async def test_the_status_is_that_of_the_command(shell: Shell) -> None:
     for command, status in (("true", 0), ("false", 1), ("(exit 42)", 42), ("nosuchthing", 127), ("if", 2)):
         result = await shell.run(command, 20.0)
         assert (result.outcome, result.status) == (ShellOutcome.COMPLETED, status), command
-    assert await said(shell, "echo lives") == "lives\n"
+    assert await output_of(shell, "echo lives") == "lives\n"
 
 
 async def test_long_and_odd_commands_arrive_unchanged(shell: Shell) -> None:
-    assert await said(shell, "cat <<'E'\n$x `y` \\ 'z'\nE") == "$x `y` \\ 'z'\n"
+    assert await output_of(shell, "cat <<'E'\n$x `y` \\ 'z'\nE") == "$x `y` \\ 'z'\n"
     long = "x" * 100_000
-    assert await said(shell, f"v={long}; echo ${{#v}}") == "100000\n"
-    assert await said(shell, "echo 'é漢🙂'; printf '\\xc3'; sleep 0.01; printf '\\xa9\\n'") == "é漢🙂\né\n"
-    assert await said(shell, "printf '\\xff\\n'") == "\ufffd\n"
-    assert await said(shell, "echo '\ud83d'") == "?\n"
-    assert await said(shell, "") == ""
+    assert await output_of(shell, f"v={long}; echo ${{#v}}") == "100000\n"
+    assert await output_of(shell, "echo 'é漢🙂'; printf '\\xc3'; sleep 0.01; printf '\\xa9\\n'") == "é漢🙂\né\n"
+    assert await output_of(shell, "printf '\\xff\\n'") == "\ufffd\n"
+    assert await output_of(shell, "echo '\ud83d'") == "?\n"
+    assert await output_of(shell, "") == ""
 
 
 async def test_a_command_that_reads_stdin_gets_the_terminal_not_the_typed_lines(shell: Shell) -> None:
-    assert await said(shell, "head -1 < /dev/null; echo after") == "after\n"
-    assert await said(shell, "echo one | cat\necho two") == "one\ntwo\n"
+    assert await output_of(shell, "head -1 < /dev/null; echo after") == "after\n"
+    assert await output_of(shell, "echo one | cat\necho two") == "one\ntwo\n"
 
 
 @BOTH
 async def test_background_work_continues(shell: Shell, tmp_path: Path) -> None:
     mark = marked()
-    await said(shell, f"sleep {mark} >/dev/null 2>&1 &")
+    await output_of(shell, f"sleep {mark} >/dev/null 2>&1 &")
     await eventually(lambda: bool(alive(mark)), "it runs")  # forked before the status, but perhaps not yet `sleep`
-    assert mark in await said(shell, "jobs")
-    await said(shell, "kill %1; wait")
+    assert mark in await output_of(shell, "jobs")
+    await output_of(shell, "kill %1; wait")
     assert not alive(mark)
 
 
@@ -102,14 +102,14 @@ async def test_floods_are_cut_in_the_middle_and_counted(sandbox: Sandbox) -> Non
     assert result.output.startswith("first\ny\n") and result.output.endswith("y\nlast\n")
     assert len(result.output) < 1100 and result.omitted_bytes == 5_000_011 - 1000
     assert f"{result.omitted_bytes} bytes left out" in result.output
-    assert await said(shell, "echo calm") == "calm\n"
+    assert await output_of(shell, "echo calm") == "calm\n"
     await shell.close()
 
 
 async def test_an_endless_flood_ends_at_its_timeout(shell: Shell) -> None:
     result = await shell.run("yes", 0.5)
     assert result.outcome is ShellOutcome.TIMEOUT and result.omitted_bytes > 0
-    assert await said(shell, "echo calm") == "calm\n"
+    assert await output_of(shell, "echo calm") == "calm\n"
 
 
 def test_colours_and_progress_bars_are_removed() -> None:
@@ -126,8 +126,8 @@ def test_a_cut_never_splits_a_character(limit: int) -> None:
         output.feed(data[start : start + 3])
     text, omitted = output.text()
     assert "\ufffd" not in text
-    kept = re.sub(r"\n\[… \d+ bytes left out …\]\n", "", text)
-    assert len(kept.encode()) + omitted == len(data)
+    visible = re.sub(r"\n\[… \d+ bytes left out …\]\n", "", text)
+    assert len(visible.encode()) + omitted == len(data)
 
 
 # --- failures -----------------------------------------------------------------------------------------
@@ -135,21 +135,21 @@ def test_a_cut_never_splits_a_character(limit: int) -> None:
 
 @BOTH
 async def test_a_timeout_interrupts_and_the_shell_lives(shell: Shell) -> None:
-    await said(shell, "x=kept")
+    await output_of(shell, "x=kept")
     for command in ("sleep 1000", "while :; do :; done", "stty raw; sleep 1000"):
         result = await shell.run(command, 0.2)
         assert (result.outcome, result.is_restarted) == (ShellOutcome.TIMEOUT, False), command
-    assert await said(shell, "echo $x") == "kept\n"
+    assert await output_of(shell, "echo $x") == "kept\n"
 
 
 async def check_an_unread_line(shell: Shell) -> None:
     """Stops the shell until after the deadline, as on a starved machine."""
-    await said(shell, "x=kept")
+    await output_of(shell, "x=kept")
     os.kill(shell.pid, signal.SIGSTOP)
     asyncio.get_running_loop().call_later(1.5, os.kill, shell.pid, signal.SIGCONT)
     result = await shell.run("while :; do :; done", 0.1)
     assert (result.outcome, result.status, result.is_restarted) == (ShellOutcome.TIMEOUT, 130, False)
-    assert await said(shell, "echo $x") == "kept\n"
+    assert await output_of(shell, "echo $x") == "kept\n"
 
 
 async def test_a_timeout_before_the_shell_has_read_its_line_interrupts_the_command(shell: Shell) -> None:
@@ -157,7 +157,7 @@ async def test_a_timeout_before_the_shell_has_read_its_line_interrupts_the_comma
 
 
 async def test_a_command_that_ignores_sigint_gets_sigquit_then_sigkill(shell: Shell) -> None:
-    await said(shell, "x=kept")
+    await output_of(shell, "x=kept")
     quit_it = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(1000)"
     result = await shell.run(f"python3 -c '{quit_it}'", 1.5)
     assert (result.outcome, result.status) == (ShellOutcome.TIMEOUT, 128 + signal.SIGQUIT)
@@ -166,26 +166,26 @@ async def test_a_command_that_ignores_sigint_gets_sigquit_then_sigkill(shell: Sh
         f"python3 -c '{kill_it.replace('import signal, time;', 'import signal; import time;')}'", 1.5
     )
     assert (result.outcome, result.status) == (ShellOutcome.TIMEOUT, 128 + signal.SIGKILL)
-    assert await said(shell, "echo $x") == "kept\n"
+    assert await output_of(shell, "echo $x") == "kept\n"
 
 
 async def test_a_shell_that_does_not_return_is_replaced(shell: Shell) -> None:
-    await said(shell, "x=lost")
+    await output_of(shell, "x=lost")
     result = await shell.run("trap '' INT QUIT; while :; do :; done", 1.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.TIMEOUT, True)
-    assert await said(shell, "echo .$x") == ".\n"
+    assert await output_of(shell, "echo .$x") == ".\n"
 
 
 @pytest.mark.parametrize("command", ["read x", "cat", "python3 -c 'input()'", "python3"])
 async def test_waiting_for_input_is_detected(shell: Shell, command: str) -> None:
     result = await shell.run(command, 30.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.AWAITING_INPUT, False)
-    assert await said(shell, "echo on") == "on\n"
+    assert await output_of(shell, "echo on") == "on\n"
 
 
 async def test_a_silent_command_is_not_mistaken_for_one_that_waits(shell: Shell) -> None:
-    assert await said(shell, "sleep 1.2; echo done") == "done\n"
-    assert await said(shell, "(sleep 0.8; echo piped) | cat") == "piped\n"
+    assert await output_of(shell, "sleep 1.2; echo done") == "done\n"
+    assert await output_of(shell, "(sleep 0.8; echo piped) | cat") == "piped\n"
 
 
 @BOTH
@@ -199,7 +199,7 @@ async def test_the_end_of_the_shell_is_reported_and_a_new_one_started(
     result = await shell.run(f"echo before; {command}", 20.0)
     assert (result.outcome, result.status, result.is_restarted) == (ShellOutcome.SHELL_DIED, status, True)
     assert result.output.startswith("before\n")
-    assert await said(shell, "echo on") == "on\n"
+    assert await output_of(shell, "echo on") == "on\n"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_a_shell_that_no_longer_reports_is_replaced_or_recovers(
     first = await shell.run(command, 20.0)
     second = await shell.run("echo on", 20.0)
     assert second.output == "on\n" or first.is_restarted or second.is_restarted
-    assert await said(shell, "echo on") == "on\n"
+    assert await output_of(shell, "echo on") == "on\n"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ async def test_a_shell_that_no_longer_reports_is_replaced_or_recovers(
 )
 async def test_changes_of_a_command_to_the_shell_do_not_break_the_next(shell: Shell, command: str) -> None:
     assert (await shell.run(command, 20.0)).outcome is ShellOutcome.COMPLETED
-    assert await said(shell, "echo on") == "on\n"
+    assert await output_of(shell, "echo on") == "on\n"
 
 
 async def test_a_forged_status_is_ignored(shell: Shell) -> None:
@@ -245,13 +245,13 @@ async def test_a_cancelled_command_is_killed_and_the_next_one_runs(shell: Shell)
     assert task.cancelled()
     await eventually(lambda: not alive(mark), "it is gone")
     assert (await shell.run("echo on", 20.0)).is_restarted
-    assert await said(shell, "echo on") == "on\n"
+    assert await output_of(shell, "echo on") == "on\n"
 
 
 async def test_two_shells_of_one_sandbox_are_separate(sandbox: Sandbox) -> None:
     one, two = await Shell.open(sandbox), await Shell.open(sandbox)
     await one.run("x=1; cd /", 20.0)
-    assert await said(two, "echo .$x") == ".\n"
+    assert await output_of(two, "echo .$x") == ".\n"
     await one.close()
     await two.close()
 
@@ -267,11 +267,11 @@ async def test_a_background_flood_does_not_block_the_event_loop() -> None:
     try:
         for number in range(200):
             answer = live.ask(number, b"")
-            seen = output.seen_bytes
+            before = output.total_bytes
             os.write(live.status_writer, b"%d 0 /\0" % number)
             live.read_status()  # drains the terminal before it returns
             assert answer.result() == (0, "/")
-            assert output.seen_bytes - seen < DRAIN_BYTES + 65536
+            assert output.total_bytes - before < DRAIN_BYTES + 65536
     finally:
         for flood in floods:
             flood.kill()
@@ -281,16 +281,16 @@ async def test_a_background_flood_does_not_block_the_event_loop() -> None:
 
 @pytest.mark.parametrize("what", ["/dev/zero", "/dev/urandom"])
 async def test_a_flooded_status_pipe_ends_only_the_shell(shell: Shell, what: str) -> None:
-    found = "for fd in /proc/$$/fd/*; do case $(readlink $fd) in pipe:*) pipe=$fd; break;; esac; done"
-    result = await shell.run(f"{found}; cat {what} >&${{pipe##*/}}", 20.0)
+    find_pipe = "for fd in /proc/$$/fd/*; do case $(readlink $fd) in pipe:*) pipe=$fd; break;; esac; done"
+    result = await shell.run(f"{find_pipe}; cat {what} >&${{pipe##*/}}", 20.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.SHELL_DIED, True)
-    result = await shell.run(f"{found}; cat {what} >&${{pipe##*/}} & sleep 0.5", 20.0)
+    result = await shell.run(f"{find_pipe}; cat {what} >&${{pipe##*/}} & sleep 0.5", 20.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.SHELL_DIED, True)
-    assert await said(shell, "echo on") == "on\n"
+    assert await output_of(shell, "echo on") == "on\n"
 
 
 async def test_an_invalid_status_is_ignored(shell: Shell) -> None:
-    await said(shell, "n=1")  # 1 was the opening, this is 2, the next is 3
+    await output_of(shell, "n=1")  # 1 was the opening, this is 2, the next is 3
     digits = "9" * 5000
     forge = f"for fd in /proc/$$/fd/*; do printf '3 {digits} /forged\\0' >&${{fd##*/}}; done 2>/dev/null; (exit 7)"
     assert (await shell.run(forge, 20.0)).status == 7
@@ -366,12 +366,12 @@ async def test_an_image_without_bash_gets_sh(tmp_path: Path) -> None:
         shell = await Shell.open(sandbox)
         first = await shell.run("cd /tmp; x=5; (exit 4)", 20.0)
         assert (first.outcome, first.status, first.cwd) == (ShellOutcome.COMPLETED, 4, "/tmp")
-        assert await said(shell, "echo $x; pwd") == "5\n/tmp\n"
+        assert await output_of(shell, "echo $x; pwd") == "5\n/tmp\n"
         assert (await shell.run("sleep 1000", 0.2)).outcome is ShellOutcome.TIMEOUT
         assert (await shell.run("if", 20.0)).status == 2
         died = await shell.run("exit 3", 20.0)
         assert (died.outcome, died.status) == (ShellOutcome.SHELL_DIED, 3)
-        assert await said(shell, "echo .$x") == ".\n"
+        assert await output_of(shell, "echo .$x") == ".\n"
         await shell.close()
 
 
@@ -403,18 +403,18 @@ async def test_the_tools_output_contains_what_the_model_needs(sandbox: Sandbox) 
     assert tool_kind("shell") is SHELL and SHELL.needs_sandbox
     tool = await SHELL.open(ToolContext(sandbox, output_bytes=2000))
 
-    async def told(command: object, **more: object) -> str:
+    async def run_tool(command: object, **more: object) -> str:
         result = await tool.call({"command": command, **more}, timeout_s=20.0)  # type: ignore[dict-item]
         return result.content
 
-    assert await told("echo hi") == "hi"
-    assert await told("true") == "(no output)"
-    assert await told("echo oops; exit_with() { return 3; }; exit_with") == "oops\n[exit 3]"
-    assert await told("cd /tmp") == "[cwd /tmp]"
-    assert "timed out after 0.2 s" in await told("sleep 100", timeout_s=0.2)
-    assert "waited for input" in await told("cat")
-    assert "status 5" in (lost := await told("exit 5")) and "are lost" in lost
-    assert len(await told("seq 100000")) < 2200
+    assert await run_tool("echo hi") == "hi"
+    assert await run_tool("true") == "(no output)"
+    assert await run_tool("echo oops; exit_with() { return 3; }; exit_with") == "oops\n[exit 3]"
+    assert await run_tool("cd /tmp") == "[cwd /tmp]"
+    assert "timed out after 0.2 s" in await run_tool("sleep 100", timeout_s=0.2)
+    assert "waited for input" in await run_tool("cat")
+    assert "status 5" in (lost := await run_tool("exit 5")) and "are lost" in lost
+    assert len(await run_tool("seq 100000")) < 2200
     for bad in ({}, {"command": 3}, {"command": "a\0b"}, {"command": "x", "timeout_s": -1}, {"command": "x", "y": 1}):
         result = await tool.call(bad, timeout_s=20.0)
         assert result.is_error
@@ -433,10 +433,10 @@ async def test_a_kill_at_the_memory_limit_is_reported(tmp_path: Path) -> None:
         assert result.is_out_of_memory and result.status in (-9, 137)
         assert not (await sandbox.exec("kill -9 $$", timeout_s=5.0)).is_out_of_memory
         tool = await SHELL.open(ToolContext(sandbox))
-        told = await tool.call({"command": hog}, timeout_s=20.0)
-        assert "memory limit" in told.content and told.info["limit"] == "memory"
-        told = await tool.call({"command": "sh -c 'kill -9 $$'"}, timeout_s=20.0)
-        assert "memory" not in told.content and "limit" not in told.info
+        tool_result = await tool.call({"command": hog}, timeout_s=20.0)
+        assert "memory limit" in tool_result.content and tool_result.info["limit"] == "memory"
+        tool_result = await tool.call({"command": "sh -c 'kill -9 $$'"}, timeout_s=20.0)
+        assert "memory" not in tool_result.content and "limit" not in tool_result.info
         await tool.close()
         await sandbox.kill()
 
@@ -459,7 +459,7 @@ async def test_a_slow_shell_is_not_mistaken_for_one_that_lost_its_line(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a starved machine a typed line may reach the shell late: the command must not be lost."""
-    await said(shell, "true")
+    await output_of(shell, "true")
     await eventually(lambda: Path(f"/proc/{shell.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S", "waits")
     monkeypatch.setattr(_shell_process, "os", SlowTerminal())
     result = await shell.run("echo here", 60.0)
@@ -467,7 +467,7 @@ async def test_a_slow_shell_is_not_mistaken_for_one_that_lost_its_line(
 
 
 async def test_a_command_that_cannot_be_passed_is_not_reported_as_done(sandbox: Sandbox, shell: Shell) -> None:
-    assert await said(shell, "echo one") == "one\n"
+    assert await output_of(shell, "echo one") == "one\n"
     for file in sandbox.control_dir.iterdir():
         file.unlink()
     with pytest.raises(SandboxLost, match="was deleted"):

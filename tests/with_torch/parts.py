@@ -78,23 +78,23 @@ def batcher_of(module: Any, **settings: Any) -> Batcher:
     return Batcher(checked(module), Settings(**{"cache": CACHES[-1], **SETTINGS, **settings}))
 
 
-def run(batcher: Batcher, requests: Iterable[Request], *, apart: int = 0) -> list[list[SampledToken]]:
-    """Returns the sampled tokens of each request. Each joins `apart` steps after the previous one."""
-    found: list[list[SampledToken]] = []
+def run(batcher: Batcher, requests: Iterable[Request], *, steps_between: int = 0) -> list[list[SampledToken]]:
+    """Returns the sampled tokens of each request. Each joins `steps_between` steps after the previous one."""
+    sampled: list[list[SampledToken]] = []
     places: dict[Any, int] = {}
 
     def step() -> None:
         for one in batcher.step():
-            found[places[one.job]].append(one)
+            sampled[places[one.job]].append(one)
 
     for request in requests:
-        places[batcher.add(request)] = len(found)
-        found.append([])
-        for _ in range(apart):
+        places[batcher.add(request)] = len(sampled)
+        sampled.append([])
+        for _ in range(steps_between):
             step()
     while batcher.has_work:
         step()
-    return found
+    return sampled
 
 
 def ids_of(steps: Iterable[SampledToken]) -> list[int]:

@@ -48,13 +48,13 @@ def weights_of(module: Any) -> dict[str, torch.Tensor]:
 def added(base: dict[str, torch.Tensor], folder: Path, scale: float = ALPHA / RANK) -> dict[str, torch.Tensor]:
     """Returns the weights with the adapter of a folder added, computed independently."""
     tensors = load_file(folder / WEIGHTS)
-    found = dict(base)
+    weights = dict(base)
     for name in tensors:
         if name.endswith(".lora_A.weight"):
             second = tensors[name.replace("lora_A", "lora_B")]
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            found[f"{module}.weight"] = base[f"{module}.weight"] + scale * (second @ tensors[name])
-    return found
+            weights[f"{module}.weight"] = base[f"{module}.weight"] + scale * (second @ tensors[name])
+    return weights
 
 
 def assert_weights(module: Any, expected: dict[str, torch.Tensor]) -> None:
@@ -65,9 +65,9 @@ def test_a_new_adapter_replaces_the_previous_one(tmp_path: Path):
     module = tiny()
     model, base = checked(module), weights_of(module)
     first, second = write_adapter(tmp_path / "1", module), write_adapter(tmp_path / "2", module, (QUERY,), seed=1)
-    found = model.read_weights(first)
+    loaded = model.read_weights(first)
     assert_weights(module, base)
-    model.write_weights(found)
+    model.write_weights(loaded)
     assert_weights(module, added(base, first))
     assert not torch.equal(module.state_dict()[f"{UP}.weight"], base[f"{UP}.weight"])
     model.write_weights(model.read_weights(first))
@@ -97,8 +97,8 @@ def test_an_adapter_is_added_to_weights_that_a_trainer_has_written_since(tmp_pat
     now = weights_of(module)
     second = write_adapter(tmp_path / "2", module, (UP,), seed=1)
     model.write_weights(model.read_weights(second))
-    found = dict(module.state_dict())
-    torch.testing.assert_close(found[f"{UP}.weight"], added(now, second)[f"{UP}.weight"])
+    weights = dict(module.state_dict())
+    torch.testing.assert_close(weights[f"{UP}.weight"], added(now, second)[f"{UP}.weight"])
 
 
 def test_an_adapter_for_weights_shared_by_two_modules_is_refused(tmp_path: Path):
@@ -196,8 +196,8 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, file: str):
         with pytest.raises(Unsupported, match="cannot be read"):
             model.read_weights(adapter)
     (adapter / file).unlink()
-    says = "cannot be read" if file == WEIGHTS else "cannot be loaded"  # without a config it is not an adapter
-    with pytest.raises(Unsupported, match=says):
+    message = "cannot be read" if file == WEIGHTS else "cannot be loaded"  # without a config it is not an adapter
+    with pytest.raises(Unsupported, match=message):
         model.read_weights(adapter)
     assert_weights(module, base)
 
@@ -208,8 +208,8 @@ async def test_a_push_over_http_changes_the_samples_and_their_version(tmp_path: 
     wrong = write_adapter(tmp_path / "3", module, use_dora=True)
     async with served(module) as (engine, client):
         before = await client.generate(request())
-        said = await post(engine, "/update_weights_from_folder", {"path": str(adapter), "version": 3})
-        assert said == (200, {"success": True, "weight_version": "3"})
+        reply = await post(engine, "/update_weights_from_folder", {"path": str(adapter), "version": 3})
+        assert reply == (200, {"success": True, "weight_version": "3"})
         after = await client.generate(request("r2"))
         assert after.versions == (VersionSpan(3, 0, 12),)
         assert list(after.logprobs or ()) != list(before.logprobs or ())
@@ -233,8 +233,8 @@ async def test_an_engine_can_start_with_an_adapter(tmp_path: Path):
     fresh = tiny()
     async with served(fresh, adapter=adapter) as (engine, client):
         assert_weights(fresh, added(base, adapter))
-        found = await client.generate(request())
-        assert (found.token_ids, found.logprobs) == (pushed.token_ids, pushed.logprobs)
+        generation = await client.generate(request())
+        assert (generation.token_ids, generation.logprobs) == (pushed.token_ids, pushed.logprobs)
         await post(engine, "/update_weights_from_folder", {"path": str(adapter)})
         assert_weights(fresh, added(base, adapter))
     with pytest.raises(Unsupported, match="use_dora"):

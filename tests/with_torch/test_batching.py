@@ -34,7 +34,7 @@ MIXED = [
 ]
 
 
-def alone(module: Any, request: Request) -> tuple[list[int], list[float]]:
+def unbatched(module: Any, request: Request) -> tuple[list[int], list[float]]:
     (steps,) = run(batcher_of(module), [request])
     return ids_of(steps), logprobs_of(steps)
 
@@ -52,8 +52,8 @@ def test_logprobs_equal_those_of_a_plain_forward_pass(module: Any):
 )
 def test_batched_equals_alone(settings: dict[str, int], apart: int):
     module = tiny()
-    for request, steps in zip(MIXED, run(batcher_of(module, **settings), MIXED, apart=apart), strict=True):
-        ids, logprobs = alone(module, request)
+    for request, steps in zip(MIXED, run(batcher_of(module, **settings), MIXED, steps_between=apart), strict=True):
+        ids, logprobs = unbatched(module, request)
         assert ids_of(steps) == ids
         assert logprobs_of(steps) == pytest.approx(logprobs, abs=1e-4)
 
@@ -61,16 +61,16 @@ def test_batched_equals_alone(settings: dict[str, int], apart: int):
 def test_a_continuation_with_the_same_seed_equals_an_uninterrupted_completion():
     module = tiny()
     request = ask(prompt_of(12), 16)
-    ids, _ = alone(module, request)
+    ids, _ = unbatched(module, request)
     batcher = batcher_of(module)
-    rest = ask([*request.prompt, *ids[:6]], 10)
-    ((*steps,),) = run(batcher, [rest])
+    continuation = ask([*request.prompt, *ids[:6]], 10)
+    ((*steps,),) = run(batcher, [continuation])
     assert ids_of(steps) == ids[6:]
 
 
 def test_a_stop_token_ends_the_completion_and_is_kept():
     module = tiny()
-    ids, _ = alone(module, ask(prompt_of(5), 20))
+    ids, _ = unbatched(module, ask(prompt_of(5), 20))
     stop = ids[4]
     ((*steps,),) = run(batcher_of(module), [ask(prompt_of(5), 20, stop_ids=frozenset({stop, END}))])
     assert ids_of(steps) == ids[: ids.index(stop) + 1] and steps[-1].finish == "stop"
@@ -86,7 +86,7 @@ def turns(module: Any, batcher: Batcher, **fields: Any) -> tuple[list[int], list
     second = ask([*first.prompt, *ids_of(steps), *prompt_of(6, 9)], 8, session="s", **fields)
     ((*more,),) = run(batcher, [second])
     assert logprobs_of(more) == pytest.approx(plain_logprobs(module, second, ids_of(more)), abs=1e-4)
-    assert ids_of(more) == alone(module, second)[0]
+    assert ids_of(more) == unbatched(module, second)[0]
     return [step.job.cached_tokens or 0 for step in more[:1]], ids_of(more)
 
 
@@ -113,7 +113,7 @@ def test_another_session_copies_the_common_prefix_and_the_owner_keeps_its_cache(
     sibling = ask([*prompt_of(30), *prompt_of(5, 7)], 6, session="b")
     ((*steps,),) = run(batcher, [sibling])
     assert steps[0].job.cached_tokens == 30
-    assert ids_of(steps) == alone(module, sibling)[0]
+    assert ids_of(steps) == unbatched(module, sibling)[0]
     ((step, *_),) = run(batcher, [ask(prompt_of(40), 4, session="a")])
     assert step.job.cached_tokens == 39
 
@@ -124,12 +124,12 @@ def test_a_cleared_cache_is_not_found_and_running_sequences_compute_it_again():
     run(batcher, [ask(prompt_of(40), 4, session="a")])
     request = ask(prompt_of(20, 5), 12, session="b")
     job = batcher.add(request)
-    found = [step for _ in range(2) for step in batcher.step()]
+    steps = [step for _ in range(2) for step in batcher.step()]
     assert batcher.clear(with_running=False) is False, "a running sequence keeps its cache"
     assert batcher.clear(with_running=True) is True
     while batcher.has_work:
-        found += batcher.step()
-    assert ids_of(found) == alone(module, request)[0]
+        steps += batcher.step()
+    assert ids_of(steps) == unbatched(module, request)[0]
     assert job.cached_tokens == 0
     ((step, *_),) = run(batcher, [ask(prompt_of(40), 4, session="a")])
     assert step.job.cached_tokens == 0
@@ -138,7 +138,7 @@ def test_a_cleared_cache_is_not_found_and_running_sequences_compute_it_again():
 # --- memory
 
 
-def held_bytes(batcher: Batcher) -> int:
+def used_bytes(batcher: Batcher) -> int:
     capacity = batcher.prefixes.capacity_tokens + sum(job.kv.capacity for job in batcher.running if job.kv)
     return capacity * batcher.model.bytes_per_token
 
@@ -159,7 +159,7 @@ def test_preempted_sequences_resume_with_the_same_result():
     batcher = small_batcher(module, 2.0)
     requests = [ask(prompt_of(60 + n, n), 90, n) for n in range(6)]
     for request, steps in zip(requests, run(batcher, requests), strict=True):
-        assert ids_of(steps) == alone(module, request)[0]
+        assert ids_of(steps) == unbatched(module, request)[0]
     assert batcher.counts.preemptions > 0
 
 
@@ -182,11 +182,11 @@ def test_memory_is_never_exceeded():
             batcher.drop(dropped)
             expected.pop(dropped, None)
         batcher.step()
-        assert held_bytes(batcher) <= batcher.settings.cache_bytes
+        assert used_bytes(batcher) <= batcher.settings.cache_bytes
         assert 0 <= batcher.use <= 1
     while batcher.has_work:
         batcher.step()
-        assert held_bytes(batcher) <= batcher.settings.cache_bytes
+        assert used_bytes(batcher) <= batcher.settings.cache_bytes
     assert all(job.sampled == count for job, count in expected.items())
 
 
@@ -201,12 +201,12 @@ def test_a_cache_smaller_than_one_context_is_refused():
 def test_a_version_applies_from_the_next_token():
     batcher = batcher_of(tiny())
     batcher.add(ask(prompt_of(5), 6))
-    found = batcher.step() + batcher.step()
+    steps = batcher.step() + batcher.step()
     batcher.version = "7"
-    before = len(found)
+    before = len(steps)
     while batcher.has_work:
-        found += batcher.step()
-    assert [step.version for step in found] == ["default"] * before + ["7"] * (6 - before)
+        steps += batcher.step()
+    assert [step.version for step in steps] == ["default"] * before + ["7"] * (6 - before)
     assert before in (2, 5), "the first step is the prompt; the second may be a burst"
 
 
@@ -226,11 +226,11 @@ def test_prompts_are_gathered_for_a_limited_number_of_steps():
     batcher.step()
     assert batcher.running == busy, "prompts do not wait if nothing is running"
     late = batcher.add(ask(prompt_of(6), 30))
-    begun = []
+    has_started = []
     for _ in range(3):
         batcher.step()
-        begun.append(late in batcher.running)
-    assert begun == [False, False, True]
+        has_started.append(late in batcher.running)
+    assert has_started == [False, False, True]
     some = [batcher.add(ask(prompt_of(6, n), 30)) for n in (1, 2)]
     batcher.step()
     assert not any(one in batcher.running for one in some), "two of ten are few"
@@ -243,7 +243,7 @@ def test_non_finite_weights_leave_nothing_behind():
     """Masked values are multiplied by zero, so they must be finite."""
     module = tiny()
     request = ask(prompt_of(9), 6)
-    ids, _ = alone(module, request)
+    ids, _ = unbatched(module, request)
     batcher = batcher_of(module, chunk_tokens=4)
     weight = module.model.layers[0].self_attn.v_proj.weight
     good = weight.detach().clone()
@@ -253,7 +253,7 @@ def test_non_finite_weights_leave_nothing_behind():
         batcher.step()  # the first chunk of the prompt, before any sampling
         weight.copy_(good)
     batcher.clear(with_running=True)
-    found: list[int] = []
+    sampled_ids: list[int] = []
     while batcher.has_work:
-        found += ids_of(batcher.step())
-    assert found == ids
+        sampled_ids += ids_of(batcher.step())
+    assert sampled_ids == ids

@@ -25,13 +25,13 @@ PLAIN = [
 ]
 
 
-def kept(graphs: Graphs, size: Any, make: Callable[[], Any], act: Callable[[Any], Any]) -> Any:
+def reused(graphs: Graphs, size: Any, make: Callable[[], Any], act: Callable[[Any], Any]) -> Any:
     """As on a GPU: the tensors are reused, so they contain values of the recording and of earlier bursts."""
-    if size not in graphs._made:
-        made = make()
-        act(made)
-        graphs._made[size] = (made, lambda: act(made))
-    return graphs._made[size]
+    if size not in graphs._recorded:
+        inputs = make()
+        act(inputs)
+        graphs._recorded[size] = (inputs, lambda: act(inputs))
+    return graphs._recorded[size]
 
 
 @pytest.fixture(params=["unpadded", "padded", "padded and kept"])
@@ -39,7 +39,7 @@ def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     if request.param != "unpadded":
         monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
     if request.param == "padded and kept":
-        monkeypatch.setattr(Graphs, "of", kept)
+        monkeypatch.setattr(Graphs, "of", reused)
     return tiny()
 
 
@@ -49,10 +49,10 @@ def paged(module: Any, burst: int, **settings: Any) -> Batcher:
 
 def sizes(batcher: Batcher) -> list[int]:
     """Returns how many tokens each step sampled."""
-    found: list[int] = []
+    counts: list[int] = []
     while batcher.has_work:
-        found.append(len(batcher.step()))
-    return found
+        counts.append(len(batcher.step()))
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def sizes(batcher: Batcher) -> list[int]:
 )
 def test_a_burst_samples_the_same_as_single_steps(module: Any, burst: int, apart: int, chunk_tokens: int):
     single, bursts = paged(module, 1), paged(module, burst, chunk_tokens=chunk_tokens)
-    for one, many in zip(run(single, PLAIN, apart=apart), run(bursts, PLAIN, apart=apart), strict=True):
+    for one, many in zip(run(single, PLAIN, steps_between=apart), run(bursts, PLAIN, steps_between=apart), strict=True):
         assert ids_of(many) == ids_of(one)
         assert logprobs_of(many) == pytest.approx(logprobs_of(one), abs=1e-5)
         assert [step.finish for step in many] == [step.finish for step in one]
@@ -109,12 +109,12 @@ def test_a_stop_within_a_burst_ends_the_sequence_and_its_cache_is_valid(module: 
     stop = next(token for token in ids[3:6] if token not in ids[:3])
     request = ask(prompt_of(5), 20, stop_ids=frozenset({stop}), session="s")
     batcher = paged(module, 8)
-    (found,) = run(batcher, [request])
-    assert ids_of(found) == ids[: ids.index(stop) + 1] and found[-1].finish == "stop"
-    rest = ask([*request.prompt, *ids_of(found), 7, 8], 6, session="s")
-    (after,) = run(batcher, [rest])
-    assert after[0].job.cached_tokens == 5 + len(found) - 1, "all but the last token, which has not been computed"
-    assert ids_of(after) == ids_of(run(paged(module, 1), [rest])[0])
+    (stopped,) = run(batcher, [request])
+    assert ids_of(stopped) == ids[: ids.index(stop) + 1] and stopped[-1].finish == "stop"
+    continuation = ask([*request.prompt, *ids_of(stopped), 7, 8], 6, session="s")
+    (after,) = run(batcher, [continuation])
+    assert after[0].job.cached_tokens == 5 + len(stopped) - 1, "all but the last token, which has not been computed"
+    assert ids_of(after) == ids_of(run(paged(module, 1), [continuation])[0])
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_p": 0.9}, {"top": 2}], ids=str)
@@ -181,18 +181,18 @@ def test_another_default_dtype_changes_nothing(module: Any):
     batcher = paged(module, 8)
     try:
         torch.set_default_dtype(torch.bfloat16)
-        (found,) = run(batcher, PLAIN[1:2])
+        (steps,) = run(batcher, PLAIN[1:2])
     finally:
         torch.set_default_dtype(before)
-    assert ids_of(found) == ids_of(expected)
-    assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-5)
+    assert ids_of(steps) == ids_of(expected)
+    assert logprobs_of(steps) == pytest.approx(logprobs_of(expected), abs=1e-5)
 
 
 def test_non_finite_weights_fail_a_burst(module: Any):
     batcher = paged(module, 8)
     batcher.add(ask(prompt_of(5), 20))
-    found: list[SampledToken] = batcher.step()
-    assert len(found) == 1
+    steps: list[SampledToken] = batcher.step()
+    assert len(steps) == 1
     with torch.no_grad():
         module.model.norm.weight.fill_(float("nan"))
     with pytest.raises(ArithmeticError, match="not finite"):

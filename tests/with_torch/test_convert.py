@@ -19,13 +19,13 @@ from tests.embedded.tiny_gguf import write_gguf
 def test_tensors_equal_those_of_the_gguf_package(tmp_path: Path):
     file = write_gguf(tmp_path / "tiny.gguf")
     reader = gguf.GGUFReader(file)
-    with Gguf(file) as ours:
-        assert ours.names == tuple(tensor.name for tensor in reader.tensors)
+    with Gguf(file) as opened:
+        assert opened.names == tuple(tensor.name for tensor in reader.tensors)
         for tensor in reader.tensors:
             expected = gguf.dequantize(tensor.data, tensor.tensor_type)
-            assert np.array_equal(ours.tensor(tensor.name), expected), tensor.name
+            assert np.array_equal(opened.tensor(tensor.name), expected), tensor.name
         for name in ("tokenizer.ggml.tokens", "llama.rope.freq_base", "llama.block_count"):
-            assert ours.values[name] == reader.fields[name].contents()
+            assert opened.values[name] == reader.fields[name].contents()
 
 
 def test_the_folder_can_be_loaded_and_run(tmp_path: Path):
@@ -37,8 +37,8 @@ def test_the_folder_can_be_loaded_and_run(tmp_path: Path):
     module = module.float()
     Model(module).check()
     # The weights equal those of the file, rounded to bfloat16.
-    with Gguf(tmp_path / "tiny.gguf") as ours:
-        v = torch.from_numpy(ours.tensor("blk.0.attn_v.weight"))
+    with Gguf(tmp_path / "tiny.gguf") as opened:
+        v = torch.from_numpy(opened.tensor("blk.0.attn_v.weight"))
     assert torch.equal(module.model.layers[0].self_attn.v_proj.weight, v.to(torch.bfloat16).float())
 
 
@@ -48,13 +48,13 @@ def test_q_and_k_have_the_row_order_of_transformers(tmp_path: Path):
     folder.mkdir()
     convert(write_gguf(tmp_path / "tiny.gguf"), folder)
     attention = load_module(folder, device="cpu").float().model.layers[0].self_attn
-    with Gguf(tmp_path / "tiny.gguf") as ours:
-        for made, name in ((attention.q_proj, "attn_q"), (attention.k_proj, "attn_k")):
-            rows = torch.from_numpy(ours.tensor(f"blk.0.{name}.weight")).to(torch.bfloat16).float()
+    with Gguf(tmp_path / "tiny.gguf") as opened:
+        for projection, name in ((attention.q_proj, "attn_q"), (attention.k_proj, "attn_k")):
+            rows = torch.from_numpy(opened.tensor(f"blk.0.{name}.weight")).to(torch.bfloat16).float()
             head = 16
             for at in range(len(rows)):
                 place = at // head * head + (at % head) % 2 * (head // 2) + (at % head) // 2
-                assert torch.equal(made.weight[place], rows[at])
+                assert torch.equal(projection.weight[place], rows[at])
 
 
 def test_the_tokenizer_has_its_template_and_its_special_tokens(tmp_path: Path):

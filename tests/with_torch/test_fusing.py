@@ -74,22 +74,22 @@ def test_untested_arguments_use_the_original_function():
     """Covers an additional argument, tensors with gaps, and angles of another dtype."""
     module, turn = tiny(), Turn()
     fuse_rotations(module, SIZE["llama"], turn)
-    ours = module.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"]
+    fused = module.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"]
     query, key = torch.randn(2, 2, 3, 4, 8)
     cos, sin = torch.randn(2, 2, 4, 8)
     gaps = torch.randn(2, 3, 8, 4).transpose(2, 3)
     tried = turn.calls
     plain: Any = modeling_llama.apply_rotary_pos_emb
-    for given in (
+    for arguments in (
         (query, key, cos, sin, 1),
         (gaps, key, cos, sin),
         (query, gaps, cos, sin),
         (query, key, cos.double(), sin),
     ):
-        for mine, theirs in zip(ours(*given), plain(*given), strict=True):
-            assert torch.equal(mine, theirs)
+        for actual, expected in zip(fused(*arguments), plain(*arguments), strict=True):
+            assert torch.equal(actual, expected)
     assert turn.calls == tried
-    ours(query, key, cos, sin)
+    fused(query, key, cos, sin)
     assert turn.calls == tried + 1
 
 

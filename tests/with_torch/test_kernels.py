@@ -53,8 +53,8 @@ def test_attend_one_equals_plain_attention(heads: int, kv_heads: int, size: int,
     shape, device = LayerShape(kv_heads, size, value_size), torch.device("cpu")
     blocks = [length // BLOCK_TOKENS + 1 for length in LENGTHS]
     pools = [BlockPool({0: shape}, sum(blocks) + 1, torch.float32, device) for _ in range(2)]
-    for ours, theirs in zip(*(pool.layers[0] for pool in pools), strict=True):
-        theirs.copy_(ours.normal_())
+    for first, second in zip(*(pool.layers[0] for pool in pools), strict=True):
+        second.copy_(first.normal_())
     table = torch.zeros(len(LENGTHS), max(blocks), dtype=torch.long)
     for row, count in enumerate(blocks):
         table[row, :count] = torch.arange(count) + 1 + sum(blocks[:row])
@@ -66,8 +66,8 @@ def test_attend_one_equals_plain_attention(heads: int, kv_heads: int, size: int,
         for pool, kernel in zip(pools, (None, kernels.attend_one), strict=True)
     )
     torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
-    for ours, theirs in zip(*(pool.layers[0] for pool in pools), strict=True):
-        assert torch.equal(ours, theirs), "the new keys and values were not stored"
+    for actual, expected in zip(*(pool.layers[0] for pool in pools), strict=True):
+        assert torch.equal(actual, expected), "the new keys and values were not stored"
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 64), (3, 24), (1, 6)])
@@ -75,10 +75,10 @@ def test_rotate_equals_the_rotation_of_transformers(rows: int, size: int):
     torch.manual_seed(0)
     query, key = (torch.randn(3, 5, heads, size).transpose(1, 2) for heads in (9, 3))
     cos, sin = torch.randn(2, rows, 5, size)
-    for ours, theirs in zip(
+    for actual, expected in zip(
         kernels.rotate(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_the_kernels_compile_for_a_gpu():

@@ -36,15 +36,15 @@ def learner(model: Path, micro_tokens: int = 4096, *, bf16: bool = False) -> Lea
 
 def rows(salt: int = 0) -> list[dict[str, Any]]:
     """Returns rows of different lengths, with sampled spans in the middle and at the end, and inexact logprobs."""
-    found: list[dict[str, Any]] = []
+    batch: list[dict[str, Any]] = []
     random = np.random.default_rng(salt)
     for number, length in enumerate((21, 9, 16, 12, 30)):
         mask = np.zeros(length, dtype=np.uint8)
         mask[4:7] = mask[length - 2 :] = 1
         old = np.where(mask, random.uniform(-14, -5, length), 0.0).astype(np.float32)
         ids = np.array(prompt_of(length, 7 * salt + number))
-        found.append({"ids": ids, "mask": mask, "old": old, "advantage": np.float32((-1) ** number * (1 + number))})
-    return found
+        batch.append({"ids": ids, "mask": mask, "old": old, "advantage": np.float32((-1) ** number * (1 + number))})
+    return batch
 
 
 def demonstrated(salt: int = 0) -> list[dict[str, Any]]:
@@ -101,8 +101,8 @@ def test_rewarded_tokens_become_more_likely_and_others_less(model: Path):
     mine, batch = learner(model), rows()
     for row, now in zip(batch, mine.learn(batch, 0.0)[1], strict=True):
         row["old"][row["mask"] == 1] = now.numpy()
-    told = [mine.learn(batch, 1e-3)[1] for _ in range(20)]
-    for row, old, new in zip(batch, told[0], told[-1], strict=True):
+    logprobs = [mine.learn(batch, 1e-3)[1] for _ in range(20)]
+    for row, old, new in zip(batch, logprobs[0], logprobs[-1], strict=True):
         assert np.sign(float((new - old).sum())) == np.sign(row["advantage"])
 
 
@@ -110,8 +110,8 @@ def test_bfloat16_is_not_used_where_the_device_only_emulates_it(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("learner.can_bf16", lambda device: False)
-    exact, found = (learner(model, bf16=bf16).learn(demonstrated(), 1e-3)[0] for bf16 in (False, True))
-    assert found == exact
+    exact, emulated = (learner(model, bf16=bf16).learn(demonstrated(), 1e-3)[0] for bf16 in (False, True))
+    assert emulated == exact
     assert "using float32, which is faster here" in capsys.readouterr().out
 
 
@@ -190,8 +190,8 @@ def test_the_gap_to_the_engine_is_reported_by_lag():
         "old": np.array([0, 0, -1.0, -2.0, -3.0], dtype=np.float32),
         "versions": np.array([-1, -1, 4, 4, 5]),
     }
-    found = by_lag([row], [torch.tensor([-1.5, -2.25, -3.0])], version=5)
-    assert {lag: (one["tokens"], one["mean"], one["max"]) for lag, one in found.items()} == {
+    gaps = by_lag([row], [torch.tensor([-1.5, -2.25, -3.0])], version=5)
+    assert {lag: (one["tokens"], one["mean"], one["max"]) for lag, one in gaps.items()} == {
         "0": (1, 0.0, 0.0),
         "1": (2, 0.375, 0.5),
     }
@@ -217,8 +217,8 @@ def test_the_requested_number_of_demonstrations_is_chosen_deterministically():
 
 
 def test_the_rate_rises_to_its_maximum_and_falls_until_the_last_step():
-    found = [rate(1e-3, step, 4, 14, 0.1) for step in (1, 2, 4, 9, 14)]
-    assert found == pytest.approx([2.5e-4, 5e-4, 1e-3, 5.5e-4, 1e-4])
+    rates = [rate(1e-3, step, 4, 14, 0.1) for step in (1, 2, 4, 9, 14)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 1e-3, 5.5e-4, 1e-4])
     assert [rate(1e-3, step, 4, 14, 1.0) for step in (4, 9, 14)] == [1e-3] * 3
     assert rate(1e-3, 3, 5, 3, 0.1) == pytest.approx(6e-4), "there may be no time to fall"
 

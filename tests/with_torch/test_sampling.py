@@ -25,13 +25,13 @@ def by_hand(temperature: float, top_k: int, top_p: float) -> dict[int, float]:
     order = sorted(weights, key=lambda i: -weights[i])
     order = order[:top_k] if top_k > 0 else order
     total = sum(weights[i] for i in order)
-    kept: list[int] = []
+    selected: list[int] = []
     for i in order:
-        kept.append(i)
-        if sum(weights[j] for j in kept) / total >= top_p:
+        selected.append(i)
+        if sum(weights[j] for j in selected) / total >= top_p:
             break
-    total = sum(weights[i] for i in kept)
-    return {i: weights[i] / total for i in kept}
+    total = sum(weights[i] for i in selected)
+    return {i: weights[i] / total for i in selected}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -53,10 +53,10 @@ def test_tokens_are_as_frequent_as_they_are_likely(top_k: int, top_p: float):
     count = 20_000
     draws = [draw(place, temperature=1.3, top_k=top_k, top_p=top_p) for place in range(count)]
     drawn = sample(LOGITS.expand(count, -1), draws)
-    seen, expected = Counter(one.token for one in drawn), by_hand(1.3, top_k, top_p)
-    assert seen.keys() == expected.keys(), "an excluded token was sampled"
+    counts, expected = Counter(one.token for one in drawn), by_hand(1.3, top_k, top_p)
+    assert counts.keys() == expected.keys(), "an excluded token was sampled"
     for token, chance in expected.items():
-        assert seen[token] / count == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / count))
+        assert counts[token] / count == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / count))
     for one in drawn[:50]:
         assert one.logprob == pytest.approx(math.log(expected[one.token]), abs=1e-5)
 
@@ -69,10 +69,10 @@ def test_temperature_0_takes_the_most_likely_token_with_its_logprob_at_1():
 
 
 def test_a_sample_depends_only_on_its_seed_and_position():
-    alone = [sample(LOGITS[None], [draw(place)])[0].token for place in range(64)]
+    single = [sample(LOGITS[None], [draw(place)])[0].token for place in range(64)]
     batch = sample(LOGITS.expand(64, -1), [draw(place) for place in reversed(range(64))])
-    assert [one.token for one in reversed(batch)] == alone
-    assert [sample(LOGITS[None], [draw(place, seed=4)])[0].token for place in range(64)] != alone
+    assert [one.token for one in reversed(batch)] == single
+    assert [sample(LOGITS[None], [draw(place, seed=4)])[0].token for place in range(64)] != single
     assert uniform(3, 0) == uniform(3, 0) != uniform(3, 1)
     assert all(0 <= uniform(seed, place) < 1 for seed in range(40) for place in range(40))
 
@@ -85,8 +85,8 @@ def test_invert_equals_a_search_in_the_whole_cumulative_distribution(size: int):
     masses = logprobs.exp().double().cumsum(dim=-1)
     expected = torch.searchsorted(masses, numbers * masses[:, -1:], right=True)
     assert torch.equal(_invert(logprobs, numbers), expected)
-    alone = [_invert(logprobs[row : row + 1], numbers[row : row + 1]).item() for row in range(64)]
-    assert alone == expected[:, 0].tolist(), "a row depends on another"
+    single = [_invert(logprobs[row : row + 1], numbers[row : row + 1]).item() for row in range(64)]
+    assert single == expected[:, 0].tolist(), "a row depends on another"
 
 
 def test_a_token_without_mass_is_never_sampled():

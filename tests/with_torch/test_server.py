@@ -33,17 +33,17 @@ def request(name: str = "r", length: int = 10, max_tokens: int = 12, **fields: A
 class Streaming:
     """A streamed call, and its tokens so far."""
 
-    def __init__(self, client: VllmEngine, wanted: GenerateRequest) -> None:
-        self.told: list[int] = []
+    def __init__(self, client: VllmEngine, generate_request: GenerateRequest) -> None:
+        self.tokens: list[int] = []
         self._more = asyncio.Event()
-        self.task = asyncio.create_task(client.generate(wanted, self._tell))
+        self.task = asyncio.create_task(client.generate(generate_request, self._take))
 
-    def _tell(self, ids: Any) -> None:
-        self.told += ids
+    def _take(self, ids: Any) -> None:
+        self.tokens += ids
         self._more.set()
 
     async def at_least(self, count: int) -> None:
-        while len(self.told) < count:
+        while len(self.tokens) < count:
             self._more.clear()
             await self._more.wait()
 
@@ -66,8 +66,8 @@ async def test_a_kept_call_is_frozen_and_continues_with_the_same_result():
         assert await client.control.resume()
         await streaming.at_least(sampled + 20)
         await client.abort("cut")
-        found = (await streaming.task).token_ids[: sampled + 20]
-        assert found == (await client.generate(request("whole", max_tokens=sampled + 20))).token_ids
+        resumed = (await streaming.task).token_ids[: sampled + 20]
+        assert resumed == (await client.generate(request("whole", max_tokens=sampled + 20))).token_ids
 
 
 async def test_a_pause_that_aborts_returns_the_tokens_sampled_so_far():
@@ -78,7 +78,7 @@ async def test_a_pause_that_aborts_returns_the_tokens_sampled_so_far():
         assert await client.control.pause(PauseMode.ABORT)
         first, second = await streaming.task, await whole
         assert first.finish_reason == second.finish_reason == "abort"
-        assert 3 <= len(first.token_ids) < 5000 and list(first.token_ids) == streaming.told
+        assert 3 <= len(first.token_ids) < 5000 and list(first.token_ids) == streaming.tokens
         late = asyncio.create_task(client.generate(request("late")))
         await client.healthy()
         assert not late.done(), "it waits for the resume"
@@ -113,25 +113,27 @@ async def test_version_spans_change_at_the_right_token():
         await client.control.pause(PauseMode.KEEP)
         assert await client.control.set_version(7)
         assert await client.control.version() == "7"
-        sampled = len(streaming.told)
+        sampled = len(streaming.tokens)
         await client.control.resume()
         await streaming.at_least(sampled + 5)
         await client.abort("r")
-        found = await streaming.task
-        (before, after) = found.versions
-        assert (before.version, before.start, after.version, after.end) == (-1, 0, 7, len(found.token_ids))
-        assert 2 <= before.end == after.start < len(found.token_ids)
+        generation = await streaming.task
+        (before, after) = generation.versions
+        assert (before.version, before.start, after.version, after.end) == (-1, 0, 7, len(generation.token_ids))
+        assert 2 <= before.end == after.start < len(generation.token_ids)
         assert (await client.generate(request("next"))).versions == (VersionSpan(7, 0, 12),)
 
 
-def check_spans(module: Any, wanted: GenerateRequest, found: Generation, weights: dict[int, Any]) -> None:
+def check_spans(
+    module: Any, generate_request: GenerateRequest, generation: Generation, weights: dict[int, Any]
+) -> None:
     """Checks that the tokens of each span have the logprobs of its weights, given all earlier tokens."""
-    assert found.logprobs is not None
-    asked = ask(list(wanted.prompt_ids))
-    for span in found.versions:
+    assert generation.logprobs is not None
+    asked = ask(list(generate_request.prompt_ids))
+    for span in generation.versions:
         module.load_state_dict(weights[span.version])
-        expected = plain_logprobs(module, asked, list(found.token_ids)[: span.end])
-        assert found.logprobs[span.start : span.end].tolist() == pytest.approx(expected[span.start :], abs=1e-4)
+        expected = plain_logprobs(module, asked, list(generation.token_ids)[: span.end])
+        assert generation.logprobs[span.start : span.end].tolist() == pytest.approx(expected[span.start :], abs=1e-4)
 
 
 async def test_a_trainer_in_the_same_process_writes_weights_between_two_tokens():
@@ -145,16 +147,16 @@ async def test_a_trainer_in_the_same_process_writes_weights_between_two_tokens()
             with engine.weights(version=2):
                 module.load_state_dict(weights[2])
 
-        wanted = request(max_tokens=6000)
-        streaming = Streaming(client, wanted)
+        generate_request = request(max_tokens=6000)
+        streaming = Streaming(client, generate_request)
         await streaming.at_least(3)
         await asyncio.to_thread(train)
         at = engine._batcher.running[0].sampled
         await streaming.at_least(at + 5)
         await client.abort("r")
-        found = await streaming.task
-        assert [span.version for span in found.versions] == [1, 2]
-    check_spans(tiny(), wanted, found, weights)
+        generation = await streaming.task
+        assert [span.version for span in generation.versions] == [1, 2]
+    check_spans(tiny(), generate_request, generation, weights)
 
 
 async def test_weights_can_be_loaded_from_a_folder_during_a_call(tmp_path: Path):
@@ -165,20 +167,20 @@ async def test_weights_can_be_loaded_from_a_folder_during_a_call(tmp_path: Path)
     async with served(module) as (engine, client):
         status, answer = await post(engine, "/update_weights_from_folder", {"path": str(tmp_path / "else")})
         assert status == 400 and "not of this model" in answer["error"]["message"]
-        wanted = request(max_tokens=6000)
-        streaming = Streaming(client, wanted)
+        generate_request = request(max_tokens=6000)
+        streaming = Streaming(client, generate_request)
         await streaming.at_least(3)
         body = {"path": str(tmp_path / "v2"), "version": 2}
         assert await post(engine, "/update_weights_from_folder", body) == (
             200,
             {"success": True, "weight_version": "2"},
         )
-        at = len(streaming.told)
+        at = len(streaming.tokens)
         await streaming.at_least(at + 5)
         await client.abort("r")
-        found = await streaming.task
-        assert [span.version for span in found.versions] == [-1, 2]
-    check_spans(tiny(), wanted, found, weights)
+        generation = await streaming.task
+        assert [span.version for span in generation.versions] == [-1, 2]
+    check_spans(tiny(), generate_request, generation, weights)
 
 
 async def test_a_stream_that_is_cut_still_has_its_versions():
@@ -187,8 +189,8 @@ async def test_a_stream_that_is_cut_still_has_its_versions():
         streaming = Streaming(client, request(max_tokens=5000))
         await streaming.at_least(3)
         client.hang_up("r")
-        found = await streaming.task
-        assert found.versions == (VersionSpan(3, 0, len(found.token_ids)),)
+        generation = await streaming.task
+        assert generation.versions == (VersionSpan(3, 0, len(generation.token_ids)),)
 
 
 async def test_the_next_turn_reuses_the_prefix_and_metrics_report_the_load():
@@ -205,11 +207,11 @@ async def test_the_next_turn_reuses_the_prefix_and_metrics_report_the_load():
         await streaming.task
         async with aiohttp.ClientSession() as session, session.get(engine.url + "/metrics") as reply:
             text = await reply.text()
-        told = {name: float(value) for name, value in (line.split() for line in text.splitlines() if line[0] != "#")}
-        assert told['vllm:prefix_cache_hits_total{engine="0",model_name="local"}'] >= 61
-        assert told['vllm:generation_tokens_total{engine="0",model_name="local"}'] >= 12 + 4 + 1
-        assert told['rollyard_engine_steps_total{kind="prompts"}'] >= 3
-        assert told['rollyard_engine_step_seconds_total{kind="tokens"}'] > 0
+        metrics = {name: float(value) for name, value in (line.split() for line in text.splitlines() if line[0] != "#")}
+        assert metrics['vllm:prefix_cache_hits_total{engine="0",model_name="local"}'] >= 61
+        assert metrics['vllm:generation_tokens_total{engine="0",model_name="local"}'] >= 12 + 4 + 1
+        assert metrics['rollyard_engine_steps_total{kind="prompts"}'] >= 3
+        assert metrics['rollyard_engine_step_seconds_total{kind="tokens"}'] > 0
 
 
 async def test_unsupported_parameters_are_refused():
@@ -248,8 +250,8 @@ async def test_calls_beyond_the_limit_are_refused():
 
 async def test_the_context_limits_a_completion():
     async with served(tiny(), max_context=64) as (_, client):
-        found = await client.generate(request(length=60, max_tokens=100))
-        assert (len(found.token_ids), found.finish_reason) == (4, "length")
+        generation = await client.generate(request(length=60, max_tokens=100))
+        assert (len(generation.token_ids), generation.finish_reason) == (4, "length")
 
 
 async def test_an_abort_is_answered_while_the_model_is_busy():
@@ -264,9 +266,9 @@ async def test_an_abort_is_answered_while_the_model_is_busy():
 
 
 async def test_tokens_for_a_finished_call_are_ignored():
-    wanted = ask(prompt_of(4))
-    (steps,) = run(batcher_of(tiny()), [wanted])
-    call = Call("r", wanted, has_logprobs=True)
+    call_request = ask(prompt_of(4))
+    (steps,) = run(batcher_of(tiny()), [call_request])
+    call = Call("r", call_request, has_logprobs=True)
     call.take(steps[0])
     call.abort()
     before = call.choice(), call.usage()
@@ -311,10 +313,10 @@ def _broken_once() -> Callable[[object], None]:
 
 async def test_concurrent_calls_give_the_same_results_as_single_ones():
     async with served(tiny()) as (_, client):
-        wanted = [request(f"r{n}", 5 + n, 30, seed=n) for n in range(24)]
-        together = await asyncio.gather(*map(client.generate, wanted))
-        for one, found in zip(wanted[::5], together[::5], strict=True):
-            assert (await client.generate(one)).token_ids == found.token_ids
+        requests = [request(f"r{n}", 5 + n, 30, seed=n) for n in range(24)]
+        together = await asyncio.gather(*map(client.generate, requests))
+        for one, batched in zip(requests[::5], together[::5], strict=True):
+            assert (await client.generate(one)).token_ids == batched.token_ids
 
 
 async def test_a_stopping_engine_answers_open_calls_and_leaves_no_thread():

@@ -14,10 +14,10 @@ from rollyard.cli.commands import engine as command
 
 @pytest.mark.parametrize(("is_asked", "precision"), [(True, "high"), (False, "highest")])
 def test_the_option_sets_the_matmul_precision(is_asked: bool, precision: str, monkeypatch: pytest.MonkeyPatch):
-    seen: list[str] = []
+    precisions: list[str] = []
 
     def run(served: Coroutine[Any, Any, None]) -> None:
-        seen.append(torch.get_float32_matmul_precision())
+        precisions.append(torch.get_float32_matmul_precision())
         served.close()
 
     before = torch.get_float32_matmul_precision()
@@ -27,4 +27,4 @@ def test_the_option_sets_the_matmul_precision(is_asked: bool, precision: str, mo
         command.engine(model="anything", port=0, tf32=is_asked)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert seen == [precision]
+    assert precisions == [precision]
