@@ -52,7 +52,7 @@ class Settings:
     chunk_tokens: int = 512  # prompt tokens in a step
     cache_bytes: int = 2 << 30  # for keys and values, running and kept
     max_calls: int = 4096  # running and waiting; a further call gets status 503
-    gather_steps: int | None = None  # see `_is_begun`; None: on a GPU 8, else 0
+    gather_steps: int | None = None  # see `_can_start_prompts`; None: on a GPU 8, else 0
     burst: int | None = None  # see `_burst_size`, and `bursts.py`; None: on a GPU 8, else 1
     cache: Literal["auto", "ragged", "paged"] = "auto"  # paged on a GPU (`paged.py`), else ragged (`attention.py`)
 
