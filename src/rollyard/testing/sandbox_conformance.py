@@ -110,7 +110,7 @@ def alive(mark: str) -> list[int]:
 
 async def eventually(happened: Callable[[], bool], what: str, details: Callable[[], object] | None = None) -> None:
     """Polls until `happened`. Fails only after SECONDS and at least LOOKS polls, because on a stalled machine nothing
-    had time to end. `left` returns what still exists, for the error message."""
+    had time to end. `details` returns what still exists, for the error message."""
     until, looks = time.monotonic() + SECONDS, 0
     while not happened():
         looks += 1
