@@ -36,7 +36,7 @@ from rollyard.sampling.task_order import TaskOrder
 class Tally:
     """All started groups, and when the training of each batch ended."""
 
-    begun: list[StartedGroup] = field(default_factory=list[StartedGroup])
+    started: list[StartedGroup] = field(default_factory=list[StartedGroup])
     trained_s: list[float] = field(default_factory=list[float])
 
 
@@ -65,7 +65,7 @@ class _BaselinePolicy:
     def begin(self) -> StartedGroup:
         item = self._order.take(self.progress)
         started = StartedGroup(item, self.world.script(item), self.pipeline.now_s)
-        self.tally.begun.append(started)
+        self.tally.started.append(started)
         self.pipeline.begin(started)
         return started
 
@@ -143,7 +143,7 @@ def reference(world: World, enough: Enough, *, is_overlapped: bool = False) -> T
     return it.tally
 
 
-class Ours:
+class RollyardSampler:
     """Our policy. With `is_early` the trainer requests its next batch before it increments the version."""
 
     def __init__(self, world: World, *, is_early: bool = False, **changes: object) -> None:
@@ -214,7 +214,7 @@ class Ours:
         for submission in opened.begin(range(self.world.group_size)):
             self._rollouts[submission.rollout.id] = submission.rollout
         self._started[one.id], self._open[one.id], self._group_of[id(started)] = started, opened, one.id
-        self.tally.begun.append(started)
+        self.tally.started.append(started)
         self.pipeline.begin(started)
 
     def _look(self, ended: Ended) -> None:

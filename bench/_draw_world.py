@@ -119,7 +119,7 @@ class StartedGroup:
 
     item: DrawItem
     script: Script
-    begun_s: float
+    started_s: float
     end: str = "open"  # delivered, filtered (no signal), thrown (cancelled, dropped or discarded)
     ended_s: float = math.inf
     batch: int = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
-from bench._draw_policies import Enough, Ours, Tally, plain, reference
+from bench._draw_policies import Enough, RollyardSampler, Tally, plain, reference
 from bench._draw_world import World
 from rollyard.core import Json
 from rollyard.core.draw import Surplus
@@ -68,9 +68,9 @@ async def bench_draw(
 
 
 WAYS: Mapping[str, Callable[[World, Enough], Tally]] = {
-    "ours": lambda world, enough: Ours(world).run(enough),
+    "ours": lambda world, enough: RollyardSampler(world).run(enough),
     "reference": reference,
-    "ours_cancel": lambda world, enough: Ours(world, surplus=Surplus.CANCEL).run(enough),
+    "ours_cancel": lambda world, enough: RollyardSampler(world, surplus=Surplus.CANCEL).run(enough),
     "plain": plain,
     "reference_overlapped": lambda world, enough: reference(world, enough, is_overlapped=True),
 }
@@ -88,7 +88,7 @@ def followed(count: int, warm: int = WARM) -> Enough:
             return False
         looked_at = trained
         since_s, until_s = window(tally, count, warm)
-        has_open = any(since_s <= group.begun_s < until_s and group.end == "open" for group in tally.begun)
+        has_open = any(since_s <= group.started_s < until_s and group.end == "open" for group in tally.started)
         return not has_open or trained >= warm + count + FOLLOWED
 
     return enough
@@ -102,11 +102,11 @@ def window(tally: Tally, count: int, warm: int = WARM) -> tuple[float, float]:
 def figures(tally: Tally, count: int, world: World) -> dict[str, Json]:
     """Returns the figures of one policy; the module docstring defines how they are counted."""
     since_s, until_s = window(tally, count)
-    ended = [group for group in tally.begun if since_s <= group.ended_s < until_s]
+    ended = [group for group in tally.started if since_s <= group.ended_s < until_s]
     by_end = {how: [group for group in ended if group.end == how] for how in ("delivered", "filtered", "thrown")}
     tokens = {how: sum(group.sampled for group in groups) for how, groups in by_end.items()}
     delivered = len(by_end["delivered"])
-    admitted = [group for group in tally.begun if since_s <= group.begun_s < until_s and group.script.has_signal]
+    admitted = [group for group in tally.started if since_s <= group.started_s < until_s and group.script.has_signal]
     arrived = [group for group in admitted if group.end == "delivered"]
     share_admitted = fmean(group.script.has_straggler for group in admitted)
     share_arrived = fmean(group.script.has_straggler for group in arrived)

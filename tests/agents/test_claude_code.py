@@ -30,7 +30,7 @@ async def rolled(
     folder: Path, installs: AgentInstalls, turns: Sequence[str], task: Task | None = None
 ) -> tuple[Rollout, Trajectory]:
     """Returns how it ended, and its trajectory, verified."""
-    async with open_site(folder, plays(turns), agents=Agents(shelf=installs)) as site:
+    async with open_site(folder, plays(turns), agents=Agents(installs=installs)) as site:
         rollout = await site.rolled(task or greeting_task(NAME), within_s=90)
         await site.idle()
         site.nothing_left()

@@ -50,7 +50,7 @@ async def rolled(
     folder: Path, installs: AgentInstalls, turns: Sequence[str] | Script, options: Any = None, **limits: Any
 ) -> tuple[Rollout, Trajectory]:
     script = turns if callable(turns) else plays(turns)
-    async with open_site(folder, script, agents=Agents(shelf=installs)) as site:
+    async with open_site(folder, script, agents=Agents(installs=installs)) as site:
         rollout = await site.rolled(greeting_task(NAME, options, **limits), within_s=50)
         trajectory = await site.store.trajectory(rollout.id)
         site.nothing_left()

@@ -182,7 +182,7 @@ async def test_a_program_that_never_calls_the_model_is_the_tasks_fault_with_its_
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "error"),
     [
         ({"command": ["no-such-program"]}, "no-such-program"),
         ({"command": ["/workspace/greeting.txt"]}, "greeting.txt"),
@@ -190,17 +190,17 @@ async def test_a_program_that_never_calls_the_model_is_the_tasks_fault_with_its_
     ],
     ids=["program", "no program", "folder"],
 )
-async def test_a_command_that_cannot_start_is_reported(tmp_path: Path, options: Any, said: str):
+async def test_a_command_that_cannot_start_is_reported(tmp_path: Path, options: Any, error: str):
     async with open_site(tmp_path) as site:
         rollout = await site.rolled(greeting_task("command", options))
     assert rollout.ending is not None and rollout.ending.failure is not None
     failure = rollout.ending.failure
     assert (failure.code, failure.blame) == ("agent_crashed", Blame.TASK)
-    assert said in failure.detail and "status 12" in failure.detail, failure.detail
+    assert error in failure.detail and "status 12" in failure.detail, failure.detail
 
 
 @pytest.mark.parametrize(
-    ("instruction", "more", "said"),
+    ("instruction", "more", "error"),
     [
         ("x" * 200_000, {}, "command[3]: is longer than the 128 KB"),
         ("x\0y", {}, "command[3]: contains a NUL"),
@@ -211,14 +211,14 @@ async def test_a_command_that_cannot_start_is_reported(tmp_path: Path, options: 
     ids=["long", "NUL", "many", "bomb", "unwritable"],
 )
 async def test_values_that_cannot_be_passed_are_the_tasks_fault_and_named(
-    tmp_path: Path, instruction: str, more: dict[str, Any], said: str
+    tmp_path: Path, instruction: str, more: dict[str, Any], error: str
 ):
     task = greeting_task("command", runs(PROGRAM, **more))
     async with open_site(tmp_path) as site:
         rollout = await site.rolled(replace(task, data={**task.data, "instruction": instruction}))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("task_invalid", Blame.TASK)
-    assert said in rollout.ending.failure.detail, rollout.ending.failure.detail
+    assert error in rollout.ending.failure.detail, rollout.ending.failure.detail
 
 
 async def test_a_crash_after_turns_is_truncated_and_scored_and_not_trained_on(tmp_path: Path):

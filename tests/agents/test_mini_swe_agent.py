@@ -30,7 +30,9 @@ def installs() -> AgentInstalls:
 async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(
     tmp_path: Path, installs: AgentInstalls, kind: Any
 ):
-    async with open_site(tmp_path, plays(TURNS), agents=Agents(shelf=installs), pythons=pythons(), kind=kind) as site:
+    async with open_site(
+        tmp_path, plays(TURNS), agents=Agents(installs=installs), pythons=pythons(), kind=kind
+    ) as site:
         rollout = await site.rolled(greeting_task(NAME), within_s=90)
         trajectory = await site.store.trajectory(rollout.id)
         await site.idle()
@@ -56,7 +58,7 @@ async def test_a_reply_without_a_call_which_it_drops_has_a_trace_of_its_own(tmp_
     def script(turn: Turn) -> str:
         return turns[min(turn.call, len(turns) - 1)] if turn.session_id else "ok"
 
-    async with open_site(tmp_path, script, agents=Agents(shelf=installs), pythons=pythons()) as site:
+    async with open_site(tmp_path, script, agents=Agents(installs=installs), pythons=pythons()) as site:
         rollout = await site.rolled(greeting_task(NAME), within_s=90)
         trajectory = await site.store.trajectory(rollout.id)
     assert rollout.ending is not None and trajectory is not None
@@ -69,7 +71,7 @@ async def test_a_reply_without_a_call_which_it_drops_has_a_trace_of_its_own(tmp_
 
 async def test_a_full_context_ends_it_as_the_context_limit(tmp_path: Path, installs: AgentInstalls):
     turns = (call("bash", command="seq 3000"),)
-    async with open_site(tmp_path, plays(turns), agents=Agents(shelf=installs), pythons=pythons()) as site:
+    async with open_site(tmp_path, plays(turns), agents=Agents(installs=installs), pythons=pythons()) as site:
         rollout = await site.rolled(greeting_task(NAME, max_context=9000), within_s=90)
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.outcome, rollout.ending.failure.code) == (Outcome.TRUNCATED, "context_limit")

@@ -39,7 +39,7 @@ async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, installs:
     async with (
         Environments() as environments,
         open_site(
-            tmp_path, plays(TURNS), agents=Agents(shelf=installs), pythons=pythons(), environments=environments
+            tmp_path, plays(TURNS), agents=Agents(installs=installs), pythons=pythons(), environments=environments
         ) as site,
     ):
         rollout = await site.rolled(task, within_s=120)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def agents() -> Agents:
-    return Agents(shelf=installed(NAME))
+    return Agents(installs=installed(NAME))
 
 
 async def test_tokens_sampled_by_vllm_for_the_program_are_one_verified_trace(

@@ -30,7 +30,7 @@ def test_every_built_in_preset_loads_and_is_an_agent(name: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "error"),
     [
         ("name = ", "the file: is not valid TOML"),
         ('command = ["x"]', "the preset: Object missing required field `name`"),
@@ -59,10 +59,10 @@ def test_every_built_in_preset_loads_and_is_an_agent(name: str):
         (PLAIN + '[install]\nkind = "pip"\npackages = ["x==1"]\nremove = ["../y"]', "install.remove[0]: "),
     ],
 )
-def test_an_error_names_its_field(text: str, said: str):
+def test_an_error_names_its_field(text: str, error: str):
     with pytest.raises(PresetError) as caught:
         read_preset(text)
-    assert str(caught.value).startswith(said), caught.value
+    assert str(caught.value).startswith(error), caught.value
 
 
 def test_a_raw_file_is_not_a_template():
@@ -107,7 +107,7 @@ def test_a_task_adds_to_a_preset_and_replaces_nothing_of_its_command():
 def test_an_operators_presets_are_agents_and_override_built_in_ones(tmp_path: Path):
     (tmp_path / "mine.toml").write_text('name = "mine"\ncommand = ["x"]')
     (tmp_path / "command.toml").write_text('name = "command"\ncommand = ["theirs"]')
-    agents = Agents(shelf=AgentInstalls(tmp_path))
+    agents = Agents(installs=AgentInstalls(tmp_path))
     assert {"native", "mine", "command", "mini-swe-agent"} <= set(agents.names)
     mine, command = agents.get("mine"), agents.get("command")
     assert isinstance(mine, HarnessAgent) and isinstance(command, HarnessAgent)
@@ -118,7 +118,7 @@ def test_an_operators_presets_are_agents_and_override_built_in_ones(tmp_path: Pa
 def test_a_broken_preset_has_a_reason_and_does_not_affect_others(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "mine.toml").write_text('name = "mine"\ncommand = [1]')
     (tmp_path / "yours.toml").write_text('name = "hers"\ncommand = ["x"]')
-    agents = Agents(shelf=AgentInstalls(tmp_path))
+    agents = Agents(installs=AgentInstalls(tmp_path))
     with pytest.raises(UnknownAgent, match=r"the preset 'mine' cannot be used: command\[0\]"):
         agents.get("mine")
     with pytest.raises(UnknownAgent, match="like the file's name"):
@@ -131,7 +131,7 @@ def test_an_unreadable_file_is_a_broken_preset_too(tmp_path: Path):
     (tmp_path / "latin.toml").write_bytes('name = "latin"\nabout = "für"\ncommand = ["x"]'.encode("latin-1"))
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "gone.toml").symlink_to(tmp_path / "nowhere")
-    agents = Agents(shelf=AgentInstalls(tmp_path))
+    agents = Agents(installs=AgentInstalls(tmp_path))
     for name in ("latin", "folder", "gone"):
         assert name in agents.presets
         with pytest.raises(UnknownAgent, match=f"the preset '{name}' cannot be used: the file: cannot be read"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench._draw_policies import Ours, plain, reference
+from bench._draw_policies import RollyardSampler, plain, reference
 from bench._draw_world import World
 from bench.draw import WAYS, bench_draw, followed
 
@@ -35,27 +35,29 @@ async def test_a_seed_gives_the_same_consistent_figures():
 def test_every_way_gets_the_same_groups(way: str):
     world = World(want=4, slots=64)
     tally = WAYS[way](world, followed(4))
-    assert all(group.script == world.script(group.item) for group in tally.begun[:40])
-    assert [group.item.index for group in tally.begun[:8]] == [group.item.index for group in first(world)]
-    assert all(group.sampled <= group.script.tokens for group in tally.begun)
-    assert all(group.sampled == group.script.tokens for group in tally.begun if group.end in ("delivered", "filtered"))
+    assert all(group.script == world.script(group.item) for group in tally.started[:40])
+    assert [group.item.index for group in tally.started[:8]] == [group.item.index for group in first(world)]
+    assert all(group.sampled <= group.script.tokens for group in tally.started)
+    assert all(
+        group.sampled == group.script.tokens for group in tally.started if group.end in ("delivered", "filtered")
+    )
 
 
 def first(world: World):
-    return plain(world, lambda tally: len(tally.trained_s) >= 1).begun[:8]
+    return plain(world, lambda tally: len(tally.trained_s) >= 1).started[:8]
 
 
 def test_without_stragglers_or_training_the_slots_are_the_limit():
     """No way can be faster than its slots allow: that would be an error of the virtual clock."""
     world = World(want=4, slots=16, train_s=0.0, stragglers=0.0)
-    for tally in (Ours(world).run(followed(6)), reference(world, followed(6))):
+    for tally in (RollyardSampler(world).run(followed(6)), reference(world, followed(6))):
         work_s = sum(
             member.took_s
-            for group in tally.begun
+            for group in tally.started
             if group.end in ("delivered", "filtered")
             for member in group.script.members
         )
-        assert work_s <= 16 * max(group.ended_s for group in tally.begun if group.end == "delivered") * 1.001
+        assert work_s <= 16 * max(group.ended_s for group in tally.started if group.end == "delivered") * 1.001
 
 
 async def test_options_of_draw_are_refused_by_other_benches(cli: Cli):

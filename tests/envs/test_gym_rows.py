@@ -105,7 +105,7 @@ def test_a_row_becomes_a_task_with_its_sampling():
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "match"),
+    ("row", "options", "match"),
     [
         (row(), {}, "--set server=NAME"),
         (row(), {"server": "s", "url": "x"}, "unknown option 'url' of its importer; there are oracle, server"),
@@ -119,9 +119,9 @@ def test_a_row_becomes_a_task_with_its_sampling():
         ),
     ],
 )
-def test_an_invalid_row_is_refused(given, options, match):
+def test_an_invalid_row_is_refused(row, options, match):
     with pytest.raises(TaskInvalid, match=match):
-        GymEnvironment().from_row(given, options)
+        GymEnvironment().from_row(row, options)
 
 
 # --- what a verifier gets -------------------------------------------------------------------------------

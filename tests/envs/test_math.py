@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.mark.parametrize(
-    ("known", "said", "reward"),
+    ("known", "answer", "reward"),
     [
         ("\\frac{1}{2}", "So it is \\boxed{0.5}.", 1.0),
         ("\\frac{1}{2}", "First \\boxed{3}, no: \\boxed{\\dfrac{1}{2}}", 1.0),
@@ -54,9 +54,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
         ("42", "\\boxed{" + "9" * 20_000 + "}", 0.0),
     ],
 )
-async def test_the_boxed_answer_is_compared_by_value(math, known, said, reward):
+async def test_the_boxed_answer_is_compared_by_value(math, known, answer, reward):
     math_task = task("math", {**DATA, "answer": known})
-    assert (await math.eval(context(math_task), evidence(said))).reward == reward
+    assert (await math.eval(context(math_task), evidence(answer))).reward == reward
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

@@ -60,7 +60,7 @@ def test_an_existing_folder_is_refused_and_not_changed(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("arguments", "says"),
     [
         (("--steps", "2", "--skip", "2"), "--skip must be less than --steps"),
         (("--warm-up", "-1"), "--warm-up 0 or more"),
@@ -68,8 +68,16 @@ def test_an_existing_folder_is_refused_and_not_changed(tmp_path: Path):
         (("--ways", "coupled", "coupled"), "must not repeat a value"),
     ],
 )
-def test_invalid_options_are_refused_before_anything_starts(tmp_path: Path, given: Sequence[str], says: str):
+def test_invalid_options_are_refused_before_anything_starts(tmp_path: Path, arguments: Sequence[str], says: str):
     out = tmp_path / "out"
-    command = [str(trainer_python("local")), str(EXAMPLES / "overlap.py"), "--start", "x", "--out", str(out), *given]
+    command = [
+        str(trainer_python("local")),
+        str(EXAMPLES / "overlap.py"),
+        "--start",
+        "x",
+        "--out",
+        str(out),
+        *arguments,
+    ]
     completed = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=60)
     assert completed.returncode == 2 and says in completed.stderr and not out.exists()

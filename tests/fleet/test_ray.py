@@ -64,10 +64,10 @@ def test_the_machines_environment_overrides_the_heads_slots():
     assert (slots["run_slots"], slots["eval_slots"], slots["ready_slots"]) == (20, 3, 0)
 
 
-@pytest.mark.parametrize("said", ["many", "0", "-1", "1.5"])
-def test_an_error_names_invalid_slots(said: str):
+@pytest.mark.parametrize("slots", ["many", "0", "-1", "1.5"])
+def test_an_error_names_invalid_slots(slots: str):
     with pytest.raises(ValueError, match="ROLLYARD_RUN_SLOTS"):
-        sizes({}, {"ROLLYARD_RUN_SLOTS": said}, cpus=1, memory_bytes=GIB)
+        sizes({}, {"ROLLYARD_RUN_SLOTS": slots}, cpus=1, memory_bytes=GIB)
 
 
 def test_nodes_of_one_machine_have_separate_folders_that_are_reused(tmp_path: Path):

@@ -239,8 +239,8 @@ async def test_a_call_without_valid_json_is_returned_as_text(streams: bool) -> N
             assert reply.stop_reason == "end_turn"
             history += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "go on"}]
         assert isinstance(history[1]["content"], list)
-        told = "".join(block.text for block in history[1]["content"])  # pyright: ignore
-        assert '"arguments": [1]' in told
+        text = "".join(block.text for block in history[1]["content"])  # pyright: ignore
+        assert '"arguments": [1]' in text
         [trace] = site.verified().traces
         assert len(trace.spans) == 2
 

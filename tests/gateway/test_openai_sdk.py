@@ -184,7 +184,7 @@ async def test_a_turn_sent_back_in_any_form_extends_its_trace(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         pytest.param('<tool_call>\n{"name": "ls", "arguments": "{broken"}\n</tool_call>', id="arguments are not JSON"),
         pytest.param('<tool_call>\n{"name": "ls", "arguments": {"pa', id="not closed"),
@@ -195,8 +195,8 @@ async def test_a_turn_sent_back_in_any_form_extends_its_trace(
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_malformed_output_is_returned_and_stays_in_its_trace(said: str, is_stream: bool) -> None:
-    async with gateway(says(said, "sorry")) as site, client_of(site) as client:
+async def test_malformed_output_is_returned_and_stays_in_its_trace(output: str, is_stream: bool) -> None:
+    async with gateway(says(output, "sorry")) as site, client_of(site) as client:
         if is_stream:
             async with client.chat.completions.stream(model="m", messages=[HELLO], tools=[LS]) as stream:
                 message: ChatCompletionMessage = (await stream.get_final_completion()).choices[0].message

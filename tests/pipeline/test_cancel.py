@@ -152,4 +152,4 @@ async def test_a_cancel_while_a_stage_ends_its_sandbox_waits_until_it_is_gone(tm
             await task
         assert ending[0].end is not None
         (layers,) = resources.layers.values()
-        assert [layer.leases for layer in layers._kept.values()] == ([0] if stage == "init" else [])
+        assert [layer.leases for layer in layers._entries.values()] == ([0] if stage == "init" else [])

@@ -219,8 +219,8 @@ async def test_a_sandbox_that_is_killed_from_outside_costs_an_attempt_not_a_rewa
     async with open_site(tmp_path, script) as site:
         rollout_id = await site.submit(shell_task(setup=["true"]))
         await site.until(rollout_id, State.RUN)
-        (keeper,) = site.runtime._keepers.values()
-        os.kill(keeper.pid, signal.SIGKILL)
+        (init_client,) = site.runtime._keepers.values()
+        os.kill(init_client.pid, signal.SIGKILL)
         await site.until(rollout_id, State.QUEUED, attempt=2)
         lost = (await site.store.get(rollout_id)).lost
         assert [entry.code for entry in lost] == ["sandbox_lost"]

@@ -15,7 +15,7 @@ from statistics import fmean, pvariance
 
 import pytest
 
-from bench._draw_policies import Ours, reference
+from bench._draw_policies import RollyardSampler, reference
 from bench._draw_world import StartedGroup, World
 from bench.draw import followed, window
 from rollyard.core.draw import KeepSpec, OnStale, Surplus
@@ -44,11 +44,11 @@ def drawn(rules: str) -> tuple[list[StartedGroup], list[StartedGroup]]:
     """Returns the groups that were started, and those that were delivered, during the counted batches; only groups that
     the filter keeps. Neither contains the other: groups that run at either end of the period are in only one of
     them."""
-    sampler = Ours(WORLD, is_early=rules == "wait", **RULES[rules])
+    sampler = RollyardSampler(WORLD, is_early=rules == "wait", **RULES[rules])
     tally = sampler.run(followed(COUNT))
     since_s, until_s = window(tally, COUNT)
-    accepted = [group for group in tally.begun if group.script.has_signal or "keep all" in rules]
-    started = [one for one in accepted if since_s <= one.begun_s < until_s]
+    accepted = [group for group in tally.started if group.script.has_signal or "keep all" in rules]
+    started = [one for one in accepted if since_s <= one.started_s < until_s]
     delivered = [one for one in accepted if one.end == "delivered" and since_s <= one.ended_s < until_s]
     return started, delivered
 
@@ -106,7 +106,7 @@ def test_every_started_group_is_finally_delivered_or_filtered(rules: str):
 def test_the_reference_sampler_is_biased_against_stragglers_and_successes():
     tally = reference(WORLD, followed(COUNT))
     since_s, until_s = window(tally, COUNT)
-    started = [one for one in tally.begun if one.script.has_signal and since_s <= one.begun_s < until_s]
+    started = [one for one in tally.started if one.script.has_signal and since_s <= one.started_s < until_s]
     delivered = [one for one in started if one.end == "delivered"]
     assert difference(started, delivered, pass_rate) < -5
     assert fmean(one.script.has_straggler for one in delivered) < 0.5 * fmean(
@@ -115,10 +115,10 @@ def test_the_reference_sampler_is_biased_against_stragglers_and_successes():
 
 
 def test_rewards_before_filtering_cover_all_judged_groups():
-    sampler = Ours(WORLD)
+    sampler = RollyardSampler(WORLD)
     sampler.run(followed(COUNT))
     figures = sampler.draw_state.progress.figures
-    judged = [one.script for one in sampler.tally.begun if not one.left]
+    judged = [one.script for one in sampler.tally.started if not one.left]
     assert figures.judged == len(judged)
     assert figures.reward_sum == sum(member.reward for script in judged for member in script.members)
     assert figures.all_zero == sum(script.pass_rate == 0.0 for script in judged)

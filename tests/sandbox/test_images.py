@@ -71,7 +71,7 @@ async def test_an_image_is_pulled_by_tag_and_found_by_all_its_names(registry: Re
     index = index_of((other, "pdp11"), (image, machine()))
     reference = registry.put("org/name:v1", image, index)
     steps: list[PullStep] = []
-    pulled = await store.pull(f"docker://{reference}", tell=steps.append)
+    pulled = await store.pull(f"docker://{reference}", on_progress=steps.append)
     assert (pulled.digest, pulled.kinds, pulled.references) == (image.digest, ("folder",), (reference,))
     assert (pulled.env, pulled.workdir, pulled.user) == ({"A": "b=c", "PATH": "/x"}, "/srv", "nobody")
     assert [path.name for path in (store.path(pulled, "folder") / "etc").iterdir()] == ["new"]
@@ -350,8 +350,8 @@ PULL = """
 import asyncio, sys
 from pathlib import Path
 from rollyard.sandbox.images import ImageStore
-tell = lambda step: print(step.phase, step.item, flush=True)
-print("pulled", asyncio.run(ImageStore(Path(sys.argv[1])).pull(sys.argv[2], tell=tell)).digest, flush=True)
+report = lambda step: print(step.phase, step.item, flush=True)
+print("pulled", asyncio.run(ImageStore(Path(sys.argv[1])).pull(sys.argv[2], on_progress=report)).digest, flush=True)
 """
 
 

@@ -167,7 +167,7 @@ def test_any_environment_by_its_own_name():
 
 
 @pytest.mark.parametrize(
-    ("instance", "error", "said"),
+    ("instance", "error", "message"),
     [
         ({"data_source": "osworld"}, UnknownEnvironment, "osworld"),
         ({}, TaskInvalid, "swe"),
@@ -176,8 +176,8 @@ def test_any_environment_by_its_own_name():
         ({"data_source": "taco", "prompt": [], "reward_model": {"ground_truth": "[]"}}, TaskInvalid, "user message"),
     ],
 )
-def test_an_invalid_instance_is_refused_with_the_reason(instance: dict[str, Any], error: type[Exception], said: str):
-    with pytest.raises(error, match=said):
+def test_an_invalid_instance_is_refused_with_the_reason(instance: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
         task_of(instance)
 
 

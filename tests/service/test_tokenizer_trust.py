@@ -70,7 +70,7 @@ async def test_trust_in_a_tokenizer_survives_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("can_tokenize", "is_trusted", "state", "said"),
+    ("can_tokenize", "is_trusted", "state", "detail"),
     [
         (True, False, "ok", "is the one that prompts are rendered with"),
         (False, False, "warn", "its traces are not trainable"),
@@ -83,14 +83,14 @@ async def test_the_doctor_probes_the_configured_engines(
     can_tokenize: bool,
     is_trusted: bool,
     state: str,
-    said: str,
+    detail: str,
 ) -> None:
     monkeypatch.setenv("ROLLYARD_URL", "http://127.0.0.1:9")  # no service listens there
     async with scripted() as engine:
         engine.can_tokenize = can_tokenize
         table = {**engine_table(engine), "trust_tokenizer": is_trusted}
         (check,) = await engine_checks(Settings.model_validate({"data_dir": tmp_path, "engines": [table]}))
-    assert (check.name, check.state) == ("engine e1", state) and said in check.detail
+    assert (check.name, check.state) == ("engine e1", state) and detail in check.detail
 
 
 async def test_the_doctor_gets_the_engines_of_a_running_service(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from rollyard.core.failure import TaskInvalid
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import ChatML, Renderer, Tokenizers, load_renderer
-from rollyard.tokens.demonstrated import given_turn
+from rollyard.tokens.demonstrated import demonstrated_turn
 from rollyard.tokens.general import TemplateRenderer
 
 from .strategies import arguments, assistant, names, plain, tools
@@ -86,7 +86,7 @@ def test_the_ids_of_given_turns_are_those_of_a_policy_that_samples_them(renderer
     turns = [called("shell", "I look.", command="ls -a | wc -l"), called("shell", command="echo 'ä' > \"b c\"")]
     history, ids = list(ASKED), renderer.render(ASKED, TOOLS)
     for number, turn in enumerate(turns):
-        demonstrated = given_turn(renderer, ids, history, turn, TOOLS)
+        demonstrated = demonstrated_turn(renderer, ids, history, turn, TOOLS)
         assert demonstrated.token_ids[-1] in renderer.stop_token_ids
         assert not set(demonstrated.token_ids[:-1]) & set(renderer.stop_token_ids), "exactly one turn"
         (call,) = demonstrated.parsed.tool_calls
@@ -102,7 +102,7 @@ def test_the_ids_of_given_turns_are_those_of_a_policy_that_samples_them(renderer
         assert longer is not None
         ids = longer
         history += [demonstrated.parsed.message, *tool_messages]
-    last = given_turn(renderer, ids, history, {"role": "assistant", "content": "There are 2.\n"}, TOOLS)
+    last = demonstrated_turn(renderer, ids, history, {"role": "assistant", "content": "There are 2.\n"}, TOOLS)
     assert (last.parsed.content, last.parsed.tool_calls) == ("There are 2.", ())
     assert renderer.decode(last.token_ids[:-1]).strip() == "There are 2."
 
@@ -111,7 +111,7 @@ def test_the_ids_of_given_turns_are_those_of_a_policy_that_samples_them(renderer
 @given(turn=assistant(plain), schemas=tools)
 def test_any_given_turn_parses_as_itself(chatml: ChatML, turn: dict, schemas: list):
     prompt = chatml.render(ASKED, schemas)
-    demonstrated = given_turn(chatml, prompt, ASKED, turn, schemas)
+    demonstrated = demonstrated_turn(chatml, prompt, ASKED, turn, schemas)
     parsed = chatml.parse(demonstrated.token_ids, prompt, schemas)
     assert parsed.content == turn["content"].strip()
     assert parsed.reasoning == turn.get("reasoning_content", "").strip()
@@ -128,7 +128,7 @@ def test_a_given_turn_in_a_library_format_parses_as_itself(
     qwen3_renderer: Renderer, text: str, name: str, values: dict
 ):
     prompt = qwen3_renderer.render(ASKED, TOOLS)
-    demonstrated = given_turn(qwen3_renderer, prompt, ASKED, called(name, text, **values), TOOLS)
+    demonstrated = demonstrated_turn(qwen3_renderer, prompt, ASKED, called(name, text, **values), TOOLS)
     (call,) = demonstrated.parsed.tool_calls
     assert (demonstrated.parsed.content, call.name, call.arguments) == (text.strip(), name, values)
 
@@ -136,7 +136,7 @@ def test_a_given_turn_in_a_library_format_parses_as_itself(
 def test_markers_in_a_text_stay_text(chatml: ChatML):
     prompt = chatml.render(ASKED)
     turn = {"role": "assistant", "content": "It ends with <|im_end|> and calls <tool_call>."}
-    demonstrated = given_turn(chatml, prompt, ASKED, turn)
+    demonstrated = demonstrated_turn(chatml, prompt, ASKED, turn)
     assert demonstrated.parsed.content == turn["content"]
     assert demonstrated.token_ids.count(demonstrated.token_ids[-1]) == 1
 
@@ -156,13 +156,13 @@ def test_a_template_that_cannot_write_a_given_turn_is_refused(
     renderer = by_template(template)
     prompt = renderer.render(ASKED, TOOLS)
     with pytest.raises(TaskInvalid, match=rf"cannot write a turn that was not sampled \(template\): .*{reason}"):
-        given_turn(renderer, prompt, ASKED, called("shell", command="ls"), TOOLS)
+        demonstrated_turn(renderer, prompt, ASKED, called("shell", command="ls"), TOOLS)
 
 
 def test_the_prompt_of_another_conversation_is_refused(chatml: ChatML):
     prompt = chatml.render([*ASKED, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "Sure?"}])
     with pytest.raises(TaskInvalid, match="does not start with the prompt"):
-        given_turn(chatml, prompt, ASKED, {"role": "assistant", "content": "Yes."})
+        demonstrated_turn(chatml, prompt, ASKED, {"role": "assistant", "content": "Yes."})
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_the_prompt_of_another_conversation_is_refused(chatml: ChatML):
 )
 def test_an_invalid_turn_is_refused_with_the_reason(chatml: ChatML, turn: dict, reason: str):
     with pytest.raises(TaskInvalid, match=reason):
-        given_turn(chatml, chatml.render(ASKED), ASKED, turn)
+        demonstrated_turn(chatml, chatml.render(ASKED), ASKED, turn)
 
 
 def test_a_given_turn_keeps_its_thinking(chatml: ChatML):
     turn = {**called("shell", "So.", command="ls"), "reasoning_content": "I must look."}
-    demonstrated = given_turn(chatml, chatml.render(ASKED, TOOLS), ASKED, turn, TOOLS)
+    demonstrated = demonstrated_turn(chatml, chatml.render(ASKED, TOOLS), ASKED, turn, TOOLS)
     assert demonstrated.parsed.reasoning == "I must look."
     assert demonstrated.parsed.message["reasoning_content"] == "I must look."

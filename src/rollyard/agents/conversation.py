@@ -23,7 +23,7 @@ from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer, ToolCall, ToolSchema, TraceBuilder
 from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments
-from rollyard.tokens.demonstrated import DemonstratedTurn, given_turn
+from rollyard.tokens.demonstrated import DemonstratedTurn, demonstrated_turn
 from rollyard.tokens.splice import NOT_EXTENDED, OTHER_TOOLS
 from rollyard.tokens.trace_set import TraceSet
 
@@ -139,7 +139,7 @@ class TokenConversation:
         self._messages += new_messages
         trace = self._extend(new_messages, tools)
         prompt = trace.prompt()
-        demonstrated = given_turn(self._renderer, prompt, self._messages, turn, tools)
+        demonstrated = demonstrated_turn(self._renderer, prompt, self._messages, turn, tools)
         max_context, length = (
             max_context_of(self._task.limits, self._session),
             len(prompt) + len(demonstrated.token_ids),

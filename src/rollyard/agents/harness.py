@@ -60,10 +60,10 @@ class HarnessAgent(Agent):
     default_tools: ClassVar[tuple[str, ...]] = ()  # the program has its own tools
     needs_gateway: ClassVar[bool] = True
 
-    def __init__(self, preset: Preset, shelf: AgentInstalls | None = None) -> None:
+    def __init__(self, preset: Preset, installs: AgentInstalls | None = None) -> None:
         self.name = preset.name  # pyright: ignore[reportAttributeAccessIssue]  # one class, an instance per preset
         self.preset = preset
-        self.shelf = shelf
+        self.installs = installs
 
     def check(self, task: Task) -> None:
         """Raises TaskInvalid, or AgentMissing if the operator has to install the program first."""
@@ -127,7 +127,7 @@ class HarnessAgent(Agent):
 
     @property
     def _installed(self) -> Path | None:
-        return None if self.shelf is None else self.shelf.folder_of(self.preset)
+        return None if self.installs is None else self.installs.folder_of(self.preset)
 
     def _summary(self, preset: Preset, program: Program) -> dict[str, Json]:
         output, dropped_bytes = program.output()

@@ -24,12 +24,12 @@ GROUP = "rollyard.agents"
 class Agents:
     """The installed agents, and those given as `extra`, which take precedence. The service has one instance.
 
-    `shelf` holds the operator's presets and the installed programs; without it, only programs in an image can run."""
+    `installs` holds the operator's presets and the installed programs; without it, only programs in an image run."""
 
-    def __init__(self, extra: Mapping[str, Agent] | None = None, *, shelf: AgentInstalls | None = None) -> None:
-        self.shelf = shelf
+    def __init__(self, extra: Mapping[str, Agent] | None = None, *, installs: AgentInstalls | None = None) -> None:
+        self.installs = installs
         self._entry_points = {point.name: point for point in plugins(GROUP)}
-        own = shelf.own_presets() if shelf is not None else {}
+        own = installs.own_presets() if installs is not None else {}
         self._presets: dict[str, str | PresetError] = {**built_in(), **own}
         self._agents: dict[str, Agent] = dict(extra or {})
         for name in self.presets:
@@ -81,5 +81,5 @@ class Agents:
                 raise PresetError("name", f"{name!r} was expected, like the file's name")
         except PresetError as error:
             raise UnknownAgent(f"the preset {name!r} cannot be used: {error}") from error
-        agent = self._agents[name] = HarnessAgent(preset, self.shelf)
+        agent = self._agents[name] = HarnessAgent(preset, self.installs)
         return agent

@@ -45,7 +45,7 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
             default_runtime=runtime,
             router=router,
             environments=environments,
-            agents=Agents(shelf=AgentInstalls(settings.data_dir / AGENTS)),
+            agents=Agents(installs=AgentInstalls(settings.data_dir / AGENTS)),
             renderers=Renderers(),
             artifacts=ArtifactFolder(folder / "artifacts"),
             layers={runtime: layers},

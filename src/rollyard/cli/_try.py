@@ -96,7 +96,7 @@ async def try_once(
         (settings.data_dir / "python").mkdir(parents=True, exist_ok=True)
         (folder / "python").symlink_to(settings.data_dir.absolute() / "python")  # building one takes seconds
         own = settings.model_copy(update={"data_dir": folder, "engines": ()})
-        registry = Agents({agent.name: agent}, shelf=agent.shelf)  # pyright: ignore[reportArgumentType]
+        registry = Agents({agent.name: agent}, installs=agent.installs)  # pyright: ignore[reportArgumentType]
         app_state = await stack.enter_async_context(open_app(own, agents=registry))
         await app_state.router.add(await stack.enter_async_context(_engine(agent.preset, engine, tokenizer)))
         run = await app_state.run(OPERATOR, "default")

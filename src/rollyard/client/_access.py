@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollyard.client._bodies import given, part
+from rollyard.client._bodies import part, without_none
 from rollyard.client._transport import Transport
 from rollyard.client.records import JsonObject, read_object
 from rollyard.core import Json
@@ -32,7 +32,7 @@ class AsyncAccess:
         `access` is admin, trainer, submitter, reader or node; `runs` and `policies` bind it to names, in which `*`
         matches any text. `quota` has any of queued, live, sessions, stored_bytes, requests_per_s, priority.
         """
-        body = given(
+        body = without_none(
             access=access,
             name=name,
             runs=None if runs is None else [*runs],
@@ -49,7 +49,7 @@ class AsyncAccess:
 
     async def rotate_token(self, id: str, *, expires_s: float | None = None) -> JsonObject:
         """Replaces a token's secret; the old one is refused from now on. What it owns stays its own."""
-        body = given(expires_s=expires_s)
+        body = without_none(expires_s=expires_s)
         return read_object(await self._wire.json("POST", f"/tokens/{part(id)}/rotate", body=body))
 
     async def change_quota(self, id: str, quota: Mapping[str, Json]) -> JsonObject:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from rollyard.client._access import AsyncAccess
-from rollyard.client._bodies import TaskLike, given, part, task_body
+from rollyard.client._bodies import TaskLike, part, task_body, without_none
 from rollyard.client._discovery import find
 from rollyard.client._events import follow
 from rollyard.client._policies import AsyncPolicy, Holder
@@ -88,7 +88,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
 
         `mask_truncated` excludes truncated rollouts from the loss; `overlong_penalty` is
         `{"from_tokens", "to_tokens", "most"?}`."""
-        body = given(
+        body = without_none(
             id=check_id(id) if id else new_id("run"),
             mode=mode,
             policy=policy,
@@ -151,7 +151,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         names = list(ids) if ids is not None else [new_id("g" if group_size else "r") for _ in tasks]
         rollouts: Sequence[dict[str, object]] = []
         for name, task in zip(names, tasks, strict=True):
-            item = given(id=check_id(name), task=task_body(task), priority=priority)
+            item = without_none(id=check_id(name), task=task_body(task), priority=priority)
             if group_size is None:
                 rollouts.append(item)
             else:
@@ -257,7 +257,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         `limits.run_s` counts from its opening to its reward. `group` and `index` make it a member of a group.
         `timeout_s` bounds the wait until it is open.
         """
-        body = given(
+        body = without_none(
             id=check_id(id) if id else new_id("se"),
             run=run,
             sampling=sampling,
@@ -310,7 +310,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     ) -> JsonObject:
         """Adds an engine. The service probes it first; an error of the probe is raised here. `trust_tokenizer`: train
         on its tokens even if its tokenizer cannot be verified."""
-        body = given(
+        body = without_none(
             id=id,
             url=url,
             kind=kind,
@@ -373,7 +373,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         live: int | None = None,
     ) -> JsonObject:
         """Sets the given sizes and returns all pools."""
-        sizes = given(init=init, run=run, eval=eval, ready=ready, live=live)
+        sizes = without_none(init=init, run=run, eval=eval, ready=ready, live=live)
         return read_object(await self._wire.json("PATCH", "/pools", body=sizes))
 
     def events(self, *, after: str | None = None, run: str | None = None) -> AsyncIterator[Event]:

@@ -11,7 +11,7 @@ from rollyard.core import Json, Task, check_id
 TaskLike = Task | Mapping[str, Json]
 
 
-def given(**values: object) -> dict[str, object]:
+def without_none(**values: object) -> dict[str, object]:
     """The values that are not None; the service has defaults for the others."""
     return {key: value for key, value in values.items() if value is not None}
 

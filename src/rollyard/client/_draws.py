@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from rollyard.client._bodies import TaskLike, given, part, task_body
+from rollyard.client._bodies import TaskLike, part, task_body, without_none
 from rollyard.client._errors import DrawEnded, UnexpectedReply
 from rollyard.client._transport import ARROW, Params, Transport
 from rollyard.client._waiting import POLL_S
@@ -141,7 +141,7 @@ class AsyncDraw:
         policy has the checkpoint's weights now, if it is a new one. Returns the draw.
         """
         number = batch if isinstance(batch, int) else batch.number
-        call = given(batch=number, version=version, policy_version=policy_version)
+        call = without_none(batch=number, version=version, policy_version=policy_version)
         facts = read_object(
             await self._wire.json("POST", f"{self._path}/rewind", params=self._in, body=call, is_repeatable=True)
         )
@@ -156,7 +156,7 @@ class AsyncDraw:
         """
         if ids is not None and len(ids) != len(tasks):
             raise ValueError(f"{len(tasks)} tasks and {len(ids)} ids: there must be one id for each task")
-        body = given(tasks=[task_body(task) for task in tasks], ids=None if ids is None else [*ids], close=close)
+        body = without_none(tasks=[task_body(task) for task in tasks], ids=None if ids is None else [*ids], close=close)
         is_repeatable = ids is not None or not tasks
         reply = await self._wire.json(
             "POST", f"{self._path}/tasks", params=self._in, body=body, is_repeatable=is_repeatable

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from urllib.parse import quote
 
-from rollyard.client._bodies import given
+from rollyard.client._bodies import without_none
 from rollyard.client._transport import Transport
 from rollyard.client._waiting import POLL_S
 from rollyard.client.records import JsonObject, read_object
@@ -84,7 +84,7 @@ class AsyncPolicy:
         while True:
             poll_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
             after = self._holder.named.get(self.name)
-            body = given(mode=mode, lease_s=lease_s, engines=ids, wait_s=poll_s, after=after)
+            body = without_none(mode=mode, lease_s=lease_s, engines=ids, wait_s=poll_s, after=after)
             try:
                 status = await self._post("pause", body, poll_s)
             except PolicyPinned:
@@ -125,7 +125,7 @@ class AsyncPolicy:
         changed since `after`."""
         self._holder.named.pop(self.name, None)  # unknown until the response arrives
         ids = None if engines is None else [*engines]
-        body = given(version=version, engines=ids, after=after, take_over=take_over or None)
+        body = without_none(version=version, engines=ids, after=after, take_over=take_over or None)
         status = await self._post("resume", body, RESUME_S)
         self._holder.named[self.name] = version
         return status

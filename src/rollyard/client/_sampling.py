@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollyard.client._bodies import TaskLike, given, part, source_body, task_body
+from rollyard.client._bodies import TaskLike, part, source_body, task_body, without_none
 from rollyard.client._draws import AsyncDraw
 from rollyard.client._transport import ARROW, Transport
 from rollyard.client._waiting import POLL_S
@@ -45,7 +45,7 @@ class AsyncSampling:
 
         A spare replaces a member that was lost to infrastructure.
         """
-        body = given(
+        body = without_none(
             id=check_id(id) if id else new_id("g"),
             run=run,
             task=task_body(task),
@@ -115,7 +115,7 @@ class AsyncSampling:
         With the id and body of an existing draw, continues that draw. Parameters that are not given have the service's
         defaults: groups of 8, kept if their rewards differ, one version of staleness, unlimited `epochs`.
         """
-        body = given(
+        body = without_none(
             id=check_id(id) if id else new_id("d"),
             run=run,
             source=source_body(tasks, source),
@@ -179,7 +179,7 @@ class AsyncSampling:
         task. `on_progress` is called whenever more of it is done. Raises TimeoutError if it has not ended after
         `timeout_s`; it continues, and a call with the same id and body waits for it again.
         """
-        body = given(
+        body = without_none(
             id=check_id(id) if id else new_id("ev"),
             run=run,
             policy=policy,

@@ -28,7 +28,7 @@ from typing import Any
 from rollyard.core.locks import locked
 from rollyard.embedded.sources import Repository, Source, Unreachable, Watch, WeightsError, Wheel, file_sha256
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 AUTO = "auto"
 RECORD = ".rollyard.json"
@@ -76,19 +76,19 @@ KNOWN: Mapping[str, KnownModel] = {
 
 
 def find_model(
-    name: str, *, tell: Tell, watch: Watch = lambda done_bytes, total_bytes: None, source: str = AUTO
+    name: str, *, notify: Notify, watch: Watch = lambda done_bytes, total_bytes: None, source: str = AUTO
 ) -> Path:
     """Returns a folder that transformers can load: `name` itself if it is a folder, else that of a known model, which
     is fetched if it is not cached.
 
-    Blocks during a download. `tell` receives progress messages, `watch` the number of bytes received.
+    Blocks during a download. `notify` receives progress messages, `watch` the number of bytes received.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if name not in KNOWN:
         raise WeightsError(f"there is no model {name}", f"use a folder, or one of: {', '.join(KNOWN)}")
-    return ModelCache().get(KNOWN[name], source, tell=tell, watch=watch)
+    return ModelCache().get(KNOWN[name], source, notify=notify, watch=watch)
 
 
 def models_folder() -> Path:
@@ -144,7 +144,7 @@ class ModelCache:
         model: KnownModel,
         source: str = AUTO,
         *,
-        tell: Tell,
+        notify: Notify,
         watch: Watch = lambda done_bytes, total_bytes: None,
     ) -> Path:
         """Returns the model's folder from that source; for `auto` any cached one, else the first reachable source."""
@@ -156,15 +156,15 @@ class ModelCache:
             return folder
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with locked(self.folder / ".lock", lambda: tell("waiting for another fetch")):
-                return self._first(model, order) or self._fetch(model, order, tell, watch)
+            with locked(self.folder / ".lock", lambda: notify("waiting for another fetch")):
+                return self._first(model, order) or self._fetch(model, order, notify, watch)
         except OSError as error:
             raise WeightsError(f"{model.name} cannot be stored in {self.folder}: {error}", "check the disk") from error
 
     def _first(self, model: KnownModel, order: tuple[str, ...]) -> Path | None:
         return next((folder for source in order if (folder := self.cached(model, source))), None)
 
-    def _fetch(self, model: KnownModel, order: tuple[str, ...], notify: Tell, watch: Watch) -> Path:
+    def _fetch(self, model: KnownModel, order: tuple[str, ...], notify: Notify, watch: Watch) -> Path:
         for leftover in self.folder.glob(".draft-*"):  # left by a killed process: we hold the lock
             shutil.rmtree(leftover, ignore_errors=True)
         troubles: list[Unreachable] = []
@@ -177,7 +177,7 @@ class ModelCache:
                     notify(trouble.what)
         raise WeightsError("; ".join(trouble.what for trouble in troubles), troubles[-1].remedy)
 
-    def _make(self, model: KnownModel, source: str, notify: Tell, watch: Watch) -> Path:
+    def _make(self, model: KnownModel, source: str, notify: Notify, watch: Watch) -> Path:
         place = self.folder / f"{model.name}-{source}"
         draft = self.folder / f".draft-{os.urandom(6).hex()}"
         origin = model.sources[source]

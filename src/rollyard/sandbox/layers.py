@@ -111,7 +111,7 @@ class LayerCache:
         self.max_files = max(1000, max_bytes // BYTES_OF_FILE)
         self.found = self.made = self.failed = self.pruned = 0  # since the opening
         self._remove = remove or remove_folders
-        self._kept: dict[str, _CachedLayer] = {}
+        self._entries: dict[str, _CachedLayer] = {}
         self._making: dict[str, asyncio.Future[None]] = {}
         self._failures: OrderedDict[tuple[str, str], tuple[float, RollyardError]] = OrderedDict()
         self._removals: set[asyncio.Task[None]] = set()
@@ -119,15 +119,15 @@ class LayerCache:
         self._is_open = False
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     @property
     def size_bytes(self) -> int:
-        return sum(entry.size_bytes for entry in self._kept.values())
+        return sum(entry.size_bytes for entry in self._entries.values())
 
     async def __aenter__(self) -> Self:
         self._boot_id = _boot_id()
-        self._kept, strays = await asyncio.to_thread(self._read)
+        self._entries, strays = await asyncio.to_thread(self._read)
         self._is_open = True
         for stray in strays:
             self.drop(stray)
@@ -158,7 +158,7 @@ class LayerCache:
             if not self._is_open:
                 raise SandboxStartFailed("the layer cache is closed")
             path = self.root / key / FILES
-            entry = self._kept.get(key)
+            entry = self._entries.get(key)
             if entry is not None and path.is_dir():
                 self.found += 1
                 self._use(key, entry)
@@ -190,7 +190,7 @@ class LayerCache:
             if (self.root / key).exists():  # incomplete: it was dropped, or its label was never written
                 self.drop(self.root / key)
             folder.rename(self.root / key)
-            entry = self._kept[key] = _CachedLayer(size_bytes, files, time.time())
+            entry = self._entries[key] = _CachedLayer(size_bytes, files, time.time())
         except BaseException as error:
             if isinstance(error, RollyardError) and error.blame is Blame.TASK:
                 self._remember(key, terms, error)
@@ -240,14 +240,14 @@ class LayerCache:
 
     def _prune(self) -> None:
         excess = self.size_bytes - self.max_bytes
-        excess_files = sum(entry.files for entry in self._kept.values()) - self.max_files
-        for key, entry in sorted(self._kept.items(), key=lambda item: item[1].used_at):
+        excess_files = sum(entry.files for entry in self._entries.values()) - self.max_files
+        for key, entry in sorted(self._entries.items(), key=lambda item: item[1].used_at):
             if excess <= 0 and excess_files <= 0:
                 return
             if entry.leases == 0:
                 excess -= entry.size_bytes
                 excess_files -= entry.files
-                del self._kept[key]
+                del self._entries[key]
                 self.pruned += 1
                 log.info("layer pruned", extra={"key": key, "size_bytes": entry.size_bytes})
                 self.drop(self.root / key)

@@ -67,7 +67,7 @@ async def open_app(
     open_data_dir(settings.data_dir)
     tokens = load_tokens(settings)
     keys = load_keys(settings.data_dir)
-    agents = agents or Agents(shelf=AgentInstalls(settings.data_dir / AGENTS))
+    agents = agents or Agents(installs=AgentInstalls(settings.data_dir / AGENTS))
     async with AsyncExitStack() as stack:
         environments = await stack.enter_async_context(environments or all_environments(settings))
         metrics = Metrics()

@@ -86,7 +86,7 @@ async def run_node(
     _scrub()
     async with AsyncExitStack() as stack:
         environments = await stack.enter_async_context(environments or all_environments(settings))
-        agents = agents or Agents(shelf=AgentInstalls(settings.data_dir / AGENTS))
+        agents = agents or Agents(installs=AgentInstalls(settings.data_dir / AGENTS))
         tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
         stack.push_async_callback(tracer.close)
         link = await stack.enter_async_context(HeadConnection(head, may_be_clear=may_be_clear))

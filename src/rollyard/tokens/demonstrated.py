@@ -32,7 +32,7 @@ class DemonstratedTurn:
     parsed: Parsed
 
 
-def given_turn(
+def demonstrated_turn(
     renderer: Renderer,
     prompt_ids: Sequence[int],
     messages: Sequence[Message],

@@ -146,7 +146,7 @@ def _registry(settings: Settings) -> Agents:
     from rollyard.agents.registry import Agents
     from rollyard.service.machine import AGENTS
 
-    return Agents(shelf=AgentInstalls(settings.data_dir / AGENTS))
+    return Agents(installs=AgentInstalls(settings.data_dir / AGENTS))
 
 
 def _harness(registry: Agents, name: str) -> HarnessAgent:
@@ -173,7 +173,7 @@ def _row(registry: Agents, name: str) -> dict[str, Any]:
         return {"name": name, "version": None, "dialect": None, "state": "broken", "folder": None,
                 "about": error.detail}  # fmt: skip
     preset = agent.preset
-    folder = registry.shelf.folder_of(preset) if registry.shelf is not None else None
+    folder = registry.installs.folder_of(preset) if registry.installs is not None else None
     state = "in the image" if not preset.is_installable else "yes" if folder is not None else "no"
     return {
         "name": name,
@@ -188,8 +188,8 @@ def _row(registry: Agents, name: str) -> dict[str, Any]:
 def _install(agent: HarnessAgent, settings: Settings, source: Path | None) -> Path:
     from rollyard.service.machine import open_data_dir
 
-    assert agent.shelf is not None
-    installs = agent.shelf
+    assert agent.installs is not None
+    installs = agent.installs
     open_data_dir(settings.data_dir)
     if source is not None and not source.is_dir():
         raise CommandError(f"{source} is not a folder", "give the folder with the wheels or tarballs", 2)

@@ -81,7 +81,7 @@ def evaluate(
     A sample that failed for a reason outside the policy has no score: it is left out of the numbers and reported.
     """
     from rollyard.cli._evaluation import by_table, evaluation_table, report_missing
-    from rollyard.client._bodies import given
+    from rollyard.client._bodies import without_none
     from rollyard.core import new_id
 
     if n is not None and n < k:
@@ -99,7 +99,7 @@ def evaluate(
     if not tasks:
         raise CommandError(f"there is no task in {', '.join(files)}", "write one JSON object per line")
     name = run_id or new_id("eval")
-    arguments = given(
+    arguments = without_none(
         policy=policy,
         k=k,
         samples=n,

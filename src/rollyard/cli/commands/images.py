@@ -64,7 +64,7 @@ def pull(
     settings = _settings(file, data_dir)
     kinds = _kinds(forms, settings)
     with PullBars() as progress:
-        image = _run(_store(settings).pull(source, kinds, name=name, is_insecure=insecure, tell=progress.report))
+        image = _run(_store(settings).pull(source, kinds, name=name, is_insecure=insecure, on_progress=progress.report))
     _show_one(image, as_json)
 
 
@@ -89,7 +89,9 @@ def build(
     settings = _settings(file, data_dir)
     kinds = _kinds(forms, settings)
     with PullBars() as progress:
-        image = _run(build_image(_store(settings), recipe, kinds, name=name, context=context, tell=progress.report))
+        image = _run(
+            build_image(_store(settings), recipe, kinds, name=name, context=context, on_progress=progress.report)
+        )
     _show_one(image, as_json)
 
 

@@ -14,7 +14,7 @@ from rollyard.cli._progress import PullBars, size
 
 if TYPE_CHECKING:
     from rollyard.embedded.sources import Watch
-    from rollyard.embedded.weights import KnownModel, Tell
+    from rollyard.embedded.weights import KnownModel, Notify
 
 weights = typer.Typer(help="Weights of small models on this machine: fetch, list.", no_args_is_help=True)
 
@@ -42,7 +42,7 @@ def fetch(
     if source not in ("auto", *model.sources):
         raise CommandError(f"--source {source}: expected one of {', '.join(('auto', *model.sources))}", status=2)
     with _shown(name, is_quiet=as_json) as (notify, watch):
-        folder = ModelCache().get(model, source, tell=notify, watch=watch)
+        folder = ModelCache().get(model, source, notify=notify, watch=watch)
     (row,) = (row for row in _rows(model) if row["folder"] == str(folder))
     if as_json:
         print_json(row)
@@ -74,11 +74,11 @@ def get_model(name: str, source: str = "auto") -> Path:
     from rollyard.embedded.weights import find_model
 
     with _shown(name) as (notify, watch):
-        return find_model(name, tell=notify, watch=watch, source=source)
+        return find_model(name, notify=notify, watch=watch, source=source)
 
 
 @contextmanager
-def _shown(name: str, *, is_quiet: bool = False) -> Generator[tuple[Tell, Watch], None, None]:
+def _shown(name: str, *, is_quiet: bool = False) -> Generator[tuple[Notify, Watch], None, None]:
     """Shows the progress of a fetch, and converts a `WeightsError` to a `CommandError`."""
     from rollyard.embedded.sources import WeightsError
     from rollyard.sandbox.images import PullStep

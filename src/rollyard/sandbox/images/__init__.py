@@ -13,7 +13,7 @@ from rollyard.sandbox.images.errors import HostileImage, ImageError, ImageInUse
 from rollyard.sandbox.images.image import Image, Pruned
 from rollyard.sandbox.images.reference import Reference, parse_reference
 from rollyard.sandbox.images.registry import RetrySettings
-from rollyard.sandbox.images.sources import PullStep, Tell
+from rollyard.sandbox.images.sources import OnProgress, PullStep
 from rollyard.sandbox.images.store import ImageStore
 from rollyard.sandbox.images.unpack import UnpackBounds, Unpacker
 
@@ -23,11 +23,11 @@ __all__ = [
     "ImageError",
     "ImageInUse",
     "ImageStore",
+    "OnProgress",
     "Pruned",
     "PullStep",
     "Reference",
     "RetrySettings",
-    "Tell",
     "UnpackBounds",
     "Unpacker",
     "build_image",

@@ -19,7 +19,7 @@ from rollyard.sandbox.images.image import Image
 from rollyard.sandbox.images.index import building_folder
 from rollyard.sandbox.images.programs import ProgramFailed, apptainer, run_program
 from rollyard.sandbox.images.reference import own_name
-from rollyard.sandbox.images.sources import PullStep, Tell
+from rollyard.sandbox.images.sources import OnProgress, PullStep
 from rollyard.sandbox.images.store import ImageStore
 
 ENGINES = ("podman", "docker", "buildah")
@@ -33,19 +33,19 @@ async def build_image(
     *,
     name: str | None = None,
     context: Path | None = None,
-    tell: Tell = lambda _: None,
+    on_progress: OnProgress = lambda _: None,
 ) -> Image:
     """Builds an image and adds it to the store. `recipe` is a .def file, a Dockerfile, or a folder with one."""
     recipe, default_name = _locate_recipe(recipe)
     name = own_name(name or default_name)
     with building_folder(store.root) as (work, lock):
         if recipe.suffix == ".def":
-            await _by_apptainer(recipe, work, lock, tell)
+            await _by_apptainer(recipe, work, lock, on_progress)
             source = str(work / "image.sif")
         else:
-            await _by_engine(recipe, context, work, tell)
+            await _by_engine(recipe, context, work, on_progress)
             source = f"oci-archive:{work / 'image.tar'}"
-        return await store.pull(source, kinds, name=name, tell=tell)
+        return await store.pull(source, kinds, name=name, on_progress=on_progress)
 
 
 def _locate_recipe(recipe: Path) -> tuple[Path, str]:
@@ -57,7 +57,7 @@ def _locate_recipe(recipe: Path) -> tuple[Path, str]:
     return recipe, default_name.lower()
 
 
-async def _by_apptainer(recipe: Path, work: Path, lock: int, report: Tell) -> None:
+async def _by_apptainer(recipe: Path, work: Path, lock: int, report: OnProgress) -> None:
     """Builds with Apptainer. Root builds directly, then, if the kernel forbids that, in a user namespace. Other users
     build with fakeroot, then without."""
     program = apptainer()
@@ -79,7 +79,7 @@ async def _by_apptainer(recipe: Path, work: Path, lock: int, report: Tell) -> No
             report(PullStep("note", f"`{' '.join(argv[:3])}` failed; trying another way"))
 
 
-async def _by_engine(recipe: Path, context: Path | None, work: Path, report: Tell) -> None:
+async def _by_engine(recipe: Path, context: Path | None, work: Path, report: OnProgress) -> None:
     file = _recipe_file(recipe)
     context = context or file.parent
     engine = await _engine()

@@ -34,7 +34,7 @@ class PullStep:
     total_bytes: int | None = None
 
 
-Tell = Callable[[PullStep], None]
+OnProgress = Callable[[PullStep], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class BuildSite:
 
     work: Path
     keeping: Sequence[int]
-    report: Tell
+    report: OnProgress
 
 
 class Source(Protocol):

@@ -26,7 +26,7 @@ from rollyard.sandbox.images.oci import FoundImage
 from rollyard.sandbox.images.programs import apptainer, build_sif, remove_tree
 from rollyard.sandbox.images.reference import DIGEST, Origin, own_name, parse_origin, spellings
 from rollyard.sandbox.images.registry import RetrySettings
-from rollyard.sandbox.images.sources import BuildSite, PullStep, SifFile, Source, Tell, open_source
+from rollyard.sandbox.images.sources import BuildSite, OnProgress, PullStep, SifFile, Source, open_source
 from rollyard.sandbox.images.unpack import UnpackBounds, Unpacker
 
 log = logging.getLogger("rollyard.sandbox")
@@ -105,7 +105,7 @@ class ImageStore:
         *,
         name: str | None = None,
         is_insecure: bool = False,
-        tell: Tell = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> Image:
         """Stores an image in those forms under its name, unless it is stored already.
 
@@ -119,7 +119,7 @@ class ImageStore:
             apptainer()  # fail before anything is downloaded
         try:
             async with open_source(origin, is_insecure=is_insecure, patience=self._patience) as opened:
-                await self._pull(origin, image_name, opened, kinds, tell)
+                await self._pull(origin, image_name, opened, kinds, on_progress)
         except OSError as error:
             remedy = "make room: rollyard images prune" if error.errno == errno.ENOSPC else ""
             raise ImageError(f"{source} cannot be stored in {self.root}: {error.strerror or error}", remedy) from error
@@ -129,7 +129,7 @@ class ImageStore:
         return image
 
     async def _pull(
-        self, origin: Origin, image_name: str, source: Source, kinds: Sequence[ImageKind], report: Tell
+        self, origin: Origin, image_name: str, source: Source, kinds: Sequence[ImageKind], report: OnProgress
     ) -> None:
         resolved = await source.resolve()
         names = {image_name}
@@ -141,7 +141,7 @@ class ImageStore:
             self._index.change_names(lambda table: {**table, **dict.fromkeys(names, resolved.digest)})
 
     async def _make(
-        self, resolved: FoundImage, source: Source, kinds: Sequence[ImageKind], lock: int, report: Tell
+        self, resolved: FoundImage, source: Source, kinds: Sequence[ImageKind], lock: int, report: OnProgress
     ) -> None:
         """Makes the forms that are missing. The caller holds the lock."""
         place = self._index.folder(resolved.digest)
