@@ -24,7 +24,7 @@ def main() -> None:
 
     import torch
 
-    from rollyard.embedded.model import choose_device, choose_dtype, load_module
+    from rollyard.embedded.transformer.model import choose_device, choose_dtype, load_module
 
     device = choose_device(options.device)
     model = load_module(options.model, device=device, dtype=choose_dtype(options.dtype, device)).eval()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from train import OVER
 
-from rollyard.embedded.sources import WeightsError
+from rollyard.embedded.formats.sources import WeightsError
 from rollyard.embedded.weights import find_model
 
 TRAIN = Path(__file__).with_name("train.py")

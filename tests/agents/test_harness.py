@@ -19,7 +19,7 @@ from rollyard.sandbox.runtimes.local import LocalRuntime
 from rollyard.testing.sandbox_conformance import alive, marked
 from rollyard.testing.script import Reply
 from rollyard.tokens import verify
-from rollyard.tools.mcp import OutsideServer
+from rollyard.tools.mcp.sources import OutsideServer
 from tests.agents.harness_parts import PROGRAM, call, greeting_task, plays, pythons, runs
 from tests.pipeline.site import Site
 from tests.pipeline.site import open_site as whole_site

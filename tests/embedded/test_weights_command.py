@@ -10,8 +10,8 @@ import pytest
 
 from rollyard.cli import main
 from rollyard.cli.commands import engine as engine_command
-from rollyard.embedded.convert import convert
-from rollyard.embedded.sources import Wheel, file_sha256
+from rollyard.embedded.formats.convert import convert
+from rollyard.embedded.formats.sources import Wheel, file_sha256
 from rollyard.embedded.weights import KnownModel
 from tests.embedded.tiny_gguf import MEMBER, write_gguf, write_wheel
 

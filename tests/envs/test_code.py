@@ -14,7 +14,7 @@ from rollyard.core.failure import TaskInvalid
 from rollyard.envs.code import data as code_data
 from rollyard.envs.code import grading
 from rollyard.pipeline import StageResources
-from rollyard.pipeline.evaluation import evaluate
+from rollyard.pipeline.attempts.evaluation import evaluate
 
 from .stage_resources import RUNTIMES, open_resources, played, rewards, to_play
 

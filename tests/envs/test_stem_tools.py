@@ -6,7 +6,7 @@ from pathlib import Path
 from mcp.server.mcpserver import MCPServer
 
 from rollyard.core import AgentSpec, Json, Limits, Outcome, Task
-from rollyard.tools.mcp import OutsideServer
+from rollyard.tools.mcp.sources import OutsideServer
 from tests.pipeline.site import finish, open_site, says
 from tests.tools.mcp_parts import served
 

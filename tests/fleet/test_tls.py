@@ -15,9 +15,9 @@ from rollyard.engines.base import EngineSpec, Kind
 from rollyard.fleet.head_connection import HeadConnection, HeadUnreachable, NodeRefused
 from rollyard.fleet.messages import NodeStatus, Poll
 from rollyard.service.engine_address import check_reachable
+from rollyard.service.security.tls import digest_of, open_tls
 from rollyard.service.server import serve
 from rollyard.service.settings import SettingsError
-from rollyard.service.tls import digest_of, open_tls
 from tests.fleet.fleet_site import ProcessNode, node_token
 from tests.service.site import Site, engine_table, scripted, settings, task
 

@@ -25,7 +25,7 @@ from rollyard.store import SqliteStore, Submission
 from rollyard.testing.script import FolderTokenizer, Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from rollyard.tools.mcp import OutsideServer
+from rollyard.tools.mcp.sources import OutsideServer
 
 SETTINGS = PipelineSettings(
     init_slots=4, run_slots=8, eval_slots=4, ready_slots=4, tick_s=0.05, drain_s=10.0, max_attempts=3

@@ -9,8 +9,8 @@ import pytest
 from rollyard.core import Deadline, Outcome, Rollout, Score, State, Task, Trajectory
 from rollyard.core.failure import SetupFailed, Stalled
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Start
-from rollyard.pipeline import stages
-from rollyard.pipeline.evaluation import evaluate
+from rollyard.pipeline.attempts import stages
+from rollyard.pipeline.attempts.evaluation import evaluate
 from rollyard.sandbox.launched_sandbox import LaunchedSandbox
 from rollyard.testing.script import Reply
 from tests.pipeline.site import SETTINGS, finish, open_site, quick, says, shell, shell_task

@@ -13,10 +13,10 @@ from rollyard.agents.base import AgentContext
 from rollyard.core import AgentSpec, Blame, Deadline, Json, Outcome, RollyardError, Score, Task
 from rollyard.core.failure import EnvironmentBroken
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
-from rollyard.tools import mcp_tools
 from rollyard.tools.base import ToolKind, ToolResult, ToolSpec
 from rollyard.tools.function import tool
-from rollyard.tools.mcp import OutsideServer
+from rollyard.tools.mcp import tool_server
+from rollyard.tools.mcp.sources import OutsideServer
 from tests.agents.harness_parts import PROGRAM, plays, pythons, runs
 from tests.pipeline.site import SETTINGS, open_site
 
@@ -140,9 +140,9 @@ class Odd:
 
 
 async def test_a_hanging_tool_is_an_observation_and_a_raising_tool_fails_the_rollout(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mcp_tools, "GRACE_S", 0.05)
+    monkeypatch.setattr(tool_server, "GRACE_S", 0.05)
     failures: list[RollyardError] = []
-    server = mcp_tools.ToolServer({name: Odd(ToolSpec(name, "", {})) for name in ("hangs", "breaks")}, tool_s=0.05)
+    server = tool_server.ToolServer({name: Odd(ToolSpec(name, "", {})) for name in ("hangs", "breaks")}, tool_s=0.05)
     server.on_failure = failures.append
     hung = await server._call(None, CallToolRequestParams(name="hangs"))
     assert (hung.content[0].text, hung.is_error) == ("Error: hangs did not answer within 0.05 s", True)

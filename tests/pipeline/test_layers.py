@@ -11,7 +11,7 @@ from rollyard.core import Blame, Json, Limits, Outcome, Rollout, SandboxOptions,
 from rollyard.core.failure import SandboxStartFailed, SetupFailed
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
 from rollyard.envs.base import ArtifactRule
-from rollyard.pipeline import sandbox_start
+from rollyard.pipeline.attempts import sandbox_start
 from rollyard.pipeline.retry import delay_s
 from rollyard.sandbox.breaker import FAILURES
 from tests.pipeline.site import SETTINGS, Site, finish, open_site, quick, says, shell, shell_task

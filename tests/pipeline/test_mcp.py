@@ -12,7 +12,7 @@ from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan,
 from rollyard.sandbox.doorway import DOORWAY_PORT
 from rollyard.tools.base import ToolContext, ToolSpec
 from rollyard.tools.finish import Finish
-from rollyard.tools.mcp import McpSource, OutsideServer
+from rollyard.tools.mcp.sources import McpSource, OutsideServer
 from tests.pipeline.site import Site, finish, open_site, says, shell, shell_task
 from tests.tools.mcp_parts import BY_HAND, loopback, outside, served
 

@@ -11,7 +11,7 @@ import pytest
 from rollyard.core import AgentSpec, Blame, Json, Limits, Outcome, Score, Task
 from rollyard.core.failure import EvalDeadline, MemoryLimit, TaskInvalid
 from rollyard.envs import ArtifactRule, EnvContext, Environment, Environments, Evidence, Plan, Solution, Start
-from rollyard.pipeline import stages
+from rollyard.pipeline.attempts import stages
 from rollyard.pipeline.local_rollout import play
 from rollyard.tools.base import Tool
 from tests.pipeline.site import Site, finish, open_site, says, shell, shell_task

@@ -17,8 +17,9 @@ from rollyard.core.failure import Gone, JudgeUnreachable, QueueFull
 from rollyard.engines import EngineSpec, Kind, RouterSettings
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
-from rollyard.pipeline import Handler, stages
-from rollyard.store import _sql_store
+from rollyard.pipeline import Handler
+from rollyard.pipeline.attempts import stages
+from rollyard.store.sql import sql_store
 from rollyard.testing.script import FolderTokenizer, Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
@@ -52,13 +53,13 @@ async def test_a_rollout_goes_through_all_stages_and_leaves_a_verified_trajector
 
 
 async def test_a_trajectory_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    encode, written = _sql_store.encode_trajectory, list[str]()
+    encode, written = sql_store.encode_trajectory, list[str]()
 
     def counted(trajectory: Trajectory) -> bytearray:
         written.append(trajectory.rollout_id)
         return encode(trajectory)
 
-    monkeypatch.setattr(_sql_store, "encode_trajectory", counted)
+    monkeypatch.setattr(sql_store, "encode_trajectory", counted)
     async with open_site(tmp_path, DO_IT) as site:
         rollout = await site.rolled(shell_task())
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED

@@ -10,7 +10,7 @@ import pytest
 from rollyard.core import Outcome, OverlongPenalty, Rollout, Run, Score, Summary, Task, TurnReward
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
-from rollyard.pipeline.progress import AttemptProgress
+from rollyard.pipeline.attempts.progress import AttemptProgress
 from rollyard.testing.store_conformance import trajectory
 from tests.pipeline.site import finish, open_site, quick, says, shell, shell_task
 

@@ -23,8 +23,8 @@ from rollyard.core import (
     logprobs_array,
 )
 from rollyard.core.failure import RunDeadline
-from rollyard.service.arrow import SCHEMA, traces_stream
-from rollyard.service.records import encode, record, trajectory_object
+from rollyard.service.schemas.arrow import SCHEMA, traces_stream
+from rollyard.service.schemas.records import encode, record, trajectory_object
 
 SPAN = Span(2, 4, turn=1, finish_reason="stop", prompt_digest="d", engine="e1", request_id="q", cached_tokens=1)
 

@@ -9,9 +9,9 @@ import pytest
 
 from rollyard.core.access import Access
 from rollyard.core.failure import Unauthorized
-from rollyard.service.auth import split_host
+from rollyard.service.security.auth import split_host
+from rollyard.service.security.tokens import Tokens, load_tokens, own_token
 from rollyard.service.settings import Settings, SettingsError
-from rollyard.service.tokens import Tokens, load_tokens, own_token
 
 ADMIN, TRAINER = "a" * 32, "t" * 32
 

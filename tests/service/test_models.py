@@ -6,7 +6,7 @@ import pytest
 
 from rollyard.core import Limits, Sampling, Task
 from rollyard.core.failure import InvalidRequest, MalformedId
-from rollyard.service.models import (
+from rollyard.service.schemas.requests import (
     EngineBody,
     RolloutBody,
     RunBody,

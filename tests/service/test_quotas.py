@@ -13,8 +13,8 @@ from rollyard.core.access import Access, Quota
 from rollyard.core.failure import RateLimited
 from rollyard.pipeline.scheduler import Scheduler
 from rollyard.service import build
-from rollyard.service.access import Caller
-from rollyard.service.rate_limits import RateLimits
+from rollyard.service.security.access import Caller
+from rollyard.service.security.rate_limits import RateLimits
 from rollyard.store.base import QueuedRow
 from rollyard.testing.script import Reply
 from tests.service.site import Site, engine_table, finish, open_site, scripted, task

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from rollyard.core import State
-from rollyard.service.keys import SECRET, SessionKeys, load_keys
+from rollyard.service.security.keys import SECRET, SessionKeys, load_keys
 from rollyard.testing.script import Reply
 from tests.service.site import OTHER, TRAINER, Answer, Site, engine_table, open_site, scripted
 

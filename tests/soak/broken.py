@@ -43,7 +43,7 @@ DEFECTS = (
     Defect(
         "kill",
         "a restart ends interrupted rollouts instead of running them again",
-        "store/_recovery.py",
+        "store/sql/recovery.py",
         "elif not is_evaluable and attempt - excused < max_attempts:",
         "elif False:",
         "tests/acceptance/test_kill.py::test_nothing_is_lost_or_invented_when_the_service_is_killed",
@@ -51,7 +51,7 @@ DEFECTS = (
     Defect(
         "draw",
         "the progress of a draw is not written together with its groups",
-        "store/_groups.py",
+        "store/sql/groups.py",
         "    if draw is not None:\n        put",
         "    if draw is not None and not groups:\n        put",
         "tests/acceptance/test_draw_kill.py::test_batches_survive_kills_of_service_and_trainer[deliver]",
@@ -99,7 +99,7 @@ DEFECTS = (
     Defect(
         "fuzz",
         "a body that is not JSON is not refused and crashes the call",
-        "service/models.py",
+        "service/schemas/requests.py",
         "except (msgspec.DecodeError, UnicodeDecodeError, RecursionError)",
         "except (UnicodeDecodeError, RecursionError)",
         "tests/service/test_fuzz.py::test_no_request_breaks_the_service",

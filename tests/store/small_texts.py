@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollyard.store import _reads
-from rollyard.store import sqlite as sqlite_module
+from rollyard.store.sql import reads
+from rollyard.store.sqlite import store as sqlite_module
 
 LIMIT_BYTES = 1 << 20
 PAGE_BYTES = 400_000
@@ -23,4 +23,4 @@ def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         return connection
 
     monkeypatch.setattr(sqlite_module, "_connect", limited)
-    monkeypatch.setattr(_reads, "PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(reads, "PAGE_BYTES", PAGE_BYTES)

@@ -17,9 +17,9 @@ import pytest
 from rollyard.core import Group, IllegalMove, Position, Run, State
 from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.store import Recovery, SqliteStore, Stale, StoreLocked, StoreUnusable, encode_trajectory
-from rollyard.store._place import mount_of, refuse_network
 from rollyard.store.codec import to_json
-from rollyard.store.schema import MIGRATIONS, migrate
+from rollyard.store.sql.schema import MIGRATIONS, migrate
+from rollyard.store.sqlite.place import mount_of, refuse_network
 from rollyard.testing.store_conformance import completed, submission, trajectory
 from tests.store.conftest import AnyOpener, SqliteOpener
 
@@ -293,7 +293,7 @@ async def test_a_store_of_an_older_version_opens_with_rollouts_in_every_state(op
 
 
 async def test_clients_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard.store._sql_store.ROOM", 3)
+    monkeypatch.setattr("rollyard.store.sql.sql_store.ROOM", 3)
     sizes: list[int] = []
     async with await SqliteStore.open(tmp_path / "x.db", on_commit=lambda _, n: sizes.append(n)) as store:
         await store.put_run(Run("run"), {})

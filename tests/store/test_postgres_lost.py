@@ -10,8 +10,10 @@ import asyncpg
 import pytest
 
 from rollyard.core import Run
-from rollyard.store import StoreUnusable, _pg_server, postgres
-from rollyard.store.postgres import PgReaders
+from rollyard.store import StoreUnusable
+from rollyard.store.postgres import server as pg_server
+from rollyard.store.postgres import store as pg_store
+from rollyard.store.postgres.store import PgReaders
 from rollyard.testing.store_conformance import INIT, QUEUED, submission
 from tests.store.conftest import PostgresOpener
 from tests.store.test_postgres import LOCKS, broken, filled
@@ -78,9 +80,9 @@ async def test_a_connection_that_is_lost_while_the_store_opens_is_detected(
     open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connections = list[asyncpg.Connection]()
-    fill, connect = PgReaders.fill, postgres.connect
+    fill, connect = PgReaders.fill, pg_store.connect
 
-    async def connect_and_keep(address: postgres.Address) -> asyncpg.Connection:
+    async def connect_and_keep(address: pg_store.Address) -> asyncpg.Connection:
         connections.append(await connect(address))
         return connections[-1]
 
@@ -90,7 +92,7 @@ async def test_a_connection_that_is_lost_while_the_store_opens_is_detected(
         while not connections[0].is_closed():
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(postgres, "connect", connect_and_keep)
+    monkeypatch.setattr(pg_store, "connect", connect_and_keep)
     monkeypatch.setattr(PgReaders, "fill", fill_and_lose_the_lock)
     with pytest.raises(StoreUnusable, match="the connection to it was lost"):
         await open_postgres()
@@ -100,7 +102,7 @@ async def test_a_connection_that_is_lost_while_the_store_opens_is_detected(
 async def test_a_store_stops_if_the_server_does_not_answer_on_the_locks_connection(
     open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_pg_server, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(pg_server, "ASK_EVERY_S", 0.1)
     async with await open_postgres() as store:
         await filled(store, "a")
         assert store.broken is None

@@ -17,12 +17,12 @@ from bench.postgres import PASSWORD, PgServer
 from bench.store_leases import measure_leases
 from rollyard.core import Run
 from rollyard.store import SqliteStore, StoreUnusable, open_store
-from rollyard.store._pg_address import Address
-from rollyard.store._pg_connection import PgConnection, in_greenlet
-from rollyard.store._pg_server import SETTINGS, check_server_version, connect, migrate
 from rollyard.store.opening import shown
-from rollyard.store.postgres import PostgresStore
-from rollyard.store.schema import MIGRATIONS
+from rollyard.store.postgres.address import Address
+from rollyard.store.postgres.connection import PgConnection, in_greenlet
+from rollyard.store.postgres.server import SETTINGS, check_server_version, connect, migrate
+from rollyard.store.postgres.store import PostgresStore
+from rollyard.store.sql.schema import MIGRATIONS
 from rollyard.testing.store_conformance import submission
 from tests.store.conftest import AnyOpener, PostgresOpener
 

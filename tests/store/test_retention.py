@@ -13,7 +13,7 @@ from rollyard.core.failure import NotFound
 from rollyard.store._clock import MOST_STEP_S
 from rollyard.store.base import Decision, EvalRecord, Retention, Store, Submission, SweepResult, eval_items
 from rollyard.store.codec import to_json
-from rollyard.store.schema import MIGRATIONS, migrate
+from rollyard.store.sql.schema import MIGRATIONS, migrate
 from rollyard.testing.store_conformance import QUEUED, completed, submission, trajectory
 from tests.store.conftest import AnyOpener, PostgresOpener, SqliteOpener
 

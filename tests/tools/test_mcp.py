@@ -23,12 +23,12 @@ from rollyard.core.failure import (
 from rollyard.sandbox import BubblewrapRuntime, Sandbox, SandboxSpec
 from rollyard.sandbox.doorway import Doorway
 from rollyard.testing.sandbox_conformance import eventually
-from rollyard.tools import _mcp_link, _mcp_pipes
-from rollyard.tools._mcp_pipes import LineSplitter
-from rollyard.tools._mcp_tool import McpTool, _names
 from rollyard.tools.base import ToolContext, ToolResult
-from rollyard.tools.mcp import McpSource, OutsideServer, mcp_sources
-from rollyard.tools.mcp_proxy import BODY_BYTES, McpProxy
+from rollyard.tools.mcp import link, pipes
+from rollyard.tools.mcp.pipes import LineSplitter
+from rollyard.tools.mcp.proxy import BODY_BYTES, McpProxy
+from rollyard.tools.mcp.server_tools import McpTool, _names
+from rollyard.tools.mcp.sources import McpSource, OutsideServer, mcp_sources
 from tests.tools.mcp_parts import BY_HAND, LIBRARY, REAL, loopback, outside, same_python, served
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ async def test_a_message_that_is_too_long_fails_one_call(by_hand: Opened) -> Non
 
 
 async def test_a_server_that_floods_its_output_is_ended(by_hand: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mcp_pipes, "FLOOD_BYTES", 1 << 20)
+    monkeypatch.setattr(pipes, "FLOOD_BYTES", 1 << 20)
     result = await by_hand.call("flood")
     assert result.is_error
     assert "more than 1048576 bytes" in result.content
@@ -456,5 +456,5 @@ async def test_the_proxy_streams_and_ends_the_request_of_a_client_that_disconnec
 
 
 def test_the_bounds_are_in_order() -> None:
-    assert _mcp_pipes.MESSAGE_BYTES < _mcp_pipes.FLOOD_BYTES
-    assert _mcp_link.END_S < 15  # the native agent's tool_grace_s
+    assert pipes.MESSAGE_BYTES < pipes.FLOOD_BYTES
+    assert link.END_S < 15  # the native agent's tool_grace_s

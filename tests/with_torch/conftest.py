@@ -41,7 +41,7 @@ def module(request: pytest.FixtureRequest) -> object:
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[str, None, None]:
     """The caches for CPUs and for GPUs, both on the CPU, without graphs and kernels, which need a GPU."""
     if request.param == "paged, padded":
-        monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
+        monkeypatch.setattr("rollyard.embedded.transformer.paged.ROUNDED", {"cpu"})
     if request.param == "paged, in bursts":
         monkeypatch.setitem(SETTINGS, "burst", 4)
     CACHES.append(request.param.partition(",")[0])

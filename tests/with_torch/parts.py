@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from rollyard.embedded.batching import Batcher, Request, SampledToken, Settings
-from rollyard.embedded.model import Model
-from rollyard.embedded.sampling import SamplingRule, processed
 from rollyard.embedded.server import Engine
+from rollyard.embedded.transformer.model import Model
+from rollyard.embedded.transformer.sampling import SamplingRule, processed
 from rollyard.engines import EngineSpec, Kind, make_engine, open_http
 from rollyard.engines.clients.vllm import VllmEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir

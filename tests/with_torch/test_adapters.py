@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollyard.embedded.adapters import CONFIG, WEIGHTS
-from rollyard.embedded.model import Unsupported
+from rollyard.embedded.transformer.adapters import CONFIG, WEIGHTS
+from rollyard.embedded.transformer.model import Unsupported
 from rollyard.engines.base import VersionSpan
 from tests.with_torch.parts import checked, served, tiny
 from tests.with_torch.test_server import post, request

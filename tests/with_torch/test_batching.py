@@ -146,7 +146,7 @@ def used_bytes(batcher: Batcher) -> int:
 def small_batcher(module: Any, contexts: float, **settings: Any) -> Batcher:
     """Returns a batcher with memory for `contexts` sequences of the longest context, which is short."""
     from rollyard.embedded.batching import Settings
-    from rollyard.embedded.model import Model
+    from rollyard.embedded.transformer.model import Model
 
     model = Model(module, max_context=256)
     model.check()

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollyard.embedded.base import BLOCK_TOKENS
 from rollyard.embedded.batching import Batcher, Request, SampledToken, Settings
-from rollyard.embedded.bursts import advance
-from rollyard.embedded.graphs import Graphs
-from rollyard.embedded.model import Model
+from rollyard.embedded.transformer.bursts import advance
+from rollyard.embedded.transformer.graphs import Graphs
+from rollyard.embedded.transformer.model import Model
 from tests.with_torch.parts import ask, batcher_of, ids_of, logprobs_of, prompt_of, run, tiny
 
 PLAIN = [
@@ -37,7 +37,7 @@ def reused(graphs: Graphs, size: Any, make: Callable[[], Any], act: Callable[[An
 @pytest.fixture(params=["unpadded", "padded", "padded and kept"])
 def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param != "unpadded":
-        monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
+        monkeypatch.setattr("rollyard.embedded.transformer.paged.ROUNDED", {"cpu"})
     if request.param == "padded and kept":
         monkeypatch.setattr(Graphs, "of", reused)
     return tiny()
@@ -96,7 +96,7 @@ def test_a_burst_reads_no_value_so_it_can_be_recorded(module: Any, monkeypatch: 
             advance(rows, run)
         recorded.append(rows)
 
-    monkeypatch.setattr("rollyard.embedded.paged.advance", blindly)
+    monkeypatch.setattr("rollyard.embedded.transformer.paged.advance", blindly)
     (steps,) = run(paged(module, 8), [ask(prompt_of(5), 20)])
     assert len(steps) == 20 and recorded
     with pytest.raises(AssertionError, match="reads a value"), Blind():

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from rollyard.embedded.convert import convert
-from rollyard.embedded.gguf import Gguf
-from rollyard.embedded.model import Model, load_module
+from rollyard.embedded.formats.convert import convert
+from rollyard.embedded.formats.gguf import Gguf
+from rollyard.embedded.transformer.model import Model, load_module
 from tests.embedded.tiny_gguf import write_gguf
 
 

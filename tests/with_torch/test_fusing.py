@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama import modeling_llama
 
-from rollyard.embedded.fusing import fuse_norms, fuse_rotations
-from rollyard.embedded.model import Model
+from rollyard.embedded.transformer.fusing import fuse_norms, fuse_rotations
+from rollyard.embedded.transformer.model import Model
 from tests.with_torch.parts import SHAPE, tiny
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -108,8 +108,8 @@ class Broken:
 def test_a_model_for_which_the_kernels_fail_runs_unchanged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("rollyard.embedded.model.FUSED", {"cpu"})
-    monkeypatch.setattr("rollyard.embedded.model.find_kernels", lambda: Broken)
+    monkeypatch.setattr("rollyard.embedded.transformer.model.FUSED", {"cpu"})
+    monkeypatch.setattr("rollyard.embedded.transformer.model.find_kernels", lambda: Broken)
     model = Model(tiny())
     model.check()
     model.take_pool(64)
@@ -121,8 +121,10 @@ def test_a_model_for_which_the_kernels_work_uses_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     turn = Turn()
-    monkeypatch.setattr("rollyard.embedded.model.FUSED", {"cpu"})
-    monkeypatch.setattr("rollyard.embedded.model.find_kernels", lambda: Namespace(rotate=turn, attend_one=None))
+    monkeypatch.setattr("rollyard.embedded.transformer.model.FUSED", {"cpu"})
+    monkeypatch.setattr(
+        "rollyard.embedded.transformer.model.find_kernels", lambda: Namespace(rotate=turn, attend_one=None)
+    )
     model = Model(tiny())
     model.check()
     model.take_pool(64)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rollyard.embedded import kernels
 from rollyard.embedded.base import BLOCK_TOKENS
-from rollyard.embedded.paged import BlockPool, LayerShape, Paged, paged_attention
+from rollyard.embedded.transformer import kernels
+from rollyard.embedded.transformer.paged import BlockPool, LayerShape, Paged, paged_attention
 
 LENGTHS = (0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS - 1, 100)
 
@@ -24,7 +24,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from rollyard.embedded import kernels
+from rollyard.embedded.transformer import kernels
 
 def of(kernel, pointers, sizes):
     pointers = {name: kind.format(dtype) for name, kind in pointers.items()}

@@ -28,10 +28,10 @@ from transformers import (
 
 from rollyard.embedded.base import Piece
 from rollyard.embedded.batching import Batcher, Settings
-from rollyard.embedded.checkpoint import Checkpoint, NotKnown, read_checkpoint
-from rollyard.embedded.llama import Llama
+from rollyard.embedded.formats.checkpoint import Checkpoint, NotKnown, read_checkpoint
 from rollyard.embedded.loading import load_model, load_tokenizer
-from rollyard.embedded.model import Model, Unsupported, load_module
+from rollyard.embedded.transformer.llama import Llama
+from rollyard.embedded.transformer.model import Model, Unsupported, load_module
 from rollyard.embedded.weights import KNOWN, ModelCache
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.with_torch.parts import SHAPE, ask, ids_of, logprobs_of, plain_logprobs, prompt_of, run, tiny
@@ -267,7 +267,7 @@ def test_texts_are_tokenized_as_by_transformers(find: Callable[[], Path], tmp_pa
 STARTED = """
 import sys, torch
 from pathlib import Path
-from rollyard.embedded.llama import Llama
+from rollyard.embedded.transformer.llama import Llama
 from rollyard.embedded.loading import load_model, load_tokenizer
 from rollyard.embedded.server import Engine
 model = Llama(load_model(sys.argv[1], device="cpu", dtype=torch.float32))

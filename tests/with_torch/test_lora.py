@@ -11,7 +11,7 @@ import pytest
 import torch
 from lora import PROJECTIONS, Lora
 
-from rollyard.embedded.adapters import read_adapter
+from rollyard.embedded.transformer.adapters import read_adapter
 from tests.with_torch.parts import prompt_of, tiny
 
 RANK, ALPHA = 4, 6.0

@@ -11,7 +11,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from rollyard.embedded.base import Piece
-from rollyard.embedded.model import Model, Unsupported, load_module
+from rollyard.embedded.transformer.model import Model, Unsupported, load_module
 from tests.with_torch.parts import SHAPE, VOCABULARY, checked, prompt_of, tiny
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from rollyard.embedded.sampling import BLOCK, SamplingRule, _invert, processed, sample, uniform
+from rollyard.embedded.transformer.sampling import BLOCK, SamplingRule, _invert, processed, sample, uniform
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.4])
 

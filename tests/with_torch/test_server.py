@@ -284,7 +284,7 @@ async def test_a_failed_step_fails_its_calls_but_not_the_engine(can_clear: bool,
     module = tiny()
     async with served(module) as (engine, client):
         if not can_clear:
-            monkeypatch.setattr("rollyard.embedded.model.Model.forget_numbers", _broken_once())
+            monkeypatch.setattr("rollyard.embedded.transformer.model.Model.forget_numbers", _broken_once())
         weight = module.model.norm.weight
         good = weight.detach().clone()
         with engine.weights(), torch.no_grad():

@@ -71,7 +71,7 @@ async def open_resource_sets(runtime: str | None) -> AsyncGenerator[ResourcesByR
 async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "default") -> None:
     """Adds the engine of the command line; raises `CommandError` if it cannot be used."""
     from rollyard.core import RollyardError
-    from rollyard.service.models import EngineBody, check_body
+    from rollyard.service.schemas.requests import EngineBody, check_body
 
     body = {"id": "engine", "url": url, "tokenizer": tokenizer, "policy": policy}
     try:

@@ -83,7 +83,7 @@ def state_text(job: SlurmJob) -> str:
 
 def check_disk(spec: JobSpec, store: str) -> None:
     """Raises `CommandError` if the service's folder is on a network disk: SQLite and sandboxes need a local one."""
-    from rollyard.store._place import NETWORK, mount_of
+    from rollyard.store.sqlite.place import NETWORK, mount_of
 
     needs = "sandboxes" if not spec.uses_ray else "" if store else "its SQLite file"
     mount = mount_of(str(spec.service_dir.resolve()), mounts())

@@ -212,7 +212,7 @@ def _generated(request: ImportOptions) -> TaskFactories:
 def _checked(request: ImportOptions, result: ImportResult, factories: TaskFactories) -> Generator[str, None, None]:
     """Yields the tasks that a service would accept, as JSON; reports the others."""
     from rollyard.core import RollyardError
-    from rollyard.service.models import to_task
+    from rollyard.service.schemas.requests import to_task
 
     with closing(factories):
         for place, make in factories:

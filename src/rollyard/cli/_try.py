@@ -85,8 +85,8 @@ async def try_once(
     from rollyard.agents.registry import Agents
     from rollyard.core import Rollout, new_id
     from rollyard.core.failure import RollyardError
-    from rollyard.service.access import OPERATOR
     from rollyard.service.build import open_app
+    from rollyard.service.security.access import OPERATOR
     from rollyard.store import Submission
     from rollyard.tokens import verify
 
@@ -121,7 +121,7 @@ async def try_once(
 
 def _task(name: str, line: TaskLine | None) -> Task:
     """Returns the task with this agent in place of the one that it names; it keeps its agent options."""
-    from rollyard.service.models import to_task
+    from rollyard.service.schemas.requests import to_task
 
     task = to_task(dict(TASK) if line is None else line.task, {})
     return replace(task, agent=replace(task.agent, name=name))

@@ -25,15 +25,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from rollyard.embedded.base import MOST_BURST, Piece
-from rollyard.embedded.prefixes import CachedPrefix, PrefixCache
+from rollyard.embedded.transformer.prefixes import CachedPrefix, PrefixCache
 
 if TYPE_CHECKING:
-    from rollyard.embedded.attention import Kv
-    from rollyard.embedded.llama import Llama
-    from rollyard.embedded.model import Model
-    from rollyard.embedded.paged import PagedKv
-    from rollyard.embedded.sampling import SampledDraw, SamplingRule
-    from rollyard.embedded.stacked import StackedKv
+    from rollyard.embedded.transformer.attention import Kv
+    from rollyard.embedded.transformer.llama import Llama
+    from rollyard.embedded.transformer.model import Model
+    from rollyard.embedded.transformer.paged import PagedKv
+    from rollyard.embedded.transformer.sampling import SampledDraw, SamplingRule
+    from rollyard.embedded.transformer.stacked import StackedKv
 
 Finish = Literal["stop", "length"]
 Kind = Literal["prompts", "tokens", "burst"]
@@ -95,7 +95,7 @@ class BatchedSequence:
 
     def draw(self) -> SamplingRule:
         """Returns how its next token is sampled."""
-        from rollyard.embedded.sampling import SamplingRule
+        from rollyard.embedded.transformer.sampling import SamplingRule
 
         r = self.request
         return SamplingRule(r.temperature, r.top_p, r.top_k, r.seed, len(self.tokens), r.top)
@@ -238,7 +238,7 @@ class Batcher:
         return chosen
 
     def _single(self, chosen: Sequence[tuple[BatchedSequence, Piece]]) -> list[SampledToken]:
-        from rollyard.embedded.sampling import sample
+        from rollyard.embedded.transformer.sampling import sample
 
         logits = self.model.forward([piece for _, piece in chosen])
         ready = [job for job, piece in chosen if piece.wants_logits]

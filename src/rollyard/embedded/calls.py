@@ -13,7 +13,7 @@ from rollyard.embedded.batching import Request
 
 if TYPE_CHECKING:
     from rollyard.embedded.batching import BatchedSequence, SampledToken
-    from rollyard.embedded.sampling import SampledDraw
+    from rollyard.embedded.transformer.sampling import SampledDraw
 
 Body = dict[str, Any]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from rollyard.core.failure import InvalidRequest
-from rollyard.embedded.checkpoint import Checkpoint, NotKnown, read_checkpoint
-from rollyard.embedded.model import Unsupported, load_module, weights_place
+from rollyard.embedded.formats.checkpoint import Checkpoint, NotKnown, read_checkpoint
+from rollyard.embedded.transformer.model import Unsupported, load_module, weights_place
 from rollyard.tokens.tokenizer import Tokenizer, find_folder
 
 

@@ -82,9 +82,9 @@ class Engine:
         """Serves a transformers model, sharing its weights (see `model.py`), or a model from `loading.load_model`.
         `root` is the folder of its tokenizer, which clients on this machine may read. An adapter is added to the
         model's weights in place. Raises Unsupported or ValueError if the model cannot be served with these options."""
-        from rollyard.embedded.checkpoint import Checkpoint
-        from rollyard.embedded.llama import Llama
-        from rollyard.embedded.model import Model
+        from rollyard.embedded.formats.checkpoint import Checkpoint
+        from rollyard.embedded.transformer.llama import Llama
+        from rollyard.embedded.transformer.model import Model
 
         def prepare() -> Batcher:
             if isinstance(model, Checkpoint):
@@ -265,7 +265,7 @@ class Engine:
     async def _load(self, request: web.Request) -> web.StreamResponse:
         """Takes {"path", "version"?} and loads other weights of the same model from a folder. All weights are read and
         checked before the first is written; open calls continue with the new ones."""
-        from rollyard.embedded.model import Unsupported
+        from rollyard.embedded.transformer.model import Unsupported
 
         body = read(await request.read(), dict[str, Any], "the request")
         path, version = body.get("path"), body.get("version")

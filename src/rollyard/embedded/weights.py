@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rollyard.core.locks import locked
-from rollyard.embedded.sources import Repository, Source, Unreachable, Watch, WeightsError, Wheel, file_sha256
+from rollyard.embedded.formats.sources import Repository, Source, Unreachable, Watch, WeightsError, Wheel, file_sha256
 
 Notify = Callable[[str], None]
 

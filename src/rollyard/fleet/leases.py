@@ -15,8 +15,8 @@ from rollyard.core.failure import Cancelled, NodeLost
 from rollyard.fleet.leased import LeasedRollout
 from rollyard.fleet.nodes import ConnectedNode, Nodes
 from rollyard.pipeline import Pipeline
-from rollyard.pipeline.progress import AttemptProgress
-from rollyard.pipeline.settlement import Settlement
+from rollyard.pipeline.attempts.progress import AttemptProgress
+from rollyard.pipeline.attempts.settlement import Settlement
 
 log = logging.getLogger("rollyard.fleet")
 

@@ -24,9 +24,9 @@ from rollyard.core import (
     new_id,
 )
 from rollyard.core.failure import EvalDeadline, PolicyFailure
+from rollyard.pipeline.attempts.runner import StageRunner
+from rollyard.pipeline.attempts.sandbox_start import to_its_end
 from rollyard.pipeline.resources import StageResources
-from rollyard.pipeline.runner import StageRunner
-from rollyard.pipeline.sandbox_start import to_its_end
 
 LEASE_S = 86_400.0
 """This lease is not renewed: the task's own limits end the sandbox long before."""

@@ -31,7 +31,7 @@ from rollyard.core.failure import (
 )
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
-from rollyard.pipeline.attempt import Attempt
+from rollyard.pipeline.attempts.attempt import Attempt
 from rollyard.pipeline.base import Executor, LiveRollout, Shutdown
 from rollyard.pipeline.cancellation import Cancellation
 from rollyard.pipeline.event_log import EventLog

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from rollyard.core import Deadline, Json, Rollout, Score, State, Trajectory
 from rollyard.core.failure import Gone, InvalidRequest, SandboxStuck
+from rollyard.pipeline.attempts.evaluation import CheckKilled
+from rollyard.pipeline.attempts.runner import StageRunner
 from rollyard.pipeline.base import AttemptHost
-from rollyard.pipeline.evaluation import CheckKilled
-from rollyard.pipeline.runner import StageRunner
 
 
 class RescoringHost(AttemptHost, Protocol):

@@ -41,7 +41,7 @@ from rollyard.sandbox.images import ImageStore
 from rollyard.sandbox.layers import LayerCache
 from rollyard.sandbox.python import PortablePython, PythonBuilds
 from rollyard.tools.base import ToolKind, ToolSource
-from rollyard.tools.mcp import OutsideServer, mcp_sources
+from rollyard.tools.mcp.sources import OutsideServer, mcp_sources
 from rollyard.tools.registry import tool_kind
 
 NATIVE = "native"

@@ -13,8 +13,6 @@ from starlette.responses import Response
 from rollyard.core.version import __version__
 from rollyard.service import openapi, problems, prorl
 from rollyard.service.app_state import AppState
-from rollyard.service.auth import OPEN_PATHS, Gate
-from rollyard.service.bounds import BodyLimit, ClientGone
 from rollyard.service.prometheus import CallCounter
 from rollyard.service.routes import (
     draws,
@@ -31,6 +29,8 @@ from rollyard.service.routes import (
     status,
     tokens,
 )
+from rollyard.service.security.auth import OPEN_PATHS, Gate
+from rollyard.service.security.bounds import BodyLimit, ClientGone
 from rollyard.service.session_gateway import SessionGateway
 
 PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, tokens, fleet, status, events, health)

@@ -19,10 +19,10 @@ from rollyard.fleet.ray_host import RayHost
 from rollyard.fleet.tokenizer_files import TokenizerServer
 from rollyard.pipeline import Pipeline, StageResources
 from rollyard.sampling.sampler import Sampler
-from rollyard.service.access import Caller, caller_of, owns_policy
-from rollyard.service.keys import SessionKeys
+from rollyard.service.security.access import Caller, caller_of, owns_policy
+from rollyard.service.security.keys import SessionKeys
+from rollyard.service.security.tokens import Tokens
 from rollyard.service.settings import Settings
-from rollyard.service.tokens import Tokens
 from rollyard.store.base import ItemKind, Store
 
 _NAMES = {ItemKind.ROLLOUT: "rollout", ItemKind.GROUP: "group", ItemKind.DRAW: "draw", ItemKind.EVAL: "evaluation"}

@@ -31,9 +31,7 @@ from rollyard.observe.spans import NoTracer, Tracer, open_tracer
 from rollyard.pipeline import LocalExecutor, Pipeline, Renderers, StageResources
 from rollyard.sampling.sampler import Sampler
 from rollyard.service.app_state import AppState
-from rollyard.service.bounds import end_all
 from rollyard.service.engine_address import check_reachable
-from rollyard.service.keys import load_keys
 from rollyard.service.machine import (
     AGENTS,
     all_environments,
@@ -43,11 +41,13 @@ from rollyard.service.machine import (
     raise_descriptor_limit,
     vet,
 )
-from rollyard.service.models import EngineBody, check_body
 from rollyard.service.prometheus import snapshot
+from rollyard.service.schemas.requests import EngineBody, check_body
+from rollyard.service.security.bounds import end_all
+from rollyard.service.security.keys import load_keys
+from rollyard.service.security.tokens import Tokens, load_tokens
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.service.tasks import checked_task
-from rollyard.service.tokens import Tokens, load_tokens
 from rollyard.store import open_store
 from rollyard.store.base import Store, StoreUnusable
 

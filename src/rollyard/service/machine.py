@@ -27,7 +27,7 @@ from rollyard.sandbox.layers import LayerCache
 from rollyard.sandbox.python import PythonBuilds
 from rollyard.service.runtimes import make_runtime
 from rollyard.service.settings import Settings, SettingsError
-from rollyard.tools.mcp import OutsideServer
+from rollyard.tools.mcp.sources import OutsideServer
 
 log = logging.getLogger("rollyard.service")
 

@@ -1,4 +1,4 @@
-"""The OpenAPI description. Routes read their bodies with `models.read_body`, so the schemas are added here.
+"""The OpenAPI description. Routes read their bodies with `requests.read_body`, so the schemas are added here.
 
 `/docs` is a plain page generated from it: no scripts and no external resources, so it works without a network.
 """
@@ -13,32 +13,33 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from rollyard.service import draw_models, eval_models, models, policy_models, session_gateway, token_models
+from rollyard.service import session_gateway
+from rollyard.service.schemas import draws, evals, policies, requests, tokens
 
 BODIES: tuple[type[BaseModel], ...] = (
-    models.RunBody,
-    models.AckBody,
-    models.SubmitBody,
-    models.SingleBody,
-    models.TaskBody,
-    models.SessionBody,
-    models.RewardBody,
-    models.EngineBody,
-    models.PoolsBody,
-    draw_models.SingleGroupBody,
-    draw_models.GroupsBody,
-    draw_models.DrawBody,
-    draw_models.BatchBody,
-    draw_models.TasksBody,
-    draw_models.DrawAckBody,
-    draw_models.RewindBody,
-    eval_models.EvalBody,
-    policy_models.PauseBody,
-    policy_models.ResumeBody,
-    policy_models.RenewBody,
-    policy_models.OwnerBody,
-    token_models.TokenBody,
-    token_models.RotateBody,
+    requests.RunBody,
+    requests.AckBody,
+    requests.SubmitBody,
+    requests.SingleBody,
+    requests.TaskBody,
+    requests.SessionBody,
+    requests.RewardBody,
+    requests.EngineBody,
+    requests.PoolsBody,
+    draws.SingleGroupBody,
+    draws.GroupsBody,
+    draws.DrawBody,
+    draws.BatchBody,
+    draws.TasksBody,
+    draws.DrawAckBody,
+    draws.RewindBody,
+    evals.EvalBody,
+    policies.PauseBody,
+    policies.ResumeBody,
+    policies.RenewBody,
+    policies.OwnerBody,
+    tokens.TokenBody,
+    tokens.RotateBody,
 )
 
 PROBLEM: dict[str, Any] = {

@@ -39,9 +39,9 @@ from rollyard.service.app import create_app
 from rollyard.service.app_state import AppState
 from rollyard.service.build import open_app
 from rollyard.service.machine import open_data_dir
+from rollyard.service.security.tls import Tls, open_tls
+from rollyard.service.security.tokens import node_token
 from rollyard.service.settings import Settings, SettingsError
-from rollyard.service.tls import Tls, open_tls
-from rollyard.service.tokens import node_token
 from rollyard.store.base import StoreLocked, StoreUnusable
 
 log = logging.getLogger("rollyard.service")

@@ -21,7 +21,7 @@ from rollyard.agents.session import SessionAgent
 from rollyard.core import RollyardError, id_of
 from rollyard.gateway.app import GatewayApp, dialect_of, refuse, short_path
 from rollyard.gateway.base import Problem
-from rollyard.service.keys import SessionKeys
+from rollyard.service.security.keys import SessionKeys
 
 log = logging.getLogger("rollyard.service")
 

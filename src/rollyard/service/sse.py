@@ -9,8 +9,8 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rollyard.service.bounds import disconnected, end_all
-from rollyard.service.records import encode
+from rollyard.service.schemas.records import encode
+from rollyard.service.security.bounds import disconnected, end_all
 
 MEDIA_TYPE = "text/event-stream"
 

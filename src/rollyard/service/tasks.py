@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rollyard.core import Json, RollyardError, Run, Task
 from rollyard.pipeline import StageResources
-from rollyard.service.models import to_task
 from rollyard.service.problems import field_path
+from rollyard.service.schemas.requests import to_task
 
 
 def checked_task(

@@ -19,10 +19,10 @@ from rollyard.store.base import (
 )
 from rollyard.store.codec import CorruptRecord, decode_trajectory, encode_trajectory
 from rollyard.store.opening import open_store
-from rollyard.store.sqlite import SqliteStore
+from rollyard.store.sqlite.store import SqliteStore
 
 if TYPE_CHECKING:
-    from rollyard.store.postgres import PostgresStore as PostgresStore
+    from rollyard.store.postgres.store import PostgresStore as PostgresStore
 
 __all__ = [
     "CorruptRecord",
@@ -47,7 +47,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "PostgresStore":
-        from rollyard.store.postgres import PostgresStore
+        from rollyard.store.postgres.store import PostgresStore
 
         return PostgresStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

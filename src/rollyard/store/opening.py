@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rollyard.store._pg_address import Address
-from rollyard.store._sql_store import SqlStore
 from rollyard.store.base import StoreUnusable
-from rollyard.store.sqlite import SqliteStore
+from rollyard.store.postgres.address import Address
+from rollyard.store.sql.sql_store import SqlStore
+from rollyard.store.sqlite.store import SqliteStore
 
 SCHEMES = ("postgresql://", "postgres://")
 
@@ -37,7 +37,7 @@ async def open_store(
         opened = SqliteStore.open
     else:
         try:
-            from rollyard.store.postgres import PostgresStore
+            from rollyard.store.postgres.store import PostgresStore
         except ModuleNotFoundError as error:
             raise StoreUnusable(
                 f"a store in PostgreSQL needs the package {error.name}: pip install 'rollyard[postgres]'"

@@ -7,8 +7,8 @@ from unittest import mock
 
 from rollyard.core import Group, Run
 from rollyard.core.access import Access, AuditEntry, TokenRecord
-from rollyard.store import _access
 from rollyard.store.base import ItemKind
+from rollyard.store.sql import access
 from rollyard.testing.store_conformance import Check, Open, opened, submission
 
 ACCESS_CHECKS: list[Check] = []
@@ -62,7 +62,7 @@ async def the_audit_log_comes_newest_first_and_in_pages(open_store: Open) -> Non
 
 @_check
 async def the_audit_log_forgets_its_oldest_entries(open_store: Open) -> None:
-    with mock.patch.object(_access, "AUDIT_ENTRIES", 3):
+    with mock.patch.object(access, "AUDIT_ENTRIES", 3):
         async with opened(open_store) as store:
             for number in range(5):
                 await store.add_audit(AuditEntry(float(number), "t1", "create_token", f"t{number}"))

@@ -123,8 +123,8 @@ async def _serve(
     with quick_imports():
         from rollyard.embedded.batching import Settings
         from rollyard.embedded.loading import load_model, load_tokenizer
-        from rollyard.embedded.model import Unsupported, choose_device, choose_dtype
         from rollyard.embedded.server import Engine
+        from rollyard.embedded.transformer.model import Unsupported, choose_device, choose_dtype
 
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -21,7 +21,7 @@ from rollyard.cli._tasks import TaskLine, read_task
 
 if TYPE_CHECKING:
     from rollyard.core import Message, Score, Trajectory
-    from rollyard.pipeline.runner import StageRunner
+    from rollyard.pipeline.attempts.runner import StageRunner
 
 LEASE_S = 7 * 86_400.0  # for a person; if this process dies, the lifeline ends the sandbox
 
@@ -63,9 +63,9 @@ def shell(
 async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: str | None) -> ShellVisit:
     from rollyard.cli._terminal import interact, pipe
     from rollyard.core import Deadline, Rollout, RollyardError, Run, Trajectory
-    from rollyard.pipeline.runner import StageRunner
-    from rollyard.pipeline.stages import RunResult
-    from rollyard.service.models import to_task
+    from rollyard.pipeline.attempts.runner import StageRunner
+    from rollyard.pipeline.attempts.stages import RunResult
+    from rollyard.service.schemas.requests import to_task
 
     try:
         task = to_task(line.task, {})

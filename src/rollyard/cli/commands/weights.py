@@ -13,7 +13,7 @@ from rollyard.cli._console import AsJson, CommandError, note, plain, print_json,
 from rollyard.cli._progress import PullBars, size
 
 if TYPE_CHECKING:
-    from rollyard.embedded.sources import Watch
+    from rollyard.embedded.formats.sources import Watch
     from rollyard.embedded.weights import KnownModel, Notify
 
 weights = typer.Typer(help="Weights of small models on this machine: fetch, list.", no_args_is_help=True)
@@ -80,7 +80,7 @@ def get_model(name: str, source: str = "auto") -> Path:
 @contextmanager
 def _shown(name: str, *, is_quiet: bool = False) -> Generator[tuple[Notify, Watch], None, None]:
     """Shows the progress of a fetch, and converts a `WeightsError` to a `CommandError`."""
-    from rollyard.embedded.sources import WeightsError
+    from rollyard.embedded.formats.sources import WeightsError
     from rollyard.sandbox.images import PullStep
 
     with PullBars() as progress:

@@ -58,7 +58,7 @@ def room(data_dir: Path) -> DoctorCheck:
 
 def file_system(data_dir: Path, mountinfo: str) -> DoctorCheck:
     """Checks whether the file system supports SQLite and overlays."""
-    from rollyard.store._place import NETWORK, mount_of
+    from rollyard.store.sqlite.place import NETWORK, mount_of
 
     name = "file system"
     mount = mount_of(str(nearest(data_dir).resolve()), mountinfo)

@@ -63,7 +63,7 @@ async def _probe(spec: EngineSpec) -> dict[str, Any]:
     from rollyard.engines import Router
     from rollyard.pipeline.renderers import Renderers
     from rollyard.service.machine import vet
-    from rollyard.service.records import engine_object
+    from rollyard.service.schemas.records import engine_object
 
     renderers = Renderers()
     async with Router(vet=lambda engine: vet(engine, renderers)) as router:

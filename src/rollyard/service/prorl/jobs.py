@@ -30,10 +30,10 @@ from rollyard.core import Json, Rollout, RollyardError, Run, State, Trajectory, 
 from rollyard.core.engine import Role
 from rollyard.core.failure import ArtifactLost, Blame, MalformedId, NotFound
 from rollyard.service.app_state import AppState
-from rollyard.service.models import merge, to_task
 from rollyard.service.prorl.handlers import Choices, task_body
 from rollyard.service.prorl.intake import FILE, IntakeFile
 from rollyard.service.prorl.sampling import task_fields_of
+from rollyard.service.schemas.requests import merge, to_task
 from rollyard.store.base import Submission
 
 log = logging.getLogger("rollyard.service")

@@ -24,14 +24,14 @@ from rollyard.core import State, id_of
 from rollyard.core.failure import EngineExists, Forbidden, InvalidRequest, NotFound, TaskInvalid, UnknownEnvironment
 from rollyard.engines.clients.prorl import kind_at
 from rollyard.engines.clients.transport import open_http
-from rollyard.service.access import caller_of, require_admin
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_connected
 from rollyard.service.engine_address import check_reachable
-from rollyard.service.models import EngineBody, check_body, engine_id
 from rollyard.service.prorl.jobs import RUN, ProrlJob, ProrlJobs
 from rollyard.service.prorl.results import result_of
-from rollyard.service.records import reply
+from rollyard.service.schemas.records import reply
+from rollyard.service.schemas.requests import EngineBody, check_body, engine_id
+from rollyard.service.security.access import caller_of, require_admin
+from rollyard.service.security.bounds import while_connected
 from rollyard.service.settings import Settings
 
 router = APIRouter(tags=["prorl"])

@@ -19,12 +19,12 @@ from starlette.responses import Response
 from rollyard.core import Batch, Group, check_id, key_of, new_id
 from rollyard.core.failure import Draining
 from rollyard.sampling.draw_runner import DrawRunner
-from rollyard.service import arrow, sse
-from rollyard.service.access import caller_of, require_manage, require_priority
+from rollyard.service import sse
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_connected
-from rollyard.service.draw_models import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
-from rollyard.service.group_pages import (
+from rollyard.service.openapi import json_body
+from rollyard.service.schemas import arrow
+from rollyard.service.schemas.draws import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
+from rollyard.service.schemas.group_pages import (
     batch_object,
     cursor,
     draw_object,
@@ -32,9 +32,10 @@ from rollyard.service.group_pages import (
     groups_stream,
     load_group,
 )
-from rollyard.service.models import Count, InRun, RunQuery, WaitS, read_body
-from rollyard.service.openapi import json_body
-from rollyard.service.records import reply
+from rollyard.service.schemas.records import reply
+from rollyard.service.schemas.requests import Count, InRun, RunQuery, WaitS, read_body
+from rollyard.service.security.access import caller_of, require_manage, require_priority
+from rollyard.service.security.bounds import while_connected
 from rollyard.store.base import ItemKind
 
 router = APIRouter(prefix="/v1/draws", tags=["draws"])

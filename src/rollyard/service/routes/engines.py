@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.core import check_id
-from rollyard.service.access import require_admin
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.engine_address import check_reachable
-from rollyard.service.models import EngineBody, read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.records import engine_object, reply, without_password
+from rollyard.service.schemas.records import engine_object, reply, without_password
+from rollyard.service.schemas.requests import EngineBody, read_body
+from rollyard.service.security.access import require_admin
 
 router = APIRouter(prefix="/v1", tags=["engines"])
 

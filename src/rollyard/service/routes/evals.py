@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from rollyard.core.failure import Draining, Forbidden
 from rollyard.sampling.evals import EvalPlan
-from rollyard.service.access import caller_of, owns_policy, require_new_run, require_priority, require_write
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_connected
-from rollyard.service.eval_models import EvalBody, eval_object
-from rollyard.service.models import InRun, RunQuery, WaitS, read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.records import JsonObject, reply
+from rollyard.service.schemas.evals import EvalBody, eval_object
+from rollyard.service.schemas.records import JsonObject, reply
+from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, read_body
+from rollyard.service.security.access import caller_of, owns_policy, require_new_run, require_priority, require_write
+from rollyard.service.security.bounds import while_connected
 from rollyard.store.base import EvalRecord, ItemKind
 
 router = APIRouter(prefix="/v1/evals", tags=["evals"])

@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from rollyard.core import id_of
 from rollyard.pipeline import Event
-from rollyard.service.access import Caller, caller_of
 from rollyard.service.app_state import AppState, app_state_of
+from rollyard.service.security.access import Caller, caller_of
 from rollyard.service.sse import EventStream, frame
 
 router = APIRouter(prefix="/v1", tags=["events"])

@@ -10,11 +10,11 @@ from rollyard.core import Json
 from rollyard.core.failure import Draining, InvalidRequest, NotFound
 from rollyard.fleet.messages import MEDIA_TYPE, Join, Poll, Report, decode, encode
 from rollyard.fleet.nodes import ConnectedNode
-from rollyard.service.access import require_admin, require_node
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_connected
 from rollyard.service.node_settings import for_nodes
-from rollyard.service.records import reply, without_password
+from rollyard.service.schemas.records import reply, without_password
+from rollyard.service.security.access import require_admin, require_node
+from rollyard.service.security.bounds import while_connected
 
 router = APIRouter(prefix="/v1", tags=["nodes"])
 

@@ -13,15 +13,15 @@ from rollyard.core import Group, Json, Task, check_id, id_of, key_of, new_id
 from rollyard.core.failure import InvalidRequest
 from rollyard.sampling.groups import new_group
 from rollyard.sampling.open_group import rollouts_of
-from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.app_state import app_state_of
-from rollyard.service.bounds import while_connected
-from rollyard.service.draw_models import GroupBody, GroupsBody, SingleGroupBody
-from rollyard.service.group_pages import group_object
-from rollyard.service.models import InRun, RunQuery, WaitS, check_body, read_json
 from rollyard.service.openapi import json_body
 from rollyard.service.problems import field_path
-from rollyard.service.records import reply
+from rollyard.service.schemas.draws import GroupBody, GroupsBody, SingleGroupBody
+from rollyard.service.schemas.group_pages import group_object
+from rollyard.service.schemas.records import reply
+from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, check_body, read_json
+from rollyard.service.security.access import caller_of, require_priority, require_write
+from rollyard.service.security.bounds import while_connected
 from rollyard.service.tasks import checked_task
 from rollyard.store.base import ItemKind
 

@@ -8,9 +8,9 @@ from starlette.responses import HTMLResponse, Response
 
 from rollyard.core.failure import Draining
 from rollyard.service import openapi
-from rollyard.service.access import require_operator
 from rollyard.service.app_state import app_state_of
-from rollyard.service.records import reply
+from rollyard.service.schemas.records import reply
+from rollyard.service.security.access import require_operator
 
 router = APIRouter(tags=["health"])
 

@@ -13,12 +13,12 @@ from starlette.responses import Response
 from rollyard.core import Json
 from rollyard.core.policy import PauseMode
 from rollyard.engines.weights.state import PolicyStatus
-from rollyard.service.access import caller_of, require_admin
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.models import read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.policy_models import OwnerBody, PauseBody, RenewBody, ResumeBody, policy_object
-from rollyard.service.records import reply
+from rollyard.service.schemas.policies import OwnerBody, PauseBody, RenewBody, ResumeBody, policy_object
+from rollyard.service.schemas.records import reply
+from rollyard.service.schemas.requests import read_body
+from rollyard.service.security.access import caller_of, require_admin
 
 router = APIRouter(prefix="/v1", tags=["policies"])
 

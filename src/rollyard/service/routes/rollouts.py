@@ -14,13 +14,13 @@ from starlette.responses import Response
 from rollyard.core import DEFAULT_RUN, DeadlineExpired, Rollout, State, Trajectory, check_id, id_of, key_of, new_id
 from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
 from rollyard.pipeline import Pipeline
-from rollyard.service import arrow
-from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import while_connected
-from rollyard.service.models import InRun, RunQuery, SingleBody, SubmitBody, WaitS, read_submit
 from rollyard.service.openapi import json_body
-from rollyard.service.records import record, reply, traces, trajectory_object
+from rollyard.service.schemas import arrow
+from rollyard.service.schemas.records import record, reply, traces, trajectory_object
+from rollyard.service.schemas.requests import InRun, RunQuery, SingleBody, SubmitBody, WaitS, read_submit
+from rollyard.service.security.access import caller_of, require_priority, require_write
+from rollyard.service.security.bounds import while_connected
 from rollyard.service.tasks import checked_task
 from rollyard.store.base import ItemKind, Page, Submission
 

@@ -11,11 +11,11 @@ from starlette.responses import Response
 from rollyard.core import Run
 from rollyard.core.access import Access
 from rollyard.core.failure import Draining, Forbidden
-from rollyard.service.access import caller_of, require_manage, require_new_run, require_priority
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.models import AckBody, RunBody, read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.records import JsonObject, reply, run_object
+from rollyard.service.schemas.records import JsonObject, reply, run_object
+from rollyard.service.schemas.requests import AckBody, RunBody, read_body
+from rollyard.service.security.access import caller_of, require_manage, require_new_run, require_priority
 
 router = APIRouter(prefix="/v1", tags=["runs"])
 

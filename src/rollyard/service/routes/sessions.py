@@ -18,13 +18,13 @@ from starlette.responses import Response
 from rollyard.agents.session import POSTED, LiveSession
 from rollyard.core import Json, Rollout, Run, Score, State, check_id, id_of, key_of, new_id
 from rollyard.core.failure import Draining, NotFound, QuotaExceeded, SessionConflict
-from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.bounds import end_all, while_connected
-from rollyard.service.models import SESSION, InRun, RewardBody, RunQuery, SessionBody, read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.records import JsonObject, record, reply
 from rollyard.service.routes.rollouts import cancel_by_id
+from rollyard.service.schemas.records import JsonObject, record, reply
+from rollyard.service.schemas.requests import SESSION, InRun, RewardBody, RunQuery, SessionBody, read_body
+from rollyard.service.security.access import caller_of, require_priority, require_write
+from rollyard.service.security.bounds import end_all, while_connected
 from rollyard.store.base import ItemKind, Submission
 
 router = APIRouter(prefix="/v1", tags=["sessions"])

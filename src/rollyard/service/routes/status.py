@@ -11,13 +11,13 @@ from starlette.responses import Response
 from rollyard.core import Json, id_of
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.version import __version__
-from rollyard.service.access import caller_of, require_admin
 from rollyard.service.app_state import AppState, app_state_of
-from rollyard.service.models import PoolsBody, read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.policy_models import policy_object
-from rollyard.service.records import engine_object, layers_object, reply, without_password
 from rollyard.service.routes.fleet import node_object
+from rollyard.service.schemas.policies import policy_object
+from rollyard.service.schemas.records import engine_object, layers_object, reply, without_password
+from rollyard.service.schemas.requests import PoolsBody, read_body
+from rollyard.service.security.access import caller_of, require_admin
 
 router = APIRouter(prefix="/v1", tags=["status"])
 

@@ -16,13 +16,13 @@ from starlette.responses import Response
 
 from rollyard.core import new_id
 from rollyard.core.access import TokenRecord
-from rollyard.service.access import require_admin
 from rollyard.service.app_state import app_state_of
-from rollyard.service.models import read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.records import reply
-from rollyard.service.token_models import QuotaBody, RotateBody, TokenBody, token_object
-from rollyard.service.tokens import new_token
+from rollyard.service.schemas.records import reply
+from rollyard.service.schemas.requests import read_body
+from rollyard.service.schemas.tokens import QuotaBody, RotateBody, TokenBody, token_object
+from rollyard.service.security.access import require_admin
+from rollyard.service.security.tokens import new_token
 
 router = APIRouter(prefix="/v1", tags=["tokens"])
 

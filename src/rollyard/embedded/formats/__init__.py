@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors and GGUF files, where they come from and how they are converted."""

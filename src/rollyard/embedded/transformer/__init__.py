@@ -1,0 +1,1 @@
+"""The forward pass: models, attention, caches, kernels and sampling."""

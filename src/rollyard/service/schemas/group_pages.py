@@ -1,0 +1,188 @@
+"""Groups as clients get them: with their members' records, with or without traces, as JSON or as Arrow.
+
+Invariant: a page that is requested again has the same content. In Arrow, each trace is one row in a batch of its own
+(see `arrow.py`); everything else is JSON in the schema's metadata under "page".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from rollyard.core import Batch, Draw, Group, Rollout, Trajectory, id_of
+from rollyard.sampling.draw_state import DrawState, before_filtering
+from rollyard.sampling.membership import end_of
+from rollyard.sampling.open_group import rollouts_of
+from rollyard.service.schemas import arrow
+from rollyard.service.schemas.records import JsonObject, encode, record, traces
+from rollyard.store.base import Store
+
+AT_ONCE = 16  # trajectories that are read concurrently
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedGroup:
+    """A group with its rollouts. `trajectories`: those of its members, if requested and not deleted."""
+
+    group: Group
+    rollouts: tuple[Rollout, ...]
+    trajectories: dict[str, Trajectory]
+
+
+async def load_group(store: Store, group: Group, *, with_traces: bool) -> LoadedGroup:
+    rollouts = await rollouts_of(store, group.id)
+    trajectories: dict[str, Trajectory] = {}
+    if with_traces:
+        member_ids = [rollout.id for rollout in rollouts if rollout.index in group.members]
+        for start in range(0, len(member_ids), AT_ONCE):
+            ids = member_ids[start : start + AT_ONCE]
+            loaded = await asyncio.gather(*map(store.trajectory, ids))
+            trajectories |= {id: one for id, one in zip(ids, loaded, strict=True) if one is not None}
+    return LoadedGroup(group, tuple(rollouts), trajectories)
+
+
+def cursor(place: int) -> str:
+    return f"d:{place}"
+
+
+def group_object(group: Group, rollouts: Sequence[Rollout] = ()) -> JsonObject:
+    return {
+        "id": id_of(group.id),
+        "run": group.run,
+        "draw": None if group.draw is None else id_of(group.draw),
+        "state": group.state,
+        "reason": group.reason,
+        "size": group.size,
+        "spares": group.spares,
+        "min_members": group.min_members,
+        "task": rollouts[0].task if rollouts else None,
+        "epoch": group.epoch if group.draw else None,
+        "item": group.item if group.draw else None,
+        "batch": group.batch,
+        "cursor": None if group.place is None else cursor(group.place),
+        "admitted_version": group.admitted_version,
+        "oldest_version": group.oldest_version,
+        "newest_version": group.newest_version,
+        "staleness": group.staleness,
+        "stats": group.stats,
+        "members": [_member(group, rollout) for rollout in rollouts],
+        "created_at": group.created_at,
+        "updated_at": group.updated_at,
+    }
+
+
+def _member(group: Group, rollout: Rollout) -> JsonObject:
+    end = end_of(rollout) if rollout.ending else None
+    failure = rollout.ending.failure if rollout.ending else None
+    return {
+        "index": rollout.index,
+        "rollout": id_of(rollout.id),
+        "is_member": rollout.index in group.members,
+        "state": rollout.state,
+        "outcome": rollout.ending.outcome if rollout.ending else None,
+        "reward": end.reward if end else None,
+        "trainable": end.is_trainable if end else False,
+        "code": failure.code if failure else None,
+        "blame": failure.blame if failure else None,
+        "sampled_tokens": end.sampled_tokens if end else 0,
+    }
+
+
+def _with_rollouts(loaded: LoadedGroup, *, with_traces: bool) -> JsonObject:
+    """A group with the complete records of its members. The task is in the group only, not in each record."""
+    body = group_object(loaded.group, loaded.rollouts)
+    members: list[JsonObject] = []
+    for rollout in loaded.rollouts:
+        if rollout.index not in loaded.group.members:
+            continue
+        one = {name: value for name, value in record(rollout).items() if name != "task"}
+        trajectory = loaded.trajectories.get(rollout.id)
+        if with_traces and trajectory is not None:
+            one["traces"] = traces(trajectory, rollout)
+        members.append(one)
+    body["rollouts"] = members
+    return body
+
+
+def groups_page(
+    groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None, *, with_traces: bool = True
+) -> JsonObject:
+    return {
+        "groups": [_with_rollouts(one, with_traces=with_traces) for one in groups],
+        "next": next_cursor,
+        "batch": None if batch is None else batch_object(batch),
+    }
+
+
+PAGE_SCHEMA = pa.schema(
+    [
+        pa.field("group", pa.string(), nullable=False),
+        pa.field("rollout_index", pa.int32(), nullable=False),
+        *arrow.SCHEMA,
+    ]
+)
+
+
+def groups_stream(groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None) -> bytes:
+    """The page as an Arrow IPC stream."""
+    page = groups_page(groups, next_cursor, batch, with_traces=False)
+    schema = PAGE_SCHEMA.with_metadata({b"page": encode(page)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for one in groups:
+            for rollout in one.rollouts:
+                trajectory = one.trajectories.get(rollout.id)
+                for index, trace in enumerate(trajectory.traces if trajectory else ()):
+                    assert trajectory is not None
+                    writer.write_batch(arrow.row(schema, trajectory, rollout, index, trace))
+    return sink.getvalue().to_pybytes()
+
+
+def batch_object(batch: Batch) -> JsonObject:
+    return {
+        "draw": id_of(batch.draw),
+        "number": batch.number,
+        "want": batch.want,
+        "state": "open" if batch.is_open else "closed",
+        "version": batch.version,
+        "delivered": batch.delivered,
+        "after": cursor(batch.after),
+        "last": cursor(batch.after + batch.delivered) if batch.delivered else None,
+        "reason": batch.reason,
+        "is_last": batch.is_last,
+        "figures": batch.figures or None,
+    }
+
+
+def draw_object(draw: Draw, draw_state: DrawState | None = None) -> JsonObject:
+    progress = draw.progress
+    figures: dict[str, Any] = asdict(progress.figures)
+    figures |= before_filtering(figures)
+    ends = ("delivered", "filtered", "failed", "cancelled", "dropped", "void")
+    unfinished = figures["admitted"] - sum(figures[name] for name in ends)
+    opened = draw_state.open_count if draw_state is not None else 0
+    figures |= {
+        "open": opened,
+        "complete": max(0, unfinished - opened),
+        "keep_rate": round(draw_state.keep_rate, 4) if draw_state is not None else None,
+    }
+    return {
+        "id": id_of(draw.id),
+        "run": draw.run,
+        "state": "active" if draw.is_active else "ended",
+        "reason": draw.reason,
+        "detail": draw.detail,
+        "config": msgspec.to_builtins(draw.config),
+        "version": progress.version,
+        "batch": progress.batch,
+        "acked": progress.acked,
+        "cursor": cursor(progress.place) if progress.place else None,
+        "epoch": progress.epoch,
+        "created_at": draw.created_at,
+        "figures": figures,
+    }

@@ -1,0 +1,1 @@
+"""Tokens, sessions' keys, access rules, TLS, and the limits of a call."""

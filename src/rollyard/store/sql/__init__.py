@@ -1,0 +1,1 @@
+"""The store in SQL, for both databases: schema, reads, writes, recovery and retention."""

@@ -1,0 +1,183 @@
+"""Queries, one function each. Each runs on a reader's connection and reads the last commit.
+
+A query is one statement, so that its result is one snapshot, and many rows are read at once (see `_dialect`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rollyard.core import EngineSpec, Json, Rollout, Run, State, Trajectory
+from rollyard.core.failure import InvalidRequest, NotFound
+from rollyard.core.ids import SEPARATOR
+from rollyard.store.base import ItemKind, Page, QueuedRow
+from rollyard.store.codec import decode_trajectory, from_json
+from rollyard.store.sql.dialect import Connection
+from rollyard.store.sql.rows import BYTES, COLUMNS, FROM, fetch, parse_cursor, to_rollout, to_rollouts
+
+PAGE = 1000
+"""The most rollouts on one page."""
+
+PAGE_BYTES = 16 << 20
+"""The limit of one read; a single rollout may be larger. A task may have megabytes: a thousand of them would be more
+than SQLite returns as one text, and more than a service should hold for one response."""
+
+
+def get_run(connection: Connection, run_id: str) -> Run:
+    row = connection.execute("SELECT record FROM runs WHERE id = ?", (run_id,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no run {run_id!r}")
+    return from_json(row[0], Run)
+
+
+def list_runs(connection: Connection) -> tuple[Run, ...]:
+    """In order of creation."""
+    return connection.read_records("record", "FROM runs ORDER BY seq", (), tuple[Run, ...])
+
+
+def engines(connection: Connection) -> tuple[EngineSpec, ...]:
+    rows = connection.execute("SELECT record FROM engines ORDER BY seq").fetchall()
+    return tuple(from_json(record, EngineSpec) for (record,) in rows)
+
+
+def get(connection: Connection, rollout_id: str) -> Rollout:
+    return to_rollout(fetch(connection, rollout_id))
+
+
+def get_many(connection: Connection, ids: Sequence[str]) -> list[Rollout]:
+    """In the order given; unknown ids are left out."""
+    dialect = connection.dialect
+    clauses = f"{FROM} WHERE {dialect.among.format('r.id')}"
+    sizes = connection.read_rows(f"r.id, {BYTES}", clauses, (dialect.listed(ids),))
+    by_id: dict[str, Rollout] = {}
+    while sizes:
+        few = sizes[: _fitting([row[1] for row in sizes])]
+        sizes = sizes[len(few) :]
+        rows = connection.read_rows(COLUMNS[dialect], clauses, (dialect.listed([row[0] for row in few]),))
+        rollouts = connection.offload(lambda rows=rows: to_rollouts(rows), len(rows))
+        by_id |= {rollout.id: rollout for rollout in rollouts}
+    return [by_id[rollout_id] for rollout_id in ids if rollout_id in by_id]
+
+
+def named(connection: Connection, kind: ItemKind, id: str) -> dict[str, str]:
+    """Needs one index lookup per run."""
+    rows = connection.execute(
+        f"SELECT id, run FROM {kind} WHERE id = ? UNION ALL "
+        f"SELECT x.id, x.run FROM runs q JOIN {kind} x ON x.id = q.id || '{SEPARATOR}' || ?",
+        (id, id),
+    ).fetchall()
+    return {row[0]: row[1] for row in rows}
+
+
+def runs_of(connection: Connection, kind: ItemKind, keys: Sequence[str]) -> dict[str, str]:
+    dialect = connection.dialect
+    rows = connection.read_rows("id, run", f"FROM {kind} WHERE {dialect.among.format('id')}", (dialect.listed(keys),))
+    return {row[0]: row[1] for row in rows}
+
+
+def _fitting(sizes: Sequence[int]) -> int:
+    """Returns how many rollouts, from the first on, are read at once."""
+    total = 0
+    for count, size in enumerate(sizes):
+        total += size
+        if total > PAGE_BYTES:
+            return max(1, count)
+    return len(sizes)
+
+
+def trajectory(connection: Connection, rollout_id: str) -> bytes | None:
+    """Returns the encoded bytes, which a service may forward."""
+    row = connection.execute(
+        "SELECT j.trajectory FROM rollouts r LEFT JOIN trajectories j USING (seq) WHERE r.id = ?", (rollout_id,)
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"there is no rollout {rollout_id!r}")
+    return row[0]
+
+
+def saved_run(connection: Connection, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None:
+    row = connection.execute(
+        "SELECT j.trajectory, j.info FROM rollouts r JOIN trajectories j USING (seq) "
+        "WHERE r.id = ? AND j.info IS NOT NULL",
+        (rollout_id,),
+    ).fetchone()
+    return None if row is None else (decode_trajectory(row[0]), from_json(row[1], dict[str, Json]))
+
+
+def page(
+    connection: Connection,
+    *,
+    state: State | None,
+    runs: Sequence[str] | None,
+    group: str | None,
+    group_named: str | None,
+    after: str | None,
+    limit: int,
+) -> Page:
+    if not 1 <= limit <= PAGE:
+        raise InvalidRequest(f"limit is {limit}; it must be from 1 to {PAGE}")
+    dialect = connection.dialect
+    order = "e" if state is State.ENDED else "s"
+    key = "r.ended_seq" if order == "e" else "r.seq"
+    where, values = [f"{key} > ?"], list[object]([parse_cursor(after, order) if after is not None else 0])
+    if state is not None and order == "s":
+        where, values = [*where, "r.state = ?"], [*values, state]
+    if runs is not None and len(runs) == 1:
+        where, values = [*where, "r.run = ?"], [*values, runs[0]]
+    elif runs is not None:
+        where, values = [*where, dialect.among.format("r.run")], [*values, dialect.listed(runs)]
+    if group is not None:
+        where, values = [*where, 'r."group" = ?'], [*values, group]
+    if group_named is not None:
+        keys = f"SELECT id || '{SEPARATOR}' || ? FROM runs UNION ALL SELECT ?"
+        where, values = [*where, f'r."group" IN ({keys})'], [*values, group_named, group_named]
+    clauses = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?"
+    sizes = [row[0] for row in connection.read_rows(BYTES, clauses, (*values, limit))]
+    fitting = _fitting(sizes)
+    rows = connection.read_rows(COLUMNS[dialect], clauses, (*values, fitting)) if sizes else []
+    rollouts = connection.offload(lambda: tuple(to_rollouts(rows)), len(rows))
+    if not rollouts or (order == "s" and len(sizes) < limit and fitting == len(sizes)):
+        return Page(rollouts, None)
+    return Page(rollouts, f"{order}:{rollouts[-1].ended_seq if order == 'e' else rollouts[-1].seq}")
+
+
+def queued(connection: Connection) -> tuple[QueuedRow, ...]:
+    fields = "'id', id, 'run', run, 'priority', priority, 'seq', seq, 'attempt', attempt"
+    record = f"{connection.dialect.json_object}({fields})"
+    clauses = (
+        "FROM rollouts WHERE state = 'queued' AND run NOT IN (SELECT id FROM runs WHERE is_deleting = 1) ORDER BY seq"
+    )
+    return connection.read_records(record, clauses, (), tuple[QueuedRow, ...])
+
+
+def queued_of(connection: Connection, run_id: str, limit: int) -> list[str]:
+    """Returns ids of a run's queued rollouts."""
+    rows = connection.execute(
+        "SELECT id FROM rollouts WHERE run = ? AND ended_seq IS NULL AND state = 'queued' LIMIT ?", (run_id, limit)
+    ).fetchall()
+    return [row[0] for row in rows]
+
+
+def deleting_runs(connection: Connection) -> list[str]:
+    return [row[0] for row in connection.execute("SELECT id FROM runs WHERE is_deleting = 1 ORDER BY seq").fetchall()]
+
+
+def stored_bytes(connection: Connection, runs: Sequence[str]) -> dict[str, int]:
+    dialect = connection.dialect
+    rows = connection.read_rows(
+        "r.run, SUM(LENGTH(j.trajectory))",
+        f"FROM rollouts r JOIN trajectories j USING (seq) WHERE {dialect.among.format('r.run')} GROUP BY r.run",
+        (dialect.listed(runs),),
+    )
+    return {row[0]: int(row[1]) for row in rows}
+
+
+def count_of_run(connection: Connection, run_id: str) -> int:
+    (count,) = connection.execute("SELECT COUNT(*) FROM rollouts WHERE run = ?", (run_id,)).fetchone()
+    return int(count)
+
+
+def counts(connection: Connection) -> dict[str, int]:
+    """Includes every state, even with 0 rollouts."""
+    rows = connection.read_rows("state, COUNT(*)", "FROM rollouts GROUP BY state")
+    return {state.value: 0 for state in State} | {row[0]: row[1] for row in rows}

@@ -1,0 +1,1 @@
+"""MCP: servers inside and outside the sandbox, their tools, and the proxy for programs inside."""
