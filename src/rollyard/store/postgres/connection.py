@@ -1,6 +1,6 @@
 """PostgreSQL for the SQL of this package: statements in synchronous style that do not block the event loop.
 
-An operation is a plain function (see `_dialect`). For PostgreSQL it runs in a greenlet: when it sends a statement, the
+An operation is a plain function (see `dialect`). For PostgreSQL it runs in a greenlet: when it sends a statement, the
 greenlet is suspended, the loop awaits the response, and the greenlet continues with it. So one set of SQL serves both
 stores, and the loop is never blocked while the server works.
 

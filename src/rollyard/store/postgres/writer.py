@@ -5,7 +5,7 @@ unknown id: nearly all failures) leaves nothing to undo. If an operation fails a
 itself refuses it, the transaction is rolled back and the batch runs again with a savepoint for each operation. Nothing
 was acknowledged by then, so callers do not notice. Neighbours of one kind run together (`BatchedWrite`).
 
-Invariants, beside those of `_queue`. Each of these breaks the store: a lost connection, a server that shuts down, a
+Invariants, beside those of `sql.queue`. Each of these breaks the store: a lost connection, a server that shuts down, a
 wait for a lock beyond the connection's lock_timeout, a missing response. A connection may be lost after the server has
 committed: that commit was not acknowledged, and the next opening finds it.
 """

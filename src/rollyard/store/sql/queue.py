@@ -40,7 +40,7 @@ BATCH = 512
 """The most operations in one transaction, so that the first does not wait long for the last."""
 
 SWITCH_S = 0.0005
-"""The interpreter's switch interval while a store is open; see `_writer`. It applies to the whole process."""
+"""The interpreter's switch interval while a store is open; see `sqlite.writer`. It applies to the whole process."""
 
 _log = logging.getLogger("rollyard.store")
 

@@ -1,6 +1,6 @@
 """Queries, one function each. Each runs on a reader's connection and reads the last commit.
 
-A query is one statement, so that its result is one snapshot, and many rows are read at once (see `_dialect`).
+A query is one statement, so that its result is one snapshot, and many rows are read at once (see `dialect`).
 """
 
 from __future__ import annotations

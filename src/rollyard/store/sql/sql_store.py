@@ -1,7 +1,7 @@
 """The whole interface, for any database that runs the SQL of this package: a short method per operation.
 
-Modules: `schema` has the tables; `_writes`, `_moves`, `_reads` and `_rows` the SQL; `_groups` and `_policies` that of
-draws and weights; `_dialect` the differences of the databases; `_queue` the commits; `_recovery` the opening; `codec`
+Modules: `schema` has the tables; `writes`, `moves`, `reads` and `rows` the SQL; `groups` and `policies` that of
+draws and weights; `dialect` the differences of the databases; `queue` the commits; `recovery` the opening; `codec`
 the encoding. `sqlite` and `postgres` open a store and implement reads and writes. This file is long because it is the
 whole interface.
 

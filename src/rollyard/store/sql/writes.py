@@ -1,7 +1,7 @@
 """The writes of clients: runs, engines, submits, cancels. One function per operation.
 
 Each operation is atomic; those that return `Steps` yield between their rows, so that they do not block the loop for all
-of them (see `_writer`).
+of them (see `sqlite.writer`).
 """
 
 from __future__ import annotations
