@@ -86,8 +86,12 @@ async def test_a_sandbox_implements_the_interface(local: LocalRuntime) -> None:
 
 def test_it_works_on_uvloop(tmp_path: Path) -> None:
     """The whole suite runs on asyncio; here only the checks that use the loop most."""
-    names = {"a_timeout_kills_all_that_the_command_started", "fifty_mebibytes_come_back_as_they_went"}
-    names |= {"kill_proves_that_all_is_gone", "stdin_is_given_and_ends", "output_is_capped_and_the_rest_counted"}
+    names = {"a_timeout_kills_every_process_of_the_command", "fifty_mebibytes_are_copied_in_and_out_unchanged"}
+    names |= {
+        "kill_returns_when_every_process_has_ended",
+        "stdin_is_sent_and_closed",
+        "output_is_capped_and_the_excess_counted",
+    }
 
     async def main() -> None:
         async with BubblewrapRuntime(root=tmp_path) as runtime:

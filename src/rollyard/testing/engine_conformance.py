@@ -67,7 +67,7 @@ def check_shape(generation: Generation, max_tokens: int) -> None:
 
 
 @_check
-async def the_probe_says_what_it_is(engine: Engine, context: Context) -> None:
+async def the_probe_describes_the_engine(engine: Engine, context: Context) -> None:
     info = engine.info
     assert info.model and info.api
     assert info.max_context is None or info.max_context > len(context.prompt_ids)
@@ -75,7 +75,7 @@ async def the_probe_says_what_it_is(engine: Engine, context: Context) -> None:
 
 
 @_check
-async def it_is_healthy(engine: Engine, context: Context) -> None:
+async def health_succeeds(engine: Engine, context: Context) -> None:
     assert await engine.healthy()
 
 
@@ -89,7 +89,7 @@ async def a_generation_has_one_logprob_per_token(engine: Engine, context: Contex
 
 
 @_check
-async def a_stop_token_ends_it_and_is_kept(engine: Engine, context: Context) -> None:
+async def a_stop_token_ends_the_generation_and_is_included(engine: Engine, context: Context) -> None:
     free = await engine.generate(context.request(6, "free"))
     stop = free.token_ids[2]
     first = list(free.token_ids).index(stop)
@@ -101,7 +101,7 @@ async def a_stop_token_ends_it_and_is_kept(engine: Engine, context: Context) -> 
 
 
 @_check
-async def an_abort_keeps_what_was_sampled(engine: Engine, context: Context) -> None:
+async def an_abort_returns_the_sampled_tokens(engine: Engine, context: Context) -> None:
     request = context.request(context.long_tokens, "abort")
     task = asyncio.create_task(engine.generate(request))
     try:
@@ -164,7 +164,7 @@ class _Streaming:
 
 
 @_check
-async def a_stream_tells_exactly_the_generation(engine: Engine, context: Context) -> None:
+async def a_stream_contains_exactly_the_generation(engine: Engine, context: Context) -> None:
     tokens: list[int] = []
     streamed = await engine.generate(context.request(8, "stream"), tokens.extend)
     assert tokens == list(streamed.token_ids), "the streamed tokens differ from the returned ones"
@@ -177,7 +177,7 @@ async def a_stream_tells_exactly_the_generation(engine: Engine, context: Context
 
 
 @_check
-async def a_stream_stops_where_a_whole_reply_does(engine: Engine, context: Context) -> None:
+async def a_stream_ends_where_a_whole_reply_ends(engine: Engine, context: Context) -> None:
     free = await engine.generate(context.request(6, "free"))
     tokens: list[int] = []
     request = context.request(6, "stop", stop_token_ids=(free.token_ids[2],))
@@ -189,7 +189,7 @@ async def a_stream_stops_where_a_whole_reply_does(engine: Engine, context: Conte
 
 
 @_check
-async def an_abort_of_a_stream_keeps_what_was_told(engine: Engine, context: Context) -> None:
+async def an_abort_of_a_stream_keeps_the_streamed_tokens(engine: Engine, context: Context) -> None:
     request = context.request(context.long_tokens, "stream-abort")
     async with _Streaming(engine, request) as streaming:
         await engine.abort(request.request_id)
@@ -200,7 +200,7 @@ async def an_abort_of_a_stream_keeps_what_was_told(engine: Engine, context: Cont
 
 
 @_check
-async def a_stream_that_is_hung_up_on_keeps_what_was_told(engine: Engine, context: Context) -> None:
+async def a_stream_cut_by_the_engine_keeps_the_streamed_tokens(engine: Engine, context: Context) -> None:
     request = context.request(context.long_tokens, "hang-up")
     async with _Streaming(engine, request) as streaming:
         engine.hang_up(request.request_id)
@@ -221,7 +221,7 @@ async def a_cancelled_stream_leaves_the_engine_working(engine: Engine, context: 
 
 
 @_check
-async def a_prompt_beyond_the_context_is_refused_as_such(engine: Engine, context: Context) -> None:
+async def a_prompt_longer_than_the_context_is_refused(engine: Engine, context: Context) -> None:
     if engine.info.max_context is None:
         return
     long = [context.prompt_ids[0]] * (engine.info.max_context + 8)
@@ -235,12 +235,12 @@ async def a_prompt_beyond_the_context_is_refused_as_such(engine: Engine, context
 
 
 @_check
-async def it_chats(engine: Engine, context: Context) -> None:
+async def chat_returns_a_message(engine: Engine, context: Context) -> None:
     reply = await engine.chat([{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=4))
     assert reply.message["role"] == "assistant" and isinstance(reply.message.get("content"), str)
 
 
 @_check
-async def its_tokens_are_integers_or_unsaid(engine: Engine, context: Context) -> None:
+async def token_ids_are_integers_or_absent(engine: Engine, context: Context) -> None:
     tokens = await engine.tokenize("hello")
     assert tokens is None or (tokens and all(isinstance(token, int) for token in tokens))

@@ -123,7 +123,7 @@ async def eventually(happened: Callable[[], bool], what: str, details: Callable[
 
 
 @check(RuntimePart.ROOT)
-async def status_and_streams_come_back(runtime: Runtime) -> None:
+async def exec_returns_status_and_streams(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         result = await sandbox.exec("echo out; echo err >&2; exit 7", timeout_s=SECONDS)
         assert (result.status, result.stdout, result.stderr) == (7, b"out\n", b"err\n")
@@ -133,7 +133,7 @@ async def status_and_streams_come_back(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.LAUNCHER)
-async def output_need_not_be_text(runtime: Runtime) -> None:
+async def output_may_be_binary(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         result = await sandbox.exec(r"printf '\377\376\000x'", timeout_s=SECONDS)
         assert result.stdout == b"\xff\xfe\x00x"
@@ -153,7 +153,7 @@ async def the_working_directory_may_be_relative(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.ROOT)
-async def the_environment_is_clean(runtime: Runtime) -> None:
+async def the_environment_holds_only_what_was_set(runtime: Runtime) -> None:
     os.environ["ROLLYARD_CONFORMANCE"] = "leaked"
     try:
         async with started(runtime, SandboxSpec(env={"FROM_SPEC": "1"})) as sandbox:
@@ -167,7 +167,7 @@ async def the_environment_is_clean(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.PROGRAM)
-async def a_timeout_kills_all_that_the_command_started(runtime: Runtime) -> None:
+async def a_timeout_kills_every_process_of_the_command(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         mark = marked()
         command = f"setsid sleep {mark} & (sleep {mark} &) ; echo started; sleep {mark}"
@@ -190,7 +190,7 @@ async def a_cancelled_exec_kills_its_command(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.LAUNCHER)
-async def a_process_left_behind_does_not_hold_exec(runtime: Runtime) -> None:
+async def a_background_process_does_not_block_exec(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         mark = marked()
         result = await sandbox.exec(f"sleep {mark} & echo done", timeout_s=SECONDS)
@@ -199,14 +199,14 @@ async def a_process_left_behind_does_not_hold_exec(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.LAUNCHER)
-async def output_is_capped_and_the_rest_counted(runtime: Runtime) -> None:
+async def output_is_capped_and_the_excess_counted(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         result = await sandbox.exec("head -c 3000000 /dev/zero", timeout_s=SECONDS, output_bytes=1000)
         assert result.status == 0 and len(result.stdout) == 1000 and result.dropped_bytes == 2_999_000
 
 
 @check(RuntimePart.LAUNCHER)
-async def stdin_is_given_and_ends(runtime: Runtime) -> None:
+async def stdin_is_sent_and_closed(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         assert (await sandbox.exec("cat", timeout_s=SECONDS, stdin=b"a\0b")).stdout == b"a\0b"
         assert (await sandbox.exec("cat", timeout_s=SECONDS)).stdout == b""
@@ -217,7 +217,7 @@ async def stdin_is_given_and_ends(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.LAUNCHER)
-async def long_commands_and_environments_arrive(runtime: Runtime) -> None:
+async def long_commands_and_environments_are_passed_whole(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         text = "x" * 100_000
         result = await sandbox.exec(f"printf %s {text} | wc -c", timeout_s=SECONDS, env={"LONG": text})
@@ -225,7 +225,7 @@ async def long_commands_and_environments_arrive(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.LAUNCHER)
-async def many_commands_run_at_once(runtime: Runtime) -> None:
+async def many_commands_run_concurrently(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         results = await asyncio.gather(*[sandbox.exec(["echo", str(n)], timeout_s=SECONDS) for n in range(30)])
         assert [int(result.stdout) for result in results] == list(range(30))
@@ -244,7 +244,7 @@ async def no_descriptor_of_the_host_is_inherited(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.PROGRAM)
-async def spawn_gives_exactly_the_named_descriptors(runtime: Runtime) -> None:
+async def spawn_passes_exactly_the_named_descriptors(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         (reader, writer), (side, side_in), null = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
         try:
@@ -261,7 +261,7 @@ async def spawn_gives_exactly_the_named_descriptors(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.PROGRAM)
-async def spawn_gives_a_terminal_of_its_own(runtime: Runtime) -> None:
+async def spawn_can_allocate_a_terminal(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         master, slave = os.openpty()
         try:
@@ -283,7 +283,7 @@ async def spawn_gives_a_terminal_of_its_own(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.ROOT)
-async def fifty_mebibytes_come_back_as_they_went(runtime: Runtime) -> None:
+async def fifty_mebibytes_are_copied_in_and_out_unchanged(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         data = os.urandom(1 << 20) * 50
         await sandbox.write("deep/down/big.bin", data, mode=0o600)
@@ -292,7 +292,7 @@ async def fifty_mebibytes_come_back_as_they_went(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.ROOT)
-async def missing_and_odd_files_are_errors(runtime: Runtime) -> None:
+async def missing_and_special_files_are_errors(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         await sandbox.exec(
             "mkdir d; mkfifo f; truncate -s 1T s; ln -s loop loop; echo x > r; ln -s r l", timeout_s=SECONDS
@@ -325,7 +325,7 @@ async def missing_and_odd_files_are_errors(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.ROOT)
-async def folders_go_in_and_come_out(runtime: Runtime) -> None:
+async def folders_are_copied_in_and_out(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         with tempfile.TemporaryDirectory() as name:
             source, target = Path(name, "source"), Path(name, "target")
@@ -354,7 +354,7 @@ async def folders_go_in_and_come_out(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.ROOT)
-async def what_its_owner_made_of_a_folder_never_keeps_it_in(runtime: Runtime) -> None:
+async def no_mode_of_a_folder_prevents_copying_it_out(runtime: Runtime) -> None:
     """A deep, unreadable or odd folder is downloaded as is, or refused. An OSError would look like a host failure."""
     async with started(runtime) as sandbox:
         deep = "import os\nfor _ in range(1200):\n os.mkdir('d'); os.chdir('d')"
@@ -378,7 +378,7 @@ async def what_its_owner_made_of_a_folder_never_keeps_it_in(runtime: Runtime) ->
 
 
 @check(RuntimePart.PROGRAM)
-async def a_folder_deeper_than_any_path_is_refused(runtime: Runtime) -> None:
+async def a_folder_deeper_than_the_path_limit_is_refused(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         deep = "import os\nfor _ in range(50):\n os.mkdir('d' * 200); os.chdir('d' * 200)"
         assert (await sandbox.exec(["python3", "-c", deep], timeout_s=SECONDS)).status == 0
@@ -392,7 +392,7 @@ async def a_folder_deeper_than_any_path_is_refused(runtime: Runtime) -> None:
 
 
 @isolated(RuntimePart.PROGRAM)
-async def each_has_namespaces_of_its_own(runtime: Runtime) -> None:
+async def each_sandbox_has_its_own_namespaces(runtime: Runtime) -> None:
     kinds = ("user", "mnt", "pid", "ipc", "uts", "net")
     command = "; ".join(f"readlink /proc/self/ns/{kind}" for kind in kinds)
     async with started(runtime) as one, started(runtime) as two:
@@ -403,7 +403,7 @@ async def each_has_namespaces_of_its_own(runtime: Runtime) -> None:
 
 
 @isolated(RuntimePart.ROOT)
-async def no_setting_of_the_kernel_can_be_changed(runtime: Runtime) -> None:
+async def kernel_settings_cannot_be_changed(runtime: Runtime) -> None:
     """They apply to the whole machine: if the service runs as root, a sandbox could set core_pattern and run anything
     as root. Only permissions are checked: where the check fails, a write would succeed."""
     async with started(runtime) as sandbox:
@@ -415,7 +415,7 @@ async def no_setting_of_the_kernel_can_be_changed(runtime: Runtime) -> None:
 
 
 @isolated(RuntimePart.ROOT)
-async def links_never_lead_out(runtime: Runtime) -> None:
+async def links_do_not_lead_out_of_the_sandbox(runtime: Runtime) -> None:
     with tempfile.TemporaryDirectory() as name:
         secret = Path(name, "secret")
         secret.write_text("the host's")
@@ -437,7 +437,7 @@ async def links_never_lead_out(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.ROOT)
-async def kill_proves_that_all_is_gone(runtime: Runtime) -> None:
+async def kill_returns_when_every_process_has_ended(runtime: Runtime) -> None:
     mark = marked()
     sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
     await sandbox.exec(f"setsid sleep {mark} </dev/null >/dev/null 2>&1 & trap '' TERM HUP; sleep 0", timeout_s=SECONDS)
@@ -457,7 +457,7 @@ async def kill_proves_that_all_is_gone(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.PROGRAM)
-async def a_command_in_progress_learns_of_the_kill(runtime: Runtime) -> None:
+async def a_running_command_fails_when_the_sandbox_is_killed(runtime: Runtime) -> None:
     sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
     mark = marked()
     task = asyncio.ensure_future(sandbox.exec(["sleep", mark], timeout_s=SECONDS))
@@ -468,7 +468,7 @@ async def a_command_in_progress_learns_of_the_kill(runtime: Runtime) -> None:
 
 
 @check(RuntimePart.LAUNCHER)
-async def a_lease_that_is_not_renewed_ends_it(runtime: Runtime) -> None:
+async def an_expired_lease_ends_the_sandbox(runtime: Runtime) -> None:
     renewed = await runtime.start(SandboxSpec(), lease_s=0.2)
     renewed.renew(60.0)
     expired = await runtime.start(SandboxSpec(), lease_s=0.2)
@@ -480,7 +480,7 @@ async def a_lease_that_is_not_renewed_ends_it(runtime: Runtime) -> None:
 
 
 @isolated(RuntimePart.PROGRAM)
-async def who_kills_all_inside_harms_only_itself(runtime: Runtime) -> None:
+async def killing_every_process_inside_ends_only_that_sandbox(runtime: Runtime) -> None:
     """If the init process can be killed from inside, the sandbox ends with the reason `ended_inside`."""
     async with started(runtime) as sandbox:
         with contextlib.suppress(SandboxEndedByPolicy):
@@ -544,7 +544,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @check(RuntimePart.ROOT)
-async def server_gone_sandbox_gone_and_the_next_one_sweeps(runtime: Runtime) -> None:
+async def sandboxes_end_with_their_server_and_the_next_one_removes_leftovers(runtime: Runtime) -> None:
     kind, mark = type(runtime), marked()
     with tempfile.TemporaryDirectory() as root:
         argv = [sys.executable, "-c", _SERVER, kind.__module__, kind.__name__, root, mark]
@@ -569,7 +569,7 @@ async def server_gone_sandbox_gone_and_the_next_one_sweeps(runtime: Runtime) -> 
 
 
 @check(RuntimePart.ROOT)
-async def what_was_frozen_is_below_each_fork_and_stays_as_it_was(runtime: Runtime) -> None:
+async def forks_of_a_frozen_layer_do_not_change_it(runtime: Runtime) -> None:
     layer = runtime.layer_root / marked()
     sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
     mark = marked()
@@ -590,7 +590,7 @@ async def what_was_frozen_is_below_each_fork_and_stays_as_it_was(runtime: Runtim
 
 
 @check(RuntimePart.PROGRAM)
-async def a_layer_lies_below_the_runtimes_own_folder(runtime: Runtime) -> None:
+async def layers_are_stored_below_the_runtimes_folder(runtime: Runtime) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
         try:
@@ -608,7 +608,7 @@ print(urllib.request.urlopen(sys.argv[1] + "/who", timeout=10).read().decode())
 
 
 @check(RuntimePart.PROGRAM)
-async def each_doorway_has_its_own_answer(runtime: Runtime) -> None:
+async def each_doorway_reaches_its_own_application(runtime: Runtime) -> None:
     async def serve(sandbox: Sandbox, name: str) -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -647,7 +647,7 @@ async def the_control_folder_cannot_be_written_inside(runtime: Runtime) -> None:
 
 
 @isolated(RuntimePart.PROGRAM)
-async def there_is_no_network_but_loopback(runtime: Runtime) -> None:
+async def only_loopback_is_reachable(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         assert (await output(sandbox, "tail -n +3 /proc/net/dev | cut -d: -f1")).split() == ["lo"]
         script = "import socket; socket.create_connection(('192.0.2.1', 80), 2)"
@@ -657,7 +657,7 @@ async def there_is_no_network_but_loopback(runtime: Runtime) -> None:
 
 
 @isolated(RuntimePart.ROOT)
-async def host_and_other_sandboxes_are_unseen(runtime: Runtime) -> None:
+async def host_and_other_sandboxes_are_invisible(runtime: Runtime) -> None:
     with tempfile.NamedTemporaryFile(prefix="host-secret-") as secret:
         async with started(runtime) as sandbox, started(runtime) as other:
             await other.write("mine", b"not yours")
@@ -675,7 +675,7 @@ _HOST_PLACES = ("/root", "/home/runner", "/etc/shadow", "/etc/ssh", "/run/dbus",
 
 
 @isolated(RuntimePart.ROOT)
-async def privileges_cannot_be_had(runtime: Runtime) -> None:
+async def privileges_cannot_be_gained(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         status = dict(line.split(":\t") for line in (await output(sandbox, "cat /proc/self/status")).splitlines())
         assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {"0" * 16}

@@ -21,7 +21,7 @@ def _check(check: Check) -> Check:
 
 
 @_check
-async def tokens_are_remembered_until_they_are_revoked(open_store: Open) -> None:
+async def tokens_are_stored_until_they_are_revoked(open_store: Open) -> None:
     first = TokenRecord("t1", Access.TRAINER, "00" * 32, "alice", ("a-*",), ("actor",), 1.5, "admin", 9.5)
     second = TokenRecord("t2", Access.READER, "11" * 32, created_at=1.0)
     async with opened(open_store) as store:
@@ -47,7 +47,7 @@ async def a_policy_has_one_owner_or_none(open_store: Open) -> None:
 
 
 @_check
-async def the_audit_log_comes_newest_first_and_in_pages(open_store: Open) -> None:
+async def the_audit_log_is_read_newest_first_in_pages(open_store: Open) -> None:
     entries = [AuditEntry(float(n), "t1", "create_token", f"t{n}", {"name": "é"}) for n in range(5)]
     async with opened(open_store) as store:
         for entry in entries:
@@ -61,7 +61,7 @@ async def the_audit_log_comes_newest_first_and_in_pages(open_store: Open) -> Non
 
 
 @_check
-async def the_audit_log_forgets_its_oldest_entries(open_store: Open) -> None:
+async def the_audit_log_deletes_its_oldest_entries(open_store: Open) -> None:
     with mock.patch.object(access, "AUDIT_ENTRIES", 3):
         async with opened(open_store) as store:
             for number in range(5):
@@ -90,7 +90,7 @@ async def keys_are_looked_up_with_their_runs(open_store: Open) -> None:
 
 
 @_check
-async def listings_are_of_one_run_of_several_or_of_none(open_store: Open) -> None:
+async def listings_cover_one_run_several_or_none(open_store: Open) -> None:
     async with opened(open_store) as store:
         for name in ("a", "b", "c"):
             await store.put_run(Run(name), {})

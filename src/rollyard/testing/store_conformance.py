@@ -153,7 +153,7 @@ async def runs_are_idempotent(open_store: Open) -> None:
 
 
 @_check
-async def a_submitted_rollout_is_there_after_a_restart(open_store: Open) -> None:
+async def a_submitted_rollout_survives_a_restart(open_store: Open) -> None:
     async with opened(open_store) as store:
         (new,) = await store.submit([submission("a", group="g")])
         assert (new.position, new.group, new.task.data["instruction"]) == (QUEUED, "g", "do a")
@@ -190,7 +190,7 @@ async def a_conflicting_submit_stores_nothing(open_store: Open) -> None:
 
 
 @_check
-async def one_failing_call_does_not_fail_its_neighbours(open_store: Open) -> None:
+async def one_failing_call_does_not_fail_others_in_its_commit(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
         good = asyncio.gather(*(store.submit([submission(f"n{i}")]) for i in range(20)))
@@ -207,7 +207,7 @@ async def one_failing_call_does_not_fail_its_neighbours(open_store: Open) -> Non
 
 
 @_check
-async def a_rollout_goes_its_way(open_store: Open) -> None:
+async def a_rollout_moves_through_all_states(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
         at = await advance(store, "a", State.EVAL)
@@ -231,7 +231,7 @@ async def a_rollout_goes_its_way(open_store: Open) -> None:
 
 
 @_check
-async def a_move_from_elsewhere_is_stale(open_store: Open) -> None:
+async def a_move_from_another_state_is_stale(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
         await raises(Stale, store.move("a", INIT, READY))
@@ -246,7 +246,7 @@ async def a_move_from_elsewhere_is_stale(open_store: Open) -> None:
 
 
 @_check
-async def a_lost_attempt_stands_in_the_record(open_store: Open) -> None:
+async def a_lost_attempt_is_recorded(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
         lost = [LostAttempt(1, "sandbox_lost", "gone", "eval", 3), LostAttempt(2, "drained", "", "run")]
@@ -260,7 +260,7 @@ async def a_lost_attempt_stands_in_the_record(open_store: Open) -> None:
 
 
 @_check
-async def of_many_ends_one_wins(open_store: Open) -> None:
+async def only_one_of_several_ends_is_stored(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
         at = await advance(store, "a", State.RUN)
@@ -310,7 +310,7 @@ async def a_cancel_before_its_submit_wins(open_store: Open) -> None:
 
 
 @_check
-async def a_cancel_ends_what_is_queued_and_marks_what_is_live(open_store: Open) -> None:
+async def a_cancel_ends_queued_rollouts_and_marks_live_ones(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("q"), submission("l")])
         cancelled = await store.request_cancel("q", "no need")
@@ -324,7 +324,7 @@ async def a_cancel_ends_what_is_queued_and_marks_what_is_live(open_store: Open) 
 
 
 @_check
-async def many_are_cancelled_at_once(open_store: Open) -> None:
+async def many_rollouts_are_cancelled_in_one_call(open_store: Open) -> None:
     async with opened(open_store) as store:
         ids = [f"r{i:03}" for i in range(150)]
         await store.submit([submission(one) for one in ids])
@@ -360,7 +360,7 @@ async def tasks_are_stored_once_and_read_in_pages(open_store: Open) -> None:
 
 
 @_check
-async def a_run_that_is_being_deleted_takes_nothing_and_begins_nothing(open_store: Open) -> None:
+async def a_run_being_deleted_accepts_and_starts_nothing(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_run(Run("old"), {})
         await store.submit([submission("a", run="old"), submission("b", run="old"), submission("other")])
@@ -380,7 +380,7 @@ async def a_run_that_is_being_deleted_takes_nothing_and_begins_nothing(open_stor
 
 
 @_check
-async def a_cancel_and_a_start_race_to_one_end(open_store: Open) -> None:
+async def a_cancel_racing_with_a_start_yields_one_end(open_store: Open) -> None:
     async with opened(open_store) as store:
         ids = [f"r{i}" for i in range(40)]
         await store.submit([submission(rollout_id) for rollout_id in ids])
@@ -407,7 +407,7 @@ async def a_cancel_and_a_start_race_to_one_end(open_store: Open) -> None:
 
 
 @_check
-async def a_restart_requeues_what_was_at_work(open_store: Open) -> None:
+async def a_restart_requeues_live_rollouts(open_store: Open) -> None:
     states = [State.INIT, State.READY, State.RUN]
     async with opened(open_store) as store:
         await store.submit([submission(state) for state in (*states, State.QUEUED)])
@@ -425,7 +425,7 @@ async def a_restart_requeues_what_was_at_work(open_store: Open) -> None:
 
 
 @_check
-async def a_restart_fails_what_has_used_its_attempts(open_store: Open) -> None:
+async def a_restart_fails_rollouts_without_attempts_left(open_store: Open) -> None:
     async with opened(open_store, max_attempts=2) as store:
         await store.submit([submission("a"), submission("excused")])
         await advance(store, "a", State.RUN)
@@ -448,7 +448,7 @@ async def a_restart_fails_what_has_used_its_attempts(open_store: Open) -> None:
 
 
 @_check
-async def a_restart_evaluates_again_what_had_ended_run(open_store: Open) -> None:
+async def a_restart_repeats_an_interrupted_evaluation(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("fresh"), submission("same")])
         await advance(store, "fresh", State.EVAL)
@@ -464,7 +464,7 @@ async def a_restart_evaluates_again_what_had_ended_run(open_store: Open) -> None
 
 
 @_check
-async def an_evaluation_that_kills_the_service_ends(open_store: Open) -> None:
+async def an_evaluation_that_repeatedly_kills_the_service_fails(open_store: Open) -> None:
     async with opened(open_store, max_attempts=2) as store:
         await store.submit([submission("a")])
         await advance(store, "a", State.EVAL)
@@ -479,7 +479,7 @@ async def an_evaluation_that_kills_the_service_ends(open_store: Open) -> None:
 
 
 @_check
-async def a_restart_ends_what_was_to_be_cancelled(open_store: Open) -> None:
+async def a_restart_completes_pending_cancels(open_store: Open) -> None:
     states = [State.INIT, State.READY, State.RUN, State.EVAL]
     async with opened(open_store) as store:
         await store.submit([submission(state) for state in states])
@@ -496,7 +496,7 @@ async def a_restart_ends_what_was_to_be_cancelled(open_store: Open) -> None:
 
 
 @_check
-async def only_one_process_has_a_store(open_store: Open) -> None:
+async def only_one_process_can_open_a_store(open_store: Open) -> None:
     async with opened(open_store):
         await raises(StoreLocked, open_store())
     async with opened(open_store):
@@ -504,7 +504,7 @@ async def only_one_process_has_a_store(open_store: Open) -> None:
 
 
 @_check
-async def a_server_that_lost_its_store_writes_nothing(open_store: Open) -> None:
+async def a_server_that_lost_its_lock_writes_nothing(open_store: Open) -> None:
     async with opened(open_store) as old:
         await old.submit([submission("a")])
         await advance(old, "a", State.RUN)
@@ -581,7 +581,7 @@ async def listings_are_filtered_and_paged(open_store: Open) -> None:
 
 
 @_check
-async def a_wrong_cursor_or_limit_is_refused(open_store: Open) -> None:
+async def an_invalid_cursor_or_limit_is_refused(open_store: Open) -> None:
     async with opened(open_store) as store:
         for state, cursor in ((State.ENDED, "s:1"), (None, "e:1"), (State.ENDED, "e:-1"), (None, "s:x"), (None, "")):
             await raises(InvalidRequest, store.list(state=state, after=cursor))
@@ -600,7 +600,7 @@ async def _end_all(store: Store, ids: Sequence[str], run: str = "run") -> list[R
 
 
 @_check
-async def what_is_acknowledged_loses_its_trajectory(open_store: Open) -> None:
+async def acknowledged_rollouts_lose_their_trajectories(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_run(Run("other"), {})
         ended = await _end_all(store, [f"r{i:03}" for i in range(130)])
@@ -616,7 +616,7 @@ async def what_is_acknowledged_loses_its_trajectory(open_store: Open) -> None:
 
 
 @_check
-async def a_sweep_deletes_what_is_old(open_store: Open) -> None:
+async def a_sweep_deletes_expired_rollouts(open_store: Open) -> None:
     async with opened(open_store) as store:
         await _end_all(store, [f"r{i:03}" for i in range(130)])
         await store.submit([submission("queued")])
@@ -635,7 +635,7 @@ async def a_sweep_deletes_what_is_old(open_store: Open) -> None:
 
 
 @_check
-async def a_deleted_run_takes_its_rollouts_along(open_store: Open) -> None:
+async def deleting_a_run_deletes_its_rollouts(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_run(Run("other"), {})
         await _end_all(store, [f"r{i:03}" for i in range(130)])
@@ -655,7 +655,7 @@ async def a_deleted_run_takes_its_rollouts_along(open_store: Open) -> None:
 
 
 @_check
-async def engines_are_remembered(open_store: Open) -> None:
+async def engines_are_stored(open_store: Open) -> None:
     first = EngineSpec("e1", "http://127.0.0.1:1", Kind.VLLM, policy="actor", api_key="secret")
     async with opened(open_store) as store:
         await store.put_engine(first)

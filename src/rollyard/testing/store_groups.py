@@ -99,7 +99,7 @@ async def draws_are_idempotent_and_listed(open_store: Open) -> None:
 
 
 @_check
-async def delivered_groups_come_in_their_order_and_stay(open_store: Open) -> None:
+async def delivered_groups_are_listed_in_order(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_draw(draw(), {})
         for place in (2, 1, 3):
@@ -114,7 +114,7 @@ async def delivered_groups_come_in_their_order_and_stay(open_store: Open) -> Non
 
 
 @_check
-async def tasks_of_a_draw_are_kept_and_pushed_once(open_store: Open) -> None:
+async def tasks_of_a_draw_are_stored_and_pushed_once(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_items("d", 0, [{"n": 0}, {"n": 1}])
         await store.put_items("d", 1, [{"n": 9}])
@@ -132,7 +132,7 @@ async def tasks_of_a_draw_are_kept_and_pushed_once(open_store: Open) -> None:
 
 
 @_check
-async def what_a_live_draw_has_not_been_told_to_let_go_stays(open_store: Open) -> None:
+async def unacknowledged_groups_of_a_live_draw_are_not_deleted(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_draw(draw(), {})
         for place, name in enumerate(("acked", "unacked"), 1):
@@ -158,7 +158,7 @@ async def what_a_live_draw_has_not_been_told_to_let_go_stays(open_store: Open) -
 
 
 @_check
-async def an_acknowledged_run_keeps_what_was_not_delivered(open_store: Open) -> None:
+async def acknowledging_a_run_keeps_undelivered_groups(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_draw(draw(), {})
         await store.put_groups([(group("lone"), {})], members("lone"))
@@ -185,7 +185,7 @@ async def an_acknowledged_run_keeps_what_was_not_delivered(open_store: Open) -> 
 
 
 @_check
-async def a_sweep_deletes_draws_evaluations_and_runs_that_are_over(open_store: Open) -> None:
+async def a_sweep_deletes_ended_draws_evaluations_and_runs(open_store: Open) -> None:
     async with opened(open_store) as store:
         for name in ("evals", "running"):
             await store.put_run(Run(name), {})
@@ -220,7 +220,7 @@ async def a_sweep_deletes_draws_evaluations_and_runs_that_are_over(open_store: O
 
 
 @_check
-async def rollouts_whose_group_is_over_are_found(open_store: Open) -> None:
+async def orphaned_rollouts_are_listed(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_groups([(group("open"), {}), (group("over"), {})], (*members("open"), *members("over")))
         await store.end("over-0", QUEUED, completed())
@@ -229,7 +229,7 @@ async def rollouts_whose_group_is_over_are_found(open_store: Open) -> None:
 
 
 @_check
-async def evaluations_are_kept(open_store: Open) -> None:
+async def evaluations_are_stored(open_store: Open) -> None:
     async with opened(open_store) as store:
         record = EvalRecord("e", "run", "default", 3, k=2, samples=4, tasks=5)
         assert await store.put_eval(record, {"k": 2}) == record
@@ -243,7 +243,7 @@ async def evaluations_are_kept(open_store: Open) -> None:
 
 
 @_check
-async def a_deleted_run_takes_its_draws_along(open_store: Open) -> None:
+async def deleting_a_run_deletes_its_draws(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_run(Run("other"), {})
         await store.put_draw(draw(), {})

@@ -59,7 +59,7 @@ async def leased(
 
 
 @_check
-async def a_lease_takes_what_is_queued_with_that_attempt(open_store: Open) -> None:
+async def a_lease_takes_queued_rollouts_with_a_matching_attempt(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission(rollout_id) for rollout_id in "abcde"])
         await store.request_cancel("b", "")
@@ -76,7 +76,7 @@ async def a_lease_takes_what_is_queued_with_that_attempt(open_store: Open) -> No
 
 
 @_check
-async def of_many_leases_one_gets_a_rollout(open_store: Open) -> None:
+async def a_rollout_is_leased_once(open_store: Open) -> None:
     async with opened(open_store) as store:
         ids = [f"r{i}" for i in range(60)]
         await store.submit([submission(rollout_id) for rollout_id in ids])
@@ -87,7 +87,7 @@ async def of_many_leases_one_gets_a_rollout(open_store: Open) -> None:
 
 
 @_check
-async def a_result_comes_encoded(open_store: Open) -> None:
+async def a_result_is_stored_as_encoded(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a"), submission("b")])
         await leased(store, "b")
@@ -100,7 +100,7 @@ async def a_result_comes_encoded(open_store: Open) -> None:
 
 
 @_check
-async def what_a_node_says_of_an_attempt_that_was_given_back_is_stale(open_store: Open) -> None:
+async def a_result_of_a_returned_attempt_is_stale(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
         at = await leased(store, "a", State.RUN)
@@ -116,7 +116,7 @@ async def what_a_node_says_of_an_attempt_that_was_given_back_is_stale(open_store
 
 
 @_check
-async def leases_outlive_the_head_that_keeps_them(open_store: Open) -> None:
+async def leases_survive_a_restart_of_the_head(open_store: Open) -> None:
     states = [State.INIT, State.READY, State.RUN, State.EVAL]
     async with opened(open_store) as store:
         await store.submit([submission(name) for name in (*states, "here", "queued", "back", "ended", "unwanted")])
@@ -142,7 +142,7 @@ async def leases_outlive_the_head_that_keeps_them(open_store: Open) -> None:
 
 
 @_check
-async def an_opener_that_keeps_no_leases_gives_them_back(open_store: Open) -> None:
+async def opening_without_leases_returns_leased_rollouts(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("run"), submission("eval")])
         await leased(store, "run", State.RUN)
@@ -161,7 +161,7 @@ async def an_opener_that_keeps_no_leases_gives_them_back(open_store: Open) -> No
 
 
 @_check
-async def what_a_node_saved_is_judged_here_by_an_opener_that_keeps_no_leases(open_store: Open) -> None:
+async def opening_without_leases_evaluates_saved_runs_locally(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a"), submission("b")])
         await leased(store, "a", State.EVAL, is_reevaluable=True)
@@ -180,7 +180,7 @@ async def what_a_node_saved_is_judged_here_by_an_opener_that_keeps_no_leases(ope
 
 
 @_check
-async def many_are_read_in_the_order_given(open_store: Open) -> None:
+async def many_rollouts_are_read_in_the_requested_order(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission(rollout_id) for rollout_id in ("a", "b", 'q"uote', "ü")])
         await store.end("b", QUEUED, completed(0.1))

@@ -399,11 +399,6 @@ class EnginePool:
         self.members.pop(member.id, None)
         member.set_health(Health.GONE)
 
-    @property
-    def seats_free(self) -> int | None:
-        """None: unlimited."""
-        return self.seats.free
-
     def rebound(self) -> None:
         """Updates the number of seats after a change of a cap or of an engine's health."""
         members = [member for member in self.members.values() if member.health is Health.UP] or self.members.values()

@@ -5,8 +5,8 @@ PostgreSQL: `?` for parameters, ON CONFLICT, RETURNING, 0 and 1 for booleans. Th
 how a connection reads many rows.
 
 Many rows at once. For each row that Python fetches from SQLite, a reader's thread releases the interpreter lock and,
-under a busy loop, waits to get it back (see `sqlite.writer`). So SQLite returns many rows as one JSON array, unless that
-would exceed its maximum length (10⁹ bytes). PostgreSQL sends them in one response.
+under a busy loop, waits to get it back (see `sqlite.writer`). So SQLite returns many rows as one JSON array, unless
+that would exceed its maximum length (10⁹ bytes). PostgreSQL sends them in one response.
 """
 
 from __future__ import annotations

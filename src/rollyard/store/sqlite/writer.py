@@ -7,8 +7,8 @@ thread was measured at 0.2 to 300 operations a second, and seconds for a single 
 switch interval of 0.5 ms: 3,400 to 6,600 a second, 9 ms for a single one. A statement is 5 to 20 µs of work on cached
 pages: less than the switch to a thread and back.
 
-Invariants, beside those of `sql.queue`. Each operation has its own savepoint. The loop is blocked for SLICE_S at a time,
-or for one step of an operation, whichever is longer.
+Invariants, beside those of `sql.queue`. Each operation has its own savepoint. The loop is blocked for SLICE_S at a
+time, or for one step of an operation, whichever is longer.
 """
 
 from __future__ import annotations
