@@ -213,11 +213,20 @@ def vllm_servers(
 
 
 @pytest.fixture(scope="session")
-def vllm_url(vllm_servers: real_vllm.Servers) -> Generator[str, None, None]:
+def shared_vllm(vllm_servers: real_vllm.Servers) -> Generator[real_vllm.Server, None, None]:
     """A real vLLM, started once for all tests: those that use it are in the group `vllm`."""
     with vllm_servers.serving() as server:
         server.wait()
-        yield server.url
+        yield server
+
+
+@pytest.fixture
+def vllm_url(shared_vllm: real_vllm.Server) -> Generator[str, None, None]:
+    """The shared vLLM. After each test it runs, without requests, with the version that it had at its start."""
+    try:
+        yield shared_vllm.url
+    finally:
+        shared_vllm.reset()
 
 
 @pytest.fixture(scope="session")

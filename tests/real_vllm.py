@@ -108,6 +108,18 @@ class Server:
                 time.sleep(0.5)
         pytest.fail(f"vLLM did not start:\n{self._log.read_text(errors='replace')[-3000:]}")
 
+    def reset(self) -> None:
+        """Restores the state that it had at its start: no requests, not paused, no weight version."""
+        for path, body in (
+            ("/abort_requests", {}),
+            ("/resume", None),
+            ("/update_weight_version", {"new_version": "default"}),
+        ):
+            data = b"" if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=END_S):
+                pass
+
     def kill(self) -> None:
         """Kills all processes without a clean-up, as the kernel does when memory is short."""
         self._signal(signal.SIGKILL)

@@ -18,7 +18,6 @@ from rollyard.core import Deadline, Sampling
 from rollyard.engines import EngineSpec, Health, Kind, Router
 from rollyard.engines.base import Generation, Session
 from rollyard.engines.routing.settings import RouterSettings
-from tests.pipeline.test_real_vllm_weights import real
 from tests.real_vllm import Servers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -119,8 +118,7 @@ async def test_tokens_of_a_replaced_vllm_do_not_have_the_previous_version(
     with vllm_servers.serving() as first, vllm_servers.serving() as second:
         for server in (first, second):
             await asyncio.to_thread(server.wait)
-        async with balanced() as balancer, Router(NOT_WATCHED) as router, real(vllm_url) as last:
-            await last.post("/update_weight_version", {"new_version": "default"})  # as it was when it started
+        async with balanced() as balancer, Router(NOT_WATCHED) as router:
             balancer.lead_to(first.url)
             await router.add(EngineSpec("real", balancer.url, Kind.VLLM, tokenizer=str(vllm_model)))
             await router.policies.pause("default", holder="trainer")

@@ -59,15 +59,8 @@ class Vllm:
 
 @asynccontextmanager
 async def real(url: str) -> AsyncGenerator[Vllm, None]:
-    """The server is shared, so its state is restored."""
     async with aiohttp.ClientSession() as http:
-        vllm = Vllm(url, http)
-        try:
-            yield vllm
-        finally:
-            await vllm.post("/abort_requests", {})
-            await vllm.post("/resume")
-            await vllm.post("/update_weight_version", {"new_version": "default"})
+        yield Vllm(url, http)
 
 
 @asynccontextmanager
