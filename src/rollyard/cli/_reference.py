@@ -47,7 +47,7 @@ def _parameters(parameters: list[Any], path: str) -> Iterator[str]:
         name = " / ".join((*parameter.opts, *parameter.secondary_opts)) if is_option else parameter.metavar or "NAME"
         text = (parameter.help or "").replace("|", "\\|")
         default = parameter.default
-        if is_option and default not in (None, False, True, (), []) and "[default" not in text:
+        if is_option and default not in (None, False, True, "", (), []) and "[default" not in text:
             text += f" [default: {default}]"
         rows.append(f"| `{name}` | {text} |\n")
     if rows:

@@ -52,7 +52,7 @@ def list_agents(file: File = None, data_dir: DataDir = None, as_json: AsJson = F
 
 @agents.command("show", epilog="Example: rollyard agents show mini-swe-agent")
 def show_agent(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An agent of `rollyard agents list`.")],
     file: File = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -73,7 +73,7 @@ def show_agent(
 
 @agents.command("install", epilog="Example: rollyard agents install mini-swe-agent")
 def install(
-    names: Annotated[list[str], typer.Argument(metavar="NAME…")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Agents of `rollyard agents list`.")],
     source: Source = None,
     file: File = None,
     data_dir: DataDir = None,
@@ -96,7 +96,7 @@ def install(
 
 @agents.command("try", epilog="Example: rollyard agents try mini-swe-agent --engine http://gpu1:8000")
 def try_agent(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An agent of `rollyard agents list`.")],
     task: Annotated[
         str | None, typer.Option(metavar="FILE", help="A task, FILE or FILE:LINE; else a small built-in one.")
     ] = None,
