@@ -68,26 +68,56 @@ app.command(epilog=_example("rollyard serve --engine http://gpu1:8000 --engine h
     serve
 )
 app.command(epilog=_example("rollyard submit tasks.jsonl --group-size 8 --out trajectories.jsonl"))(submit)
-app.command("eval", epilog=_example("rollyard eval tasks.jsonl --k 8 --engine http://gpu1:8000"))(evaluate)
+app.command(
+    "eval",
+    short_help="Report pass@1 to pass@K, with intervals.",
+    epilog=_example("rollyard eval tasks.jsonl --k 8 --engine http://gpu1:8000"),
+)(evaluate)
 app.add_typer(tasks, name="tasks", epilog=_example("rollyard tasks validate tasks.jsonl --run"))
 app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list --state ended --limit 20"))
 app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))
 app.add_typer(policies, name="policies", epilog=_example("rollyard policies pause actor --mode drain"))
-app.command(epilog=_example("rollyard node --head http://head:8127 --token-file node-token"))(node)
+app.command(
+    short_help="Run rollouts leased by a head.",
+    epilog=_example("rollyard node --head http://head:8127 --token-file node-token"),
+)(node)
 app.add_typer(nodes, name="nodes", epilog=_example("rollyard nodes drain gpu-07"))
-app.add_typer(access, name="access", epilog=_example("rollyard access create trainer --name alice"))
+app.add_typer(
+    access,
+    name="access",
+    short_help="Tokens, their quotas, and the audit log.",
+    epilog=_example("rollyard access create trainer --name alice"),
+)
 app.add_typer(agents, name="agents", epilog=_example("rollyard agents try mini-swe-agent"))
-app.add_typer(images, name="images", epilog=_example("rollyard images pull docker://ubuntu:24.04"))
+app.add_typer(
+    images,
+    name="images",
+    short_help="Sandbox images on this machine.",
+    epilog=_example("rollyard images pull docker://ubuntu:24.04"),
+)
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
 app.add_typer(draws, name="draws", epilog=_example("rollyard draws show grpo-7b"))
 app.add_typer(tokens, name="tokens", epilog=_example("rollyard tokens check Qwen/Qwen3-0.6B"))
-app.command(epilog=_example("rollyard engine --model ~/models/qwen3-0.6b --port 8000"))(engine)
+app.command(
+    short_help="Serve a small model on this machine.",
+    epilog=_example("rollyard engine --model ~/models/qwen3-0.6b --port 8000"),
+)(engine)
 app.add_typer(weights, name="weights", epilog=_example("rollyard weights fetch smollm2"))
 app.add_typer(slurm, name="slurm", epilog=_example("rollyard slurm up --nodes 4 --partition cpu --time 24:00:00"))
-app.command("gym-agent", epilog=_example("rollyard gym-agent --port 8130 --server counter"))(gym_agent)
+app.command(
+    "gym-agent",
+    short_help="Serve rollouts to NeMo Gym and NeMo RL.",
+    epilog=_example("rollyard gym-agent --port 8130 --server counter"),
+)(gym_agent)
 app.command(epilog=_example("rollyard top --interval 0.5"))(top)
 app.command(epilog=_example("rollyard shell tasks.jsonl:3 --eval"))(shell)
-app.command(epilog=_example("rollyard doctor --json"))(doctor)
-app.command("bench", epilog=_example("rollyard bench shell --quick --json"))(bench)
-app.command(epilog=_example("rollyard demo"))(demo)
+app.command(short_help="Check this machine, with fixes for problems.", epilog=_example("rollyard doctor --json"))(
+    doctor
+)
+app.command(
+    "bench",
+    short_help="Measure this machine, beside the peers.",
+    epilog=_example("rollyard bench shell --quick --json"),
+)(bench)
+app.command(short_help="Watch a small trained model solve tasks.", epilog=_example("rollyard demo"))(demo)
 app.command(epilog=_example("rollyard config --config rollyard.toml"))(config)
