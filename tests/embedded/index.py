@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ REPOSITORY = "someone/tiny"
 
 
 class Index:
-    """Serves one wheel at `/simple/tiny-weights/`, and the files of a folder at `/someone/tiny/resolve/REVISION/…`."""
+    """Serves one wheel at `/simple/tiny-weights/`, and the files of a folder at `/someone/tiny/resolve/REVISION/…` with
+    the hub's description of that repository."""
 
     def __init__(self, wheel: Path | None = None, folder: Path | None = None) -> None:
         self.wheel = wheel
@@ -33,6 +35,13 @@ class Index:
             return f'<a href="/files/{self.wheel.name}">{self.wheel.name}</a>'.encode()
         if self.wheel and path == f"/files/{self.wheel.name}":
             return self.wheel.read_bytes()
+        if self.folder and path.startswith(f"/api/models/{REPOSITORY}/"):
+            files = sorted(self.folder.iterdir())
+            if path.endswith("/revision/main"):
+                siblings = [{"rfilename": file.name} for file in files]
+                return json.dumps({"id": REPOSITORY, "sha": REVISION, "siblings": siblings}).encode()
+            tree = [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": REVISION} for file in files]
+            return json.dumps(tree).encode()
         base = f"/{REPOSITORY}/resolve/{REVISION}/"
         if self.folder and path.startswith(base) and (self.folder / path.removeprefix(base)).is_file():
             return (self.folder / path.removeprefix(base)).read_bytes()
@@ -77,6 +86,8 @@ def serving(index: Index) -> Generator[Index, None, None]:
             self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "application/octet-stream")
             self.send_header("Content-Length", str(len(body or b"")))
             self.send_header("X-Repo-Commit", REVISION)
+            if body is None and self.path.startswith("/api/models/"):
+                self.send_header("X-Error-Code", "RepoNotFound")
             self.send_header("ETag", f'"{sha256(body or b"").hexdigest()}"')
             self.end_headers()
             return body

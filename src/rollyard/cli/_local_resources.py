@@ -27,7 +27,7 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
     from rollyard.pipeline import ArtifactFolder, Renderers, StageResources
     from rollyard.sandbox.layers import LayerCache
     from rollyard.sandbox.python import PythonBuilds
-    from rollyard.service.machine import AGENTS, all_environments, mcp_servers
+    from rollyard.service.machine import AGENTS, TOKENIZERS, all_environments, mcp_servers
     from rollyard.service.runtimes import NAMES, make_runtime
     from rollyard.service.settings import load_settings
 
@@ -46,7 +46,7 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
             router=router,
             environments=environments,
             agents=Agents(installs=AgentInstalls(settings.data_dir / AGENTS)),
-            renderers=Renderers(),
+            renderers=Renderers(cache=settings.data_dir / TOKENIZERS),
             artifacts=ArtifactFolder(folder / "artifacts"),
             layers={runtime: layers},
             images=_image_store(),

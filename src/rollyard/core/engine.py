@@ -8,6 +8,9 @@ from urllib.parse import urlsplit
 
 from rollyard.core.address import is_loopback_host
 
+TOKENIZER_PATH = "/rollyard/tokenizer"
+"""Where Rollyard's own engines serve the files of their tokenizer: a list, and below it each file by its name."""
+
 
 class Role(StrEnum):
     POLICY = "policy"

@@ -26,9 +26,11 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import orjson
 from aiohttp import web
 
+from rollyard.core.engine import TOKENIZER_PATH
 from rollyard.core.version import __version__
 from rollyard.embedded.batching import Batcher, Request, Settings
 from rollyard.embedded.call_registry import PAUSE_MODES, CallRegistry
@@ -44,6 +46,7 @@ from rollyard.embedded.requests import (
     read_params,
 )
 from rollyard.embedded.texts import Texts
+from rollyard.tokens.files import list_files, paths_in
 
 MAX_BODY_BYTES = 64 << 20
 DONE = b"data: [DONE]\n\n"
@@ -318,6 +321,18 @@ class Engine:
             lines += [f'rollyard_engine_{name}{{kind="{kind}"}} {value}\n' for kind, value in by_kind.items()]
         return web.Response(text="".join(lines), content_type="text/plain")
 
+    async def _tokenizer_list(self, request: web.Request) -> web.StreamResponse:
+        if not self._root:
+            raise Refused("the folder of the tokenizer is not known", 404)
+        listed = await asyncio.to_thread(list_files, Path(self._root), self.name)
+        return web.Response(body=msgspec.json.encode(listed), content_type="application/json")
+
+    async def _tokenizer_file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if not self._root or name not in {path.name for path in paths_in(Path(self._root))}:
+            raise Refused(f"the tokenizer has no file {name!r}", 404)
+        return web.FileResponse(Path(self._root) / name)
+
     def _routes(self) -> list[tuple[str, str, Handler]]:
         return [
             ("POST", "/inference/v1/generate", self._generate),
@@ -335,6 +350,8 @@ class Engine:
             ("GET", "/health", self._health),
             ("GET", "/v1/models", self._models),
             ("GET", "/version", self._version),
+            ("GET", TOKENIZER_PATH, self._tokenizer_list),
+            ("GET", TOKENIZER_PATH + "/{name}", self._tokenizer_file),
             ("GET", "/metrics", self._metrics),
         ]
 

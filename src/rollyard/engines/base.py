@@ -70,6 +70,7 @@ class EngineInfo:
     api: str  # which of its APIs is in use, e.g. "inference/v1/generate"
     version: str = ""
     tokenizer: str = ""  # the model's folder, if the engine reports one that is readable here
+    model_source: str = ""  # the model as the engine loaded it: a folder on its machine, or a hub name
     reports_versions: bool = False  # each generation carries its weight versions
     notes: tuple[str, ...] = ()
 
@@ -218,6 +219,10 @@ class Engine(Protocol):
 
     async def tokenize(self, text: str) -> Sequence[int] | None:
         """The text's tokens by the engine's own tokenizer, or None if it has no route for this."""
+        ...
+
+    async def tokenizer_file(self, name: str = "", most_bytes: int = 1 << 20) -> bytes | None:
+        """A file of its tokenizer, or without a name the list of them as JSON. None if the engine serves none."""
         ...
 
     async def close(self) -> None: ...

@@ -3,61 +3,54 @@
 A tokenizer that differs from the engine's would make every token wrong without an error. Therefore the first use of a
 renderer with an engine compares the two on a text that tokenizers encode differently.
 
-A node of a fleet may lack the files. It passes a `Fetch`, which finds them or downloads them.
+`tokenizer_search` finds the files. A node of a fleet passes a `Fetch`, which gets them from its head.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from pathlib import Path
 
-from rollyard.core.failure import EngineRefused, TokenizerMismatch
+from rollyard.core.failure import TokenizerMismatch
 from rollyard.engines.base import Engine
+from rollyard.pipeline.tokenizer_search import TokenizerFiles, TokenizerSearch
 from rollyard.tokens import Renderer, Tokenizers, load_renderer
 
 PROBE = "def f(x):\n\treturn x*3.14159  # naïve 漢字 🚀\r\n  'don''t'  1234567890 <|im_start|>"
 
 
-Fetch = Callable[[Engine], Awaitable["TokenizerFiles | None"]]
-"""Returns the location of an engine's tokenizer, or None to use the one in the engine's description."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """A tokenizer's files: their name, and the folder that contains them."""
-
-    name: str
-    folder: str
+Fetch = Callable[[Engine], Awaitable[TokenizerFiles | None]]
+"""Returns the location of an engine's tokenizer, or None to search for it here."""
 
 
 class Renderers:
-    """Loads and caches renderers."""
+    """Loads and caches renderers. Tokenizers that engines serve are stored below `cache`."""
 
-    def __init__(self, fetch: Fetch | None = None) -> None:
+    def __init__(self, fetch: Fetch | None = None, *, cache: Path | None = None) -> None:
         self._fetch = fetch
+        self._search = TokenizerSearch(cache)
+        self._files: dict[tuple[str, str, str], TokenizerFiles] = {}
         self._tokenizers = Tokenizers()
         self._loaded: dict[tuple[str, str, str], Renderer] = {}
         self._lock = asyncio.Lock()
 
     async def of(self, engine: Engine) -> Renderer:
         """Returns the engine's renderer. Raises TokenizerMismatch or EngineRefused if no renderer fits."""
-        spec = engine.spec
-        folder = spec.tokenizer or engine.info.tokenizer
-        key = (folder or f"of engine {spec.id}", spec.renderer, engine.info.model)
+        spec, key = engine.spec, _key(engine)
         renderer = self._loaded.get(key)
         if renderer is not None:
             return renderer
         async with self._lock:
             if key not in self._loaded:
                 fetched = await self._fetch(engine) if self._fetch is not None else None
-                files = fetched or TokenizerFiles(folder, folder)
-                if not files.folder:
-                    raise EngineRefused(
-                        f"engine {spec.id} does not report where its tokenizer is: name it when adding the engine"
-                    )
+                files = self._files[key] = fetched or await self._search.find(engine)
                 self._loaded[key] = await asyncio.to_thread(self._load, files, spec.renderer, engine.info.model)
         return self._loaded[key]
+
+    def files_of(self, engine: Engine) -> TokenizerFiles | None:
+        """The files of an engine's tokenizer, if they have been found."""
+        return self._files.get(_key(engine))
 
     async def check(self, engine: Engine) -> bool:
         """Compares our tokens with the engine's; False if it cannot tokenize. Raises TokenizerMismatch."""
@@ -72,10 +65,16 @@ class Renderers:
                 min(len(own_tokens), len(engine_tokens)),
             )
             raise TokenizerMismatch(
-                f"engine {engine.spec.id} and tokenizer {engine.spec.tokenizer or engine.info.tokenizer!r} "
+                f"engine {engine.spec.id} and tokenizer {self._files[_key(engine)].name!r} "
                 f"disagree from token {first} of the probe text on"
             )
         return True
 
     def _load(self, files: TokenizerFiles, renderer: str, model: str) -> Renderer:
         return load_renderer(self._tokenizers.load(files.folder, files.name), model, renderer)
+
+
+def _key(engine: Engine) -> tuple[str, str, str]:
+    """Engines that report the same model share a renderer."""
+    spec, info = engine.spec, engine.info
+    return spec.tokenizer or info.tokenizer or info.model_source or f"of engine {spec.id}", spec.renderer, info.model

@@ -34,6 +34,7 @@ from rollyard.service.app_state import AppState
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.machine import (
     AGENTS,
+    TOKENIZERS,
     all_environments,
     open_data_dir,
     open_stage_resources,
@@ -84,7 +85,7 @@ async def open_app(
         )
         for record in await store.tokens():
             tokens.put(record)
-        renderers = Renderers()
+        renderers = Renderers(cache=settings.data_dir / TOKENIZERS)
         router = await stack.enter_async_context(
             Router(
                 RouterSettings(engine_wait_s=settings.engine_wait_s, watch_s=settings.health_s),

@@ -32,6 +32,7 @@ from rollyard.tools.mcp.sources import OutsideServer
 log = logging.getLogger("rollyard.service")
 
 IMAGES = "images"  # below data_dir: the store that `rollyard images` fills
+TOKENIZERS = "tokenizers"  # below data_dir: tokenizers received from engines, or on a node from its head
 AGENTS = "agents"  # below data_dir: the operator's presets, and the programs that `rollyard agents install` installed
 
 MOST_DESCRIPTORS = 1 << 20  # some hosts allow a billion, and some programs close them one by one

@@ -29,6 +29,7 @@ from rollyard.observe.spans import NoTracer, open_tracer
 from rollyard.pipeline import ArtifactFolder, LocalExecutor, Pipeline, Renderers
 from rollyard.service.machine import (
     AGENTS,
+    TOKENIZERS,
     all_environments,
     open_data_dir,
     open_stage_resources,
@@ -90,9 +91,9 @@ async def run_node(
         tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
         stack.push_async_callback(tracer.close)
         link = await stack.enter_async_context(HeadConnection(head, may_be_clear=may_be_clear))
-        tokenizers = TokenizerFetcher(link, settings.data_dir / "tokenizers")
+        tokenizers = TokenizerFetcher(link, settings.data_dir / TOKENIZERS)
         tokenizers.sweep()
-        renderers = Renderers(tokenizers)
+        renderers = Renderers(tokenizers, cache=settings.data_dir / TOKENIZERS)
         router = await stack.enter_async_context(
             FollowerRouter(
                 RouterSettings(engine_wait_s=settings.engine_wait_s, watch_s=settings.health_s),

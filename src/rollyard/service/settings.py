@@ -89,7 +89,7 @@ class EngineSettings(BaseModel):
     role: Literal["policy", "judge"] = Field(
         default="policy", description="Whether it samples rollouts or scores answers."
     )
-    tokenizer: str = Field(default="", description="A folder or hub name; empty: as the engine reports.")
+    tokenizer: str = Field(default="", description="A folder or hub name; empty: found by its model.")
     renderer: str = Field(default="", description="The chat renderer; empty: chosen by the model's name.")
     capacity: Count = Field(default=256, description="Most sessions at once.")
     admission: Literal["adaptive", "fixed"] = Field(

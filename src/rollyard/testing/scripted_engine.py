@@ -33,9 +33,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+import msgspec
 import orjson
 from aiohttp import web
 
+from rollyard.core.engine import TOKENIZER_PATH
 from rollyard.testing.script import (
     END,
     START,
@@ -63,6 +65,7 @@ from rollyard.testing.scripted_dialects import (
 from rollyard.testing.scripted_sampling import Finish, LogprobsMode, Sampled, common_prefix, cut_at_text, cut_reply
 from rollyard.testing.scripted_streams import MIDWAY, stream_out
 from rollyard.testing.scripted_work import ScriptedGeneration, ScriptedGenerations
+from rollyard.testing.tokenizer_files import tokenizer_dir
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -125,6 +128,7 @@ class ScriptedEngine:
     ) -> None:
         self.script: Script = script or Rules()
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
+        self.tokenizer_folder: Path | None = None  # whose files it serves
         self.can_tokenize = True  # off: it has no /tokenize, so its tokenizer cannot be determined
         self.dialect = dialect
         self.model = model
@@ -239,6 +243,7 @@ class ScriptedEngine:
             "/v1/models": self._models,
             "/v1/chat/completions": self._chat,
             "/tokenize": self._tokenize,
+            TOKENIZER_PATH: self._tokenizer_list,
             "/update_weight_version": self._control,
             "/metrics": self._metrics,
         }
@@ -269,6 +274,8 @@ class ScriptedEngine:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         route = self._paths.get(request.path)
+        if request.path.startswith(f"{TOKENIZER_PATH}/"):
+            route = self._tokenizer_file
         if route is None:
             return _json({"detail": "Not Found"}, 404)
         if not self.is_scale_out and request.path.startswith("/inference/"):
@@ -312,6 +319,19 @@ class ScriptedEngine:
             return _json({"detail": "Not Found"}, 404)
         tokens = self.tokenizer.encode(str((await _body(request))["prompt"]))
         return _json({"count": len(tokens), "max_model_len": self.max_context, "tokens": tokens})
+
+    async def _tokenizer_list(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.tokenizer_folder is None:
+            return _json({"detail": "Not Found"}, 404)
+        from rollyard.tokens.files import list_files  # only if requested: most engines serve no files
+
+        return web.Response(body=msgspec.json.encode(list_files(self.tokenizer_folder, self.model)))
+
+    async def _tokenizer_file(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = None if self.tokenizer_folder is None else self.tokenizer_folder / request.path.rpartition("/")[2]
+        if path is None or not path.is_file():
+            return _json({"detail": "Not Found"}, 404)
+        return web.Response(body=path.read_bytes())
 
     async def _control(self, request: web.BaseRequest) -> web.StreamResponse:
         if not self.control.is_there:
@@ -538,7 +558,9 @@ def main() -> None:
     )
     parser.add_argument("--port", type=int, default=0, help="Port to listen on; 0 takes any free one.")
     parser.add_argument("--script", type=Path, help="JSON file with rules and default.")
-    parser.add_argument("--tokenizer", type=Path, help="Folder with tokenizer.json. [default: bytes]")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=tokenizer_dir(), help="Folder with tokenizer.json. [default: a small one]"
+    )
     parser.add_argument("--model", default="scripted")
     parser.add_argument("--dialect", choices=["vllm", "sglang", "prorl"], default="vllm")
     parser.add_argument("--max-context", type=int, default=32_768)
@@ -548,10 +570,10 @@ def main() -> None:
     args = parser.parse_args()
     engine = ScriptedEngine(
         Rules.load(args.script) if args.script else None,
-        tokenizer=FolderTokenizer(args.tokenizer) if args.tokenizer else None,
+        tokenizer=FolderTokenizer(args.tokenizer),
         dialect=args.dialect,
         model=args.model,
-        root=str(args.tokenizer.resolve()) if args.tokenizer else "",
+        root=str(args.tokenizer.resolve()),
         max_context=args.max_context,
         latency_s=args.latency_s,
         tokens_per_s=args.tokens_per_s,

@@ -8,7 +8,7 @@ become a special token: a file that contains "<|im_end|>" is encoded as that tex
 does not change the text, only where it may be cut into tokens. A lone surrogate, which no tokenizer accepts, becomes
 U+FFFD.
 
-Nothing is downloaded: a hub name must be in the local cache already.
+Nothing is downloaded here (`hub.py` does): a hub name must be in the local cache already.
 """
 
 from __future__ import annotations
@@ -236,9 +236,14 @@ def find_folder(source: str) -> Path:
     except Exception as error:  # its exceptions differ between versions; all mean that the files are missing
         raise InvalidRequest(
             f"tokenizer {source!r} is not in the local hub cache, and nothing is downloaded here: "
-            f"run `hf download {source} {' '.join(TOKENIZER_FILES[:2])}` where there is a network, or {_REMEDY}"
+            f"run `{hub_command(source)}` where there is a network, or {_REMEDY}"
         ) from error
     return find_folder(snapshot)
+
+
+def hub_command(name: str) -> str:
+    """The command that downloads a tokenizer with its chat template into the hub cache."""
+    return f"hf download {name} --include 'tokenizer*' 'chat_template*' 'special_tokens_map.json'"
 
 
 def _json_file(path: Path) -> dict[str, Json]:

@@ -103,7 +103,9 @@ def try_agent(
     engine: Annotated[
         str | None, typer.Option(metavar="URL", help="A real engine; else a scripted one replaces the model.")
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="The engine's tokenizer, if the engine does not report it.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="The engine's tokenizer: a folder or hub name; else found by its model.")
+    ] = "",
     source: Source = None,
     file: File = None,
     data_dir: DataDir = None,

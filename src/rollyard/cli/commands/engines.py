@@ -85,7 +85,7 @@ def add(
     policy: Annotated[str | None, typer.Option(help="Policy whose weights it serves. [default: default]")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name on the engine; else the first it lists.")] = None,
     role: Annotated[str | None, typer.Option(help="policy or judge. [default: policy]")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A folder or a hub name; else as the engine reports.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or a hub name; else found by its model.")] = None,
     renderer: Annotated[str | None, typer.Option(help="The chat renderer; else chosen by the model's name.")] = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Maximum sessions at once.")] = None,
     admission: Annotated[

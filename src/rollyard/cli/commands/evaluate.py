@@ -71,7 +71,9 @@ def evaluate(
     engine: Annotated[
         str | None, typer.Option(metavar="URL", help="Use this engine, and a service in this process.")
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="With --engine: its tokenizer, if it does not report it.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="With --engine: its tokenizer, a folder or hub name. [default: found by its model]")
+    ] = "",
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,

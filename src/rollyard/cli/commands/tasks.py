@@ -165,7 +165,9 @@ def try_task(
     ] = None,
     runtime: Runtime = None,
     engine: Annotated[str | None, typer.Option(metavar="URL", help="The model, for agents that need one.")] = None,
-    tokenizer: Annotated[str, typer.Option(help="The engine's tokenizer, if the engine does not report it.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="The engine's tokenizer: a folder or hub name; else found by its model.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Run one task in real sandboxes, and show its messages and its score.

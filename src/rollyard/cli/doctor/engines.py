@@ -55,17 +55,17 @@ async def _served() -> list[dict[str, Any]] | None:
 async def _probed(settings: Settings) -> list[dict[str, Any]]:
     from rollyard.service.build import all_engines
 
-    return list(await asyncio.gather(*[_probe(spec) for spec in all_engines(settings, ())]))
+    return list(await asyncio.gather(*[_probe(spec, settings) for spec in all_engines(settings, ())]))
 
 
-async def _probe(spec: EngineSpec) -> dict[str, Any]:
+async def _probe(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     from rollyard.core import RollyardError
     from rollyard.engines import Router
     from rollyard.pipeline.renderers import Renderers
-    from rollyard.service.machine import vet
+    from rollyard.service.machine import TOKENIZERS, vet
     from rollyard.service.schemas.records import engine_object
 
-    renderers = Renderers()
+    renderers = Renderers(cache=settings.data_dir / TOKENIZERS)
     async with Router(vet=lambda engine: vet(engine, renderers)) as router:
         try:
             return engine_object(await router.add(spec))

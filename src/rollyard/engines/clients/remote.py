@@ -15,10 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
 from rollyard.core import Json, Message, Sampling
+from rollyard.core.engine import TOKENIZER_PATH
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
 from rollyard.engines.base import (
     ChatReply,
@@ -154,6 +156,12 @@ class RemoteEngine(ABC):
 
     async def tokenize(self, text: str) -> Sequence[int] | None:
         return None
+
+    async def tokenizer_file(self, name: str = "", most_bytes: int = 1 << 20) -> bytes | None:
+        try:
+            return await self._wire.get(f"{TOKENIZER_PATH}/{quote(name)}" if name else TOKENIZER_PATH, most_bytes)
+        except EngineRefused:  # only Rollyard's own engines have this route
+            return None
 
     async def chat(
         self,

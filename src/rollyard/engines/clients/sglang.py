@@ -107,6 +107,7 @@ class SglangEngine(RemoteEngine):
             api="generate",
             version=await self._version(),
             tokenizer=await self._readable(card.root or card.id),
+            model_source=card.root or "",
             notes=(*notes, *more),
         )
         return self._info

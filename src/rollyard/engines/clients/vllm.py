@@ -90,6 +90,7 @@ class VllmEngine(RemoteEngine):
             api=self._api,
             version=await self._version(),
             tokenizer=await self._readable(card.root),
+            model_source=card.root or "",
             reports_versions=self._api == GENERATE and await self._reports_versions(),
             notes=(*notes, *more),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,6 +11,7 @@ from rollyard.core import Json
 from rollyard.core.failure import Draining, InvalidRequest, NotFound
 from rollyard.fleet.messages import MEDIA_TYPE, Join, Poll, Report, decode, encode
 from rollyard.fleet.nodes import ConnectedNode
+from rollyard.pipeline.tokenizer_search import TokenizerFiles
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.node_settings import for_nodes
 from rollyard.service.schemas.records import reply, without_password
@@ -62,7 +64,8 @@ async def tokenizer(request: Request, engine_id: str) -> Response:
     """Returns the list of an engine's tokenizer files, for nodes that lack them."""
     require_node(request)
     app_state = app_state_of(request)
-    return _packed(encode(await app_state.tokenizers.list(_tokenizer_of(app_state, engine_id))))
+    files = _tokenizer_of(app_state, engine_id)
+    return _packed(encode(replace(await app_state.tokenizers.list(files.folder), name=files.name)))
 
 
 @router.get("/fleet/tokenizers/{engine_id}/{sha256}", include_in_schema=False)
@@ -70,16 +73,16 @@ async def tokenizer_file(request: Request, engine_id: str, sha256: str) -> Respo
     """Returns one tokenizer file."""
     require_node(request)
     app_state = app_state_of(request)
-    data = await app_state.tokenizers.read(_tokenizer_of(app_state, engine_id), sha256)
+    data = await app_state.tokenizers.read(_tokenizer_of(app_state, engine_id).folder, sha256)
     return Response(data, media_type="application/octet-stream")
 
 
-def _tokenizer_of(app_state: AppState, engine_id: str) -> str:
+def _tokenizer_of(app_state: AppState, engine_id: str) -> TokenizerFiles:
     _ = app_state.head
-    for status in app_state.router.list():
-        source = status.spec.tokenizer or (status.info.tokenizer if status.info else "")
-        if status.spec.id == engine_id and source:
-            return source
+    if any(status.spec.id == engine_id and status.info is not None for status in app_state.router.list()):
+        files = app_state.resources.renderers.files_of(app_state.router.engine(engine_id))
+        if files is not None:
+            return files
     raise NotFound(f"there is no engine {engine_id!r} whose tokenizer is known here")
 
 
