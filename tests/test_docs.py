@@ -49,8 +49,19 @@ async def test_the_example_environment_runs(tmp_path: Path):
             assert rollout.ending.score.reward == reward
 
 
+async def test_the_example_of_environment_and_agent_in_one_class_runs(tmp_path: Path):
+    *_, code = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(code, "write-an-environment.md", "exec"), names)
+    script = Rules(rules=(("What has keys", (Reply("a piano"),)),))
+    async with open_site(tmp_path, script, environments=Environments({"riddle": names["Riddle"]()})) as site:
+        rollout = await site.rolled(Task("riddle", {"riddle": "What has keys?", "answer": "piano"}))
+    assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
+    assert rollout.ending.score.reward == 1.0
+
+
 def test_the_example_methods_are_methods_of_an_environment():
-    _, _, layer_key, plan = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+    _, _, layer_key, plan, _ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
 
     class Base(Environment):
         async def prepare(self, context: EnvContext) -> None: ...

@@ -30,6 +30,16 @@ async def test_rollouts_are_listed(cli: Cli, ended: str):
     assert (await cli("rollouts", "list", "--state", "lost")).status == 1
 
 
+async def test_pools_are_listed_and_resized(cli: Cli, service: RunningService):
+    result = await cli("pools", "resize", "--run", "7", "--json")
+    assert result.status == 0 and result.json[0]["run"]["size"] == 7
+    listed = await cli("pools", "list")
+    assert [line.split()[:2] for line in listed.out.splitlines() if "run" in line] == [["run", "7"]]
+    without_size = await cli("pools", "resize")
+    assert without_size.status == 2 and "give --init, --ready, --run, --eval or --live" in without_size.err
+    assert (await cli("pools", "resize", "--run", "-1")).status == 2
+
+
 async def test_a_rollout_is_shown_with_its_messages(cli: Cli, ended: str):
     result = await cli("rollouts", "show", ended, "--messages")
     assert result.status == 0 and "Write done." in result.out and "completed" in result.out

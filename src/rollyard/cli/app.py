@@ -21,6 +21,7 @@ from rollyard.cli.commands.images import images
 from rollyard.cli.commands.node import node
 from rollyard.cli.commands.nodes import nodes
 from rollyard.cli.commands.policies import policies
+from rollyard.cli.commands.pools import pools
 from rollyard.cli.commands.rollouts import rollouts
 from rollyard.cli.commands.runs import runs
 from rollyard.cli.commands.serve import serve
@@ -95,6 +96,7 @@ app.add_typer(
     short_help="Sandbox images on this machine.",
     epilog=_example("rollyard images pull docker://ubuntu:24.04"),
 )
+app.add_typer(pools, name="pools", epilog=_example("rollyard pools resize --run 512"))
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
 app.add_typer(draws, name="draws", epilog=_example("rollyard draws show grpo-7b"))
 app.add_typer(tokens, name="tokens", epilog=_example("rollyard tokens check Qwen/Qwen3-0.6B"))

@@ -39,7 +39,8 @@ Folder = Annotated[
 
 
 @slurm.command(
-    "up", epilog="Example: rollyard slurm up --nodes 4 --partition cpu --time 24:00:00 --engine http://gpu1:8000"
+    "up",
+    epilog="Example: rollyard slurm up --nodes 4 --time 24:00:00 --engine http://gpu1:8000 --store postgresql://me@db/rollyard",
 )
 def up(
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes; the first also runs the service.")] = 1,
