@@ -29,6 +29,9 @@ from tests.embedded.environment import make_tiny_model
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# No test reaches the hub. Those of downloads have a hub on this machine, and remove the variable.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 NO_SKIPS = os.environ.get("ROLLYARD_NO_SKIPS") == "1"
 SLOW_S = 10.0
 GROUP = "xdist_group"

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import orjson
 import pytest
 
 from rollyard.client import AsyncClient
@@ -28,6 +29,15 @@ async def test_rollouts_are_listed(cli: Cli, ended: str):
     assert "completed" in (await cli("rollouts", "list")).out
     assert "there may be more: --after e:1" in (await cli("rollouts", "list", "--state", "ended", "--limit", "1")).err
     assert (await cli("rollouts", "list", "--state", "lost")).status == 1
+
+
+async def test_a_submit_without_an_engine_says_so_at_once(cli: Cli, service: RunningService, tmp_path: Path):
+    assert (await cli("engines", "clear")).status == 0
+    (tmp_path / "task.json").write_text(orjson.dumps(task()).decode())
+    result = await cli("submit", tmp_path / "task.json", "--no-wait")
+    assert "no engine serves policy default: add one with `rollyard engines add URL`; the rollouts wait" in result.err
+    shown = await cli("top", "--once")
+    assert "rollouts of policy default wait: no engine serves policy default" in shown.out
 
 
 async def test_pools_are_listed_and_resized(cli: Cli, service: RunningService):

@@ -38,7 +38,7 @@ async def test_a_running_service_has_private_files_its_url_in_a_file_and_the_sto
         assert stat.S_IMODE(data.stat().st_mode) == 0o700
         assert stat.S_IMODE((data / "token").stat().st_mode) == 0o600
         assert (data / "url").read_text().strip() == site.url
-        assert (await site.get("/readyz")).body == {"status": "ready", "waiting_for_room": 0}
+        assert (await site.get("/readyz")).body == {"status": "ready", "waiting_for_room": 0, "unserved_policies": 1}
         with pytest.raises(StoreLocked):
             async with serve(settings(tmp_path)):
                 pass

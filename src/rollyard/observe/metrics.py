@@ -306,7 +306,7 @@ _GAUGES = {
     "policy_unserved": (
         "rollyard_policy_unserved",
         "policy",
-        "1 while its rollouts wait because no node can use one of its engines.",
+        "1 while its rollouts wait because no engine, or no node, can serve it.",
     ),
 }
 

@@ -14,6 +14,7 @@ from rollyard.engines.weights.state import PolicyState
 from rollyard.fleet.head import FleetHead
 from rollyard.observe.metrics import EngineState, Metrics, NodeState, PolicyWeights, PoolState, Snapshot
 from rollyard.pipeline import Pipeline
+from rollyard.service.unserved import unserved_policies
 
 NO_ROUTE = "none"
 """The label of unknown paths: paths that strangers request must not become labels."""
@@ -70,7 +71,7 @@ def snapshot(pipeline: Pipeline, router: Router) -> Snapshot:
             )
             for node in nodes
         },
-        unserved=tuple(fleet.unserved) if fleet is not None else (),
+        unserved=tuple(unserved_policies(pipeline, {})),
         engines={
             status.spec.id: EngineState(
                 status.stats.sessions,

@@ -42,6 +42,7 @@ from rollyard.service.machine import open_data_dir
 from rollyard.service.security.tls import Tls, open_tls
 from rollyard.service.security.tokens import node_token
 from rollyard.service.settings import Settings, SettingsError
+from rollyard.service.unserved import unserved_policies
 from rollyard.store.base import StoreLocked, StoreUnusable
 
 log = logging.getLogger("rollyard.service")
@@ -180,6 +181,8 @@ async def _main(settings: Settings) -> int:
             settle_memory()
             token = "" if settings.admin_tokens else f", token in {settings.token_path}"
             _print_line(f"rollyard {__version__} at {served.url}{token}")
+            for reason in unserved_policies(served.app_state.pipeline, served.app_state.refused_engines).values():
+                _print_line(f"rollyard: {reason}")
             await _first_of(signals.first, served.app_state.pipeline.broke)
             if served.app_state.pipeline.broken is not None:
                 raise served.app_state.pipeline.broken

@@ -102,6 +102,9 @@ async def _submit(
             )
         except RollyardError as error:
             raise with_place(error, tasks, group_size or 1) from error
+        unserved = (await client.status()).get("unserved_policies") or {}
+        if reason := unserved.get(await _policy_of(client, where)):
+            note(f"rollyard: {reason}; the rollouts wait")
         if wait:
             started_at = time.monotonic()
             records = await watch(client, records)
@@ -132,6 +135,10 @@ async def _ensure_run(client: AsyncClient, run_id: str, policy: str | None) -> N
             raise CommandError(
                 f"run {run_id} has policy {existing.get('policy')}, not {policy}", "give another run with --run"
             )
+
+
+async def _policy_of(client: AsyncClient, run_id: str) -> str:
+    return "default" if run_id == "default" else str((await client.get_run(run_id)).get("policy"))
 
 
 def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:

@@ -116,7 +116,8 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
         parts += [nodes_table(nodes), ""]
     for policy, why in (status.get("unserved_policies") or {}).items():
         parts += [f"[red]rollouts of policy {plain(policy)} wait: {plain(why)}[/]", ""]
-    parts.append(engines_table(engines) if engines else "no engine: rollyard engines add URL")
+    if engines:
+        parts.append(engines_table(engines))
     parts += [
         f"[red]engine {name} was refused: {plain(why)}[/]"
         for name, why in (status.get("refused_engines") or {}).items()

@@ -361,6 +361,7 @@ class EnginePool:
         self._heap: list[_Entry] = []
         self._stamps = 0
         self._waiters: set[asyncio.Future[None]] = set()  # for an engine
+        self._is_waiting_logged = False
         self._gate_waiters: set[asyncio.Future[None]] = set()  # for a change of gates or health
 
     @property
@@ -450,6 +451,7 @@ class EnginePool:
             try:
                 async with asyncio.timeout(pause_wait_s if is_awaiting_weights else timeout_s):
                     while self.pick() is None and self.is_awaiting_weights == is_awaiting_weights:
+                        self._log_waiting(is_awaiting_weights)
                         await _next(self._waiters)
             except TimeoutError:
                 if is_awaiting_weights:
@@ -457,7 +459,14 @@ class EnginePool:
                 raise EngineUnavailable(
                     f"no engine of {self.name} came up within {timeout_s} s: {self._why()}"
                 ) from None
+        self._is_waiting_logged = False
         return member
+
+    def _log_waiting(self, is_awaiting_weights: bool) -> None:
+        """Logs that calls wait for an engine, once until one is up again."""
+        if not self._is_waiting_logged and not is_awaiting_weights:
+            self._is_waiting_logged = True
+            log.warning("no engine serves a policy: its calls wait", extra={"policy": self.name, "why": self._why()})
 
     def _why(self) -> str:
         if not self.members:

@@ -11,6 +11,7 @@ from rollyard.service import openapi
 from rollyard.service.app_state import app_state_of
 from rollyard.service.schemas.records import reply
 from rollyard.service.security.access import require_operator
+from rollyard.service.unserved import unserved_policies
 
 router = APIRouter(tags=["health"])
 
@@ -29,7 +30,8 @@ async def readyz(request: Request) -> Response:
         raise Draining("the service is shutting down")
     await app_state.store.list(limit=1)  # raises StoreLost (503) if the store is lost
     waiting = sum(runtime.waiting for runtime in app_state.resources.runtimes.values())
-    return reply({"status": "ready", "waiting_for_room": waiting})
+    unserved = len(unserved_policies(app_state.pipeline, {}))  # their names are in /v1/status, which needs a token
+    return reply({"status": "ready", "waiting_for_room": waiting, "unserved_policies": unserved})
 
 
 @router.get("/metrics")

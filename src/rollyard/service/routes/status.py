@@ -15,9 +15,10 @@ from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
 from rollyard.service.routes.fleet import node_object
 from rollyard.service.schemas.policies import policy_object
-from rollyard.service.schemas.records import engine_object, layers_object, reply, without_password
+from rollyard.service.schemas.records import engine_object, layers_object, reply
 from rollyard.service.schemas.requests import PoolsBody, read_body
 from rollyard.service.security.access import caller_of, require_admin
+from rollyard.service.unserved import unserved_policies
 
 router = APIRouter(prefix="/v1", tags=["status"])
 
@@ -37,9 +38,7 @@ async def status(request: Request) -> Response:
             "states": await app_state.store.counts(),
             "pools": app_state.pipeline.pools(),
             "nodes": [node_object(node) for node in fleet.nodes.by_name.values()] if fleet is not None else [],
-            "unserved_policies": {
-                name: without_password(why) for name, why in (fleet.unserved if fleet is not None else {}).items()
-            },
+            "unserved_policies": unserved_policies(app_state.pipeline, app_state.refused_engines),
             "ray": _ray(app_state),
             "engines": [engine_object(engine) for engine in app_state.router.list()],
             "refused_engines": app_state.refused_engines,

@@ -1,0 +1,47 @@
+"""Policies that no engine serves: their rollouts wait, and every view of the service says so.
+
+A policy counts if a rollout of it is queued or running. A service without any engine reports the policy `default` as
+well, before the first rollout. A policy that is paused for a weight update is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollyard.core.engine import Role
+from rollyard.engines import EngineStatus, Health
+from rollyard.fleet.head import FleetHead
+from rollyard.pipeline import Pipeline
+from rollyard.service.schemas.records import without_password
+
+DEFAULT_POLICY = "default"
+
+
+def unserved_policies(pipeline: Pipeline, refused: Mapping[str, str]) -> dict[str, str]:
+    """Each such policy, with the reason and what to do. `refused`: the engines that could not be added, and why."""
+    statuses = [status for status in pipeline.resources.router.list() if status.spec.role is Role.POLICY]
+    policies = {attempt.run.policy for attempt in pipeline.live.values()}
+    policies |= {run.policy for run in pipeline.runs if pipeline.scheduler.queued_of(run.id)}
+    if not statuses:
+        policies.add(DEFAULT_POLICY)
+    served = {status.spec.policy for status in statuses if status.health is Health.UP}
+    executor = pipeline.executor
+    reasons = dict(executor.unserved) if isinstance(executor, FleetHead) else {}
+    for policy in policies - served:
+        own = [status for status in statuses if status.spec.policy == policy]
+        reasons[policy] = f"no engine serves policy {policy}: {_why(policy, own, refused)}"
+    return {policy: without_password(reason) for policy, reason in sorted(reasons.items())}
+
+
+def _why(policy: str, own: list[EngineStatus], refused: Mapping[str, str]) -> str:
+    if any(status.health is Health.QUARANTINED for status in own):
+        return f"the weights of its engines are unknown; set them with `rollyard policies resume {policy} VERSION`"
+    if own:
+        return "; ".join(f"engine {status.spec.id} is {status.health}{_error(status)}" for status in own)
+    if refused:
+        return "; ".join(f"engine {name} was refused ({reason})" for name, reason in refused.items())
+    return f"add one with `rollyard engines add URL{'' if policy == DEFAULT_POLICY else f' --policy {policy}'}`"
+
+
+def _error(status: EngineStatus) -> str:
+    return f" ({status.stats.last_error})" if status.stats.last_error else ""

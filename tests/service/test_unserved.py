@@ -1,0 +1,73 @@
+"""A service without a usable engine says so everywhere, instead of looking busy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.site import Site, engine_table, open_site, scripted, task
+
+pytestmark = pytest.mark.slow
+
+NONE = "no engine serves policy default: add one with `rollyard engines add URL`"
+
+
+async def unserved(site: Site) -> dict[str, Any]:
+    return (await site.get("/v1/status")).body["unserved_policies"]
+
+
+async def test_a_service_without_engines_reports_the_default_policy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_site(tmp_path) as site:
+        assert await unserved(site) == {"default": NONE}
+        assert (await site.get("/readyz", token="")).body["unserved_policies"] == 1, "without a token, no names"
+        assert b'rollyard_policy_unserved{policy="default"} 1.0' in (await site.get("/metrics")).body
+        await site.post("/v1/runs", {"id": "other", "policy": "actor"})
+        answer = await site.post("/v1/rollouts", {"run": "other", "rollouts": [{"id": "r1", "task": task()}]})
+        assert answer.status == 202, answer.body
+        async with asyncio.timeout(30):
+            while "no engine serves a policy: its calls wait" not in caplog.text:
+                await asyncio.sleep(0.02)
+        assert (await unserved(site))["actor"].endswith("add one with `rollyard engines add URL --policy actor`")
+        async with scripted() as engine:
+            await site.post("/v1/engines", {**engine_table(engine), "policy": "actor"})
+            assert (await site.ended("r1"))["reward"] == 1.0
+            assert await unserved(site) == {}
+    assert len([record for record in caplog.records if "its calls wait" in record.message]) == 1
+
+
+async def test_a_refused_engine_is_named_with_the_reason(tmp_path: Path) -> None:
+    async with scripted() as engine:
+        engine.root = "Qwen/Qwen3-8B"
+        table = {"id": "e1", "url": engine.url}
+        async with open_site(tmp_path, engines=[table]) as site:
+            async with asyncio.timeout(60):
+                while "was refused" not in (reason := (await unserved(site))["default"]):
+                    await asyncio.sleep(0.05)
+    assert "engine e1 was refused (the tokenizer of engine e1 (model 'Qwen/Qwen3-8B') was not found" in reason
+    assert "--tokenizer PATH" in reason
+
+
+async def test_an_engine_that_is_down_is_named_with_its_error(tmp_path: Path) -> None:
+    async with open_site(tmp_path, health_s=0.1) as site:
+        async with scripted() as engine:
+            await site.post("/v1/engines", engine_table(engine))
+            assert await unserved(site) == {}
+        await site.submit("r1")
+        async with asyncio.timeout(60):
+            while not (found := await unserved(site)):
+                await asyncio.sleep(0.05)
+        assert found["default"].startswith("no engine serves policy default: engine e1 is down (")
+
+
+async def test_a_paused_policy_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await site.post("/v1/policies/default/pause", {"mode": "abort"})
+        await site.submit("r1")
+        assert await unserved(site) == {}
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
