@@ -23,11 +23,25 @@ async def ended(service: RunningService) -> str:
     return "one"
 
 
-async def test_rollouts_are_listed(cli: Cli, ended: str):
+async def test_rollouts_are_listed_newest_first(cli: Cli, service: RunningService, ended: str):
     result = await cli("rollouts", "list", "--state", "ended", "--json")
     assert [record["id"] for record in result.json] == [ended]
     assert "completed" in (await cli("rollouts", "list")).out
-    assert "there may be more: --after e:1" in (await cli("rollouts", "list", "--state", "ended", "--limit", "1")).err
+    async with AsyncClient(service.url, service.token) as client:
+        await client.submit([task()], ids=["two"])
+        await client.wait("two", timeout_s=30)
+    first = await cli("rollouts", "list", "--state", "ended", "--limit", "1")
+    assert first.out.splitlines()[0].split() == [
+        *("id", "run", "task", "state", "outcome"),
+        *("reward", "turns", "tokens", "time"),
+    ]
+    assert first.out.splitlines()[1].split()[:6] == ["two", "default", "shell", "ended", "completed", "1"]
+    assert "there may be more: --after en:2" in first.err
+    second = await cli("rollouts", "list", "--state", "ended", "--after", "en:2", "--json")
+    assert [record["id"] for record in second.json] == [ended]
+    oldest = await cli("rollouts", "list", "--oldest", "--json")
+    assert [record["id"] for record in oldest.json] == [ended, "two"]
+    assert all(line == line.rstrip() for line in first.out.splitlines()), "a table in a pipe is not padded"
     assert (await cli("rollouts", "list", "--state", "lost")).status == 1
 
 
@@ -56,6 +70,16 @@ async def test_a_rollout_is_shown_with_its_messages(cli: Cli, ended: str):
     assert (await cli("rollouts", "show", ended, "--json")).json[0]["reward"] == 1.0
     missing = await cli("rollouts", "show", "nowhere")
     assert missing.status == 1 and "nowhere" in missing.err
+
+
+async def test_control_characters_of_a_model_do_not_reach_the_terminal(cli: Cli, service: RunningService):
+    service.engine.script = lambda turn: "\x1b]52;c;ZXZpbA==\x07 and \u202etxt.exe \x9b2J"
+    async with AsyncClient(service.url, service.token) as client:
+        await client.submit([{**task(), "limits": {"max_turns": 1}}], ids=["one"])
+        await client.wait("one", timeout_s=30)
+    result = await cli("rollouts", "show", "one", "--messages")
+    assert not set("\x1b\x07\u202e\x9b") & set(result.out)
+    assert "\\x1b]52;c;ZXZpbA==\\x07 and \\u202etxt.exe \\x9b2J" in result.out
 
 
 async def test_traces_are_shown_and_written(cli: Cli, ended: str, tmp_path: Path):

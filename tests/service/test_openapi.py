@@ -140,7 +140,7 @@ def test_the_gateways_calls_take_a_sessions_key_and_no_token() -> None:
 
 def test_queries_are_described() -> None:
     parameters = described()["paths"]["/v1/rollouts"]["get"]["parameters"]
-    assert {entry["name"] for entry in parameters} == {"state", "run", "group", "after", "limit", "wait_s"}
+    assert {entry["name"] for entry in parameters} == {"state", "run", "group", "after", "limit", "order", "wait_s"}
 
 
 def test_the_docs_page_needs_no_external_resources() -> None:

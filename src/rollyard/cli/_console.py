@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -53,9 +54,12 @@ def err() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
 def note(text: str) -> None:
     """Writes a line for the user to stderr; never data."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(visible(text) + "\n")
 
 
 def print_json(value: object) -> None:
@@ -80,18 +84,30 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
 
 
 def show(grid: Table) -> None:
-    """Prints a table: as wide as the terminal, or in a pipe as wide as the table needs."""
+    """Prints a table: as wide as the terminal, or in a pipe as wide as it needs, without lines and padding."""
     console = out()
-    if not console.is_terminal:
-        console.width = 400
-    console.print(grid)
+    if console.is_terminal:
+        console.print(grid)
+        return
+    console.width = 400
+    grid.box = None
+    with console.capture() as capture:
+        console.print(grid)
+    lines = (line.rstrip() for line in capture.get().splitlines())
+    sys.stdout.write("".join(f"{line}\n" for line in lines if line))
 
 
 def plain(text: object) -> str:
-    """Escapes external text for a table: markup in it is shown, not interpreted."""
+    """Escapes external text for a table: markup and control characters in it are shown, not interpreted."""
     from rich.markup import escape
 
-    return escape(str(text))
+    return escape(visible(str(text)))
+
+
+def visible(text: str) -> str:
+    """Shows control characters and changes of the writing direction as escapes. A model may have written the text: it
+    must not move the cursor, set the title or the clipboard, or hide a part of a line."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def run(work: Coroutine[object, object, T]) -> T:

@@ -37,6 +37,30 @@ def results_table(records: Sequence[Record], title: str | None = None) -> Table:
     return grid
 
 
+def list_table(records: Sequence[Record]) -> Table:
+    """Creates a table of rollouts of any run, with one line for each at 100 columns."""
+    columns = ("id", "run", "task", "state", "outcome", "reward", "turns", "tokens", "time")
+    grid = table(*columns, right=columns[5:])
+    for column in grid.columns[1:5]:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    grid.columns[0].no_wrap = True
+    for record in records:
+        summary, timings = record.summary or {}, record.timings or {}
+        spent_s = sum(timings.get(name) or 0.0 for name in ("init_s", "run_s", "eval_s"))
+        grid.add_row(
+            record.id,
+            plain(record.run),
+            plain(record.task.get("environment", "")),
+            record.state,
+            outcome(record),
+            "–" if record.reward is None else f"{record.reward:.3g}",
+            number(summary.get("turns")),
+            number(summary.get("sampled_tokens")),
+            seconds(spent_s),
+        )
+    return grid
+
+
 def outcome(record: Record) -> str:
     """Returns the outcome with its failure code, coloured."""
     if record.outcome is None:

@@ -209,10 +209,12 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         group: str | None = None,
         after: str | None = None,
         limit: int | None = None,
+        order: str | None = None,
         wait_s: float = 0.0,
     ) -> Page:
-        """One page: ended rollouts in terminal order, others in order of submission."""
-        params = {"state": state, "run": run, "group": group, "after": after, "limit": limit, "wait_s": wait_s or None}
+        """One page: ended rollouts in terminal order, others in order of submission; with order "newest", reversed."""
+        params = {"state": state, "run": run, "group": group, "after": after, "limit": limit}
+        params |= {"order": order, "wait_s": wait_s or None}
         return read_page(await self._wire.json("GET", "/rollouts", params=params, wait_s=wait_s))
 
     async def ended(self, run: str | None = None, *, after: str | None = None) -> AsyncIterator[Record]:

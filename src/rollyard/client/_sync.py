@@ -152,11 +152,12 @@ class Client:
         group: str | None = None,
         after: str | None = None,
         limit: int | None = None,
+        order: str | None = None,
         wait_s: float = 0.0,
     ) -> Page:
-        """One page: ended rollouts in terminal order, others in order of submission."""
+        """One page: ended rollouts in terminal order, others in order of submission; with order "newest", reversed."""
         return self._loop.run(
-            self._async.list(state=state, run=run, group=group, after=after, limit=limit, wait_s=wait_s)
+            self._async.list(state=state, run=run, group=group, after=after, limit=limit, order=order, wait_s=wait_s)
         )
 
     def ended(self, run: str | None = None, *, after: str | None = None) -> Iterator[Record]:

@@ -314,9 +314,10 @@ class Store(Protocol):
         group_named: str | None = None,
         after: str | None = None,
         limit: int = 100,
+        is_newest_first: bool = False,
     ) -> Page:
-        """Returns rollouts of these runs, or of all: ended ones in terminal order, others in order of submission.
-        `group` is a key; `group_named` is an id, in any run."""
+        """Returns rollouts of these runs, or of all: ended ones in terminal order, others in order of submission, or
+        each in the reverse order. `group` is a key; `group_named` is an id, in any run."""
         ...
 
     async def queued(self) -> Sequence[QueuedRow]:

@@ -576,6 +576,9 @@ async def listings_are_filtered_and_paged(open_store: Open) -> None:
         assert await ids(state=State.ENDED, runs=["other"]) == ["b0"]
         assert await ids(state=State.ENDED, group="g0") == []
         assert await ids(state=State.ENDED, group="g1") == ["a3", "a1"]
+        assert await ids(is_newest_first=True) == ["b2", "b1", "b0", "a4", "a3", "a2", "a1", "a0"]
+        assert await ids(is_newest_first=True, state=State.ENDED) == ["a1", "b0", "a3"]
+        assert await ids(is_newest_first=True, state=State.QUEUED, runs=["other"]) == ["b2", "b1"]
         counts = dict(await store.counts())
         assert counts == {"queued": 4, "init": 0, "ready": 0, "run": 1, "eval": 0, "ended": 3}
 

@@ -23,6 +23,7 @@ from rollyard.cli._console import (
     seconds,
     show,
     table,
+    visible,
 )
 
 if TYPE_CHECKING:
@@ -41,23 +42,26 @@ def list_rollouts(
     group: Annotated[str | None, typer.Option(help="Only rollouts of this group.")] = None,
     after: Annotated[str | None, typer.Option(help="Only rollouts after this cursor.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of rollouts.")] = 50,
+    oldest: Annotated[bool, typer.Option("--oldest", help="Oldest first.")] = False,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """List rollouts: ended ones in the order they ended, others in the order of submission."""
+    """List rollouts, newest first: by their end with --state ended, otherwise by their submission."""
+
+    order = "oldest" if oldest else "newest"
 
     async def work() -> Page:
         async with connect(url, token) as client:
-            return await client.list(state=state, run=run_id, group=group, after=after, limit=limit)
+            return await client.list(state=state, run=run_id, group=group, after=after, limit=limit, order=order)
 
-    from rollyard.cli._results import results_table
+    from rollyard.cli._results import list_table
 
     page = run(work())
     if as_json:
         print_lines(record.raw for record in page.rollouts)
     else:
-        show(results_table(page.rollouts))
+        show(list_table(page.rollouts))
     if page.next and len(page.rollouts) == limit:
         note(f"there may be more: --after {page.next}")
 
@@ -107,8 +111,8 @@ def show_rollout(
             grid.add_row(name, plain(value))
     show(grid)
     for message in trajectory.messages if trajectory else ():
-        out().print(f"\n[bold]{message.get('role')}[/]")
-        out().print(str(message.get("content") or message.get("tool_calls") or ""), markup=False)
+        out().print(f"\n[bold]{plain(message.get('role'))}[/]")
+        out().print(visible(str(message.get("content") or message.get("tool_calls") or "")), markup=False)
 
 
 @rollouts.command("cancel", epilog="Example: rollyard rollouts cancel s_01-3 s_01-4")

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rollyard.cli._console import number, seconds, table
+from rollyard.cli._console import number, seconds, table, visible
 from rollyard.cli.demo.result import DemoResult
 from rollyard.client import AsyncClient, Event, Record, Trace
 
@@ -156,11 +156,11 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str
 def _show_message(console: Console, message: Mapping[str, Any]) -> None:
     if message.get("role") == "system":
         return
-    text = str(message.get("content") or "").strip()
+    text = visible(str(message.get("content") or "").strip())
     lines = text[:SHOWN_CHARS].splitlines()[:SHOWN_LINES] or ["(nothing)"]
     if len("\n".join(lines)) < len(text):
         lines.append("…")
-    name = str(message.get("name") or message.get("role"))
+    name = visible(str(message.get("name") or message.get("role")))
     for line in lines:
         console.print(Text.assemble((f"{name:>8} │ ", "dim"), line))
 
@@ -182,7 +182,7 @@ def _tokens(trace: Trace, places: range, tokenizer: Any) -> Text:
 
 
 def _visible(text: str) -> str:
-    return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
+    return visible(text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")) or "∅"
 
 
 def _some(count: int, what: str) -> str:

@@ -42,6 +42,7 @@ class ListQuery(BaseModel):
     group: str | None = None
     after: str | None = Field(default=None, description="The `next` of the previous page.")
     limit: int = Field(default=100, ge=1, le=1000)
+    order: Literal["oldest", "newest"] = Field(default="oldest", description="Which rollouts come first.")
     wait_s: WaitS = Field(default=0.0, description="With state=ended: seconds to wait for a rollout.")
 
 
@@ -78,7 +79,8 @@ async def submit(request: Request) -> Response:
 
 @router.get("/rollouts")
 async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
-    """Returns a page of rollouts: ended ones in the order in which they ended, others in order of submission."""
+    """Returns a page of rollouts: ended ones in the order in which they ended, others in order of submission; with
+    order=newest in the reverse order."""
     app_state = app_state_of(request)
     runs = await _runs(request, query)
     if query.group is not None:
@@ -86,6 +88,8 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
     is_ended = query.state is State.ENDED
     if query.wait_s and not is_ended:
         raise InvalidRequest("wait_s: only a listing with state=ended can wait")
+    if query.wait_s and query.order == "newest":
+        raise InvalidRequest("wait_s: a listing with order=newest cannot wait")
     wait_s = app_state.wait_s(query.wait_s)
     page: Page | None = None
     if wait_s:
@@ -93,7 +97,7 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
     if page is None:
         page = await _list(app_state, query, runs)
     after = page.next_cursor
-    if is_ended:  # more rollouts will end: continue after the last one
+    if is_ended and query.order == "oldest":  # more rollouts will end: continue after the last one
         last = page.rollouts[-1].ended_seq if page.rollouts else None
         after = query.after or "e:0" if last is None else f"e:{last}"
     return reply({"rollouts": [record(rollout) for rollout in page.rollouts], "next": after})
@@ -109,7 +113,12 @@ async def _runs(request: Request, query: ListQuery) -> list[str] | None:
 
 async def _list(app_state: AppState, query: ListQuery, runs: list[str] | None) -> Page:
     return await app_state.store.list(
-        state=query.state, runs=runs, group_named=query.group, after=query.after, limit=query.limit
+        state=query.state,
+        runs=runs,
+        group_named=query.group,
+        after=query.after,
+        limit=query.limit,
+        is_newest_first=query.order == "newest",
     )
 
 

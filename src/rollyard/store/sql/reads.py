@@ -15,6 +15,8 @@ from rollyard.store.codec import decode_trajectory, from_json
 from rollyard.store.sql.dialect import Connection
 from rollyard.store.sql.rows import BYTES, COLUMNS, FROM, fetch, parse_cursor, to_rollout, to_rollouts
 
+LAST_SEQ = (1 << 63) - 1
+
 PAGE = 1000
 """The most rollouts on one page."""
 
@@ -113,14 +115,18 @@ def page(
     group_named: str | None,
     after: str | None,
     limit: int,
+    is_newest_first: bool = False,
 ) -> Page:
     if not 1 <= limit <= PAGE:
         raise InvalidRequest(f"limit is {limit}; it must be from 1 to {PAGE}")
     dialect = connection.dialect
-    order = "e" if state is State.ENDED else "s"
-    key = "r.ended_seq" if order == "e" else "r.seq"
-    where, values = [f"{key} > ?"], list[object]([parse_cursor(after, order) if after is not None else 0])
-    if state is not None and order == "s":
+    is_ended = state is State.ENDED
+    order = ("e" if is_ended else "s") + ("n" if is_newest_first else "")
+    key = "r.ended_seq" if is_ended else "r.seq"
+    start = LAST_SEQ if is_newest_first else 0
+    where = [f"{key} {'<' if is_newest_first else '>'} ?"]
+    values = list[object]([parse_cursor(after, order) if after is not None else start])
+    if state is not None and not is_ended:
         where, values = [*where, "r.state = ?"], [*values, state]
     if runs is not None and len(runs) == 1:
         where, values = [*where, "r.run = ?"], [*values, runs[0]]
@@ -131,14 +137,14 @@ def page(
     if group_named is not None:
         keys = f"SELECT id || '{SEPARATOR}' || ? FROM runs UNION ALL SELECT ?"
         where, values = [*where, f'r."group" IN ({keys})'], [*values, group_named, group_named]
-    clauses = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?"
+    clauses = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key}{' DESC' if is_newest_first else ''} LIMIT ?"
     sizes = [row[0] for row in connection.read_rows(BYTES, clauses, (*values, limit))]
     fitting = _fitting(sizes)
     rows = connection.read_rows(COLUMNS[dialect], clauses, (*values, fitting)) if sizes else []
     rollouts = connection.offload(lambda: tuple(to_rollouts(rows)), len(rows))
-    if not rollouts or (order == "s" and len(sizes) < limit and fitting == len(sizes)):
-        return Page(rollouts, None)
-    return Page(rollouts, f"{order}:{rollouts[-1].ended_seq if order == 'e' else rollouts[-1].seq}")
+    if not rollouts or (order != "e" and len(sizes) < limit and fitting == len(sizes)):
+        return Page(rollouts, None)  # not for "e": more rollouts will end
+    return Page(rollouts, f"{order}:{rollouts[-1].ended_seq if is_ended else rollouts[-1].seq}")
 
 
 def queued(connection: Connection) -> tuple[QueuedRow, ...]:

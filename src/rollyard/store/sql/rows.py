@@ -124,9 +124,10 @@ def cancelled(detail: str, stage: str | None) -> str:
 
 
 def parse_cursor(cursor: str, order: str) -> int:
-    """Returns the number in "e:123" (terminal order) or "s:123" (order of submission)."""
+    """Returns the number in "e:123" (terminal order) or "s:123" (order of submission); with "n", newest first."""
     prefix, _, number = cursor.partition(":")
     if prefix != order or not (number.isascii() and number.isdigit()) or len(number) > 18:
-        meant = {"e": "the ended rollouts", "s": "rollouts in order of submission"}[order]
-        raise InvalidRequest(f"{cursor[:40]!r} is not a cursor of a listing of {meant}")
+        meant = {"e": "the ended rollouts", "s": "rollouts in order of submission"}[order[0]]
+        newest = ", newest first" if order.endswith("n") else ""
+        raise InvalidRequest(f"{cursor[:40]!r} is not a cursor of a listing of {meant}{newest}")
     return int(number)

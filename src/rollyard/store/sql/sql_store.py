@@ -370,9 +370,10 @@ class SqlStore(ABC):
         group_named: str | None = None,
         after: str | None = None,
         limit: int = 100,
+        is_newest_first: bool = False,
     ) -> Page:
         query = partial(reads.page, state=state, runs=runs, group=group, group_named=group_named)
-        return await self._read(partial(query, after=after, limit=limit))
+        return await self._read(partial(query, after=after, limit=limit, is_newest_first=is_newest_first))
 
     async def queued(self) -> Sequence[QueuedRow]:
         return await self._read(reads.queued)
