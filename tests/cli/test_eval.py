@@ -225,7 +225,7 @@ async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_
     )  # fmt: skip
     assert process.stderr is not None
     async with asyncio.timeout(90):
-        assert b"1 rollouts submitted to run stopped" in await process.stderr.readline()
+        assert b"1 rollout submitted to run stopped" in await process.stderr.readline()
         process.send_signal(signal.SIGINT)
         remaining_stderr = (await process.stderr.read()).decode()
         assert await process.wait() == 130

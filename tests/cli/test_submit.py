@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +11,8 @@ import pytest
 from rollyard.cli._tasks import read_tasks
 from rollyard.client import AsyncClient
 from tests.cli.conftest import Cli
-from tests.client.served import RunningService, task
+from tests.client.served import RunningService, served, task
+from tests.worker import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +133,7 @@ async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_
     )  # fmt: skip
     assert process.stderr is not None
     async with asyncio.timeout(90):
-        assert b"1 rollouts submitted" in await process.stderr.readline()
+        assert b"1 rollout submitted" in await process.stderr.readline()
         process.send_signal(signal.SIGINT)
         stderr = (await process.stderr.read()).decode()
         assert await process.wait() == 130
@@ -142,3 +144,29 @@ def test_a_byte_order_mark_is_not_part_of_a_task(tmp_path: Path):
     file = tmp_path / "t.jsonl"
     file.write_text(json.dumps(task()) + "\n" + json.dumps(task()) + "\n", "utf-8-sig")
     assert [line.task for line in read_tasks([str(file)])] == [task(), task()]
+
+
+async def test_progress_shows_the_states_and_a_service_that_is_gone_and_back(tmp_path: Path):
+    import os
+    import signal
+    import sys
+
+    port, file = free_port(), lines(tmp_path / "t.jsonl", task("NEVER"))
+    async with AsyncExitStack() as stack, asyncio.timeout(120):
+        async with served(tmp_path / "service", port=port, drain_s=0.0) as service:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "rollyard", "submit", str(file),
+                env={**os.environ, **service.environ()}, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            assert process.stderr is not None
+            try:
+                assert b"1 rollout submitted" in await process.stderr.readline()
+                assert await process.stderr.readline() == b"0 of 1 ended; run 1\n", "as the service lists it"
+            except BaseException:
+                process.kill()
+                raise
+        assert await process.stderr.readline() == b"rollyard: the service does not answer; waiting for it\n"
+        await stack.enter_async_context(served(tmp_path / "service", port=port, drain_s=0.0))
+        assert await process.stderr.readline() == b"rollyard: the service answers again\n"
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 130

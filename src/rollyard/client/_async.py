@@ -194,12 +194,14 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         on_event: Callable[[Event], object] | None = None,
         timeout_s: float | None = None,
         run: str | None = None,
+        after: str | None = None,
     ) -> Records:
         """All records at their ends, in the order of the ids; `on_end` is called once for each, as it ends.
 
-        `on_event` is called for their changes of state, as far as the service reports them. TimeoutError as in `wait`.
+        `on_event` is called for their changes of state, as far as the service reports them: from now on, or after the
+        event with the id `after` (`last_event` of `status`). TimeoutError as in `wait`.
         """
-        return await wait_all(self, [*ids], on_end, on_event, timeout_s, run)
+        return await wait_all(self, [*ids], on_end, on_event, timeout_s, run, after)
 
     async def list(
         self,

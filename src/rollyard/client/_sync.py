@@ -137,12 +137,16 @@ class Client:
         on_event: Callable[[Event], object] | None = None,
         timeout_s: float | None = None,
         run: str | None = None,
+        after: str | None = None,
     ) -> Records:
         """All records at their ends, in the order of the ids; `on_end` is called once for each, as it ends.
 
-        `on_event` is called for their changes of state, as far as the service reports them. TimeoutError as in `wait`.
+        `on_event` is called for their changes of state, as far as the service reports them: from now on, or after the
+        event with the id `after` (`last_event` of `status`). TimeoutError as in `wait`.
         """
-        return self._loop.run(self._async.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s, run=run))
+        return self._loop.run(
+            self._async.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s, run=run, after=after)
+        )
 
     def list(
         self,

@@ -35,6 +35,7 @@ async def wait_all(
     on_event: Callable[[Event], object] | None,
     timeout_s: float | None,
     run: str | None = None,
+    after: str | None = None,
 ) -> list[Record]:
     """Implements `AsyncClient.wait_all`."""
     waiting = dict.fromkeys(ids)
@@ -50,7 +51,7 @@ async def wait_all(
 
     async def watch() -> None:
         try:
-            async for event in client.events(run=run):
+            async for event in client.events(after=after, run=run):
                 if event.rollout in waiting:
                     if on_event is not None:
                         on_event(event)

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollyard.cli._console import AsJson, CommandError, Token, Url, connect, err, note, print_json, run, show
+from rollyard.cli._console import AsJson, CommandError, Token, Url, connect, note, print_json, run, show
 from rollyard.cli._tasks import TaskLine, read_tasks
 
 if TYPE_CHECKING:
-    from rollyard.client import AsyncClient, Event, Record
+    from rollyard.client import AsyncClient
     from rollyard.core import RollyardError
 
-STATES: tuple[str, ...] = ("queued", "init", "ready", "run", "eval", "ended")
 RETRY_S = 600.0  # how long to wait for a service that restarts or is full
 
 
@@ -88,10 +87,11 @@ async def _submit(
     as_json: bool,
 ) -> bool:
     from rollyard.cli._results import results_table, summary_line, write_trajectories
+    from rollyard.cli._watching import watch
     from rollyard.core import RollyardError
 
     async with connect(url, token) as quick:
-        await quick.status()  # an unreachable service or a wrong token fails at once, without retries
+        status = await quick.status()  # an unreachable service or a wrong token fails at once, without retries
     async with connect(url, token, retry_s=RETRY_S) as client:
         where = run_id or policy or "default"
         await _ensure_run(client, where, policy)
@@ -107,7 +107,7 @@ async def _submit(
             note(f"rollyard: {reason}; the rollouts wait")
         if wait:
             started_at = time.monotonic()
-            records = await watch(client, records)
+            records = await watch(client, records, url=url, token=token, after=status.get("last_event"))
             note(f"{summary_line(records)}; {time.monotonic() - started_at:.1f} s")
         if out is not None:
             await write_trajectories(client, records, out)
@@ -151,44 +151,3 @@ def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int)
     detail = error.detail.replace(match[0], "").lstrip(": ")
     submitted_text = "nothing was submitted" if not submitted else f"{submitted} rollouts before it were submitted"
     return CommandError(f"{tasks[index].place}: {detail}", f"{error.remedy} ({submitted_text})".strip())
-
-
-async def watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:
-    """Waits for all rollouts, with a progress bar and their states if stderr is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    states = {record.id: record.state for record in records}
-    console = err()
-    bar = Progress(
-        TextColumn("rollouts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[states]}"),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    if not console.is_terminal:
-        note(f"{len(records)} rollouts submitted to run {records[0].run}")
-
-    def update() -> None:
-        counts = dict.fromkeys(STATES, 0)
-        for state in states.values():
-            counts[state] = counts.get(state, 0) + 1
-        text = "  ".join(f"{state} {count}" for state, count in counts.items() if count and state != "ended")
-        bar.update(task, completed=counts["ended"], states=text)
-
-    def on_event(event: Event) -> None:
-        if event.state:
-            states[event.rollout] = event.state
-            update()
-
-    def on_end(record: Record) -> None:
-        states[record.id] = record.state
-        update()
-
-    with bar:
-        task = bar.add_task("", total=len(records), states="")
-        update()
-        return await client.wait_all(list(states), on_end=on_end, on_event=on_event, run=records[0].run)

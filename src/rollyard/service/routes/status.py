@@ -35,6 +35,7 @@ async def status(request: Request) -> Response:
             "epoch": app_state.store.epoch,
             "uptime_s": time.monotonic() - app_state.started_at,
             "is_draining": app_state.pipeline.is_draining,
+            "last_event": app_state.pipeline.event_log.last_id,
             "states": await app_state.store.counts(),
             "pools": app_state.pipeline.pools(),
             "nodes": [node_object(node) for node in fleet.nodes.by_name.values()] if fleet is not None else [],
