@@ -54,6 +54,22 @@ async def test_a_submit_without_an_engine_says_so_at_once(cli: Cli, service: Run
     assert "rollouts of policy default wait: no engine serves policy default" in shown.out
 
 
+async def test_the_error_of_an_engine_is_shown_until_it_is_up_again(cli: Cli, service: RunningService):
+    async with AsyncClient(service.url, service.token) as client:
+        service.engine.is_healthy = False
+        async with asyncio.timeout(60):
+            while (await client.engines())[0]["state"] == "up":
+                await asyncio.sleep(0.05)
+        down = await cli("engines", "list")
+        assert [line for line in down.out.splitlines() if line.startswith("engine e0: ")], down.out
+        service.engine.is_healthy = True
+        async with asyncio.timeout(60):
+            while (engine := (await client.engines())[0])["state"] != "up":
+                await asyncio.sleep(0.05)
+    assert engine["last_error"], "it is kept for the record"
+    assert "engine e0: " not in (await cli("engines", "list")).out
+
+
 async def test_pools_are_listed_and_resized(cli: Cli, service: RunningService):
     result = await cli("pools", "resize", "--run", "7", "--json")
     assert result.status == 0 and result.json[0]["run"]["size"] == 7

@@ -13,12 +13,14 @@ from rollyard.cli._console import (
     connect,
     note,
     number,
+    out,
     plain,
     print_json,
     print_lines,
     run,
     show,
     table,
+    visible,
 )
 
 engines = typer.Typer(help="The inference servers in use: list, add, remove.", no_args_is_help=True)
@@ -37,6 +39,8 @@ def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) 
         print_lines(rows)
     elif rows:
         show(engines_table(rows))
+        for line in engine_problems(rows):
+            out().print(line, markup=False, soft_wrap=True)
     else:
         note("there is no engine; add one: rollyard engines add URL")
 
@@ -46,8 +50,7 @@ def engines_table(rows: list[dict[str, Any]]) -> Any:
     those in flight in parentheses. kv is the fill level of the KV cache, if an engine reports it."""
     has_kv = any(engine.get("kv_use") is not None for engine in rows)
     numbers = ("sessions", *(["kv"] if has_kv else []), "calls", "failed", "tokens", "cached")
-    has_trouble = any(_trouble(engine) for engine in rows)
-    grid = table("id", "state", "policy", "model", *numbers, *(["problem"] if has_trouble else []), right=numbers)
+    grid = table("id", "state", "policy", "model", *numbers, right=numbers)
     for engine in rows:
         state = str(engine.get("state"))
         style = "green" if state == "up" else "red"
@@ -60,13 +63,17 @@ def engines_table(rows: list[dict[str, Any]]) -> Any:
             *([_share(engine.get("kv_use"))] if has_kv else []),
             f"{number(engine.get('calls'))} ({number(engine.get('in_flight'))})",
             *(number(engine.get(name)) for name in ("failures", "tokens", "cached_tokens")),
-            *([plain(_trouble(engine))] if has_trouble else []),
         )
     return grid
 
 
-def _trouble(engine: dict[str, Any]) -> str:
-    if engine.get("last_error"):
+def engine_problems(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns a line for each engine with a problem. The last error of an engine that is up again is none."""
+    return [f"engine {visible(str(row.get('id')))}: {visible(problem)}" for row in rows if (problem := _problem(row))]
+
+
+def _problem(engine: dict[str, Any]) -> str:
+    if engine.get("last_error") and engine.get("state") != "up":
         return str(engine["last_error"])
     if engine.get("tokenizer_verified") is False:
         return "its tokenizer is not verified" + (", but trusted" if engine.get("trust_tokenizer") else ": untrainable")
@@ -125,6 +132,8 @@ def add(
         print_json(engine)
     else:
         show(engines_table([engine]))
+        for line in engine_problems([engine]):
+            note(line)
 
 
 @engines.command("remove", epilog="Example: rollyard engines remove gpu1:8000")

@@ -87,7 +87,7 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
     """Renders one frame."""
     from rich.console import Group
 
-    from rollyard.cli.commands.engines import engines_table
+    from rollyard.cli.commands.engines import engine_problems, engines_table
     from rollyard.cli.commands.nodes import nodes_table
 
     uptime_s = int(status.get("uptime_s") or 0)
@@ -118,6 +118,7 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
         parts += [f"[red]rollouts of policy {plain(policy)} wait: {plain(why)}[/]", ""]
     if engines:
         parts.append(engines_table(engines))
+        parts += [f"[red]{plain(line)}[/]" for line in engine_problems(engines)]
     parts += [
         f"[red]engine {name} was refused: {plain(why)}[/]"
         for name, why in (status.get("refused_engines") or {}).items()
