@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,17 @@ async def test_a_paused_policy_is_served(tmp_path: Path, caplog: pytest.LogCaptu
         await site.submit("r1")
         assert await unserved(site) == {}
         assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_serve_logs_it_at_start(tmp_path: Path) -> None:
+    env = {**os.environ, "ROLLYARD_DATA_DIR": str(tmp_path / "data"), "ROLLYARD_RUNTIMES": '["local"]'}
+    command = (sys.executable, "-m", "rollyard", "serve", "--port", "0")
+    process = await asyncio.create_subprocess_exec(*command, env=env, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            while NONE not in (line := (await process.stderr.readline()).decode()):
+                assert line, "it has ended"
+    finally:
+        process.terminate()
+        await process.wait()

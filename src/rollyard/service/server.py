@@ -182,7 +182,7 @@ async def _main(settings: Settings) -> int:
             token = "" if settings.admin_tokens else f", token in {settings.token_path}"
             _print_line(f"rollyard {__version__} at {served.url}{token}")
             for reason in unserved_policies(served.app_state.pipeline, served.app_state.refused_engines).values():
-                _print_line(f"rollyard: {reason}")
+                log.info(reason)  # programs that add their engines later run at "warning"
             await _first_of(signals.first, served.app_state.pipeline.broke)
             if served.app_state.pipeline.broken is not None:
                 raise served.app_state.pipeline.broken
