@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from rollyard.core import Sampling
 from rollyard.engines import EngineSpec, GenerateRequest, Kind, make_engine
 from rollyard.engines.clients.http import HttpPool
-from rollyard.testing.script import ByteTokenizer, Reply, Rules, Turn
+from rollyard.testing.script import ByteTokenizer, FolderTokenizer, Reply, Rules, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.scripted_sampling import common_prefix, scripted_logprob
+from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.engines.parts import PROMPT, TOKENIZER, probed
 
 
@@ -100,8 +101,10 @@ async def test_it_runs_as_a_separate_process(tmp_path: Path, http: HttpPool) -> 
         hello = json.loads(await process.stdout.readline())
         engine = make_engine(EngineSpec("p", hello["url"], Kind.VLLM), http)
         await engine.probe()
-        generation = await engine.generate(GenerateRequest("r", PROMPT, Sampling(), 10))
-        assert TOKENIZER.decode(generation.token_ids) == "found<|im_end|>"
+        assert Path(engine.info.tokenizer) == tokenizer_dir(), "a service on this machine needs no --tokenizer"
+        tokenizer = FolderTokenizer(tokenizer_dir())
+        generation = await engine.generate(GenerateRequest("r", tokenizer.encode("something"), Sampling(), 10))
+        assert tokenizer.decode(generation.token_ids) == "found<|im_end|>"
     finally:
         process.terminate()
         assert await process.wait() == 0
