@@ -202,7 +202,7 @@ async def _watch(client: AsyncClient, evaluation: Evaluation) -> Evaluation:
 
     console = err()
     if not console.is_terminal:
-        note(f"{evaluation.total} rollouts submitted to run {evaluation.run}")
+        note(f"{evaluation.total} rollout{'' if evaluation.total == 1 else 's'} submitted to run {evaluation.run}")
     columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=evaluation.total)
