@@ -1,6 +1,9 @@
 import asyncio
 import io
+import os
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +45,22 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         return CliResult(status, captured.out, captured.err)
 
     return run
+
+
+@asynccontextmanager
+async def command(service: RunningService, *argv: object) -> AsyncGenerator[asyncio.subprocess.Process, None]:
+    """Runs a command line in a process of its own, which ends with the block, also if a check in it fails."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollyard", *map(str, argv)),
+        env={**os.environ, **service.environ()},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
 from collections.abc import AsyncGenerator
 from math import comb
 from pathlib import Path
@@ -17,7 +15,7 @@ from rollyard.service.settings import load_settings
 from rollyard.testing.script import FolderTokenizer, Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, command
 from tests.cli.test_submit import lines
 from tests.client.served import RunningService, served, task
 
@@ -219,12 +217,8 @@ def test_a_large_k_is_shown_by_powers_of_two():
 
 async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task("NEVER"))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rollyard", "eval", str(file), "--k", "1", "--run", "stopped",
-        env={**os.environ, **service.environ()}, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stderr is not None
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(90), command(service, "eval", file, "--k", 1, "--run", "stopped") as process:
+        assert process.stderr is not None
         assert b"1 rollout submitted to run stopped" in await process.stderr.readline()
         process.send_signal(signal.SIGINT)
         remaining_stderr = (await process.stderr.read()).decode()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from rollyard.cli._tasks import read_tasks
 from rollyard.client import AsyncClient
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, command
 from tests.client.served import RunningService, served, task
 from tests.worker import free_port
 
@@ -122,17 +123,9 @@ async def test_a_policy_creates_a_run_of_its_name(cli: Cli, service: RunningServ
 
 
 async def test_an_interrupt_prints_how_to_continue(service: RunningService, tmp_path: Path):
-    import os
-    import signal
-    import sys
-
     file = lines(tmp_path / "t.jsonl", task("NEVER"))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rollyard", "submit", str(file), "--id-prefix", "stopped",
-        env={**os.environ, **service.environ()}, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stderr is not None
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(90), command(service, "submit", file, "--id-prefix", "stopped") as process:
+        assert process.stderr is not None
         assert b"1 rollout submitted" in await process.stderr.readline()
         process.send_signal(signal.SIGINT)
         stderr = (await process.stderr.read()).decode()
@@ -147,24 +140,13 @@ def test_a_byte_order_mark_is_not_part_of_a_task(tmp_path: Path):
 
 
 async def test_progress_shows_the_states_and_a_service_that_is_gone_and_back(tmp_path: Path):
-    import os
-    import signal
-    import sys
-
     port, file = free_port(), lines(tmp_path / "t.jsonl", task("NEVER"))
     async with AsyncExitStack() as stack, asyncio.timeout(120):
         async with served(tmp_path / "service", port=port, drain_s=0.0) as service:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "rollyard", "submit", str(file),
-                env={**os.environ, **service.environ()}, stderr=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+            process = await stack.enter_async_context(command(service, "submit", file))
             assert process.stderr is not None
-            try:
-                assert b"1 rollout submitted" in await process.stderr.readline()
-                assert await process.stderr.readline() == b"0 of 1 ended; run 1\n", "as the service lists it"
-            except BaseException:
-                process.kill()
-                raise
+            assert b"1 rollout submitted" in await process.stderr.readline()
+            assert await process.stderr.readline() == b"0 of 1 ended; run 1\n", "as the service lists it"
         assert await process.stderr.readline() == b"rollyard: the service does not answer; waiting for it\n"
         await stack.enter_async_context(served(tmp_path / "service", port=port, drain_s=0.0))
         assert await process.stderr.readline() == b"rollyard: the service answers again\n"
