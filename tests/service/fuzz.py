@@ -29,6 +29,7 @@ from rollyard.cli.rig import engine_process, service
 from rollyard.client import AsyncClient
 from rollyard.testing.tokenizer_files import tokenizer_dir
 
+WAITING = {"/v1/sessions", "/v1/sessions/{session_id}/reward"}
 ANSWER_S = 30.0
 """Far longer than any response takes on a busy machine: a call that takes longer hangs."""
 
@@ -137,6 +138,8 @@ def _name_what_is_there(case: Case, ids: Mapping[str, list[str]], rng: random.Ra
         if rng.random() < 0.5:
             parameters[name] = rng.choice(ids[name])
     case.path_parameters = parameters
+    if case.operation.path in WAITING and not case.query:
+        case.query = {"wait_s": 0.05}  # by default they wait as long as the answer may take
     for part in (case.query, case.body):
         if isinstance(part, dict):
             for name in part.keys() & {"wait_s", "timeout_s", "drain_s"}:
