@@ -51,7 +51,7 @@ async def test_a_submit_without_an_engine_says_so_at_once(cli: Cli, service: Run
     result = await cli("submit", tmp_path / "task.json", "--no-wait")
     assert "no engine serves policy default: add one with `rollyard engines add URL`; the rollouts wait" in result.err
     shown = await cli("top", "--once")
-    assert "rollouts of policy default wait: no engine serves policy default" in shown.out
+    assert "no engine serves policy default: add one with" in shown.out
 
 
 async def test_the_error_of_an_engine_is_shown_until_it_is_up_again(cli: Cli, service: RunningService):

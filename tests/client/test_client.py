@@ -90,6 +90,17 @@ async def test_wait_all_reports_each_end_once_and_the_states_before_it(client: A
     assert await client.wait_all(ids[:2], timeout_s=5) == [await client.get(id) for id in ids[:2]]
 
 
+async def test_wait_all_reports_the_states_since_an_event(client: AsyncClient):
+    after = (await client.status())["last_event"]
+    await client.submit([task()], ids=["one"])
+    async for event in client.events(after=after):
+        if event.state == "run":
+            break  # these events are over when wait_all is called
+    events: list[Event] = []
+    await client.wait_all(["one"], on_event=events.append, after=after, timeout_s=50)
+    assert [event.state for event in events][:4] == ["queued", "init", "ready", "run"]
+
+
 async def test_wait_all_is_prompt_for_ids_behind_slow_ones(client: AsyncClient):
     """More slow rollouts before it than there are long polls: only events can report the quick one."""
     await client.resize_pools(run=40, init=40, ready=40)

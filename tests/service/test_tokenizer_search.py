@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -13,6 +14,7 @@ import huggingface_hub.constants
 import pytest
 
 from rollyard.pipeline import tokenizer_search
+from rollyard.testing.script import FolderTokenizer
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens.hub import download_tokenizer
@@ -42,6 +44,12 @@ def reporting(root: str, model: str = "scripted") -> ScriptedEngine:
     engine = scripted()
     engine.root, engine.model = root, model
     return engine
+
+
+def without_token(path: Path, content: str) -> None:
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["content"] != content]
+    path.write_text(json.dumps(tokenizer))
 
 
 async def add(site: Site, engine: ScriptedEngine, **fields: object) -> tuple[int, dict[str, object]]:
@@ -81,16 +89,13 @@ async def test_a_named_tokenizer_is_downloaded_too(hub: Index, tmp_path: Path) -
 
 async def test_a_downloaded_tokenizer_that_is_not_the_engines_is_refused(hub: Index, tmp_path: Path) -> None:
     assert hub.folder is not None
-    path = hub.folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["content"] != "<|im_start|>"]
-    path.write_text(json.dumps(tokenizer))
+    without_token(hub.folder / "tokenizer.json", "<|im_start|>")
     async with reporting(REPOSITORY) as engine, open_site(tmp_path) as site:
         _, body = await add(site, engine)
     assert body["code"] == "tokenizer_mismatch" and REPOSITORY in str(body["detail"]), body
 
 
-async def test_an_engine_can_serve_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_can_serve_its_tokenizer(tmp_path: Path) -> None:
     async with reporting("/models/of/another/machine") as engine, open_site(tmp_path) as site:
         engine.tokenizer_folder = tokenizer_dir()
         assert (await add(site, engine))[0] == 201
@@ -115,7 +120,7 @@ async def test_an_error_lists_everything_that_was_tried_and_the_fix(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     async with reporting("Qwen/Qwen3-8B") as engine, open_site(tmp_path) as site:
         _, body = await add(site, engine)
-    assert body["code"] == "engine_refused" and body["detail"] == (
+    assert body["code"] == "tokenizer_not_found" and body["detail"] == (
         "the tokenizer of engine e1 (model 'Qwen/Qwen3-8B') was not found. "
         "Tried: Qwen/Qwen3-8B in the local hub cache (not there); "
         "a download of Qwen/Qwen3-8B from the hub (offline mode is set (HF_HUB_OFFLINE)); "
@@ -124,6 +129,33 @@ async def test_an_error_lists_everything_that_was_tried_and_the_fix(
         "`hf download Qwen/Qwen3-8B --include 'tokenizer*' 'chat_template*' 'special_tokens_map.json'`; "
         "or name a folder that has tokenizer.json and tokenizer_config.json: --tokenizer PATH"
     )
+
+
+async def test_an_engine_comes_up_when_its_tokenizer_is_there(
+    hub: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_search, "RETRY_S", 0.0)
+    folder, hub.folder = hub.folder, None
+    async with reporting(REPOSITORY) as engine:
+        table = {"id": "e1", "url": engine.url}
+        async with open_site(tmp_path, engines=[table], health_s=0.1) as site, asyncio.timeout(90):
+            while "was not found" not in str((listed := (await site.get("/v1/engines")).body["engines"]) and listed[0]):
+                await asyncio.sleep(0.05)
+            assert listed[0]["state"] == "down"
+            hub.folder = folder
+            await rolls(site)
+
+
+async def test_engines_that_report_the_same_folder_of_other_machines_have_their_own_tokenizers(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tokenizer_dir(), other)
+    without_token(other / "tokenizer.json", "<|im_start|>")
+    async with reporting("/models/m") as first, reporting("/models/m") as second, open_site(tmp_path) as site:
+        first.tokenizer_folder, second.tokenizer_folder = tokenizer_dir(), other
+        second.tokenizer = FolderTokenizer(other)
+        assert (await add(site, first))[0] == 201
+        status, body = await add(site, second, id="e2")
+        assert status == 201, body
 
 
 async def test_a_failed_download_is_not_repeated_at_once(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.site import Site, engine_table, open_site, scripted, task
+from tests.service.site import TRAINER, Site, engine_table, open_site, scripted, task
 
 pytestmark = pytest.mark.slow
 
@@ -43,15 +43,34 @@ async def test_a_service_without_engines_reports_the_default_policy(
     assert len([record for record in caplog.records if "its calls wait" in record.message]) == 1
 
 
+async def test_a_tenant_does_not_learn_the_policies_of_others(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.post("/v1/runs", {"id": "other", "policy": "secret-project"})
+        await site.post("/v1/rollouts", {"run": "other", "rollouts": [{"id": "r1", "task": task()}]})
+        assert {*await unserved(site)} == {"default", "secret-project"}
+        assert {*(await site.get("/v1/status", token=TRAINER)).body["unserved_policies"]} == {"default"}
+
+
 async def test_a_refused_engine_is_named_with_the_reason(tmp_path: Path) -> None:
     async with scripted() as engine:
-        engine.root = "Qwen/Qwen3-8B"
-        table = {"id": "e1", "url": engine.url}
+        table = {"id": "e1", "url": engine.url, "tokenizer": str(tmp_path)}
         async with open_site(tmp_path, engines=[table]) as site:
             async with asyncio.timeout(60):
                 while "was refused" not in (reason := (await unserved(site))["default"]):
                     await asyncio.sleep(0.05)
-    assert "engine e1 was refused (the tokenizer of engine e1 (model 'Qwen/Qwen3-8B') was not found" in reason
+    assert "engine e1 was refused (engine e1: its tokenizer cannot be used: " in reason
+    assert "the folder lacks tokenizer.json and tokenizer_config.json" in reason
+
+
+async def test_an_engine_without_a_tokenizer_is_down_with_the_fix(tmp_path: Path) -> None:
+    async with scripted() as engine:
+        engine.root = "Qwen/Qwen3-8B"
+        async with open_site(tmp_path, engines=[{"id": "e1", "url": engine.url}]) as site:
+            await site.submit("r1")
+            async with asyncio.timeout(60):
+                while "was not found" not in (reason := (await unserved(site))["default"]):
+                    await asyncio.sleep(0.05)
+    assert reason.startswith("no engine serves policy default: engine e1 is down (the tokenizer of engine e1 ")
     assert "--tokenizer PATH" in reason
 
 

@@ -214,6 +214,19 @@ async def test_the_next_turn_reuses_the_prefix_and_metrics_report_the_load():
         assert metrics['rollyard_engine_step_seconds_total{kind="tokens"}'] > 0
 
 
+async def test_it_serves_the_files_of_its_tokenizer(tmp_path: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).write_text(f'"{name}"')
+    async with served(tiny(), root=str(tmp_path)) as (_, client):
+        listed = await client.tokenizer_file()
+        assert listed is not None and b"tokenizer_config.json" in listed and b"safetensors" not in listed
+        assert await client.tokenizer_file("tokenizer.json") == b'"tokenizer.json"'
+        for name in ("model.safetensors", "..", "../etc/passwd"):
+            assert await client.tokenizer_file(name) is None
+    async with served(tiny()) as (_, client):
+        assert await client.tokenizer_file() is None, "its folder is not known"
+
+
 async def test_unsupported_parameters_are_refused():
     async with served(tiny()) as (engine, client):
         for extra in ({"min_p": 0.1}, {"presence_penalty": 0.5}):

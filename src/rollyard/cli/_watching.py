@@ -4,7 +4,7 @@ On a terminal: a bar with the number of rollouts in each state. Elsewhere: a lin
 most every LINE_S. A service that does not answer is reported within seconds, and so is its return.
 
 Invariant. The states are those of the service: its events are followed from before the submit on. A few unfinished
-rollouts are also read every ASK_S, and more are listed when a service that did not answer is back.
+rollouts are also read every POLL_S, and more are listed when a service that did not answer is back.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollyard.cli._console import connect, err, note
-from rollyard.core import RollyardError
+from rollyard.client import ServiceUnreachable
+from rollyard.core import RollyardError, State
 
 if TYPE_CHECKING:
     from rollyard.client import AsyncClient, Event, Record
 
-STATES: tuple[str, ...] = ("queued", "init", "ready", "run", "eval", "ended")
-ASK_S = 2.0
+POLL_S = 2.0
 LINE_S = 10.0
 LISTED = 1000  # rollouts in one listing; of more, only events are shown
 FEW = 20  # unfinished rollouts that are read one by one
@@ -72,14 +72,14 @@ class Progress:
         if is_answering:
             self._silent_since = None
             if was_silent:
-                self._say("rollyard: the service answers again")
+                self._note("rollyard: the service answers again")
         elif not was_silent:
             self._silent_since = time.monotonic()
-            self._say("rollyard: the service does not answer; waiting for it")
+            self._note("rollyard: the service does not answer; waiting for it")
         self.update()
 
     def update(self) -> None:
-        counts = dict.fromkeys(STATES, 0)
+        counts: dict[str, int] = dict.fromkeys(map(str, State), 0)
         for state in self.states.values():
             counts[state] = counts.get(state, 0) + 1
         text = "  ".join(f"{state} {count}" for state, count in counts.items() if count and state != "ended")
@@ -93,7 +93,7 @@ class Progress:
             self._shown, self._shown_at = line, time.monotonic()
             note(line)
 
-    def _say(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         if self._bar is None:
             note(line)
 
@@ -114,11 +114,11 @@ async def watch(
     progress.start()
     try:
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(_ask(progress, run, url, token))
+            polling = tasks.create_task(_poll(progress, run, url, token))
             ended = await client.wait_all(
                 list(progress.states), on_end=progress.on_end, on_event=progress.on_event, run=run, after=after
             )
-            asking.cancel()
+            polling.cancel()
         return ended
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
@@ -126,13 +126,13 @@ async def watch(
         progress.stop()
 
 
-async def _ask(progress: Progress, run: str, url: str | None, token: str | None) -> None:
-    """Asks the service every few seconds whether it is there, and lists the states when they may have been missed."""
+async def _poll(progress: Progress, run: str, url: str | None, token: str | None) -> None:
+    """Calls the service every POLL_S: to notice that it is gone, and to read states whose events were missed."""
     is_stale = False
     async with connect(url, token) as client:  # without retries
         while True:
             try:
-                async with asyncio.timeout(2 * ASK_S):
+                async with asyncio.timeout(2 * POLL_S):
                     if len(unfinished := progress.unfinished) <= FEW:
                         progress.set_all(await asyncio.gather(*[client.get(id, run=run) for id in unfinished]))
                     elif is_stale and len(progress.states) <= LISTED:
@@ -140,10 +140,12 @@ async def _ask(progress: Progress, run: str, url: str | None, token: str | None)
                     else:
                         await client.status()
                 is_stale = False
-            except (RollyardError, TimeoutError, OSError):
+            except (ServiceUnreachable, TimeoutError, OSError):
                 is_stale = True
+            except RollyardError:
+                pass  # it answers; `wait_all` raises what matters
             progress.set_answering(not is_stale)
-            await asyncio.sleep(ASK_S)
+            await asyncio.sleep(POLL_S)
 
 
 def _new_bar(total: int) -> tuple[Any, Any]:

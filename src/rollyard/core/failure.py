@@ -200,6 +200,13 @@ class EngineBroken(EngineFailure):
     remedy = "Check the engine's version and flags (docs/how-to/connect-engines.md)."
 
 
+class TokenizerNotFound(EngineFailure):
+    """The files of an engine's tokenizer are not on this machine, and could not be fetched. They may come later."""
+
+    status = 422
+    remedy = "Name the tokenizer of the engine's model, or download it into the local hub cache."
+
+
 class TokenizerMismatch(EngineFailure):
     retryable = False
     status = 422

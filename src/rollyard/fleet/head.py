@@ -87,7 +87,7 @@ class FleetHead:
         self._leasing.queued(rollout)
 
     def cancelled(self, rollout_id: str, detail: str) -> None:
-        self._leases.doom(rollout_id, detail)
+        self._leases.cancel_on_lease(rollout_id, detail)
 
     @property
     def remote(self) -> int:

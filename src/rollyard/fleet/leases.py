@@ -28,7 +28,7 @@ class Leases:
         self._pipeline = pipeline
         self._nodes = nodes
         self._by_id: dict[str, LeasedRollout] = {}  # those of `Pipeline.live` that are at nodes
-        self._doomed: dict[str, str] = {}  # cancelled while they were being leased
+        self._cancelled_early: dict[str, str] = {}  # cancelled while they were being leased
         self._going_back: set[str] = set()  # of lost nodes; they may be claimed until they are requeued
         self.unclaimed: set[str] = set()  # those from before this process, not claimed yet
 
@@ -46,17 +46,17 @@ class Leases:
         """Whether no rollout of a lost node, or of an earlier process, may still be claimed."""
         return not self.unclaimed and not self._going_back
 
-    def doom(self, rollout_id: str, detail: str) -> None:
+    def cancel_on_lease(self, rollout_id: str, detail: str) -> None:
         """Cancels a rollout as soon as it is leased."""
-        self._doomed[rollout_id] = detail
+        self._cancelled_early[rollout_id] = detail
 
     def forget_cancel(self, rollout_id: str) -> None:
-        self._doomed.pop(rollout_id, None)
+        self._cancelled_early.pop(rollout_id, None)
 
     def add(self, leased: LeasedRollout) -> None:
         self._pipeline.live[leased.rollout.id] = leased
         self._by_id[leased.rollout.id] = leased
-        if (detail := self._doomed.pop(leased.rollout.id, None)) is not None:
+        if (detail := self._cancelled_early.pop(leased.rollout.id, None)) is not None:
             leased.stop(Cancelled(detail))
 
     def remove(self, leased: LeasedRollout) -> None:

@@ -21,7 +21,6 @@ from rollyard.tokens.files import (
     InvalidFiles,
     TokenizerFile,
     TokenizerList,
-    delete_drafts,
     describe,
     has_files,
     paths_in,
@@ -92,10 +91,6 @@ class TokenizerFetcher:
             raise HeadUnreachable(f"the head's tokenizer is refused: {error}") from error
         log.info("tokenizer received from the head", extra={"engine": engine_id, "digest": listed.digest})
         return TokenizerFiles(listed.name, str(folder))
-
-    def sweep(self) -> None:
-        """Deletes what an earlier process had not received completely."""
-        delete_drafts(self._folder)
 
 
 def _folder(source: str) -> Path:

@@ -4,7 +4,7 @@ The executor starts queued rollouts: in this process (`local_executor.py`), or o
 
 Invariants. Everything accepted is durable first. A live rollout is exactly one `LiveRollout`: an `Attempt` in one task
 of this process, or a lease of one node. The process may die at any instant: the store's recovery restores a consistent
-state.
+state. This file is long because it is the one interface to all rollouts of a service.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ renderer with an engine compares the two on a text that tokenizers encode differ
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rollyard.core.failure import TokenizerMismatch
 from rollyard.engines.base import Engine
 from rollyard.pipeline.tokenizer_search import TokenizerFiles, TokenizerSearch
 from rollyard.tokens import Renderer, Tokenizers, load_renderer
+from rollyard.tokens.tokenizer import is_hub_name
 
 PROBE = "def f(x):\n\treturn x*3.14159  # naïve 漢字 🚀\r\n  'don''t'  1234567890 <|im_start|>"
 
@@ -33,15 +35,15 @@ class Renderers:
         self._files: dict[tuple[str, str, str], TokenizerFiles] = {}
         self._tokenizers = Tokenizers()
         self._loaded: dict[tuple[str, str, str], Renderer] = {}
-        self._lock = asyncio.Lock()
+        self._locks: defaultdict[tuple[str, str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def of(self, engine: Engine) -> Renderer:
-        """Returns the engine's renderer. Raises TokenizerMismatch or EngineRefused if no renderer fits."""
+        """Returns the engine's renderer. Raises TokenizerNotFound, or an error of the files or of the renderer."""
         spec, key = engine.spec, _key(engine)
         renderer = self._loaded.get(key)
         if renderer is not None:
             return renderer
-        async with self._lock:
+        async with self._locks[key]:  # a download for one engine does not delay the others
             if key not in self._loaded:
                 fetched = await self._fetch(engine) if self._fetch is not None else None
                 files = self._files[key] = fetched or await self._search.find(engine)
@@ -75,6 +77,7 @@ class Renderers:
 
 
 def _key(engine: Engine) -> tuple[str, str, str]:
-    """Engines that report the same model share a renderer."""
+    """Engines with the same tokenizer share a renderer. A folder of another machine may have other files there."""
     spec, info = engine.spec, engine.info
-    return spec.tokenizer or info.tokenizer or info.model_source or f"of engine {spec.id}", spec.renderer, info.model
+    hub_name = info.model_source if is_hub_name(info.model_source) else ""
+    return spec.tokenizer or info.tokenizer or hub_name or f"of engine {spec.id}", spec.renderer, info.model

@@ -58,6 +58,11 @@ class Scheduler:
         queue = self._runs.get(run_id)
         return queue.queued if queue is not None else 0
 
+    @property
+    def queued_runs(self) -> set[str]:
+        """The runs that have a queued rollout."""
+        return {run_id for run_id, queue in self._runs.items() if queue.queued}
+
     def queued_by(self, owner: str) -> int:
         return self._owner(owner).queued
 

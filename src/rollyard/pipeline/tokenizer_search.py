@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, RollyardError
+from rollyard.core.failure import EngineBroken, EngineFailure, RollyardError, TokenizerNotFound
 from rollyard.engines.base import Engine
 from rollyard.tokens.files import MAX_FILE_BYTES, InvalidFiles, TokenizerFile, TokenizerList, receive
-from rollyard.tokens.hub import DownloadFailed, download_tokenizer, is_hub_name
-from rollyard.tokens.tokenizer import find_folder, hub_command
+from rollyard.tokens.hub import DownloadFailed, download_tokenizer
+from rollyard.tokens.tokenizer import find_folder, hub_command, is_hub_name
 
 log = logging.getLogger("rollyard.tokens")
 
@@ -49,17 +49,18 @@ class TokenizerSearch:
     _failed: dict[str, tuple[float, str]] = field(default_factory=dict[str, tuple[float, str]])
 
     async def find(self, engine: Engine) -> TokenizerFiles:
-        """Returns the files. Raises EngineRefused, with everything that was tried, if there are none."""
-        named = engine.spec.tokenizer
-        if named:
-            return await self._named(engine.spec.id, named)
+        """Returns the files. Raises TokenizerNotFound, with everything that was tried, if there are none, and
+        InvalidRequest if the named tokenizer is a folder that has none."""
+        named, info = engine.spec.tokenizer, engine.info
+        if info.tokenizer and not named:
+            return TokenizerFiles(info.tokenizer, info.tokenizer)
+        if named and await asyncio.to_thread(_is_folder, named):
+            return TokenizerFiles(named, str(await asyncio.to_thread(find_folder, named)))
+        reported = dict.fromkeys((named,) if named else (info.model_source, info.model))
+        names = [name for name in reported if is_hub_name(name)]
         tried: list[str] = []
-        source = engine.info.model_source
-        if engine.info.tokenizer:
-            return TokenizerFiles(engine.info.tokenizer, engine.info.tokenizer)
-        if source and not is_hub_name(source):
-            tried.append(f"the folder {source} (not readable on this machine)")
-        names = [name for name in dict.fromkeys((source, engine.info.model)) if is_hub_name(name)]
+        if info.model_source and not named and info.model_source not in names:
+            tried.append(f"the folder {info.model_source} (not readable on this machine)")
         for name in names:
             if (folder := await asyncio.to_thread(_cached_folder, name)) is not None:
                 return TokenizerFiles(name, str(folder))
@@ -69,23 +70,14 @@ class TokenizerSearch:
                 return TokenizerFiles(name, str(await self._download(name)))
             except DownloadFailed as error:
                 tried.append(f"a download of {name} from the hub ({error})")
-        try:
-            if files := await self._of_engine(engine):
-                return files
-            tried.append("the engine itself (it does not serve its tokenizer)")
-        except (EngineFailure, InvalidFiles) as error:
-            tried.append(f"the engine itself ({error})")
-        raise EngineRefused(_not_found(engine.spec.id, source or engine.info.model, names, tried))
-
-    async def _named(self, engine_id: str, name: str) -> TokenizerFiles:
-        if (folder := await asyncio.to_thread(_local_folder, name)) is not None:
-            return TokenizerFiles(name, str(folder))
-        tried = [f"{name} in the local hub cache (not there)"]
-        try:
-            return TokenizerFiles(name, str(await self._download(name)))
-        except DownloadFailed as error:
-            tried.append(f"a download of {name} from the hub ({error})")
-        raise EngineRefused(_not_found(engine_id, name, [name], tried))
+        if not named:
+            try:
+                if files := await self._of_engine(engine):
+                    return files
+                tried.append("the engine itself (it does not serve its tokenizer)")
+            except (EngineFailure, InvalidFiles) as error:
+                tried.append(f"the engine itself ({error})")
+        raise TokenizerNotFound(_not_found(engine.spec.id, named or info.model_source or info.model, names, tried))
 
     async def _download(self, name: str) -> Path:
         failed_at, reason = self._failed.get(name, (0.0, ""))
@@ -94,14 +86,13 @@ class TokenizerSearch:
         started = time.monotonic()
         log.info("downloading a tokenizer from the hub", extra={"tokenizer": name})
         try:
-            download = await download_tokenizer(name)
-            folder = await asyncio.to_thread(find_folder, str(download.folder))
+            folder = await asyncio.to_thread(find_folder, str(await download_tokenizer(name)))
         except (DownloadFailed, RollyardError) as error:
             reason = error.detail if isinstance(error, RollyardError) else str(error)
             self._failed[name] = (time.monotonic(), reason)
             raise DownloadFailed(reason) from error
         seconds = round(time.monotonic() - started, 1)
-        log.info("tokenizer downloaded", extra={"tokenizer": name, "revision": download.revision, "seconds": seconds})
+        log.info("tokenizer downloaded", extra={"tokenizer": name, "revision": folder.name, "seconds": seconds})
         return folder
 
     async def _of_engine(self, engine: Engine) -> TokenizerFiles | None:
@@ -121,13 +112,12 @@ class TokenizerSearch:
 
         folder = await receive(listed, read, self.cache)
         log.info("tokenizer received from the engine", extra={"engine": engine.spec.id, "digest": listed.digest})
-        return TokenizerFiles(listed.name, str(folder))
+        return TokenizerFiles(engine.info.model, str(folder))
 
 
-def _local_folder(name: str) -> Path | None:
-    """The folder of a named tokenizer, or None if it is a hub name that is not cached. Raises InvalidRequest."""
-    is_folder = Path(name).expanduser().is_dir()
-    return find_folder(name) if is_folder or not is_hub_name(name) else _cached_folder(name)
+def _is_folder(name: str) -> bool:
+    """Whether a named tokenizer is meant as a folder, even one that does not exist."""
+    return not is_hub_name(name) or Path(name).expanduser().is_dir()
 
 
 def _cached_folder(name: str) -> Path | None:

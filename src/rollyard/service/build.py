@@ -51,6 +51,7 @@ from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.service.tasks import checked_task
 from rollyard.store import open_store
 from rollyard.store.base import Store, StoreUnusable
+from rollyard.tokens.files import delete_drafts
 
 log = logging.getLogger("rollyard.service")
 
@@ -85,6 +86,7 @@ async def open_app(
         )
         for record in await store.tokens():
             tokens.put(record)
+        delete_drafts(settings.data_dir / TOKENIZERS)
         renderers = Renderers(cache=settings.data_dir / TOKENIZERS)
         router = await stack.enter_async_context(
             Router(

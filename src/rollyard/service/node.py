@@ -38,6 +38,7 @@ from rollyard.service.machine import (
     vet,
 )
 from rollyard.service.node_settings import node_settings
+from rollyard.tokens.files import delete_drafts
 
 log = logging.getLogger("rollyard.fleet")
 
@@ -92,7 +93,7 @@ async def run_node(
         stack.push_async_callback(tracer.close)
         link = await stack.enter_async_context(HeadConnection(head, may_be_clear=may_be_clear))
         tokenizers = TokenizerFetcher(link, settings.data_dir / TOKENIZERS)
-        tokenizers.sweep()
+        delete_drafts(settings.data_dir / TOKENIZERS)
         renderers = Renderers(tokenizers, cache=settings.data_dir / TOKENIZERS)
         router = await stack.enter_async_context(
             FollowerRouter(

@@ -21,12 +21,14 @@ def unserved_policies(pipeline: Pipeline, refused: Mapping[str, str]) -> dict[st
     """Each such policy, with the reason and what to do. `refused`: the engines that could not be added, and why."""
     statuses = [status for status in pipeline.resources.router.list() if status.spec.role is Role.POLICY]
     policies = {attempt.run.policy for attempt in pipeline.live.values()}
-    policies |= {run.policy for run in pipeline.runs if pipeline.scheduler.queued_of(run.id)}
+    waiting = pipeline.scheduler.queued_runs | {*pipeline.starting.values()}
+    policies |= {run.policy for run_id in waiting if (run := pipeline.run_of(run_id))}
     if not statuses:
         policies.add(DEFAULT_POLICY)
     served = {status.spec.policy for status in statuses if status.health is Health.UP}
     executor = pipeline.executor
-    reasons = dict(executor.unserved) if isinstance(executor, FleetHead) else {}
+    on_nodes = executor.unserved if isinstance(executor, FleetHead) else {}
+    reasons = {policy: f"no node serves policy {policy}: {why}" for policy, why in on_nodes.items()}
     for policy in policies - served:
         own = [status for status in statuses if status.spec.policy == policy]
         reasons[policy] = f"no engine serves policy {policy}: {_why(policy, own, refused)}"

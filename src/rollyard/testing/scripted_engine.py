@@ -580,6 +580,7 @@ def main() -> None:
         record=args.record,
         port=args.port,
     )
+    engine.tokenizer_folder = args.tokenizer
     import uvloop
 
     uvloop.run(serve(engine))

@@ -79,15 +79,12 @@ async def receive(listed: TokenizerList, read: Callable[[TokenizerFile], Awaitab
     folder = cache / listed.digest
     if await asyncio.to_thread(has_files, str(folder), listed):
         return folder
+    _check(listed)
     draft = await asyncio.to_thread(_new_draft, cache)
     try:
         for file in listed.files:
-            if file.name not in TOKENIZER_FILES or not 0 <= file.size_bytes <= MAX_FILE_BYTES:
-                raise InvalidFiles(f"{file.name!r} of {file.size_bytes} bytes is not part of a tokenizer")
             data = await read(file)
-            if hashlib.sha256(data).hexdigest() != file.sha256:
-                raise InvalidFiles(f"{file.name} arrived with another digest than the listed one")
-            await asyncio.to_thread((draft / file.name).write_bytes, data)
+            await asyncio.to_thread(_store, draft, file, data)
         await asyncio.to_thread(_put_in_place, draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -98,6 +95,20 @@ def delete_drafts(cache: Path) -> None:
     """Deletes what an earlier process had not received completely."""
     for draft in cache.glob(f"{_PART}*"):
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _check(listed: TokenizerList) -> None:
+    for file in listed.files:
+        if file.name not in TOKENIZER_FILES or not 0 <= file.size_bytes <= MAX_FILE_BYTES:
+            raise InvalidFiles(f"{file.name[:100]!r} of {file.size_bytes} bytes is not part of a tokenizer")
+    if len({file.name for file in listed.files}) < len(listed.files):
+        raise InvalidFiles("a file is listed twice")
+
+
+def _store(folder: Path, file: TokenizerFile, data: bytes) -> None:
+    if hashlib.sha256(data).hexdigest() != file.sha256:
+        raise InvalidFiles(f"{file.name} arrived with another digest than the listed one")
+    (folder / file.name).write_bytes(data)
 
 
 def _new_draft(cache: Path) -> Path:

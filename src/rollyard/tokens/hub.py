@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from rollyard.tokens.tokenizer import TOKENIZER_FILES
 
-DOWNLOAD_S = 120.0
-"""Time limit of a download: some 35 MB at most, and the client's own retries."""
+DOWNLOAD_S = 25.0
+"""Time limit of a download, which has some 35 MB at most. An engine's probe, which has 60 s, may need two downloads; a
+later probe continues an unfinished one."""
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _PROGRAM = """
@@ -39,23 +38,9 @@ class DownloadFailed(Exception):
     """The hub did not deliver the tokenizer; the text is the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Download:
-    """A downloaded tokenizer: its folder in the hub's cache, and the revision of its repository."""
-
-    folder: Path
-
-    @property
-    def revision(self) -> str:
-        return self.folder.name
-
-
-def is_hub_name(name: str) -> bool:
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
-
-
-async def download_tokenizer(name: str) -> Download:
-    """Fetches the newest revision. Raises DownloadFailed."""
+async def download_tokenizer(name: str) -> Path:
+    """Fetches the newest revision. Returns its folder in the hub's cache, which is named by the revision. Raises
+    DownloadFailed."""
     if any(os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE") for variable in _OFFLINE):
         raise DownloadFailed("offline mode is set (HF_HUB_OFFLINE)")
     process = await asyncio.create_subprocess_exec(
@@ -81,4 +66,4 @@ async def download_tokenizer(name: str) -> Download:
         raise DownloadFailed(lines[-1]) from None
     if "error" in reply:
         raise DownloadFailed(reply["error"])
-    return Download(Path(reply["folder"]))
+    return Path(reply["folder"])

@@ -228,7 +228,7 @@ def find_folder(source: str) -> Path:
         if missing:
             raise InvalidRequest(f"tokenizer {source!r}: the folder lacks {' and '.join(missing)}; {_REMEDY}")
         return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    if not is_hub_name(source):
         raise InvalidRequest(f"tokenizer {source!r} is neither a folder nor a hub name; {_REMEDY}")
     snapshot_download: Callable[..., str] = import_module("huggingface_hub").snapshot_download
     try:
@@ -239,6 +239,10 @@ def find_folder(source: str) -> Path:
             f"run `{hub_command(source)}` where there is a network, or {_REMEDY}"
         ) from error
     return find_folder(snapshot)
+
+
+def is_hub_name(name: str) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
 
 
 def hub_command(name: str) -> str:

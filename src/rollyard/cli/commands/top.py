@@ -114,8 +114,8 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
     nodes: list[dict[str, Any]] = list(status.get("nodes") or ())
     if nodes:
         parts += [nodes_table(nodes), ""]
-    for policy, why in (status.get("unserved_policies") or {}).items():
-        parts += [f"[red]rollouts of policy {plain(policy)} wait: {plain(why)}[/]", ""]
+    for reason in (status.get("unserved_policies") or {}).values():
+        parts += [f"[red]{plain(reason)}[/]", ""]
     if engines:
         parts.append(engines_table(engines))
         parts += [f"[red]{plain(line)}[/]" for line in engine_problems(engines)]

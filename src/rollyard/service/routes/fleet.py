@@ -79,10 +79,15 @@ async def tokenizer_file(request: Request, engine_id: str, sha256: str) -> Respo
 
 def _tokenizer_of(app_state: AppState, engine_id: str) -> TokenizerFiles:
     _ = app_state.head
-    if any(status.spec.id == engine_id and status.info is not None for status in app_state.router.list()):
-        files = app_state.resources.renderers.files_of(app_state.router.engine(engine_id))
-        if files is not None:
-            return files
+    for status in app_state.router.list():
+        if status.spec.id == engine_id:
+            files = None
+            if status.info is not None:
+                files = app_state.resources.renderers.files_of(app_state.router.engine(engine_id))
+            if files is None and status.spec.tokenizer:  # the engine has not answered here yet
+                files = TokenizerFiles(status.spec.tokenizer, status.spec.tokenizer)
+            if files is not None:
+                return files
     raise NotFound(f"there is no engine {engine_id!r} whose tokenizer is known here")
 
 

@@ -18,7 +18,7 @@ from rollyard.service.schemas.policies import policy_object
 from rollyard.service.schemas.records import engine_object, layers_object, reply
 from rollyard.service.schemas.requests import PoolsBody, read_body
 from rollyard.service.security.access import caller_of, require_admin
-from rollyard.service.unserved import unserved_policies
+from rollyard.service.unserved import DEFAULT_POLICY, unserved_policies
 
 router = APIRouter(prefix="/v1", tags=["status"])
 
@@ -28,7 +28,11 @@ async def status(request: Request) -> Response:
     """Returns queues, pools, engines, runtimes, and the available environments and agents."""
     app_state = app_state_of(request)
     recovered, fleet = app_state.store.recovered, app_state.fleet
-    readable = {run.id for run in app_state.readable(caller_of(request))}
+    caller = caller_of(request)
+    readable = {run.id: run for run in app_state.readable(caller)}
+    unserved = unserved_policies(app_state.pipeline, app_state.refused_engines)
+    # Names of policies that only other tenants' runs have are theirs.
+    policies = {*unserved} if caller.is_admin else {DEFAULT_POLICY, *(run.policy for run in readable.values())}
     return reply(
         {
             "version": __version__,
@@ -39,7 +43,7 @@ async def status(request: Request) -> Response:
             "states": await app_state.store.counts(),
             "pools": app_state.pipeline.pools(),
             "nodes": [node_object(node) for node in fleet.nodes.by_name.values()] if fleet is not None else [],
-            "unserved_policies": unserved_policies(app_state.pipeline, app_state.refused_engines),
+            "unserved_policies": {policy: reason for policy, reason in unserved.items() if policy in policies},
             "ray": _ray(app_state),
             "engines": [engine_object(engine) for engine in app_state.router.list()],
             "refused_engines": app_state.refused_engines,
