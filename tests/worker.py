@@ -32,8 +32,11 @@ SHM = Path("/dev/shm")
 MEMORY_BYTES = 8 << 30
 CONTROLLERS = ("memory", "pids", "cpu")
 
+FIRST_WORKER = "ROLLYARD_TESTS_FIRST_WORKER"
+"""The number of the first worker, 0 by default. A second run of the suite beside the first needs another one."""
+
 NAME = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
-NUMBER = int(NAME.removeprefix("gw"))
+NUMBER = int(os.environ.get(FIRST_WORKER, "0")) + int(NAME.removeprefix("gw"))
 
 _ports = itertools.cycle(range(FIRST_PORT + PORTS * NUMBER, FIRST_PORT + PORTS * (NUMBER + 1)))
 
