@@ -27,7 +27,7 @@ def script(tasks: list[dict[str, Any]]) -> dict[str, Any]:
     data = tasks[0]["data"]
     calls = [{"name": "shell", "arguments": {"command": "seq 1 50"}}]
     calls += [{"name": turn.tool, "arguments": dict(turn.arguments)} for turn in demonstration(data)]
-    turns = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
+    turns: list[Any] = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
     return {"rules": [{"if": make(data).instruction, "turns": turns}], "default": [WRONG]}
 
 
@@ -47,6 +47,7 @@ async def test_the_best_rollout_is_shown_turn_by_turn_with_tool_output():
     output = written.getvalue()
     assert (played.solved, len(played.records)) == (1, 3), output
     assert "1 of 3 solved (33%): 6 turns" in output
+    assert "turn 1: shell seq 1 50\n" in output
     assert output.count("reward 0, 1 turn, ") == 2 and output.count("reward 1, 4 turns, ") == 1
     assert f"One trajectory: {tasks[0]['data']['family']} (level {tasks[0]['data']['level']}), reward 1" in output
     head, *turns = re.split(r"^turn \d+ tokens \d+ to \d+$", output.partition("One trajectory")[2], flags=re.MULTILINE)
@@ -66,7 +67,8 @@ async def test_a_terminal_shows_a_live_table_instead_of_lines():
     written = io.StringIO()
     await shown(Console(file=written, width=120, force_terminal=True, color_system="standard"), demo_tasks(2))
     output = written.getvalue()
-    assert "0 of 2 ended" in output and "1 of 2  " not in output
+    assert "0 of 2 ended" in output and "turn 1: " not in output
+    assert "finish no idea" in output  # the last turn of the second rollout
     assert "queued" in output  # nothing has started in the first frame
     assert "\x1b[31m" in output and "\x1b[32m" in output  # rewards, and tokens by their logprob
 

@@ -24,6 +24,7 @@ CONTRACT = {
     "GET /v1/rollouts",
     "GET /v1/rollouts/{rollout_id}",
     "DELETE /v1/rollouts/{rollout_id}",
+    "GET /v1/rollouts/{rollout_id}/messages",
     "GET /v1/rollouts/{rollout_id}/traces",
     "POST /v1/rollouts/{rollout_id}/rescore",
     "POST /v1/groups",

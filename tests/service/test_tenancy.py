@@ -50,6 +50,7 @@ ROUTES: Mapping[str, Route] = {
     "GET /v1/rollouts": Route(READERS, query="?run=a-run"),
     "GET /v1/rollouts/{rollout_id}": Route(READERS),
     "DELETE /v1/rollouts/{rollout_id}": Route(WRITERS, query="?run=a-run"),
+    "GET /v1/rollouts/{rollout_id}/messages": Route(READERS),
     "GET /v1/rollouts/{rollout_id}/traces": Route(READERS),
     "POST /v1/rollouts/{rollout_id}/rescore": Route(WRITERS),
     "POST /v1/groups": Route(WRITERS, {"run": "a-run", "task": task(), "size": 1}),

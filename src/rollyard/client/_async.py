@@ -294,6 +294,12 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         params = {"include": "trajectory", "run": run}
         return read_trajectory(await self._wire.json("GET", f"/rollouts/{part(id)}", params=params))
 
+    async def messages(self, id: str, *, after: int = 0, run: str | None = None) -> JsonObject:
+        """The conversation so far, also while the rollout runs: `messages` from number `after` on, `next`, `turns`,
+        `sampled_tokens`, `state` and `attempt`. A new attempt starts a new conversation."""
+        params = {"after": after, "run": run}
+        return await self._wire.json("GET", f"/rollouts/{part(id)}/messages", params=params)
+
     # --- engines --------------------------------------------------------------------------------------
 
     async def add_engine(

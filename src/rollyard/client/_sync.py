@@ -229,6 +229,12 @@ class Client:
         """The record, messages and traces."""
         return self._loop.run(self._async.trajectory(id, run=run))
 
+    def messages(self, id: str, *, after: int = 0, run: str | None = None) -> JsonObject:
+        """The conversation so far, also while the rollout runs: `messages` from number `after` on, `next`, `turns`,
+        `sampled_tokens`, `state` and `attempt`. A new attempt starts a new conversation.
+        """
+        return self._loop.run(self._async.messages(id, after=after, run=run))
+
     def add_engine(
         self,
         url: str,

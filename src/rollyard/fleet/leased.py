@@ -51,6 +51,10 @@ class LeasedRollout:
         """Returns None: the node checks for stalls."""
         return None
 
+    def snapshot(self) -> None:
+        """Returns None: the node has the conversation."""
+        return
+
     def leave_seat(self) -> None:
         if self.seat is not None:
             self.seat.close()

@@ -1,6 +1,8 @@
 """The pipeline: stages, scheduling, retries and deadlines of a rollout, from the queue to its terminal record."""
 
 from rollyard.pipeline.artifacts import ArtifactFolder
+from rollyard.pipeline.attempts.storable import storable_message
+from rollyard.pipeline.base import Snapshot
 from rollyard.pipeline.event_log import Event, EventLog
 from rollyard.pipeline.handler import Handler
 from rollyard.pipeline.local_executor import LocalExecutor
@@ -18,5 +20,7 @@ __all__ = [
     "Pipeline",
     "PipelineSettings",
     "Renderers",
+    "Snapshot",
     "StageResources",
+    "storable_message",
 ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from rollyard.core import Deadline, Ending, Failure, Rollout, RollyardError, Run, State, WorkClock
+from rollyard.core import Deadline, Ending, Failure, Message, Rollout, RollyardError, Run, State, WorkClock
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.resources import StageResources
@@ -21,6 +22,16 @@ class Shutdown(Exception):
 
 Verdict = Ending | Failure | Shutdown | Stale
 """How an attempt left its stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The conversation of an attempt so far. Some messages may not be storable (`attempts/storable.py`)."""
+
+    attempt: int
+    messages: Sequence[Message] = ()
+    turns: int = 0
+    sampled_tokens: int = 0  # of the calls that have returned
 
 
 class LiveRollout(Protocol):
@@ -41,6 +52,10 @@ class LiveRollout(Protocol):
 
     def tick(self, now: float) -> float | None:
         """Renews what it holds. Returns the seconds since the last progress in RUN, if this process can observe it."""
+        ...
+
+    def snapshot(self) -> Snapshot | None:
+        """Returns its conversation so far; None if it runs in another process."""
         ...
 
 

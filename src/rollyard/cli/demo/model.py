@@ -26,6 +26,7 @@ from rich.console import Console
 
 from rollyard.cli._console import CommandError, plain
 from rollyard.cli.demo.result import DemoModel, DemoResult
+from rollyard.cli.demo.turns import TurnReader
 from rollyard.cli.demo.view import DemoBoard, show_best, show_results
 from rollyard.cli.rig import service, stop
 from rollyard.client import AsyncClient, Record
@@ -59,7 +60,7 @@ DEFAULTS: dict[str, Any] = {
 AT_ONCE = 12
 START_S = 120.0
 WITHIN_S = 1800.0
-LOOK_S = 0.5  # between two polls of the number of tokens
+LOOK_S = 0.5  # between two polls of the turns and the number of tokens
 
 
 def demo_tasks(count: int) -> list[dict[str, Any]]:
@@ -132,22 +133,34 @@ async def roll(console: Console, client: AsyncClient, player: DemoModel, tasks: 
     before = await _sampled(client)  # by the warm-up
     with DemoBoard(console, dict(zip(ids, tasks, strict=True))) as board:
         submitted = await client.submit(tasks, run="demo", ids=ids)
-        looking = asyncio.ensure_future(_look(client, board, before))
+        reader = TurnReader(client)
+        looking = asyncio.ensure_future(_look(client, board, reader, before))
         try:
-            return await client.wait_all(
+            records = await client.wait_all(
                 [record.id for record in submitted], on_end=board.ended, on_event=board.moved, timeout_s=WITHIN_S
             )
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
+        await _read_turns(board, reader)
+        return records
 
 
-async def _look(client: AsyncClient, board: DemoBoard, before: tuple[int, int]) -> None:
-    """Polls the engine's turns and tokens, which no event reports."""
+async def _look(client: AsyncClient, board: DemoBoard, reader: TurnReader, before: tuple[int, int]) -> None:
+    """Polls what no event reports: the turns of the rollouts, and the engine's tokens."""
     while True:
+        await _read_turns(board, reader)
         turns, tokens = await _sampled(client)
         board.sampled(turns - before[0], tokens - before[1])
         await asyncio.sleep(LOOK_S)
+
+
+async def _read_turns(board: DemoBoard, reader: TurnReader) -> None:
+    for id, has_ended in board.unread():
+        for action in await reader.read(id):
+            board.acted(id, action)
+        if has_ended:
+            board.finished(id)
 
 
 async def _sampled(client: AsyncClient) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Shows the demo: the rollouts while they run, a table of results, and one rollout token by token.
 
-On a terminal, the rollouts are shown in a live table; elsewhere, each as one line when it has ended.
+On a terminal, the rollouts are shown in a live table; elsewhere, each turn is one line, and so is each end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class DemoBoard:
         self._names = {id: task_name(task) for id, task in tasks.items()}
         self._states = dict.fromkeys(tasks, "queued")
         self._since = dict.fromkeys(tasks, time.monotonic())
+        self._actions: dict[str, list[str]] = {id: [] for id in tasks}  # one for each turn
         self._records: dict[str, Record] = {}
+        self._finished: set[str] = set()
         self._started = time.monotonic()
         self._turns = self._tokens = 0
         self._live = Live(get_renderable=self._frame, console=console, refresh_per_second=FRAMES_PER_S, transient=True)
@@ -58,6 +60,21 @@ class DemoBoard:
     ) -> None:
         self._live.stop()
 
+    def unread(self) -> list[tuple[str, bool]]:
+        """Returns the rollouts that may have turns not shown yet, and whether each has ended."""
+        return [
+            (id, state == "ended")
+            for id, state in self._states.items()
+            if state in ("run", "eval", "ended") and id not in self._finished
+        ]
+
+    def acted(self, id: str, action: str) -> None:
+        """Adds a turn of a running rollout: what the model did."""
+        self._actions[id].append(action)
+        if not self._console.is_terminal:
+            turn = f"turn {len(self._actions[id])}: {action}"
+            self._console.print(f"{self._at()}  {self._names[id]}, {turn}", markup=False, soft_wrap=True)
+
     def moved(self, event: Event) -> None:
         if event.state and event.rollout in self._states and event.state != "ended":
             self._states[event.rollout] = event.state
@@ -66,11 +83,19 @@ class DemoBoard:
     def ended(self, record: Record) -> None:
         self._states[record.id] = "ended"
         self._records[record.id] = record
+
+    def finished(self, id: str) -> None:
+        """Called when a rollout has ended and all of its turns are shown."""
+        self._finished.add(id)
         if not self._console.is_terminal:
+            record = self._records[id]
             turns, tokens = _counts(record)
-            at = f"{len(self._records):>3} of {len(self._names)}  {seconds(time.monotonic() - self._started):>7}"
             result = f"{_end(record)}, reward {_reward(record)}, {_some(turns, 'turn')}, {_some(tokens, 'token')}"
-            self._console.print(f"{at}  {self._names[record.id]}: {result}", markup=False)
+            self._console.print(f"{self._at()}  {self._names[id]}: {result}", markup=False, soft_wrap=True)
+
+    def _at(self) -> str:
+        took_s = time.monotonic() - self._started
+        return f"{seconds(took_s):>7}  {len(self._finished):>2} of {len(self._names)} ended"
 
     def sampled(self, turns: int, tokens: int) -> None:
         """Sets the totals of all rollouts so far."""
@@ -78,15 +103,18 @@ class DemoBoard:
 
     def _frame(self) -> RenderableType:
         now = time.monotonic()
-        grid = table("task", "state", "turns", "tokens", "reward", right=("turns", "tokens", "reward"))
+        grid = table("task", "state", "turns", "tokens", "reward", "last turn", right=("turns", "tokens", "reward"))
+        for column in grid.columns:
+            column.no_wrap, column.overflow = True, "ellipsis"
         for id, name in self._names.items():
-            record, state = self._records.get(id), self._states[id]
+            record, state, actions = self._records.get(id), self._states[id], self._actions[id]
+            last = Text(actions[-1] if actions else "", "dim")
             if record is None:
                 shown = Text(f"{state} {seconds(now - self._since[id])}", style=_STATES.get(state, ""))
-                grid.add_row(name, shown, "", "", "")
+                grid.add_row(name, shown, str(len(actions) or ""), "", "", last)
             else:
                 turns, tokens = _counts(record)
-                grid.add_row(name, _end(record), str(turns), str(tokens), _coloured(record))
+                grid.add_row(name, _end(record), str(turns), str(tokens), _coloured(record), last)
         took_s = now - self._started
         sums = f"{len(self._records)} of {len(self._names)} ended, {_some(self._turns, 'turn')} started, "
         speed = f"{number(self._tokens)} tokens, {self._tokens / max(took_s, 1e-9):.0f} tokens/s, {seconds(took_s)}"

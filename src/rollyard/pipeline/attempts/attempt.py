@@ -47,7 +47,7 @@ from rollyard.pipeline.attempts.runner import StageRunner
 from rollyard.pipeline.attempts.sandbox_start import ENDS
 from rollyard.pipeline.attempts.settlement import Settlement
 from rollyard.pipeline.attempts.stages import RunObserver, RunResult, Workspace
-from rollyard.pipeline.base import AttemptHost, Shutdown, Verdict
+from rollyard.pipeline.base import AttemptHost, Shutdown, Snapshot, Verdict
 from rollyard.store.base import Stale
 from rollyard.tokens import verify
 
@@ -122,6 +122,15 @@ class Attempt:
         if not self.clock.is_running:
             self.last_beat = now  # Rollyard stopped the clock (a paused policy, for example): not a stall
         return now - self.last_beat if self.state is State.RUN and self.clock.is_running else None
+
+    def snapshot(self) -> Snapshot:
+        progress, running = self._progress, self._progress.running
+        attempt = self.rollout.attempt
+        if (done := progress.trajectory) is not None:
+            return Snapshot(attempt, done.messages, done.turns, done.sampled_tokens)
+        if running.conversation is None:
+            return Snapshot(attempt)
+        return Snapshot(attempt, running.conversation.messages, running.turns, running.sampled_tokens)
 
     # --- stages ---------------------------------------------------------------------------------------
 

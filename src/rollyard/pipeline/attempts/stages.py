@@ -10,13 +10,11 @@ Invariants. An INIT that fails leaves nothing running. RUN returns whatever was 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-
-import msgspec
 
 from rollyard.agents.base import AgentContext, Conversation
 from rollyard.agents.conversation import converse
@@ -54,6 +52,7 @@ from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.attempts.doorway_app import DoorwayApp
 from rollyard.pipeline.attempts.sandbox_start import check_whole, ended_by_policy, start, to_its_end
 from rollyard.pipeline.attempts.set_up_layers import INIT_GRACE_S, excluded_paths, late, prepared, setting_up
+from rollyard.pipeline.attempts.storable import storable
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.resources import ResolvedTask
 from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
@@ -68,9 +67,6 @@ from rollyard.tools.mcp.tool_server import ToolServer
 AGENT = "the agent"
 
 ENGINE_CODES = frozenset(code for code, kind in CODES.items() if issubclass(kind, EngineFailure))
-
-MOST_DEPTH = 64
-"""Levels of JSON that are kept of a message that cannot be stored unchanged."""
 
 
 @dataclass(slots=True)
@@ -341,7 +337,7 @@ async def run(
             failure = EngineTimeout(f"the model sampled nothing in the {clock.budget_s:g} s of RUN").failure("run")
         else:
             failure = failure.without_model_call()
-    trajectory = _storable(running.trajectory(rollout, workspace, ended_by or (failure.code if failure else "")))
+    trajectory = storable(running.trajectory(rollout, workspace, ended_by or (failure.code if failure else "")))
     prompt_tokens = sum(len(trace) for trace in trajectory.traces) - trajectory.sampled_tokens
     return RunResult(trajectory, failure, engine, prompt_tokens, ended_by_policy(workspace.sandbox) is not None)
 
@@ -407,30 +403,3 @@ async def _end_gateway(gateway: GatewaySession, workspace: Workspace, running: R
         workspace.door.shut()
     await to_its_end(gateway.close)
     running.info["gateway"] = gateway.info()
-
-
-def _storable(trajectory: Trajectory) -> Trajectory:
-    """Replaces what cannot be stored: a model may write half a surrogate pair, or JSON a thousand levels deep, into a
-    tool call. The tokens keep what was sampled; only the messages change."""
-    try:
-        msgspec.json.encode((trajectory.messages, trajectory.info))
-    except (UnicodeEncodeError, RecursionError):
-        messages = tuple(
-            {name: _encodable(value) for name, value in message.items()} for message in trajectory.messages
-        )
-        info = {name: _encodable(value) for name, value in trajectory.info.items()}
-        return replace(trajectory, messages=messages, info=info)
-    return trajectory
-
-
-def _encodable(value: Json, depth: int = 0) -> Json:
-    """Replaces what the store could not encode: lone surrogates, and values nested too deeply."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, (Mapping, Sequence)) and depth >= MOST_DEPTH:
-        return "(nested too deeply)"
-    if isinstance(value, Mapping):
-        return {str(_encodable(name)): _encodable(item, depth + 1) for name, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_encodable(item, depth + 1) for item in value]
-    return value

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Annotated, Literal
 
+import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import DEFAULT_RUN, DeadlineExpired, Rollout, State, Trajectory, check_id, id_of, key_of, new_id
+from rollyard.core import (
+    DEFAULT_RUN,
+    DeadlineExpired,
+    Message,
+    Rollout,
+    State,
+    Trajectory,
+    check_id,
+    id_of,
+    key_of,
+    new_id,
+)
 from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
-from rollyard.pipeline import Pipeline
+from rollyard.pipeline import Pipeline, Snapshot, storable_message
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
 from rollyard.service.schemas import arrow
@@ -26,12 +39,17 @@ from rollyard.store.base import ItemKind, Page, Submission
 
 router = APIRouter(prefix="/v1", tags=["rollouts"])
 
+PAGE_BYTES = 2 << 20  # of messages in one reply; one message may be larger
 BREATH = 100  # tasks checked before the event loop runs again: about 5 ms
 
 
 class GetQuery(RunQuery):
     wait_s: WaitS = Field(default=0.0, description="Seconds to wait for the rollout's end.")
     include: Literal["trajectory"] | None = None
+
+
+class MessagesQuery(RunQuery):
+    after: int = Field(default=0, ge=0, description="The number of messages that the client has: `next` of its last.")
 
 
 class ListQuery(BaseModel):
@@ -178,6 +196,48 @@ async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Re
     if _accepts_arrow(request):
         return _arrow(trajectory, rollout)
     return reply({"traces": traces(trajectory, rollout)})
+
+
+@router.get("/rollouts/{rollout_id}/messages")
+async def get_messages(request: Request, rollout_id: str, query: Annotated[MessagesQuery, Query()]) -> Response:
+    """Returns the conversation so far, also while the rollout runs; of a new attempt it starts again. `available` is
+    false while the rollout runs on a node, which has the messages."""
+    app_state = app_state_of(request)
+    key = await _find(request, rollout_id, query.run)
+    rollout = await app_state.store.get(key)
+    live = app_state.pipeline.live.get(key)
+    snapshot = live.snapshot() if live is not None else Snapshot(rollout.attempt)
+    if snapshot is None or not snapshot.messages:
+        trajectory = await app_state.store.trajectory(key)
+        if trajectory is not None:
+            snapshot = Snapshot(trajectory.attempt, trajectory.messages, trajectory.turns, trajectory.sampled_tokens)
+    shown = snapshot or Snapshot(rollout.attempt)
+    messages, end = _page(shown.messages, query.after)
+    return reply(
+        {
+            "id": id_of(key),
+            "state": live.state if live is not None else rollout.state,
+            "attempt": shown.attempt,
+            "turns": shown.turns,
+            "sampled_tokens": shown.sampled_tokens,
+            "messages": messages,
+            "next": end,
+            "available": snapshot is not None,
+        }
+    )
+
+
+def _page(messages: Sequence[Message], after: int) -> tuple[list[msgspec.Raw], int]:
+    """Encodes messages from number `after` on, until the page is full, and returns the number after the last."""
+    page: list[msgspec.Raw] = []
+    size = 0
+    for message in messages[after:]:
+        data = msgspec.json.encode(storable_message(message))
+        if page and size + len(data) > PAGE_BYTES:
+            break
+        page.append(msgspec.Raw(data))
+        size += len(data)
+    return page, min(after, len(messages)) + len(page)
 
 
 @router.post("/rollouts/{rollout_id}/rescore")
