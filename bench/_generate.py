@@ -2,7 +2,8 @@
 """Runs `generate` of transformers in a separate process, for `rollyard bench engine`.
 
 It takes the model options of `rollyard engine` and prints one line when it is ready. Then each line of stdin is
-{"prompts", "tokens", "has_logprobs"}, and is answered with the sampled ids. The model is loaded by the engine's own
+{"prompts", "tokens", "has_logprobs"}, answered with the sampled ids, or {"ids", "start"}, answered with the logprobs of
+the ids from that place on. The model is loaded by the engine's own
 rules, so that device, dtype and weights are the same; everything else is the default of transformers.
 """
 
@@ -32,7 +33,11 @@ def main() -> None:
     about = {"device": device, "dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__}
     _print_json(about | ({"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}))
     for line in sys.stdin:
-        _print_json({"token_ids": _answer(model, **json.loads(line))})
+        order = json.loads(line)
+        if "ids" in order:
+            _print_json({"logprobs": _logprobs(model, **order)})
+        else:
+            _print_json({"token_ids": _answer(model, **order)})
 
 
 def _answer(model: Any, prompts: list[list[int]], tokens: int, has_logprobs: bool) -> list[list[int]]:
@@ -60,6 +65,14 @@ def _answer(model: Any, prompts: list[list[int]], tokens: int, has_logprobs: boo
         if len(logprobs) != len(prompts) or any(len(row) != tokens for row in logprobs):
             raise RuntimeError(f"generate returned {len(logprobs)} rows of logprobs, not {len(prompts)} of {tokens}")
     return generated.sequences[:, ids.shape[1] :].tolist()
+
+
+def _logprobs(model: Any, ids: list[int], start: int) -> list[float]:
+    import torch
+
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids], device=model.device)).logits[0].float().log_softmax(-1)
+    return [float(logits[place - 1, ids[place]]) for place in range(start, len(ids))]
 
 
 def _print_json(value: object) -> None:

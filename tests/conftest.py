@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from xdist.scheduler import LoadScopeScheduling
 
 from bench.postgres import PgServer, find_postgres
@@ -31,6 +33,10 @@ sys.dont_write_bytecode = False
 
 # No test reaches the hub. Those of downloads have a hub on this machine, and remove the variable.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A busy machine must not fail a property test.
+hypothesis_settings.register_profile("rollyard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("rollyard")
 
 NO_SKIPS = os.environ.get("ROLLYARD_NO_SKIPS") == "1"
 SLOW_S = 10.0

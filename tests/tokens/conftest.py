@@ -6,13 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import ChatML, Tokenizer, Tokenizers, load_renderer
-
-settings.register_profile("rollyard", deadline=None)  # no timed asserts: the machine is shared
-settings.load_profile("rollyard")
 
 
 @pytest.fixture(scope="session")
