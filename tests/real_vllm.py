@@ -60,13 +60,13 @@ class Servers:
         self._forks = forks
 
     @contextmanager
-    def serving(self) -> Generator["Server", None, None]:
+    def serving(self, model: str = HUB_NAME) -> Generator["Server", None, None]:
         """Yields one server, which may still be starting."""
         port = free_port()
         log = self._logs / f"{port}.log"
         with tempfile.TemporaryDirectory(prefix="vllm-") as sockets:  # vLLM does not delete them
             assert self._forks.stdin is not None and self._forks.stdout is not None
-            asked = {"port": port, "log": str(log), "env": {"VLLM_RPC_BASE_PATH": sockets}}
+            asked = {"port": port, "log": str(log), "env": {"VLLM_RPC_BASE_PATH": sockets}, "model": model}
             self._forks.stdin.write(json.dumps(asked) + "\n")
             self._forks.stdin.flush()
             server = Server(port, int(self._forks.stdout.readline()), log)

@@ -1,9 +1,10 @@
 """Servers of the real vLLM that share one import of it. Run by vLLM's own Python; see `tests/real_vllm.py`.
 
 vLLM imports itself in three processes for each server, which is most of the cost of a start without a GPU. This process
-imports it once. Each line of its input is a JSON object with the port, the log and the environment of one more server;
-each line of its output is the server's process id. The only change is that vLLM's processes start by fork and not by
-spawn, which vLLM requires for CPUs so that each worker can have its own OpenMP settings. Here all have the same.
+imports it once. Each line of its input is a JSON object with the port, the log, the environment and the model of one
+more server; each line of its output is the server's process id. The only change is that vLLM's processes start by fork
+and not by spawn, which vLLM requires for CPUs so that each worker can have its own OpenMP settings. Here all have the
+same.
 """
 
 import json
@@ -51,7 +52,7 @@ def main() -> None:
             os.killpg(server, signal.SIGKILL)
 
 
-def serve(command: list[str], *, port: int, log: str, env: dict[str, str]) -> None:
+def serve(command: list[str], *, port: int, log: str, env: dict[str, str], model: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.environ.update(env)
@@ -60,7 +61,7 @@ def serve(command: list[str], *, port: int, log: str, env: dict[str, str]) -> No
     for number, replaced in enumerate((nothing, file, file)):
         os.dup2(replaced, number)
     at = command.index("--port") + 1
-    sys.argv = ["vllm", *command[:at], str(port), *command[at + 1 :]]
+    sys.argv = ["vllm", "serve", model, *command[2:at], str(port), *command[at + 1 :]]
     from vllm.entrypoints.cli.main import main as vllm_main  # type: ignore[import-not-found]
 
     sys.exit(vllm_main())

@@ -115,12 +115,13 @@ async def quarantined(router: Router) -> None:
 async def test_tokens_of_a_replaced_vllm_do_not_have_the_previous_version(
     vllm_servers: Servers, vllm_url: str, vllm_model: Path
 ) -> None:
-    with vllm_servers.serving() as first, vllm_servers.serving() as second:
+    with vllm_servers.serving(str(vllm_model)) as first, vllm_servers.serving() as second:
         for server in (first, second):
             await asyncio.to_thread(server.wait)
         async with balanced() as balancer, Router(NOT_WATCHED) as router:
             balancer.lead_to(first.url)
-            await router.add(EngineSpec("real", balancer.url, Kind.VLLM, tokenizer=str(vllm_model)))
+            await router.add(EngineSpec("real", balancer.url, Kind.VLLM))
+            assert router.engine("real").info.tokenizer == str(vllm_model), "a folder that is readable here"
             await router.policies.pause("default", holder="trainer")
             await router.policies.resume("default", 3)
             async with router.session("default", "s1") as session, router.session("default", "s2") as other:
