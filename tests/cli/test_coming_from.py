@@ -37,12 +37,10 @@ def install(name: str, source: Path, folder: Path, monkeypatch: pytest.MonkeyPat
 async def pass_at_1(source: Path, cli: Cli, script: Callable[[Turn], Reply]) -> float:
     """Runs the page's commands of Rollyard in their order, and returns what the last one, the evaluation, prints."""
     (block,) = [block for block in blocks(source, "sh") if block.startswith("rollyard tasks import")]
-    *before, evaluation = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
-    assert [words[0] for words in (*before, evaluation)] == ["tasks", "tasks", "eval"]
-    for words in before:
-        result = await cli(*words)
-        assert result.status == 0, result
-    assert "2 tasks, 0 with problems, 0 not tried" in result.err and result.err.endswith(" 0 with warnings\n")
+    importing, validation, evaluation = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    imported, validated = await cli(*importing), await cli(*validation)
+    assert (imported.status, validated.status) == (0, 0), (imported, validated)
+    assert validation[:2] == ["tasks", "validate"] and "2 tasks, 0 with problems, 0 not tried" in validated.err
     folder = tokenizer_dir()
     async with ScriptedEngine(script, tokenizer=FolderTokenizer(folder), root=str(folder)) as engine:
         assert ENGINE in evaluation
