@@ -80,7 +80,7 @@ async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, skilled_service
     changed = lines(tmp_path / "c.jsonl", *reversed(TASKS))
     for words in ((tmp_path / "t.jsonl", "--seed", 4), (changed, "--seed", 3)):
         other = await cli("eval", *words, "--run", "known")
-        assert other.status == 1 and "an evaluation or a run known already exists, with other tasks" in other.err
+        assert other.status == 1 and "evaluation 'known' already exists, with other settings" in other.err
         assert "repeat the original command, or give another --run" in other.err
 
 

@@ -249,7 +249,7 @@ async def test_pushed_tasks_are_sent_again_only_if_they_have_ids(draw: AsyncDraw
     assert await draw.push([task, task], ids=["a", "b"], close=True) == 9
     assert service.bodies[-1][1] == {"tasks": [task, task], "ids": ["a", "b"], "close": True}
     service.cut_replies = 1
-    with pytest.raises(ServiceUnreachable, match="was interrupted"):
+    with pytest.raises(ServiceUnreachable, match="did not answer"):
         await draw.push([task])
     assert len(service.bodies) == 3
     with pytest.raises(ValueError, match="one id for each"):

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from rollyard.client import AsyncClient, ServiceUnreachable
-from rollyard.core.failure import QueueFull, StoreLost
+from rollyard.client import AsyncClient, ServiceUnreachable, _transport
+from rollyard.core.failure import InvalidRequest, QueueFull, StoreLost
 from tests.client.served import Proxy, RunningService, served, task
 
 
@@ -26,7 +26,7 @@ async def test_a_call_without_an_id_is_not_sent_twice(service: RunningService):
         await client.wait(record.id, timeout_s=30)
     async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token) as client:
         proxy.cut_replies = 1
-        with pytest.raises(ServiceUnreachable, match="was interrupted"):
+        with pytest.raises(ServiceUnreachable, match="did not answer"):
             await client.rescore(record.id)
         assert proxy.connections == 1
 
@@ -36,9 +36,9 @@ async def test_an_unreachable_service_raises_at_once_without_retries(unused_tcp_
         with pytest.raises(ServiceUnreachable, match="cannot connect to") as caught:
             await client.status()
     assert "rollyard serve" in caught.value.remedy
-    async with AsyncClient("not a url", "t", retry_s=0) as client:
-        with pytest.raises(ServiceUnreachable, match="not a URL"):
-            await client.status()
+    for url in ("not a url", "127.0.0.1:8127", "ftp://host", "http://", "http://host:x", "http://[::1"):
+        with pytest.raises(InvalidRequest, match=r"is not an? (HTTP )?URL"):
+            AsyncClient(url, "t")
 
 
 async def test_a_service_that_accepts_but_never_responds_times_out():
@@ -53,7 +53,7 @@ async def test_a_service_that_accepts_but_never_responds_times_out():
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with AsyncClient(url, "t", timeout_s=0.1, retry_s=0) as client:
-            with pytest.raises(ServiceUnreachable, match="timed out"):
+            with pytest.raises(ServiceUnreachable, match=r"did not answer GET /v1/status within 0.1 s"):
                 await client.status()
         await asyncio.wait_for(ended.wait(), 20)
 
@@ -105,7 +105,10 @@ async def test_events_continue_after_a_dropped_connection(service: RunningServic
         await events.aclose()  # type: ignore[attr-defined]
 
 
-async def test_repeatable_calls_are_retried_after_a_lost_store():
+async def test_repeatable_calls_are_retried_after_a_lost_store_and_the_outage_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(_transport, "QUIET_S", 0.0)
     methods: list[str] = []
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -123,6 +126,10 @@ async def test_repeatable_calls_are_retried_after_a_lost_store():
     try:
         async with AsyncClient(url, "t" * 16, retry_s=30) as client:
             assert list(await client.list_runs()) == [] and methods == ["GET", "GET"]
+            assert [record.getMessage() for record in caplog.records if record.name == "rollyard.client"] == [
+                f"it is away; trying again for 30 s. {StoreLost.remedy}",
+                f"{url} answers again",
+            ]
             methods.clear()
             with pytest.raises(StoreLost, match="it is away"):
                 await client.rescore("r1")

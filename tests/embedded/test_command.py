@@ -38,7 +38,10 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(started: list[str], c
         port = taken.getsockname()[1]
         assert main(["engine", "--model", "anything", "--port", str(port)]) == 1
     stderr = capsys.readouterr().err
-    assert stderr == f"rollyard: 127.0.0.1:{port} cannot be listened on: Address already in use\n" and not started
+    assert not started and stderr == (
+        f"rollyard: 127.0.0.1:{port} cannot be listened on: Address already in use — stop the program that uses this"
+        " port, or give another one with --port\n"
+    )
 
 
 def test_a_folder_without_a_model_is_refused_before_torch_is_imported(

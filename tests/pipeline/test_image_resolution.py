@@ -61,7 +61,7 @@ async def test_an_image_in_the_wrong_form_names_the_command_that_fixes_it(
     with pytest.raises(ImageMissing) as caught:
         resolve_image("mine", oci, (), store)
     assert caught.value.detail == (
-        "image 'mine' is here as a SIF file only, and the runtime oci reads a folder:"
+        "image 'mine' is here as a SIF file only, and the runtime oci reads a folder; fetch it:"
         " rollyard images pull mine --as folder"
     )
     await store.pull(str(root), ["folder"], name="mine")

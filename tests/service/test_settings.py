@@ -47,9 +47,9 @@ def test_the_file_is_searched_by_variable_then_here_then_at_home(
 @pytest.mark.parametrize(
     ("flags", "environ", "toml", "message"),
     [
-        ({"prot": 1}, {}, "", r"no setting prot \(among the flags\); did you mean port\?"),
+        ({"prot": 1}, {}, "", r"no setting prot \(among the flags\) — did you mean port\?"),
         ({}, {"ROLLYARD_RUN_SLOT": "1"}, "", "no setting ROLLYARD_RUN_SLOT .*did you mean ROLLYARD_RUN_SLOTS"),
-        ({}, {}, "drain = 3", r"no setting drain \(in .*\); did you mean drain_s\?"),
+        ({}, {}, "drain = 3", r"no setting drain \(in .*\) — did you mean drain_s\?"),
         ({}, {}, "[[engines]]\nurl = 'http://e'\ncapcity = 3", r"engines.0.capcity .*did you mean capacity\?"),
         ({}, {"ROLLYARD_PORT": "http"}, "", r"port \(from env ROLLYARD_PORT\): input should be a valid integer"),
         ({"run_slots": 0}, {}, "", "run_slots .*greater than or equal to 1"),

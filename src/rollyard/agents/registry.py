@@ -14,6 +14,7 @@ from rollyard.agents.harness import HarnessAgent
 from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import PresetError, built_in, read_preset
 from rollyard.core.failure import UnknownAgent
+from rollyard.core.texts import unknown
 from rollyard.plugins import plugins
 
 log = logging.getLogger("rollyard.agents")
@@ -60,7 +61,7 @@ class Agents:
             elif name in self._presets:
                 return self._preset_agent(name)
             else:
-                raise UnknownAgent(f"there is no agent {name!r}; there are: {', '.join(self.names)}")
+                raise UnknownAgent(unknown("agent", name, self.names))
         return self._agents[name]
 
     def _installed(self, name: str) -> Agent:

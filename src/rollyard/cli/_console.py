@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from rollyard.core.texts import url_problem
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -60,6 +62,12 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 def note(text: str) -> None:
     """Writes a line for the user to stderr; never data."""
     sys.stderr.write(visible(text) + "\n")
+
+
+def as_clause(remedy: str) -> str:
+    """A remedy as it continues a line: without its capital letter and its full stop."""
+    text = remedy.strip().removesuffix(".")
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text
 
 
 def print_json(value: object) -> None:
@@ -112,6 +120,12 @@ def visible(text: str) -> str:
 
 def run(work: Coroutine[object, object, T]) -> T:
     return asyncio.run(work)
+
+
+def check_engine_url(url: str) -> None:
+    """Raises `CommandError` if the URL of an engine cannot be one."""
+    if (problem := url_problem(url)) is not None:
+        raise CommandError(f"the engine's URL: {problem[0]}", problem[1], 2)
 
 
 def connect(url: str | None, token: str | None, *, retry_s: float = 0.0) -> AsyncClient:

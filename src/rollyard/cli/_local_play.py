@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._console import CommandError, err, out, plain, seconds
+from rollyard.cli._console import CommandError, check_engine_url, err, out, plain, seconds
 from rollyard.cli._local_resources import default_runtime, local_resources
 
 if TYPE_CHECKING:
@@ -73,11 +73,12 @@ async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "de
     from rollyard.core import RollyardError
     from rollyard.service.schemas.requests import EngineBody, check_body
 
+    check_engine_url(url)
     body = {"id": "engine", "url": url, "tokenizer": tokenizer, "policy": policy}
     try:
         await router.add(check_body(body, EngineBody).to_spec())
     except RollyardError as error:
-        raise CommandError(f"--engine {url}: {error.detail}") from error
+        raise CommandError(f"--engine {url}: {error.detail}", error.remedy) from error
 
 
 @contextmanager

@@ -23,6 +23,7 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
     the service. There is no engine: add one to the router if a model is needed."""
     from rollyard.agents.installation import AgentInstalls
     from rollyard.agents.registry import Agents
+    from rollyard.core.texts import unknown
     from rollyard.engines.routing.router import Router, RouterSettings
     from rollyard.pipeline import ArtifactFolder, Renderers, StageResources
     from rollyard.sandbox.layers import LayerCache
@@ -32,7 +33,7 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
     from rollyard.service.settings import load_settings
 
     if runtime not in NAMES:
-        raise CommandError(f"there is no runtime {runtime!r}", f"there are: {', '.join(NAMES)}")
+        raise CommandError(unknown("runtime", runtime, NAMES), "give one of these with --runtime")
     settings = load_settings({}, os.environ, None).settings
     async with (
         make_runtime(runtime, settings, folder / "sandboxes") as opened_runtime,

@@ -5,16 +5,25 @@ Invariant: a user's error is one line on stderr, "rollyard: what was wrong — w
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
-from rollyard.cli._console import CommandError
+from rollyard.cli._console import CommandError, as_clause
 from rollyard.cli._extras import extra_of, missing
 from rollyard.core.failure import RollyardError
 
 USAGE = 2
 INTERRUPTED = 130
+
+DISK_ERRORS = {
+    errno.ENOSPC: "free some space on that disk, and run the command again",
+    errno.EDQUOT: "free some space or raise the quota, and run the command again",
+    errno.EROFS: "give a folder that can be written",
+}
+"""Errors of the system that any command may meet, and what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rollyard.cli.app import app
 
     command = get_command(app)
+    if logging.lastResort is not None:  # prints warnings of commands that do not configure logging
+        logging.lastResort.setFormatter(logging.Formatter("rollyard: %(message)s"))
     try:
         status = command.main(args=None if argv is None else list(argv), prog_name="rollyard", standalone_mode=False)
         sys.stdout.flush()
@@ -41,26 +52,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `rollyard … | head`: the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
         return 0
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _forget_stdout()
+        return complain(f"{error.filename or 'a file'} cannot be written: {error.strerror}", DISK_ERRORS[error.errno])
     except Exception as error:
-        if _is_settings_error(error):
-            return complain(str(error), "see `rollyard config`")
-        return _usage(error)
+        return _settings_error(error) or _usage(error)
     return status if isinstance(status, int) else 0
+
+
+def _forget_stdout() -> None:
+    """Discards what is buffered for stdout: Python would try to write it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(what: str, remedy: str = "", status: int = 1) -> int:
     """Writes one line to stderr and returns the exit status."""
-    line = f"rollyard: {what.strip()}" + (f" — {remedy.strip()}" if remedy.strip() else "")
+    line = f"rollyard: {what.strip()}" + (f" — {as_clause(remedy)}" if remedy.strip() else "")
     sys.stderr.write(" ".join(line.split()) + "\n")
     return status
 
 
-def _is_settings_error(error: Exception) -> bool:
-    """Does not import the service package: the error can only occur if it is already imported."""
+def _settings_error(error: Exception) -> int:
+    """Reports an invalid setting; returns 0 for any other error. Does not import the service package: the error can
+    only occur if it is already imported."""
     module = sys.modules.get("rollyard.service.settings")
-    return module is not None and isinstance(error, module.SettingsError)
+    if module is None or not isinstance(error, module.SettingsError):
+        return 0
+    return complain(str(error), "" if getattr(error, "remedy", "") else "see `rollyard config`")
 
 
 def _usage(error: Exception) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._console import CommandError, number, plain, seconds, table
+from rollyard.cli._console import CommandError, as_clause, number, plain, seconds, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,6 +85,23 @@ def summary_line(records: Sequence[Record]) -> str:
     return ", ".join(parts)
 
 
+def failure_lines(records: Sequence[Record]) -> list[str]:
+    """Returns a line for each kind of failure without a reward: its first rollout, the reason, and what to do."""
+    from rollyard.core.failure import CODES
+
+    by_code: dict[str, list[Record]] = {}
+    for record in records:
+        if record.reward is None and record.failure is not None:
+            by_code.setdefault(str(record.failure.get("code")), []).append(record)
+    lines: list[str] = []
+    for code, failed in by_code.items():
+        reason = " ".join(str((failed[0].failure or {}).get("detail")).split())
+        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        remedy = CODES[code].remedy if code in CODES else ""
+        lines.append(f"rollyard: {failed[0].id}{others}: {reason}" + (f" — {as_clause(remedy)}" if remedy else ""))
+    return lines
+
+
 def check_out(path: Path) -> None:
     """Raises `CommandError` if the file cannot be written, before the work starts."""
     if path.suffix not in (".jsonl", ".json", ".arrow"):
@@ -93,7 +110,7 @@ def check_out(path: Path) -> None:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror}") from error
+        raise CommandError(f"{path} cannot be written: {error.strerror}", "give another file with --out") from error
 
 
 async def write_trajectories(client: AsyncClient, records: Sequence[Record], path: Path) -> None:
@@ -109,15 +126,18 @@ async def write_trajectories(client: AsyncClient, records: Sequence[Record], pat
     from rollyard.core.failure import Gone, NotFound
 
     partial = path.with_name(f".{path.name}.part")
-    with partial.open("wb") as file:
-        for record in records:
-            body: Mapping[str, Any]
-            try:
-                body = (await client.trajectory(record.id, run=record.run)).record.raw
-            except (Gone, NotFound):
-                body = record.raw
-            file.write(msgspec.json.encode(body) + b"\n")
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            for record in records:
+                body: Mapping[str, Any]
+                try:
+                    body = (await client.trajectory(record.id, run=record.run)).record.raw
+                except (Gone, NotFound):
+                    body = record.raw
+                file.write(msgspec.json.encode(body) + b"\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 async def _write_arrow(client: AsyncClient, records: Sequence[Record], path: Path) -> None:

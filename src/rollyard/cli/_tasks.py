@@ -90,10 +90,14 @@ def _scan_file(file: str) -> Iterator[TaskLine | CommandError]:
         try:
             task = json.loads(line, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            yield CommandError(f"{name}:{number}: this is not JSON ({what})", "write one task per line")
+            yield CommandError(f"{name}:{number}: this is not JSON ({_reason(error)})", "write one task per line")
             continue
         yield _checked(task, name, number)
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    """Returns what is wrong with a line, and where."""
+    return f"{error.msg}, at character {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _whole(text: str) -> object:

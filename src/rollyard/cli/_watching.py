@@ -10,8 +10,9 @@ rollouts are also read every POLL_S, and more are listed when a service that did
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollyard.cli._console import connect, err, note
@@ -25,6 +26,10 @@ POLL_S = 2.0
 LINE_S = 10.0
 LISTED = 1000  # rollouts in one listing; of more, only events are shown
 FEW = 20  # unfinished rollouts that are read one by one
+WAITING = (
+    "rollyard: {}, because the service's machine is short of memory or disk (256 MiB and 512 MiB must be free) — free"
+    " some of it; the rollouts then continue by themselves"
+)
 
 
 class Progress:
@@ -33,6 +38,7 @@ class Progress:
     def __init__(self, records: Sequence[Record]) -> None:
         self.states = {record.id: record.state for record in records}
         self._silent_since: float | None = None
+        self._is_waiting = False
         self._shown = ""
         self._shown_at = time.monotonic()
         self._bar, self._task = _new_bar(len(records))
@@ -78,6 +84,12 @@ class Progress:
             self._note("rollyard: the service does not answer; waiting for it")
         self.update()
 
+    def set_waiting(self, count: int) -> None:
+        """Records how many sandboxes cannot be started because the machine is short of resources."""
+        if count and not self._is_waiting:
+            self._say(WAITING.format(f"{count} sandbox{' waits' if count == 1 else 'es wait'}"))
+        self._is_waiting = count > 0
+
     def update(self) -> None:
         counts: dict[str, int] = dict.fromkeys(map(str, State), 0)
         for state in self.states.values():
@@ -97,6 +109,13 @@ class Progress:
         if self._bar is None:
             note(line)
 
+    def _say(self, line: str) -> None:
+        """Writes a line also if there is a bar, above it."""
+        if self._bar is None:
+            note(line)
+        else:
+            self._bar.console.print(line, markup=False)
+
 
 async def watch(
     client: AsyncClient,
@@ -112,6 +131,8 @@ async def watch(
         note(f"{len(records)} rollout{'s' if len(records) > 1 else ''} submitted to run {run}")
     progress = Progress(records)
     progress.start()
+    client_log = logging.getLogger("rollyard.client")
+    client_log.addFilter(_is_error)  # the progress reports an outage itself
     try:
         async with asyncio.TaskGroup() as tasks:
             polling = tasks.create_task(_poll(progress, run, url, token))
@@ -124,6 +145,15 @@ async def watch(
         raise group.exceptions[0] from None
     finally:
         progress.stop()
+        client_log.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def waiting_sandboxes(status: Mapping[str, Any]) -> int:
+    return sum(int(runtime.get("waiting_for_room") or 0) for runtime in (status.get("runtimes") or {}).values())
 
 
 async def _poll(progress: Progress, run: str, url: str | None, token: str | None) -> None:
@@ -133,12 +163,11 @@ async def _poll(progress: Progress, run: str, url: str | None, token: str | None
         while True:
             try:
                 async with asyncio.timeout(2 * POLL_S):
+                    progress.set_waiting(waiting_sandboxes(await client.status()))
                     if len(unfinished := progress.unfinished) <= FEW:
                         progress.set_all(await asyncio.gather(*[client.get(id, run=run) for id in unfinished]))
                     elif is_stale and len(progress.states) <= LISTED:
                         progress.set_all((await client.list(run=run, order="newest", limit=LISTED)).rollouts)
-                    else:
-                        await client.status()
                 is_stale = False
             except (ServiceUnreachable, TimeoutError, OSError):
                 is_stale = True

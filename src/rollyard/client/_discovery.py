@@ -16,9 +16,11 @@ from pathlib import Path
 from rollyard.core.address import split_pin
 from rollyard.core.failure import InvalidRequest, Unauthorized
 from rollyard.core.paths import data_home
+from rollyard.core.texts import url_problem
 
 HOST = "127.0.0.1"
 PORT = 8127
+URL_REMEDY = "Give the URL that `rollyard serve` prints, with --url or ROLLYARD_URL."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ def find(url: str | None, token: str | None, environ: Mapping[str, str] | None =
     try:
         plain, pin = split_pin(url)
     except ValueError as error:
-        raise InvalidRequest(f"the service's URL cannot be used: {error}") from error
+        raise InvalidRequest(f"the service's URL cannot be used: {error}", remedy=URL_REMEDY) from error
+    if (problem := url_problem(plain)) is not None:
+        raise InvalidRequest(f"the service's URL: {problem[0]}", remedy=problem[1])
     return ServiceAddress(plain.rstrip("/"), token, pin)
 
 
@@ -76,7 +80,10 @@ def _read_token(path: Path) -> str:
     else:
         why = " (it is empty)"
     if not token:
-        raise Unauthorized(f"no token was given, ROLLYARD_TOKEN is not set, and there is none in {path}{why}")
+        raise Unauthorized(
+            f"there is no token: --token was not given, ROLLYARD_TOKEN is not set, and there is none in {path}{why}",
+            remedy="Start the service on this machine with `rollyard serve`, or give another one's with --token.",
+        )
     return token
 
 

@@ -24,7 +24,7 @@ class ServiceUnreachable(RollyardError):
 
     retryable = True
     status = 503
-    remedy = "Start it with `rollyard serve`, or set its URL with --url or ROLLYARD_URL."
+    remedy = "Start the service with `rollyard serve`, or give its URL with --url or ROLLYARD_URL."
 
 
 class UnexpectedReply(RollyardError):
@@ -59,11 +59,11 @@ def error_of(status: int, body: object, where: str) -> RollyardError:
         return UnexpectedReply(f"{where} returned {status} without an error code", http_status=status)
     data: dict[str, Json] = {key: value for key, value in body.items() if key not in _ENVELOPE}
     error_class = CODES.get(body["code"])
-    error = (error_class or RollyardError)(str(body.get("detail") or body.get("title") or ""))
+    detail, remedy = body.get("detail") or body.get("title") or "", body.get("remedy") or ""
+    error = (error_class or RollyardError)(str(detail), remedy=str(remedy))  # the service's remedy is more specific
     error.data.update(data)
-    remedy = body.get("remedy")
-    # The service's remedy is more specific. An unknown code is set on this instance only.
-    for name, value in (("remedy", remedy), ("code", None if error_class else body["code"]), ("status", status)):
+    # An unknown code is set on this instance only.
+    for name, value in (("code", None if error_class else body["code"]), ("status", status)):
         if value:
             setattr(error, name, value)
     return error

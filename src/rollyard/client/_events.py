@@ -31,6 +31,7 @@ async def follow(wire: Transport, after: str | None, run: str | None) -> AsyncGe
             async with wire.stream("/events", params, accept="text/event-stream", silence_s=SILENCE_S) as reply:
                 if reply.status >= 400:
                     await raise_for(reply, await reply.read(), "GET /events")
+                wire.answered()
                 pause_s = BACKOFF_S[0]
                 async with aclosing(_parse(reply.content)) as events:
                     async for event in events:
@@ -47,6 +48,7 @@ async def follow(wire: Transport, after: str | None, run: str | None) -> AsyncGe
             error = ServiceUnreachable(f"the stream of events from {wire.place.url} was interrupted ({broken!r})")
         if time.monotonic() + pause_s > last_seen + wire.retry_s:
             raise error
+        wire.not_answered(error, pause_s, last_seen + wire.retry_s)
         await asyncio.sleep(pause_s)
         pause_s = min(longest_s, pause_s * 2)
 

@@ -4,12 +4,15 @@ Retries. After 429, and 503 while the service shuts down, any call is sent again
 refused it and did nothing. Without a response (refused, dropped, timed out), or if the service has lost its store, only
 calls are sent again that may be repeated (reads, deletes, and calls with the client's own id) or that were never sent.
 
-Invariant: the retries of one call wait at most `retry_s` in total; then the last error is raised unchanged.
+Invariants. The retries of one call wait at most `retry_s` in total; then the last error is raised unchanged. A service
+that does not answer for QUIET_S is logged as a warning, once, and so is its return: without any configuration of
+logging, Python prints both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Mapping
@@ -22,11 +25,15 @@ from rollyard.client._discovery import ServiceAddress
 from rollyard.client._errors import ServiceUnreachable, UnexpectedReply, error_of
 from rollyard.core import RollyardError
 from rollyard.core.failure import StoreLost
+from rollyard.core.texts import os_reason
+
+log = logging.getLogger("rollyard.client")
 
 PASSING = frozenset({"draining", "store_lost", "too_many_connections"})  # codes of a 503 that is retried
 
 CONNECTIONS = 1024  # a long poll occupies one; further calls wait
 BACKOFF_S = (0.1, 5.0)  # first and longest pause between tries
+QUIET_S = 1.0  # a shorter outage is not logged
 ARROW = "application/vnd.apache.arrow.stream"
 
 Params = Mapping[str, str | int | float | None]
@@ -40,6 +47,8 @@ class Transport:
         self.timeout_s = timeout_s
         self.retry_s = retry_s
         self._session: aiohttp.ClientSession | None = None
+        self._silent_since: float | None = None
+        self._is_silence_logged = False
 
     async def __aenter__(self) -> Transport:
         pin = self.place.pin
@@ -95,7 +104,9 @@ class Transport:
         pause_s, longest_s = BACKOFF_S
         while True:
             try:
-                return await self._once(method, path, body, params, accept, wait_s)
+                reply = await self._once(method, path, body, params, accept, wait_s)
+                self.answered()
+                return reply
             except RetryableError as again:
                 error = again.error
                 is_unsure = isinstance(error, ServiceUnreachable | StoreLost)  # whether the call took effect
@@ -104,8 +115,25 @@ class Transport:
                 delay_s = again.after_s if again.after_s is not None else pause_s * random.uniform(0.5, 1.0)
                 if time.monotonic() + delay_s > give_up:
                     raise error from again.__cause__
+                if is_unsure:
+                    self.not_answered(error, delay_s, give_up)
             await asyncio.sleep(delay_s)
             pause_s = min(longest_s, pause_s * 2)
+
+    def not_answered(self, error: RollyardError, delay_s: float, give_up: float) -> None:
+        """Called before each retry. Logs the error once for all calls of this client that it concerns."""
+        now = time.monotonic()
+        if self._silent_since is None:
+            self._silent_since = now
+        if now + delay_s - self._silent_since >= QUIET_S and not self._is_silence_logged:
+            self._is_silence_logged = True
+            log.warning("%s; trying again for %.0f s. %s", error.detail, give_up - now, error.remedy)
+
+    def answered(self) -> None:
+        self._silent_since = None
+        if self._is_silence_logged:
+            self._is_silence_logged = False
+            log.warning("%s answers again", self.place.url)
 
     def stream(
         self, path: str, params: Params, *, accept: str, silence_s: float
@@ -127,7 +155,7 @@ class Transport:
         if body is not None:
             headers["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout_s, sock_read=self.timeout_s + wait_s)
-        where = f"{method} {path}"
+        where, url = f"{method} /v1{path}", self.place.url
         try:
             async with self.session.request(
                 method, self._url(path), params=_query(params), data=body, headers=headers, timeout=timeout
@@ -136,13 +164,16 @@ class Transport:
                 await raise_for(reply, data, where)
                 return data, reply.content_type
         except aiohttp.ClientConnectorError as error:
-            unreachable = ServiceUnreachable(f"cannot connect to {self.place.url} ({error.os_error or error})")
+            unreachable = ServiceUnreachable(f"cannot connect to {url} ({os_reason(error.os_error)})")
             raise RetryableError(unreachable, was_sent=False) from error
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        except TimeoutError as error:
+            unreachable = ServiceUnreachable(f"{url} did not answer {where} within {self.timeout_s + wait_s:g} s")
+            raise RetryableError(unreachable, was_sent=True) from error
+        except (aiohttp.ClientError, ConnectionError) as error:
             if isinstance(error, aiohttp.InvalidURL):
-                raise ServiceUnreachable(f"{self.place.url!r} is not a URL") from error
-            what = "timed out" if isinstance(error, TimeoutError) else f"was interrupted ({error!r})"
-            raise RetryableError(ServiceUnreachable(f"{where} at {self.place.url} {what}"), was_sent=True) from error
+                raise ServiceUnreachable(f"{url!r} is not a URL") from error
+            unreachable = ServiceUnreachable(f"{url} did not answer {where} ({str(error) or type(error).__name__})")
+            raise RetryableError(unreachable, was_sent=True) from error
 
     def _url(self, path: str) -> str:
         return f"{self.place.url}/v1{path}"

@@ -42,7 +42,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from rollyard.core.json import Json
 
@@ -70,7 +70,7 @@ CODES: dict[str, type[RollyardError]] = {}
 
 
 class RollyardError(Exception):
-    """The root. `detail` describes what went wrong; the class's `remedy` describes what to do about it."""
+    """The root. `detail` describes what went wrong, `remedy` what to do about it: the class's, or a specific one."""
 
     code: ClassVar[str] = "error"
     blame: ClassVar[Blame] = Blame.INFRA
@@ -78,7 +78,7 @@ class RollyardError(Exception):
     trainable: ClassVar[bool] = False
     status: ClassVar[int] = 500
     outcome: ClassVar[Outcome] = Outcome.FAILED
-    remedy: ClassVar[str] = ""
+    remedy: str = ""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -88,10 +88,20 @@ class RollyardError(Exception):
             raise TypeError(f"failure code {cls.code!r} is taken by {CODES[cls.code].__name__}")
         CODES[cls.code] = cls
 
-    def __init__(self, detail: str = "", **data: Json) -> None:
+    def __init__(self, detail: str = "", *, remedy: str = "", **data: Json) -> None:
         super().__init__(detail or self.code)
         self.detail = detail or self.code
+        if remedy:
+            self.remedy = remedy
+        if self.remedy:
+            self.add_note(self.remedy)  # a traceback then ends with it
         self.data: dict[str, Json] = dict(data)
+
+    def with_detail(self, detail: str) -> Self:
+        """Returns this error with another detail, and the same data."""
+        error = type(self)(detail)
+        error.data.update(self.data)
+        return error
 
     def failure(self, stage: str | None = None) -> Failure:
         """Returns this error as it is stored in a record."""
@@ -180,7 +190,7 @@ class EngineFailure(InfraFailure):
 
 
 class EngineUnavailable(EngineFailure):
-    remedy = "Add an engine for this policy (POST /v1/engines) or look at /v1/engines for its health."
+    remedy = "Start the engine, or add one that answers; `rollyard engines list` shows their states."
 
 
 class EngineRefused(EngineFailure):
@@ -346,12 +356,12 @@ class MalformedId(RequestError):
 
 class UnknownEnvironment(RequestError):
     status = 422
-    remedy = "GET /v1/status lists the environments; install the package that provides this one."
+    remedy = "Install the package that provides it, and restart the service."
 
 
 class UnknownAgent(RequestError):
     status = 422
-    remedy = "GET /v1/status lists the agents."
+    remedy = "Name one of these, or write a preset for it: rollyard agents show NAME prints one to start from."
 
 
 class UnknownTool(RequestError):
@@ -377,7 +387,7 @@ class EgressNotAllowed(RequestError):
 
 class ImageMissing(RequestError):
     status = 422
-    remedy = "Fetch it first: rollyard images pull REFERENCE; `rollyard images list` shows the local images."
+    remedy = "`rollyard images list` shows the images on the service's machine, and in which form."
 
 
 class AgentMissing(RequestError):
@@ -387,7 +397,10 @@ class AgentMissing(RequestError):
 
 class Unauthorized(RequestError):
     status = 401
-    remedy = "Send `Authorization: Bearer TOKEN`; `rollyard config` prints the path of the token file."
+    remedy = (
+        "Give the service's token with --token or ROLLYARD_TOKEN, in HTTP as `Authorization: Bearer TOKEN`; "
+        "`rollyard serve` prints the path of its file."
+    )
 
 
 class Forbidden(RequestError):

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from typing import Self, cast
 
 from rollyard.core.failure import UnknownEnvironment
+from rollyard.core.texts import unknown
 from rollyard.envs.base import Environment
 from rollyard.plugins import plugins
 
@@ -37,7 +38,7 @@ class Environments:
         """Returns the environment with that name. Raises `UnknownEnvironment`."""
         if name not in self._instances:
             if name not in self._entry_points:
-                raise UnknownEnvironment(f"there is no environment {name!r}; there are: {', '.join(self.names)}")
+                raise UnknownEnvironment(unknown("environment", name, self.names))
             self._instances[name] = cast("type[Environment]", self._entry_points[name].load())()
         return self._instances[name]
 

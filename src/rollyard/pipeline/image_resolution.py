@@ -8,6 +8,7 @@ this reads files, never the network.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,20 +42,23 @@ def resolve_image(
     except ImageError as error:
         raise ImageMissing(f"image {name!r}: {error}") from error
     if store is None or image is None:
-        raise ImageMissing(f"image {name!r} is not on this machine")
+        raise ImageMissing(f"image {name!r} is not on this machine; fetch it: {_pull(name)}")
     for kind in runtime.image_kinds:
         if kind in image.kinds:
             return ResolvedImage(store.path(image, kind), image.env, image)
     raise ImageMissing(
         f"image {name!r} is here as {' and '.join(_FORMS[kind] for kind in image.kinds)} only, and the runtime"
-        f" {runtime.name} reads {_reads(runtime)}: rollyard images pull {name} --as {runtime.image_kinds[0]}"
+        f" {runtime.name} reads {_reads(runtime)}; fetch it: {_pull(name)} --as {runtime.image_kinds[0]}"
     )
 
 
 def _checked_path(name: str, runtime: Runtime, folders: Sequence[Path] | None) -> Path:
     path = Path(os.path.realpath(name))
     if folders is not None and not any(path.is_relative_to(os.path.realpath(folder)) for folder in folders):
-        raise RuntimeNotAllowed(f"image {name!r} is not in a folder that the operator's setting `images` names")
+        raise RuntimeNotAllowed(
+            f"image {name!r} is not in a folder that the operator's setting `images` names; add its folder there, or"
+            f" copy it: {_pull(name)}"
+        )
     if path.is_dir():
         kind: ImageKind = "folder"
     elif path.is_file() and path.suffix == ".sif":
@@ -64,6 +68,10 @@ def _checked_path(name: str, runtime: Runtime, folders: Sequence[Path] | None) -
     if kind not in runtime.image_kinds:
         raise ImageMissing(f"image {name!r} is {_FORMS[kind]}, and the runtime {runtime.name} reads {_reads(runtime)}")
     return path
+
+
+def _pull(name: str) -> str:
+    return f"rollyard images pull {shlex.quote(name)}"
 
 
 def _reads(runtime: Runtime) -> str:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rollyard.core import Group, Json, Mode, Run, Task
+from rollyard.core import Group, Json, Mode, Run, Task, id_of
 from rollyard.core.draw import SourceSpec
-from rollyard.core.failure import InvalidRequest, NotFound
+from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
+from rollyard.core.texts import differences
 from rollyard.pipeline import Pipeline
 from rollyard.sampling.eval_runner import RUNNING, EvalRunner
 from rollyard.sampling.evaluation import label_of
@@ -100,7 +101,11 @@ class Evals:
         lock = self._makings.setdefault(plan.id, asyncio.Lock())  # of two concurrent calls, the second finds the record
         async with lock:
             with suppress(NotFound):
-                return await self._store.put_eval(await self._store.get_eval(plan.id), body)
+                known = await self._store.get_eval(plan.id)
+                try:
+                    return await self._store.put_eval(known, body)
+                except IdConflict as error:
+                    raise _conflict(plan, known) from error
             return await self._make(plan, tasks, body)
 
     async def _make(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
@@ -109,8 +114,11 @@ class Evals:
                 f"samples: the queue holds {self._pipeline.settings.max_queued} rollouts, not that many"
             )
         if self._pipeline.run_of(plan.run) is not None:
-            # Raises IdConflict, unless the run belongs to this evaluation.
-            await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})
+            try:
+                await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})
+            except IdConflict as error:
+                what = f"run {plan.run!r} already exists, and does not belong to this evaluation"
+                raise IdConflict(what, remedy="Use another name.") from error
         now = time.time()
         run = Run(
             plan.run,
@@ -212,3 +220,27 @@ class Evals:
         runner = self._runners.get(group_id.rpartition(".")[0])
         if runner is not None:
             runner.group_over(group_id)
+
+
+def _conflict(plan: EvalPlan, known: EvalRecord) -> IdConflict:
+    """The error of a call that differs from the one which created the evaluation."""
+    given: dict[str, Json] = {"priority": plan.priority, "pool_share": plan.pool_share, "by": plan.by}
+    changes = differences(
+        {**_comparable(known), **{name: known.data.get(name) for name in given}}, {**_comparable(plan), **given}
+    )
+    return IdConflict(
+        f"evaluation {id_of(plan.id)!r} already exists, with other settings: {changes or 'tasks or defaults differ'}",
+        remedy="Use another name, or repeat the call that created it.",
+    )
+
+
+def _comparable(one: EvalPlan | EvalRecord) -> dict[str, Json]:
+    return {
+        "policy": one.policy,
+        "k": one.k,
+        "samples": one.samples,
+        "threshold": one.threshold,
+        "max_missing": one.max_missing,
+        "on_update": one.on_update,
+        "seed": one.seed,
+    }

@@ -216,6 +216,9 @@ async def _add_engine(router: Router, spec: EngineSpec, settings: Settings, refu
         return
     if status.info is None:
         log.warning("an engine is down", extra={"engine": spec.id, "detail": status.stats.last_error})
+        return
+    for text in status.info.notes:
+        log.info("an engine lacks a feature", extra={"engine": spec.id, "detail": text})
 
 
 def all_engines(settings: Settings, remembered: Iterable[EngineSpec]) -> list[EngineSpec]:

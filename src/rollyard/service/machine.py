@@ -35,6 +35,8 @@ IMAGES = "images"  # below data_dir: the store that `rollyard images` fills
 TOKENIZERS = "tokenizers"  # below data_dir: tokenizers received from engines, or on a node from its head
 AGENTS = "agents"  # below data_dir: the operator's presets, and the programs that `rollyard agents install` installed
 
+DATA_DIR = "give a folder that you can write to with --data-dir or ROLLYARD_DATA_DIR"
+
 MOST_DESCRIPTORS = 1 << 20  # some hosts allow a billion, and some programs close them one by one
 
 PROBE_S = 30.0  # for a runtime's probe at start; a slower host is reported, and the start continues
@@ -92,9 +94,9 @@ def open_data_dir(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.chmod(0o700)
     except OSError as error:
-        raise SettingsError(f"data_dir {path} cannot be used: {error}") from error
+        raise SettingsError(f"data_dir {path} cannot be used: {error.strerror}", DATA_DIR) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise SettingsError(f"data_dir {path} cannot be written to")
+        raise SettingsError(f"data_dir {path} cannot be written to", DATA_DIR)
 
 
 def pipeline_settings(settings: Settings) -> PipelineSettings:

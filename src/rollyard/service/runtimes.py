@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollyard.core.texts import unknown
 from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime
 from rollyard.sandbox.limits.limiter import Limiter
 from rollyard.sandbox.python import PythonBuilds
@@ -29,7 +30,7 @@ def make_runtime(name: str, settings: Settings, root: Path | None = None) -> Any
             return OciRuntime(root=root, command=settings.oci_command, image=image, defaults=limits, pythons=pythons)
         case "local":
             return LocalRuntime(root=root)
-    raise SettingsError(f"runtimes: there is no runtime {name!r}; there are: {', '.join(NAMES)}")
+    raise SettingsError(unknown("runtime", name, NAMES), "correct --runtime or the setting `runtimes`")
 
 
 def uids_of(name: str, settings: Settings) -> range | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -30,6 +31,7 @@ import uvloop
 
 from rollyard.agents.registry import Agents
 from rollyard.core.address import with_pin
+from rollyard.core.texts import cannot_listen
 from rollyard.core.version import __version__
 from rollyard.envs.registry import Environments
 from rollyard.fleet.ray_host import RayHost, RayUnavailable
@@ -128,8 +130,7 @@ def bind(settings: Settings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        why = error.strerror or error
-        raise SettingsError(f"{settings.host}:{settings.port} cannot be listened on: {why}") from error
+        raise SettingsError(*cannot_listen(settings.host, settings.port, error)) from error
     return listener
 
 
@@ -164,6 +165,12 @@ def run_server(settings: Settings) -> int:
     except (SettingsError, StoreLocked, StoreUnusable, TracingUnavailable, RayUnavailable) as error:
         _print_line(f"rollyard: {error}")
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        what = f"data_dir {settings.data_dir} cannot be written: {error.strerror}"
+        _print_line(f"rollyard: {what} — free some space there, or give another folder with --data-dir")
+        return 1
 
 
 async def _main(settings: Settings) -> int:
@@ -185,13 +192,20 @@ async def _main(settings: Settings) -> int:
                 log.info(reason)  # programs that add their engines later run at "warning"
             await _first_of(signals.first, served.app_state.pipeline.broke)
             if served.app_state.pipeline.broken is not None:
-                raise served.app_state.pipeline.broken
+                raise _with_remedy(served.app_state.pipeline.broken, settings)
             log.info("draining", extra={"within_s": settings.drain_s})
             await served.app_state.pipeline.drain()
     except asyncio.CancelledError:
         if not signals.first.is_set():
             raise
     return 0
+
+
+def _with_remedy(broken: StoreUnusable, settings: Settings) -> StoreUnusable:
+    """The error of a store that failed while the service ran, with what to do."""
+    is_full = "full" in str(broken) and isinstance(settings.store_place, Path)
+    first = f"free some space on the disk of {settings.store_place}" if is_full else "check its disk or its server"
+    return StoreUnusable(f"{broken} — {first}, then start the service again: it continues with what it acknowledged")
 
 
 def settle_memory() -> None:

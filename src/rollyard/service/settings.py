@@ -25,18 +25,25 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from rollyard.core.ceilings import Ceilings
 from rollyard.core.egress import EgressCeiling
 from rollyard.core.paths import data_home
+from rollyard.core.texts import nearest
 from rollyard.sandbox.base import SandboxLimits
 from rollyard.service.egress import Host, Method, Mirrors, PrivateHost, ceiling_of
 
 PREFIX = "ROLLYARD_"
 _NOT_SETTINGS = ("CONFIG", "URL", "TOKEN")  # ROLLYARD_… variables that the client and the loader read
 
+URL = "^https?://"
+
 FIRST_UID, LAST_UID = 1000, (1 << 32) - 3
 """Bounds of the uids of sandboxes: below are the system's own, above are 32-bit `nobody` and −1, which is no user."""
 
 
 class SettingsError(Exception):
-    """An invalid setting. The message contains the setting, its source, and what was expected."""
+    """An invalid setting. The message contains the setting, its source, and what was expected or what to do."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what} — {remedy}" if remedy else what)
+        self.remedy = remedy
 
 
 def _split(value: object) -> object:
@@ -81,7 +88,7 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(pattern=r"^https?://", description="URL of the engine.")
+    url: str = Field(pattern=URL, description="URL of the engine.")
     id: str = Field(default="", description="Name of the engine; empty: derived from the URL.")
     kind: Literal["vllm", "sglang", "openai", "prorl"] = Field(default="vllm", description="The engine's API.")
     policy: str = Field(default="default", description="The policy whose weights it serves.")
@@ -109,7 +116,7 @@ class McpServerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(pattern=r"^https?://", description="URL of the server.")
+    url: str = Field(pattern=URL, description="URL of the server.")
     headers: dict[str, SecretStr] = Field(default={}, description="Sent with every request; not visible in sandboxes.")
 
 
@@ -449,7 +456,7 @@ def _find_file(environ: Mapping[str, str], explicit: Path | None) -> Path | None
     if named is not None:
         named = named.expanduser()
         if not named.is_file():
-            raise SettingsError(f"there is no settings file {named}")
+            raise SettingsError(f"there is no settings file {named}", "correct --config or ROLLYARD_CONFIG")
         return named
     home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
     config = Path(environ["XDG_CONFIG_HOME"]) if environ.get("XDG_CONFIG_HOME") else home / ".config"
@@ -461,15 +468,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise SettingsError(f"{path} cannot be read as TOML: {error}") from error
+        raise SettingsError(f"{path} cannot be read as TOML: {error}", "correct the file") from error
 
 
 def _known(name: str, where: str, prefix: str = "") -> None:
     if name in Settings.model_fields:
         return
-    near = difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=0.5)
-    hint = f"; did you mean {_shown(near[0], prefix)}?" if near else ""
-    raise SettingsError(f"there is no setting {_shown(name, prefix)} ({where}){hint}")
+    near = nearest(name, Settings.model_fields)
+    hint = f"did you mean {_shown(near, prefix)}?" if near else "`rollyard config` lists the settings"
+    raise SettingsError(f"there is no setting {_shown(name, prefix)} ({where})", hint)
 
 
 def _shown(name: str, prefix: str) -> str:
@@ -484,6 +491,8 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
         known = _TABLES.get(field, EngineSettings).model_fields
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, 1, cutoff=0.5)
-        message = "unknown setting" + (f"; did you mean {near[0]}?" if near else "")
+        near = nearest(str(item["loc"][-1]), known)
+        message = "unknown setting" + (f"; did you mean {near}?" if near else "")
+    elif item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == URL:
+        message = "a URL starts with http:// or https://"
     return f"{path}{source}: {message}" if path else message

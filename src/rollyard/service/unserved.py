@@ -39,7 +39,9 @@ def _why(policy: str, own: list[EngineStatus], refused: Mapping[str, str]) -> st
     if any(status.health is Health.QUARANTINED for status in own):
         return f"the weights of its engines are unknown; set them with `rollyard policies resume {policy} VERSION`"
     if own:
-        return "; ".join(f"engine {status.spec.id} is {status.health}{_error(status)}" for status in own)
+        reasons = "; ".join(f"engine {status.spec.id} is {status.health}{_error(status)}" for status in own)
+        is_away = any("cannot be reached" in status.stats.last_error for status in own)
+        return reasons + ("; start it, or add another with `rollyard engines add URL`" if is_away else "")
     if refused:
         return "; ".join(f"engine {name} was refused ({reason})" for name, reason in refused.items())
     return f"add one with `rollyard engines add URL{'' if policy == DEFAULT_POLICY else f' --policy {policy}'}`"

@@ -15,6 +15,7 @@ import typer
 from rollyard.cli._console import AsJson, CommandError, note, print_json, run
 from rollyard.cli._quick_imports import quick_imports
 from rollyard.cli.commands.weights import get_model
+from rollyard.core.texts import cannot_listen
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -98,9 +99,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> CommandError:
-    number = error.errno or 0  # negative: a name that cannot be resolved
-    why = os.strerror(number) if number > 0 else error.strerror or error
-    return CommandError(f"{host}:{port} cannot be listened on: {why}")
+    return CommandError(*cannot_listen(host, port, error))
 
 
 def _check_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ from rollyard.cli._console import (
     AsJson,
     Token,
     Url,
+    check_engine_url,
     connect,
     note,
     number,
@@ -109,6 +110,7 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Add an engine. It is probed first, and kept across restarts."""
+    check_engine_url(engine_url)
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -132,7 +134,8 @@ def add(
         print_json(engine)
     else:
         show(engines_table([engine]))
-        for line in engine_problems([engine]):
+        notes = [f"engine {engine.get('id')}: {text}" for text in (engine.get("info") or {}).get("notes") or ()]
+        for line in (*engine_problems([engine]), *notes):
             note(line)
 
 

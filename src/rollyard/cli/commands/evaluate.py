@@ -130,6 +130,8 @@ def evaluate(
         if by is not None:
             show(by_table(report, by))
     report_missing(report)
+    if job.unwritten is not None:
+        raise job.unwritten
     if report.state != "done":
         note(f"the evaluation failed: {report.detail}")
         raise typer.Exit(1)
@@ -143,6 +145,7 @@ class _Job:
         self._name = name
         self._arguments = arguments
         self._out = out
+        self.unwritten: CommandError | None = None  # why the trajectories are not in the file
 
     async def on_service(self, url: str | None, token: str | None) -> EvalReport:
         async with connect(url, token) as quick:
@@ -166,9 +169,15 @@ class _Job:
         records = await _records(client, evaluation.run)
         if self._out is not None:
             from rollyard.cli._results import write_trajectories
+            from rollyard.core.texts import os_reason
 
-            await write_trajectories(client, records, self._out)
-            note(f"trajectories are in {self._out}")
+            try:
+                await write_trajectories(client, records, self._out)
+                note(f"trajectories are in {self._out}")
+            except OSError as error:
+                what = f"{self._out} cannot be written: {os_reason(error)}"
+                again = f"free some space or give another --out, then run the command again with --run {self._name}"
+                self.unwritten = CommandError(what, again)
         return read_evaluation(evaluation, [line.place for line in self._tasks], records, time.monotonic() - started_at)
 
     async def _begin(self, client: AsyncClient) -> Evaluation:
@@ -180,8 +189,7 @@ class _Job:
                 tasks = [line.task for line in self._tasks]
                 return await client.evaluate(tasks, id=self._name, timeout_s=0.0, **self._arguments)
         except IdConflict as error:
-            what = f"an evaluation or a run {self._name} already exists, with other tasks or parameters"
-            raise CommandError(what, "repeat the original command, or give another --run") from error
+            raise CommandError(error.detail, "repeat the original command, or give another --run") from error
         except RollyardError as error:
             raise _with_place(error, self._tasks) from error
         return await client.get_eval(self._name)
@@ -192,7 +200,7 @@ def _with_place(error: RollyardError, tasks: Sequence[TaskLine]) -> Exception:
     match = re.match(r"source, task (\d+): (?:task\.?:? ?)?", error.detail)
     if match is None or int(match[1]) >= len(tasks):
         return error
-    remedy = f"{error.remedy} (nothing was started)".strip()
+    remedy = f"{error.remedy.removesuffix('.')} (nothing was started)".strip()
     return CommandError(f"{tasks[int(match[1])].place}: {error.detail[match.end() :]}", remedy)
 
 

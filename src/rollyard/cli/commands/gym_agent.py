@@ -8,6 +8,7 @@ import typer
 
 from rollyard.cli._console import CommandError, Token, Url, connect, note
 from rollyard.cli._tasks import read_defaults
+from rollyard.core.texts import cannot_listen
 
 if TYPE_CHECKING:
     import socket
@@ -77,5 +78,5 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)  # before the address is printed: early calls wait until the service is connected
     except OSError as error:
         listener.close()
-        raise CommandError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+        raise CommandError(*cannot_listen(host, port, error)) from error
     return listener

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollyard.cli._console import CommandError
+from rollyard.cli._console import CommandError, check_engine_url
 from rollyard.cli._quick_imports import quick_imports
 
 
@@ -67,6 +67,8 @@ def serve(
     if engine_options and not engine:
         raise CommandError(f"--{next(iter(engine_options))} needs --engine", "give an engine with --engine", 2)
 
+    for engine_url in engine or ():
+        check_engine_url(engine_url)
     if address and fleet != "ray":
         raise CommandError("--address needs --fleet ray", "give --fleet ray", 2)
 

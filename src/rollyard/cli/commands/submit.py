@@ -86,9 +86,10 @@ async def _submit(
     token: str | None,
     as_json: bool,
 ) -> bool:
-    from rollyard.cli._results import results_table, summary_line, write_trajectories
+    from rollyard.cli._results import failure_lines, results_table, summary_line, write_trajectories
     from rollyard.cli._watching import watch
     from rollyard.core import RollyardError
+    from rollyard.core.texts import os_reason
 
     async with connect(url, token) as quick:
         status = await quick.status()  # an unreachable service or a wrong token fails at once, without retries
@@ -109,14 +110,24 @@ async def _submit(
             started_at = time.monotonic()
             records = await watch(client, records, url=url, token=token, after=status.get("last_event"))
             note(f"{summary_line(records)}; {time.monotonic() - started_at:.1f} s")
+        unwritten: CommandError | None = None
         if out is not None:
-            await write_trajectories(client, records, out)
-            note(f"trajectories are in {out}")
+            try:
+                await write_trajectories(client, records, out)
+                note(f"trajectories are in {out}")
+            except OSError as error:
+                again = f"then run the command again with --id-prefix {prefix}, which submits nothing twice"
+                what = f"{out} cannot be written: {os_reason(error)}"
+                unwritten = CommandError(what, f"free some space or give another --out, {again}")
     if as_json:
         for record in records:
             print_json(record.raw)
     else:
         show(results_table(records))
+    for line in failure_lines(records):
+        note(line)
+    if unwritten is not None:
+        raise unwritten
     return not wait or all(record.reward is not None for record in records)
 
 
@@ -150,4 +161,6 @@ def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int)
         return error
     detail = error.detail.replace(match[0], "").lstrip(": ")
     submitted_text = "nothing was submitted" if not submitted else f"{submitted} rollouts before it were submitted"
-    return CommandError(f"{tasks[index].place}: {detail}", f"{error.remedy} ({submitted_text})".strip())
+    return CommandError(
+        f"{tasks[index].place}: {detail}", f"{error.remedy.removesuffix('.')} ({submitted_text})".strip()
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 State = Literal["ok", "warn", "fail"]
@@ -23,10 +22,3 @@ class DoctorCheck:
     state: State
     detail: str
     remedy: str = ""
-
-
-def sysctl(name: str) -> int | None:
-    try:
-        return int(Path("/proc/sys", name).read_text())
-    except (OSError, ValueError):
-        return None

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli.doctor.check import DELEGATE, DoctorCheck, sysctl
+from rollyard.cli.doctor.check import DELEGATE, DoctorCheck
 
 if TYPE_CHECKING:
     from rollyard.service.settings import Settings
@@ -84,14 +84,14 @@ def _user(settings: Settings) -> DoctorCheck:
 
 def _namespaces() -> DoctorCheck:
     """Required by all runtimes but `local`."""
+    from rollyard.sandbox.runtimes.user_namespaces import restriction, sysctl
+
     name = "user namespaces"
+    known = restriction()
+    if known is not None:
+        remedy = apparmor_remedy() if known.by == "apparmor" else known.command
+        return DoctorCheck(name, "warn", known.what, remedy)
     most = sysctl("user/max_user_namespaces")
-    if most == 0:
-        return DoctorCheck(name, "warn", "disabled", "sysctl -w user.max_user_namespaces=15000")
-    if sysctl("kernel/unprivileged_userns_clone") == 0 and os.geteuid() != 0:
-        return DoctorCheck(name, "warn", "only for root", "sysctl -w kernel.unprivileged_userns_clone=1")
-    if sysctl("kernel/apparmor_restrict_unprivileged_userns") == 1 and os.geteuid() != 0:
-        return DoctorCheck(name, "warn", "AppArmor restricts them to programs with a profile", apparmor_remedy())
     return DoctorCheck(name, "ok", f"up to {most:,}" if most is not None else "not limited by sysctl")
 
 
@@ -173,6 +173,8 @@ def _descriptors(live: int) -> DoctorCheck:
 
 
 def _ptys(live: int) -> DoctorCheck:
+    from rollyard.sandbox.runtimes.user_namespaces import sysctl
+
     most, used = sysctl("kernel/pty/max"), sysctl("kernel/pty/nr") or 0
     if most is None or most - used >= live:
         return DoctorCheck("pseudo terminals", "ok", "not limited" if most is None else f"{most - used:,} free")

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from rollyard.core.deadline import ResettableTimeout
+from rollyard.core.texts import os_reason
 from rollyard.engines.base import Contact
 
 CONNECT_S = 10.0
@@ -53,6 +54,11 @@ class Target:
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
         return cls(parts.hostname or "", parts.port or (443 if is_tls else 80), is_tls, parts.path.rstrip("/"))
+
+    @property
+    def url(self) -> str:
+        """Without a user's name and password."""
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.prefix}"
 
     @property
     def authority(self) -> str:
@@ -128,7 +134,8 @@ class HttpPool:
             raise HttpFailure(f"it did not accept a connection within {CONNECT_S:g} s") from None
         except (OSError, ssl.SSLError, ValueError, OverflowError) as error:  # the last two: not an address
             self._lost(target)
-            raise HttpFailure(f"{type(error).__name__}: {error}") from error
+            why = os_reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise HttpFailure(why) from error
         self._all.add(connection)
         return connection
 

@@ -27,7 +27,7 @@ from rollyard.core.failure import EngineFailure, EngineRefused
 from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation, Kind
 from rollyard.engines.clients import replies
 from rollyard.engines.clients.http import HttpPool
-from rollyard.engines.clients.remote import HEALTH_S, UNSTREAMED_NOTE, EngineRequest, RemoteEngine
+from rollyard.engines.clients.remote import HEALTH_S, NO_LOGPROBS_NOTE, UNSTREAMED_NOTE, EngineRequest, RemoteEngine
 from rollyard.engines.clients.sampling_extra import allowed_extra
 from rollyard.engines.clients.streaming import TokenStream
 from rollyard.engines.clients.transport import EngineTransport
@@ -54,7 +54,7 @@ class ProrlEngine(RemoteEngine):
     async def probe(self) -> EngineInfo:
         """Samples one token: the protocol offers no other request."""
         generation = await self._generate(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, seed=1))
-        untrainable = () if generation.logprobs is not None else ("it gives no logprobs: it is not trainable",)
+        untrainable = () if generation.logprobs is not None else (NO_LOGPROBS_NOTE,)
         self._info = EngineInfo(
             model=self.spec.model or PurePath(self.spec.tokenizer).name or "unknown",
             max_context=None,

@@ -46,6 +46,12 @@ FREE_S = 5.0  # to abort cancelled calls at an engine
 HEALTH_S = 5.0
 
 
+NOT_AN_ENGINE = "Give the URL of an engine's API without a path, such as http://gpu1:8000."
+
+NO_LOGPROBS_NOTE = (
+    "it returns no logprobs, so its trajectories are not trainable; for training, add a vLLM or SGLang server that"
+    " returns them"
+)
 UNSTREAMED_NOTE = "it does not stream: tokens come all at once, at the end"
 
 
@@ -236,13 +242,19 @@ class RemoteEngine(ABC):
 
     async def _find_model(self) -> ModelCard:
         """The model in use: the one that the spec names, otherwise the first that the engine lists."""
-        cards = self._wire.read(await self._wire.get("/v1/models"), ModelList, "/v1/models").data
+        try:
+            cards = self._wire.read(await self._wire.get("/v1/models"), ModelList, "/v1/models").data
+        except (EngineRefused, EngineBroken) as error:
+            is_key = error.data.get("status") in (401, 403)
+            error.remedy = "Give the engine's key with --api-key." if is_key else NOT_AN_ENGINE
+            raise
         names = [card.id for card in cards]
         if not cards:
-            raise EngineRefused(f"engine {self.spec.id} serves no model")
+            raise EngineRefused(f"engine {self.spec.id} serves no model", remedy="Start it with a model.")
         model = self.spec.model or names[0]
         if model not in names:
-            raise EngineRefused(f"engine {self.spec.id} does not serve {model!r}; it has {', '.join(names)}")
+            has = f"engine {self.spec.id} does not serve {model!r}; it has {', '.join(names)}"
+            raise EngineRefused(has, remedy="Name one of these with --model.")
         self._model = model
         return cards[names.index(model)]
 

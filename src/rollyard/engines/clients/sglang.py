@@ -28,7 +28,7 @@ from rollyard.engines.clients import replies
 from rollyard.engines.clients.control import SglangControl
 from rollyard.engines.clients.http import HttpPool
 from rollyard.engines.clients.logprob_probe import TOP, logprob_semantics
-from rollyard.engines.clients.remote import UNSTREAMED_NOTE, EngineRequest, RemoteEngine, StreamError
+from rollyard.engines.clients.remote import NO_LOGPROBS_NOTE, UNSTREAMED_NOTE, EngineRequest, RemoteEngine, StreamError
 from rollyard.engines.clients.sampling_extra import allowed_extra
 from rollyard.engines.clients.streaming import TokenStream
 from rollyard.engines.clients.transport import MAX_DETAIL
@@ -95,7 +95,7 @@ class SglangEngine(RemoteEngine):
             notes.append("it takes no sampling_seed: sampling is not repeatable")
             generation = await self._generate(request)
         if generation.logprobs is None:
-            kind, more = "unknown", ("it gives no logprobs: its trajectories are not trainable",)
+            kind, more = "unknown", (NO_LOGPROBS_NOTE,)
         else:
             kind, more = await logprob_semantics(self._top_logprobs)
         if not await self._can_stream():

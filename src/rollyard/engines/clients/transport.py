@@ -113,7 +113,8 @@ class EngineTransport:
             part = "streamed a line of" if on_body is not None else "answered"
             raise self.broken(f"{path} {part} more than {most} bytes") from None
         except HttpFailure as error:
-            raise EngineUnavailable(f"engine {self._id} cannot be reached: {str(error)[:MAX_DETAIL]}") from error
+            detail = f"engine {self._id} cannot be reached: {str(error)[:MAX_DETAIL]}"
+            raise EngineUnavailable(detail, remedy=f"Start it, or correct its URL ({self._target.url}).") from error
 
     def _check(self, path: str, reply: HttpReply) -> bytes:
         if reply.status >= 300:

@@ -27,7 +27,7 @@ from rollyard.engines.clients import replies
 from rollyard.engines.clients.control import UNCONTROLLED_NOTE, VllmControl
 from rollyard.engines.clients.http import HttpPool
 from rollyard.engines.clients.logprob_probe import TOP, logprob_semantics
-from rollyard.engines.clients.remote import UNSTREAMED_NOTE, EngineRequest, RemoteEngine
+from rollyard.engines.clients.remote import NO_LOGPROBS_NOTE, UNSTREAMED_NOTE, EngineRequest, RemoteEngine
 from rollyard.engines.clients.sampling_extra import allowed_extra
 from rollyard.engines.clients.streaming import TokenStream
 from rollyard.engines.clients.vllm_bodies import (
@@ -48,6 +48,7 @@ from rollyard.engines.clients.vllm_bodies import (
 
 GENERATE = "inference/v1/generate"
 COMPLETIONS = "v1/completions"
+TOPLESS_NOTE = f"the meaning of its logprobs is unknown; start vLLM with --max-logprobs {TOP} or more"
 
 
 class VllmEngine(RemoteEngine):
@@ -74,9 +75,12 @@ class VllmEngine(RemoteEngine):
             self._api = COMPLETIONS
             generation = await self._generate(first)
         if generation.logprobs is None:
-            kind, more = "unknown", ("it gives no logprobs: its trajectories are not trainable",)
+            kind, more = "unknown", (NO_LOGPROBS_NOTE,)
         else:
-            kind, more = await logprob_semantics(self._top_logprobs)
+            try:
+                kind, more = await logprob_semantics(self._top_logprobs)
+            except EngineRefused as error:
+                kind, more = "unknown", (f"{TOPLESS_NOTE} ({error.detail})",)
         if not await self._can_stream():
             notes.append(UNSTREAMED_NOTE)
         if not await self._accepts_priority():

@@ -23,7 +23,8 @@ from rollyard.sandbox.base import CONTROL_DIR, ImageKind, SandboxSpec
 from rollyard.sandbox.launcher.program import MUST_MAP
 from rollyard.sandbox.runtimes.host_root import SYSTEM, make_skeleton
 from rollyard.sandbox.runtimes.launched import PATH
-from rollyard.sandbox.runtimes.namespaced import ALLOW, NamespacedRuntime, StagedParts, Tree
+from rollyard.sandbox.runtimes.namespaced import NamespacedRuntime, StagedParts, Tree
+from rollyard.sandbox.runtimes.user_namespaces import explained
 
 INSTALL = "install Apptainer 1.1 or newer (https://apptainer.org), or load its module, and put it in PATH"
 
@@ -81,7 +82,7 @@ class ApptainerRuntime(NamespacedRuntime):
     def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
         step, detail = error.data.get("step"), error.detail
         if step in ("namespaces", "mounts", "loopback", "proc"):
-            detail = f"{detail}; {ALLOW}"
+            detail = f"{explained()} ({detail})"
         elif step == "overlay" and "squashfuse" in detail:
             detail = f"{detail}; a SIF image needs /dev/fuse (chmod 666 /dev/fuse, or modprobe fuse)"
         elif step == "overlay":
@@ -89,7 +90,7 @@ class ApptainerRuntime(NamespacedRuntime):
                 f"{detail}; it needs overlayfs in user namespaces (Linux 5.11 or newer), a data_dir that is not"
                 " on an overlay or a network file system, and an image that belongs to the user who runs the service"
             )
-        return SandboxStartFailed(detail, **error.data)
+        return error.with_detail(detail)
 
     async def probe(self) -> Mapping[str, str]:
         results: dict[str, str] = {}

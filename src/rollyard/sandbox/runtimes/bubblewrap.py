@@ -18,7 +18,8 @@ from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, SandboxSpec
 from rollyard.sandbox.launcher.program import AS_IT_IS
 from rollyard.sandbox.runtimes.host_root import HOME, SYSTEM, UID, make_etc
 from rollyard.sandbox.runtimes.launched import PATH
-from rollyard.sandbox.runtimes.namespaced import ALLOW, NamespacedRuntime, StagedParts, Tree
+from rollyard.sandbox.runtimes.namespaced import NamespacedRuntime, StagedParts, Tree
+from rollyard.sandbox.runtimes.user_namespaces import explained
 
 INSTALL = "install it: apt-get install bubblewrap (0.8 or newer)"
 
@@ -66,7 +67,7 @@ class BubblewrapRuntime(NamespacedRuntime):
     def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
         step, detail = error.data.get("step"), error.detail
         if step in ("namespaces", "mounts", "loopback", "proc") or (step == "bubblewrap" and "namespace" in detail):
-            detail = f"{detail}; {ALLOW}"
+            detail = f"{explained()} ({detail})"
         elif step == "overlay":
             detail = (
                 f"{detail}; images and layers need overlayfs in user namespaces (Linux 5.11 or newer), must not be on"
@@ -74,7 +75,7 @@ class BubblewrapRuntime(NamespacedRuntime):
             )
         elif step == "bubblewrap" and "Unknown option" in detail:
             detail = f"{detail}; {INSTALL}"
-        return SandboxStartFailed(detail, **error.data)
+        return error.with_detail(detail)
 
     async def probe(self) -> Mapping[str, str]:
         results: dict[str, str] = {}

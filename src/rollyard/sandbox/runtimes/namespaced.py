@@ -44,11 +44,6 @@ _STAGES = ("/media", "/srv", "/mnt", "/boot", "/home")
 """Standard Linux folders that neither bwrap nor Apptainer needs. The stage hides one of them, only from these."""
 
 _BAD = frozenset(":,\\")
-ALLOW = (
-    "user namespaces are forbidden here. Ubuntu 24.04: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an"
-    " AppArmor profile for this runtime and this Python; elsewhere: sysctl -w user.max_user_namespaces=15000; in"
-    " Docker: --security-opt seccomp=unconfined --security-opt systempaths=unconfined"
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,7 +354,7 @@ class OciRuntime(LaunchedRuntime):
         detail = error.detail
         if "hybrid mode" in detail or "setrlimit" in detail:
             detail += '; use another low-level runtime: oci_command = "podman --runtime runc" (apt-get install runc)'
-        return SandboxStartFailed(detail, **error.data)
+        return error.with_detail(detail)
 
     async def probe(self) -> Mapping[str, str]:
         try:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.agents.session import POSTED, LiveSession
-from rollyard.core import Json, Rollout, Run, Score, State, check_id, id_of, key_of, new_id
+from rollyard.core import Rollout, Run, Score, State, check_id, id_of, key_of, new_id
 from rollyard.core.failure import Draining, NotFound, QuotaExceeded, SessionConflict
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
@@ -181,11 +181,12 @@ def _conflict(rollout: Rollout) -> SessionConflict:
     ending, name = rollout.ending, f"session {id_of(rollout.id)}"
     if ending is None:
         return SessionConflict(f"{name} is in state {rollout.state}: it accepts a reward when it is open")
-    data: dict[str, Json] = {"outcome": ending.outcome.value, "reward": ending.score.reward if ending.score else None}
+    outcome = ending.outcome.value
     if ending.score is not None:
-        return SessionConflict(f"{name} has ended with another reward", **data)
+        return SessionConflict(f"{name} has ended with another reward", outcome=outcome, reward=ending.score.reward)
     code = ending.failure.code if ending.failure else ""
-    return SessionConflict(f"{name} has ended without a reward ({code})", **data, failure_code=code)
+    what = f"{name} has ended without a reward ({code})"
+    return SessionConflict(what, outcome=outcome, reward=None, failure_code=code)
 
 
 async def _session_object(app_state: AppState, rollout: Rollout) -> JsonObject:

@@ -322,7 +322,7 @@ class PoolsBody(Body):
 
 class EngineBody(Body):
     id: str | None = None
-    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+", max_length=2048)]
+    url: Annotated[str, Field(max_length=2048, json_schema_extra={"pattern": r"^https?://[^/\s]+"})]
     kind: Literal["vllm", "sglang", "openai", "prorl"] = "vllm"
     policy: Name = "default"
     model: Text = ""
@@ -366,6 +366,8 @@ class EngineBody(Body):
 
 def check_url(url: str) -> None:
     """Raises ValueError for an address that can never be connected to."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("a URL starts with http:// or https://")
     if any(character.isspace() or not character.isprintable() for character in url):
         raise ValueError("it contains blanks or control characters")
     parts = urlsplit(url)  # ValueError for unmatched brackets

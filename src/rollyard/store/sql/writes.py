@@ -6,6 +6,7 @@ of them (see `sqlite.writer`).
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Self, TypeVar
 
 from rollyard.core import Rollout, State
 from rollyard.core.failure import IdConflict, NotFound
+from rollyard.core.texts import differences
 from rollyard.store.sql.dialect import Connection, Row
 from rollyard.store.sql.queue import BatchedWrite, Steps
 from rollyard.store.sql.rows import cancelled, fetch, find, finish, finish_many
@@ -66,9 +68,19 @@ def put_run(connection: Connection, run_id: str, digest: str, record: str) -> st
     if row[2]:
         raise IdConflict(f"run {run_id!r} is being deleted: create it again afterwards")
     if row[0] != digest:
-        raise IdConflict(f"run {run_id!r} already exists, with another body")
+        raise IdConflict(
+            f"run {run_id!r} already exists, with other settings: {_changed_settings(row[1], record)}",
+            remedy="Use another name, or the settings that the run has.",
+        )
     connection.execute("UPDATE runs SET kept_from = ? WHERE id = ?", (connection.clock.now(), run_id))
     return row[1]
+
+
+def _changed_settings(known: str, given: str) -> str:
+    """Describes how the records of two runs differ, as far as their creators chose."""
+    same = dict.fromkeys(("id", "created_at", "owner"))
+    text = differences({**json.loads(known), **same}, {**json.loads(given), **same})
+    return text or "the values are the same, but it was created with other fields or by an evaluation"
 
 
 def put_engine(connection: Connection, engine_id: str, record: str) -> None:
