@@ -43,9 +43,9 @@ def counts(trace: Trace) -> str:
 
 
 def legend() -> Text:
-    text = Text("Each sampled token is followed by its logprob. Coloured: ")
+    text = Text("Sampled tokens, each with its logprob. Coloured:")
     for (_, colour), words in zip(COLOURS, ("nearly certain", "more likely than not", "less likely"), strict=True):
-        text.append(f"{words}  ", colour)
+        text.append("  ").append(words, colour)
     return text
 
 

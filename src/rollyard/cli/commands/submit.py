@@ -116,7 +116,7 @@ async def _submit(
         for record in records:
             print_json(record.raw)
     else:
-        show(results_table(records))
+        show(results_table(records), "outcome", "id")
     return not wait or all(record.reward is not None for record in records)
 
 
