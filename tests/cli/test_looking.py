@@ -32,10 +32,10 @@ async def test_rollouts_are_listed_newest_first(cli: Cli, service: RunningServic
         await client.wait("two", timeout_s=30)
     first = await cli("rollouts", "list", "--state", "ended", "--limit", "1")
     assert first.out.splitlines()[0].split() == [
-        *("id", "run", "task", "state", "outcome"),
+        *("id", "run", "task", "state"),
         *("reward", "turns", "tokens", "time"),
     ]
-    assert first.out.splitlines()[1].split()[:6] == ["two", "default", "shell", "ended", "completed", "1"]
+    assert first.out.splitlines()[1].split()[:6] == ["two", "default", "shell:", "Write", "done.", "completed"]
     assert "there may be more: --after en:2" in first.err
     second = await cli("rollouts", "list", "--state", "ended", "--after", "en:2", "--json")
     assert [record["id"] for record in second.json] == [ended]

@@ -147,6 +147,25 @@ async def test_ended_follows_the_terminal_order_from_a_cursor(client: AsyncClien
     assert await client.acknowledge("mine", str(records[-1].cursor)) == 4
 
 
+async def test_ended_stops_when_nothing_is_unfinished_and_follow_waits_for_more(client: AsyncClient):
+    await client.create_run("mine")
+    async with asyncio.timeout(90):
+        assert [record.id async for record in client.ended("mine")] == [], "nothing was submitted"
+        await client.submit([task("1"), task("2")], run="mine", ids=["a", "b"])
+        seen: list[str] = []
+        async for record in client.ended("mine"):
+            if not seen:
+                await client.submit([task("3")], run="mine", ids=["c"])  # by the loop itself
+            seen.append(record.id)
+        assert sorted(seen) == ["a", "b", "c"]
+        last = (await client.list(state="ended", run="mine")).next
+        assert [record.id async for record in client.ended("mine", after=last)] == []
+        following = client.ended("mine", after=last, follow=True)
+        waiting = asyncio.ensure_future(anext(following))
+        await client.submit([task("4")], run="mine", ids=["d"])
+        assert (await waiting).id == "d"
+
+
 async def test_a_cancel_is_acknowledged_and_ends_it(client: AsyncClient):
     (record,) = await client.submit([task("NEVER")])
     assert await client.cancel(record.id) in ("queued", "init", "ready", "run", "ended")
@@ -269,9 +288,7 @@ async def test_the_sync_client_works_on_its_own_thread(service: RunningService):
             (submitted,) = client.submit([task()], run="sync")
             ended_ids: list[str] = []
             (record,) = client.wait_all([submitted.id], on_end=lambda r: ended_ids.append(r.id), timeout_s=30)
-            for ended in client.ended("sync"):
-                ended_ids.append(ended.id)
-                break
+            ended_ids += [ended.id for ended in client.ended("sync")]
             with pytest.raises(NotFound):
                 client.get("nowhere")
             return record, len(client.traces(record.id)[0]), ended_ids

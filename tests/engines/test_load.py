@@ -27,6 +27,9 @@ vllm:kv_cache_usage_perc{engine="1",model_name="a } b"} 0.75
 vllm:num_preemptions_total{engine="0"} 2.0
 vllm:num_preemptions_total{engine="1"} 1e+01
 vllm:num_preemptions_created{engine="0"} 1.7e+09
+vllm:generation_tokens_total{engine="0",model_name="a } b"} 5000.0
+vllm:generation_tokens_total{engine="1",model_name="a } b"} 250.0
+vllm:generation_tokens_created{engine="0",model_name="a } b"} 1.7e+09
 """
 
 SGLANG = b"""sglang:token_usage{model_name="m"} 0.28 1700000000000
@@ -38,7 +41,7 @@ sglang:num_retracted_requests_total{model_name="m"} 9.0
 
 
 def test_of_several_ranks_the_fullest_cache_counts_and_requests_are_summed() -> None:
-    assert parse_load(VLLM) == EngineLoad(0.75, running=7, waiting=1, preemptions=12)
+    assert parse_load(VLLM) == EngineLoad(0.75, running=7, waiting=1, preemptions=12, sampled_tokens=5250)
 
 
 def test_the_metrics_of_sglang_are_parsed() -> None:

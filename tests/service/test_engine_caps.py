@@ -1,5 +1,6 @@
 """Session caps in the engine list, the status and the metrics, and how to set them."""
 
+import asyncio
 from pathlib import Path
 
 from rollyard.engines.pool.admission import CapRules
@@ -24,6 +25,27 @@ async def test_the_cap_and_the_cache_of_an_engine_are_shown_everywhere(tmp_path:
         assert 'rollyard_engine_kv_use{engine="e1"} 0.25' in text
         assert 'rollyard_seats_waiting{policy="default"} 0.0' in text
         assert 'rollyard_engine_session_cap{engine="silent"}' not in text
+
+
+async def test_an_engine_that_reports_its_tokens_has_a_rate_with_those_of_running_calls(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path) as site:
+        engine.kv_use, engine.sampled_tokens = 0.25, 0
+        added = await site.post("/v1/engines", engine_table(engine))
+        assert added.body["tokens_per_s"] is None, "one report is no rate"
+        async with asyncio.timeout(60):
+            while not (entry := (await site.get("/v1/engines")).body["engines"][0])["tokens_per_s"]:
+                engine.sampled_tokens += 1000
+                await asyncio.sleep(0.02)
+        assert entry["tokens"] == 0 and entry["tokens_per_s"] > 0, "no call has ended"
+        async with asyncio.timeout(60):
+            while entry["tokens_per_s"] != 0:
+                await asyncio.sleep(0.02)
+                (entry,) = (await site.get("/v1/status")).body["engines"]
+        engine.sampled_tokens = None
+        async with asyncio.timeout(60):
+            while entry["tokens_per_s"] is not None:
+                await asyncio.sleep(0.02)
+                (entry,) = (await site.get("/v1/status")).body["engines"]
 
 
 async def test_a_cap_can_be_fixed_and_stays_so_after_a_restart(tmp_path: Path) -> None:

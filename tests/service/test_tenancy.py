@@ -52,6 +52,7 @@ ROUTES: Mapping[str, Route] = {
     "DELETE /v1/rollouts/{rollout_id}": Route(WRITERS, query="?run=a-run"),
     "GET /v1/rollouts/{rollout_id}/messages": Route(READERS),
     "GET /v1/rollouts/{rollout_id}/traces": Route(READERS),
+    "GET /v1/rollouts/{rollout_id}/texts": Route(READERS),
     "POST /v1/rollouts/{rollout_id}/rescore": Route(WRITERS),
     "POST /v1/groups": Route(WRITERS, {"run": "a-run", "task": task(), "size": 1}),
     "GET /v1/groups/{group_id}": Route(READERS),
@@ -70,6 +71,7 @@ ROUTES: Mapping[str, Route] = {
     "GET /v1/evals": Route(TENANTS),
     "GET /v1/evals/{eval_id}": Route(READERS),
     "DELETE /v1/evals/{eval_id}": Route(WRITERS),
+    "GET /v1/ids": Route(READERS, query="?kind=rollout&prefix=a&run=a-run"),
     "POST /v1/sessions": Route(WRITERS, {"run": "a-run"}, query="?wait_s=0"),
     "GET /v1/sessions/{session_id}": Route(READERS),
     "POST /v1/sessions/{session_id}/reward": Route(WRITERS, {"reward": 1.0}, query="?wait_s=0"),
@@ -109,7 +111,7 @@ LAST = (
 )
 """They change what the other routes need."""
 
-NOT_THERE = ("/nodes", "/traces")
+NOT_THERE = ("/nodes", "/traces", "/texts")
 """404 even for callers that are admitted: there is no fleet here, and no rollout has ended."""
 
 

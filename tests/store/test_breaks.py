@@ -288,6 +288,8 @@ async def test_a_store_of_an_older_version_opens_with_rollouts_in_every_state(op
         assert store.recovered == Recovery(queued=1, requeued=3, evals=("eval",))
         assert {state: n for state, n in (await store.counts()).items() if n} == {"queued": 4, "eval": 1, "ended": 1}
         assert await store.trajectory("ended") == trajectory("ended")
+        results = (await store.results_of())["run"]
+        assert (results.rewarded, results.mean_reward, results.trainable) == (1, 1.0, 1), "of older records, too"
         assert await store.saved_run("eval") == (trajectory("eval"), {"is_reevaluable": True})
         assert list(await store.lease([("queued", 1, "n"), ("run", 2, "n")])) == ["queued", "run"]
 

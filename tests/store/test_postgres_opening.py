@@ -15,15 +15,17 @@ import pytest
 
 from bench.postgres import PASSWORD, PgServer
 from bench.store_leases import measure_leases
-from rollyard.core import Run
+from rollyard.core import Ending, Outcome, Run
+from rollyard.core.failure import InternalError
 from rollyard.store import SqliteStore, StoreUnusable, open_store
+from rollyard.store.codec import to_json
 from rollyard.store.opening import shown
 from rollyard.store.postgres.address import Address
 from rollyard.store.postgres.connection import PgConnection, in_greenlet
 from rollyard.store.postgres.server import SETTINGS, check_server_version, connect, migrate
 from rollyard.store.postgres.store import PostgresStore
 from rollyard.store.sql.schema import MIGRATIONS
-from rollyard.testing.store_conformance import submission
+from rollyard.testing.store_conformance import completed, submission
 from tests.store.conftest import AnyOpener, PostgresOpener
 
 pytestmark = pytest.mark.slow
@@ -192,6 +194,28 @@ async def test_migrations_are_applied_once_and_a_failed_one_is_rolled_back(open_
         assert await in_greenlet(lambda: migrate(connection, address, more)) == 1
     finally:
         await raw.close()
+
+
+async def test_the_results_of_older_records_are_migrated(open_postgres: PostgresOpener) -> None:
+    await open_postgres.execute(f"CREATE SCHEMA {open_postgres.schema}")
+    address = Address.parse(open_postgres.url)
+    raw = await connect(address)
+    connection = PgConnection(raw)
+    try:
+        await in_greenlet(lambda: migrate(connection, address, MIGRATIONS[:6]))
+        await raw.execute("INSERT INTO runs (id, digest, record) VALUES ('run', '', $1)", to_json(Run("run")))
+        lost = Ending(Outcome.FAILED, failure=InternalError("lost").failure("run"))
+        for number, ending in enumerate((completed(0.5), lost), 1):
+            await raw.execute(
+                'INSERT INTO rollouts (id, run, state, attempt, "index", priority, ended_seq, created_at, updated_at, '
+                "digest, ending) VALUES ($1, 'run', 'ended', 1, 0, 0, $2, 1, 1, '', $3)",
+                *(str(number), number, to_json(ending)),
+            )
+    finally:
+        await raw.close()
+    async with await open_postgres() as store:
+        results = (await store.results_of())["run"]
+        assert (results.rewarded, results.mean_reward, results.trainable) == (1, 0.5, 1)
 
 
 async def test_commits_are_synchronous_even_if_the_server_has_it_off(caplog: pytest.LogCaptureFixture) -> None:

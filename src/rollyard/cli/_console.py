@@ -56,6 +56,8 @@ def err() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+SHORTEST = 8  # columns of a shortened text
+
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -84,25 +86,48 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    grid = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    grid = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         is_number = column in right
         grid.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
     return grid
 
 
-def show(grid: Table) -> None:
-    """Prints a table: as wide as the terminal, or in a pipe as wide as it needs, without lines and padding."""
+def show(grid: Table, *give_way: str) -> None:
+    """Prints a table: as wide as the terminal, or in a pipe as wide as it needs, without lines and padding.
+
+    With `give_way`, each row is one line of the terminal (`shorten`)."""
     console = out()
     if console.is_terminal:
+        if give_way:
+            shorten(grid, console, *give_way)
         console.print(grid)
         return
     console.width = 400
-    grid.box = None
+    grid.box, grid.padding = None, (0, 2, 0, 0)
     with console.capture() as capture:
         console.print(grid)
     lines = (line.rstrip() for line in capture.get().splitlines())
     sys.stdout.write("".join(f"{line}\n" for line in lines if line))
+
+
+def shorten(grid: Table, console: Console, *give_way: str) -> None:
+    """Makes each row fit on one line: shortens the named columns with an ellipsis, always the widest of them. The last
+    one, such as an id, is shortened only if that is not enough."""
+    options = console.options.update(max_width=10_000)
+    excess = console.measure(grid, options=options).maximum - console.width
+    columns = {str(column.header): column for column in grid.columns}
+    for column in grid.columns:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    widths = {
+        name: max((console.measure(cell, options=options).maximum for cell in columns[name].cells), default=0)
+        for name in give_way
+    }
+    for names in (give_way[:-1], give_way[-1:]):
+        while excess > 0 and (widest := max(names, key=widths.__getitem__)) and widths[widest] > SHORTEST:
+            widths[widest] -= 1
+            excess -= widths[widest] >= len(widest)
+            columns[widest].width = max(widths[widest], len(widest))
 
 
 def plain(text: object) -> str:
@@ -144,6 +169,14 @@ def seconds(value: float | None) -> str:
     if value < 100:
         return f"{value:.1f} s"
     return f"{int(value) // 60} m {int(value) % 60:02d} s"
+
+
+def age(value_s: float) -> str:
+    """5 s, 12 min, 3 h, 2 d."""
+    for unit_s, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if value_s >= unit_s:
+            return f"{int(value_s // unit_s)} {unit}"
+    return f"{max(0, int(value_s))} s"
 
 
 def number(value: object) -> str:

@@ -19,13 +19,12 @@ _STYLES = {"completed": "green", "truncated": "yellow", "failed": "red", "cancel
 
 def results_table(records: Sequence[Record], title: str | None = None) -> Table:
     """Creates a table with one row per rollout: its outcome, tokens and durations."""
-    columns = ("id", "state", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
-    grid = table(*columns, title=title, right=columns[3:])
+    columns = ("id", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
+    grid = table(*columns, title=title, right=columns[2:])
     for record in records[:ROWS]:
         summary, timings = record.summary or {}, record.timings or {}
         grid.add_row(
             record.id,
-            record.state,
             outcome(record),
             "–" if record.reward is None else f"{record.reward:.3g}",
             number(summary.get("turns")),
@@ -38,21 +37,17 @@ def results_table(records: Sequence[Record], title: str | None = None) -> Table:
 
 
 def list_table(records: Sequence[Record]) -> Table:
-    """Creates a table of rollouts of any run, with one line for each at 100 columns."""
-    columns = ("id", "run", "task", "state", "outcome", "reward", "turns", "tokens", "time")
-    grid = table(*columns, right=columns[5:])
-    for column in grid.columns[1:5]:
-        column.no_wrap, column.overflow = True, "ellipsis"
-    grid.columns[0].no_wrap = True
+    """Creates a table of rollouts of any run: the state of each; if it has ended, its outcome or failure code."""
+    columns = ("id", "run", "task", "state", "reward", "turns", "tokens", "time")
+    grid = table(*columns, right=columns[4:])
     for record in records:
         summary, timings = record.summary or {}, record.timings or {}
         spent_s = sum(timings.get(name) or 0.0 for name in ("init_s", "run_s", "eval_s"))
         grid.add_row(
             record.id,
             plain(record.run),
-            plain(record.task.get("environment", "")),
-            record.state,
-            outcome(record),
+            plain(task_label(record.task)),
+            outcome(record, is_short=True),
             "–" if record.reward is None else f"{record.reward:.3g}",
             number(summary.get("turns")),
             number(summary.get("sampled_tokens")),
@@ -61,14 +56,22 @@ def list_table(records: Sequence[Record]) -> Table:
     return grid
 
 
-def outcome(record: Record) -> str:
-    """Returns the outcome with its failure code, coloured."""
+def task_label(task: Mapping[str, Any]) -> str:
+    """Returns the environment, and the first of a few fields that tell its tasks apart."""
+    data = task.get("data") or {}
+    texts = (data.get(name) for name in ("id", "name", "instance_id", "family", "instruction", "question", "prompt"))
+    label = next((" ".join(text.split()) for text in texts if isinstance(text, str) and text.strip()), "")
+    return f"{task.get('environment', '')}: {label}" if label else str(task.get("environment", ""))
+
+
+def outcome(record: Record, *, is_short: bool = False) -> str:
+    """Returns the outcome with its failure code, or only the code, coloured; the state if it has not ended."""
     if record.outcome is None:
-        return "–"
+        return record.state
     code = (record.failure or {}).get("code")
-    text = plain(record.outcome if code in (None, record.outcome) else f"{record.outcome} ({code})")
+    text = record.outcome if code in (None, record.outcome) else code if is_short else f"{record.outcome} ({code})"
     style = _STYLES.get(record.outcome, "")
-    return f"[{style}]{text}[/]" if style else text
+    return f"[{style}]{plain(text)}[/]" if style else plain(text)
 
 
 def summary_line(records: Sequence[Record]) -> str:

@@ -36,6 +36,7 @@ from rollyard.core.failure import NotFound
 Records = list[Record]
 Objects = list[JsonObject]
 Traces = list[Trace]
+TokenTexts = list[list[str] | None]
 
 CHUNK = 1000  # rollouts in one call: the service checks all of them before it serves another call
 
@@ -103,11 +104,13 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         )
         return read_object(await self._wire.json("POST", "/runs", body=body, is_repeatable=True))
 
-    async def get_run(self, id: str) -> JsonObject:
-        return read_object(await self._wire.json("GET", f"/runs/{part(id)}"))
+    async def get_run(self, id: str, *, results: bool = False) -> JsonObject:
+        """The run; with `results`, also its rollouts in numbers: states, mean reward, trainable ones."""
+        return read_object(await self._wire.json("GET", f"/runs/{part(id)}", params=_include_results(results)))
 
-    async def list_runs(self) -> Objects:
-        return _items(await self._wire.json("GET", "/runs"), "runs")
+    async def list_runs(self, *, results: bool = False) -> Objects:
+        """All runs in order of creation; `results` as in `get_run`."""
+        return _items(await self._wire.json("GET", "/runs", params=_include_results(results)), "runs")
 
     async def delete_run(self, id: str) -> None:
         """Cancels the run's unfinished work and deletes it with all its rollouts. Returns when it is deleted."""
@@ -219,13 +222,21 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         params |= {"order": order, "wait_s": wait_s or None}
         return read_page(await self._wire.json("GET", "/rollouts", params=params, wait_s=wait_s))
 
-    async def ended(self, run: str | None = None, *, after: str | None = None) -> AsyncIterator[Record]:
-        """Every rollout that ended after that cursor, then each as it ends, without end, in terminal order."""
+    async def ended(
+        self, run: str | None = None, *, after: str | None = None, follow: bool = False
+    ) -> AsyncIterator[Record]:
+        """Every rollout that ended after that cursor, then each as it ends, in terminal order. Stops when no rollout of
+        the run (None: of all your runs) is unfinished; with `follow`, never: it then waits for further submissions."""
+        wait_s = 0.0
         while True:
-            page = await self.list(state="ended", run=run, after=after, wait_s=POLL_S)
+            page = await self.list(state="ended", run=run, after=after, wait_s=wait_s)
             for record in page.rollouts:
                 yield record
             after = page.next or after
+            if not page.rollouts and page.unfinished is False and not follow:
+                return
+            # Without an unfinished one: asked again at once, since the caller may have submitted more.
+            wait_s = POLL_S if follow or page.unfinished is not False else 0.0
 
     async def cancel(self, id: str, *, run: str | None = None) -> str:
         """Cancels a rollout and returns its state. An unknown id is cancelled when it is submitted to that run, or to
@@ -237,6 +248,12 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         """Scores the saved artifacts again; the new score is the last of `scores`."""
         reply = await self._wire.json("POST", f"/rollouts/{part(id)}/rescore", params={"run": run}, wait_s=3600.0)
         return read(reply, Record)
+
+    async def find_ids(self, kind: str, prefix: str, *, run: str | None = None) -> Objects:
+        """The items with that id, or else those whose ids start with it, each as `{"id", "run"}`: at most 20. `kind` is
+        rollout, group, draw, eval or run."""
+        params = {"kind": kind, "prefix": prefix, "run": run}
+        return _items(await self._wire.json("GET", "/ids", params=params), "ids")
 
     # --- agents that run elsewhere --------------------------------------------------------------------
 
@@ -298,7 +315,12 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         """The conversation so far, also while the rollout runs: `messages` from number `after` on, `next`, `turns`,
         `sampled_tokens`, `state` and `attempt`. A new attempt starts a new conversation."""
         params = {"after": after, "run": run}
-        return await self._wire.json("GET", f"/rollouts/{part(id)}/messages", params=params)
+        return read_object(await self._wire.json("GET", f"/rollouts/{part(id)}/messages", params=params))
+
+    async def token_texts(self, id: str, *, run: str | None = None) -> TokenTexts:
+        """The text of each token, one list per trace; None for a trace whose model no engine serves now."""
+        body = await self._wire.json("GET", f"/rollouts/{part(id)}/texts", params={"run": run})
+        return read_object(body).get("texts") or []
 
     # --- engines --------------------------------------------------------------------------------------
 
@@ -389,6 +411,10 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     def events(self, *, after: str | None = None, run: str | None = None) -> AsyncIterator[Event]:
         """Changes of state, without end. Reconnects after the last event received. `Event` describes gaps."""
         return follow(self._wire, after, run)
+
+
+def _include_results(results: bool) -> dict[str, str | None]:
+    return {"include": "results" if results else None}
 
 
 def _items(body: object, key: str) -> Objects:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
-from rollyard.client._async import AsyncClient, Objects, Records, TaskLike, Traces
+from rollyard.client._async import AsyncClient, Objects, Records, TaskLike, TokenTexts, Traces
 from rollyard.client._draws import PAGE_GROUPS, AsyncDraw
 from rollyard.client._loop import ClientLoop
 from rollyard.client._policies import LEASE_S, OUTLAST_S, UPDATE_LEASE_S, AsyncPolicy, AsyncUpdate
@@ -87,11 +87,13 @@ class Client:
             )
         )
 
-    def get_run(self, id: str) -> JsonObject:
-        return self._loop.run(self._async.get_run(id))
+    def get_run(self, id: str, *, results: bool = False) -> JsonObject:
+        """The run; with `results`, also its rollouts in numbers: states, mean reward, trainable ones."""
+        return self._loop.run(self._async.get_run(id, results=results))
 
-    def list_runs(self) -> Objects:
-        return self._loop.run(self._async.list_runs())
+    def list_runs(self, *, results: bool = False) -> Objects:
+        """All runs in order of creation; `results` as in `get_run`."""
+        return self._loop.run(self._async.list_runs(results=results))
 
     def delete_run(self, id: str) -> None:
         """Cancels the run's unfinished work and deletes it with all its rollouts. Returns when it is deleted."""
@@ -164,9 +166,11 @@ class Client:
             self._async.list(state=state, run=run, group=group, after=after, limit=limit, order=order, wait_s=wait_s)
         )
 
-    def ended(self, run: str | None = None, *, after: str | None = None) -> Iterator[Record]:
-        """Every rollout that ended after that cursor, then each as it ends, without end, in terminal order."""
-        return self._loop.iterate(self._async.ended(run, after=after))
+    def ended(self, run: str | None = None, *, after: str | None = None, follow: bool = False) -> Iterator[Record]:
+        """Every rollout that ended after that cursor, then each as it ends, in terminal order. Stops when no rollout of
+        the run (None: of all your runs) is unfinished; with `follow`, never: it then waits for further submissions.
+        """
+        return self._loop.iterate(self._async.ended(run, after=after, follow=follow))
 
     def cancel(self, id: str, *, run: str | None = None) -> str:
         """Cancels a rollout and returns its state. An unknown id is cancelled when it is submitted to that run, or to
@@ -177,6 +181,12 @@ class Client:
     def rescore(self, id: str, *, run: str | None = None) -> Record:
         """Scores the saved artifacts again; the new score is the last of `scores`."""
         return self._loop.run(self._async.rescore(id, run=run))
+
+    def find_ids(self, kind: str, prefix: str, *, run: str | None = None) -> Objects:
+        """The items with that id, or else those whose ids start with it, each as `{"id", "run"}`: at most 20. `kind` is
+        rollout, group, draw, eval or run.
+        """
+        return self._loop.run(self._async.find_ids(kind, prefix, run=run))
 
     def session(
         self,
@@ -234,6 +244,10 @@ class Client:
         `sampled_tokens`, `state` and `attempt`. A new attempt starts a new conversation.
         """
         return self._loop.run(self._async.messages(id, after=after, run=run))
+
+    def token_texts(self, id: str, *, run: str | None = None) -> TokenTexts:
+        """The text of each token, one list per trace; None for a trace whose model no engine serves now."""
+        return self._loop.run(self._async.token_texts(id, run=run))
 
     def add_engine(
         self,

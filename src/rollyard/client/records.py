@@ -65,10 +65,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page of a listing. `next` is the cursor of the next page; None: there are no more."""
+    """One page of a listing. `next` is the cursor of the next page; None: there are no more.
+
+    `unfinished`, of a listing of ended rollouts: whether a rollout of these runs and this group has not ended.
+    """
 
     rollouts: tuple[Record, ...]
     next: str | None = None
+    unfinished: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +182,4 @@ def read_object(body: object) -> JsonObject:
 def read_page(body: object) -> Page:
     if not isinstance(body, dict) or not isinstance(body.get("rollouts"), list):
         raise UnexpectedReply("a listing of rollouts was expected")
-    return Page(tuple(read(item, Record) for item in body["rollouts"]), body.get("next"))
+    return Page(tuple(read(item, Record) for item in body["rollouts"]), body.get("next"), body.get("unfinished"))

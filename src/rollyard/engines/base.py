@@ -58,6 +58,7 @@ class EngineLoad:
     running: int = 0  # requests being sampled
     waiting: int = 0  # requests in the engine's own queue
     preemptions: int = 0  # since the engine started
+    sampled_tokens: int | None = None  # since the engine started, of all its clients; None: not reported
 
 
 @dataclass(frozen=True, slots=True)

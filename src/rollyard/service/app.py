@@ -22,6 +22,7 @@ from rollyard.service.routes import (
     fleet,
     groups,
     health,
+    ids,
     policies,
     rollouts,
     runs,
@@ -33,7 +34,7 @@ from rollyard.service.security.auth import OPEN_PATHS, Gate
 from rollyard.service.security.bounds import BodyLimit, ClientGone
 from rollyard.service.session_gateway import SessionGateway
 
-PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, tokens, fleet, status, events, health)
+PARTS = (runs, rollouts, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events, health)
 """The modules of the API, in the order of its description."""
 
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."

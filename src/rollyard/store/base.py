@@ -115,6 +115,17 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
+class RunResults:
+    """The rollouts of a run in numbers."""
+
+    states: Mapping[State, int]  # rollouts per state; a state without any is left out
+    rewarded: int = 0  # ended rollouts with a reward
+    mean_reward: float | None = None  # of those
+    trainable: int = 0
+    active_at: float | None = None  # the last change of a rollout; None: it has none
+
+
+@dataclass(frozen=True, slots=True)
 class Retention:
     """A sweep deletes what ended longer ago than this, by the store's own clock, which counts only while it is open.
 
@@ -222,6 +233,10 @@ class Store(Protocol):
         """Returns the number of its rollouts."""
         ...
 
+    async def results_of(self, runs: Sequence[str] | None = None) -> Mapping[str, RunResults]:
+        """Returns the results of each of these runs, or of all, that has a rollout."""
+        ...
+
     async def delete_run(self, run_id: str) -> None:
         """Deletes a run and all its ended rollouts. `Stale` while one has not ended: cancel first, and wait."""
         ...
@@ -297,6 +312,11 @@ class Store(Protocol):
         """Returns the keys of all items with this id, in any run, and the run of each."""
         ...
 
+    async def prefixed(self, kind: ItemKind, prefix: str, runs: Sequence[str], limit: int) -> Mapping[str, str]:
+        """Returns the keys of items of these runs whose id starts with a valid id, at most `limit`, and the run of
+        each."""
+        ...
+
     async def runs_of(self, kind: ItemKind, keys: Sequence[str]) -> Mapping[str, str]:
         """Returns which of these keys exist, and the run of each."""
         ...
@@ -318,6 +338,10 @@ class Store(Protocol):
     ) -> Page:
         """Returns rollouts of these runs, or of all: ended ones in terminal order, others in order of submission, or
         each in the reverse order. `group` is a key; `group_named` is an id, in any run."""
+        ...
+
+    async def has_unfinished(self, runs: Sequence[str] | None = None, group_named: str | None = None) -> bool:
+        """Returns whether a rollout has not ended: of these runs, or of any; of groups with that id, or of any."""
         ...
 
     async def queued(self) -> Sequence[QueuedRow]:

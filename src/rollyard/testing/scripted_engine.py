@@ -79,6 +79,7 @@ _METRICS: Mapping[str, Mapping[str, str]] = {
         "total": "vllm:request_success_total",
         "waiting": "vllm:num_requests_waiting",
         "preemptions": "vllm:num_preemptions_total",
+        "sampled": "vllm:generation_tokens_total",
     },
     "sglang": {
         "kv_use": "sglang:token_usage",
@@ -86,6 +87,7 @@ _METRICS: Mapping[str, Mapping[str, str]] = {
         "total": "sglang:num_requests_total",
         "waiting": "sglang:num_queue_reqs",
         "preemptions": "sglang:num_retracted_requests_total",
+        "sampled": "sglang:generation_tokens_total",
     },
 }
 MAX_SESSIONS = 16_384  # sessions whose last prompt is kept, for cached_tokens and call numbers
@@ -143,6 +145,7 @@ class ScriptedEngine:
         self.is_healthy = True
         self.kv_use: float | Callable[[], float] | None = None  # in /metrics; None: not included
         self.preemptions = 0  # in /metrics, with `kv_use`
+        self.sampled_tokens: int | None = None  # in /metrics; None: not included
         self.started_at: float | None = time.time()  # in /metrics; None: not included
         self.requests: deque[Recorded] = deque(maxlen=record)
         self.aborted: deque[str] = deque(maxlen=1000)
@@ -309,6 +312,8 @@ class ScriptedEngine:
         if self.kv_use is not None:
             use = self.kv_use() if callable(self.kv_use) else self.kv_use
             samples |= {names["kv_use"]: use, names["waiting"]: 0, names["preemptions"]: self.preemptions}
+        if self.sampled_tokens is not None:
+            samples[names["sampled"]] = self.sampled_tokens
         text = "".join(f"# TYPE {name} gauge\n{name}{labels} {value}\n" for name, value in samples.items())
         if self.started_at is not None:
             text += f"process_start_time_seconds {self.started_at}\n"

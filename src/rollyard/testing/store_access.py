@@ -1,15 +1,16 @@
-"""Conformance checks of stores for tokens, owners and keys. They are run like those of `store_conformance`."""
+"""Conformance checks of stores for tokens, owners, keys and results. They are run like those of `store_conformance`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from unittest import mock
 
-from rollyard.core import Group, Run
+from rollyard.core import Ending, Group, Outcome, Position, Run, State, id_of, key_of
 from rollyard.core.access import Access, AuditEntry, TokenRecord
+from rollyard.core.failure import InternalError
 from rollyard.store.base import ItemKind
 from rollyard.store.sql import access
-from rollyard.testing.store_conformance import Check, Open, opened, submission
+from rollyard.testing.store_conformance import QUEUED, Check, Open, advance, completed, opened, submission
 
 ACCESS_CHECKS: list[Check] = []
 """Every check, in the order of this file."""
@@ -87,6 +88,69 @@ async def keys_are_looked_up_with_their_runs(open_store: Open) -> None:
         assert await store.named(ItemKind.ROLLOUT, "a~r") == {"a~r": "a"}, "a key also names itself"
         assert await store.named(ItemKind.GROUP, "g") == {"a~g": "a", "b~g": "b"}
         assert await store.named(ItemKind.EVAL, "r") == {}
+
+
+@_check
+async def ids_are_found_by_their_prefix(open_store: Open) -> None:
+    """The keys of other runs whose names have the prefix are not found in the default run, however many there are."""
+    ids = {"default": ["g-1", "g-2", "gr", "gz", "h"], "gr": [f"g-{n}" for n in range(9)], "gr-2": ["G-1", "g_1"]}
+    async with opened(open_store) as store:
+        for run, names in ids.items():
+            await store.put_run(Run(run), {})
+            await store.submit([submission(key_of(run, name), run=run) for name in names])
+            await store.put_groups([(Group(key_of(run, "g"), run, 1), {})], [])
+
+        async def found(prefix: str, *runs: str, limit: int = 20) -> list[str]:
+            keys = await store.prefixed(ItemKind.ROLLOUT, prefix, runs, limit)
+            assert all(key == key_of(run, id_of(key)) for key, run in keys.items())
+            return sorted(keys)
+
+        assert await found("g", "default") == ["g-1", "g-2", "gr", "gz"]
+        assert await found("g", "default", limit=4) == ["g-1", "g-2", "gr", "gz"]
+        assert len(await found("g", "default", limit=3)) == len(await found("g", *ids, limit=3)) == 3
+        assert await found("g-1", *ids) == ["g-1", "gr~g-1"]
+        assert (await found("gz", *ids), await found("gz", "gr"), await found("gzz", *ids)) == (["gz"], [], [])
+        assert await found("g", "gr-2") == ["gr-2~g_1"], "upper and lower case differ"
+        assert await found("g") == []
+        groups = await store.prefixed(ItemKind.GROUP, "g", list(ids), 20)
+        assert sorted(groups) == ["g", "gr-2~g", "gr~g"]
+        assert await store.prefixed(ItemKind.DRAW, "g", list(ids), 20) == {}
+        assert await store.prefixed(ItemKind.EVAL, "g", list(ids), 20) == {}
+
+
+@_check
+async def the_results_of_a_run_are_counted(open_store: Open) -> None:
+    lost = Ending(Outcome.FAILED, failure=InternalError("lost").failure("run"))
+    async with opened(open_store) as store:
+        for run in ("a", "b", "empty"):
+            await store.put_run(Run(run), {})
+        await store.submit([submission(f"a~r{n}", run="a", group="a~g" if n else None) for n in range(5)])
+        await store.submit([submission("b~r", run="b")])
+        assert await store.has_unfinished() and not await store.has_unfinished(["empty"])
+        await store.end("a~r0", QUEUED, completed(0.25))
+        await store.end("a~r1", QUEUED, completed(0.75))
+        await store.end("a~r2", QUEUED, lost)
+        await advance(store, "a~r3", State.RUN)
+        await store.request_cancel("b~r", "enough")
+        results = await store.results_of()
+        assert set(results) == {"a", "b"}
+        a, b = results["a"], results["b"]
+        assert a.states == {State.ENDED: 3, State.RUN: 1, State.QUEUED: 1}
+        assert (a.rewarded, a.mean_reward, a.trainable) == (2, 0.5, 2)
+        assert (b.states, b.rewarded, b.mean_reward, b.trainable) == ({State.ENDED: 1}, 0, None, 0)
+        last = max([(await store.get(f"a~r{n}")).updated_at for n in range(5)])
+        assert a.active_at is not None and abs(a.active_at - last) < 0.001
+        assert await store.results_of(["a"]) == {"a": a} and await store.results_of(["empty"]) == {}
+        assert [await store.has_unfinished(runs) for runs in (None, ["a"], ["b"], ["a", "b"])] == [
+            True,
+            True,
+            False,
+            True,
+        ]
+        assert await store.has_unfinished(None, "g") and not await store.has_unfinished(["b"], "g")
+        for number, state in ((3, State.RUN), (4, State.QUEUED)):
+            await store.end(f"a~r{number}", Position(state, 1), lost)
+        assert not await store.has_unfinished() and not await store.has_unfinished(["a"], "g")
 
 
 @_check

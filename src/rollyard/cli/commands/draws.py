@@ -20,10 +20,11 @@ from rollyard.cli._console import (
     show,
     table,
 )
+from rollyard.cli._ids import full_id
 
 draws = typer.Typer(help="Streams of useful groups: list, show, close.", no_args_is_help=True)
 
-DrawId = Annotated[str, typer.Argument(metavar="ID", help="The draw's id.")]
+DrawId = Annotated[str, typer.Argument(metavar="ID", help="The draw's id, or a unique prefix of it.")]
 
 COLUMNS = ("id", "run", "state", "reason", "batch", "acked", "version", "epoch")
 FIGURES = ("open", "complete", "delivered", "filtered", "failed", "keep_rate")
@@ -57,7 +58,7 @@ def show_draw(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson 
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
-            return await (await client.get_draw(id)).status()
+            return await (await client.get_draw((await full_id(client, "draw", id))[0])).status()
 
     draw = run(work())
     if as_json:
@@ -79,7 +80,7 @@ def close(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson = Fa
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
-            draw = await client.get_draw(id)
+            draw = await client.get_draw((await full_id(client, "draw", id))[0])
             await draw.close()
             return await draw.status()
 
@@ -87,4 +88,4 @@ def close(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson = Fa
     if as_json:
         print_json(closed)
     else:
-        note(f"{id} has ended ({closed.get('reason')})")
+        note(f"{closed.get('id')} has ended ({closed.get('reason')})")

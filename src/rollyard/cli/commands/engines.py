@@ -39,7 +39,7 @@ def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) 
     if as_json:
         print_lines(rows)
     elif rows:
-        show(engines_table(rows))
+        show(engines_table(rows), "model", "policy", "id")
         for line in engine_problems(rows):
             out().print(line, markup=False, soft_wrap=True)
     else:
@@ -133,7 +133,7 @@ def add(
     if as_json:
         print_json(engine)
     else:
-        show(engines_table([engine]))
+        show(engines_table([engine]), "model", "policy", "id")
         notes = [f"engine {engine.get('id')}: {text}" for text in (engine.get("info") or {}).get("notes") or ()]
         for line in (*engine_problems([engine]), *notes):
             note(line)

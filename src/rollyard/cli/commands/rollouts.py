@@ -25,20 +25,25 @@ from rollyard.cli._console import (
     table,
     visible,
 )
+from rollyard.cli._ids import full_id
 
 if TYPE_CHECKING:
     from rollyard.client import Page, Record, Trajectory
+    from rollyard.client._async import TokenTexts
 
 rollouts = typer.Typer(help="Rollouts: list, show, cancel, get traces, rescore.", no_args_is_help=True)
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id.")]
+TRACES = 4  # shown at once
+UNKNOWN = "cancelled_before_submit"  # the state of a rollout that was cancelled before its submission
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id, or a unique prefix of it.")]
 InRun = Annotated[str | None, typer.Option("--run", help="The rollout's run; only needed if two runs have that id.")]
 
 
 @rollouts.command("list", epilog="Example: rollyard rollouts list --run grpo-7b --state ended --limit 20")
 def list_rollouts(
     state: Annotated[str | None, typer.Option(help="queued, init, ready, run, eval or ended.")] = None,
-    run_id: Annotated[str | None, typer.Option("--run", help="Only rollouts of this run.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run", help="Only rollouts of this run; or a unique prefix.")] = None,
     group: Annotated[str | None, typer.Option(help="Only rollouts of this group.")] = None,
     after: Annotated[str | None, typer.Option(help="Only rollouts after this cursor.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of rollouts.")] = 50,
@@ -53,7 +58,8 @@ def list_rollouts(
 
     async def work() -> Page:
         async with connect(url, token) as client:
-            return await client.list(state=state, run=run_id, group=group, after=after, limit=limit, order=order)
+            run = None if run_id is None else (await full_id(client, "run", run_id))[0]
+            return await client.list(state=state, run=run, group=group, after=after, limit=limit, order=order)
 
     from rollyard.cli._results import list_table
 
@@ -61,33 +67,48 @@ def list_rollouts(
     if as_json:
         print_lines(record.raw for record in page.rollouts)
     else:
-        show(list_table(page.rollouts))
+        show(list_table(page.rollouts), "task", "run", "state", "id")
     if page.next and len(page.rollouts) == limit:
         note(f"there may be more: --after {page.next}")
 
 
-@rollouts.command("show", epilog="Example: rollyard rollouts show s_01-3 --messages")
+@rollouts.command("show", epilog="Example: rollyard rollouts show s_01-3 --tokens")
 def show_rollout(
     id: Id,
     wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Seconds to wait for its end.")] = 0.0,
     messages: Annotated[bool, typer.Option("--messages", help="Also show the messages.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Also show the sampled tokens with their logprobs, long turns folded.")
+    ] = False,
+    only_turn: Annotated[int | None, typer.Option("--turn", min=1, help="With --tokens: this turn, unfolded.")] = None,
+    only_trace: Annotated[int | None, typer.Option("--trace", min=0, help="With --tokens: only this trace.")] = None,
     in_run: InRun = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one rollout: its state, outcome and failure."""
+    if (only_turn is not None or only_trace is not None) and not tokens:
+        raise CommandError("--turn and --trace select tokens", "add --tokens", 2)
 
-    async def work() -> tuple[Record, Trajectory | None]:
+    async def work() -> tuple[Record, Trajectory | None, TokenTexts]:
         async with connect(url, token) as client:
-            record = await client.get(id, wait_s=wait_s, run=in_run)
-            return record, await client.trajectory(id, run=in_run) if messages else None
+            full, run = await full_id(client, "rollout", id, in_run)
+            record = await client.get(full, wait_s=wait_s, run=run)
+            if not (messages or tokens):
+                return record, None, []
+            texts = await client.token_texts(full, run=run) if tokens else []
+            return record, await client.trajectory(full, run=run), texts
 
-    record, trajectory = run(work())
+    record, trajectory, texts = run(work())
     if as_json:
-        print_json(trajectory.record.raw if trajectory else record.raw)
+        body = trajectory.record.raw if trajectory else record.raw
+        if texts:
+            for trace, its_texts in zip(body["trajectory"]["traces"], texts, strict=True):
+                trace["texts"] = its_texts
+        print_json(body)
         return
-    from rollyard.cli._results import outcome
+    from rollyard.cli._results import outcome, task_label
 
     grid = table("", "")
     grid.show_header = False
@@ -96,7 +117,7 @@ def show_rollout(
     rows = {
         "id": record.id,
         "run": record.run + (f", group {record.group} [{record.index}]" if record.group else ""),
-        "task": f"{task.get('environment', '')}",
+        "task": task_label(task),
         "state": f"{record.state}, attempt {record.attempt}",
         "reward": number(record.reward) + ("" if record.trainable or record.reward is None else " (not trainable)"),
         "failure": f"{failure.get('detail')} (blame: {failure.get('blame')})" if failure else "",
@@ -110,14 +131,43 @@ def show_rollout(
         if value:
             grid.add_row(name, plain(value))
     show(grid)
-    for message in trajectory.messages if trajectory else ():
+    for message in trajectory.messages if trajectory and messages else ():
         out().print(f"\n[bold]{plain(message.get('role'))}[/]")
         out().print(visible(str(message.get("content") or message.get("tool_calls") or "")), markup=False)
+
+    if tokens and trajectory is not None:
+        _show_tokens(trajectory, texts, only_trace, only_turn)
+
+
+def _show_tokens(trajectory: Trajectory, texts: TokenTexts, only_trace: int | None, only_turn: int | None) -> None:
+    from rollyard.cli._token_view import counts, legend, show_trace, turn_count
+
+    traces = trajectory.traces
+    if not traces:
+        raise CommandError(f"rollout {trajectory.record.id} left no tokens", "see its failure above")
+    if only_trace is not None and only_trace >= len(traces):
+        raise CommandError(f"there is no trace {only_trace}", f"the last one is {len(traces) - 1}", 2)
+    shown = [trace for trace in traces if only_trace in (None, trace.index)]
+    if only_turn is not None and only_turn > (most := max(map(turn_count, shown))):
+        raise CommandError(f"there is no turn {only_turn}", f"the last one is {most}", 2)
+    console = out()
+    for trace in shown[:TRACES]:
+        why = "" if trace.trainable else f"; not trainable: {trace.reason}"
+        fork = f"; {trace.fork_reason}" if trace.fork_reason else ""
+        console.print(f"\n[bold]trace {trace.index}[/]: {counts(trace)}{plain(fork)}{plain(why)}")
+        if trace.logprobs is not None:
+            console.print(legend())
+        if texts[trace.index] is None:
+            console.print(f"No engine serves {plain(trace.model)} now: ids are shown instead of texts.")
+        messages = trajectory.messages if len(traces) == 1 else ()
+        show_trace(console, trace, texts[trace.index], messages, only_turn=only_turn)
+    if len(shown) > TRACES:
+        console.print(f"\n… traces {TRACES} to {len(traces) - 1} are left out; --trace N shows one of them")
 
 
 @rollouts.command("cancel", epilog="Example: rollyard rollouts cancel s_01-3 s_01-4")
 def cancel(
-    ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Rollouts to cancel.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Rollouts to cancel: ids or unique prefixes.")],
     in_run: InRun = None,
     url: Url = None,
     token: Token = None,
@@ -127,13 +177,15 @@ def cancel(
 
     async def work() -> dict[str, str]:
         async with connect(url, token) as client:
-            return {id: await client.cancel(id, run=in_run) for id in ids}
+            found = [await full_id(client, "rollout", id, in_run) for id in ids]
+            return {id: await client.cancel(id, run=run) for id, run in found}
 
     for id, state in run(work()).items():
         if as_json:
             print_json({"id": id, "state": state})
         else:
-            out().print(f"{id}: cancelled (it was in {state})", markup=False)
+            was = "it is not known: it is cancelled when it is submitted" if state == UNKNOWN else f"it was in {state}"
+            out().print(f"{id}: cancelled ({was})", markup=False)
 
 
 @rollouts.command("traces", epilog="Example: rollyard rollouts traces s_01-3 --out traces.arrow")
@@ -153,7 +205,8 @@ def traces(
 
     async def work() -> Trajectory:
         async with connect(url, token) as client:
-            trajectory = await client.trajectory(id, run=in_run)
+            full, run = await full_id(client, "rollout", id, in_run)
+            trajectory = await client.trajectory(full, run=run)
             if file is not None:
                 await write_trajectories(client, [trajectory.record], file)
             return trajectory
@@ -188,7 +241,8 @@ def rescore(id: Id, in_run: InRun = None, url: Url = None, token: Token = None, 
 
     async def work() -> Record:
         async with connect(url, token) as client:
-            return await client.rescore(id, run=in_run)
+            full, run = await full_id(client, "rollout", id, in_run)
+            return await client.rescore(full, run=run)
 
     record = run(work())
     if as_json:

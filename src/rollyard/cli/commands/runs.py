@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +11,7 @@ from rollyard.cli._console import (
     AsJson,
     Token,
     Url,
+    age,
     connect,
     note,
     number,
@@ -21,23 +23,52 @@ from rollyard.cli._console import (
     table,
 )
 from rollyard.cli._tasks import read_defaults
+from rollyard.core import State
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 runs = typer.Typer(help="Runs: list, create, delete.", no_args_is_help=True)
 
 
 @runs.command("list", epilog="Example: rollyard runs list")
-def list_runs(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """List the runs."""
+def list_runs(
+    oldest: Annotated[bool, typer.Option("--oldest", help="Oldest first.")] = False,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs, newest first: rollouts by state, mean reward, trainable share, time since the last change."""
 
     async def work() -> list[dict[str, Any]]:
         async with connect(url, token) as client:
-            return await client.list_runs()
+            return await client.list_runs(results=True)
 
     rows = run(work())
+    rows = rows if oldest else rows[::-1]
     if as_json:
         print_lines(rows)
     else:
-        _show(rows)
+        show(results_table(rows, time.time()), "policy", "id")
+
+
+def results_table(rows: list[dict[str, Any]], now: float) -> Table:
+    """Creates a table with the results of runs; `now` is the current time."""
+    numbers = (*(state.value for state in State), "reward", "trainable")
+    grid = table("id", "policy", *numbers, "idle", right=(*numbers, "idle"))
+    for item in rows:
+        results: dict[str, Any] = item.get("results") or {}
+        states: dict[str, int] = results.get("states") or {}
+        reward, ended = results.get("mean_reward"), states.get("ended") or 0
+        grid.add_row(
+            plain(item.get("id")),
+            plain(item.get("policy")),
+            *(number(states.get(state.value)) for state in State),
+            "–" if reward is None else f"{reward:.3f}",
+            f"{(results.get('trainable') or 0) / ended:.0%}" if ended else "–",
+            age(now - (results.get("active_at") or item.get("created_at") or now)),
+        )
+    return grid
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -123,7 +123,7 @@ async def _submit(
         for record in records:
             print_json(record.raw)
     else:
-        show(results_table(records))
+        show(results_table(records), "outcome", "id")
     for line in failure_lines(records):
         note(line)
     if unwritten is not None:

@@ -6,26 +6,22 @@ On a terminal, the rollouts are shown in a live table; elsewhere, each turn is o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rollyard.cli._console import number, seconds, table, visible
+from rollyard.cli._console import number, seconds, table
+from rollyard.cli._token_view import counts, legend, show_trace, some
 from rollyard.cli.demo.result import DemoResult
-from rollyard.client import AsyncClient, Event, Record, Trace
+from rollyard.client import AsyncClient, Event, Record
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-SHOWN_LINES = 6
-SHOWN_CHARS = 300
 FRAMES_PER_S = 4
-
-COLOURS = ((-0.05, "green"), (-0.7, "yellow"), (float("-inf"), "red"))
-"""By logprob: nearly certain, more likely than not (0.5), less likely."""
 
 _STATES = {"queued": "dim", "init": "cyan", "ready": "cyan", "run": "bold yellow", "eval": "magenta"}
 
@@ -90,7 +86,7 @@ class DemoBoard:
         if not self._console.is_terminal:
             record = self._records[id]
             turns, tokens = _counts(record)
-            result = f"{_end(record)}, reward {_reward(record)}, {_some(turns, 'turn')}, {_some(tokens, 'token')}"
+            result = f"{_end(record)}, reward {_reward(record)}, {some(turns, 'turn')}, {some(tokens, 'token')}"
             self._console.print(f"{self._at()}  {self._names[id]}: {result}", markup=False, soft_wrap=True)
 
     def _at(self) -> str:
@@ -116,7 +112,7 @@ class DemoBoard:
                 turns, tokens = _counts(record)
                 grid.add_row(name, _end(record), str(turns), str(tokens), _coloured(record), last)
         took_s = now - self._started
-        sums = f"{len(self._records)} of {len(self._names)} ended, {_some(self._turns, 'turn')} started, "
+        sums = f"{len(self._records)} of {len(self._names)} ended, {some(self._turns, 'turn')} started, "
         speed = f"{number(self._tokens)} tokens, {self._tokens / max(took_s, 1e-9):.0f} tokens/s, {seconds(took_s)}"
         return Group(grid, Text(sums + speed))
 
@@ -133,7 +129,7 @@ def show_results(console: Console, played: DemoResult) -> None:
     scored = [record for record in played.records if record.reward is not None]
     share = f"{played.solved / len(scored):.0%}" if scored else "–"
     console.print(
-        f"[bold]{played.solved} of {len(played.records)} solved ({share})[/]: {_some(played.turns, 'turn')}, "
+        f"[bold]{played.solved} of {len(played.records)} solved ({share})[/]: {some(played.turns, 'turn')}, "
         f"{number(played.sampled_tokens)} tokens sampled in {seconds(played.took_s)}, "
         f"{played.tokens_per_s:.0f} tokens/s"
     )
@@ -141,80 +137,15 @@ def show_results(console: Console, played: DemoResult) -> None:
 
 async def show_best(console: Console, client: AsyncClient, played: DemoResult) -> None:
     """Prints one rollout as a trainer gets it: the task, then each turn's tokens with logprobs and the replies."""
-    from tokenizers import Tokenizer
-
     record = max(played.records, key=lambda one: (one.reward or 0.0, min(_counts(one)[0], 4)))  # the first of equals
     trajectory = await client.trajectory(record.id)
     if not trajectory.traces:
         return
-    tokenizer = Tokenizer.from_file(str(played.player.folder / "tokenizer.json"))
-    trace = trajectory.traces[0]
-    input_tokens = len(trace) - int((trace.mask == 1).sum())
+    trace, (texts, *_) = trajectory.traces[0], await client.token_texts(record.id)
     console.print(f"\n[bold]One trajectory[/]: {task_name(record.task)}, reward {_reward(record)}")
-    console.print(
-        f"{len(trace)} tokens: {input_tokens} given, {len(trace) - input_tokens} sampled "
-        f"in {_some(len(trace.spans), 'turn')}."
-    )
-    legend = Text("Each sampled token is followed by its logprob. Coloured: ")
-    for (_, colour), words in zip(COLOURS, ("nearly certain", "more likely than not", "less likely"), strict=True):
-        legend.append(f"{words}  ", colour)
-    console.print(legend)
-    answers = _answers(trajectory.messages)
-    for message in next(answers):
-        _show_message(console, message)
-    for turn, span in enumerate((span for span in trace.spans if span.is_owned), start=1):
-        console.print(f"\n[bold]turn {turn}[/] [dim]tokens {span.start} to {span.end - 1}[/]")
-        console.print(_tokens(trace, range(span.start, span.end), tokenizer), soft_wrap=False)
-        for message in next(answers, ()):
-            _show_message(console, message)
-
-
-def _answers(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields the messages before the first one of the model, then those that follow each of them."""
-    some: list[Mapping[str, Any]] = []
-    for message in messages:
-        if message.get("role") == "assistant":
-            yield some
-            some = []
-        else:
-            some.append(message)
-    yield some
-
-
-def _show_message(console: Console, message: Mapping[str, Any]) -> None:
-    if message.get("role") == "system":
-        return
-    text = visible(str(message.get("content") or "").strip())
-    lines = text[:SHOWN_CHARS].splitlines()[:SHOWN_LINES] or ["(nothing)"]
-    if len("\n".join(lines)) < len(text):
-        lines.append("…")
-    name = visible(str(message.get("name") or message.get("role")))
-    for line in lines:
-        console.print(Text.assemble((f"{name:>8} │ ", "dim"), line))
-
-
-def _tokens(trace: Trace, places: range, tokenizer: Any) -> Text:
-    text = Text()
-    for place in places:
-        token_text = tokenizer.decode([int(trace.token_ids[place])], skip_special_tokens=False)
-        if trace.logprobs is None:
-            text.append(f"{_visible(token_text)} ")
-            continue
-        logprob = float(trace.logprobs[place])
-        colour = next(colour for least, colour in COLOURS if logprob >= least)
-        text.append(_visible(token_text), colour)
-        shown = logprob if logprob <= -0.005 else 0.0  # not −0.00
-        text.append(f"({shown:.2f})", "dim")  # no space before it, so that it stays on its token's line
-        text.append(" ")
-    return text
-
-
-def _visible(text: str) -> str:
-    return visible(text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")) or "∅"
-
-
-def _some(count: int, what: str) -> str:
-    return f"{number(count)} {what}" + ("" if count == 1 else "s")
+    console.print(f"{counts(trace)}.")
+    console.print(legend())
+    show_trace(console, trace, texts, trajectory.messages)
 
 
 def _counts(record: Record) -> tuple[int, int]:

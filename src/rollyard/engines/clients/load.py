@@ -1,7 +1,8 @@
 """The load that an engine reports: a few numbers from its `/metrics`, read with one cheap request.
 
 vLLM and SGLang report the same numbers under different names. Several label sets are several ranks behind one URL: the
-fullest cache counts, since a session lands on one rank and that rank preempts; requests and preemptions are summed.
+fullest cache counts, since a session lands on one rank and that rank preempts; requests, preemptions and sampled tokens
+are summed.
 
 Invariants. `read_load` never raises and is bounded in bytes and time: it returns an `EngineLoad` or None whatever the
 engine answers. An `EngineLoad` always has a KV use; other missing numbers count as 0. Both engines count cache blocks
@@ -32,9 +33,12 @@ _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
 _PREEMPTIONS = frozenset({"vllm:num_preemptions_total", "sglang:num_retracted_requests_total"})
 """Counters only. SGLang's older gauge of retracted requests covers only the last batch, so it misses the others."""
 
+_SAMPLED = frozenset({"vllm:generation_tokens_total", "sglang:generation_tokens_total"})
+
 _SAMPLE = re.compile(
     rb"^((?:vllm|sglang):(?:kv_cache_usage_perc|gpu_cache_usage_perc|token_usage|num_requests_running|"
-    rb"num_running_reqs|num_requests_waiting|num_queue_reqs|num_preemptions_total|num_retracted_requests_total))"
+    rb"num_running_reqs|num_requests_waiting|num_queue_reqs|num_preemptions_total|num_retracted_requests_total|"
+    rb"generation_tokens_total))"
     rb"(?:\{[^\n]*\})?[ \t]+([^\s]+)",
     re.MULTILINE,
 )
@@ -43,6 +47,7 @@ _SAMPLE = re.compile(
 def parse_load(body: bytes) -> EngineLoad | None:
     """The load in a scrape; None if it has no KV use or an invalid number."""
     kv_use: float | None = None
+    sampled_tokens: int | None = None
     counts = {"running": 0.0, "waiting": 0.0, "preemptions": 0.0}
     for sample in _SAMPLE.finditer(body):
         name = sample[1].decode()
@@ -60,9 +65,11 @@ def parse_load(body: bytes) -> EngineLoad | None:
             counts["waiting"] += value
         elif name in _PREEMPTIONS:
             counts["preemptions"] += value
+        elif name in _SAMPLED:
+            sampled_tokens = (sampled_tokens or 0) + int(value)
     if kv_use is None:
         return None
-    return EngineLoad(kv_use, **{name: int(count) for name, count in counts.items()})
+    return EngineLoad(kv_use, **{name: int(count) for name, count in counts.items()}, sampled_tokens=sampled_tokens)
 
 
 _STARTED = re.compile(rb"^process_start_time_seconds(?:\{[^\n]*\})?[ \t]+([0-9.eE+]{1,32})[ \t\r]*$", re.MULTILINE)

@@ -85,6 +85,7 @@ class EngineStatus:
     version: int = 0  # of its weights
     is_paused: bool = False
     is_tokenizer_verified: bool = True  # False: the engine has no route to check its tokenizer with
+    tokens_per_s: float | None = None  # sampled for all its clients, running calls included; None: not reported
 
 
 class EngineCall:
@@ -139,6 +140,8 @@ class PoolMember:
     stamp: int = 0
     session_cap: SessionCap | None = None
     reported_load: EngineLoad | None = None
+    reported_at_s: float = 0.0
+    tokens_per_s: float | None = None  # between its last two reports
     version: int = 0  # of its weights, as last set here
     is_version_accepted: bool = False  # the engine itself accepted this version
     started: str | None = None  # when the process started that has this version, as the engine reports it
@@ -176,7 +179,8 @@ class PoolMember:
 
     def record_load(self, load: EngineLoad | None, now_s: float, *, is_anew: bool = False) -> None:
         """Records the reported load and adjusts the cap. `is_anew`: the engine has just come up."""
-        self.reported_load = load
+        self.tokens_per_s = _rate(self.reported_load, load, now_s - self.reported_at_s)
+        self.reported_load, self.reported_at_s = load, now_s
         if self.session_cap is None:
             return
         before = self.cap
@@ -206,6 +210,7 @@ class PoolMember:
             self.version,
             self.is_paused,
             self.is_tokenizer_verified,
+            self.tokens_per_s if self.health is Health.UP else None,
         )
 
     @property
@@ -340,6 +345,14 @@ class PoolMember:
         self.pool.touch(self)
         self.pool.rebound()
         self.pool.wake()
+
+
+def _rate(before: EngineLoad | None, load: EngineLoad | None, elapsed_s: float) -> float | None:
+    """Sampled tokens per second between two reports; None if one has no count, or the engine was restarted."""
+    start, end = (None if one is None else one.sampled_tokens for one in (before, load))
+    if start is None or end is None or end < start or elapsed_s <= 0:
+        return None
+    return (end - start) / elapsed_s
 
 
 _Entry = tuple[tuple[bool, float, int], int, PoolMember]

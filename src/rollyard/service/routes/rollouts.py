@@ -30,11 +30,12 @@ from rollyard.pipeline import Pipeline, Snapshot, storable_message
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
 from rollyard.service.schemas import arrow
-from rollyard.service.schemas.records import record, reply, traces, trajectory_object
+from rollyard.service.schemas.records import JsonObject, record, reply, traces, trajectory_object
 from rollyard.service.schemas.requests import InRun, RunQuery, SingleBody, SubmitBody, WaitS, read_submit
 from rollyard.service.security.access import caller_of, require_priority, require_write
 from rollyard.service.security.bounds import while_connected
 from rollyard.service.tasks import checked_task
+from rollyard.service.token_texts import token_texts
 from rollyard.store.base import ItemKind, Page, Submission
 
 router = APIRouter(prefix="/v1", tags=["rollouts"])
@@ -98,7 +99,8 @@ async def submit(request: Request) -> Response:
 @router.get("/rollouts")
 async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
     """Returns a page of rollouts: ended ones in the order in which they ended, others in order of submission; with
-    order=newest in the reverse order."""
+    order=newest in the reverse order. With state=ended, `unfinished` is whether a rollout of these runs and this group
+    has not ended: an empty page without one is the last."""
     app_state = app_state_of(request)
     runs = await _runs(request, query)
     if query.group is not None:
@@ -110,15 +112,19 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
         raise InvalidRequest("wait_s: a listing with order=newest cannot wait")
     wait_s = app_state.wait_s(query.wait_s)
     page: Page | None = None
+    unfinished = await app_state.store.has_unfinished(runs, query.group) if is_ended else None
     if wait_s:
         page = await while_connected(request, _first_ended(app_state, query, runs, wait_s), app_state.closing)
     if page is None:
         page = await _list(app_state, query, runs)
+    if page.rollouts and unfinished:  # the last one may have ended since; with an empty page, the earlier answer counts
+        unfinished = await app_state.store.has_unfinished(runs, query.group)
     after = page.next_cursor
     if is_ended and query.order == "oldest":  # more rollouts will end: continue after the last one
         last = page.rollouts[-1].ended_seq if page.rollouts else None
         after = query.after or "e:0" if last is None else f"e:{last}"
-    return reply({"rollouts": [record(rollout) for rollout in page.rollouts], "next": after})
+    body: JsonObject = {"rollouts": [record(rollout) for rollout in page.rollouts], "next": after}
+    return reply({**body, "unfinished": unfinished} if is_ended else body)
 
 
 async def _runs(request: Request, query: ListQuery) -> list[str] | None:
@@ -238,6 +244,16 @@ def _page(messages: Sequence[Message], after: int) -> tuple[list[msgspec.Raw], i
         page.append(msgspec.Raw(data))
         size += len(data)
     return page, min(after, len(messages)) + len(page)
+
+
+@router.get("/rollouts/{rollout_id}/texts")
+async def get_texts(request: Request, rollout_id: str, run: InRun = None) -> Response:
+    """Returns the text of each token, one list per trace, for people who look at tokens. Null for a trace whose model
+    no engine serves now. A character of several tokens is the text of its last one."""
+    app_state = app_state_of(request)
+    rollout = await app_state.store.get(await _find(request, rollout_id, run))
+    trajectory = await _trajectory(app_state, rollout)
+    return reply({"texts": [await token_texts(app_state, trace) for trace in trajectory.traces]})
 
 
 @router.post("/rollouts/{rollout_id}/rescore")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,14 +15,23 @@ from rollyard.core.access import Access
 from rollyard.core.failure import Draining, Forbidden
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
-from rollyard.service.schemas.records import JsonObject, reply, run_object
+from rollyard.service.schemas.records import JsonObject, reply, results_object, run_object
 from rollyard.service.schemas.requests import AckBody, RunBody, read_body
 from rollyard.service.security.access import caller_of, require_manage, require_new_run, require_priority
+from rollyard.store.base import RunResults
 
 router = APIRouter(prefix="/v1", tags=["runs"])
 
 DELETE_S = 0.05
 """How long a call waits for the deletion of a run: most runs have little left."""
+
+
+class RunsQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include: Literal["results"] | None = Field(
+        default=None, description="Also return the rollouts of each run in numbers, as `results`."
+    )
 
 
 @router.post("/runs", status_code=201, openapi_extra=json_body(RunBody))
@@ -47,18 +58,30 @@ async def create_run(request: Request) -> Response:
 
 
 @router.get("/runs")
-async def list_runs(request: Request) -> Response:
-    """Returns all runs that the token may read, in order of creation."""
-    caller = caller_of(request)
-    return reply(
-        {"runs": [run_object(run) for run in await app_state_of(request).store.list_runs() if caller.reads(run)]}
-    )
+async def list_runs(request: Request, query: Annotated[RunsQuery, Query()]) -> Response:
+    """Returns all runs that the token may read, in order of creation. With include=results, each has `results`:
+    rollouts per state, those with a reward and their mean, trainable ones, and the time of the last change."""
+    app_state, caller = app_state_of(request), caller_of(request)
+    runs = [run for run in await app_state.store.list_runs() if caller.reads(run)]
+    if query.include is None:
+        return reply({"runs": [run_object(run) for run in runs]})
+    results = await app_state.store.results_of(None if caller.is_admin else [run.id for run in runs])
+    return reply({"runs": [_with_results(run_object(run), results.get(run.id)) for run in runs]})
 
 
 @router.get("/runs/{run_id}")
-async def get_run(request: Request, run_id: str) -> Response:
+async def get_run(request: Request, run_id: str, query: Annotated[RunsQuery, Query()]) -> Response:
+    """Returns one run, with its `results` if requested."""
     app_state = app_state_of(request)
-    return reply(await _run_object(app_state, await app_state.run(caller_of(request), run_id)))
+    run = await app_state.run(caller_of(request), run_id)
+    body = await _run_object(app_state, run)
+    if query.include is not None:
+        body = _with_results(body, (await app_state.store.results_of([run.id])).get(run.id))
+    return reply(body)
+
+
+def _with_results(body: JsonObject, results: RunResults | None) -> JsonObject:
+    return {**body, "results": results_object(results or RunResults({}))}
 
 
 async def _run_object(app_state: AppState, run: Run) -> JsonObject:

@@ -13,9 +13,10 @@ import numpy as np
 import orjson
 from starlette.responses import Response
 
-from rollyard.core import Json, Rollout, Run, Trace, Trajectory, id_of
+from rollyard.core import Json, Rollout, Run, State, Trace, Trajectory, id_of
 from rollyard.engines.pool.pool import EngineStatus
 from rollyard.sandbox.layers import LayerCache
+from rollyard.store.base import RunResults
 
 JsonObject = dict[str, Any]  # input of the encoder: may contain dataclasses and token columns
 
@@ -157,6 +158,16 @@ def run_object(run: Run) -> JsonObject:
     }
 
 
+def results_object(results: RunResults) -> dict[str, Json]:
+    return {
+        "states": {state.value: results.states.get(state, 0) for state in State},
+        "rewarded": results.rewarded,
+        "mean_reward": results.mean_reward,
+        "trainable": results.trainable,
+        "active_at": results.active_at,
+    }
+
+
 def layers_object(layers: LayerCache | None) -> dict[str, Json] | None:
     """Size of the layer cache, and how many layers were made, found, failed and pruned since the start."""
     if layers is None:
@@ -195,6 +206,7 @@ def engine_object(status: EngineStatus) -> dict[str, Json]:
         "cap": status.cap,
         "kv_use": status.load.kv_use if status.load else None,
         "waiting": status.load.waiting if status.load else None,
+        "tokens_per_s": status.tokens_per_s,
         "sessions": stats.sessions,
         "in_flight": stats.in_flight,
         "calls": stats.calls,

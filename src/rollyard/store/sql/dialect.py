@@ -37,6 +37,9 @@ class Dialect:
 
     listed: Callable[[Sequence[str]], object]
 
+    bytewise: str
+    """A text column in the order of its bytes, in which the strings with one prefix are next to each other."""
+
     skip_locked: str
     """At the end of a SELECT: locks its rows, and leaves out those that another transaction has locked."""
 
@@ -49,6 +52,7 @@ SQLITE = Dialect(
     exact="printf('%!.17g', {})",  # json_array would round it to 15 digits
     among="{} IN (SELECT value FROM json_each(?))",
     listed=to_json,
+    bytewise="{} COLLATE BINARY",
     skip_locked="",  # one transaction writes at a time
     for_share="",
 )
@@ -58,6 +62,7 @@ POSTGRES = Dialect(
     exact="{}",
     among="{} = ANY(?::text[])",
     listed=list,
+    bytewise='{} COLLATE "C"',
     skip_locked="FOR UPDATE SKIP LOCKED",
     for_share="FOR SHARE",
 )

@@ -16,7 +16,7 @@ from rollyard.store.base import EncodedTrajectory, Stale
 from rollyard.store.codec import to_json
 from rollyard.store.sql.dialect import Connection, Row
 from rollyard.store.sql.queue import BatchedWrite, Steps
-from rollyard.store.sql.rows import APPENDED, COLUMNS, FROM, fetch, finish_many, locate, misplaced
+from rollyard.store.sql.rows import APPENDED, COLUMNS, FROM, EncodedEnding, fetch, finish_many, locate, misplaced
 from rollyard.store.sql.writes import sliced
 
 
@@ -90,7 +90,7 @@ class RequeueWrite(BatchedWrite[None]):
 class EndWrite(BatchedWrite[Row]):
     rollout_id: str
     at: Position
-    ending: str
+    ending: EncodedEnding
     saved: EncodedTrajectory | None
 
     @property

@@ -9,13 +9,19 @@ from collections.abc import Mapping, Sequence
 
 from rollyard.core import EngineSpec, Json, Rollout, Run, State, Trajectory
 from rollyard.core.failure import InvalidRequest, NotFound
-from rollyard.core.ids import SEPARATOR
-from rollyard.store.base import ItemKind, Page, QueuedRow
+from rollyard.core.ids import DEFAULT_RUN, SEPARATOR
+from rollyard.store.base import ItemKind, Page, QueuedRow, RunResults
 from rollyard.store.codec import decode_trajectory, from_json
-from rollyard.store.sql.dialect import Connection
+from rollyard.store.sql.dialect import Connection, Dialect
 from rollyard.store.sql.rows import BYTES, COLUMNS, FROM, fetch, parse_cursor, to_rollout, to_rollouts
 
 LAST_SEQ = (1 << 63) - 1
+
+LAST_CHARACTER = "\x7f"
+"""Sorts after every character of a key."""
+
+UNFINISHED = "r.ended_seq IS NULL AND r.state IN ('queued', 'init', 'ready', 'run', 'eval')"
+"""The first condition for the index of a run, the second one for that of the states."""
 
 PAGE = 1000
 """The most rollouts on one page."""
@@ -69,6 +75,32 @@ def named(connection: Connection, kind: ItemKind, id: str) -> dict[str, str]:
         (id, id),
     ).fetchall()
     return {row[0]: row[1] for row in rows}
+
+
+def prefixed(connection: Connection, kind: ItemKind, prefix: str, runs: Sequence[str], limit: int) -> dict[str, str]:
+    """Needs one index lookup per run: in the default run, the keys of each other run whose name has the prefix are
+    skipped."""
+    dialect = connection.dialect
+    key = dialect.bytewise.format("x.id")
+    found: dict[str, str] = {}
+    start, end = prefix, prefix + LAST_CHARACTER
+    while DEFAULT_RUN in runs and len(found) < limit:
+        rows = connection.execute(
+            f"SELECT x.id, x.run FROM {kind} x WHERE {key} >= ? AND {key} < ? ORDER BY {key} LIMIT ?",
+            (start, end, limit),
+        ).fetchall()
+        found |= {row[0]: row[1] for row in rows if SEPARATOR not in row[0] and row[1] in runs}
+        if len(rows) < limit:
+            break
+        last = rows[-1][0]
+        start = last.partition(SEPARATOR)[0] + SEPARATOR + LAST_CHARACTER if SEPARATOR in last else last + " "
+    rows = connection.execute(
+        f"SELECT x.id, x.run FROM runs q CROSS JOIN {kind} x WHERE {dialect.among.format('q.id')} "
+        f"AND {key} >= q.id || '{SEPARATOR}' || ? AND {key} < q.id || '{SEPARATOR}' || ? LIMIT ?",
+        (dialect.listed(runs), prefix, end, limit),
+    ).fetchall()
+    found |= {row[0]: row[1] for row in rows}
+    return dict(list(found.items())[:limit])
 
 
 def runs_of(connection: Connection, kind: ItemKind, keys: Sequence[str]) -> dict[str, str]:
@@ -128,15 +160,10 @@ def page(
     values = list[object]([parse_cursor(after, order) if after is not None else start])
     if state is not None and not is_ended:
         where, values = [*where, "r.state = ?"], [*values, state]
-    if runs is not None and len(runs) == 1:
-        where, values = [*where, "r.run = ?"], [*values, runs[0]]
-    elif runs is not None:
-        where, values = [*where, dialect.among.format("r.run")], [*values, dialect.listed(runs)]
     if group is not None:
         where, values = [*where, 'r."group" = ?'], [*values, group]
-    if group_named is not None:
-        keys = f"SELECT id || '{SEPARATOR}' || ? FROM runs UNION ALL SELECT ?"
-        where, values = [*where, f'r."group" IN ({keys})'], [*values, group_named, group_named]
+    more, their_values = _of(dialect, runs, group_named)
+    where, values = [*where, *more], [*values, *their_values]
     clauses = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key}{' DESC' if is_newest_first else ''} LIMIT ?"
     sizes = [row[0] for row in connection.read_rows(BYTES, clauses, (*values, limit))]
     fitting = _fitting(sizes)
@@ -145,6 +172,27 @@ def page(
     if not rollouts or (order != "e" and len(sizes) < limit and fitting == len(sizes)):
         return Page(rollouts, None)  # not for "e": more rollouts will end
     return Page(rollouts, f"{order}:{rollouts[-1].ended_seq if is_ended else rollouts[-1].seq}")
+
+
+def _of(dialect: Dialect, runs: Sequence[str] | None, group_named: str | None) -> tuple[list[str], list[object]]:
+    """Returns the conditions on rollouts `r` of these runs, and of groups with that id, and their values."""
+    where, values = list[str](), list[object]()
+    if runs is not None and len(runs) == 1:
+        where, values = [*where, "r.run = ?"], [*values, runs[0]]
+    elif runs is not None:
+        where, values = [*where, dialect.among.format("r.run")], [*values, dialect.listed(runs)]
+    if group_named is not None:
+        keys = f"SELECT id || '{SEPARATOR}' || ? FROM runs UNION ALL SELECT ?"
+        where, values = [*where, f'r."group" IN ({keys})'], [*values, group_named, group_named]
+    return where, values
+
+
+def has_unfinished(connection: Connection, runs: Sequence[str] | None, group_named: str | None) -> bool:
+    where, values = _of(connection.dialect, runs, group_named)
+    # Of some runs or groups: not by the index of the states, which has the rollouts of all runs.
+    unfinished = "r.ended_seq IS NULL" if where else UNFINISHED
+    sql = f"SELECT 1 FROM rollouts r WHERE {' AND '.join([unfinished, *where])} LIMIT 1"
+    return connection.execute(sql, values).fetchone() is not None
 
 
 def queued(connection: Connection) -> tuple[QueuedRow, ...]:
@@ -181,6 +229,34 @@ def stored_bytes(connection: Connection, runs: Sequence[str]) -> dict[str, int]:
 def count_of_run(connection: Connection, run_id: str) -> int:
     (count,) = connection.execute("SELECT COUNT(*) FROM rollouts WHERE run = ?", (run_id,)).fetchone()
     return int(count)
+
+
+def results_of(connection: Connection, runs: Sequence[str] | None) -> dict[str, RunResults]:
+    """Reads one index entry for each ended rollout, and the row of each other one and of the last ended one."""
+    where, values = _of(connection.dialect, runs, None)
+    ended, unfinished = (
+        f"FROM rollouts r WHERE {' AND '.join([one, *where])}" for one in ("r.ended_seq IS NOT NULL", UNFINISHED)
+    )
+    rows = connection.read_rows(
+        "s.run, s.state, s.rollouts, s.rewarded, s.rewards, s.trainable, COALESCE(s.active_at, l.updated_at)",
+        "FROM (SELECT r.run AS run, 'ended' AS state, COUNT(*) AS rollouts, COUNT(r.reward) AS rewarded, "
+        "SUM(r.reward) AS rewards, SUM(r.is_trainable) AS trainable, MAX(r.ended_seq) AS last, NULL AS active_at "
+        f"{ended} GROUP BY r.run UNION ALL "
+        f"SELECT r.run, r.state, COUNT(*), 0, 0.0, 0, NULL, MAX(r.updated_at) {unfinished} GROUP BY r.run, r.state"
+        ") AS s LEFT JOIN rollouts l ON l.ended_seq = s.last",
+        (*values, *values),
+    )
+    found: dict[str, RunResults] = {}
+    for run, state, count, rewarded, rewards, trainable, active_at in rows:
+        before = found.get(run, RunResults({}))
+        found[run] = RunResults(
+            states={**before.states, State(state): int(count)},
+            rewarded=before.rewarded + int(rewarded),
+            mean_reward=float(rewards) / int(rewarded) if rewarded else before.mean_reward,
+            trainable=before.trainable + int(trainable),
+            active_at=max(float(active_at), before.active_at or 0.0),
+        )
+    return found
 
 
 def counts(connection: Connection) -> dict[str, int]:

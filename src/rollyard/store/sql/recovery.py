@@ -16,10 +16,10 @@ from collections.abc import Callable
 from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, State, Task
 from rollyard.core.failure import LostToRestarts
 from rollyard.store.base import LeasedRow, Recovery
-from rollyard.store.codec import from_json, to_json
+from rollyard.store.codec import from_json
 from rollyard.store.sql.dialect import Connection
 from rollyard.store.sql.moves import RequeueWrite
-from rollyard.store.sql.rows import cancelled, finish
+from rollyard.store.sql.rows import EncodedEnding, cancelled, finish
 
 _LIVE = """SELECT r.seq, r.id, r.state, r.attempt, r.node, r.excused, r.evals_lost,
     CASE r.state WHEN 'eval' THEN COALESCE(b.task, t.task) END, j.info, j.sampled_tokens
@@ -61,7 +61,7 @@ def recover(
         else:
             times = evals_lost + 1 if is_evaluable else attempt - excused
             error = LostToRestarts(f"the service ended {times} times while this rollout was running, last in {state}")
-            finish(connection, seq, to_json(Ending(Outcome.FAILED, failure=error.failure(state))))
+            finish(connection, seq, EncodedEnding.of(Ending(Outcome.FAILED, failure=error.failure(state))))
             failed += 1
     RequeueWrite.together(connection, lost)
     return epoch, Recovery(queued, len(lost), tuple(evals), failed, len(asked), tuple(leased))

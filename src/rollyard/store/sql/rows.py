@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, Rollout, State, Task
 from rollyard.core.failure import Cancelled, InvalidRequest, NotFound
@@ -98,12 +99,25 @@ def misplaced(rollout_id: str, row: Row | None, at: Position) -> Stale | None:
     return None
 
 
-def finish(connection: Connection, seq: int, ending: str) -> None:
+@dataclass(frozen=True, slots=True)
+class EncodedEnding:
+    """An ending as it is stored."""
+
+    text: str
+    reward: float | None
+    is_trainable: bool
+
+    @classmethod
+    def of(cls, ending: Ending) -> EncodedEnding:
+        return cls(to_json(ending), ending.score.reward if ending.score else None, ending.is_trainable)
+
+
+def finish(connection: Connection, seq: int, ending: EncodedEnding) -> None:
     """Writes the terminal record of a row that the caller has located."""
     finish_many(connection, [(seq, ending)])
 
 
-def finish_many(connection: Connection, ends: Sequence[tuple[int, str]]) -> None:
+def finish_many(connection: Connection, ends: Sequence[tuple[int, EncodedEnding]]) -> None:
     """Writes (seq, ending) each, numbered in that order."""
     if not ends:
         return
@@ -112,15 +126,18 @@ def finish_many(connection: Connection, ends: Sequence[tuple[int, str]]) -> None
     ).fetchone()
     now, kept_from = time.time(), connection.clock.now()
     connection.execute_each(
-        "UPDATE rollouts SET state = 'ended', node = NULL, ending = ?, ended_seq = ?, updated_at = ?, kept_from = ? "
-        "WHERE seq = ?",
-        [(ending, number, now, kept_from, seq) for number, (seq, ending) in enumerate(ends, last - len(ends) + 1)],
+        "UPDATE rollouts SET state = 'ended', node = NULL, ending = ?, reward = ?, is_trainable = ?, ended_seq = ?, "
+        "updated_at = ?, kept_from = ? WHERE seq = ?",
+        [
+            (ending.text, ending.reward, int(ending.is_trainable), number, now, kept_from, seq)
+            for number, (seq, ending) in enumerate(ends, last - len(ends) + 1)
+        ],
     )
 
 
-def cancelled(detail: str, stage: str | None) -> str:
+def cancelled(detail: str, stage: str | None) -> EncodedEnding:
     """Returns the ending of a rollout that was cancelled before anything could be scored."""
-    return to_json(Ending(Outcome.CANCELLED, failure=Cancelled(detail).failure(stage)))
+    return EncodedEnding.of(Ending(Outcome.CANCELLED, failure=Cancelled(detail).failure(stage)))
 
 
 def parse_cursor(cursor: str, order: str) -> int:

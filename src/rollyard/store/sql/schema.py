@@ -180,7 +180,17 @@ V6 = (
     "ALTER TABLE tombstones ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6)
+V7 = (
+    # Of an ended rollout, also in its `ending`: the results of a run are sums over its index, without reading a row.
+    "ALTER TABLE rollouts ADD COLUMN reward REAL",
+    "ALTER TABLE rollouts ADD COLUMN is_trainable INTEGER NOT NULL DEFAULT 0",
+    "UPDATE rollouts SET reward = json_extract(ending, '$.score.reward'), "
+    "is_trainable = COALESCE(json_extract(ending, '$.is_trainable'), 0) WHERE ending IS NOT NULL",
+    "DROP INDEX rollouts_run",
+    "CREATE INDEX rollouts_run ON rollouts (run, ended_seq, reward, is_trainable)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6, V7)
 
 
 POSTGRES_ALSO: dict[int, tuple[str, ...]] = {
@@ -188,6 +198,11 @@ POSTGRES_ALSO: dict[int, tuple[str, ...]] = {
         # Tokens do not compress: trying to compress 100 KB of them costs the server more than writing them.
         "ALTER TABLE trajectories ALTER COLUMN trajectory SET STORAGE EXTERNAL",
         "ALTER TABLE rollouts SET (fillfactor = 80)",  # a move rewrites the row: this leaves room on the same page
+    ),
+    7: (
+        # For prefixes of ids: in other collations, the ids with one prefix are not next to each other.
+        'CREATE INDEX rollouts_bytewise ON rollouts (id COLLATE "C")',
+        'CREATE INDEX groups_bytewise ON groups (id COLLATE "C")',
     ),
 }
 """Additional statements of PostgreSQL, by the number of the migration that they follow."""
@@ -199,6 +214,8 @@ _POSTGRES_REPLACEMENTS = (
     ("BLOB", "BYTEA"),
     (" WITHOUT ROWID", ""),
     ("= rowid", "= seq"),  # of an empty table: no PostgreSQL store is older than that migration
+    ("json_extract(ending, '$.score.reward')", "(ending::json #>> '{score,reward}')::double precision"),
+    ("json_extract(ending, '$.is_trainable')", "(ending::json ->> 'is_trainable')::boolean::int"),
 )
 
 

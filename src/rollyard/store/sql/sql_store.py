@@ -53,6 +53,7 @@ from rollyard.store.base import (
     QueuedRow,
     Recovery,
     Retention,
+    RunResults,
     Stale,
     StoreUnusable,
     Submission,
@@ -64,7 +65,7 @@ from rollyard.store.sql import groups as group_sql
 from rollyard.store.sql import retention as retention_sql
 from rollyard.store.sql.dialect import Connection
 from rollyard.store.sql.queue import Fenced, Operation, Steps, WriteQueue
-from rollyard.store.sql.rows import parse_cursor, to_rollout
+from rollyard.store.sql.rows import EncodedEnding, parse_cursor, to_rollout
 
 T = TypeVar("T")
 
@@ -158,6 +159,9 @@ class SqlStore(ABC):
 
     async def count_of_run(self, run_id: str) -> int:
         return await self._read(partial(reads.count_of_run, run_id=run_id))
+
+    async def results_of(self, runs: Sequence[str] | None = None) -> Mapping[str, RunResults]:
+        return await self._read(partial(reads.results_of, runs=runs))
 
     async def delete_run(self, run_id: str) -> None:
         while await self._from_client(partial(retention_sql.forget_of_run, run_id=run_id)):
@@ -337,7 +341,7 @@ class SqlStore(ABC):
     ) -> Rollout:
         at.to(State.ENDED)
         saved = None if trajectory is None else _encoded(trajectory)
-        return to_rollout(await self._put(moves.EndWrite(rollout_id, at, to_json(ending), saved)))
+        return to_rollout(await self._put(moves.EndWrite(rollout_id, at, EncodedEnding.of(ending), saved)))
 
     async def add_score(self, rollout_id: str, score: Mapping[str, Json]) -> Rollout:
         operation = partial(moves.add_score, rollout_id=rollout_id, score=_encode(score))
@@ -353,6 +357,9 @@ class SqlStore(ABC):
 
     async def named(self, kind: ItemKind, id: str) -> Mapping[str, str]:
         return await self._read(partial(reads.named, kind=kind, id=id))
+
+    async def prefixed(self, kind: ItemKind, prefix: str, runs: Sequence[str], limit: int) -> Mapping[str, str]:
+        return await self._read(partial(reads.prefixed, kind=kind, prefix=prefix, runs=runs, limit=limit))
 
     async def runs_of(self, kind: ItemKind, keys: Sequence[str]) -> Mapping[str, str]:
         return await self._read(partial(reads.runs_of, kind=kind, keys=keys))
@@ -374,6 +381,9 @@ class SqlStore(ABC):
     ) -> Page:
         query = partial(reads.page, state=state, runs=runs, group=group, group_named=group_named)
         return await self._read(partial(query, after=after, limit=limit, is_newest_first=is_newest_first))
+
+    async def has_unfinished(self, runs: Sequence[str] | None = None, group_named: str | None = None) -> bool:
+        return await self._read(partial(reads.has_unfinished, runs=runs, group_named=group_named))
 
     async def queued(self) -> Sequence[QueuedRow]:
         return await self._read(reads.queued)
