@@ -29,7 +29,8 @@ def boundary(
     """Raises `error` for an exception from inside; a `RollyardError` passes through unchanged.
 
     The first of the suspects that is another package's and has a line in the traceback decides the error instead. With
-    `bug`, that is the error for an exception in `BUGS`. If `error` is None, other exceptions pass through, too.
+    `bug`, that is the error for an exception in `BUGS`. If `error` is None, other exceptions pass through, too, and
+    nothing is logged: it is the caller's call that fails.
     """
     try:
         yield
@@ -45,5 +46,6 @@ def boundary(
             raise
         if bug is not None and isinstance(escaped, BUGS):
             blamed = bug
-        log.exception("unexpected exception", extra={"what": what, "code": blamed.code})
+        if error is not None:
+            log.exception("unexpected exception", extra={"what": what, "code": blamed.code})
         raise blamed(f"{what} raised {raised(escaped, package)}") from escaped
