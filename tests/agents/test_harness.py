@@ -75,7 +75,7 @@ async def test_the_single_script_of_the_page_runs_by_a_preset_and_by_a_run_defau
     agents = Agents(installs=AgentInstalls(folder))
     async with open_site(tmp_path, turns, agents=agents) as site:
         for agent, options in (("my-script", {}), ("command", names["AGENT"]["options"])):
-            ending = (await site.rolled(greeting_task(agent, options))).ending
+            ending = (await site.rolled(greeting_task(agent, options), within_s=50)).ending
             assert ending is not None and ending.failure is None, ending
             assert ending.score is not None and ending.score.reward == 1.0
 
