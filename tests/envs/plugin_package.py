@@ -52,6 +52,8 @@ class FlawedAgent(Agent):
     needs_model = False
 
     async def run(self, context, messages):
+        if context.task.data.get("where") == "run, by a connection":
+            raise ConnectionError("refused")
         return messages.missing
 '''
 

@@ -68,6 +68,13 @@ async def test_an_exception_is_blamed_on_the_code_that_raised_it():
                 "flawed.eval raised IndexError: list index out of range (flawed_yard/__init__.py, line ",
             ),
             (
+                "run, by a connection",
+                "flawed",
+                "internal_error",
+                Blame.INFRA,
+                "the agent flawed raised ConnectionError: refused (flawed_yard/__init__.py, line ",
+            ),
+            (
                 "",
                 "flawed",
                 "agent_broken",

@@ -28,9 +28,10 @@ def boundary(
 ) -> Generator[None, None, None]:
     """Raises `error` for an exception from inside; a `RollyardError` passes through unchanged.
 
-    The first of the suspects that is another package's and has a line in the traceback decides the error instead. With
-    `bug`, that is the error for an exception in `BUGS`. If `error` is None, other exceptions pass through, too, and
-    nothing is logged: it is the caller's call that fails.
+    The first of the suspects that is another package's and has a line in the traceback decides the error instead, and
+    its line is in the detail. An OSError (a connection, a disk) does not show that code is wrong: the error stays
+    `error`. With `bug`, that is the error for an exception in `BUGS`. If `error` is None, exceptions of no suspect pass
+    through, too, and nothing is logged: it is the caller's call that fails.
     """
     try:
         yield
@@ -40,7 +41,8 @@ def boundary(
         package, blamed = OWN, error
         for suspect, own_error in suspects:
             if package_of(suspect) != OWN and line_in(escaped, package_of(suspect)):
-                package, blamed = package_of(suspect), own_error
+                package = package_of(suspect)
+                blamed = error if error is not None and isinstance(escaped, OSError) else own_error
                 break
         if blamed is None:
             raise
