@@ -159,7 +159,7 @@ def test_a_source_is_a_file_beside_the_preset(tmp_path: Path, file: str, says: s
 def test_a_task_cannot_name_a_source():
     options = {"command": ["x"], "files": [{"path": "/x", "source": "a.py"}]}
     with pytest.raises(TaskInvalid, match=r"agent.options.files\[0\].source: only the file of a preset can name one"):
-        Agents().get("command").preset.with_options(options)
+        read_preset(built_in()["command"]).with_options(options)
 
 
 # --- the page -------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class ResolvedTask:
     def suspects(self) -> tuple[Suspect, ...]:
         """Whose code may raise while the agent runs: its own, and the environment's tools. A Handler is both."""
         environment = (self.environment, EnvironmentBroken)
-        return (environment,) if self.agent is self.environment else ((self.agent, AgentBroken), environment)
+        return (environment,) if isinstance(self.agent, Handler) else ((self.agent, AgentBroken), environment)
 
     @cached_property
     def needs(self) -> SandboxNeeds:
