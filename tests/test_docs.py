@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from rollyard.core import AgentSpec, Outcome, Task
-from rollyard.envs import EnvContext, Environment, Environments, Plan, Solution
+from rollyard.envs import DataField, EnvContext, Environment, Environments, Plan, Solution
 from rollyard.envs.protected import PROTECTED
 from rollyard.sandbox import Bind
 from rollyard.service.settings import Settings
@@ -61,13 +61,15 @@ async def test_the_example_of_environment_and_agent_in_one_class_runs(tmp_path: 
 
 
 def test_the_example_methods_are_methods_of_an_environment():
-    _, _, layer_key, plan, _ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+    _, _, layer_key, plan, data_fields, _ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
 
     class Base(Environment):
         async def prepare(self, context: EnvContext) -> None: ...
 
     names: dict[str, Any] = {"Base": Base, "Plan": Plan, "PROTECTED": PROTECTED, "Bind": Bind, "Path": Path}
-    exec("class Example(Base):\n" + textwrap.indent(f"{layer_key}\n{plan}", "    "), names)
+    names["DataField"] = DataField
+    exec("class Example(Base):\n" + textwrap.indent(f"{layer_key}\n{plan}\n{data_fields}", "    "), names)
+    assert [field.name for field in names["Example"].data_fields] == ["lines", "name"]
     example = type("Example", (Base,), {name: vars(names["Example"])[name] for name in ("layer_key", "plan")})()
     task = Task("example", {"repository": "r", "commit": "c", "instruction": "x"})
     assert (

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from rollyard.agents.harness import instruction_of
+from rollyard.agents.installation import AgentInstalls
+from rollyard.agents.registry import Agents
 from rollyard.core import Blame, Outcome, Run, State, Task, Trajectory
 from rollyard.core.failure import AgentMissing, TaskInvalid
 from rollyard.engines import EngineSpec, Kind, RouterSettings
@@ -21,6 +23,8 @@ from rollyard.testing.script import Reply
 from rollyard.tokens import verify
 from rollyard.tools.mcp.sources import OutsideServer
 from tests.agents.harness_parts import PROGRAM, call, greeting_task, plays, pythons, runs
+from tests.agents.test_preset import PAGE
+from tests.agents.test_preset import blocks as page_blocks
 from tests.pipeline.site import Site
 from tests.pipeline.site import open_site as whole_site
 
@@ -55,6 +59,25 @@ def mark() -> str:
 
 
 # --- successful ends ------------------------------------------------------------------------------------
+
+
+async def test_the_single_script_of_the_page_runs_by_a_preset_and_by_a_run_default(tmp_path: Path):
+    script, client = page_blocks("python")
+    (preset, _) = page_blocks("toml")
+    folder = tmp_path / "agents"
+    folder.mkdir()
+    (folder / "agent.py").write_text(script)
+    (folder / "my-script.toml").write_text(preset)
+    names: dict[str, Any] = {}
+    sent = client.partition("with rollyard.Client()")[0].replace('Path("agent.py")', f'Path("{folder}/agent.py")')
+    exec(compile(sent, PAGE.name, "exec"), names)
+    turns = (call("bash", command="sed -i s/wrold/world/ greeting.txt"), "Done.")
+    agents = Agents(installs=AgentInstalls(folder))
+    async with open_site(tmp_path, turns, agents=agents) as site:
+        for agent, options in (("my-script", {}), ("command", names["AGENT"]["options"])):
+            ending = (await site.rolled(greeting_task(agent, options), within_s=50)).ending
+            assert ending is not None and ending.failure is None, ending
+            assert ending.score is not None and ending.score.reward == 1.0
 
 
 async def test_an_unmodified_program_leaves_one_exact_trace_and_its_reward(tmp_path: Path, mark: str):

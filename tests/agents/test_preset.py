@@ -139,6 +139,29 @@ def test_an_unreadable_file_is_a_broken_preset_too(tmp_path: Path):
     assert agents.get("codex").name == "codex"
 
 
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ('source = "nowhere.py"', r"files\[0\].source: nowhere.py cannot be read: .*No such file"),
+        ('source = "../secret.py"', r"files\[0\].source: a file beside the preset was expected"),
+        ('source = "/etc/passwd"', r"files\[0\].source: a file beside the preset was expected"),
+        ('source = "a.py"\ncontent = "x"', r"files\[0\].source: either content or source was expected"),
+    ],
+)
+def test_a_source_is_a_file_beside_the_preset(tmp_path: Path, file: str, says: str):
+    (tmp_path / "secret.py").touch()
+    folder = tmp_path / "agents"
+    folder.mkdir()
+    with pytest.raises(PresetError, match=says):
+        read_preset(f'{PLAIN}[[files]]\npath = "/x"\n{file}', folder)
+
+
+def test_a_task_cannot_name_a_source():
+    options = {"command": ["x"], "files": [{"path": "/x", "source": "a.py"}]}
+    with pytest.raises(TaskInvalid, match=r"agent.options.files\[0\].source: only the file of a preset can name one"):
+        read_preset(built_in()["command"]).with_options(options)
+
+
 # --- the page -------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/run-your-agent-program.md"
@@ -148,8 +171,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_examples_of_the_page_are_a_preset_and_tasks():
-    (text,) = blocks("toml")
+def test_the_examples_of_the_page_are_presets_and_tasks(tmp_path: Path):
+    script, text = blocks("toml")
+    (tmp_path / "agent.py").write_text("print('{{no}} template')")
+    (file,) = read_preset(script, tmp_path).files
+    assert (file.content, file.source, file.raw) == ("print('{{no}} template')", "", True)
     preset = read_preset(text)
     assert preset.needs_python and preset.is_installable and len(preset.try_.turns) == 2
     for task in (msgspec.json.decode(block, type=Task) for block in blocks("json")):

@@ -55,7 +55,7 @@ def test_missing_bubblewrap_is_reported_first(
 def test_a_package_without_an_adapter_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("rollyard.cli.commands.demo.shipped_adapter", lambda: tmp_path)
+    monkeypatch.setattr("rollyard.embedded.shipped.shipped_adapter", lambda name: tmp_path)
     assert main(["demo", "--model", str(tmp_path), *ANY_PYTHON]) == 1
     stderr = capsys.readouterr().err
     assert "no trained adapter" in stderr and "--base" in stderr and len(stderr.splitlines()) == 1

@@ -99,6 +99,55 @@ async def test_an_error_is_reported_with_file_and_line_and_nothing_is_submitted(
         assert (await client.list()).rollouts == ()
 
 
+async def test_all_mistakes_are_listed_by_line_before_anything_is_submitted(
+    cli: Cli, service: RunningService, tmp_path: Path
+):
+    bad = {"environment": "shell", "data": {"instruction": "x"}, "limits": {"run_s": -1, "max_turns": 0}}
+    file = lines(tmp_path / "t.jsonl", task(), '{"environment": "shell",}', bad, {**task(), "limit": {}, "sandbox": {
+        "egress": {"host": []}}}, {"environment": "nowhere"}, {"environment": "math", "data": {}}, task())  # fmt: skip
+    result = await cli("submit", file, "--run", "another")
+    listed = [line.removeprefix(f"{tmp_path}/") for line in result.err.splitlines()]
+    assert (result.status, result.out) == (1, "")
+    assert listed[0].startswith("t.jsonl:2: this is not JSON (") and ", at character 2" in listed[0]
+    assert listed[1:3] == [
+        "t.jsonl:3: limits.run_s: input should be greater than 0",
+        "t.jsonl:3: limits.max_turns: input should be greater than or equal to 1",
+    ]
+    assert listed[3] == (
+        "t.jsonl:4: there is no field limit in a task; did you mean limits?;"
+        " there is no field sandbox.egress.host in a task; did you mean sandbox.egress.hosts?"
+    )
+    assert listed[4].startswith("t.jsonl:5: there is no environment 'nowhere'; there are: ")
+    assert listed[5] == "t.jsonl:6: math: data.question: a string was expected"
+    assert len(listed) == 7 and listed[6].startswith("rollyard: 5 of 7 tasks cannot be used — nothing was submitted. ")
+    assert "`rollyard tasks fields` lists the fields of a task (docs/reference/task.md)." in listed[6]
+    async with AsyncClient(service.url, service.token) as client:
+        assert (await client.list()).rollouts == ()
+
+
+async def test_only_the_first_mistakes_are_listed_and_the_others_are_counted(
+    cli: Cli, service: RunningService, tmp_path: Path
+):
+    unreadable = lines(tmp_path / "t.jsonl", *['{"x'] * 13, task(), *[{"environment": "math", "data": {}}] * 109)
+    result = await cli("submit", unreadable)
+    listed = result.err.splitlines()
+    assert len(listed) == 22 and listed[20:] == ["… and 102 more", listed[21]]
+    assert listed[21].startswith("rollyard: 122 of 123 tasks cannot be used — ")
+    refused = await cli("submit", lines(tmp_path / "m.jsonl", *[{"environment": "math", "data": {}}] * 3))
+    assert refused.err.count("data.question: a string was expected") == 3
+    assert "3 of 3 tasks cannot be used" in refused.err and "rollyard tasks fields ENVIRONMENT" in refused.err
+
+
+async def test_unreadable_lines_are_listed_without_a_service(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ROLLYARD_URL", "http://127.0.0.1:9")
+    result = await cli("submit", lines(tmp_path / "t.jsonl", "{x", task(), "[1]"))
+    assert result.status == 1 and "2 of 3 tasks cannot be used" in result.err and result.err.count("\n") == 3
+    result = await cli("submit", lines(tmp_path / "p.jsonl", '{\n  "environment": "shell",\n  "data": {},\n}'))
+    assert result.err.startswith(f"rollyard: {tmp_path}/p.jsonl:4: this is not JSON (") and result.err.count("\n") == 1
+    result = await cli("submit", lines(tmp_path / "l.jsonl", "[", '{"environment": "shell"}', "]"))
+    assert "l.jsonl:1: this is a list — nothing was submitted. Write one task per line: jq -c '.[]' " in result.err
+
+
 async def test_a_missing_or_empty_file_is_reported(cli: Cli, tmp_path: Path):
     result = await cli("submit", tmp_path / "nowhere.jsonl")
     assert result.status == 1 and "nowhere.jsonl cannot be read: No such file" in result.err

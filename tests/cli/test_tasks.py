@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -148,9 +149,11 @@ async def test_an_exception_in_a_check_is_reported_with_its_line(cli: Cli, echo:
         tmp_path / "t.jsonl", {"environment": "echo", "data": {}}, {"environment": "echo", "data": {"word": 3}}
     )
     result = await cli("tasks", "validate", file)
+    check_line = inspect.getsourcelines(Echo.check)[1] + 1
     assert result.status == 1
+    assert "t.jsonl:1: echo.check raised KeyError: 'word' (tests/cli/" in result.out
     assert [line.rpartition("/")[2] for line in result.out.splitlines()] == [
-        "t.jsonl:1: its check raised KeyError: 'word'",
+        f"test_tasks.py, line {check_line}, in check)",
         "t.jsonl:2: echo: data.word: a string was expected",
     ]
 
@@ -187,13 +190,16 @@ async def test_runs_find_useless_tasks(cli: Cli, echo: None, tmp_path: Path):
     assert rewarded["problems"] == ["doing nothing scores 1, and the oracle 1"]
     assert unsolved["ok"] and unsolved["warnings"] == ["no oracle: the task does not contain its solution"]
     assert unsolved_rewarded["problems"] == ["doing nothing scores 1"]
-    assert crash["problems"] == [] and not crash["ok"] and "oracle: verifier_crashed in eval" in crash["not_tried"]
+    assert [problem.partition(" raised ")[0] for problem in crash["problems"]] == [
+        "oracle: verifier_crashed in eval: echo.eval",
+        "no-op: verifier_crashed in eval: echo.eval",
+    ]
     assert [problem[:30] for problem in broken["problems"]] == [
         "oracle: task_invalid in init: ",
         "no-op: task_invalid in init: e",
     ]
     assert half["ok"] and half["noop"]["components"] == {"right": 0.0}
-    assert "8 tasks, 4 with problems, 1 not tried for reasons outside the task, 2 with warnings" in result.err
+    assert "8 tasks, 5 with problems, 0 not tried for reasons outside the task, 2 with warnings" in result.err
 
     words = ("--run", "--runtime", "local", "--limit", 2, "--max-reward", 0)
     shown = await cli("tasks", "validate", file, *words)
@@ -212,6 +218,29 @@ async def test_validation_runs_in_real_sandboxes(cli: Cli, tmp_path: Path, runti
     first, second = result.json
     assert result.status == 1 and first["ok"] and first["noop"]["reward"] == 0.0
     assert second["problems"] == ["doing nothing scores 1"]
+
+
+# --- fields -------------------------------------------------------------------------------------------
+
+
+async def test_fields_of_a_task_of_data_and_of_options_are_printed(cli: Cli, echo: None):
+    whole = (await cli("tasks", "fields")).out
+    for row in (
+        r"environment +string, 1 to 256 characters +required ",
+        r"limits\.run_s +number, above 0, at most 2,592,000 +1800.0 +Seconds of RUN",
+        r"sandbox\.egress\.methods +list of GET, HEAD.* +\[\"GET\", \"HEAD\"\] ",
+    ):
+        assert re.search(row, whole), whole
+    of_shell = {row["name"]: row for row in (await cli("tasks", "fields", "shell", "--json")).json}
+    assert (of_shell["eval"]["default"], of_shell["instruction"]["default"]) == ('"fresh"', "required")
+    assert "tool_latency_s" in (await cli("tasks", "fields", "--agent", "native")).out
+    for words, status, says in (
+        (("echo",), 1, "the environment echo does not describe its fields"),
+        (("nowhere",), 1, "there is no environment 'nowhere'"),
+        (("shell", "--agent", "native"), 2, "give an environment or --agent, not both"),
+    ):
+        result = await cli("tasks", "fields", *words)
+        assert (result.status, result.out) == (status, "") and says in result.err and result.err.count("\n") == 1
 
 
 # --- try ----------------------------------------------------------------------------------------------

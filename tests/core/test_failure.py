@@ -51,6 +51,7 @@ STABLE = [
     "prompt_too_long",
     "task_invalid",
     "environment_broken",
+    "agent_broken",
     "cancelled",
     "session_abandoned",
     "invalid_request",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rollyard.cli import main
-from rollyard.cli.commands.demo import shipped_adapter
 from rollyard.cli.demo import model
 from rollyard.embedded.formats.sources import WeightsError, file_sha256
+from rollyard.embedded.shipped import shipped_adapter
 from rollyard.embedded.weights import KNOWN, find_model
 from tests.embedded.environment import environ
 from tests.trainers.environment import trainer_python
@@ -57,7 +57,7 @@ def test_the_real_folder_equals_the_one_saved_by_transformers(real_models: Path,
 
 
 @pytest.mark.local
-@pytest.mark.skipif(not shipped_adapter().is_dir(), reason="this checkout has no trained adapter")
+@pytest.mark.skipif(not shipped_adapter("yardwork").is_dir(), reason="this checkout has no trained adapter")
 @pytest.mark.timeout(900)
 def test_the_trained_model_solves_tasks_that_the_base_does_not(
     real_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

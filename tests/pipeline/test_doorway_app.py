@@ -149,7 +149,7 @@ async def test_a_hanging_tool_is_an_observation_and_a_raising_tool_fails_the_rol
     assert failures == []
     broken = await server._call(None, CallToolRequestParams(name="breaks"))
     assert broken.content[0].text == "this rollout has ended", "the exception is not shown to the program"
-    assert [failure.code for failure in failures] == ["internal_error"]
+    assert [failure.code for failure in failures] == ["environment_broken"], "it is a class of this file"
 
 
 async def test_the_name_of_the_environments_tools_is_reserved(tmp_path: Path):

@@ -21,6 +21,7 @@ CONTRACT = {
     "DELETE /v1/runs/{run_id}",
     "POST /v1/runs/{run_id}/ack",
     "POST /v1/rollouts",
+    "POST /v1/tasks/check",
     "GET /v1/rollouts",
     "GET /v1/rollouts/{rollout_id}",
     "DELETE /v1/rollouts/{rollout_id}",

@@ -47,6 +47,7 @@ ROUTES: Mapping[str, Route] = {
     "DELETE /v1/runs/{run_id}": Route(MANAGERS),
     "POST /v1/runs/{run_id}/ack": Route(MANAGERS, {"cursor": "e:0"}),
     "POST /v1/rollouts": Route(WRITERS, {"run": "a-run", "task": task()}),
+    "POST /v1/tasks/check": Route(WRITERS, {"run": "a-run", "tasks": [task()]}),
     "GET /v1/rollouts": Route(READERS, query="?run=a-run"),
     "GET /v1/rollouts/{rollout_id}": Route(READERS),
     "DELETE /v1/rollouts/{rollout_id}": Route(WRITERS, query="?run=a-run"),

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from rollyard.core import Deadline, Json, LostAttempt, Message, Task, Trace
+from rollyard.core import DataField, Deadline, Json, LostAttempt, Message, Task, Trace
 from rollyard.gateway.session import GatewaySession
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
@@ -111,6 +111,7 @@ class Agent(ABC):
 
     name: ClassVar[str]
     default_tools: ClassVar[tuple[str, ...]] = ()
+    option_fields: ClassVar[tuple[DataField, ...]] = ()  # of `agent.options`, for `rollyard tasks fields`
 
     needs_gateway: ClassVar[bool] = False
     """The context then has a gateway, and no tools."""

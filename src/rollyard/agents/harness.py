@@ -25,7 +25,7 @@ from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import HOME_INSIDE, INSTALL_INSIDE, Preset
 from rollyard.agents.program import Program
 from rollyard.agents.template import PYTHON, filled_chars, machine_values, render
-from rollyard.core import DeadlineExpired, Json, Message, Task
+from rollyard.core import DataField, DeadlineExpired, Json, Message, Task
 from rollyard.core.failure import (
     AgentCrashed,
     AgentMissing,
@@ -53,6 +53,26 @@ BEATS = 3  # within limits.stall_s
 
 _NOT_THE_PRESETS = frozenset({*NAMES, "mcp"})  # options of the gateway and of the pipeline
 
+OPTIONS = (
+    DataField("args", "list of strings", "Appended to the command.", "[]"),
+    DataField("env", "object of strings", "Variables, added to the preset's.", "{}"),
+    DataField("files", "list of objects", "Files with path, content, mode and raw, added to the preset's.", "[]"),
+    DataField("model", "string", "The model name that the program gets.", "the preset's"),
+    DataField("reasoning_history", "as_sent or keep", "Whether reasoning that the program removed stays.", '"as_sent"'),
+    DataField("strict", "boolean", "Refuses request fields that would be overridden.", "false"),
+    DataField(
+        "structured_output", "boolean", "Allows JSON output and forced calls, which are not trained on.", "false"
+    ),
+    DataField("mcp", "object", "The operator's MCP servers for programs inside, each with `inside`: true.", "{}"),
+)
+COMMAND_OPTIONS = (
+    DataField("command", "list of strings", "The program and its arguments."),
+    DataField("stdin", "string", "Its standard input.", '""'),
+    DataField("workdir", "string", "Its working directory.", "the environment's"),
+    DataField("end", "object", "In `ok`, the exit statuses that mean success.", '{"ok": [0]}'),
+)
+"""Options of a preset without a command: the task gives it."""
+
 
 class HarnessAgent(Agent):
     """Runs the program of one preset. It holds no state of a rollout."""
@@ -64,6 +84,8 @@ class HarnessAgent(Agent):
         self.name = preset.name  # pyright: ignore[reportAttributeAccessIssue]  # one class, an instance per preset
         self.preset = preset
         self.installs = installs
+        fields = OPTIONS if preset.command else (*COMMAND_OPTIONS, *OPTIONS)
+        self.option_fields = fields  # pyright: ignore[reportAttributeAccessIssue]
 
     def check(self, task: Task) -> None:
         """Raises TaskInvalid, or AgentMissing if the operator has to install the program first."""

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from rollyard.agents.arguments import wrong_arguments
 from rollyard.agents.base import Agent, AgentContext
-from rollyard.core import DeadlineExpired, Json, Message, Task
+from rollyard.core import DataField, DeadlineExpired, Json, Message, Task
 from rollyard.core.failure import RunDeadline, TaskInvalid, TokenLimit, TurnLimit
 from rollyard.observe.spans import tool_span
 from rollyard.tokens.base import Parsed, ToolCall, ToolSchema
@@ -29,8 +29,19 @@ from rollyard.tools.base import Tool, ToolResult
 log = logging.getLogger("rollyard.agents")
 
 FORMATS = ("tools", "bash_block")
-_OPTIONS = frozenset({"format", "tools", "mcp", "system_prompt", "schemas", "tool_latency_s"})
 MAX_LATENCY_S = 60.0
+OPTIONS = (
+    DataField(
+        "format", "tools or bash_block", "How the model calls tools: by its template, or in a block of text.", '"tools"'
+    ),
+    DataField("tools", "list of strings", "Names of tools.", "the environment's"),
+    DataField("mcp", "object", "MCP servers whose tools are added, by name.", "{}"),
+    DataField("system_prompt", "string or null", "Replaces the environment's system message.", "null"),
+    DataField("schemas", "boolean", "If false, the prompt does not describe the tools.", "true"),
+    DataField(
+        "tool_latency_s", f"number, 0 to {MAX_LATENCY_S:g}", "Delays every tool call, to measure its effect.", "0"
+    ),
+)
 _OPENING = re.compile(r"^```bash[^\S\n]*$", re.MULTILINE)
 _CLOSING = re.compile(r"^```[^\S\n]*$", re.MULTILINE)
 
@@ -41,12 +52,12 @@ BASH_BLOCK_PROMPT = (
 
 
 class NativeAgent(Agent):
-    """The native agent loop. Options: `format`, `tools` (names; by default the environment's), `mcp` (servers),
-    `system_prompt`, `schemas` (false: the prompt does not contain the tools, for a policy that was trained with them),
-    and `tool_latency_s`: delays every tool call, to measure the effect of slow tools on a trainer."""
+    """The native agent loop. With the option `schemas` false, the prompt does not contain the tools, for a policy that
+    was trained with them."""
 
     name: ClassVar[str] = "native"
     default_tools: ClassVar[tuple[str, ...]] = ()
+    option_fields: ClassVar[tuple[DataField, ...]] = OPTIONS
 
     tool_grace_s: float = 15.0
     """A tool enforces limits.tool_s itself and needs some more time to stop its process; after this it counts as
@@ -54,9 +65,10 @@ class NativeAgent(Agent):
 
     def check(self, task: Task) -> None:
         options = task.agent.options
-        unknown = sorted(set(options) - _OPTIONS)
+        known = sorted(field.name for field in OPTIONS)
+        unknown = sorted(set(options) - set(known))
         if unknown:
-            raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(sorted(_OPTIONS))}")
+            raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(known)}")
         if options.get("format", "tools") not in FORMATS:
             raise TaskInvalid(f"agent.options.format: one of {', '.join(FORMATS)} was expected")
         names = options.get("tools", [])

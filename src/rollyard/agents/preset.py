@@ -18,6 +18,7 @@
     content = """model = {{model|json}}"""
     mode = "0644"                     # octal
     raw = false                       # true: the content is not a template
+    source = ""                       # instead of content: a file beside the preset, read when it is loaded, unchanged
 
     [install]                         # how its files are installed, once: `rollyard agents install NAME`
     kind = "pip"                      # none (it is in the image), pip or npm
@@ -49,7 +50,7 @@ inserted value is never read as a template again. One argument of a command has 
 long instruction should read it from a file or from stdin.
 
 Invariants. A preset that loads uses only names that exist. It is data: nothing of it is run outside a sandbox, except
-pip or npm when an operator installs it.
+pip or npm when an operator installs it. Only a preset can name a `source`: a task cannot read files of the host.
 '''
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class PresetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     content: str = ""
     mode: str = "0644"
     raw: bool = False
+    source: str = ""  # empty in a preset that was loaded
 
     @property
     def mode_bits(self) -> int:
@@ -197,21 +199,34 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def read_preset(text: str) -> Preset:
-    """Parses the TOML text of a preset. Raises PresetError."""
+def read_preset(text: str, folder: Path | None = None) -> Preset:
+    """Parses the TOML text of a preset. `folder` has the files that it names as `source`. Raises PresetError."""
     try:
-        return preset_of(tomllib.loads(text))
+        preset = msgspec.convert(tomllib.loads(text), Preset)
     except tomllib.TOMLDecodeError as error:
         raise PresetError("the file", f"is not valid TOML: {error}") from error
-
-
-def preset_of(raw: Mapping[str, Any]) -> Preset:
-    try:
-        preset = msgspec.convert(raw, Preset)
     except msgspec.ValidationError as error:
         raise PresetError(*_split_error(error)) from error
+    if folder is not None:
+        files = tuple(_with_source(file, folder, f"files[{index}].source") for index, file in enumerate(preset.files))
+        preset = msgspec.structs.replace(preset, files=files)
     _check(preset)
     return preset
+
+
+def _with_source(file: PresetFile, folder: Path, where: str) -> PresetFile:
+    """Returns the file with the content of its source."""
+    if not file.source:
+        return file
+    if file.content:
+        raise PresetError(where, "either content or source was expected")
+    path = folder / file.source
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise PresetError(where, "a file beside the preset was expected")
+    text = _text_of(path)
+    if isinstance(text, PresetError):
+        raise PresetError(where, f"{file.source} {text.what}")
+    return msgspec.structs.replace(file, content=text, source="", raw=True)
 
 
 def built_in() -> dict[str, str]:
@@ -265,6 +280,10 @@ def _check(preset: Preset) -> None:
     if len(preset.files) > MOST_FILES:
         raise PresetError("files", f"at most {MOST_FILES} files")
     for index, file in enumerate(preset.files):
+        if file.source:
+            raise PresetError(f"files[{index}].source", "only the file of a preset can name one; use content")
+        if len(file.content) > MOST_FILE_BYTES:
+            raise PresetError(f"files[{index}].content", f"at most {MOST_FILE_BYTES} characters")
         if not file.path.startswith(("/", "{{")) or file.path.endswith("/"):
             raise PresetError(f"files[{index}].path", "the absolute path of a file was expected")
         if not re.fullmatch(r"0?[0-7]{3}", file.mode):

@@ -1,21 +1,23 @@
 """Finds agents: entry points (`rollyard.agents`), with one instance of each, and every preset by its name.
 
 If a name occurs twice, the first of these is used: `extra`, entry points, the operator's presets, built-in presets. A
-preset that cannot be read is an agent that cannot be used, with the reason; other agents are not affected.
+preset that cannot be read, and an entry point that cannot be loaded, is an agent that cannot be used, with the reason;
+other agents are not affected.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 
 from rollyard.agents.base import Agent
 from rollyard.agents.harness import HarnessAgent
 from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import PresetError, built_in, read_preset
-from rollyard.core.failure import UnknownAgent
+from rollyard.core.failure import AgentBroken, UnknownAgent
 from rollyard.core.texts import unknown
-from rollyard.plugins import plugins
+from rollyard.plugins import is_own, not_loaded, plugins
 
 log = logging.getLogger("rollyard.agents")
 
@@ -33,6 +35,7 @@ class Agents:
         own = installs.own_presets() if installs is not None else {}
         self._presets: dict[str, str | PresetError] = {**built_in(), **own}
         self._agents: dict[str, Agent] = dict(extra or {})
+        self._broken: dict[str, str] = {}  # why its package cannot be loaded: it is not imported again
         for name in self.presets:
             try:
                 self._preset_agent(name)
@@ -64,10 +67,27 @@ class Agents:
                 raise UnknownAgent(unknown("agent", name, self.names))
         return self._agents[name]
 
+    def load_all(self) -> dict[str, str]:
+        """Loads the agents of other packages. Returns why some cannot be loaded, by name."""
+        for name, point in self._entry_points.items():
+            if not is_own(point):
+                with suppress(AgentBroken):
+                    self.get(name)
+        return dict(self._broken)
+
     def _installed(self, name: str) -> Agent:
-        agent: object = self._entry_points[name].load()()
-        if not isinstance(agent, Agent):
-            raise UnknownAgent(f"agent {name!r} cannot be used: {type(agent).__name__} is not a rollyard.agents.Agent")
+        if name in self._broken:
+            raise AgentBroken(self._broken[name])
+        point = self._entry_points[name]
+        try:
+            agent: object = point.load()()
+            if not isinstance(agent, Agent):
+                raise TypeError(f"{type(agent).__name__} is not a rollyard.agents.Agent")
+        except Exception as error:
+            if is_own(point):
+                raise
+            self._broken[name] = f"the agent {name!r} cannot be used: {not_loaded(point, error)}"
+            raise AgentBroken(self._broken[name]) from error
         return agent
 
     def _preset_agent(self, name: str) -> Agent:
@@ -77,7 +97,7 @@ class Agents:
             text = self._presets[name]
             if isinstance(text, PresetError):
                 raise text
-            preset = read_preset(text)
+            preset = read_preset(text, self.installs.folder if self.installs is not None else None)
             if preset.name != name:
                 raise PresetError("name", f"{name!r} was expected, like the file's name")
         except PresetError as error:

@@ -209,13 +209,33 @@ def _generated(request: ImportOptions) -> TaskFactories:
         yield f"{request.environment.name}:{number}", lambda body=body: body
 
 
+def _guarded(environment: Environment, factories: TaskFactories) -> TaskFactories:
+    """Yields the same. An exception of another package's importer ends the command, with its line."""
+    from rollyard.core import RollyardError
+    from rollyard.plugins import OWN, package_of, raised
+
+    package = package_of(environment)
+    try:
+        yield from factories
+    except (CommandError, RollyardError):
+        raise
+    except Exception as error:
+        if package == OWN:
+            raise
+        raise CommandError(
+            f"the importer of {environment.name} raised {raised(error, package)}", "fix it; nothing was written"
+        ) from error
+
+
 def _checked(request: ImportOptions, result: ImportResult, factories: TaskFactories) -> Generator[str, None, None]:
     """Yields the tasks that a service would accept, as JSON; reports the others."""
     from rollyard.core import RollyardError
+    from rollyard.plugins import package_of, raised
     from rollyard.service.schemas.requests import to_task
 
+    package = package_of(request.environment)
     with closing(factories):
-        for place, make in factories:
+        for place, make in _guarded(request.environment, factories):
             try:
                 body = {"environment": request.environment.name, **make()}
                 request.environment.check(to_task(body, {}, ()))
@@ -224,7 +244,7 @@ def _checked(request: ImportOptions, result: ImportResult, factories: TaskFactor
             except RollyardError as error:
                 result.report_bad(place, error.detail)
             except Exception as error:  # an importer's bug, such as None.strip(), affects its row only
-                result.report_bad(place, f"{type(error).__name__}: {error}")
+                result.report_bad(place, raised(error, package))
             else:
                 result.report_notes(place, body)
                 yield line

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from rollyard.cli._console import CommandError
+from rollyard.cli._console import CommandError, note
 from rollyard.core import Json, Task
+
+MOST_MISTAKES = 20  # are listed; the others are counted
+
+FIELDS = "`rollyard tasks fields` lists the fields of a task (docs/reference/task.md)."
+NOTHING = "nothing was submitted. "
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +38,26 @@ class TaskLine:
 
 
 def read_tasks(files: Iterable[str], limit: int | None = None) -> list[TaskLine]:
-    """Returns the tasks of the files in order ("-" is stdin), at most `limit`. Raises the first error."""
-    tasks: list[TaskLine] = []
-    for scanned in scan_tasks(files):
-        if limit is not None and len(tasks) >= limit:
-            return tasks
-        tasks.append(_good(scanned))
-    return tasks
+    """Returns the tasks of the files in order ("-" is stdin), at most `limit`. Lists all errors and raises."""
+    scanned = list(islice(scan_tasks(files), limit))
+    mistakes = [item for item in scanned if isinstance(item, CommandError)]
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise listed([mistake.what for mistake in mistakes], len(mistakes), len(scanned), remedy=FIELDS)
+    return [item for item in scanned if isinstance(item, TaskLine)]
+
+
+def listed(mistakes: Sequence[str], bad: int, total: int, *, remedy: str, unlisted: int = 0) -> CommandError:
+    """Prints mistakes, one line each, and returns the error that ends the command; a single mistake is that error.
+    `bad` of `total` tasks have mistakes, `unlisted` of them not among these."""
+    if bad == len(mistakes) == 1:
+        return CommandError(mistakes[0], NOTHING + remedy)
+    for mistake in mistakes[:MOST_MISTAKES]:
+        note(mistake)
+    if (more := len(mistakes[MOST_MISTAKES:]) + unlisted) > 0:
+        note(f"… and {more} more")
+    return CommandError(f"{bad} of {total} tasks cannot be used", NOTHING + remedy)
 
 
 def scan_tasks(files: Iterable[str]) -> Iterator[TaskLine | CommandError]:
@@ -80,7 +100,14 @@ def _scan_file(file: str) -> Iterator[TaskLine | CommandError]:
     except UnicodeDecodeError:
         yield CommandError(f"{name} is not UTF-8 text")
         return
-    whole = _whole(text)
+    try:
+        whole = _whole(text)
+    except json.JSONDecodeError as error:
+        yield CommandError(f"{name}:{error.lineno}: this is not JSON ({_reason(error)})", "write one task per line")
+        return
+    if isinstance(whole, list):
+        yield CommandError(f"{name}:1: this is a list", f"write one task per line: jq -c '.[]' {name} > tasks.jsonl")
+        return
     if whole is not None:
         yield _checked(whole, name, 1)
         return
@@ -101,11 +128,16 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def _whole(text: str) -> object:
-    """Parses a file with a single task as one JSON object over several lines; None if it is not one."""
-    if not text.lstrip().startswith("{") or text.strip().count("\n") == 0:
+    """Parses a file with one JSON value over several lines; None if each line is a value. Raises JSONDecodeError if
+    its first line can only be the beginning of such a value."""
+    if not text.lstrip().startswith(("{", "[")) or text.strip().count("\n") == 0:
         return None
     try:
         return json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError:
+        if text.split(maxsplit=1)[0] in ("{", "[") and text.lstrip()[1:].lstrip(" \t\r").startswith("\n"):
+            raise
+        return None
     except (ValueError, RecursionError):
         return None
 
@@ -128,20 +160,18 @@ def _no_constant(name: str) -> object:
 
 
 def _checked(task: object, file: str, line: int) -> TaskLine | CommandError:
-    problem = _problem(task)
-    if problem:
-        return CommandError(
-            f"{file}:{line}: {problem}", "nothing was submitted; docs/reference has the fields of a task"
-        )
+    problems = _problems(task)
+    if problems:
+        return CommandError(f"{file}:{line}: {'; '.join(problems)}", NOTHING + FIELDS)
     assert isinstance(task, dict)
     return TaskLine(task, file, line)
 
 
-def _problem(task: object) -> str:
-    """Returns what is wrong with a task, as far as can be checked without the service; empty if nothing is."""
+def _problems(task: object) -> list[str]:
+    """Returns what is wrong with a task, as far as can be checked without the service."""
     if not isinstance(task, dict):
-        return f"a task is a JSON object, not {type(task).__name__}"
-    unknown = _unknown(task, Task, "")
+        return [f"a task is a JSON object, not {type(task).__name__}"]
+    unknown = list(_unknown(task, Task, ""))
     if unknown:
         return unknown
     import msgspec
@@ -149,18 +179,19 @@ def _problem(task: object) -> str:
     try:  # a run's defaults may give the environment: only given fields are checked
         msgspec.convert({"environment": "", **task}, Task, strict=True)
     except msgspec.ValidationError as error:
-        return str(error)
-    return ""
+        return [str(error)]
+    return []
 
 
-def _unknown(value: Mapping[str, Any], kind: type, path: str) -> str:
+def _unknown(value: Mapping[str, Any], kind: type, path: str) -> Iterator[str]:
     hints = get_type_hints(kind)
-    names = {item.name for item in fields(kind)}
+    names = [item.name for item in fields(kind)]
     for key, inner in value.items():
         if key not in names:
-            return f"there is no field {path}{key} in a task"
-        if is_dataclass(hints[key]) and isinstance(hints[key], type) and isinstance(inner, dict):
-            problem = _unknown(inner, hints[key], f"{path}{key}.")
-            if problem:
-                return problem
-    return ""
+            near = get_close_matches(key, names, 1)
+            hint = f"; did you mean {path}{near[0]}?" if near else ""
+            yield f"there is no field {path}{key} in a task{hint}"
+            continue
+        below = next((part for part in (hints[key], *get_args(hints[key])) if is_dataclass(part)), None)
+        if isinstance(below, type) and isinstance(inner, dict):
+            yield from _unknown(inner, below, f"{path}{key}.")

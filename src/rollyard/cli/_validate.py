@@ -1,8 +1,8 @@
 """Finds all problems of tasks: by checks of their text, and optionally by running them with oracle and no-op agents.
 
-A *problem* makes a task useless: it cannot be submitted, its reference solution does not get the highest reward, or
-doing nothing gets it. A *warning* is a probable mistake. A run that failed for a reason outside the task (blame infra)
-proves nothing: it is reported separately, as not tried.
+A *problem* makes a task useless: it cannot be submitted, its reference solution does not get the highest reward,
+doing nothing gets it, or its environment's code raises an exception. A *warning* is a probable mistake. A run that
+failed for a reason outside the task (blame infra) proves nothing: it is reported separately, as not tried.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rollyard.core import Task
     from rollyard.pipeline import StageResources
     from rollyard.pipeline.local_rollout import PlayResult
+
+VERIFIER_CRASHED = "verifier_crashed"
+"""The one failure with blame infra that is a problem here: nothing but the environment's `eval` ran."""
 
 LITTLE_BYTES = 16 << 20
 """No useful program starts with less memory or disk than this: the value was probably meant in MiB."""
@@ -109,7 +112,7 @@ async def _checked(
         task = resource_sets.placed(to_task(line.task, {}, ()))
         resources = await resource_sets.of(task)
         resolved = resources.resolve(task)
-        environment = resolved.environment
+        _ = resolved.environment  # raises if there is none
     except InvalidRequest as error:
         finding.problems += _each_field(error)
         return None
@@ -120,8 +123,8 @@ async def _checked(
         finding.problems.append(f"sandbox.runtime: {error.what}; {error.remedy}")
         return None
     parts = (
-        lambda: environment.check(task),
-        lambda: resolved.agent.check(task),
+        resolved.check_data,
+        resolved.check_agent,
         lambda: resolved.tools,
         lambda: resolved.image(),
         lambda: resources.check(task, Run("validate")),  # what remains: the agent together with the runtime
@@ -216,7 +219,7 @@ def _judge(finding: Finding, max_reward: float) -> None:
         if failure is None or played.score is not None or (played is oracle and not has_oracle):
             continue
         problem = f"{name}: {failure.code} in {failure.stage}: {failure.detail}"
-        if failure.blame == "infra":
+        if failure.blame == "infra" and failure.code != VERIFIER_CRASHED:
             finding.not_tried = finding.not_tried or problem
         elif problem not in finding.problems:
             finding.problems.append(problem)

@@ -10,7 +10,7 @@ from rollyard.client._policies import AsyncPolicy, AsyncUpdate
 from rollyard.client._sessions import AsyncSession
 from rollyard.client._sync import Client, Draw, Policy, Session, Update
 from rollyard.client.groups import Batch, Group, GroupRollout
-from rollyard.client.records import Evaluation, Event, Page, Record, Trace, Trajectory
+from rollyard.client.records import Evaluation, Event, Page, Record, TaskCheck, TaskProblem, Trace, Trajectory
 
 __all__ = [
     "AsyncClient",
@@ -31,6 +31,8 @@ __all__ = [
     "Record",
     "ServiceUnreachable",
     "Session",
+    "TaskCheck",
+    "TaskProblem",
     "Trace",
     "Trajectory",
     "UnexpectedReply",

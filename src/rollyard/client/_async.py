@@ -27,7 +27,18 @@ from rollyard.client._sampling import AsyncSampling
 from rollyard.client._sessions import AsyncSession
 from rollyard.client._transport import ARROW, Transport
 from rollyard.client._waiting import POLL_S, wait_all
-from rollyard.client.records import Event, JsonObject, Page, Record, Trace, Trajectory, read, read_object, read_page
+from rollyard.client.records import (
+    Event,
+    JsonObject,
+    Page,
+    Record,
+    TaskCheck,
+    Trace,
+    Trajectory,
+    read,
+    read_object,
+    read_page,
+)
 from rollyard.client.traces import read_trajectory
 from rollyard.core import Json, RollyardError, check_id, new_id
 from rollyard.core.failure import NotFound
@@ -169,6 +180,15 @@ class AsyncClient(AsyncSampling, AsyncAccess):
                 raise
             records += read_page(reply).rollouts
         return records
+
+    async def check(self, tasks: Sequence[TaskLike], *, run: str = "default") -> TaskCheck:
+        """Checks tasks as `submit` does, and submits nothing. Returns how many would be refused, and why."""
+        total = TaskCheck()
+        for start in range(0, len(tasks), CHUNK):
+            call = {"run": run, "tasks": [task_body(task) for task in tasks[start : start + CHUNK]]}
+            found = read(await self._wire.json("POST", "/tasks/check", body=call, is_repeatable=True), TaskCheck)
+            total = total.plus(found, start)
+        return total
 
     async def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record:
         """The current record; with `wait_s`, the record at its end or after that time.

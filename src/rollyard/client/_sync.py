@@ -15,7 +15,7 @@ from rollyard.client._loop import ClientLoop
 from rollyard.client._policies import LEASE_S, OUTLAST_S, UPDATE_LEASE_S, AsyncPolicy, AsyncUpdate
 from rollyard.client._sessions import AsyncSession
 from rollyard.client.groups import Batch, Group
-from rollyard.client.records import Evaluation, Event, JsonObject, Page, Record, Trajectory
+from rollyard.client.records import Evaluation, Event, JsonObject, Page, Record, TaskCheck, Trajectory
 from rollyard.core import Json
 
 
@@ -119,6 +119,10 @@ class Client:
         (`error.data["submitted"]` is their number). Repeating with the same ids adds only what is missing.
         """
         return self._loop.run(self._async.submit(tasks, run=run, ids=ids, group_size=group_size, priority=priority))
+
+    def check(self, tasks: Sequence[TaskLike], *, run: str = "default") -> TaskCheck:
+        """Checks tasks as `submit` does, and submits nothing. Returns how many would be refused, and why."""
+        return self._loop.run(self._async.check(tasks, run=run))
 
     def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record:
         """The current record; with `wait_s`, the record at its end or after that time.

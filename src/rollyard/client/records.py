@@ -8,7 +8,7 @@ never an incomplete record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -73,6 +73,29 @@ class Page:
     rollouts: tuple[Record, ...]
     next: str | None = None
     unfinished: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProblem:
+    """A task that a submit would refuse: its index among the checked tasks, and what is wrong, one text per mistake."""
+
+    index: int
+    code: str = ""
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCheck:
+    """The result of checking tasks. `bad` of them would be refused; `problems` has the first of those."""
+
+    checked: int = 0
+    bad: int = 0
+    problems: tuple[TaskProblem, ...] = ()
+
+    def plus(self, later: TaskCheck, start: int) -> TaskCheck:
+        """Returns this check and that of the tasks from index `start`."""
+        moved = tuple(replace(problem, index=problem.index + start) for problem in later.problems)
+        return TaskCheck(self.checked + later.checked, self.bad + later.bad, (*self.problems, *moved))
 
 
 @dataclass(frozen=True, slots=True)

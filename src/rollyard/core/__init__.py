@@ -11,7 +11,7 @@ from rollyard.core.overlong import OverlongPenalty
 from rollyard.core.rollout import Ending, LostAttempt, Rollout, Summary, Timings
 from rollyard.core.score import Score, TurnReward
 from rollyard.core.state import LIVE, MOVES, IllegalMove, Position, State
-from rollyard.core.task import AgentSpec, Limits, Mode, Run, Sampling, SandboxOptions, Task
+from rollyard.core.task import AgentSpec, DataField, Limits, Mode, Run, Sampling, SandboxOptions, Task
 from rollyard.core.trace import Artifact, Message, Span, Trace, Trajectory, ids_array, logprobs_array
 from rollyard.core.workclock import WorkClock
 
@@ -24,6 +24,7 @@ __all__ = [
     "Artifact",
     "Batch",
     "Blame",
+    "DataField",
     "Deadline",
     "DeadlineExpired",
     "Draw",

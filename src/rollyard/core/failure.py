@@ -17,7 +17,7 @@
     │   ├── Stalled  LostToRestarts  NodeLost  SessionLost
     │   └── TraceInvalid  InternalError
     ├── TaskFailure                    the task cannot be done as given: no reward, no retry
-    │   ├── SetupFailed  SetupDeadline  PromptTooLong  TaskInvalid  EnvironmentBroken
+    │   ├── SetupFailed  SetupDeadline  PromptTooLong  TaskInvalid  EnvironmentBroken  AgentBroken
     ├── Cancelled                      requested by the client
     ├── SessionAbandoned               the client gave no reward in time
     └── RequestError                   only in an HTTP response; never in a record
@@ -242,7 +242,7 @@ class SandboxStuck(SandboxFailure):
 
 
 class VerifierCrashed(InfraFailure):
-    remedy = "The environment's eval raised an exception; see the service's log."
+    remedy = "The environment's eval failed; the detail names the cause, and the service's log has the traceback."
 
 
 class JudgeUnreachable(InfraFailure):
@@ -315,11 +315,19 @@ class PromptTooLong(TaskFailure):
 
 
 class TaskInvalid(TaskFailure):
-    remedy = "Compare the task's data with the environment's schema."
+    remedy = "`rollyard tasks fields ENVIRONMENT` lists the fields of its data (docs/reference/task.md)."
 
 
 class EnvironmentBroken(TaskFailure):
-    remedy = "The environment's own code raised an exception; see the service's log."
+    """An environment's code cannot be loaded, or raised an exception that another try would raise again."""
+
+    remedy = "Fix the environment's code where the detail says; the service's log has the traceback. Then restart it."
+
+
+class AgentBroken(TaskFailure):
+    """The code of an agent from another package cannot be loaded, or raised an exception."""
+
+    remedy = "Fix the agent's code where the detail says; the service's log has the traceback. Then restart it."
 
 
 # --- the client ---------------------------------------------------------------------------------------

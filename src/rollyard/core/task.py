@@ -10,6 +10,18 @@ from rollyard.core.egress import EgressOptions
 from rollyard.core.json import Json
 from rollyard.core.overlong import OverlongPenalty
 
+REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class DataField:
+    """Describes one field of a task's `data`, or of its agent's `options`, for readers (`rollyard tasks fields`)."""
+
+    name: str
+    kind: str  # as JSON: "string", "list of strings"…
+    about: str  # one sentence
+    default: str = REQUIRED  # as JSON, or in words
+
 
 class Mode(StrEnum):
     TRAIN = "train"

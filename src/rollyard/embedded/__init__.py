@@ -25,6 +25,7 @@ same conformance suite.
       sources.py    where models come from: a package index, the Hugging Face hub
     loading.py      loads a model and its tokenizer, without transformers where possible
     weights.py      models by a short name: fetched once, verified, cached
+    shipped.py      the adapters in this package by name, and whether an adapter fits a model's weights
     batching.py     which sequences go into a step: joining, leaving, chunks of prompts, memory
     worker.py       the one thread that runs the model
     calls.py        one request in the event loop, and its response bodies
@@ -42,6 +43,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 NEEDED = ("torch", "transformers")
+
+SHIPPED = ("yardwork",)
+"""Adapters in this package, in `trained/`, by name."""
 
 
 def missing_packages() -> tuple[str, ...]:

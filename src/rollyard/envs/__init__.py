@@ -3,7 +3,7 @@
 Everything that an environment needs is importable from here.
 """
 
-from rollyard.core import Message, Score, Task
+from rollyard.core import DataField, Message, Score, Task
 from rollyard.core.failure import SetupFailed, TaskInvalid
 from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Judge, Plan, Solution, Start
 from rollyard.envs.protected import PROTECTED
@@ -14,6 +14,7 @@ __all__ = [
     "PROTECTED",
     "ArtifactRule",
     "Bind",
+    "DataField",
     "EnvContext",
     "Environment",
     "Environments",

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from rollyard.core import Artifact, Json, Message, Score, Task, Trajectory
+from rollyard.core import Artifact, DataField, Json, Message, Score, Task, Trajectory
 from rollyard.core.failure import TaskInvalid
 from rollyard.core.json import encode_container
 from rollyard.engines.base import ChatReply
@@ -131,6 +131,7 @@ class Environment:
 
     name: ClassVar[str] = ""
     tools: ClassVar[tuple[str, ...]] = ()  # the agent's tools if the task names none
+    data_fields: ClassVar[tuple[DataField, ...]] = ()  # of a task's data, for `rollyard tasks fields`
 
     def check(self, task: Task) -> None:
         """Raises TaskInvalid for data that can never work. Called when a task is submitted: no I/O."""

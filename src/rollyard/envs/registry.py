@@ -1,19 +1,20 @@
 """Finds environments by entry point (`rollyard.environments`) and creates one instance of each.
 
 An environment holds no state of a rollout. It may hold what all rollouts share (a verifier's processes); `close`
-releases that.
+releases that. One whose package cannot be loaded is refused with the reason; the others are not affected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
-from typing import Self, cast
+from contextlib import AsyncExitStack, suppress
+from importlib.metadata import EntryPoint
+from typing import Self
 
-from rollyard.core.failure import UnknownEnvironment
+from rollyard.core.failure import EnvironmentBroken, UnknownEnvironment
 from rollyard.core.texts import unknown
 from rollyard.envs.base import Environment
-from rollyard.plugins import plugins
+from rollyard.plugins import is_own, not_loaded, plugins
 
 GROUP = "rollyard.environments"
 
@@ -27,6 +28,7 @@ class Environments:
     def __init__(self, extra: Mapping[str, Environment | type[Environment]] | None = None) -> None:
         self._entry_points = {point.name: point for point in plugins(GROUP)}
         self._instances: dict[str, Environment] = {}
+        self._broken: dict[str, str] = {}  # why its package cannot be loaded: it is not imported again
         for name, environment in (extra or {}).items():
             self._instances[name] = environment() if isinstance(environment, type) else environment
 
@@ -35,12 +37,34 @@ class Environments:
         return tuple(sorted({*self._entry_points, *self._instances}))
 
     def get(self, name: str) -> Environment:
-        """Returns the environment with that name. Raises `UnknownEnvironment`."""
+        """Returns the environment with that name. Raises `UnknownEnvironment` or `EnvironmentBroken`."""
         if name not in self._instances:
             if name not in self._entry_points:
                 raise UnknownEnvironment(unknown("environment", name, self.names))
-            self._instances[name] = cast("type[Environment]", self._entry_points[name].load())()
+            if name in self._broken:
+                raise EnvironmentBroken(self._broken[name])
+            self._instances[name] = self._installed(self._entry_points[name])
         return self._instances[name]
+
+    def load_all(self) -> dict[str, str]:
+        """Loads the environments of other packages. Returns why some cannot be loaded, by name."""
+        for name, point in self._entry_points.items():
+            if not is_own(point):
+                with suppress(EnvironmentBroken):
+                    self.get(name)
+        return dict(self._broken)
+
+    def _installed(self, point: EntryPoint) -> Environment:
+        try:
+            environment: object = point.load()()
+            if not isinstance(environment, Environment):
+                raise TypeError(f"{point.value} is not a subclass of rollyard.envs.Environment")
+        except Exception as error:
+            if is_own(point):
+                raise
+            self._broken[point.name] = f"the environment {point.name!r} cannot be used: {not_loaded(point, error)}"
+            raise EnvironmentBroken(self._broken[point.name]) from error
+        return environment
 
     async def close(self) -> None:
         async with AsyncExitStack() as stack:

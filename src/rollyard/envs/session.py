@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rollyard.core import Json, Score, Task
+from rollyard.core import DataField, Json, Score, Task
 from rollyard.core.failure import SessionAbandoned, TaskInvalid
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.fields import Fields
@@ -28,6 +28,9 @@ class SessionEnvironment(Environment):
     """Scores with the reward that the client posted. `POST /v1/sessions` creates its tasks; its agent is `session`."""
 
     name: ClassVar[str] = "session"
+    data_fields: ClassVar[tuple[DataField, ...]] = (
+        DataField("metadata", "object", "The client's own data, returned in the record.", "{}"),
+    )
 
     def check(self, task: Task) -> None:
         if task.agent.name != AGENT:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from posixpath import isabs, join, normpath
 from typing import ClassVar
 
-from rollyard.core import Message, Score, Task
+from rollyard.core import DataField, Message, Score, Task
 from rollyard.core.failure import EvalDeadline, SetupDeadline, SetupFailed, TaskInvalid
 from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.fields import Fields
@@ -42,6 +42,26 @@ WORKSPACE = "workspace"
 
 CHECK_GRACE_S = 60.0
 """Added to the EVAL deadline for a check's own timeout, so that the deadline ends a check that hangs."""
+
+
+FIELDS = (
+    DataField("instruction", "string", "What the agent is asked to do: the user's message."),
+    DataField("system_prompt", "string or null", "The system message.", "null"),
+    DataField(
+        "files", "object of strings", "Files by path, absolute or below /workspace, written before `setup`.", "{}"
+    ),
+    DataField(
+        "setup", "list of strings", "Commands that prepare the workspace; one that fails ends the rollout.", "[]"
+    ),
+    DataField("checks", "list, at least 1", "Commands that score: strings, or objects as below."),
+    DataField("checks[].command", "string", "Passes if it exits with 0."),
+    DataField("checks[].name", "string", "Its name among the score's components; each once.", '"check_N"'),
+    DataField("checks[].weight", "number above 0", "Its share of the reward.", "1"),
+    DataField(
+        "eval", "fresh or same", "Where checks run: with the workspace's files only, or with all of RUN's.", '"fresh"'
+    ),
+    DataField("solution", "list of strings", "Commands that solve the task, for the oracle; no agent sees them.", "[]"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +105,7 @@ class ShellEnvironment(Environment):
 
     name: ClassVar[str] = "shell"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def check(self, task: Task) -> None:
         ShellData.read(task)

@@ -18,6 +18,7 @@ from rollyard.core import Run, Task
 from rollyard.core.ceilings import Ceilings
 from rollyard.core.egress import EgressCeiling, rules_of
 from rollyard.core.failure import (
+    AgentBroken,
     EgressNotAllowed,
     EnvironmentBroken,
     ImageMissing,
@@ -30,7 +31,7 @@ from rollyard.engines.routing.router import Router
 from rollyard.envs.base import Environment, Plan
 from rollyard.envs.registry import Environments
 from rollyard.pipeline.artifacts import ArtifactFolder
-from rollyard.pipeline.boundary import boundary
+from rollyard.pipeline.boundary import Suspect, boundary
 from rollyard.pipeline.handler import Handler
 from rollyard.pipeline.image_resolution import ResolvedImage, resolve_image
 from rollyard.pipeline.renderers import Renderers
@@ -78,10 +79,10 @@ class StageResources:
     def check(self, task: Task, run: Run) -> None:
         """Raises the specific error for a task that can never run here. It must be fast: every submit calls it."""
         resolved = self.resolve(task)
-        environment = resolved.environment
+        _ = resolved.environment  # raises if there is none
         self.ceilings.check(task)
-        environment.check(task)
-        resolved.agent.check(task)
+        resolved.check_data()
+        resolved.check_agent()
         _ = resolved.tools, resolved.served_inside  # raises if one is unknown
         check_extra(task.sampling, self.router.kinds(run.policy))
         runtime, agent = resolved.runtime, resolved.agent
@@ -116,16 +117,33 @@ class ResolvedTask:
     def environment(self) -> Environment:
         return self.resources.environments.get(self.task.environment)
 
+    def check_data(self) -> None:
+        """Raises TaskInvalid for data that can never work."""
+        with boundary(None, f"{self.task.environment}.check", (self.environment, EnvironmentBroken)):
+            self.environment.check(self.task)
+
+    def check_agent(self) -> None:
+        """Raises TaskInvalid for invalid options of the agent."""
+        with boundary(None, f"{self.agent.name}.check", *self.suspects):
+            self.agent.check(self.task)
+
     @cached_property
     def plan(self) -> Plan:
-        with boundary(EnvironmentBroken, f"{self.task.environment}.plan"):
-            return self.environment.plan(self.task)
+        environment = self.environment
+        with boundary(EnvironmentBroken, f"{self.task.environment}.plan", (environment, EnvironmentBroken)):
+            return environment.plan(self.task)
 
     @cached_property
     def agent(self) -> Agent:
         if not self.task.agent.name and isinstance(self.environment, Handler):
             return self.environment
         return self.resources.agents.get(self.task.agent.name or NATIVE)
+
+    @property
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Whose code may raise while the agent runs: its own, and the environment's tools. A Handler is both."""
+        environment = (self.environment, EnvironmentBroken)
+        return (environment,) if isinstance(self.agent, Handler) else ((self.agent, AgentBroken), environment)
 
     @cached_property
     def needs(self) -> SandboxNeeds:

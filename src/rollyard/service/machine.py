@@ -47,6 +47,7 @@ async def open_stage_resources(
     settings: Settings, router: Router, environments: Environments, agents: Agents, renderers: Renderers
 ) -> AsyncGenerator[tuple[StageResources, dict[str, Mapping[str, str]]], None]:
     """The resources of the stages on this machine, a head's or a node's, and the result of each runtime's probe."""
+    _load_plugins(environments, agents)
     async with AsyncExitStack() as stack:
         runtimes: dict[str, Runtime] = {}
         for name in settings.runtimes:
@@ -78,6 +79,15 @@ async def open_stage_resources(
             resolve_name=resolver,
         )
         yield resources, probes
+
+
+def _load_plugins(environments: Environments, agents: Agents) -> None:
+    """Imports the environments and agents of other packages before any call is served: an import takes seconds, and
+    one that fails is reported now, not at the first submit."""
+    for name, why in environments.load_all().items():
+        log.error("an environment cannot be loaded", extra={"environment": name, "detail": why})
+    for name, why in agents.load_all().items():
+        log.error("an agent cannot be loaded", extra={"agent": name, "detail": why})
 
 
 def raise_descriptor_limit() -> None:

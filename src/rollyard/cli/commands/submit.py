@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollyard.cli._console import AsJson, CommandError, Token, Url, connect, note, print_json, run, show
-from rollyard.cli._tasks import TaskLine, read_tasks
+from rollyard.cli._tasks import FIELDS, NOTHING, TaskLine, listed, scan_tasks
 
 if TYPE_CHECKING:
-    from rollyard.client import AsyncClient
+    from rollyard.client import AsyncClient, TaskProblem
     from rollyard.core import RollyardError
 
 RETRY_S = 600.0  # how long to wait for a service that restarts or is full
@@ -48,8 +51,8 @@ def submit(
 ) -> None:
     """Submit tasks, show their progress, and print the results.
 
-    Each line is one task: {"environment": "math", "data": {"question": "2+2?", "answer": "4"}}. An error in any
-    line is reported with its number before anything is submitted. Exits with 1 if a rollout ended without a reward.
+    Each line is one task: {"environment": "math", "data": {"question": "2+2?", "answer": "4"}}. All mistakes are
+    listed by line before anything is submitted. Exits with 1 if a rollout ended without a reward.
     """
     from rollyard.core import new_id
 
@@ -59,9 +62,12 @@ def submit(
         from rollyard.cli._results import check_out
 
         check_out(out)
-    tasks = read_tasks(files, limit)
-    if not tasks:
+    lines = list(islice(scan_tasks(files), limit))
+    if not lines:
         raise CommandError(f"there is no task in {', '.join(files)}", "write one JSON object per line")
+    tasks = [line for line in lines if isinstance(line, TaskLine)]
+    if len(tasks) < len(lines):
+        raise run(_all_mistakes(lines, run_id or policy or "default", url, token))
     prefix = id_prefix or new_id("s")
     work = _submit(tasks, run_id, policy, group_size, priority, prefix, wait, out, url, token, as_json)
     try:
@@ -96,6 +102,8 @@ async def _submit(
     async with connect(url, token, retry_s=RETRY_S) as client:
         where = run_id or policy or "default"
         await _ensure_run(client, where, policy)
+        if mistakes := await Mistakes.found(client, tasks, where):
+            raise mistakes.listed(tasks)
         ids = [f"{prefix}-{number}" for number in range(len(tasks))]
         try:
             records = await client.submit(
@@ -129,6 +137,63 @@ async def _submit(
     if unwritten is not None:
         raise unwritten
     return not wait or all(record.reward is not None for record in records)
+
+
+async def _all_mistakes(
+    lines: Sequence[TaskLine | CommandError], run_id: str, url: str | None, token: str | None
+) -> CommandError:
+    """Returns the error for a file with unreadable lines. Mistakes of the others are listed too, if a service
+    answers."""
+    from rollyard.core import DEFAULT_RUN, RollyardError
+    from rollyard.core.failure import NotFound
+
+    tasks = [line for line in lines if isinstance(line, TaskLine)]
+    found = Mistakes()
+    with suppress(RollyardError, TimeoutError):
+        async with connect(url, token) as client:
+            try:
+                found = await Mistakes.found(client, tasks, run_id) if tasks else found
+            except NotFound:  # the run is created when something is submitted; like the default run, without defaults
+                found = await Mistakes.found(client, tasks, DEFAULT_RUN)
+    return found.listed(lines)
+
+
+@dataclass(slots=True)
+class Mistakes:
+    """What a service finds wrong with tasks, by their place. `unlisted` others are only counted."""
+
+    by_place: dict[str, TaskProblem] = field(default_factory=dict)
+    unlisted: int = 0
+
+    @classmethod
+    async def found(cls, client: AsyncClient, tasks: Sequence[TaskLine], run_id: str) -> Mistakes:
+        check = await client.check([line.task for line in tasks], run=run_id)
+        by_place = {tasks[problem.index].place: problem for problem in check.problems}
+        return cls(by_place, check.bad - len(by_place))
+
+    def __bool__(self) -> bool:
+        return bool(self.by_place)
+
+    def listed(self, lines: Sequence[TaskLine | CommandError]) -> CommandError:
+        """Prints all mistakes in the order of the lines, and returns the error that ends the command."""
+        from rollyard.core import CODES
+
+        texts: list[str] = []
+        remedies: dict[str, None] = {}  # in order, each once
+        bad = self.unlisted
+        for line in lines:
+            if isinstance(line, CommandError):
+                texts.append(line.what)
+                remedy = line.remedy.removeprefix(NOTHING)
+                remedies[remedy[:1].upper() + remedy[1:].rstrip(".") + "."] = None
+            elif line.place in self.by_place:
+                problem = self.by_place[line.place]
+                texts += [f"{line.place}: {detail}" for detail in problem.details]
+                remedies[(CODES[problem.code].remedy if problem.code in CODES else "") or FIELDS] = None
+            else:
+                continue
+            bad += 1
+        return listed(texts, bad, len(lines), remedy=" ".join(remedies), unlisted=self.unlisted)
 
 
 async def _ensure_run(client: AsyncClient, run_id: str, policy: str | None) -> None:

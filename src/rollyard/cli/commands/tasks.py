@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollyard.cli._console import AsJson, CommandError, note, plain, print_json, print_lines, run, seconds, show, table
-from rollyard.cli._tasks import TaskLine, read_task, scan_tasks
+from rollyard.cli._tasks import FIELDS, TaskLine, read_task, scan_tasks
 
 if TYPE_CHECKING:
     from rollyard.cli._task_import import ImportResult
     from rollyard.cli._validate import Finding
+    from rollyard.core import DataField
     from rollyard.pipeline.local_rollout import PlayResult
 
 tasks = typer.Typer(help="Tasks on this machine: import, validate, try.", no_args_is_help=True)
@@ -111,6 +112,8 @@ def validate(
     else:
         _show(findings, plays)
     _summarize(findings, plays)
+    if any(finding.problems and finding.oracle is None for finding in findings):  # of its text
+        note(FIELDS)
     if not all(finding.is_good for finding in findings):
         raise typer.Exit(1)
 
@@ -155,6 +158,57 @@ def _summarize(findings: Sequence[Finding], plays: bool) -> None:
     if plays:
         parts.append(f"{not_tried} not tried for reasons outside the task")
     note(", ".join([*parts, f"{warned} with warnings"]))
+
+
+@tasks.command("fields", epilog="Example: rollyard tasks fields shell")
+def fields(
+    environment: Annotated[
+        str | None, typer.Argument(metavar="[ENV]", help="An environment: the fields of its data.")
+    ] = None,
+    agent: Annotated[str | None, typer.Option(help="An agent: the fields of its options.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the fields of a task with their types, defaults and bounds; or those of an environment's data.
+
+    docs/reference/task.md has the same tables.
+    """
+    from rollyard.cli._fields import task_fields
+
+    if environment is not None and agent is not None:
+        raise CommandError("give an environment or --agent, not both", status=2)
+    if environment is None and agent is None:
+        rows = [row for section in task_fields().values() for row in section]
+    else:
+        rows = run(_described(environment, agent))
+    if as_json:
+        print_lines({"name": row.name, "type": row.kind, "default": row.default, "about": row.about} for row in rows)
+        return
+    grid = table("field", "type", "default", "meaning")
+    for row in rows:
+        grid.add_row(plain(row.name), plain(row.kind), plain(row.default), plain(row.about))
+    show(grid)
+    if environment is None and agent is None:
+        note("`data`: rollyard tasks fields ENVIRONMENT; `agent.options`: rollyard tasks fields --agent NAME")
+
+
+async def _described(environment: str | None, agent: str | None) -> list[DataField]:
+    """Returns the fields of an environment's data, or of an agent's options. Raises `CommandError` if it describes
+    none."""
+    from rollyard.agents.installation import AgentInstalls
+    from rollyard.agents.registry import Agents
+    from rollyard.service.machine import AGENTS, all_environments
+    from rollyard.service.settings import load_settings
+
+    settings = load_settings({}, os.environ).settings
+    async with all_environments(settings) as environments:  # which may need an event loop when they are created
+        if environment is not None:
+            found, what = environments.get(environment).data_fields, f"the environment {environment}"
+        else:
+            agents = Agents(installs=AgentInstalls(settings.data_dir / AGENTS))
+            found, what = agents.get(agent or "").option_fields, f"the agent {agent}"
+    if not found:
+        raise CommandError(f"{what} does not describe its fields", "see its own documentation")
+    return list(found)
 
 
 @tasks.command("try", epilog="Example: rollyard tasks try tasks.jsonl:3 --agent oracle")

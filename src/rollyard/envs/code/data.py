@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rollyard.core import Json, Task
+from rollyard.core import DataField, Json, Task
 from rollyard.envs.code.compare import TOLERANCE
 from rollyard.envs.fields import Fields
 from rollyard.sandbox.base import WORKDIR
@@ -49,6 +49,49 @@ LANGUAGES = {
         "solution.js", "node solution.js", None, ("javascript", "js", "node"), ("node",), memory_bytes=None
     ),
 }
+
+
+FIELDS = (
+    DataField("question", "string", "The problem."),
+    DataField("tests", "list of objects", "Hidden tests; either these or `asserts`.", "[]"),
+    DataField("tests[].input", "string or list", "Standard input; with `entry_point`, the arguments of a call."),
+    DataField("tests[].output", "string or JSON", "The right output; with `entry_point`, the right result."),
+    DataField("tests[].outputs", "list", "Instead of `output`: several right outputs.", "none"),
+    DataField("asserts", "list of strings", "Hidden tests as Python statements.", "[]"),
+    DataField(
+        "public_tests",
+        "list",
+        "Tests, or texts, that the prompt shows; they count only if they are also in `tests`.",
+        "[]",
+    ),
+    DataField(
+        "entry_point", "string or null", "The function that tests call; null: the solution is a program.", "null"
+    ),
+    DataField("prelude", "string", "Python code that runs before a called solution, such as imports.", '""'),
+    DataField("starter_code", "string or null", "Code that the prompt shows as the beginning.", "null"),
+    DataField("solution", "string or null", "The reference solution, for the oracle.", "null"),
+    DataField("system_prompt", "string or null", "The system message.", "null"),
+    DataField(
+        "language",
+        "string",
+        f"One of {', '.join(sorted(LANGUAGES))}; or another, with `file` and `command`.",
+        '"python"',
+    ),
+    DataField("file", "string", "Name of the solution's file, for another language.", "the language's"),
+    DataField("command", "string", "Runs the solution, for another language.", "the language's"),
+    DataField("compile", "string", "Compiles the solution, for another language.", "the language's"),
+    DataField("time_s", "number above 0", "CPU seconds of one test.", f"{TIME_S:g}"),
+    DataField(
+        "memory_bytes", f"whole number from {LEAST_MEMORY_BYTES}", "Address space of one test.", "the language's"
+    ),
+    DataField("reward", "all or share", "1 if all tests pass, or the share that passes.", '"all"'),
+    DataField(
+        "tolerance",
+        "number above 0",
+        "Difference, absolute or relative, at which two fractions are equal.",
+        f"{TOLERANCE:g}",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import warnings
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rollyard.core import Json, Message, Score, Task
+from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.core.failure import SetupFailed, TaskInvalid
 from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.code.answer import last_block
-from rollyard.envs.code.data import CodeData
+from rollyard.envs.code.data import FIELDS, CodeData
 from rollyard.envs.code.grading import graded
 from rollyard.envs.code.prompt import prompt
 from rollyard.envs.code.rows import body_of
@@ -41,6 +41,7 @@ class CodeEnvironment(Environment):
 
     name: ClassVar[str] = "code"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def check(self, task: Task) -> None:
         CodeData.read(task)

@@ -25,11 +25,11 @@ from typing import ClassVar
 import aiohttp
 import orjson
 
-from rollyard.core import Json, Message, Score, Task
+from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.core.failure import SetupFailed, TaskInvalid, ToolUnreachable, VerifierCrashed
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start, check_options
 from rollyard.envs.gym.response import response_of
-from rollyard.envs.gym.row import PARAMS, GymData, params_of
+from rollyard.envs.gym.row import FIELDS, PARAMS, GymData, params_of
 from rollyard.envs.gym.session import GymSession, Reply, Unreachable, encoded, new_http
 from rollyard.envs.gym.tool import GymTool
 from rollyard.tools.base import Tool
@@ -52,6 +52,7 @@ class GymEnvironment(Environment):
     """Scores with a resources server's verifier. `servers` are the operator's URLs by name."""
 
     name: ClassVar[str] = "gym"
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def __init__(self, servers: Mapping[str, str] | None = None) -> None:
         self._servers = {name: url.rstrip("/") for name, url in (servers or {}).items()}

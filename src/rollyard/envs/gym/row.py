@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollyard.core import Json, Message, Task
+from rollyard.core import DataField, Json, Message, Task
 from rollyard.core.failure import TaskInvalid
 from rollyard.envs.fields import Fields
 from rollyard.gateway.base import Problem
@@ -22,6 +22,15 @@ PARAMS = "responses_create_params"
 _PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _SERVERS_OWN = frozenset({"seed_session", "verify", "aggregate_metrics", "mcp"})
 """Paths of the server's own. A model that could call them could score itself."""
+
+
+FIELDS = (
+    DataField("server", "string", "A resources server of the setting `gym_servers`."),
+    DataField("row", "object", f"A row of a Gym dataset; the model sees only `{PARAMS}`."),
+    DataField(
+        "oracle", "list of objects", "Steps of the oracle: each has `tool` and `arguments`, or an `answer`.", "none"
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

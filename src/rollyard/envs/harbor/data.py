@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from posixpath import commonpath, isabs, normpath
 
-from rollyard.core import Task
+from rollyard.core import DataField, Task
 from rollyard.envs.fields import Fields
 from rollyard.envs.harbor.files import Files, check_files, text_of
 
@@ -29,6 +29,26 @@ ABOVE_TESTS = (
 )
 """Files that pytest and node read above /tests by themselves: an agent's /conftest.py could make every test pass. If
 the task's working folder is /, they are part of the task."""
+
+
+FIELDS = (
+    DataField("instruction", "string", "What the agent is asked to do."),
+    DataField("workdir", "string", "The working folder of the agent, an absolute path.", f'"{APP}"'),
+    DataField("env", "object of strings", "Variables of the sandbox.", "{}"),
+    DataField("setup", "list of objects", "Steps of the set-up: each has `files`, or a command in `run`.", "[]"),
+    DataField("setup[].files", "object of files", "Files by their path from the root."),
+    DataField("setup[].run", "string", "A command."),
+    DataField("setup[].cwd", "string", "The folder of the command.", '"/"'),
+    DataField("setup[].env", "object of strings", "Variables of the command.", "{}"),
+    DataField("tests", "object of files", "The verifier's files in /tests; test.sh is run."),
+    DataField("verifier_env", "object of strings", "Variables of the verifier.", "{}"),
+    DataField("solution", "object of files", "The oracle's files in /solution; solve.sh is run.", "{}"),
+    DataField("solution_env", "object of strings", "Variables of the oracle.", "{}"),
+    DataField("keep", "list of strings", "Paths of RUN that the verifier gets although they are protected.", "[]"),
+    DataField("name", "string", "Its name; not used.", "none"),
+    DataField("metadata", "JSON", "Not used.", "none"),
+    DataField("notes", "list of strings", "The importer's notes; not used.", "none"),
+)
 
 
 @dataclass(frozen=True, slots=True)

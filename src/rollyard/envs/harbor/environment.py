@@ -23,10 +23,10 @@ from pathlib import Path
 from posixpath import dirname
 from typing import ClassVar
 
-from rollyard.core import Json, Message, Score, Task
+from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.core.failure import EvalDeadline, SetupDeadline, SetupFailed, TaskInvalid
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start
-from rollyard.envs.harbor.data import ABOVE_TESTS, RESERVED_FOLDERS, HarborData
+from rollyard.envs.harbor.data import ABOVE_TESTS, FIELDS, RESERVED_FOLDERS, HarborData
 from rollyard.envs.harbor.files import Files, text_of, write_files
 from rollyard.envs.harbor.folder import bodies
 from rollyard.envs.harbor.scripts import command_of, interpreter_of
@@ -56,6 +56,7 @@ class HarborEnvironment(Environment):
 
     name: ClassVar[str] = "harbor"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def check(self, task: Task) -> None:
         HarborData.read(task)

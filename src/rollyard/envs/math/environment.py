@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rollyard.core import Json, Message, Score, Task
+from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.fields import Fields
 from rollyard.envs.math.boxed import HINT, last_boxed
@@ -20,12 +20,19 @@ from rollyard.envs.math.judge import MathJudge
 from rollyard.envs.math.rows import math_row
 from rollyard.tools.base import Tool
 
+FIELDS = (
+    DataField("question", "string", "The question."),
+    DataField("answer", "string", "The known answer, in LaTeX or as text."),
+    DataField("system_prompt", "string or null", "Replaces the hint about the form of the answer.", "the hint"),
+)
+
 
 class MathEnvironment(Environment):
     """Scores an answer with math-verify. `system_prompt` in the data replaces the hint."""
 
     name: ClassVar[str] = "math"
     tools: ClassVar[tuple[str, ...]] = ()
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def __init__(self) -> None:
         self._judge = MathJudge()

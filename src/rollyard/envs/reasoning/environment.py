@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from rollyard.core import Json, Message, Score, Task
+from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.core.failure import EvalDeadline, SetupDeadline, TaskInvalid, VerifierCrashed
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start, check_options
 from rollyard.envs.children import Children
@@ -39,13 +39,22 @@ CHILD_S = 120.0
 """The time limit for a child's reply. The slowest items take 3 s to make; scoring is limited by `child.SCORE_CPU_S`,
 twice."""
 COUNT = 100
-ROW = ("family", "seed", "index", "size", "config", "system_prompt")
+FIELDS = (
+    DataField("family", "string", "A family of reasoning-gym."),
+    DataField("seed", f"whole number, 0 to {MAX_SEED}", "The seed of the family's dataset."),
+    DataField("index", "whole number, 0 to size - 1", "The item of the dataset."),
+    DataField("size", f"whole number, 1 to {MAX_SIZE}", "The size of the dataset.", f"{SIZE}"),
+    DataField("config", "object", "The family's own options.", "{}"),
+    DataField("system_prompt", "string or null", "Replaces the hint about the form of the answer.", "the hint"),
+)
+ROW = tuple(field.name for field in FIELDS)
 
 
 class ReasoningEnvironment(Environment):
     """Asks reasoning-gym's questions and returns its scores. `system_prompt` in the data replaces the hint."""
 
     name: ClassVar[str] = "reasoning_gym"
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def __init__(self) -> None:
         self.children = Children("reasoning-gym", command=COMMAND)

@@ -6,10 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from rollyard.core import Json, Task
+from rollyard.core import DataField, Json, Task
 from rollyard.envs.fields import Fields
 from rollyard.envs.math.rows import as_text
 from rollyard.envs.stem.answers import LETTERS, is_number
+
+FIELDS = (
+    DataField("question", "string", "The question."),
+    DataField("answer", "string or number", "The right answer; with choices, a letter, an index or the text of one."),
+    DataField("choices", "list or object of strings", f"2 to {len(LETTERS)} choices.", "none: a free answer"),
+    DataField("seed", "whole number or null", "With choices: shuffles them; null keeps their order.", "null"),
+    DataField(
+        "tolerance",
+        "number above 0",
+        "Free answer: the share of the known number by which another may differ.",
+        "exact",
+    ),
+    DataField("unit", "string or null", "Free answer: the unit of the number.", "null"),
+    DataField("judge", "boolean", "Free answer: an engine of role judge decides.", "false"),
+    DataField("system_prompt", "string or null", "Replaces the hint about the form of the answer.", "the hint"),
+)
 
 
 @dataclass(frozen=True, slots=True)

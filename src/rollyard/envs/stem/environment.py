@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rollyard.core import Json, Message, Score, Task
+from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.math.judge import MAX_ANSWER_CHARS, MathJudge
 from rollyard.envs.stem.answers import (
@@ -29,7 +29,7 @@ from rollyard.envs.stem.answers import (
     is_same_text,
     without_unit,
 )
-from rollyard.envs.stem.data import StemData
+from rollyard.envs.stem.data import FIELDS, StemData
 from rollyard.envs.stem.judge import is_same_to_judge
 from rollyard.envs.stem.rows import stem_row
 from rollyard.tools.base import Tool
@@ -43,6 +43,7 @@ class StemEnvironment(Environment):
 
     name: ClassVar[str] = "stem"
     tools: ClassVar[tuple[str, ...]] = ("ipython", "finish")
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def __init__(self) -> None:
         self._math = MathJudge()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from posixpath import basename, normpath
 
-from rollyard.core import Json, Task
+from rollyard.core import DataField, Json, Task
 from rollyard.envs.fields import Fields
 from rollyard.envs.swe.suites import Suite, suite_of
 
@@ -64,6 +64,32 @@ _FILES = re.compile(r"^(?:diff --git a/(.+) b/(.+)|(?:rename|copy) (?:from|to) (
 _ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
 _NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 """Data files of a test patch. Like swebench, do not pass them to the test command."""
+
+
+FIELDS = (
+    DataField("repo", "string", "The repository's name; R2E-Gym: `repo_name`."),
+    DataField("repo_name", "string", "R2E-Gym: the repository's name.", "none"),
+    DataField("version", "string", "The repository's version, which selects the test command.", '""'),
+    DataField("instance_id", "string", "The row's id.", "`commit_hash`, else the repository"),
+    DataField("commit_hash", "string", "R2E-Gym: the row's id.", "none"),
+    DataField("problem_statement", "string", "The issue."),
+    DataField("hints_text", "string", "Comments on the issue, {hints_text} in the template.", '""'),
+    DataField("instruction", "string", "Template of the first message, with {problem_statement}.", "the environment's"),
+    DataField("system_prompt", "string or null", "The system message.", "null"),
+    DataField("patch", "string", "The reference solution, for the oracle.", '""'),
+    DataField("modified_files", "list, or one in JSON", "R2E-Gym: the files that the solution changes.", "the patch's"),
+    DataField("test_patch", "string", "Applied in EVAL, after the solution.", '""'),
+    DataField("FAIL_TO_PASS", "list, or one in JSON", "Tests that must pass after the change."),
+    DataField("PASS_TO_PASS", "list, or one in JSON", "Tests that must still pass."),
+    DataField("expected_output_json", "object, or one in JSON", "R2E-Gym: outcomes of the tests, instead.", "none"),
+    DataField("eval_script", "string", "A script of swebench that runs the tests.", '""'),
+    DataField("test_command", "string", "Runs the tests, for a repository that is not a known suite.", "the suite's"),
+    DataField("log_parser", "string", "One of swebench's parsers of the tests' output.", "the suite's"),
+    DataField("eval_type", "pass_and_fail or fail_only", "Which tests decide, as in newer SWE-bench rows.", '""'),
+    DataField("workdir", "string", "The repository in the image, an absolute path.", f'"{WORKDIR}"'),
+    DataField("env", "object of strings", "Variables of the sandbox.", "{}"),
+)
+"""What is read. Other fields of a row are ignored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ import inspect
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rollyard.core import Json, Message, Score, Task
+from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.core.failure import SetupFailed, TaskInvalid
 from rollyard.envs.base import COLLECT_S, ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.swe import repository
-from rollyard.envs.swe.data import R2E_ANSWERS, R2E_TESTS, SweData
+from rollyard.envs.swe.data import FIELDS, R2E_ANSWERS, R2E_TESTS, SweData
 from rollyard.envs.swe.grading import Grader, tested
 from rollyard.envs.swe.rows import task_of
 from rollyard.sandbox.base import Sandbox
@@ -38,6 +38,7 @@ class SweEnvironment(Environment):
 
     name: ClassVar[str] = "swe"
     tools: ClassVar[tuple[str, ...]] = ("shell", "editor", "finish")
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def __init__(self) -> None:
         self._grader = Grader()

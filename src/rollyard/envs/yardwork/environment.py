@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from rollyard.core import Json, Message, Score, Task
+from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.core.failure import TaskInvalid
 from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start, check_options
-from rollyard.envs.yardwork.families import FAMILIES, MAX_SEED, YardworkData
+from rollyard.envs.yardwork.families import FAMILIES, FIELDS, MAX_SEED, YardworkData
 from rollyard.envs.yardwork.judging import is_answer, pack, share_right, unpacked
 from rollyard.envs.yardwork.puzzle import LEVELS, Family, Template
 from rollyard.envs.yardwork.words import SPLITS, Split
@@ -54,6 +54,7 @@ class YardworkEnvironment(Environment):
 
     name: ClassVar[str] = "yardwork"
     tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
+    data_fields: ClassVar[tuple[DataField, ...]] = FIELDS
 
     def check(self, task: Task) -> None:
         YardworkData.read(task)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rollyard.core import Json, Task
+from rollyard.core import DataField, Json, Task
 from rollyard.envs.fields import Fields
 from rollyard.envs.yardwork.arranging import ARRANGING
 from rollyard.envs.yardwork.counting import COUNTING
@@ -25,6 +25,15 @@ FAMILIES: dict[str, Family] = {
 }
 
 MAX_SEED = (1 << 48) - 1
+
+FIELDS = (
+    DataField("family", "string", f"One of {', '.join(FAMILIES)}."),
+    DataField("template", "string", "The wording, of those that the family has for the split."),
+    DataField("level", f"whole number, {LEVELS[0]} to {LEVELS[-1]}", "The difficulty."),
+    DataField("seed", f"whole number, 0 to {MAX_SEED}", "Other seeds give other files and answers."),
+    DataField("split", "train or held_out", "Tasks for training, or for testing."),
+    DataField("system_prompt", "string or null", "Replaces the system message; empty: none.", "the environment's"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollyard.core import Artifact, Deadline, DeadlineExpired, Message, Score, Trajectory
-from rollyard.core.failure import ArtifactLost, SandboxStartFailed, VerifierCrashed
+from rollyard.core.failure import ArtifactLost, EnvironmentBroken, SandboxStartFailed, VerifierCrashed
 from rollyard.core.overlong import COMPONENT
 from rollyard.core.score import MOST_REWARD
 from rollyard.engines.base import ChatReply
@@ -83,9 +83,10 @@ async def evaluate(
         async with clock.counting():
             context = EnvContext(task, rollout_id, sandbox, _PatientJudge(resources.router, clock))
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
-            with boundary(VerifierCrashed, f"{task.environment}.eval"):
-                score = await resolved.environment.eval(context, evidence)
-            _check_score(score, trajectory, f"{task.environment}.eval")
+            what, environment = f"{task.environment}.eval", resolved.environment
+            with boundary(VerifierCrashed, what, (environment, VerifierCrashed), bug=EnvironmentBroken):
+                score = await environment.eval(context, evidence)
+            _check_score(score, trajectory, what)
             if sandbox is not None:
                 check_whole(sandbox)
                 if sandbox.odd_kills and not is_last:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rollyard.core import Deadline, DeadlineExpired
+from rollyard.core import Deadline, DeadlineExpired, Task
 from rollyard.core.failure import (
     EnvironmentBroken,
     PolicyFailure,
@@ -29,7 +29,7 @@ from rollyard.core.failure import (
     ToolUnreachable,
 )
 from rollyard.core.version import __version__
-from rollyard.envs.base import EnvContext, Plan
+from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.attempts.sandbox_start import check_whole, start, to_its_end
@@ -48,8 +48,9 @@ async def prepared(
 ) -> LayerLease | None:
     """Returns the layer of this task's `prepare`, made or found. None: it is not shared, and `prepare` has not run."""
     task, runtime, layers = resolved.task, resolved.runtime, resolved.layers
-    with boundary(EnvironmentBroken, f"{task.environment}.layer_key"):
-        own = resolved.environment.layer_key(task)
+    environment = resolved.environment
+    with boundary(EnvironmentBroken, f"{task.environment}.layer_key", (environment, EnvironmentBroken)):
+        own = environment.layer_key(task)
     if own is None or layers is None:
         return None
 
@@ -96,8 +97,9 @@ async def _make(
             sandbox = await start(resolved, spec, clock, lease_s=lease_s, metrics=metrics)
             try:
                 phase = "set-up"
-                with setting_up(f"{task.environment}.prepare", sandbox):
-                    await resolved.environment.prepare(EnvContext(task, rollout_id, sandbox, resolved.resources.router))
+                environment, router = resolved.environment, resolved.resources.router
+                with setting_up(environment, "prepare", task, sandbox):
+                    await environment.prepare(EnvContext(task, rollout_id, sandbox, router))
                 phase = "freeze"
                 with boundary(SandboxStartFailed, "freezing the set-up"):
                     await sandbox.freeze(target)
@@ -114,10 +116,13 @@ def late(clock: Deadline, phase: str) -> SetupDeadline | SandboxStartFailed:
 
 
 @contextmanager
-def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None]:
+def setting_up(
+    environment: Environment, method: str, task: Task, sandbox: Sandbox | None
+) -> Generator[None, None, None]:
     """Attributes exceptions of a set-up. No model was called, so a limit that it hits is the task's fault. A killed
     command or a failed network is not: the set-up is tried again, and its failure is not remembered for other tasks."""
-    with boundary(EnvironmentBroken, what):
+    what = f"{task.environment}.{method}"
+    with boundary(EnvironmentBroken, what, (environment, EnvironmentBroken)):
         try:
             yield
         except PolicyFailure as error:

@@ -43,7 +43,7 @@ from rollyard.core.failure import (
     TaskInvalid,
 )
 from rollyard.engines.base import Session
-from rollyard.envs.base import COLLECT_S, EnvContext, Plan, Solution, Start
+from rollyard.envs.base import COLLECT_S, EnvContext, Environment, Plan, Solution, Start
 from rollyard.gateway.app import GatewayApp
 from rollyard.gateway.session import GatewaySession
 from rollyard.gateway.session_opening import open_gateway
@@ -63,8 +63,6 @@ from rollyard.tools.base import Tool, ToolContext, ToolKind, ToolSource
 from rollyard.tools.mcp.proxy import McpProxy
 from rollyard.tools.mcp.tool_server import NAME as TOOLS_NAME
 from rollyard.tools.mcp.tool_server import ToolServer
-
-AGENT = "the agent"
 
 ENGINE_CODES = frozenset(code for code, kind in CODES.items() if issubclass(kind, EngineFailure))
 
@@ -167,12 +165,12 @@ async def init(
             phase = "set-up"
             context = EnvContext(task, rollout_id, workspace.sandbox, resolved.resources.router)
             if workspace.lease is None:
-                with setting_up(f"{task.environment}.prepare", workspace.sandbox):
+                with setting_up(environment, "prepare", task, workspace.sandbox):
                     await environment.prepare(context)
-            with setting_up(f"{task.environment}.init", workspace.sandbox):
+            with setting_up(environment, "init", task, workspace.sandbox):
                 workspace.start = await environment.init(context)
             phase = "tools"
-            await _open_tools(workspace, [*kinds, *workspace.start.tools], task)
+            await _open_tools(workspace, [*kinds, *workspace.start.tools], task, environment)
             if workspace.tools and resolved.agent.needs_gateway:
                 await _serve_tools(workspace, resolved)
     except DeadlineExpired:
@@ -207,10 +205,13 @@ async def _serve_tools(workspace: Workspace, resolved: ResolvedTask) -> None:
     await workspace.door.tools.open()
 
 
-async def _open_tools(workspace: Workspace, kinds: Sequence[ToolKind | ToolSource], task: Task) -> None:
+async def _open_tools(
+    workspace: Workspace, kinds: Sequence[ToolKind | ToolSource], task: Task, environment: Environment
+) -> None:
     context = ToolContext(workspace.sandbox, task.limits.output_bytes, workspace.python)
     for kind in kinds:
-        with boundary(SandboxStartFailed, f"opening the tool {_name_of(kind)}"):
+        own = (environment, EnvironmentBroken)
+        with boundary(SandboxStartFailed, f"opening the tool {_name_of(kind)}", own):
             opened = [await kind.open(context)] if isinstance(kind, ToolKind) else await kind.open(context)
         for tool in opened:
             if tool.spec.name in workspace.tools:
@@ -320,7 +321,7 @@ async def run(
                     workspace.door.open(GatewayApp(model))
                     if workspace.door.tools is not None:
                         workspace.door.tools.on_failure = model.fail
-                with boundary(InternalError, AGENT):
+                with boundary(InternalError, f"the agent {agent.name}", *resolved.suspects):
                     ended_by = await agent.run(context, workspace.start.messages)
             finally:
                 running.info.update(workspace.start.info)  # tools may have changed it
@@ -343,20 +344,20 @@ async def run(
 
 
 async def _solved(resolved: ResolvedTask, rollout_id: str, workspace: Workspace) -> Solution:
-    task = resolved.task
-    with boundary(EnvironmentBroken, f"{task.environment}.solve"):
-        return await resolved.environment.solve(EnvContext(task, rollout_id, workspace.sandbox), workspace.tools)
+    task, environment = resolved.task, resolved.environment
+    with boundary(EnvironmentBroken, f"{task.environment}.solve", (environment, EnvironmentBroken)):
+        return await environment.solve(EnvContext(task, rollout_id, workspace.sandbox), workspace.tools)
 
 
 async def collect(resolved: ResolvedTask, rollout: Rollout, workspace: Workspace) -> list[Artifact]:
     """Saves what RUN left as artifacts. The environment's `collect` first creates those that do not exist yet."""
     if workspace.sandbox is None:
         return []
-    guard = asyncio.timeout(COLLECT_S)
-    with boundary(EnvironmentBroken, f"{rollout.task.environment}.collect"):
+    guard, environment = asyncio.timeout(COLLECT_S), resolved.environment
+    with boundary(EnvironmentBroken, f"{rollout.task.environment}.collect", (environment, EnvironmentBroken)):
         try:
             async with guard:
-                await resolved.environment.collect(EnvContext(rollout.task, rollout.id, workspace.sandbox))
+                await environment.collect(EnvContext(rollout.task, rollout.id, workspace.sandbox))
         except TimeoutError:
             if not guard.expired():  # from a call that the environment made: not caused by what RUN left
                 raise

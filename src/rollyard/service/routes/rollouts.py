@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Literal
 
@@ -16,8 +16,11 @@ from starlette.responses import Response
 from rollyard.core import (
     DEFAULT_RUN,
     DeadlineExpired,
+    Json,
     Message,
     Rollout,
+    RollyardError,
+    Run,
     State,
     Trajectory,
     check_id,
@@ -25,13 +28,31 @@ from rollyard.core import (
     key_of,
     new_id,
 )
-from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
+from rollyard.core.failure import (
+    Draining,
+    EvalDeadline,
+    Gone,
+    InvalidRequest,
+    NotFound,
+    RequestError,
+    TaskFailure,
+)
 from rollyard.pipeline import Pipeline, Snapshot, storable_message
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
+from rollyard.service.problems import log_plugin
 from rollyard.service.schemas import arrow
 from rollyard.service.schemas.records import JsonObject, record, reply, traces, trajectory_object
-from rollyard.service.schemas.requests import InRun, RunQuery, SingleBody, SubmitBody, WaitS, read_submit
+from rollyard.service.schemas.requests import (
+    CheckBody,
+    InRun,
+    RunQuery,
+    SingleBody,
+    SubmitBody,
+    WaitS,
+    read_body,
+    read_submit,
+)
 from rollyard.service.security.access import caller_of, require_priority, require_write
 from rollyard.service.security.bounds import while_connected
 from rollyard.service.tasks import checked_task
@@ -42,6 +63,7 @@ router = APIRouter(prefix="/v1", tags=["rollouts"])
 
 PAGE_BYTES = 2 << 20  # of messages in one reply; one message may be larger
 BREATH = 100  # tasks checked before the event loop runs again: about 5 ms
+MOST_PROBLEMS = 100  # tasks whose problems are returned; the others are counted
 
 
 class GetQuery(RunQuery):
@@ -94,6 +116,47 @@ async def submit(request: Request) -> Response:
             await asyncio.sleep(0)
     stored = await app_state.pipeline.submit(submissions)
     return reply({"rollouts": [record(rollout) for rollout in stored]}, 202)
+
+
+@router.post("/tasks/check", openapi_extra=json_body(CheckBody))
+async def check_tasks(request: Request) -> Response:
+    """Checks tasks as a submit does, and stores nothing. Returns the number of those that would be refused, and what is
+    wrong with the first of them."""
+    app_state, caller = app_state_of(request), caller_of(request)
+    body = await read_body(request, CheckBody)
+    run = await app_state.run(caller, body.run)
+    require_write(caller, run)
+    bad = 0
+    problems: list[dict[str, Json]] = []
+    seen: set[str] = set()
+    for index, raw in enumerate(body.tasks):
+        error = _refusal(app_state, raw, run)
+        if error is not None:
+            bad += 1
+            if len(problems) < MOST_PROBLEMS:
+                problems.append({"index": index, "code": error.code, "details": _details(error)})
+            if error.code not in seen:  # a thousand tasks log one traceback
+                log_plugin(error)
+            seen.add(error.code)
+        if index % BREATH == BREATH - 1:
+            await asyncio.sleep(0)
+    return reply({"checked": len(body.tasks), "bad": bad, "problems": problems})
+
+
+def _refusal(app_state: AppState, raw: Mapping[str, Json], run: Run) -> RollyardError | None:
+    try:
+        checked_task(app_state.resources, raw, run, ())
+    except (RequestError, TaskFailure) as error:
+        return error
+    return None
+
+
+def _details(error: RollyardError) -> list[Json]:
+    """One text for each invalid field, or one for the error."""
+    fields = error.data.get("fields") if isinstance(error, InvalidRequest) else None
+    if not isinstance(fields, list):
+        return [error.detail]
+    return [f"{field['path']}: {field['problem']}".removeprefix(": ") for field in fields if isinstance(field, Mapping)]
 
 
 @router.get("/rollouts")

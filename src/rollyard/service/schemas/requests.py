@@ -61,30 +61,45 @@ class Body(BaseModel):
 # --- tasks --------------------------------------------------------------------------------------------
 
 
+def _about(text: str, default: Any = None) -> Any:
+    """A field with a description, for docs/reference/task.md and `rollyard tasks fields`."""
+    return Field(default=default, description=text)
+
+
 class AgentBody(Body):
-    name: Annotated[str, Field(max_length=256)] = ""
-    options: Object = Field(default_factory=dict)
+    name: Annotated[str, Field(max_length=256)] = _about(
+        "The agent; empty: the environment's own if it is a Handler, else `native`.", ""
+    )
+    options: Object = Field(default_factory=dict, description="The agent's options, see below.")
 
 
 class SamplingBody(Body):
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = Sampling().temperature
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Sampling().top_p
-    top_k: Annotated[int, Field(ge=-1, le=_INT64)] = Sampling().top_k
-    max_tokens: Count = Sampling().max_tokens
-    extra: Object = Field(default_factory=dict)
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = _about(
+        "0 samples greedily.", Sampling().temperature
+    )
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = _about(
+        "Samples from the most likely tokens that have this probability together.", Sampling().top_p
+    )
+    top_k: Annotated[int, Field(ge=-1, le=_INT64)] = _about(
+        "Samples from this many of the most likely tokens; -1: from all.", Sampling().top_k
+    )
+    max_tokens: Count = _about("Most tokens of one model call.", Sampling().max_tokens)
+    extra: Object = Field(default_factory=dict, description="Other parameters, as the engine names them.")
 
 
 class LimitsBody(Body):
-    init_s: Seconds = Limits().init_s
-    run_s: Seconds = Limits().run_s
-    eval_s: Seconds = Limits().eval_s
-    tool_s: Seconds = Limits().tool_s
-    model_s: Seconds = Limits().model_s
-    stall_s: Seconds = Limits().stall_s
-    max_turns: Count = Limits().max_turns
-    max_tokens: Count | None = None
-    max_context: Count | None = None
-    output_bytes: Annotated[int, Field(ge=64, le=64 << 20)] = Limits().output_bytes
+    init_s: Seconds = _about("Seconds of INIT: the sandbox's start and the set-up.", Limits().init_s)
+    run_s: Seconds = _about("Seconds of RUN, without waiting for a paused policy.", Limits().run_s)
+    eval_s: Seconds = _about("Seconds of EVAL.", Limits().eval_s)
+    tool_s: Seconds = _about("Seconds of one tool call.", Limits().tool_s)
+    model_s: Seconds = _about("Seconds of one model call.", Limits().model_s)
+    stall_s: Seconds = _about("Seconds in RUN without any progress.", Limits().stall_s)
+    max_turns: Count = _about("Most turns of the agent.", Limits().max_turns)
+    max_tokens: Count | None = _about("Most sampled tokens of the rollout; null: no limit.")
+    max_context: Count | None = _about("Most tokens of a prompt and its completion; null: the engine's limit.")
+    output_bytes: Annotated[int, Field(ge=64, le=64 << 20)] = _about(
+        "Most bytes of a tool's output that the model gets.", Limits().output_bytes
+    )
 
 
 Rule = Annotated[str, Field(min_length=1, max_length=300)]
@@ -93,10 +108,12 @@ Rule = Annotated[str, Field(min_length=1, max_length=300)]
 class EgressBody(Body):
     """Hosts that a task's sandboxes may reach: NAME, *.NAME, * or an address, with :PORT if not 80 and 443."""
 
-    hosts: Annotated[list[Rule], Field(max_length=64)] = Field(default_factory=list)
-    eval_hosts: Annotated[list[Rule], Field(max_length=64)] = Field(default_factory=list)
+    hosts: Annotated[list[Rule], Field(max_length=64)] = Field(
+        default_factory=list, description="Hosts for INIT and RUN: `NAME`, `*.NAME`, `*` or an address, with `:PORT`."
+    )
+    eval_hosts: Annotated[list[Rule], Field(max_length=64)] = Field(default_factory=list, description="Hosts for EVAL.")
     methods: Annotated[list[Method], Field(min_length=1, max_length=16)] = Field(
-        default_factory=lambda: list[Method](READING)
+        default_factory=lambda: list[Method](READING), description="Methods of plain HTTP."
     )
 
     def to_options(self) -> EgressOptions:
@@ -104,25 +121,27 @@ class EgressBody(Body):
 
 
 class SandboxBody(Body):
-    runtime: Name | None = None
-    image: Text | None = None
-    memory_bytes: Count | None = None
-    processes: Count | None = None
-    disk_bytes: Count | None = None
-    open_files: Count | None = None
-    files: Count | None = None
-    cpus: float | None = Field(default=None, gt=0, le=4096, allow_inf_nan=False)
-    egress: EgressBody | None = None
+    runtime: Name | None = _about("The sandbox runtime; null: the service's default.")
+    image: Text | None = _about("The image, by name or path; null: the host's /usr, read-only.")
+    memory_bytes: Count | None = _about("Most memory; null: the setting `sandbox_memory_bytes`.")
+    processes: Count | None = _about("Most processes and threads; null: the setting `sandbox_processes`.")
+    disk_bytes: Count | None = _about("Most disk space; null: the setting `sandbox_disk_bytes`.")
+    open_files: Count | None = _about("Most open files of a process; null: the setting `sandbox_open_files`.")
+    files: Count | None = _about("Most files and folders created; null: the setting `sandbox_files`.")
+    cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] | None = _about(
+        "Most CPUs; null: the setting `sandbox_cpus`."
+    )
+    egress: EgressBody | None = _about("The hosts that it may reach; null: it is offline.")
 
 
 class TaskBody(Body):
-    environment: Name
+    environment: Name = Field(description="The name of an installed environment.")
     # Factories, because pydantic deep-copies a default that is a model, at five times the cost of creating it.
-    data: Object = Field(default_factory=dict)
-    agent: AgentBody = Field(default_factory=AgentBody)
-    sampling: SamplingBody = Field(default_factory=SamplingBody)
-    limits: LimitsBody = Field(default_factory=LimitsBody)
-    sandbox: SandboxBody = Field(default_factory=SandboxBody)
+    data: Object = Field(default_factory=dict, description="The environment's data, see below.")
+    agent: AgentBody = Field(default_factory=AgentBody, description="Which agent does the task.")
+    sampling: SamplingBody = Field(default_factory=SamplingBody, description="How the policy samples.")
+    limits: LimitsBody = Field(default_factory=LimitsBody, description="Limits of the rollout.")
+    sandbox: SandboxBody = Field(default_factory=SandboxBody, description="What its sandboxes have.")
 
 
 def to_task(raw: Mapping[str, Json], defaults: Mapping[str, Json], path: Sequence[str | int] = ("task",)) -> Task:
@@ -186,6 +205,13 @@ class SubmitBody(Body):
 
     run: str = "default"
     rollouts: Annotated[list[RolloutBody], Field(min_length=1)]
+
+
+class CheckBody(Body):
+    """Tasks to check as a submit to that run does. Nothing is stored."""
+
+    run: str = "default"
+    tasks: Annotated[list[Object], Field(min_length=1, max_length=10_000)]
 
 
 # --- sessions -----------------------------------------------------------------------------------------

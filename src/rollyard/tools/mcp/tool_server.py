@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from rollyard.core import Json, RollyardError
-from rollyard.core.failure import InternalError
+from rollyard.core.failure import EnvironmentBroken, InternalError
+from rollyard.plugins import OWN, package_of, raised
 from rollyard.tools.base import Tool
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class ToolServer:
             if isinstance(error, TimeoutError) and guard.expired():
                 return f"Error: {name} did not answer within {self._tool_s:g} s", True
             log.exception("a tool raised an unexpected exception", extra={"tool": name})
-            failure = InternalError(f"the tool {name} raised {type(error).__name__}: {error}")
+            package = package_of(tool)
+            broken = InternalError if package == OWN else EnvironmentBroken
+            failure = broken(f"the tool {name} raised {raised(error, package)}")
         self.on_failure(failure)
         return "this rollout has ended", True
