@@ -89,7 +89,7 @@ def test_checkout_and_source_distribution_build_the_same_wheel(python: Path):
     (wheel,), (again,) = folder.glob("dist/*.whl"), folder.glob("again/*.whl")
     with ZipFile(wheel) as one, ZipFile(again) as other:
         (record,) = (name for name in one.namelist() if name.endswith(".dist-info/RECORD"))
-        assert one.read(record) == other.read(record)
+        assert sorted(one.read(record).split()) == sorted(other.read(record).split()), "files and their digests"
         assert "rollyard/_commit.txt" in one.namelist()
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     argv = [str(python), "-m", "rollyard", "--version"]

@@ -93,7 +93,7 @@ async def test_a_rollout_runs_in_a_sandbox_in_the_container(container: tuple[str
         )
 
 
-def test_it_runs_as_an_ordinary_user_with_its_version(container: tuple[str, str]):
+async def test_it_runs_as_an_ordinary_user_with_its_version(container: tuple[str, str]):
     name, _ = container
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert podman("exec", name, "rollyard", "--version").stdout == f"rollyard {__version__} (commit {head[:12]})\n"
@@ -103,7 +103,7 @@ def test_it_runs_as_an_ordinary_user_with_its_version(container: tuple[str, str]
     assert podman("exec", name, "rollyard-healthcheck", "/nothing", is_checked=False).returncode == 1
 
 
-def test_stopping_it_drains(container: tuple[str, str]):
+async def test_stopping_it_drains(container: tuple[str, str]):
     name, _ = container
     podman("stop", "--time", "30", name)
     assert podman("inspect", "--format", "{{.State.ExitCode}}", name).stdout == "0\n"

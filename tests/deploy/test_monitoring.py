@@ -64,15 +64,17 @@ def test_queries_use_metrics_and_labels_that_exist(where: str, text: str):
     nodes = list(parts(promql_parser.parse(text)))
     selectors = [node for node in nodes if isinstance(node, promql_parser.VectorSelector)]
     assert selectors, where
+    carried: set[str] = set()
     for selector in selectors:
-        assert selector.name in SERIES, f"{where}: there is no metric {selector.name}"
+        name = selector.name or ""
+        assert name in SERIES, f"{where}: there is no metric {name}"
         used = {matcher.name for matcher in selector.matchers.matchers} - {"__name__"}
-        assert used <= SERIES[selector.name], f"{where}: {selector.name} has no label {used - SERIES[selector.name]}"
-    carried = set.union(*(SERIES[selector.name] for selector in selectors))
+        assert used <= SERIES[name], f"{where}: {name} has no label {used - SERIES[name]}"
+        carried |= SERIES[name]
     for node in nodes:
         if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
             assert set(node.modifier.labels) <= carried, f"{where}: {set(node.modifier.labels) - carried}"
-    counters = {selector.name for selector in selectors if selector.name.endswith(("_total", "_bucket"))}
+    counters = {selector.name for selector in selectors if (selector.name or "").endswith(("_total", "_bucket"))}
     rated = {node.vector_selector.name for node in nodes if isinstance(node, promql_parser.MatrixSelector)}
     assert counters == rated, f"{where}: counters are used as rates, and only they"
 

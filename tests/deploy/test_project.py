@@ -8,9 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
+from jsonschema.validators import validator_for
 
 from rollyard import __version__
 
@@ -44,7 +44,7 @@ def read(name: str) -> Any:
 )
 def test_files_are_valid_by_their_schemas(schema: str, name: str):
     text = (files("check_jsonschema.builtin_schemas.vendor") / f"{schema}.json").read_text()
-    kind = jsonschema.validators.validator_for(json.loads(text))
+    kind = validator_for(json.loads(text))
     kind(json.loads(text)).validate(read(name))
     assert not kind(json.loads(text)).is_valid({**read(name), "no-such-key": 1}) or "forms" in schema
 
