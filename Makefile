@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh Debian machine: `make demo` and `make test`.
-.PHONY: help setup demo train-demo test quick coverage soak check bench lock clean
+.PHONY: help setup demo train-demo test quick coverage soak check docs bench lock clean
 .DEFAULT_GOAL := help
 
 # Tests start hundreds of Python processes: each would compile every module again if none kept the result.
@@ -58,6 +58,9 @@ check: ## lint, format, words and types
 	scripts/check-words
 	.venv/bin/pyright
 
+docs: ## the documentation as a website in build/docs; a dead link or anchor is an error
+	@scripts/docs
+
 bench: ## every benchmark, with its peers (BENCH=--quick: rough figures, sooner)
 	@scripts/setup dev
 	@scripts/setup demo
@@ -67,4 +70,4 @@ lock: ## write the lock files anew
 	@scripts/lock
 
 clean: ## forget the virtual environment and caches
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs build .pytest_cache .ruff_cache .hypothesis

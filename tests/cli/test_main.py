@@ -1,5 +1,7 @@
 """The command line as a whole: help, errors, exit statuses, imports, and the reference page."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from rollyard import __version__
+from rollyard.cli import _commit
 from rollyard.cli._reference import reference
 from rollyard.cli.app import app
 from tests.cli.conftest import Cli
@@ -71,8 +74,27 @@ def test_the_reference_page_is_up_to_date():
     assert page.read_text() == reference(), "regenerate it: python -m rollyard.cli._reference > docs/reference/cli.md"
 
 
-async def test_the_version_is_printed(cli: Cli):
-    assert (await cli("--version")).out == f"rollyard {__version__}\n"
+async def test_the_version_is_printed_with_the_commit(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    printed = (await cli("--version")).out
+    assert re.fullmatch(rf"rollyard {re.escape(__version__)} \(commit [0-9a-f]{{12}}(-dirty)?\)\n", printed), printed
+    package = tmp_path / "site-packages" / "rollyard"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(_commit, "_PACKAGE", package)
+    assert (await cli("--version")).out == f"rollyard {__version__}\n", "neither built from a commit nor in a checkout"
+    (package / "_commit.txt").write_text("0123456789ab\n")
+    assert (await cli("--version")).out == f"rollyard {__version__} (commit 0123456789ab)\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands_and_options(shell: str):
+    words = {"bash": {"COMP_WORDS": "rollyard sub", "COMP_CWORD": "1"}, "zsh": {}, "fish": {}}[shell]
+    env = {**os.environ, "_ROLLYARD_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "rollyard sub", **words}
+    env["_TYPER_COMPLETE_FISH_ACTION"] = "get-args"
+    argv = [sys.executable, "-m", "rollyard"]
+    completed = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=30)
+    assert "submit" in completed.stdout and "serve" not in completed.stdout, completed
+    completed = subprocess.run([*argv, "--show-completion", shell], capture_output=True, text=True, timeout=30)
+    assert "_ROLLYARD_COMPLETE" in completed.stdout, completed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The wheel without extras, in an empty environment: the client and the remote commands, with few dependencies."""
+"""The wheel without extras, in an empty environment: the client and the remote commands, with few dependencies.
+
+The wheel is built from the source distribution, and compared with the one built from the checkout.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
+from rollyard import __version__
 from tests.client.served import RunningService, task
 
 pytestmark = pytest.mark.slow
@@ -24,9 +29,14 @@ program=test
 . scripts/common.sh
 use_pip_configuration "$1"
 uv=$(dirname "$1")/uv
-"$1" -m hatchling build -t wheel -d "$2/dist" >/dev/null
+"$1" -m hatchling build -t sdist -t wheel -d "$2/dist" >/dev/null
+mkdir "$2/source"
+tar -C "$2/source" --strip-components 1 -xf "$2"/dist/*.tar.gz
+cd "$2/source"
+"$1" -m hatchling build -t wheel -d "$2/again" >/dev/null
+cd - >/dev/null
 "$uv" venv -q --python "$1" "$2/bare"
-"$uv" pip install -q --python "$2/bare/bin/python" -c requirements.lock "$2"/dist/*.whl
+"$uv" pip install -q --python "$2/bare/bin/python" -c requirements.lock "$2"/again/*.whl
 """
 
 SYNC = """
@@ -71,6 +81,20 @@ async def run(python: Path, *arguments: str, env: dict[str, str] | None = None, 
     out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.timeout(400)
+def test_checkout_and_source_distribution_build_the_same_wheel(python: Path):
+    folder = python.parents[2]
+    (wheel,), (again,) = folder.glob("dist/*.whl"), folder.glob("again/*.whl")
+    with ZipFile(wheel) as one, ZipFile(again) as other:
+        (record,) = (name for name in one.namelist() if name.endswith(".dist-info/RECORD"))
+        assert sorted(one.read(record).split()) == sorted(other.read(record).split()), "files and their digests"
+        assert "rollyard/_commit.txt" in one.namelist()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    argv = [str(python), "-m", "rollyard", "--version"]
+    printed = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert printed == f"rollyard {__version__} (commit {head.stdout[:12]})\n"
 
 
 @pytest.mark.timeout(400)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from rollyard.cli._commit import commit
 from rollyard.cli.commands.access import access
 from rollyard.cli.commands.agents import agents
 from rollyard.cli.commands.bench import command as bench
@@ -48,14 +49,16 @@ app = typer.Typer(
 
 def _version(is_requested: bool) -> None:
     if is_requested:
-        typer.echo(f"rollyard {__version__}")
+        built_from = commit()
+        typer.echo(f"rollyard {__version__}" + (f" (commit {built_from})" if built_from else ""))
         raise typer.Exit
 
 
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and the commit, and exit.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     """Rollouts for reinforcement learning of LLM agents, as a service."""

@@ -1,0 +1,110 @@
+"""The container of the service: built from deploy/Containerfile, it runs rollouts in sandboxes, without privileges."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollyard import AsyncClient, __version__
+from rollyard.testing import FolderTokenizer, ScriptedEngine
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.client.served import SCRIPT, task
+from tests.worker import NAME, free_port
+
+ROOT = Path(__file__).parents[2]
+IMAGE = "localhost/rollyard-smoke:test"
+TOKEN = "a-token-of-this-test-and-nothing-else"
+AS_ON_KUBERNETES = [
+    *("--uidmap", "0:300000:65536"),  # hostUsers: false
+    *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+    *("--security-opt", "unmask=ALL", "--security-opt", "seccomp=unconfined"),
+]
+"""The securityContext of deploy/kubernetes. Without either of the last two, no sandbox starts."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("podman"),
+    pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed"),
+    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="mmdebstrap is not installed"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make the base image"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+def podman(*words: str, is_checked: bool = True) -> subprocess.CompletedProcess[str]:
+    """Uses runc, because crun does not support machines that have cgroups of both kinds."""
+    argv = ["podman", "--runtime", shutil.which("runc") or "crun", *words]
+    completed = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    assert completed.returncode == 0 or not is_checked, completed.stderr
+    return completed
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def container() -> AsyncGenerator[tuple[str, str], None]:
+    """A running container and the URL of its service. It is in the machine's network, where the engine listens."""
+    built = subprocess.run([ROOT / "scripts" / "build-test-container", IMAGE], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    name, port = f"rollyard-smoke-{NAME}-{os.getpid()}", free_port()
+    settings = {"HOST": "127.0.0.1", "PORT": port, "ADMIN_TOKENS": TOKEN, "RUN_SLOTS": 4, "DRAIN_S": 5}
+    async with ScriptedEngine(SCRIPT, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
+        variables = [word for key, value in settings.items() for word in ("--env", f"ROLLYARD_{key}={value}")]
+        options = ["--detach", "--name", name, "--network", "host", *AS_ON_KUBERNETES, *variables]
+        options += ["--volume", f"{tokenizer_dir()}:/tokenizer:ro"]
+        options += [
+            "--ulimit",
+            "nofile=16384",
+            "--ulimit",
+            "nproc=32768",
+        ]  # podman's defaults may be above the hard limits
+        options += ["--health-cmd", "none"]  # podman's timer for it needs systemd; the test calls the program itself
+        command = ["serve", "--engine", engine.url, "--tokenizer", "/tokenizer"]
+        await asyncio.to_thread(podman, "run", *options, IMAGE, *command)
+        try:
+            async with asyncio.timeout(60):
+                while podman("exec", name, "rollyard-healthcheck", "/readyz", is_checked=False).returncode:
+                    assert podman("inspect", "--format", "{{.State.Running}}", name).stdout == "true\n", logs(name)
+                    await asyncio.sleep(0.1)
+            yield name, f"http://127.0.0.1:{port}"
+        finally:
+            await asyncio.to_thread(podman, "rm", "--force", "--volumes", name)
+
+
+def logs(name: str) -> str:
+    completed = podman("logs", name, is_checked=False)
+    return completed.stdout + completed.stderr
+
+
+async def test_a_rollout_runs_in_a_sandbox_in_the_container(container: tuple[str, str]):
+    name, url = container
+    async with AsyncClient(url, TOKEN) as client:
+        (record,) = await client.submit([task()])
+        ended = await client.wait(record.id, timeout_s=120)
+        assert ended.reward == 1.0, (ended, logs(name))
+        assert ended.raw["summary"]["limits_in_force"]["calls"] == "seccomp", (
+            "bubblewrap, with the sandbox's own filter"
+        )
+
+
+async def test_it_runs_as_an_ordinary_user_with_its_version(container: tuple[str, str]):
+    name, _ = container
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert podman("exec", name, "rollyard", "--version").stdout == f"rollyard {__version__} (commit {head[:12]})\n"
+    assert podman("exec", name, "cat", "/proc/1/comm", "/proc/1/status").stdout.startswith("rollyard\n")
+    assert podman("exec", name, "stat", "-c", "%u", "/proc/1").stdout == "10001\n"
+    assert "rollyard-healthcheck" in podman("image", "inspect", "--format", "{{.HealthCheck}}", IMAGE).stdout
+    assert podman("exec", name, "rollyard-healthcheck", "/nothing", is_checked=False).returncode == 1
+
+
+async def test_stopping_it_drains(container: tuple[str, str]):
+    name, _ = container
+    podman("stop", "--time", "30", name)
+    assert podman("inspect", "--format", "{{.State.ExitCode}}", name).stdout == "0\n"
+    assert "draining" in logs(name)
