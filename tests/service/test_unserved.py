@@ -81,12 +81,10 @@ async def test_an_engine_that_is_down_is_named_with_its_error(tmp_path: Path) ->
             assert await unserved(site) == {}
         await site.submit("r1")
         async with asyncio.timeout(60):
-            while "cannot be reached" not in (reason := (await unserved(site)).get("default", "")):
+            while not (found := await unserved(site)):
                 await asyncio.sleep(0.05)
-        assert reason == (
-            "no engine serves policy default: engine e1 is down (engine e1 cannot be reached: Connection refused);"
-            " start it, or add another with `rollyard engines add URL`"
-        )
+        assert found["default"].startswith("no engine serves policy default: engine e1 is down (")
+        assert found["default"].endswith("); start it, or add another with `rollyard engines add URL`")
 
 
 async def test_a_paused_policy_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from rollyard.pipeline import Pipeline
 from rollyard.service.schemas.records import without_password
 
 DEFAULT_POLICY = "default"
+AWAY = ("cannot be reached", "its health check failed")  # in the error of an engine that does not answer
 
 
 def unserved_policies(pipeline: Pipeline, refused: Mapping[str, str]) -> dict[str, str]:
@@ -40,7 +41,7 @@ def _why(policy: str, own: list[EngineStatus], refused: Mapping[str, str]) -> st
         return f"the weights of its engines are unknown; set them with `rollyard policies resume {policy} VERSION`"
     if own:
         reasons = "; ".join(f"engine {status.spec.id} is {status.health}{_error(status)}" for status in own)
-        is_away = any("cannot be reached" in status.stats.last_error for status in own)
+        is_away = any(text in status.stats.last_error for status in own for text in AWAY)
         return reasons + ("; start it, or add another with `rollyard engines add URL`" if is_away else "")
     if refused:
         return "; ".join(f"engine {name} was refused ({reason})" for name, reason in refused.items())
