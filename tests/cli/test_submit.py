@@ -27,10 +27,7 @@ async def test_tasks_are_submitted_and_shown_as_a_table(cli: Cli, service: Runni
     result = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", task(check="false")), "--id-prefix", "p")
     assert result.status == 0, result.err
     rows = [line.split() for line in result.out.splitlines() if line.strip().startswith("p-")]
-    assert [row[:6] for row in rows] == [
-        ["p-0", "ended", "completed", "1", "2", rows[0][5]],
-        ["p-1", "ended", "completed", "0", "2", rows[1][5]],
-    ]
+    assert [row[:4] for row in rows] == [["p-0", "completed", "1", "2"], ["p-1", "completed", "0", "2"]]
     assert "2 completed, mean reward 0.500 of 2" in result.err
 
 

@@ -100,14 +100,15 @@ async def test_pages_continue_from_each_other(tmp_path: Path) -> None:
             after = f"&after={page['next']}"
         assert listed_ids == ids
 
-        assert (await site.get("/v1/rollouts?state=ended")).body == {"rollouts": [], "next": "e:0"}
+        assert (await site.get("/v1/rollouts?state=ended")).body == {"rollouts": [], "next": "e:0", "unfinished": True}
         for rollout_id in ("r3", "r1", "r4"):
             await site.delete(f"/v1/rollouts/{rollout_id}")
         page = (await site.get("/v1/rollouts?state=ended&limit=2")).body
         assert ([record["id"] for record in page["rollouts"]], page["next"]) == (["r3", "r1"], "e:2")
         page = (await site.get("/v1/rollouts?state=ended&after=e:2")).body
         assert ([record["id"] for record in page["rollouts"]], page["next"]) == (["r4"], "e:3")
-        assert (await site.get("/v1/rollouts?state=ended&after=e:3")).body == {"rollouts": [], "next": "e:3"}
+        empty = (await site.get("/v1/rollouts?state=ended&after=e:3")).body
+        assert empty == {"rollouts": [], "next": "e:3", "unfinished": True}
 
 
 async def test_a_cancel_is_acknowledged_in_every_state(tmp_path: Path) -> None:
@@ -148,7 +149,11 @@ async def test_a_long_poll_returns_after_max_wait_s(tmp_path: Path) -> None:
         await site.hold()
         await site.submit("r1")
         assert (await site.get("/v1/rollouts/r1?wait_s=1e9")).body["state"] == "queued"
-        assert (await site.get("/v1/rollouts?state=ended&wait_s=1e9")).body == {"rollouts": [], "next": "e:0"}
+        assert (await site.get("/v1/rollouts?state=ended&wait_s=1e9")).body == {
+            "rollouts": [],
+            "next": "e:0",
+            "unfinished": True,
+        }
 
 
 def waits() -> int:

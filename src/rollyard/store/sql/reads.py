@@ -12,7 +12,7 @@ from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.core.ids import DEFAULT_RUN, SEPARATOR
 from rollyard.store.base import ItemKind, Page, QueuedRow, RunResults
 from rollyard.store.codec import decode_trajectory, from_json
-from rollyard.store.sql.dialect import Connection, Dialect
+from rollyard.store.sql.dialect import Connection, Dialect, Row
 from rollyard.store.sql.rows import BYTES, COLUMNS, FROM, fetch, parse_cursor, to_rollout, to_rollouts
 
 LAST_SEQ = (1 << 63) - 1
@@ -80,27 +80,38 @@ def named(connection: Connection, kind: ItemKind, id: str) -> dict[str, str]:
 def prefixed(connection: Connection, kind: ItemKind, prefix: str, runs: Sequence[str], limit: int) -> dict[str, str]:
     """Needs one index lookup per run: in the default run, the keys of each other run whose name has the prefix are
     skipped."""
-    dialect = connection.dialect
-    key = dialect.bytewise.format("x.id")
+    dialect, end = connection.dialect, prefix + LAST_CHARACTER
     found: dict[str, str] = {}
-    start, end = prefix, prefix + LAST_CHARACTER
+    start = prefix
     while DEFAULT_RUN in runs and len(found) < limit:
-        rows = connection.execute(
-            f"SELECT x.id, x.run FROM {kind} x WHERE {key} >= ? AND {key} < ? ORDER BY {key} LIMIT ?",
-            (start, end, limit),
-        ).fetchall()
+        rows = _between(connection, kind, start, end, limit)
         found |= {row[0]: row[1] for row in rows if SEPARATOR not in row[0] and row[1] in runs}
         if len(rows) < limit:
             break
         last = rows[-1][0]
         start = last.partition(SEPARATOR)[0] + SEPARATOR + LAST_CHARACTER if SEPARATOR in last else last + " "
-    rows = connection.execute(
-        f"SELECT x.id, x.run FROM runs q CROSS JOIN {kind} x WHERE {dialect.among.format('q.id')} "
-        f"AND {key} >= q.id || '{SEPARATOR}' || ? AND {key} < q.id || '{SEPARATOR}' || ? LIMIT ?",
-        (dialect.listed(runs), prefix, end, limit),
+    # A join would be a scan in PostgreSQL, which cannot estimate how few keys there are between two expressions.
+    key = dialect.bytewise.format("x.id")
+    first = (
+        f"SELECT x.id FROM {kind} x WHERE {key} >= q.id || '{SEPARATOR}' || ? AND {key} < q.id || '{SEPARATOR}' || ? "
+        f"ORDER BY {key} LIMIT 1"
+    )
+    among = dialect.among.format("q.id")
+    firsts = connection.execute(
+        f"SELECT q.id, ({first}) FROM runs q WHERE {among}", (prefix, end, dialect.listed(runs))
     ).fetchall()
-    found |= {row[0]: row[1] for row in rows}
+    for run, first_key in firsts:
+        if first_key is not None and len(found) < limit:
+            rows = _between(connection, kind, first_key, f"{run}{SEPARATOR}{end}", limit)
+            found |= {row[0]: row[1] for row in rows}
     return dict(list(found.items())[:limit])
+
+
+def _between(connection: Connection, kind: ItemKind, start: str, end: str, limit: int) -> list[Row]:
+    """Returns keys from `start` to before `end`, in order, and the run of each."""
+    key = connection.dialect.bytewise.format("x.id")
+    sql = f"SELECT x.id, x.run FROM {kind} x WHERE {key} >= ? AND {key} < ? ORDER BY {key} LIMIT ?"
+    return connection.execute(sql, (start, end, limit)).fetchall()
 
 
 def runs_of(connection: Connection, kind: ItemKind, keys: Sequence[str]) -> dict[str, str]:
