@@ -138,7 +138,8 @@ async def test_only_the_first_mistakes_are_listed_and_the_others_are_counted(
 async def test_unreadable_lines_are_listed_without_a_service(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ROLLYARD_URL", "http://127.0.0.1:9")
     result = await cli("submit", lines(tmp_path / "t.jsonl", "{x", task(), "[1]"))
-    assert result.status == 1 and "2 of 3 tasks cannot be used" in result.err and result.err.count("\n") == 3
+    assert result.status == 1 and "2 of 3 tasks cannot be used" in result.err and result.err.count("\n") == 4
+    assert result.err.startswith("the service did not answer: of the other tasks only the text was checked\n")
     result = await cli("submit", lines(tmp_path / "p.jsonl", '{\n  "environment": "shell",\n  "data": {},\n}'))
     assert result.err.startswith(f"rollyard: {tmp_path}/p.jsonl:4: this is not JSON (") and result.err.count("\n") == 1
     result = await cli("submit", lines(tmp_path / "l.jsonl", "[", '{"environment": "shell"}', "]"))
