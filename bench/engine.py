@@ -7,8 +7,8 @@ vLLM.
 - `prefill_tokens_per_s`: the same with one new token, per token of the prompts, eight at once.
 - `turns_per_s`: eight sessions of four turns, each of which extends its own history. Ours reuses its caches, and no
   session waits for another; `generate` is called again for each turn, with all sessions as one batch.
-- `logprob_gap`: the largest difference between a logprob of ours and that of a plain forward pass of transformers over
-  the same tokens.
+- `logprob_gap`: the largest difference between our logprobs and those of a plain forward pass of transformers over the
+  same tokens.
 - `ratio_generate_8`, `ratio_vllm_8`: our tokens per second divided by theirs, eight at once.
 
 All have the same weights, dtype, device, threads and prompts. They alternate, round by round, and only one of them
