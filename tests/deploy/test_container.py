@@ -52,6 +52,7 @@ async def container() -> AsyncGenerator[tuple[str, str], None]:
     """A running container and the URL of its service. It is in the machine's network, where the engine listens."""
     built = subprocess.run([ROOT / "scripts" / "build-test-container", IMAGE], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
+    image = built.stdout.split()[-1]  # another checkout may take the tag meanwhile
     name, port = f"rollyard-smoke-{NAME}-{os.getpid()}", free_port()
     settings = {"HOST": "127.0.0.1", "PORT": port, "ADMIN_TOKENS": TOKEN, "RUN_SLOTS": 4, "DRAIN_S": 5}
     async with ScriptedEngine(SCRIPT, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
@@ -66,7 +67,7 @@ async def container() -> AsyncGenerator[tuple[str, str], None]:
         ]  # podman's defaults may be above the hard limits
         options += ["--health-cmd", "none"]  # podman's timer for it needs systemd; the test calls the program itself
         command = ["serve", "--engine", engine.url, "--tokenizer", "/tokenizer"]
-        await asyncio.to_thread(podman, "run", *options, IMAGE, *command)
+        await asyncio.to_thread(podman, "run", *options, image, *command)
         try:
             async with asyncio.timeout(60):
                 while podman("exec", name, "rollyard-healthcheck", "/readyz", is_checked=False).returncode:
