@@ -52,6 +52,7 @@ async def container() -> AsyncGenerator[tuple[str, str], None]:
     """A running container and the URL of its service. It is in the machine's network, where the engine listens."""
     built = subprocess.run([ROOT / "scripts" / "build-test-container", IMAGE], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
+    image = built.stdout.split()[-1]  # another checkout may take the tag meanwhile
     name, port = f"rollyard-smoke-{NAME}-{os.getpid()}", free_port()
     settings = {"HOST": "127.0.0.1", "PORT": port, "ADMIN_TOKENS": TOKEN, "RUN_SLOTS": 4, "DRAIN_S": 5}
     async with ScriptedEngine(SCRIPT, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
@@ -66,7 +67,7 @@ async def container() -> AsyncGenerator[tuple[str, str], None]:
         ]  # podman's defaults may be above the hard limits
         options += ["--health-cmd", "none"]  # podman's timer for it needs systemd; the test calls the program itself
         command = ["serve", "--engine", engine.url, "--tokenizer", "/tokenizer"]
-        await asyncio.to_thread(podman, "run", *options, IMAGE, *command)
+        await asyncio.to_thread(podman, "run", *options, image, *command)
         try:
             async with asyncio.timeout(60):
                 while podman("exec", name, "rollyard-healthcheck", "/readyz", is_checked=False).returncode:
@@ -74,7 +75,9 @@ async def container() -> AsyncGenerator[tuple[str, str], None]:
                     await asyncio.sleep(0.1)
             yield name, f"http://127.0.0.1:{port}"
         finally:
-            await asyncio.to_thread(podman, "rm", "--force", "--volumes", name)
+            # Without systemd podman reports that it cannot remove the timer of the health check, and removes the rest.
+            await asyncio.to_thread(podman, "rm", "--force", "--volumes", name, is_checked=False)
+            assert podman("container", "exists", name, is_checked=False).returncode == 1
 
 
 def logs(name: str) -> str:
