@@ -43,8 +43,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NOT_RUN = Path(__file__).with_name("not-run.txt")
 RUN = ("sh", "python")
-SHOWN = ("http", "json", "text", "toml", "yaml")
-"""Languages that are only shown. A block without a language is an error: it could be a command that is not run."""
+AMBIGUOUS = ("", "bash", "console", "shell", "py", "python3")
+"""Languages that a block must not have, because it could be a command that is not run. All others are only shown."""
 
 SERVICES_S = 20.0
 """How long the commands in the background have to end."""
@@ -74,7 +74,9 @@ class Block:
 
 def pages() -> list[Path]:
     """The pages whose blocks are run."""
-    return [ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+    docs = ROOT / "docs"
+    folders = [*sorted((docs / "tutorial").glob("*.md")), *sorted((docs / "how-to").glob("*.md"))]
+    return [ROOT / "README.md", docs / "quickstart.md", *folders]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -95,8 +97,8 @@ def blocks(page: Path) -> list[Block]:
         is_marked = not text[mark_end : match.start()].strip()
         kind, _, rest = mark.partition(":") if is_marked else ("", "", "")
         language, code = match["language"], re.sub(f"^{match['indent']}", "", match["code"], flags=re.M)
-        if language not in (*RUN, *SHOWN):
-            raise ValueError(f"{page.name}:{line - 1}: a block in `{language}`; write {', '.join((*RUN, *SHOWN))}")
+        if language in AMBIGUOUS:
+            raise ValueError(f"{page.name}:{line - 1}: a block in `{language}`; write sh, python, or text")
         reason, file = (rest.strip() if kind == name else "" for name in ("not run", "file"))
         found.append(Block(page, line, language, code, reason, file))
     return found

@@ -1,4 +1,4 @@
-"""The blocks of README, quickstart and how-tos run as they are written, by the rules of `tests/docs/page.py`."""
+"""The blocks of README, quickstart, tutorial and how-tos run as they are written, by `tests/docs/page.py`'s rules."""
 
 import re
 import shlex
