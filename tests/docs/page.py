@@ -256,7 +256,7 @@ def main(argv: list[str]) -> int:
             return 1
         return 0
     with tempfile.TemporaryDirectory(prefix="rollyard-page-") as folder:
-        status, output = run(Path(argv[0]).resolve(), Path(folder), limit_s=300)
+        status, output = run(Path(argv[0]).resolve(), Path(folder), limit_s=600)
     print(output)
     return status
 

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from rollyard.cli.app import app
@@ -12,6 +13,7 @@ from tests.docs import page as runner
 
 PAGES = runner.pages()
 LIMIT_S = 150.0
+NO_NAMESPACES = "no network namespaces here (containers often forbid them): "
 
 
 def runs(page: Path) -> bool:
@@ -28,7 +30,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path):
         return  # listed below
     status, output = runner.run(page, tmp_path, limit_s=LIMIT_S)
     if output.startswith("unshare: "):
-        pytest.skip(f"no network namespaces here (containers often forbid them): {output.strip()}")
+        pytest.skip(NO_NAMESPACES + output)
     assert status == 0, output[-10_000:]
 
 
@@ -43,13 +45,15 @@ def test_the_commands_of_blocks_that_are_not_run_have_valid_arguments():
     lines = [line for block in unrun for line in block.code.replace("\\\n", " ").splitlines()]
     commands = [found[1] for line in lines if (found := re.match(r"(?:[A-Z_]+=\S+ )*rollyard (.*)", line))]
     assert len(commands) > 20
-    for command in commands:
-        group = get_command(app)
-        arguments = shlex.split(command, comments=True)
-        context = group.make_context("rollyard", list(arguments))
-        while hasattr(group, "resolve_command"):  # a group of commands
-            _, group, arguments = group.resolve_command(context, arguments)
-            context = group.make_context(group.name, list(arguments), parent=context)
+    program = get_command(app)
+    for line in commands:
+        command, arguments = program, shlex.split(line, comments=True)
+        context = command.make_context("rollyard", list(arguments))
+        while isinstance(command, TyperGroup):
+            _, found, arguments = command.resolve_command(context, arguments)
+            assert found is not None
+            command = found
+            context = command.make_context(command.name, list(arguments), parent=context)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +84,23 @@ def test_a_mark_applies_to_the_next_block_only(tmp_path: Path):
         ("sh", "c\n", "", 11),
         ("python", "if d:\n    e\n", "", 17),
     ]
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ("```sh\necho so far\nfalse\necho further\n```\n", "failed: line 2: false"),
+        ("```python\nname = 1\nother\n```\n", 'page.md", line 3, in <module>\n    other\n'),
+        ("```sh\nrollyard serve --port 1x\n```\n", "ended before it was ready: rollyard serve --port 1x"),
+    ],
+)
+def test_a_block_that_fails_fails_its_page(block: str, error: str, tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(block + "\n```sh\necho later block\n```\n")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    status, output = runner.run(page, folder, limit_s=LIMIT_S)
+    if output.startswith("unshare: "):
+        pytest.skip(NO_NAMESPACES + output)
+    assert status == 1 and error in output
+    assert "\nfurther\n" not in output and "later block" not in output
