@@ -13,7 +13,7 @@ The rules:
 - `python` blocks of a page run in one process and share their names, as one file would. The variables that the shell
   exported are in their environment.
 - The page has its own network namespace: it may use any port, reaches nothing outside, and the machines `gpu1` to
-  `gpu9` are this one.
+  `gpu9` are this one. It cannot write to the system: `/` is read-only.
 - Comments in HTML, which the rendered page does not show, change this for one block or add to it:
 
       <!-- not run: needs a GPU -->     the next block is not run; `not-run.txt` lists it
@@ -123,8 +123,7 @@ def run(page: Path, folder: Path, *, limit_s: float) -> tuple[int, str]:
     (home / "hosts").write_text(f"127.0.0.1 localhost\n{machines}")
     as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
     namespaces = ["unshare", *as_root, "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    # bash as the first process of the namespace, because it reaps orphans
-    first = ["bash", "-c", 'ip link set lo up && mount --bind "$0" /etc/hosts && "$@"; exit $?', str(home / "hosts")]
+    first = ["bash", "-c", _FIRST, str(home / "hosts"), tempfile.gettempdir(), "user" if as_root else "root"]
     inside = [str(folder / ".venv/bin/python"), "-P", __file__, "--inside", str(page)]
     paths = (folder / ".venv/bin", Path(sys.prefix) / "bin", os.environ["PATH"])
     environment = {
@@ -152,6 +151,16 @@ def run(page: Path, folder: Path, *, limit_s: float) -> tuple[int, str]:
             program.wait()
             status = 124
     return status, output.read_text(errors="replace")
+
+
+_FIRST = """
+ip link set lo up && mount --bind "$0" /etc/hosts || exit
+[ "$2" != root ] || { mount --bind "$1" "$1" && cd "$PWD" && mount -o remount,bind,ro /; } || exit
+"${@:3}"
+exit $?
+"""
+"""The first process of the namespaces. It is bash, which reaps orphans. For root, `/` is read-only except for the folder
+of temporary files: a page that installs something into the system fails."""
 
 
 def _make_environment(folder: Path) -> None:

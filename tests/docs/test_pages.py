@@ -91,6 +91,7 @@ def test_a_mark_applies_to_the_next_block_only(tmp_path: Path):
     [
         ("```sh\necho so far\nfalse\necho further\n```\n", "failed: line 2: false"),
         ("```python\nname = 1\nother\n```\n", 'page.md", line 3, in <module>\n    other\n'),
+        ("```sh\ntouch /etc/rollyard-page\n```\n", "failed: line 1: touch /etc/rollyard-page"),
         ("```sh\nrollyard serve --port 1x\n```\n", "ended before it was ready: rollyard serve --port 1x"),
     ],
 )
