@@ -46,6 +46,9 @@ RUN = ("sh", "python")
 AMBIGUOUS = ("", "bash", "console", "shell", "py", "python3")
 """Languages that a block must not have, because it could be a command that is not run. All others are only shown."""
 
+KEPT = ("ROLLYARD_SANDBOX_UIDS",)
+"""Rollyard's variables that a page inherits: none of a developer's settings, only what a test worker owns."""
+
 SERVICES_S = 20.0
 """How long the commands in the background have to end."""
 
@@ -127,7 +130,7 @@ def run(page: Path, folder: Path, *, limit_s: float) -> tuple[int, str]:
     inside = [str(folder / ".venv/bin/python"), "-P", __file__, "--inside", str(page)]
     paths = (folder / ".venv/bin", Path(sys.prefix) / "bin", os.environ["PATH"])
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("ROLLYARD_URL", "ROLLYARD_TOKEN")},
+        **{name: value for name, value in os.environ.items() if not name.startswith("ROLLYARD_") or name in KEPT},
         "HOME": str(home),
         "PATH": ":".join(map(str, paths)),
         "PYTHONUNBUFFERED": "1",
@@ -155,12 +158,14 @@ def run(page: Path, folder: Path, *, limit_s: float) -> tuple[int, str]:
 
 _FIRST = """
 ip link set lo up && mount --bind "$0" /etc/hosts || exit
-[ "$2" != root ] || { mount --bind "$1" "$1" && cd "$PWD" && mount -o remount,bind,ro /; } || exit
+if [ "$2" = root ]; then
+  mount --bind "$1" "$1" && mount --bind "$PWD" "$PWD" && cd "$PWD" && mount -o remount,bind,ro / || exit
+fi
 "${@:3}"
 exit $?
 """
-"""The first process of the namespaces. It is bash, which reaps orphans. For root, `/` is read-only except for the folder
-of temporary files: a page that installs something into the system fails."""
+"""The first process of the namespaces: bash, which reaps orphans. For root, `/` is read-only except for the page's folder
+and that of temporary files: a page that installs something into the system fails."""
 
 
 def _make_environment(folder: Path) -> None:
