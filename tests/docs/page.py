@@ -164,8 +164,8 @@ fi
 "${@:3}"
 exit $?
 """
-"""The first process of the namespaces: bash, which reaps orphans. For root, `/` is read-only except for the page's folder
-and that of temporary files: a page that installs something into the system fails."""
+"""The first process of the namespaces: bash, which reaps orphans. For root, `/` is read-only except for the page's own
+folder and that of temporary files: a page that installs something into the system fails."""
 
 
 def _make_environment(folder: Path) -> None:
