@@ -1,4 +1,4 @@
-"""The documentation is correct: its examples run, its pages match the code, its link targets exist."""
+"""The documentation is correct: its pages match the code, its link targets exist. `tests/docs` runs its examples."""
 
 import ast
 import json
@@ -13,13 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollyard.core import AgentSpec, Outcome, Task
-from rollyard.envs import DataField, EnvContext, Environment, Environments, Plan, Solution
-from rollyard.envs.protected import PROTECTED
-from rollyard.sandbox import Bind
+from rollyard.core import Task
+from rollyard.envs import EnvContext, Environment, Environments
 from rollyard.service.settings import Settings
-from rollyard.testing.script import Reply, Rules
-from tests.pipeline.site import finish, open_site, shell
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,48 +25,23 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-async def test_the_example_environment_runs(tmp_path: Path):
-    code, solve, *_ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 22, "twenty lines, as promised"
-    names: dict[str, Any] = {}
-    exec(compile(code, "write-an-environment.md", "exec"), names)
-    script = Rules(rules=(("How many lines", (Reply(shell("wc -l < log.txt")), Reply(finish("42")))),))
-    exec(compile(solve, "write-an-environment.md", "exec"), {"Solution": Solution}, more := {})
-    example = type("Example", (names["CountLines"],), more)
-    environments = Environments({"count_lines": example()})
-    async with open_site(tmp_path, script, environments=environments) as site:
-        right = await site.rolled(Task("count_lines", {"lines": 42}))
-        wrong = await site.rolled(Task("count_lines", {"lines": 43}))
-        oracle = await site.rolled(Task("count_lines", {"lines": 43}, agent=AgentSpec("oracle")))
-        for rollout, reward in ((right, 1.0), (wrong, 0.0), (oracle, 1.0)):
-            assert rollout.ending is not None
-            assert rollout.ending.outcome is Outcome.COMPLETED
-            assert rollout.ending.score is not None
-            assert rollout.ending.score.reward == reward
-
-
-async def test_the_example_of_environment_and_agent_in_one_class_runs(tmp_path: Path):
-    *_, code = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
-    names: dict[str, Any] = {}
-    exec(compile(code, "write-an-environment.md", "exec"), names)
-    script = Rules(rules=(("What has keys", (Reply("a piano"),)),))
-    async with open_site(tmp_path, script, environments=Environments({"riddle": names["Riddle"]()})) as site:
-        rollout = await site.rolled(Task("riddle", {"riddle": "What has keys?", "answer": "piano"}))
-    assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
-    assert rollout.ending.score.reward == 1.0
+def test_the_example_of_an_environment_has_twenty_lines():
+    code, *_ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 22
 
 
 def test_the_example_methods_are_methods_of_an_environment():
-    _, _, layer_key, plan, data_fields, _ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+    names: dict[str, Any] = {}
+    for code in blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python"):
+        if "class Of" in code:
+            exec(compile(code, "write-an-environment.md", "exec"), names)
 
-    class Base(Environment):
+    class Base(Environment):  # a key covers the source of the class, which one made by exec does not have
         async def prepare(self, context: EnvContext) -> None: ...
 
-    names: dict[str, Any] = {"Base": Base, "Plan": Plan, "PROTECTED": PROTECTED, "Bind": Bind, "Path": Path}
-    names["DataField"] = DataField
-    exec("class Example(Base):\n" + textwrap.indent(f"{layer_key}\n{plan}\n{data_fields}", "    "), names)
-    assert [field.name for field in names["Example"].data_fields] == ["lines", "name"]
-    example = type("Example", (Base,), {name: vars(names["Example"])[name] for name in ("layer_key", "plan")})()
+    assert [field.name for field in names["OfLines"].data_fields] == ["lines", "name"]
+    methods = {"layer_key": names["OfRepository"].layer_key, "plan": names["OfWholeSystem"].plan}
+    example = type("Example", (Base,), methods)()
     task = Task("example", {"repository": "r", "commit": "c", "instruction": "x"})
     assert (
         example.layer_key(task) == example.layer_key(replace(task, data={**task.data, "instruction": "y"})) is not None
@@ -87,7 +58,7 @@ def test_the_example_methods_are_methods_of_an_environment():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_and_json_examples_are_valid(page: Path):
     for code in blocks(page, "python"):
-        compile(code, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        compile(textwrap.dedent(code), str(page), "exec")
     for text in blocks(page, "json"):
         json.loads(text)
 

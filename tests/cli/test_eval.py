@@ -191,7 +191,7 @@ async def test_eval_with_an_engine_needs_no_service(cli: Cli, engine: ScriptedEn
         (("--defaults", "3"), 2, "--defaults: expected a JSON object"),
         (("--out", "o.txt"), 2, "use a name that ends in .jsonl or .arrow"),
         (("--engine", "http://127.0.0.1:1"), 1, "--engine http://127.0.0.1:1: "),
-        (("--engine", "gpu"), 1, "--engine gpu: url: "),
+        (("--engine", "gpu"), 2, "'gpu' is not a URL: it has no http:// or https:// — write it as http://gpu"),
         (("--url", "http://127.0.0.1:1", "--token", "x"), 1, "127.0.0.1:1"),
     ],
 )

@@ -34,7 +34,7 @@ async def test_an_engine_that_does_not_resume_is_reported(cli: Cli, service: Run
     await cli("policies", "pause", "default")
     service.engine.control.fail("resume", 1, 500)
     result = await cli("policies", "resume", "default", "1")
-    assert result.status == 1 and "it did not resume" in result.err and "Fix the engines" in result.err
+    assert result.status == 1 and "it did not resume" in result.err and "fix the engines" in result.err
     assert "quarantined" in (await cli("policies", "list")).out
     assert (await cli("policies", "resume", "default", "1")).status == 0
 

@@ -47,7 +47,7 @@ def demo(
     """Let a small trained model solve shell tasks in real sandboxes on this machine, and show what it did.
 
     SmolLM2-135M, with an adapter that was trained with Rollyard, solves held-out tasks of yardwork on the CPU.
-    Requires the extra: pip install 'rollyard[local]'. The weights (89 MiB) are fetched the first time.
+    Requires the extra `local`. The weights (89 MiB) are fetched the first time.
     """
     require("server")
     if shutil.which("bwrap") is None:

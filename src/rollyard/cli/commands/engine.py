@@ -57,7 +57,7 @@ def engine(
     """Serve a model on this machine's CPU or GPU, with the part of vLLM's API that Rollyard uses.
 
     For laptops, tests and small models: torch, exact logprobs, weight versions, prefix reuse. On a cluster, use
-    vLLM or SGLang. Requires the extra: pip install 'rollyard[local]'. When ready, it prints its address; with
+    vLLM or SGLang. Requires the extra `local`. When ready, it prints its address; with
     --json as one object on stdout.
     """
     from rollyard.embedded import missing_packages
