@@ -139,6 +139,33 @@ def test_an_unreadable_file_is_a_broken_preset_too(tmp_path: Path):
     assert agents.get("codex").name == "codex"
 
 
+def test_a_script_beside_a_preset_is_copied_as_it_is(tmp_path: Path):
+    (tmp_path / "agent.py").write_text('print(f"{{no}} template")')
+    text = PLAIN + '[[files]]\npath = "/agent.py"\nsource = "agent.py"'
+    (file,) = read_preset(text, tmp_path).files
+    assert (file.content, file.raw, file.source) == ('print(f"{{no}} template")', True, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('source = "none.py"', r"files\[0\].source: none.py cannot be read"),
+        ('source = "../agent.py"', r"files\[0\].source: the name of a file beside the preset"),
+        ('source = "agent.py"\ncontent = "x"', r"files\[0\].source: .* and no content"),
+    ],
+)
+def test_a_script_that_cannot_be_used_is_reported(tmp_path: Path, line: str, says: str):
+    (tmp_path / "agent.py").touch()
+    with pytest.raises(PresetError, match=says):
+        read_preset(PLAIN + f'[[files]]\npath = "/agent.py"\n{line}', tmp_path)
+
+
+def test_a_task_cannot_name_a_file_of_the_host():
+    options = {"files": [{"path": "/agent.py", "source": "token"}]}
+    with pytest.raises(TaskInvalid, match=r"agent.options.files\[0\].source: only a preset"):
+        read_preset(PLAIN).with_options(options)
+
+
 # --- the page -------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/run-your-agent-program.md"
@@ -148,10 +175,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_examples_of_the_page_are_a_preset_and_tasks():
-    (text,) = blocks("toml")
+def test_the_examples_of_the_page_are_presets_and_tasks(tmp_path: Path):
+    text, script = blocks("toml")
     preset = read_preset(text)
     assert preset.needs_python and preset.is_installable and len(preset.try_.turns) == 2
+    (tmp_path / "my-script.py").write_text("print(1)")
+    assert read_preset(script, tmp_path).files[0].content == "print(1)"
     for task in (msgspec.json.decode(block, type=Task) for block in blocks("json")):
         agent = Agents().get(task.agent.name)
         assert isinstance(agent, HarnessAgent)

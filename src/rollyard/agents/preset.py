@@ -16,6 +16,7 @@
     [[files]]                         # written before it starts
     path = "{{home}}/.config/my-agent.toml"
     content = """model = {{model|json}}"""
+    source = ""                       # instead of content: a file beside the preset, which is not a template
     mode = "0644"                     # octal
     raw = false                       # true: the content is not a template
 
@@ -98,6 +99,7 @@ class PresetError(ValueError):
 class PresetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     path: str
     content: str = ""
+    source: str = ""
     mode: str = "0644"
     raw: bool = False
 
@@ -197,19 +199,22 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def read_preset(text: str) -> Preset:
-    """Parses the TOML text of a preset. Raises PresetError."""
+def read_preset(text: str, folder: Path | None = None) -> Preset:
+    """Parses the TOML text of a preset. `folder` has the files that it names as `source`. Raises PresetError."""
     try:
-        return preset_of(tomllib.loads(text))
+        return preset_of(tomllib.loads(text), folder)
     except tomllib.TOMLDecodeError as error:
         raise PresetError("the file", f"is not valid TOML: {error}") from error
 
 
-def preset_of(raw: Mapping[str, Any]) -> Preset:
+def preset_of(raw: Mapping[str, Any], folder: Path | None = None) -> Preset:
     try:
         preset = msgspec.convert(raw, Preset)
     except msgspec.ValidationError as error:
         raise PresetError(*_split_error(error)) from error
+    if folder is not None:
+        files = tuple(_with_content(f"files[{index}]", file, folder) for index, file in enumerate(preset.files))
+        preset = msgspec.structs.replace(preset, files=files)
     _check(preset)
     return preset
 
@@ -224,6 +229,18 @@ def built_in() -> dict[str, str]:
 def presets_in(folder: Path) -> dict[str, str | PresetError]:
     """Returns the text of every NAME.toml in the operator's folder by name, or the reason why it cannot be read."""
     return {path.stem: _text_of(path) for path in sorted(folder.glob("*.toml"))}
+
+
+def _with_content(where: str, file: PresetFile, folder: Path) -> PresetFile:
+    """Returns the file with the content of its `source`."""
+    if not file.source:
+        return file
+    if file.content or Path(file.source).name != file.source:
+        raise PresetError(f"{where}.source", "the name of a file beside the preset was expected, and no content")
+    text = _text_of(folder / file.source)
+    if isinstance(text, PresetError):
+        raise PresetError(f"{where}.source", f"{file.source} {text.what}")
+    return msgspec.structs.replace(file, content=text, source="", raw=True)
 
 
 def _text_of(path: Path) -> str | PresetError:
@@ -269,6 +286,10 @@ def _check(preset: Preset) -> None:
             raise PresetError(f"files[{index}].path", "the absolute path of a file was expected")
         if not re.fullmatch(r"0?[0-7]{3}", file.mode):
             raise PresetError(f"files[{index}].mode", 'octal digits were expected, like "0644"')
+        if file.source:  # a task must not read files of the host
+            raise PresetError(f"files[{index}].source", "only a preset in the service's folder may name a file")
+        if len(file.content) > MOST_FILE_BYTES:
+            raise PresetError(f"files[{index}].content", f"at most {MOST_FILE_BYTES} characters")
     _check_install(preset.install)
 
 

@@ -76,7 +76,7 @@ class Agents:
             text = self._presets[name]
             if isinstance(text, PresetError):
                 raise text
-            preset = read_preset(text)
+            preset = read_preset(text, self.installs.folder if self.installs is not None else None)
             if preset.name != name:
                 raise PresetError("name", f"{name!r} was expected, like the file's name")
         except PresetError as error:
