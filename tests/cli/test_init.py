@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import rollyard.cli
+from rollyard.cli import main
 from rollyard.cli.commands.init import FILES
 from rollyard.cli.rig import service
 from rollyard.envs import Environment
@@ -62,10 +63,10 @@ async def test_the_tests_of_a_new_project_pass(cli: Cli, tmp_path: Path):
 
 @pytest.mark.local
 @pytest.mark.slow
-async def test_the_trainer_of_a_new_project_trains_an_adapter(cli: Cli, tiny_model: Path, tmp_path: Path):
+async def test_the_trainer_of_a_new_project_trains_an_adapter(tiny_model: Path, tmp_path: Path):
     """The tiny model gets no reward: `--keep all` delivers such groups, too."""
-    await cli("init", "project")
     project = tmp_path / "project"
+    assert main(["init", str(project)]) == 0
     small = ["--epochs", "2", "--steps", "1", "--groups", "1", "--held-out", "2", "--keep", "all"]
     environments = {"project": f"{project}/environment.py:Commands"}
     (tmp_path / "log").mkdir()

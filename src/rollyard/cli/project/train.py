@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="the engine's model: a known name, or a folder")
     parser.add_argument("--epochs", type=int, default=4, help="of the warm start")
     parser.add_argument("--warm-lr", type=float, default=2e-3)
-    parser.add_argument("--steps", type=int, default=12, help="of RL")
+    parser.add_argument("--steps", type=int, default=8, help="of RL")
     parser.add_argument("--lr", type=float, default=5e-4, help="of RL")
     parser.add_argument("--groups", type=int, default=4, help="of eight rollouts each, in a step")
     parser.add_argument("--keep", default="spread", help="which groups: spread (rewards that differ), or all")
