@@ -24,8 +24,8 @@ OF_A_TRAINER = {"omegaconf", "ray", "tensordict", "torch", "transfer_queue", "tr
 LOCAL = {"accelerate", "gguf", "safetensors", "torch", "transformers", "triton"}
 """Not in the environment of the tests; torch brings triton."""
 
-OWN = {"assembly", "disk_walk", "file_jobs", "kernel", "sandbox_init", "usage"}
-"""Modules of the launcher and the resource monitor, which run as programs."""
+OWN = {"assembly", "disk_walk", "file_jobs", "kernel", "sandbox_init", "usage", "environment", "lora"}
+"""Modules of the launcher and the resource monitor, which run as programs, and of a project of `rollyard init`."""
 
 
 def names(requirements: list[str]) -> set[str]:

@@ -35,6 +35,9 @@ BELOW["cli"] = {*BELOW}
 EVERYWHERE = {"observe", "plugins"}
 
 ROOT = Path(rollyard.__file__).parent
+TEMPLATES = ROOT / "cli" / "project"
+"""Files of a user's project, which `rollyard init` writes: they use the public interface."""
+
 CHECKOUT = ROOT.parents[1]
 Graph = dict[str, set[str]]
 
@@ -43,6 +46,8 @@ Graph = dict[str, set[str]]
 def modules_of(root: Path) -> dict[str, ast.Module]:
     modules: dict[str, ast.Module] = {}
     for file in root.rglob("*.py"):
+        if file.is_relative_to(TEMPLATES):
+            continue
         parts = file.relative_to(root.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         modules[name] = ast.parse(file.read_text())

@@ -187,3 +187,12 @@ def test_default_limits_are_never_above_the_ceilings_here_and_on_nodes() -> None
         assert (limits.memory_bytes, limits.disk_bytes, limits.files) == (1 << 30, 2 << 30, 5000)
         assert (limits.processes, limits.cpus) == (30, 0.5)
     assert Settings(sandbox_cpus=0.25, max_task_cpus=0.5).sandbox_limits.cpus == 0.25
+
+
+def test_environments_are_classes_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[environments]\nmine = "environment.py:Mine"\n')
+    assert load_settings({}, NOTHING, file).settings.environments == {"mine": "environment.py:Mine"}
+    file.write_text('[environments]\nmine = "environment.py"\n')
+    with pytest.raises(SettingsError, match=r"environments\.mine"):
+        load_settings({}, NOTHING, file)

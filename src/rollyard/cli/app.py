@@ -19,6 +19,7 @@ from rollyard.cli.commands.engines import engines
 from rollyard.cli.commands.evaluate import evaluate
 from rollyard.cli.commands.gym_agent import gym_agent
 from rollyard.cli.commands.images import images
+from rollyard.cli.commands.init import init
 from rollyard.cli.commands.node import node
 from rollyard.cli.commands.nodes import nodes
 from rollyard.cli.commands.policies import policies
@@ -77,6 +78,7 @@ app.command(
     short_help="Report pass@1 to pass@K, with intervals.",
     epilog=_example("rollyard eval tasks.jsonl --k 8 --engine http://gpu1:8000"),
 )(evaluate)
+app.command(short_help="Write a small project with an environment.", epilog=_example("rollyard init my-project"))(init)
 app.add_typer(tasks, name="tasks", epilog=_example("rollyard tasks validate tasks.jsonl --run"))
 app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list --state ended --limit 20"))
 app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))

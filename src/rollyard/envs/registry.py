@@ -1,14 +1,18 @@
 """Finds environments by entry point (`rollyard.environments`) and creates one instance of each.
 
+The operator's settings name further classes, in files or modules that no package registers (`entry_point`).
+
 An environment holds no state of a rollout. It may hold what all rollouts share (a verifier's processes); `close`
 releases that. One whose package cannot be loaded is refused with the reason; the others are not affected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Self
 
 from rollyard.core.failure import EnvironmentBroken, UnknownEnvironment
@@ -19,14 +23,35 @@ from rollyard.plugins import is_own, not_loaded, plugins
 GROUP = "rollyard.environments"
 
 
+def entry_point(name: str, place: str) -> EntryPoint:
+    """Returns an entry point for `FILE.py:CLASS` or `MODULE:CLASS`. A file is imported as `python FILE.py` would import
+    it: its folder, which may be relative to the current one, becomes the first in `sys.path`. Raises
+    FileNotFoundError."""
+    module, _, attribute = place.rpartition(":")
+    if module.endswith(".py"):
+        file = Path(module).expanduser().resolve()
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))
+        module = file.stem
+    return EntryPoint(name, f"{module}:{attribute}", GROUP)
+
+
 class Environments:
-    """The installed environments and those in `extra`, which take precedence. The service has one registry.
+    """The installed environments and those in `extra` and `points`, which take precedence. The service has one
+    registry.
 
     `async with` closes the instances.
     """
 
-    def __init__(self, extra: Mapping[str, Environment | type[Environment]] | None = None) -> None:
-        self._entry_points = {point.name: point for point in plugins(GROUP)}
+    def __init__(
+        self,
+        extra: Mapping[str, Environment | type[Environment]] | None = None,
+        *,
+        points: Iterable[EntryPoint] = (),
+    ) -> None:
+        self._entry_points = {point.name: point for point in (*plugins(GROUP), *points)}
         self._instances: dict[str, Environment] = {}
         self._broken: dict[str, str] = {}  # why its package cannot be loaded: it is not imported again
         for name, environment in (extra or {}).items():

@@ -18,7 +18,7 @@ from rollyard.core import RollyardError
 from rollyard.core.failure import EngineFailure, TokenizerMismatch
 from rollyard.engines.base import Engine, Kind, Role
 from rollyard.engines.routing.router import Router
-from rollyard.envs.registry import Environments
+from rollyard.envs.registry import Environments, entry_point
 from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, StageResources
 from rollyard.sandbox import Runtime
 from rollyard.sandbox.egress import SystemResolver
@@ -154,12 +154,16 @@ async def vet(engine: Engine, renderers: Renderers) -> bool:
 
 
 def all_environments(settings: Settings) -> Environments:
-    """The installed environments, with the operator's settings applied."""
+    """The installed environments and those of the settings, with the operator's settings applied."""
+    try:
+        points = [entry_point(name, place) for name, place in settings.environments.items()]
+    except FileNotFoundError as error:
+        raise SettingsError(f"environments: {error}") from error
     if not settings.gym_servers:
-        return Environments()
+        return Environments(points=points)
     from rollyard.envs.gym import GymEnvironment
 
-    return Environments({"gym": GymEnvironment(settings.gym_servers)})
+    return Environments({"gym": GymEnvironment(settings.gym_servers)}, points=points)
 
 
 def mcp_servers(settings: Settings) -> dict[str, OutsideServer]:

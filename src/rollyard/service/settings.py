@@ -125,6 +125,8 @@ McpServers = Annotated[dict[str, Annotated[McpServerSettings, BeforeValidator(_u
 
 GymServers = Annotated[dict[str, Annotated[str, Field(pattern=r"^https?://")]], BeforeValidator(_table)]
 
+Places = Annotated[dict[str, Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]], BeforeValidator(_table)]
+
 
 class Settings(BaseModel):
     """All settings. `rollyard config` prints the description of each field."""
@@ -212,6 +214,9 @@ class Settings(BaseModel):
     )
 
     task_folders: Words = Field(default=(), description="Folders from which draws and evaluations may read task files.")
+    environments: Places = Field(
+        default={}, description="Environments that no package registers: FILE.py:CLASS or MODULE:CLASS, by name."
+    )
 
     engines: Engines = Field(default=(), description="Engines to add at start: URLs or tables.")
     engine_wait_s: Seconds = Field(default=120.0, description="How long a rollout waits for an engine to be up.")
