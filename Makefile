@@ -20,15 +20,9 @@ demo: ## a small trained model solves tasks in real sandboxes on this machine, a
 	@scripts/setup demo
 	@.venv/bin/rollyard demo $(DEMO)
 
-# Arguments of examples/yardwork/alone.py, and after -- those of its train.py.
-TRAIN_DEMO ?= --run-slots 12 --max-running 16 -- --out runs/train-demo --bf16 --families find_content,find_size \
-  --levels 1 --demonstrations 48 --passes 1 --warm-batch 8 --warm-lr 3e-3 --max-epochs 3 --validate-tasks 12 \
-  --test-tasks 0 --want 2 --group-size 6 --steps 4 --validate-every 4 --rounds 1 --minibatches 1 \
-  --lr 3e-4 --micro-tokens 2048
-
-train-demo: ## the same training on two easy families, on the CPU: half an hour on two cores without bfloat16
+train-demo: ## RL raises the pass@1 of a small model on held-out tasks, on the CPU, while you watch
 	@scripts/setup demo
-	.venv/bin/python examples/yardwork/alone.py $(TRAIN_DEMO)
+	@scripts/train-demo
 
 test: ## the whole test suite, with the real vLLM and real tokenizers
 	@scripts/setup dev

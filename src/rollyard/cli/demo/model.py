@@ -215,10 +215,10 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def engine_process(player: DemoModel) -> AsyncGenerator[EngineProcess, None]:
+async def engine_process(player: DemoModel, at_once: int = AT_ONCE) -> AsyncGenerator[EngineProcess, None]:
     """Starts the engine, which may not be ready yet, and stops it at the end."""
     arguments = ["--model", str(player.folder), "--name", player.folder.name, "--port", "0", "--json"]
-    arguments += ["--device", "cpu", "--max-context", "2048", "--max-running", str(AT_ONCE), "--cache-gib", "1"]
+    arguments += ["--device", "cpu", "--max-context", "2048", "--max-running", str(at_once), "--cache-gib", "1"]
     if player.adapter is not None:
         arguments += ["--adapter", str(player.adapter)]
     process = await asyncio.create_subprocess_exec(
