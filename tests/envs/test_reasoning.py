@@ -230,7 +230,7 @@ async def test_tasks_are_generated_family_by_family():
     [
         ({}, "family: give one family, several separated by commas, or all"),
         ({"family": "leg_countng,gcd"}, "there is no family 'leg_countng'; similar names: leg_counting"),
-        ({"family": "zzzzzz"}, "there is no family 'zzzzzz'$"),
+        ({"family": "zzzzzz"}, "there is no family 'zzzzzz'"),
         ({"family": "gcd", "count": "0"}, "count=0: a whole number from 1 to 1000000 was expected"),
         ({"family": "gcd", "seed": "x"}, "seed=x: a whole number from 0 to 4294967295 was expected"),
         ({"family": "gcd", "n": "1"}, "unknown option 'n' of its importer; there are config, count, family, seed"),
