@@ -299,7 +299,7 @@ def test_agents_are_found_by_entry_point_and_may_be_added():
     agents = Agents()
     assert isinstance(agents.get("native"), NativeAgent)
     assert agents.get("native") is agents.get("native")
-    with pytest.raises(UnknownAgent, match=r"'nobody'; there are: .*native"):
+    with pytest.raises(UnknownAgent, match=r"'nobody'.*; there are: .*native"):
         agents.get("nobody")
     mine = NativeAgent()
     assert Agents({"mine": mine}).get("mine") is mine

@@ -142,7 +142,7 @@ async def test_a_server_that_the_operator_has_not_named_is_refused(tmp_path, ser
         other: dict[str, Any] = body()
         for name in ("http://169.254.169.254", "http://127.0.0.1:1", server.url + "/verify", "nobody"):
             other["data"]["server"] = name
-            with pytest.raises(TaskInvalid, match=r"no resources server .*; the operator has named: counter$"):
+            with pytest.raises(TaskInvalid, match=r"no resources server .*; the operator has named: counter\n"):
                 site.pipeline.resources.check(to_task(other, {}), site.run)
         other["data"]["server"] = server.url + "/"
         rollout = await site.rolled(replace(to_task(other, {}), limits=QUICK))

@@ -131,7 +131,7 @@ def test_all_refused_tasks_are_named_and_can_be_skipped(tmp_path: Path, caplog: 
     assert [record.getMessage() for record in caplog.records] == [
         f"task not imported: {tmp_path}/{name}: instruction.md is empty" for name in ("bad", "worse")
     ]
-    with pytest.raises(TaskInvalid, match=r"instruction\.md is empty$"):
+    with pytest.raises(TaskInvalid, match=r"instruction\.md is empty\n"):
         imported(tmp_path / "bad", refused="skip")
 
 

@@ -139,7 +139,10 @@ async def test_the_error_contains_the_output_of_bwrap(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     program.chmod(0o755)
     async with BubblewrapRuntime(root=tmp_path / "root", program=str(program), uids=None) as runtime:
-        with pytest.raises(SandboxStartFailed, match=r"No permissions.*apparmor_restrict_unprivileged_userns"):
+        with pytest.raises(
+            SandboxStartFailed,
+            match=r"apparmor_restrict_unprivileged_userns(.|\n)*No permissions to create new namespace",
+        ):
             await runtime.start(SPEC, lease_s=60.0)
         assert not sandbox_folders(tmp_path / "root")
 

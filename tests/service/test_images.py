@@ -33,7 +33,7 @@ async def test_a_missing_image_is_refused_at_submit_and_found_as_soon_as_it_is_p
         answer = await site.post("/v1/rollouts", with_image("busy:1"))
         assert (answer.status, answer.code) == (422, "image_missing")
         assert "'busy:1' is not on this machine" in answer.body["detail"]
-        assert "rollyard images pull" in answer.body["remedy"]
+        assert "rollyard images pull busy:1" in answer.body["detail"]
         store = await pulled(tmp_path)
         assert (await site.post("/v1/rollouts", with_image("busy:1"))).status == 202
         answer = await site.post("/v1/rollouts", with_image("busy:1", runtime="local"))

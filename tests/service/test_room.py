@@ -26,7 +26,7 @@ async def test_waiting_for_room_is_reported(tmp_path: Path) -> None:
         assert b'rollyard_waiting_for_room{runtime="bubblewrap"} 1.0' in (await site.get("/metrics")).body
         console = Console(width=120, file=StringIO())
         with console.capture() as shown:
-            console.print(frame(status, {}, site.url))
+            console.print(frame(status, {}, site.url, console))
         assert "1 sandboxes of bubblewrap wait" in shown.get()
         runtime._limiter._on_pressure(False, {})  # type: ignore[attr-defined]
         assert (await site.ended("r1"))["reward"] == 1.0

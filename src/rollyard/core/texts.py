@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rollyard.core.json import Json
 
-SIMILAR = 0.5  # difflib's ratio from which a name is suggested
+SIMILAR = 0.6  # difflib's ratio from which a name is suggested
 MOST_DIFFERENCES = 3
 MOST_CHARACTERS = 40  # of a value; longer ones are left out
 
