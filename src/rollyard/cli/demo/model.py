@@ -77,7 +77,7 @@ def demo_tasks(count: int) -> list[dict[str, Any]]:
 
 async def play(console: Console, player: DemoModel, count: int, *, is_quiet: bool = False) -> DemoResult:
     """Runs the tasks and shows their progress; with `is_quiet`, no results."""
-    _end_gently()
+    end_gently()
     tasks = demo_tasks(count)
     heat = "greedily" if player.temperature == 0 else f"at temperature {player.temperature:g}"
     what = "1 held-out task" if count == 1 else f"{count} held-out tasks"
@@ -108,7 +108,7 @@ def _waiting(console: Console, what: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _end_gently() -> None:
+def end_gently() -> None:
     """Treats SIGTERM and SIGHUP as Ctrl-C, so that the two processes are not left behind."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
