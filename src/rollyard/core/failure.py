@@ -98,8 +98,8 @@ class RollyardError(Exception):
         self.data: dict[str, Json] = dict(data)
 
     def with_detail(self, detail: str) -> Self:
-        """Returns this error with another detail, and the same data."""
-        error = type(self)(detail)
+        """Returns this error with another detail, and the same remedy and data."""
+        error = type(self)(detail, remedy=self.remedy)
         error.data.update(self.data)
         return error
 

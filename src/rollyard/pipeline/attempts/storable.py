@@ -24,7 +24,7 @@ def storable_message(message: Message) -> Message:
     try:
         msgspec.json.encode(message)
     except (UnicodeEncodeError, RecursionError):
-        return {name: _encodable(value) for name, value in message.items()}
+        return {str(_encodable(name)): _encodable(value) for name, value in message.items()}
     return message
 
 
