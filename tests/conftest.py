@@ -31,6 +31,9 @@ from tests.embedded.environment import make_tiny_model
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Otherwise each process that uses torch leaves a file with its compiled kernels in the folder for temporary files.
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
+
 # No test reaches the hub. Those of downloads have a hub on this machine, and remove the variable.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -57,6 +57,13 @@ async def opened(source: McpSource, sandbox: Sandbox | None = None, output_bytes
     return Opened({tool._name: tool for tool in tools if isinstance(tool, McpTool)})
 
 
+async def none_runs(sandbox: Sandbox, pattern: str) -> None:
+    """Waits in the sandbox: a killed process needs a moment to end."""
+    wait = f"for _ in $(seq 100); do pgrep -f '{pattern}' || exit 0; sleep 0.1; done; exit 1"
+    ended = await sandbox.exec(wait, timeout_s=30)
+    assert ended.status == 0, ended.stdout
+
+
 @pytest.fixture
 async def by_hand(sandbox: Sandbox) -> AsyncGenerator[Opened, None]:
     await sandbox.write("server.py", BY_HAND.encode())
@@ -208,8 +215,7 @@ async def test_a_server_that_never_responds_is_killed(sandbox: Sandbox) -> None:
     source = McpSource("hand", ("sh", "-c", "echo slow >&2; exec sleep 3601"), start_s=0.5)
     with pytest.raises(SetupFailed, match=r"did not answer within 0\.5 s"):
         await source.open(ToolContext(sandbox))
-    running = await sandbox.exec("pgrep -f 'sleep [3]601'; true", timeout_s=10)
-    assert running.stdout == b""
+    await none_runs(sandbox, "sleep [3]601")
 
 
 async def test_a_call_after_the_end_of_the_sandbox_raises_its_failure(by_hand: Opened, sandbox: Sandbox) -> None:
@@ -241,8 +247,7 @@ async def test_closing_one_tool_ends_the_server_and_leaves_no_descriptor(sandbox
         await server.tools["echo"].close()
         assert (await server.call("echo")).is_error  # its rollout is over
     await eventually(lambda: descriptors() <= before, "all are closed")
-    running = await sandbox.exec("pgrep -f '[s]erver.py'; true", timeout_s=10)
-    assert running.stdout == b""
+    await none_runs(sandbox, "[s]erver.py")
 
 
 # --- names and options ----------------------------------------------------------------------------------
