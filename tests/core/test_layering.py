@@ -11,6 +11,7 @@ import rollyard
 
 BELOW: dict[str, set[str]] = {
     "plugins": set(),
+    "web": set(),
     "core": set(),
     "observe": {"core"},
     "store": {"core"},

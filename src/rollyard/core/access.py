@@ -1,6 +1,6 @@
-"""Records of tokens and administrative actions.
+"""Records of tokens, sign-ins and administrative actions.
 
-Plain data for the store. Only a token's SHA-256 digest is stored, never the token itself.
+Plain data for the store. Only the SHA-256 digest of a token or cookie is stored, never the secret itself.
 """
 
 from __future__ import annotations
@@ -48,6 +48,16 @@ class TokenRecord:
     created_by: str = ""
     expires_at: float | None = None
     quota: Quota = field(default_factory=Quota)
+
+
+@dataclass(frozen=True, slots=True)
+class LoginRecord:
+    """A browser that is signed in to the dashboard. It acts as the token `owner`."""
+
+    digest: str  # SHA-256 of the cookie's value, hexadecimal
+    owner: str
+    created_at: float
+    expires_at: float
 
 
 @dataclass(frozen=True, slots=True)

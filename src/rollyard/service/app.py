@@ -1,7 +1,7 @@
 """The ASGI application: routes, exception handlers and middleware.
 
-Middleware from the outside in: CallCounter (metrics), CatchAll (no exception escapes), Gate (Host, Origin, token),
-BodyLimit, then the routes. The gate passes calls to the gateway's paths to `SessionGateway` instead.
+Middleware from the outside in: CallCounter (metrics), CatchAll (no exception escapes), Gate (Host, Origin, token or
+cookie), BodyLimit, then the routes. The gate passes calls to the gateway's paths to `SessionGateway` instead.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from rollyard.service.routes import (
     groups,
     health,
     ids,
+    login,
+    pages,
     policies,
     rollouts,
     runs,
@@ -34,7 +36,10 @@ from rollyard.service.security.auth import OPEN_PATHS, Gate
 from rollyard.service.security.bounds import BodyLimit, ClientGone
 from rollyard.service.session_gateway import SessionGateway
 
-PARTS = (runs, rollouts, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events, health)
+PARTS = (
+    *(runs, rollouts, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events, health),
+    login,
+)
 """The modules of the API, in the order of its description."""
 
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."
@@ -51,6 +56,7 @@ def create_app(app_state: AppState) -> FastAPI:
     app.state.app_state = app_state
     for part in PARTS:
         app.router.routes += part.router.routes  # `include_router` would build each route again: 30 ms for every app
+    app.router.routes += pages.router.routes
     if app_state.settings.prorl:
         prorl.mount(app, app_state)
     problems.install(app)
@@ -61,9 +67,11 @@ def create_app(app_state: AppState) -> FastAPI:
     app.add_middleware(
         Gate,
         tokens=app_state.tokens,
+        logins=app_state.logins,
         hosts=app_state.settings.allowed_hosts,
         door=door,
         open_paths=OPEN_PATHS | prorl.open_paths(app_state.settings),
+        is_open=pages.is_page,
         url_paths=prorl.PATHS,
     )
     app.add_middleware(problems.CatchAll)

@@ -21,6 +21,7 @@ from rollyard.pipeline import Pipeline, StageResources
 from rollyard.sampling.sampler import Sampler
 from rollyard.service.security.access import Caller, caller_of, owns_policy
 from rollyard.service.security.keys import SessionKeys
+from rollyard.service.security.logins import Logins
 from rollyard.service.security.tokens import Tokens
 from rollyard.service.settings import Settings
 from rollyard.store.base import ItemKind, Store
@@ -34,6 +35,7 @@ class AppState:
 
     settings: Settings
     tokens: Tokens
+    logins: Logins
     store: Store
     router: Router
     resources: StageResources

@@ -46,6 +46,7 @@ from rollyard.service.prometheus import snapshot
 from rollyard.service.schemas.requests import EngineBody, check_body
 from rollyard.service.security.bounds import end_all
 from rollyard.service.security.keys import load_keys
+from rollyard.service.security.logins import Logins
 from rollyard.service.security.tokens import Tokens, load_tokens
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.service.tasks import checked_task
@@ -115,6 +116,7 @@ async def open_app(
         app_state = AppState(
             settings=settings,
             tokens=tokens,
+            logins=Logins(tokens, lifetime_s=settings.login_s, records=await store.logins()),
             store=store,
             router=router,
             resources=resources,

@@ -284,6 +284,7 @@ class Settings(BaseModel):
     http_body_s: Seconds = Field(default=60.0, description="Seconds to receive a body, plus one for each KiB received.")
     http_idle_s: Seconds = Field(default=75.0, description="Seconds that a connection may be open without a request.")
     http_unread_s: Seconds = Field(default=120.0, description="Seconds that a client may leave a response unread.")
+    login_s: Seconds = Field(default=43200.0, description="Seconds that a browser stays signed in to the dashboard.")
     max_wait_s: float = Field(
         default=60.0, ge=0, allow_inf_nan=False, description="Longest long poll; longer ones are cut."
     )

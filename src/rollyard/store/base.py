@@ -37,7 +37,7 @@ from rollyard.core import (
     State,
     Trajectory,
 )
-from rollyard.core.access import AuditEntry, TokenRecord
+from rollyard.core.access import AuditEntry, LoginRecord, TokenRecord
 from rollyard.core.policy import PolicyRecord
 
 
@@ -443,6 +443,18 @@ class Store(Protocol):
         ...
 
     async def delete_token(self, token_id: str) -> None: ...
+
+    async def put_login(self, record: LoginRecord) -> None:
+        """Stores a new sign-in. Durable before it returns."""
+        ...
+
+    async def logins(self) -> Sequence[LoginRecord]:
+        """In order of creation."""
+        ...
+
+    async def delete_logins(self, digests: Sequence[str]) -> None:
+        """Unknown ones are ignored."""
+        ...
 
     async def put_owner(self, policy: str, owner: str | None) -> None:
         """Sets the owner of a policy; None: it has no owner."""

@@ -1,17 +1,17 @@
-"""The gate: every call needs a bearer token, and browsers are refused.
+"""The gate: every call needs a bearer token, or the cookie of a browser that is signed in to the dashboard.
 
 The gateway's paths take session keys, one per session, and do not accept these tokens (`session_gateway.py`,
 `keys.py`). `access.py` decides what a caller may do behind the gate.
 
-Invariant: a foreign Host (DNS rebinding) and any Origin header (a page in a browser) are refused before the token is
-checked.
+Invariant: a foreign Host (DNS rebinding) and the Origin of another site's page are refused before the token is
+checked. A cookie counts only with the header of the dashboard's page (`logins.py`), and never beside a token.
 """
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from starlette.responses import Response
@@ -23,8 +23,11 @@ from rollyard.core.failure import Forbidden, ForeignHost
 from rollyard.service.problems import problem
 from rollyard.service.security.access import OPERATOR, Caller
 from rollyard.service.security.bounds import NODE_PATHS
+from rollyard.service.security.logins import PAGE_HEADER, Logins, cookie_name, read_cookie
 from rollyard.service.security.rate_limits import RateLimits
 from rollyard.service.security.tokens import Tokens
+
+LOGIN_PATH = "/v1/login"
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 """Served without a token: they return only public information."""
@@ -41,22 +44,27 @@ class KeyedApp(Protocol):
 
 
 class Gate:
-    """ASGI middleware: admits a call if its Host is this service's, it has no Origin header, and its token is known.
-    Calls to paths of `door` are passed to it without a check of their token."""
+    """ASGI middleware: admits a call if its Host is this service's, its Origin (if any) too, and its token or cookie is
+    known. Calls to paths of `door` are passed to it without a check of their token."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
         tokens: Tokens,
+        logins: Logins | None = None,
         hosts: Sequence[str] = (),
         door: KeyedApp | None = None,
         open_paths: frozenset[str] = OPEN_PATHS,
+        is_open: Callable[[str], bool] = lambda _: False,
         url_paths: frozenset[str] = frozenset(),
     ) -> None:
-        """`url_paths` also accept a token in the URL, `http://anyone:TOKEN@host`, which clients send as Basic auth."""
+        """`is_open`: further paths without a token. `url_paths` also accept a token in the URL,
+        `http://anyone:TOKEN@host`, which clients send as Basic auth."""
         self._app = app
         self._open_paths = open_paths
+        self._is_open = is_open
+        self._logins = logins
         self._url_paths = url_paths
         self._tokens = tokens
         self._door = door
@@ -72,17 +80,25 @@ class Gate:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             self._check_origin(scope, headers)
             if door is None:
-                is_open = scope["path"] in self._open_paths
-                scope["rollyard.caller"] = OPERATOR if is_open else self._caller(scope["path"], headers)
+                scope["rollyard.caller"] = OPERATOR if self._needs_no_token(scope) else self._caller(scope, headers)
         except RollyardError as error:
             refusal = problem(error) if door is None else door.refusal(scope, error)
             await refusal(scope, receive, send)
             return
         await (door or self._app)(scope, receive, send)
 
-    def _caller(self, path: str, headers: dict[bytes, str]) -> Caller:
-        authorization = headers.get(b"authorization")
-        caller = self._tokens.caller(_from_url(authorization) if path in self._url_paths else authorization)
+    def _needs_no_token(self, scope: Scope) -> bool:
+        path = scope["path"]
+        return path in self._open_paths or self._is_open(path) or (path == LOGIN_PATH and scope["method"] == "POST")
+
+    def _caller(self, scope: Scope, headers: dict[bytes, str]) -> Caller:
+        path, authorization = scope["path"], headers.get(b"authorization")
+        if authorization is None and PAGE_HEADER in headers and self._logins is not None:
+            name = cookie_name((scope.get("server") or ("", 0))[1] or 0)
+            caller, record = self._logins.find(read_cookie(headers.get(b"cookie"), name))
+            scope["rollyard.login_expires_at"] = record.expires_at
+        else:
+            caller = self._tokens.caller(_from_url(authorization) if path in self._url_paths else authorization)
         if caller.access is Access.NODE and not path.startswith(NODE_PATHS):
             raise Forbidden(f"a node's token is valid only for {NODE_PATHS}")
         self._rates.check(caller)
@@ -92,8 +108,11 @@ class Gate:
         host = headers.get(b"host", "").lower()
         if not (host in self._hosts or split_host(host)[0] in self._hosts or _is_here(host, scope)):
             raise ForeignHost(f"the Host header is {host[:100]!r}, which is not this service")
-        if b"origin" in headers:
-            raise ForeignHost("a call with an Origin header comes from a page in a browser")
+        origin = headers.get(b"origin")
+        if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
+            raise ForeignHost(f"a page of {origin[:100]!r} called, which is not this service's own")
+        if headers.get(b"sec-fetch-site", "none") not in ("same-origin", "none") and scope["path"].startswith("/v1/"):
+            raise ForeignHost("a page of another site called")
 
 
 def _from_url(authorization: str | None) -> str | None:

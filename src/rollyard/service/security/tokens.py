@@ -70,6 +70,13 @@ class Tokens:
         record = self._created.get(owner)
         return record.quota if record is not None else Quota()
 
+    def named(self, name: str) -> Caller | None:
+        """The caller of that name, if its token is still valid."""
+        for one in self._known:
+            if one.caller.name == name and (one.expires_at is None or one.expires_at > time.time()):
+                return one.caller
+        return None
+
     def put(self, record: TokenRecord) -> None:
         """Makes a token valid, and replaces an earlier one of that id."""
         self._created[record.id] = record

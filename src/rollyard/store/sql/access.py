@@ -1,10 +1,11 @@
-"""Tokens, the owners of policies, and the audit log in the store."""
+"""Tokens, sign-ins, the owners of policies, and the audit log in the store."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from rollyard.core.access import AuditEntry, TokenRecord
+from rollyard.core.access import AuditEntry, LoginRecord, TokenRecord
 from rollyard.store.codec import from_json
 from rollyard.store.sql.dialect import Connection
 
@@ -25,6 +26,20 @@ def tokens(connection: Connection) -> tuple[TokenRecord, ...]:
 
 def delete_token(connection: Connection, token_id: str) -> None:
     connection.execute("DELETE FROM tokens WHERE id = ?", (token_id,))
+
+
+def put_login(connection: Connection, digest: str, record: str) -> None:
+    connection.execute("INSERT INTO logins VALUES (?, ?)", (digest, record))
+
+
+def logins(connection: Connection) -> tuple[LoginRecord, ...]:
+    records = [from_json(row[0], LoginRecord) for row in connection.execute("SELECT record FROM logins").fetchall()]
+    return tuple(sorted(records, key=lambda record: (record.created_at, record.digest)))
+
+
+def delete_logins(connection: Connection, digests: Sequence[str]) -> None:
+    for digest in digests:
+        connection.execute("DELETE FROM logins WHERE digest = ?", (digest,))
 
 
 def put_owner(connection: Connection, policy: str, owner: str | None) -> None:

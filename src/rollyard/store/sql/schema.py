@@ -190,7 +190,12 @@ V7 = (
     "CREATE INDEX rollouts_run ON rollouts (run, ended_seq, reward, is_trainable)",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6, V7)
+V8 = (
+    # Browsers that are signed in to the dashboard, by the digests of their cookies.
+    "CREATE TABLE logins (digest TEXT PRIMARY KEY, record TEXT NOT NULL)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6, V7, V8)
 
 
 POSTGRES_ALSO: dict[int, tuple[str, ...]] = {

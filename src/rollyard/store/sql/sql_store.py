@@ -40,7 +40,7 @@ from rollyard.core import (
     Trajectory,
     digest,
 )
-from rollyard.core.access import AuditEntry, TokenRecord
+from rollyard.core.access import AuditEntry, LoginRecord, TokenRecord
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.policy import PolicyRecord
 from rollyard.store._clock import StoreClock
@@ -196,6 +196,15 @@ class SqlStore(ABC):
 
     async def delete_token(self, token_id: str) -> None:
         await self._from_client(partial(access.delete_token, token_id=token_id))
+
+    async def put_login(self, record: LoginRecord) -> None:
+        await self._from_client(partial(access.put_login, digest=record.digest, record=_encode(record)))
+
+    async def logins(self) -> Sequence[LoginRecord]:
+        return await self._read(access.logins)
+
+    async def delete_logins(self, digests: Sequence[str]) -> None:
+        await self._from_client(partial(access.delete_logins, digests=digests))
 
     async def put_owner(self, policy: str, owner: str | None) -> None:
         await self._from_client(partial(access.put_owner, policy=policy, owner=owner))

@@ -1,0 +1,122 @@
+// Calls of the service's API, and polled data for views.
+//
+// Every call has the header x-rollyard-page: the service accepts the session cookie only with it, and a page of another
+// origin cannot send it. An exported file has the replies of the API in itself (`recorded`).
+import { signal, useEffect, useRef, useState } from "./dom.js";
+import { isOffline } from "./router.js";
+
+export class ApiError extends Error {
+  constructor(status, problem) {
+    super(problem.detail || problem.title || `HTTP ${status}`);
+    this.status = status;
+    this.code = problem.code || "";
+    this.remedy = problem.remedy || "";
+    this.problem = problem;
+  }
+}
+
+/** "ok", or "lost" while the service does not answer. */
+export const connection = signal("ok");
+
+/** Who is signed in: undefined (not known yet), null (signed out), or {access, name, runs, expires_at}. */
+export const caller = signal(undefined);
+
+/** Why the last session ended: an ApiError, or null. Shown on the sign-in page. */
+export const lastRefusal = signal(null);
+
+const recorded = isOffline ? JSON.parse(document.getElementById("recorded").textContent) : null;
+
+export function address(path, query = {}) {
+  const kept = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const search = new URLSearchParams(kept).toString();
+  return path + (search ? `?${search}` : "");
+}
+
+async function call(method, path, { query, body, abort } = {}) {
+  const url = address(path, query);
+  if (isOffline) {
+    if (method === "GET" && url in recorded) return recorded[url];
+    throw new ApiError(404, { code: "not_exported", detail: "This exported file does not contain it." });
+  }
+  const headers = { accept: "application/json", "x-rollyard-page": "1" };
+  if (body !== undefined) headers["content-type"] = "application/json";
+  let response, text;
+  try {
+    response = await fetch(url, {
+      method, headers, body: body === undefined ? undefined : JSON.stringify(body),
+      credentials: "same-origin", redirect: "error", signal: abort, cache: "no-store",
+    });
+    text = await response.text();
+  } catch (error) {
+    if (error.name !== "AbortError") connection.value = "lost";
+    throw error;
+  }
+  connection.value = "ok";
+  let data = null;
+  try { data = text ? JSON.parse(text) : null; } catch { data = { detail: text.slice(0, 500) }; }
+  if (response.ok) return data;
+  const error = new ApiError(response.status, data || {});
+  error.retryAfterMs = 1000 * Number(response.headers.get("retry-after") || 0);
+  if (response.status === 401) {
+    lastRefusal.value = error;
+    caller.value = null;
+  }
+  throw error;
+}
+
+export const get = (path, query, abort) => call("GET", path, { query, abort });
+export const post = (path, body = {}) => call("POST", path, { body });
+export const del = (path) => call("DELETE", path);
+
+const isTransient = (error) => !(error instanceof ApiError) || error.status === 429 || error.status >= 500;
+
+/**
+ * Data that is read again every `everyMs` while the page is visible (0: once). Returns {data, error, isLoading, refresh}.
+ *
+ * After an error that may pass, the old data stays and the call is repeated after 1, 2, 4, then every 5 s; other errors
+ * are returned and not repeated. `path` null: nothing is read.
+ */
+export function usePolled(path, query = {}, { everyMs = 2000 } = {}) {
+  const key = path === null ? null : address(path, query);
+  const [state, setState] = useState({ key, data: undefined, error: null });
+  const again = useRef(() => {});
+  useEffect(() => {
+    setState((old) => (old.key === key ? old : { key, data: undefined, error: null }));
+    if (key === null) return undefined;
+    const abort = new AbortController();
+    let timer = 0, failures = 0, isBusy = false;
+    const read = async () => {
+      clearTimeout(timer);
+      if (isBusy) return;
+      isBusy = true;
+      let wait = everyMs;
+      try {
+        const data = await get(path, query, abort.signal);
+        failures = 0;
+        setState({ key, data, error: null });
+      } catch (error) {
+        if (abort.signal.aborted) return;
+        if (isTransient(error)) wait = error.retryAfterMs || Math.min(5000, 1000 * 2 ** failures++);
+        else wait = 0;
+        setState((old) => ({ ...old, key, error: isTransient(error) && old.data !== undefined ? null : error }));
+      } finally {
+        isBusy = false;
+      }
+      if (wait && !abort.signal.aborted && !document.hidden) timer = setTimeout(read, wait);
+    };
+    const onVisible = () => { if (!document.hidden && (everyMs || failures)) read(); };
+    document.addEventListener("visibilitychange", onVisible);
+    again.current = read;
+    read();
+    return () => {
+      abort.abort();
+      clearTimeout(timer);
+      document.removeEventListener("visibilitychange", onVisible);
+    };
+  }, [key, everyMs]);
+  const current = state.key === key ? state : { data: undefined, error: null };
+  return {
+    data: current.data, error: current.error, isLoading: current.data === undefined && !current.error,
+    refresh: () => again.current(),
+  };
+}

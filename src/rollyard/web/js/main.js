@@ -1,0 +1,139 @@
+// The start of the page: signs in, then shows the view of the address inside the frame.
+import { html, render, signal, useEffect } from "./dom.js";
+import { caller, connection, del, get, lastRefusal, post } from "./api.js";
+import { go, isOffline, Link, match, place } from "./router.js";
+import { Loading, Page, Problem } from "./ui.js";
+
+const VIEWS = [
+  ["/", () => import("./views/overview.js")],
+  ["/runs", () => import("./views/runs.js")],
+  ["/runs/:run", () => import("./views/run.js")],
+  ["/rollouts", () => import("./views/rollouts.js")],
+  ["/rollouts/:run/:id", () => import("./views/rollout.js")],
+  ["/groups/:run/:id", () => import("./views/group.js")],
+  ["/draws", () => import("./views/draws.js")],
+  ["/draws/:run/:id", () => import("./views/draw.js")],
+  ["/evals", () => import("./views/evals.js")],
+  ["/evals/compare", () => import("./views/compare_evals.js")],
+  ["/evals/:run/:id", () => import("./views/eval.js")],
+  ["/engines", () => import("./views/engines.js")],
+  ["/nodes", () => import("./views/nodes.js")],
+];
+const NAVIGATION = [["/", "Overview"], ["/runs", "Runs"], ["/rollouts", "Rollouts"], ["/draws", "Draws"], ["/evals", "Evals"], ["/engines", "Engines"], ["/nodes", "Nodes"]];
+
+const loaded = signal({}); // pattern → the view's component, or the error of loading it
+
+function View() {
+  const { path } = place.value;
+  for (const [pattern, load] of VIEWS) {
+    const parameters = match(pattern, path);
+    if (!parameters) continue;
+    const view = loaded.value[pattern];
+    if (!view) {
+      load().then((module) => module.default, (error) => error).then((found) => { loaded.value = { ...loaded.value, [pattern]: found }; });
+      return html`<${Loading} />`;
+    }
+    if (view instanceof Error) return html`<${Problem} error=${view} />`;
+    return html`<${view} key=${path} ...${parameters} />`;
+  }
+  return html`<${Page} title="Not found"><p>There is no page ${path}.</p><p><${Link} path="/">Go to the overview<//></p><//>`;
+}
+
+const THEMES = { "": "light", light: "dark", dark: "" };
+const theme = signal(sessionStorage.getItem("theme") || "");
+
+function useTheme() {
+  useEffect(() => {
+    if (theme.value) document.documentElement.dataset.theme = theme.value;
+    else delete document.documentElement.dataset.theme;
+    sessionStorage.setItem("theme", theme.value);
+  }, [theme.value]);
+}
+
+async function signOut() {
+  try { await del("/v1/login"); } finally { lastRefusal.value = null; caller.value = null; }
+}
+
+function Frame() {
+  useTheme();
+  const { path } = place.value;
+  const isHere = (target) => (target === "/" ? path === "/" : path === target || path.startsWith(`${target}/`));
+  return html`<a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
+    <header class="top">
+      <${Link} path="/" class="brand">Rollyard<//>
+      <nav aria-label="Views">${NAVIGATION.map(([target, name]) => html`<${Link} path=${target} aria-current=${isHere(target) ? "page" : undefined}>${name}<//>`)}</nav>
+      <div class="who">
+        <button type="button" class="quiet" onClick=${() => { theme.value = THEMES[theme.value]; }} title="Light, dark, or as the system">Theme: ${theme.value || "system"}</button>
+        <span class="access">${caller.value.access}</span>
+        <button type="button" class="quiet" onClick=${signOut}>Sign out</button>
+      </div>
+    </header>
+    ${connection.value === "lost" && html`<p class="banner" role="alert">The service does not answer. This page shows the last known state and tries again.</p>`}
+    <main id="main" tabindex="-1"><${View} /></main>`;
+}
+
+function Offline() {
+  useTheme();
+  return html`<main id="main"><${View} /></main>`;
+}
+
+function SignIn() {
+  useTheme();
+  const submit = async (event) => {
+    event.preventDefault();
+    const token = event.target.elements.token.value.trim();
+    event.target.reset();
+    await signIn({ token });
+  };
+  const refusal = lastRefusal.value;
+  return html`<main id="main" class="sign-in">
+    <h1>Rollyard</h1>
+    ${refusal && refusal.code !== "signed_out" && html`<${Problem} error=${refusal} />`}
+    <form onSubmit=${submit}>
+      <label for="token">Token</label>
+      <input id="token" name="token" type="password" autocomplete="off" required spellcheck=${false} />
+      <button type="submit">Sign in</button>
+    </form>
+    <p>On the machine of the service, <code>rollyard open</code> opens this page and signs in.</p>
+    <p>A token with the scope <code>reader</code> can look at everything and change nothing:
+      <code>rollyard tokens create reader</code></p>
+  </main>`;
+}
+
+async function signIn(body) {
+  try {
+    caller.value = await post("/v1/login", body);
+    lastRefusal.value = null;
+  } catch (error) {
+    lastRefusal.value = error;
+    caller.value = null;
+  }
+}
+
+function App() {
+  if (isOffline) return html`<${Offline} />`;
+  if (caller.value === undefined) return connection.value === "lost" ? html`<main><${Problem} error=${new Error()} /></main>` : html`<${Loading} />`;
+  return caller.value === null ? html`<${SignIn} />` : html`<${Frame} />`;
+}
+
+async function start() {
+  render(html`<${App} />`, document.getElementById("app"));
+  if (isOffline) return;
+  const code = new URLSearchParams(location.hash.slice(1)).get("code");
+  if (code) {
+    history.replaceState(null, "", location.pathname + location.search);
+    await signIn({ code });
+    return;
+  }
+  while (caller.value === undefined) {
+    try {
+      caller.value = await get("/v1/login");
+    } catch (error) {
+      if (error.code) { lastRefusal.value = null; return; } // 401 without a cookie: not an error of the visitor
+      await new Promise((resolve) => setTimeout(resolve, 1000));
+    }
+  }
+}
+
+start();
+export { go };

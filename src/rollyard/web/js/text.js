@@ -1,0 +1,121 @@
+// Untrusted text, shown as text.
+//
+// What agents and tools wrote may contain terminal escapes, control characters, characters that change the direction of
+// text, and lines of megabytes. Escapes of colours become classes; other escapes are dropped; invisible characters are
+// shown as their names; long texts are folded. Nothing here becomes markup.
+import { html, useMemo, useState } from "./dom.js";
+import { bytes } from "./format.js";
+
+const FOLD_CHARACTERS = 4000;
+const FOLD_LINES = 40;
+const CHUNK_CHARACTERS = 200_000; // shown per click: more would stall the page
+const CHUNK_LINES = 2000;
+
+const SHOWN = new Map([["\u2028", "LS"], ["\u2029", "PS"], ["\u200b", "ZWSP"], ["\u2060", "WJ"], ["\ufeff", "BOM"],
+  ["\u061c", "ALM"], ["\u200e", "LRM"], ["\u200f", "RLM"], ["\u202a", "LRE"], ["\u202b", "RLE"], ["\u202c", "PDF"],
+  ["\u202d", "LRO"], ["\u202e", "RLO"], ["\u2066", "LRI"], ["\u2067", "RLI"], ["\u2068", "FSI"], ["\u2069", "PDI"]]);
+const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u2028\u2029\u2060\ufeff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]/u;
+
+/** Splits a text into plain parts and names of invisible characters: [{text} | {name}]. */
+export function visible(text) {
+  if (!INVISIBLE.test(text)) return [{ text }];
+  const parts = [];
+  let plain = "";
+  for (const character of text) {
+    if (!INVISIBLE.test(character)) { plain += character; continue; }
+    if (character === "\r") continue;
+    if (plain) parts.push({ text: plain });
+    plain = "";
+    const number = character.codePointAt(0);
+    const name = SHOWN.get(character) || (number < 32 ? String.fromCodePoint(0x2400 + number) : `U+${number.toString(16).toUpperCase().padStart(4, "0")}`);
+    parts.push({ name });
+  }
+  if (plain) parts.push({ text: plain });
+  return parts;
+}
+
+export function Visible({ text }) {
+  const parts = visible(text);
+  if (parts.length === 1 && parts[0].text !== undefined) return parts[0].text;
+  return parts.map((part) => (part.name ? html`<span class="invisible" title="an invisible character">${part.name}</span>` : part.text));
+}
+
+// CSI … final byte | OSC, DCS, SOS, PM, APC … until ST or BEL | other two-byte escapes | C1 forms of CSI
+const ESCAPE = /\u001b\[([0-?]*)[ -/]*([@-~])|\u001b[\]PX^_][^\u0007\u001b]*(?:\u0007|\u001b\\)?|\u001b[ -/]*[0-~]?|\u009b([0-?]*)[ -/]*([@-~])/g;
+
+/** Splits a terminal's output into parts with classes for colours: [{text, classes}]. All other escapes are dropped. */
+export function terminal(text) {
+  if (!text.includes("\u001b") && !text.includes("\u009b")) return [{ text, classes: "" }];
+  const parts = [];
+  let style = { fg: "", bg: "", bold: false, dim: false, italic: false, underline: false };
+  let last = 0;
+  const add = (piece) => { if (piece) parts.push({ text: piece, classes: classesOf(style) }); };
+  for (const found of text.matchAll(ESCAPE)) {
+    add(text.slice(last, found.index));
+    last = found.index + found[0].length;
+    if ((found[2] || found[4]) === "m") style = styled(style, found[1] ?? found[3] ?? "");
+  }
+  add(text.slice(last));
+  return parts;
+}
+
+function styled(style, codes) {
+  const next = { ...style };
+  const numbers = codes.split(/[;:]/).map(Number);
+  for (let index = 0; index < numbers.length; index++) {
+    const code = numbers[index] || 0;
+    if (code === 0) Object.assign(next, { fg: "", bg: "", bold: false, dim: false, italic: false, underline: false });
+    else if (code === 1) next.bold = true;
+    else if (code === 2) next.dim = true;
+    else if (code === 3) next.italic = true;
+    else if (code === 4) next.underline = true;
+    else if (code === 22) next.bold = next.dim = false;
+    else if (code === 23) next.italic = false;
+    else if (code === 24) next.underline = false;
+    else if (code === 38 || code === 48) index += numbers[index + 1] === 5 ? 2 : 4; // 256 and true colours: not shown
+    else if (code === 39) next.fg = "";
+    else if (code === 49) next.bg = "";
+    else if (code >= 30 && code <= 37) next.fg = String(code - 30);
+    else if (code >= 90 && code <= 97) next.fg = String(code - 90);
+    else if (code >= 40 && code <= 47) next.bg = String(code - 40);
+    else if (code >= 100 && code <= 107) next.bg = String(code - 100);
+  }
+  return next;
+}
+
+function classesOf(style) {
+  const names = [];
+  if (style.fg) names.push(`fg${style.fg}`);
+  if (style.bg) names.push(`bg${style.bg}`);
+  for (const name of ["bold", "dim", "italic", "underline"]) if (style[name]) names.push(name);
+  return names.join(" ");
+}
+
+/** The end of what is shown first: at a number of lines or characters, and never inside a surrogate pair. */
+export function cut(text, from, characters, lines) {
+  let end = Math.min(text.length, from + characters);
+  for (let line = 0, at = from; line < lines; line++) {
+    const next = text.indexOf("\n", at);
+    if (next < 0 || next >= end) break;
+    at = next + 1;
+    if (line === lines - 1) end = at;
+  }
+  const code = text.charCodeAt(end - 1);
+  return code >= 0xd800 && code < 0xdc00 && end < text.length ? end - 1 : end;
+}
+
+/** A long text of an agent or a tool. `ansi`: colours of a terminal are shown. */
+export function LongText({ text, ansi = false, className = "" }) {
+  const value = typeof text === "string" ? text : String(text ?? "");
+  const first = useMemo(() => cut(value, 0, FOLD_CHARACTERS, FOLD_LINES), [value]);
+  const [end, setEnd] = useState(null);
+  const shown = end === null ? first : Math.min(Math.max(end, first), value.length);
+  const body = value.slice(0, shown);
+  const parts = ansi ? terminal(body) : [{ text: body, classes: "" }];
+  const rest = value.length - shown;
+  return html`<div class="long-text ${className}">
+    <pre tabindex="0" dir="ltr">${parts.map((part) => (part.classes ? html`<span class=${part.classes}><${Visible} text=${part.text} /></span>` : html`<${Visible} text=${part.text} />`))}</pre>
+    ${rest > 0 && html`<button type="button" class="fold" onClick=${() => setEnd(cut(value, shown, CHUNK_CHARACTERS, CHUNK_LINES))}>Show more (${bytes(rest)} left)</button>`}
+    ${rest === 0 && end !== null && html`<button type="button" class="fold" onClick=${() => setEnd(null)}>Show less</button>`}
+  </div>`;
+}

@@ -1,0 +1,90 @@
+// Small components that several views use.
+import { html } from "./dom.js";
+import { ApiError } from "./api.js";
+import { time, ago } from "./format.js";
+import { Visible } from "./text.js";
+
+/** The frame of a view: its heading, an optional line below it, and controls on the right. */
+export function Page({ title, subtitle, controls, children }) {
+  return html`<header class="page-head">
+      <div><h1>${title}</h1>${subtitle && html`<p class="subtitle">${subtitle}</p>`}</div>
+      ${controls && html`<div class="controls">${controls}</div>`}
+    </header>
+    ${children}`;
+}
+
+export function Card({ title, note, className = "", children, id }) {
+  return html`<section class="card ${className}" id=${id}>
+    ${title && html`<h2>${title}${note && html`<span class="note">${note}</span>`}</h2>`}
+    ${children}
+  </section>`;
+}
+
+export function Stat({ label, value, note, title }) {
+  return html`<div class="stat" title=${title}><span class="label">${label}</span><span class="value">${value}</span>${note && html`<span class="note">${note}</span>`}</div>`;
+}
+
+const TONES = {
+  completed: "good", up: "good", delivered: "good", done: "good", active: "good", resumed: "good",
+  run: "busy", init: "busy", eval: "busy", ready: "busy", running: "busy", open: "busy", complete: "busy", starting: "busy",
+  policy_failed: "warn", filtered: "warn", paused: "warn", draining: "warn", drained: "warn", dropped: "warn", truncated: "warn",
+  infra_failed: "bad", task_failed: "bad", failed: "bad", down: "bad", quarantined: "bad", suspect: "warn", lost: "bad",
+};
+
+/** A state, an outcome or a code. The colour repeats what the word says. */
+export function Badge({ value, tone }) {
+  if (value === null || value === undefined || value === "") return null;
+  return html`<span class="badge ${tone || TONES[value] || "plain"}"><${Visible} text=${String(value)} /></span>`;
+}
+
+export function Time({ at }) {
+  return at ? html`<time datetime=${new Date(1000 * at).toISOString()} title=${time(at)}>${ago(at)}</time>` : "–";
+}
+
+export function Loading() {
+  return html`<p class="loading" role="status">Loading…</p>`;
+}
+
+export function Empty({ children }) {
+  return html`<p class="empty">${children}</p>`;
+}
+
+/** An error of the API or of the connection: what happened, and what to do. */
+export function Problem({ error, children }) {
+  const isApi = error instanceof ApiError;
+  const title = !isApi ? "The service does not answer" : { 403: "Not allowed", 404: "Not found", 410: "No longer stored", 401: "Signed out" }[error.status] || "That did not work";
+  return html`<div class="problem" role="alert">
+    <h2>${title}</h2>
+    <p><${Visible} text=${isApi ? error.message : "Trying again. Is it still running?"} /></p>
+    ${error.remedy && html`<p><${Visible} text=${error.remedy} /></p>`}
+    ${children}
+  </div>`;
+}
+
+/** Data of `usePolled`: its problem, a sign that it loads, or the children called with it. */
+export function Loaded({ of, children }) {
+  if (of.error) return html`<${Problem} error=${of.error} />`;
+  if (of.data === undefined) return html`<${Loading} />`;
+  return children(of.data);
+}
+
+/** A table of few rows. `columns`: {name, label, numeric?, cell(row)}. Wide tables scroll in their own frame. */
+export function Table({ label, columns, rows, rowKey, empty = "None." }) {
+  if (!rows.length) return html`<${Empty}>${empty}<//>`;
+  return html`<div class="table-frame" tabindex="0" role="region" aria-label=${label}>
+    <table>
+      <thead><tr>${columns.map((column) => html`<th scope="col" class=${column.numeric ? "numeric" : ""}>${column.label}</th>`)}</tr></thead>
+      <tbody>${rows.map((row, index) => html`<tr key=${rowKey ? rowKey(row) : index}>
+        ${columns.map((column) => html`<td class=${column.numeric ? "numeric" : ""}>${column.cell(row)}</td>`)}</tr>`)}</tbody>
+    </table></div>`;
+}
+
+/** Parts of a whole as a bar with a legend. `parts`: {label, value, tone}. */
+export function ShareBar({ label, parts, format }) {
+  const total = parts.reduce((sum, part) => sum + (part.value || 0), 0);
+  if (!total) return html`<${Empty}>No data yet.<//>`;
+  return html`<div class="share" role="img" aria-label=${`${label}: ${parts.map((part) => `${part.label} ${format(part.value / total)}`).join(", ")}`}>
+    <div class="share-bar">${parts.filter((part) => part.value).map((part) => html`<span class="share-part ${part.tone}" style=${{ flexGrow: part.value }}></span>`)}</div>
+    <ul class="legend">${parts.map((part) => html`<li><span class="dot ${part.tone}"></span>${part.label} <b>${format(part.value / total)}</b></li>`)}</ul>
+  </div>`;
+}
