@@ -107,12 +107,12 @@ async def test_the_service_logs_at_its_start_what_cannot_be_loaded_and_refuses_i
             ("an environment cannot be loaded", "absent"),
             ("an agent cannot be loaded", "unloadable"),
         }
+        caplog.clear()
         refused = await site.post("/v1/rollouts", {"task": {"environment": "unloadable"}})
         assert (refused.status, refused.code) == (422, "environment_broken")
         assert refused.body["detail"].endswith(UNLOADABLE)
         refused = await site.post("/v1/rollouts", {"task": body("check")})
         assert (refused.code, refused.body["detail"]) == ("environment_broken", f"flawed.check raised {NAME_ERROR}")
-        caplog.clear()
         late = {**body(), "limits": {"run_s": 0}}
         tasks = [body("check"), body(), body("check"), {"environment": "unloadable"}, late]
         checked = (await site.post("/v1/tasks/check", {"tasks": tasks})).body

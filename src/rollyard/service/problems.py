@@ -10,6 +10,8 @@ client.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any
@@ -42,6 +44,8 @@ RETRY_AFTER_S = {429: 2, 503: 5}
 """429: a full queue of short rollouts has room again after a moment. 503: about the time of a restart (10,000 queued
 rollouts: 3 s)."""
 
+PLUGIN_LOG_EVERY_S = 10.0
+
 MOST_FIELDS = 20  # only the first invalid fields of a body are reported
 
 
@@ -69,10 +73,24 @@ def invalid(errors: Iterable[Mapping[str, Any]], prefix: Sequence[str | int] = (
     return InvalidRequest(f"{where}{first['problem']}{more}", fields=fields[:MOST_FIELDS])
 
 
-def log_plugin(error: RollyardError) -> None:
-    """Logs the traceback of an exception in another package's code, for its author."""
-    if isinstance(error, EnvironmentBroken | AgentBroken):
-        extra = {"code": error.code, "detail": error.detail}
+class PluginErrors:
+    """Exceptions in the code of plugins. Logs their tracebacks, for the plugins' authors.
+
+    Invariant: a client whose tasks raise them cannot fill the log: at most one traceback per `PLUGIN_LOG_EVERY_S`."""
+
+    def __init__(self) -> None:
+        self._logged_at = -math.inf
+        self._unlogged = 0
+
+    def log(self, error: RollyardError) -> None:
+        if not isinstance(error, EnvironmentBroken | AgentBroken):
+            return
+        now = time.monotonic()
+        if now - self._logged_at < PLUGIN_LOG_EVERY_S:
+            self._unlogged += 1
+            return
+        extra = {"code": error.code, "detail": error.detail, "not_logged_before": self._unlogged}
+        self._logged_at, self._unlogged = now, 0
         log.warning("a plugin's code raised an exception", exc_info=error.__cause__, extra=extra)
 
 
@@ -100,11 +118,11 @@ def _sentence(item: Mapping[str, Any]) -> str:
 def install(app: FastAPI) -> None:
     """Installs handlers for the exceptions that routes raise on purpose."""
 
-    async def rollyard_error(_: Request, error: Exception) -> Response:
+    async def rollyard_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RollyardError)
         if error.status >= 500 and not isinstance(error, RequestError):
             log.warning("call failed", extra={"code": error.code, "detail": error.detail})
-        log_plugin(error)
+        request.app.state.plugin_errors.log(error)
         return problem(error)
 
     async def validation(_: Request, error: Exception) -> Response:
@@ -123,6 +141,7 @@ def install(app: FastAPI) -> None:
     async def store(_: Request, error: Exception) -> Response:
         return problem(StoreLost(f"the store cannot be used: {error}"))
 
+    app.state.plugin_errors = PluginErrors()
     app.add_exception_handler(RollyardError, rollyard_error)
     app.add_exception_handler(StoreUnusable, store)
     app.add_exception_handler(RequestValidationError, validation)

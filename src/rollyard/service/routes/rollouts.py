@@ -40,7 +40,6 @@ from rollyard.core.failure import (
 from rollyard.pipeline import Pipeline, Snapshot, storable_message
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
-from rollyard.service.problems import log_plugin
 from rollyard.service.schemas import arrow
 from rollyard.service.schemas.records import JsonObject, record, reply, traces, trajectory_object
 from rollyard.service.schemas.requests import (
@@ -128,16 +127,13 @@ async def check_tasks(request: Request) -> Response:
     require_write(caller, run)
     bad = 0
     problems: list[dict[str, Json]] = []
-    seen: set[str] = set()
     for index, raw in enumerate(body.tasks):
         error = _refusal(app_state, raw, run)
         if error is not None:
             bad += 1
             if len(problems) < MOST_PROBLEMS:
                 problems.append({"index": index, "code": error.code, "details": _details(error)})
-            if error.code not in seen:  # a thousand tasks log one traceback
-                log_plugin(error)
-            seen.add(error.code)
+            request.app.state.plugin_errors.log(error)
         if index % BREATH == BREATH - 1:
             await asyncio.sleep(0)
     return reply({"checked": len(body.tasks), "bad": bad, "problems": problems})

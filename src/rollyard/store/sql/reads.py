@@ -17,6 +17,8 @@ from rollyard.store.sql.rows import BYTES, COLUMNS, FROM, fetch, parse_cursor, t
 
 LAST_SEQ = (1 << 63) - 1
 
+MOST_SKIPPED = 100  # runs whose keys a search in the default run skips
+
 LAST_CHARACTER = "\x7f"
 """Sorts after every character of a key."""
 
@@ -79,14 +81,14 @@ def named(connection: Connection, kind: ItemKind, id: str) -> dict[str, str]:
 
 def prefixed(connection: Connection, kind: ItemKind, prefix: str, runs: Sequence[str], limit: int) -> dict[str, str]:
     """Needs one index lookup per run: in the default run, the keys of each other run whose name has the prefix are
-    skipped."""
+    skipped, of `MOST_SKIPPED` runs at most."""
     dialect, end = connection.dialect, prefix + LAST_CHARACTER
     found: dict[str, str] = {}
     start = prefix
-    while DEFAULT_RUN in runs and len(found) < limit:
+    for _ in range(MOST_SKIPPED if DEFAULT_RUN in runs else 0):
         rows = _between(connection, kind, start, end, limit)
         found |= {row[0]: row[1] for row in rows if SEPARATOR not in row[0] and row[1] in runs}
-        if len(rows) < limit:
+        if len(rows) < limit or len(found) >= limit:
             break
         last = rows[-1][0]
         start = last.partition(SEPARATOR)[0] + SEPARATOR + LAST_CHARACTER if SEPARATOR in last else last + " "
