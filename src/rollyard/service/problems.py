@@ -83,8 +83,8 @@ class PluginErrors:
         self._unlogged = 0
 
     def log(self, error: RollyardError) -> None:
-        if not isinstance(error, EnvironmentBroken | AgentBroken):
-            return
+        if not isinstance(error, EnvironmentBroken | AgentBroken) or error.__cause__ is None:
+            return  # without a cause: a package that cannot be loaded, which the start has logged
         now = time.monotonic()
         if now - self._logged_at < PLUGIN_LOG_EVERY_S:
             self._unlogged += 1
