@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import aiohttp
 import msgspec
 
 from rollyard.core.address import is_clear, split_pin
 from rollyard.core.failure import InvalidRequest, NodeReplaced, NodeUnknown
 from rollyard.fleet.messages import MEDIA_TYPE, Join, Joined, Orders, Poll, Report, Reported, decode, encode
+
+if TYPE_CHECKING:
+    import aiohttp
 
 T = TypeVar("T")
 
@@ -58,6 +60,8 @@ class HeadConnection:
         self.answer_s = ANSWER_S  # later less than a lease: a dead machine does not close connections
 
     async def __aenter__(self) -> Self:
+        import aiohttp  # here, because it takes 0.1 s, and a head does not need it
+
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S))
         return self
 
@@ -69,6 +73,8 @@ class HeadConnection:
 
     def _head(self) -> tuple[str, str, aiohttp.Fingerprint | bool]:
         """Returns the URL to call, the token, and the certificate expected there."""
+        import aiohttp
+
         url, token = self._where()
         if not self._may_be_clear and is_clear(url):
             raise NodeRefused(f"{url} is plain HTTP, and a token would be sent in the clear: use its https:// address")
@@ -99,6 +105,8 @@ class HeadConnection:
 
     async def get_bytes(self, path: str, most_bytes: int) -> bytes:
         """Returns the content of that path, of at most `most_bytes`."""
+        import aiohttp
+
         assert self._http is not None
         url, token, trusted = self._head()
         headers = {"Authorization": f"Bearer {token}"}
@@ -119,6 +127,8 @@ class HeadConnection:
         return bytes(body)
 
     async def _call(self, path: str, message: msgspec.Struct, kind: type[T], within_s: float) -> T:
+        import aiohttp
+
         assert self._http is not None
         url, token, trusted = self._head()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": MEDIA_TYPE}

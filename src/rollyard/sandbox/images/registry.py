@@ -18,9 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import aiohttp
 from yarl import URL
 
 from rollyard.sandbox.images.auth import find_login, has_helper, parse_challenge
@@ -39,6 +38,9 @@ from rollyard.sandbox.images.oci import (
     verify_file,
 )
 from rollyard.sandbox.images.reference import HUB, Reference
+
+if TYPE_CHECKING:
+    import aiohttp
 
 log = logging.getLogger("rollyard.sandbox")
 
@@ -78,6 +80,8 @@ class Registry:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
+        import aiohttp  # here, because it takes 0.1 s, and few services need it
+
         patience = self._patience
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=patience.connect_s, sock_read=patience.silence_s)
         # The environment's proxies do not apply to loopback.
@@ -99,6 +103,8 @@ class Registry:
         return await read_image(raw, self._read)
 
     async def fetch(self, blob: Blob, folder: Path, on_progress: ProgressCallback) -> Path:
+        import aiohttp
+
         target = folder / blob.digest.removeprefix("sha256:")
         part = target.with_name(target.name + ".part")
         if target.is_file() and await asyncio.to_thread(verify_file, target, blob):  # verified again: it is not fsynced
@@ -161,6 +167,8 @@ class Registry:
         raise ImageError(f"{self._base.host} does not have {blob.digest}")
 
     async def _small(self, path: str, accept: tuple[str, ...]) -> bytes:
+        import aiohttp
+
         failures = 0
         while True:
             try:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from yarl import URL
 
 from rollyard.tools.mcp.sources import OutsideServer
+
+if TYPE_CHECKING:
+    import aiohttp
 
 log = logging.getLogger("rollyard.tools")
 
@@ -60,6 +62,8 @@ class McpProxy:
         return await self._pass_on(server, scope, body, send)
 
     async def _pass_on(self, server: OutsideServer, scope: MutableMapping[str, Any], body: bytes, send: Any) -> None:
+        import aiohttp  # here, because it takes 0.1 s, and few services need it
+
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in scope["headers"]
@@ -89,6 +93,8 @@ class McpProxy:
             await _respond(send, 502, "the MCP server cannot be reached")
 
     def _session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
         if self._client is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)  # a stream may be silent for long
             self._client = aiohttp.ClientSession(
