@@ -6,7 +6,7 @@
 unexport PYTHONDONTWRITEBYTECODE
 
 # Test processes. Tests wait for other processes as often as for a CPU. TESTS: arguments for pytest.
-WORKERS ?= $(shell cpus=$$(nproc); echo $$((cpus < 15 ? cpus + 1 : 16)))
+WORKERS ?= $(shell cpus=$$(nproc); echo $$((cpus < 14 ? cpus + 2 : 16)))
 ARGUMENTS = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
 PYTEST = .venv/bin/pytest $(ARGUMENTS)
 

@@ -157,7 +157,7 @@ def small_batcher(module: Any, contexts: float, **settings: Any) -> Batcher:
 def test_preempted_sequences_resume_with_the_same_result():
     module = tiny()
     batcher = small_batcher(module, 2.0)
-    requests = [ask(prompt_of(60 + n, n), 90, n) for n in range(6)]
+    requests = [ask(prompt_of(60 + n, n), 90, n) for n in range(4)]
     for request, steps in zip(requests, run(batcher, requests), strict=True):
         assert ids_of(steps) == unbatched(module, request)[0]
     assert batcher.counts.preemptions > 0
@@ -168,7 +168,8 @@ def test_memory_is_never_exceeded():
     batcher = small_batcher(module, 1.5, max_running=5, chunk_tokens=48)
     live: list[Any] = []
     expected: dict[Any, int] = {}
-    for n in range(150):
+    most = 0
+    for n in range(60):
         if rng.random() < 0.4:
             length = rng.randrange(1, 200)
             request = ask(
@@ -182,12 +183,14 @@ def test_memory_is_never_exceeded():
             batcher.drop(dropped)
             expected.pop(dropped, None)
         batcher.step()
-        assert used_bytes(batcher) <= batcher.settings.cache_bytes
+        most = max(most, used_bytes(batcher))
+        assert most <= batcher.settings.cache_bytes
         assert 0 <= batcher.use <= 1
     while batcher.has_work:
         batcher.step()
         assert used_bytes(batcher) <= batcher.settings.cache_bytes
     assert all(job.sampled == count for job, count in expected.items())
+    assert most > 0.8 * batcher.settings.cache_bytes, "it was scarce"
 
 
 def test_a_cache_smaller_than_one_context_is_refused():
