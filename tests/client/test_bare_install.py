@@ -91,6 +91,11 @@ def test_checkout_and_source_distribution_build_the_same_wheel(python: Path):
         (record,) = (name for name in one.namelist() if name.endswith(".dist-info/RECORD"))
         assert sorted(one.read(record).split()) == sorted(other.read(record).split()), "files and their digests"
         assert "rollyard/_commit.txt" in one.namelist()
+        tracked = subprocess.run(
+            ["git", "ls-files", "src/rollyard/web"], cwd=CHECKOUT, capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert {name.removeprefix("src/") for name in tracked} <= {*one.namelist()}, "the dashboard's files"
+        assert {f"src/rollyard/web/{name}" for name in ("index.html", "app.css", "js/main.js")} <= {*tracked}
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     argv = [str(python), "-m", "rollyard", "--version"]
     printed = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True).stdout

@@ -1,11 +1,12 @@
 """The dashboard's page and its files. They contain no data: the page calls the API.
 
 Every address of a view returns the same page, whose script shows the view. Files are read and compressed once, when
-they are first requested.
+they are first requested. Only files of the package `rollyard.web` exist here: a name is looked up, never opened.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def is_page(path: str) -> bool:
         return True
     if not first:
         return not rest
-    return first in _FIRST and len(rest) <= 2
+    return first in _FIRST and len([part for part in rest if part]) <= 2
 
 
 _FIRST = frozenset(view.split("/")[1] for view in VIEWS) - {""}
@@ -89,26 +90,33 @@ def assets() -> dict[str, Asset]:
     return found
 
 
-def _reply(request: Request, name: str) -> Response:
-    asset = assets().get(name)
+async def _reply(request: Request, name: str) -> Response:
+    asset = (assets() if assets.cache_info().currsize else await asyncio.to_thread(assets)).get(name)
     if asset is None:
         raise NotFound(f"the dashboard has no file {name[:100]!r}")
     headers = {**HEADERS, "etag": asset.tag, "vary": "accept-encoding"}
-    if request.headers.get("if-none-match") == asset.tag:
+    if asset.tag in _items(request.headers.get("if-none-match", "").replace("W/", "")):
         return Response(status_code=304, headers=headers)
-    if "gzip" in request.headers.get("accept-encoding", ""):
+    if "gzip" in _items(request.headers.get("accept-encoding", "")):
         return Response(asset.zipped, headers={**headers, "content-encoding": "gzip"}, media_type=asset.kind)
     return Response(asset.data, headers=headers, media_type=asset.kind)
 
 
+def _items(header: str) -> list[str]:
+    """The items of a list in a header. One with a parameter, such as `gzip;q=0`, is not equal to its name."""
+    return [item.strip() for item in header.split(",")]
+
+
 @router.get("/assets/{name:path}")
 async def asset(request: Request, name: str) -> Response:
-    return _reply(request, name)
+    return await _reply(request, name)
 
 
 async def page(request: Request) -> Response:
-    return _reply(request, "index.html")
+    return await _reply(request, "index.html")
 
 
 for view in VIEWS:
     router.add_api_route(view, page, methods=["GET"])
+    if view != "/":
+        router.add_api_route(f"{view}/", page, methods=["GET"])
