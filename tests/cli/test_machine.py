@@ -95,7 +95,8 @@ async def test_a_service_is_found_by_its_data_folder_and_ends_on_sigterm(cli: Cl
             assert status["pools"]["run"]["size"] == 3
             assert set(status["runtimes"]) >= {"local"} and status["runtimes"]["local"]["is_default"]
             process.terminate()
-            await process.stderr.read()
+            output += await process.stderr.read()
+            assert b"#code=" not in output, "only terminals get a link that signs in"
             assert await process.wait() == 0
     finally:
         if process.returncode is None:

@@ -36,7 +36,7 @@ def test_the_commands_are_complete():
     assert names == {
         *("serve", "submit", "eval", "tasks", "rollouts", "agents", "engines", "images", "runs", "tokens", "top"),
         *("shell", "doctor", "bench", "config", "demo", "gym-agent", "policies", "draws", "engine", "weights"),
-        *("slurm", "node", "nodes", "access", "pools", "init"),
+        *("slurm", "node", "nodes", "access", "pools", "init", "open"),
     }
     assert {path[1] for path in COMMANDS if path[0] == "rollouts"} == {"list", "show", "cancel", "traces", "rescore"}
     assert {path[1] for path in COMMANDS if path[0] == "engines"} == {"list", "add", "remove", "clear"}

@@ -22,6 +22,7 @@ from rollyard.cli.commands.images import images
 from rollyard.cli.commands.init import init
 from rollyard.cli.commands.node import node
 from rollyard.cli.commands.nodes import nodes
+from rollyard.cli.commands.open import open_dashboard
 from rollyard.cli.commands.policies import policies
 from rollyard.cli.commands.pools import pools
 from rollyard.cli.commands.rollouts import rollouts
@@ -71,6 +72,9 @@ def _example(line: str) -> str:
 
 app.command(epilog=_example("rollyard serve --engine http://gpu1:8000 --engine http://gpu2:8000 --run-slots 512"))(
     serve
+)
+app.command("open", short_help="Open the dashboard in a browser.", epilog=_example("rollyard open --print"))(
+    open_dashboard
 )
 app.command(epilog=_example("rollyard submit tasks.jsonl --group-size 8 --out trajectories.jsonl"))(submit)
 app.command(

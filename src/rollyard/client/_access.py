@@ -59,6 +59,15 @@ class AsyncAccess:
     async def revoke_token(self, id: str) -> None:
         await self._wire.json("DELETE", f"/tokens/{part(id)}")
 
+    async def whoami(self) -> JsonObject:
+        """The scope of this client's token, and the runs and policies that it is bound to."""
+        return read_object(await self._wire.json("GET", "/login"))
+
+    async def create_login_code(self) -> JsonObject:
+        """Creates a `code` that signs a browser in to the dashboard once, as this client: open `URL/#code=CODE` within
+        `expires_s`. Only for a service on loopback."""
+        return read_object(await self._wire.json("POST", "/login/codes"))
+
     async def audit(self, *, limit: int = 100, before: int | None = None) -> Objects:
         """Administrative actions, newest first; `before` is the `seq` of the last entry of the previous call."""
         params = {"limit": limit, "before": before}

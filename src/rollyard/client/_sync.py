@@ -522,6 +522,16 @@ class Client:
     def revoke_token(self, id: str) -> None:
         return self._loop.run(self._async.revoke_token(id))
 
+    def whoami(self) -> JsonObject:
+        """The scope of this client's token, and the runs and policies that it is bound to."""
+        return self._loop.run(self._async.whoami())
+
+    def create_login_code(self) -> JsonObject:
+        """Creates a `code` that signs a browser in to the dashboard once, as this client: open `URL/#code=CODE` within
+        `expires_s`. Only for a service on loopback.
+        """
+        return self._loop.run(self._async.create_login_code())
+
     def audit(self, *, limit: int = 100, before: int | None = None) -> Objects:
         """Administrative actions, newest first; `before` is the `seq` of the last entry of the previous call."""
         return self._loop.run(self._async.audit(limit=limit, before=before))

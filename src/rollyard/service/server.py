@@ -30,7 +30,7 @@ from pathlib import Path
 import uvloop
 
 from rollyard.agents.registry import Agents
-from rollyard.core.address import with_pin
+from rollyard.core.address import split_pin, with_pin
 from rollyard.core.texts import cannot_listen
 from rollyard.core.version import __version__
 from rollyard.envs.registry import Environments
@@ -41,6 +41,7 @@ from rollyard.service.app import create_app
 from rollyard.service.app_state import AppState
 from rollyard.service.build import open_app
 from rollyard.service.machine import open_data_dir
+from rollyard.service.security.logins import CODE_S
 from rollyard.service.security.tls import Tls, open_tls
 from rollyard.service.security.tokens import node_token
 from rollyard.service.settings import Settings, SettingsError
@@ -188,6 +189,8 @@ async def _main(settings: Settings) -> int:
             settle_memory()
             token = "" if settings.admin_tokens else f", token in {settings.token_path}"
             _print_line(f"rollyard {__version__} at {served.url}{token}")
+            if settings.is_loopback and settings.log_format == "console" and sys.stderr.isatty():
+                _print_line(f"dashboard: {dashboard_link(served)} (works once, for {CODE_S / 60:.0f} minutes)")
             for reason in unserved_policies(served.app_state.pipeline, served.app_state.refused_engines).values():
                 log.info(reason)  # programs that add their engines later run at "warning"
             await _first_of(signals.first, served.app_state.pipeline.broke)
@@ -199,6 +202,13 @@ async def _main(settings: Settings) -> int:
         if not signals.first.is_set():
             raise
     return 0
+
+
+def dashboard_link(served: Served) -> str:
+    """A link that signs in to the dashboard as an admin, once. It is printed on terminals only: files of logs may have
+    other readers."""
+    admin = next(caller for caller in served.app_state.tokens.callers if caller.is_admin)
+    return f"{split_pin(served.url)[0]}/#code={served.app_state.logins.new_code(admin)}"
 
 
 def _with_remedy(broken: StoreUnusable, settings: Settings) -> StoreUnusable:

@@ -108,7 +108,9 @@ def list_tokens(url: Url = None, token: Token = None, as_json: AsJson = False) -
 
 @access.command("rotate", epilog="Example: rollyard access rotate tok_01")
 def rotate(id: Id, expires_s: ExpiresS = None, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """Give a token a new secret; the old one is refused at once. The token keeps its runs and policies."""
+    """Give a token a new secret; the old one is refused at once, and browsers that signed in with it are signed out.
+
+    The token keeps its runs and policies."""
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
