@@ -399,7 +399,8 @@ async def test_without_the_setting_the_api_is_not_mounted(tmp_path: Path) -> Non
 async def test_on_loopback_it_is_open_to_programs_but_not_to_pages(tmp_path: Path) -> None:
     async with open_site(tmp_path, prorl=True, trainer_tokens=[]) as site:
         assert (await site.post("/start", token="")).status == 200
-        for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+        foreign = ({"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"})
+        for headers in foreign:
             answer = await site.post("/stop", token="", headers=headers)
             assert (answer.status, answer.code) == (403, "foreign_host")
         assert (await site.get("/v1/rollouts", token="")).status == 401

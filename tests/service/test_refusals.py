@@ -91,7 +91,7 @@ async def test_the_services_own_hosts_are_accepted(site: Site, host: str) -> Non
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", ""])
-async def test_any_origin_is_403(site: Site, origin: str) -> None:
+async def test_another_pages_origin_is_403(site: Site, origin: str) -> None:
     answer = await site.get("/v1/status", headers={"Origin": origin})
     assert (answer.status, answer.code) == (403, "foreign_host")
 
@@ -104,7 +104,7 @@ async def test_any_origin_is_403(site: Site, origin: str) -> None:
         "/v1/rollouts/none/traces",
         "/v1/runs/none",
         "/v1/nowhere",
-        "/",
+        "/nowhere",
     ],
 )
 async def test_unknown_ids_and_paths_are_404(site: Site, path: str) -> None:

@@ -93,6 +93,10 @@ ROUTES: Mapping[str, Route] = {
     "PUT /v1/tokens/{token_id}/quota": Route(ADMINS, {}),
     "DELETE /v1/tokens/{token_id}": Route(ADMINS),
     "GET /v1/audit": Route(ADMINS),
+    "POST /v1/login": Route(EVERYONE, {}),  # 422 here: it takes a token or a code in its body
+    "GET /v1/login": Route(TENANTS),
+    "DELETE /v1/login": Route(TENANTS),  # 422 here: for browsers
+    "POST /v1/login/codes": Route(TENANTS),
     "GET /v1/nodes": Route(TENANTS),  # 404 here: no fleet
     "POST /v1/nodes/{name}/drain": Route(ADMINS),
     "POST /v1/nodes/{name}/resume": Route(ADMINS),

@@ -54,8 +54,9 @@ class TokenRecord:
 class LoginRecord:
     """A browser that is signed in to the dashboard. It acts as the token `owner`."""
 
-    digest: str  # SHA-256 of the cookie's value, hexadecimal
+    digest: str  # SHA-256 of the cookie's value and the page's key, hexadecimal
     owner: str
+    token: str  # the digest of the owner's token: the sign-in ends when that token is rotated
     created_at: float
     expires_at: float
 

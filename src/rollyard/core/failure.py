@@ -418,7 +418,7 @@ class Forbidden(RequestError):
 
 class ForeignHost(RequestError):
     status = 403
-    remedy = "Add the host to the setting `hosts`; requests of web pages are never allowed."
+    remedy = "Add the host to the setting `hosts`; requests of other sites' web pages are never allowed."
 
 
 class NotFound(RequestError):

@@ -41,6 +41,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     policies.OwnerBody,
     tokens.TokenBody,
     tokens.RotateBody,
+    tokens.LoginBody,
 )
 
 PROBLEM: dict[str, Any] = {

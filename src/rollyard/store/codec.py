@@ -37,7 +37,7 @@ from rollyard.core import (
     Trace,
     Trajectory,
 )
-from rollyard.core.access import AuditEntry, TokenRecord
+from rollyard.core.access import AuditEntry, LoginRecord, TokenRecord
 from rollyard.core.policy import PolicyRecord
 from rollyard.core.trace import LogprobsKind
 from rollyard.store.base import EvalRecord, QueuedRow
@@ -117,6 +117,7 @@ _DECODERS: dict[Any, Any] = {
         EvalRecord,
         PolicyRecord,
         TokenRecord,
+        LoginRecord,
         AuditEntry,
         tuple[Group, ...],
         tuple[Draw, ...],

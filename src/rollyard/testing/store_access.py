@@ -1,4 +1,7 @@
-"""Conformance checks of stores for tokens, owners, keys and results. They are run like those of `store_conformance`."""
+"""Conformance checks of stores for tokens, sign-ins, owners, keys and results.
+
+They are run like those of `store_conformance`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import replace
 from unittest import mock
 
 from rollyard.core import Ending, Group, Outcome, Position, Run, State, id_of, key_of
-from rollyard.core.access import Access, AuditEntry, TokenRecord
+from rollyard.core.access import Access, AuditEntry, LoginRecord, TokenRecord
 from rollyard.core.failure import InternalError
 from rollyard.store.base import ItemKind
 from rollyard.store.sql import access
@@ -34,6 +37,24 @@ async def tokens_are_stored_until_they_are_revoked(open_store: Open) -> None:
         await store.delete_token("t1")
         await store.delete_token("never there")
         assert list(await store.tokens()) == [second]
+
+
+@_check
+async def sign_ins_are_stored_until_they_end(open_store: Open) -> None:
+    later, first, other = (
+        LoginRecord(digest * 32, "t1", "ff" * 32, created_at, 99.5)
+        for digest, created_at in (("00", 2.5), ("11", 1.5), ("22", 3.0))
+    )
+    async with opened(open_store) as store:
+        assert list(await store.logins()) == []
+        for record in (later, first, other):
+            await store.put_login(record)
+    async with opened(open_store) as store:
+        assert list(await store.logins()) == [first, later, other], "in order of creation"
+        await store.delete_logins([first.digest, "never there", other.digest])
+        await store.delete_logins([])
+    async with opened(open_store) as store:
+        assert list(await store.logins()) == [later]
 
 
 @_check

@@ -62,7 +62,8 @@ async def list_tokens(request: Request) -> Response:
 
 @router.post("/tokens/{token_id}/rotate", openapi_extra=json_body(RotateBody))
 async def rotate_token(request: Request, token_id: str) -> Response:
-    """Replaces a token's secret; the old one is refused from now on. Its runs and policies stay its own."""
+    """Replaces a token's secret; the old one is refused from now on, and browsers that signed in with it are signed
+    out. Its runs and policies stay its own."""
     require_admin(request)
     app_state = app_state_of(request)
     body = await read_body(request, RotateBody)

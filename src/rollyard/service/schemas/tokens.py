@@ -1,4 +1,4 @@
-"""The request bodies of /v1/tokens, and a token as a JSON object."""
+"""The request bodies of /v1/tokens and /v1/login, and a token as a JSON object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rollyard.core.access import Access, Quota, TokenRecord
 from rollyard.service.schemas.records import JsonObject
-from rollyard.service.schemas.requests import Body, Count, Priority, Seconds
+from rollyard.service.schemas.requests import Body, Count, Priority, Seconds, Text
 
 Patterns = Annotated[
     list[Annotated[str, Field(pattern=r"^[A-Za-z0-9*][A-Za-z0-9._:*-]{0,127}$")]], Field(max_length=64)
@@ -42,6 +42,13 @@ class TokenBody(Body):
 
 class RotateBody(Body):
     expires_s: Seconds | None = Field(default=None, description="Seconds from now; unset: it does not expire.")
+
+
+class LoginBody(Body):
+    """Exactly one of the two."""
+
+    code: Text | None = Field(default=None, description="The code of a link, which is used up.")
+    token: Text | None = None
 
 
 def token_object(record: TokenRecord) -> JsonObject:

@@ -3,8 +3,8 @@
 The gateway's paths take session keys, one per session, and do not accept these tokens (`session_gateway.py`,
 `keys.py`). `access.py` decides what a caller may do behind the gate.
 
-Invariant: a foreign Host (DNS rebinding) and the Origin of another site's page are refused before the token is
-checked. A cookie counts only with the header of the dashboard's page (`logins.py`), and never beside a token.
+Invariant: a foreign Host (DNS rebinding) and calls of another origin's page are refused before the token is checked.
+A cookie is accepted only together with the page's key (`logins.py`), and ignored beside a token.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from rollyard.core.access import Access
 from rollyard.core.failure import Forbidden, ForeignHost
 from rollyard.service.problems import problem
 from rollyard.service.security.access import OPERATOR, Caller
-from rollyard.service.security.bounds import NODE_PATHS
+from rollyard.service.security.bounds import LOGIN_PATH, NODE_PATHS
 from rollyard.service.security.logins import PAGE_HEADER, Logins, cookie_name, read_cookie
 from rollyard.service.security.rate_limits import RateLimits
 from rollyard.service.security.tokens import Tokens
-
-LOGIN_PATH = "/v1/login"
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 """Served without a token: they return only public information."""
@@ -93,10 +91,10 @@ class Gate:
 
     def _caller(self, scope: Scope, headers: dict[bytes, str]) -> Caller:
         path, authorization = scope["path"], headers.get(b"authorization")
-        if authorization is None and PAGE_HEADER in headers and self._logins is not None:
-            name = cookie_name((scope.get("server") or ("", 0))[1] or 0)
-            caller, record = self._logins.find(read_cookie(headers.get(b"cookie"), name))
-            scope["rollyard.login_expires_at"] = record.expires_at
+        page_key = headers.get(PAGE_HEADER)
+        if authorization is None and page_key is not None and self._logins is not None:
+            secret = read_cookie(headers.get(b"cookie"), cookie_name(scope))
+            caller, scope["rollyard.login"] = self._logins.find(secret, page_key)
         else:
             caller = self._tokens.caller(_from_url(authorization) if path in self._url_paths else authorization)
         if caller.access is Access.NODE and not path.startswith(NODE_PATHS):
@@ -108,11 +106,15 @@ class Gate:
         host = headers.get(b"host", "").lower()
         if not (host in self._hosts or split_host(host)[0] in self._hosts or _is_here(host, scope)):
             raise ForeignHost(f"the Host header is {host[:100]!r}, which is not this service")
+        # A proxy in front of an http service may terminate TLS; an http page never belongs to an https service.
+        own = [f"https://{host}"] if scope.get("scheme") == "https" else [f"http://{host}", f"https://{host}"]
         origin = headers.get(b"origin")
-        if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
+        if origin is not None and origin.lower() not in own:
             raise ForeignHost(f"a page of {origin[:100]!r} called, which is not this service's own")
-        if headers.get(b"sec-fetch-site", "none") not in ("same-origin", "none") and scope["path"].startswith("/v1/"):
-            raise ForeignHost("a page of another site called")
+        # Simple GET requests have no Origin. Links of other sites may open pages, which contain no data.
+        is_foreign = headers.get(b"sec-fetch-site", "none") not in ("same-origin", "none")
+        if is_foreign and not (scope["path"] in OPEN_PATHS or self._is_open(scope["path"])):
+            raise ForeignHost("a page of another origin called")
 
 
 def _from_url(authorization: str | None) -> str | None:

@@ -23,6 +23,11 @@ NODE_PATHS = "/v1/fleet/"
 
 NODE_BYTES = 1 << 30
 
+LOGIN_PATH = "/v1/login"
+"""Where browsers sign in. It needs no token, so its bodies are read before the caller is known."""
+
+LOGIN_BYTES = 16 << 10  # a token has at most 512 characters
+
 
 class ClientGone(Exception):
     """The client has disconnected; no one receives the response."""
@@ -30,7 +35,7 @@ class ClientGone(Exception):
 
 class BodyLimit:
     """ASGI middleware: refuses bodies above a size with 413. Bodies from nodes have a larger limit: a refused result
-    would be produced again, and refused again."""
+    would be produced again, and refused again. Those of sign-ins, which need no token, have a small one."""
 
     def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
         self._app = app
@@ -40,7 +45,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit_bytes = max(self._limit_bytes, NODE_BYTES) if scope["path"].startswith(NODE_PATHS) else self._limit_bytes
+        limit_bytes = self._limit_of(scope["path"])
         content_length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if content_length.isdigit() and int(content_length) > limit_bytes:
             await problem(_too_large(limit_bytes))(scope, receive, send)
@@ -57,6 +62,11 @@ class BodyLimit:
             return message
 
         await self._app(scope, counted, send)
+
+    def _limit_of(self, path: str) -> int:
+        if path.startswith(NODE_PATHS):
+            return max(self._limit_bytes, NODE_BYTES)
+        return min(self._limit_bytes, LOGIN_BYTES) if path == LOGIN_PATH else self._limit_bytes
 
 
 def _too_large(limit_bytes: int) -> BodyTooLarge:

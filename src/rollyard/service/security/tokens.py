@@ -34,10 +34,16 @@ _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownToken:
+class KnownToken:
+    """A token of the settings or a created one."""
+
     digest: bytes
     caller: Caller
     expires_at: float | None = None
+
+    @property
+    def is_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= time.time()
 
 
 class Tokens:
@@ -45,7 +51,7 @@ class Tokens:
 
     def __init__(self, admin: Iterable[str], trainer: Iterable[str] = (), node: Iterable[str] = ()) -> None:
         self._configured = [
-            _KnownToken(digest, Caller(access, digest.hex()[:16]))
+            KnownToken(digest, Caller(access, digest.hex()[:16]))
             for access, tokens in ((Access.NODE, node), (Access.TRAINER, trainer), (Access.ADMIN, admin))
             for digest in map(_digest, tokens)
         ]
@@ -70,12 +76,9 @@ class Tokens:
         record = self._created.get(owner)
         return record.quota if record is not None else Quota()
 
-    def named(self, name: str) -> Caller | None:
-        """The caller of that name, if its token is still valid."""
-        for one in self._known:
-            if one.caller.name == name and (one.expires_at is None or one.expires_at > time.time()):
-                return one.caller
-        return None
+    def named(self, name: str) -> KnownToken | None:
+        """The token of that caller, if it is still valid."""
+        return next((one for one in self._known if one.caller.name == name and not one.is_expired), None)
 
     def put(self, record: TokenRecord) -> None:
         """Makes a token valid, and replaces an earlier one of that id."""
@@ -95,20 +98,20 @@ class Tokens:
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthorized("this call needs a bearer token")
         digest = _digest(token.strip())
-        match: _KnownToken | None = None
+        match: KnownToken | None = None
         for one in self._known:  # no early exit: constant time
             if hmac.compare_digest(one.digest, digest):
                 match = one
         if match is None:
             raise Unauthorized("this token is unknown")
-        if match.expires_at is not None and match.expires_at <= time.time():
+        if match.is_expired:
             raise Unauthorized("this token has expired: ask an admin for a new one")
         return match.caller
 
 
-def _known(record: TokenRecord) -> _KnownToken:
+def _known(record: TokenRecord) -> KnownToken:
     caller = Caller(record.access, record.id, record.runs, record.policies, record.quota)
-    return _KnownToken(bytes.fromhex(record.digest), caller, record.expires_at)
+    return KnownToken(bytes.fromhex(record.digest), caller, record.expires_at)
 
 
 def new_token(record: TokenRecord) -> tuple[TokenRecord, str]:

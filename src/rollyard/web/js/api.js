@@ -1,7 +1,8 @@
 // Calls of the service's API, and polled data for views.
 //
-// Every call has the header x-rollyard-page: the service accepts the session cookie only with it, and a page of another
-// origin cannot send it. An exported file has the replies of the API in itself (`recorded`).
+// Every call sends the page's key in the header x-rollyard-page: the service accepts the cookie only with the key of the
+// same sign-in. Browsers send the cookie to every port of the host; the key stays with this origin. An exported file
+// has the replies of the API in itself (`recorded`).
 import { signal, useEffect, useRef, useState } from "./dom.js";
 import { isOffline } from "./router.js";
 
@@ -21,8 +22,24 @@ export const connection = signal("ok");
 /** Who is signed in: undefined (not known yet), null (signed out), or {access, name, runs, expires_at}. */
 export const caller = signal(undefined);
 
-/** Why the last session ended: an ApiError, or null. Shown on the sign-in page. */
+/** Why the last sign-in ended: an ApiError, or null. Shown on the sign-in page. */
 export const lastRefusal = signal(null);
+
+const KEY = "rollyard-page-key";
+let ownKey = ""; // where the browser keeps nothing
+
+/** All tabs share the cookie, so they share its key: it is read again for each call. */
+function pageKey() {
+  try { return localStorage.getItem(KEY) || ownKey; } catch { return ownKey; }
+}
+
+function keepPageKey(key) {
+  ownKey = key;
+  try {
+    if (key) localStorage.setItem(KEY, key);
+    else localStorage.removeItem(KEY);
+  } catch { /* this tab has it */ }
+}
 
 const recorded = isOffline ? JSON.parse(document.getElementById("recorded").textContent) : null;
 
@@ -38,7 +55,7 @@ async function call(method, path, { query, body, abort } = {}) {
     if (method === "GET" && url in recorded) return recorded[url];
     throw new ApiError(404, { code: "not_exported", detail: "This exported file does not contain it." });
   }
-  const headers = { accept: "application/json", "x-rollyard-page": "1" };
+  const headers = { accept: "application/json", "x-rollyard-page": pageKey() || "none" };
   if (body !== undefined) headers["content-type"] = "application/json";
   let response, text;
   try {
@@ -62,6 +79,27 @@ async function call(method, path, { query, body, abort } = {}) {
     caller.value = null;
   }
   throw error;
+}
+
+/** Signs in with {code} or {token}; on failure, the sign-in page shows why. */
+export async function signIn(body) {
+  try {
+    const { page_key: key, ...who } = await call("POST", "/v1/login", { body });
+    keepPageKey(key);
+    caller.value = who;
+    lastRefusal.value = null;
+  } catch (error) {
+    lastRefusal.value = error;
+    caller.value = null;
+  }
+}
+
+/** Signs out. If the service does not answer, the sign-in stays there until it expires; this page has lost its key. */
+export async function signOut() {
+  try { await call("DELETE", "/v1/login"); } catch { /* it had ended already, or the service is away */ }
+  keepPageKey("");
+  lastRefusal.value = null;
+  caller.value = null;
 }
 
 export const get = (path, query, abort) => call("GET", path, { query, abort });

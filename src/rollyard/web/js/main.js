@@ -1,6 +1,6 @@
 // The start of the page: signs in, then shows the view of the address inside the frame.
 import { html, render, signal, useEffect } from "./dom.js";
-import { caller, connection, del, get, lastRefusal, post } from "./api.js";
+import { caller, connection, get, lastRefusal, signIn, signOut } from "./api.js";
 import { go, isOffline, Link, match, place } from "./router.js";
 import { Loading, Page, Problem } from "./ui.js";
 
@@ -50,10 +50,6 @@ function useTheme() {
   }, [theme.value]);
 }
 
-async function signOut() {
-  try { await del("/v1/login"); } finally { lastRefusal.value = null; caller.value = null; }
-}
-
 function Frame() {
   useTheme();
   const { path } = place.value;
@@ -96,18 +92,8 @@ function SignIn() {
     </form>
     <p>On the machine of the service, <code>rollyard open</code> opens this page and signs in.</p>
     <p>A token with the scope <code>reader</code> can look at everything and change nothing:
-      <code>rollyard tokens create reader</code></p>
+      <code>rollyard access create reader</code></p>
   </main>`;
-}
-
-async function signIn(body) {
-  try {
-    caller.value = await post("/v1/login", body);
-    lastRefusal.value = null;
-  } catch (error) {
-    lastRefusal.value = error;
-    caller.value = null;
-  }
 }
 
 function App() {
@@ -123,6 +109,14 @@ async function start() {
   if (code) {
     history.replaceState(null, "", location.pathname + location.search);
     await signIn({ code });
+    if (caller.value) return;
+    const refusal = lastRefusal.value; // a link that was opened twice must not hide that the browser is signed in
+    try {
+      caller.value = await get("/v1/login");
+      lastRefusal.value = null;
+    } catch {
+      lastRefusal.value = refusal;
+    }
     return;
   }
   while (caller.value === undefined) {
