@@ -124,7 +124,7 @@ async def test_a_body_of_too_many_values_is_never_parsed(dialect: Any, monkeypat
 
 async def test_a_body_that_is_far_beyond_the_context_is_not_read(monkeypatch: pytest.MonkeyPatch):
     async with gateway(says("ok"), engine_options={"max_context": 1000}) as site:
-        monkeypatch.setattr(intake, "read", lambda *_: pytest.fail("it was read"))
+        monkeypatch.setattr(intake, "parsed_body", lambda _: pytest.fail("it was read"))
         raw = b"{" * (SLACK_BYTES + 1000 * MOST_BYTES_PER_TOKEN + 1)
         for path in PATHS.values():
             status, answer = await post(site, raw, path)
@@ -243,8 +243,10 @@ async def test_a_response_does_not_echo_megabytes():
 
 async def test_light_requests_are_read_on_the_event_loop_and_others_in_a_thread(monkeypatch: pytest.MonkeyPatch):
     threads: list[str] = []
-    read = intake.read
-    monkeypatch.setattr(intake, "read", lambda *it: (threads.append(threading.current_thread().name), read(*it))[1])
+    read = intake.parsed_body
+    monkeypatch.setattr(
+        intake, "parsed_body", lambda raw: (threads.append(threading.current_thread().name), read(raw))[1]
+    )
     here = threading.current_thread().name
     many = [{"role": "user", "content": "go"}, {"role": "assistant", "content": ""}] * 300
     async with gateway(says("ok"), engine_options={"max_context": 1 << 20}) as site:
@@ -266,8 +268,9 @@ async def test_all_work_for_a_heavy_request_runs_in_threads(monkeypatch: pytest.
 
         monkeypatch.setattr(owner, name, outer)
 
-    watched(intake, "read")
-    watched(intake, "key_of")
+    for name in ("parsed_body", "request_of", "key_of"):
+        watched(intake, name)
+    watched(intake.RequestLog, "read")
     for name in ("find", "extended", "rendered"):
         watched(intake.ConversationBook, name)
     text = "go, [{" * 20_000
@@ -276,7 +279,8 @@ async def test_all_work_for_a_heavy_request_runs_in_threads(monkeypatch: pytest.
         assert (await post(site, orjson.dumps(body(text, "ok", text))))[0] == 200
         (trace,) = site.verified().traces
         assert len(trace.spans) == 2
-    assert calls == {(name, False) for name in ("read", "key_of", "find", "extended", "rendered")}
+    names = ("parsed_body", "request_of", "read", "key_of", "find", "extended", "rendered")
+    assert calls == {(name, False) for name in names}
 
 
 async def test_large_work_of_many_sessions_does_not_delay_small_work():

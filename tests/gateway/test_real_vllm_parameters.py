@@ -35,7 +35,7 @@ async def test_a_forced_call_and_the_likeliest_tokens(vllm_url: str, vllm_folder
             )
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "logprobs": True}
             for extra in ({"tool_choice": "required"}, {"top_logprobs": 3}):
-                request, key, weight = await session.read(CHAT, orjson.dumps({**body, **extra}))
+                request, key, weight, _ = await session.read(CHAT, orjson.dumps({**body, **extra}))
                 listener = await session.open(CHAT, request, key, weight=weight)
                 reply = await listener.reply()
                 listener.delivered()

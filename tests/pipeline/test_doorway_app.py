@@ -104,6 +104,9 @@ async def test_an_agent_program_gets_the_environments_tools_by_mcp(tmp_path: Pat
     assert isinstance(harness, dict)
     lines = str(harness["output"]).splitlines()[:3]
     assert lines == ["['weigh']", "False anvil: 7 kg", "True there is no tool 'lift'; there are: weigh"]
+    calls = trajectory.info["calls"]
+    assert isinstance(calls, list)
+    assert [(call[0], call[4]) for call in calls] == [("tool", "weigh"), ("model", "e0")]  # type: ignore[index]
 
 
 async def test_a_tool_whose_server_is_down_ends_the_rollout_without_a_score(tmp_path: Path):

@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol
 
 from rollyard.core import DataField, Deadline, Json, LostAttempt, Message, Task, Trace
 from rollyard.gateway.session import GatewaySession
+from rollyard.observe.call_log import CallLog
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.sandbox.base import Bind, Sandbox
@@ -79,6 +80,7 @@ class AgentContext:
     info: dict[str, Json] = field(default_factory=dict[str, Json])  # stored in Trajectory.info
     span: Span = NO_SPAN  # of RUN; model and tool calls are its children
     metrics: Metrics | None = None
+    call_log: CallLog = field(default_factory=CallLog)  # of RUN; the model's calls add themselves
     lost: Sequence[LostAttempt] = ()  # earlier attempts at this rollout
     seq: int = 0  # the rollout's number in the order of submission; unique
     python: PortablePython | None = None  # Rollyard's Python in the sandbox, if `sandbox_needs` requested it

@@ -19,6 +19,7 @@ from rollyard.core import Deadline, Json, Message, Run, Task, Trace, sampling_se
 from rollyard.core.failure import ContextLimit, EngineRefused, PromptTooLong, RollyardError
 from rollyard.engines.base import Engine, Generation, Kind, Session
 from rollyard.engines.routing.call_metrics import CallMetrics, max_context_of
+from rollyard.observe.call_log import CallLog
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer, ToolCall, ToolSchema, TraceBuilder
@@ -38,13 +39,22 @@ async def converse(
     clock: Deadline,
     span: Span = NO_SPAN,
     metrics: Metrics | None = None,
+    call_log: CallLog | None = None,
 ) -> Conversation:
     """Returns the kind of conversation that the session's engine supports."""
     if session.engine.spec.kind is Kind.OPENAI:
-        return TextConversation(session, task=task, clock=clock, span=span, metrics=metrics)
+        return TextConversation(session, task=task, clock=clock, span=span, metrics=metrics, call_log=call_log)
     renderer = await renderer_of(session.engine)
     return TokenConversation(
-        session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock, span=span, metrics=metrics
+        session,
+        renderer,
+        task=task,
+        run=run,
+        rollout_id=rollout_id,
+        clock=clock,
+        span=span,
+        metrics=metrics,
+        call_log=call_log,
     )
 
 
@@ -62,6 +72,7 @@ class TokenConversation:
         clock: Deadline,
         span: Span = NO_SPAN,
         metrics: Metrics | None = None,
+        call_log: CallLog | None = None,
     ) -> None:
         self._session = session
         self._renderer = renderer
@@ -71,7 +82,7 @@ class TokenConversation:
         self._run = run
         self._rollout_id = rollout_id
         self._clock = clock
-        self._watch = CallMetrics(session, span, metrics)
+        self._watch = CallMetrics(session, span, metrics, call_log)
         self._messages: list[Message] = []
         self._tools: Sequence[ToolSchema] = ()
         self._sampled_at = 0  # where the last call's tokens begin in the last trace
@@ -107,11 +118,13 @@ class TokenConversation:
             max_tokens = min(max_tokens, max_context - len(prompt))
         self._sampled_at = len(prompt)
 
-        def salvage(partial: Generation) -> None:
-            self._keep(partial, trace, prompt)
-
         try:
             with self._watch.call(self._turns, len(prompt)) as observed:
+
+                def salvage(partial: Generation) -> None:
+                    observed.salvaged(len(partial.token_ids))
+                    self._keep(partial, trace, prompt)
+
                 generation = await self._session.generate(
                     prompt,
                     sampling=self._task.sampling,
@@ -212,11 +225,12 @@ class TextConversation:
         clock: Deadline,
         span: Span = NO_SPAN,
         metrics: Metrics | None = None,
+        call_log: CallLog | None = None,
     ) -> None:
         self._session = session
         self._task = task
         self._clock = clock
-        self._watch = CallMetrics(session, span, metrics)
+        self._watch = CallMetrics(session, span, metrics, call_log)
         self._messages: list[Message] = []
         self._sampled_tokens = 0
         self._turns = 0

@@ -185,13 +185,17 @@ class _Loop:
         timeout_s = context.task.limits.tool_s
         started = time.monotonic()
         self.tool_calls += 1
+        logged = context.call_log.begin("tool", context.conversation.turns - 1, tool.spec.name)
+        is_error = True
         guard = asyncio.timeout(timeout_s + self._latency_s + self._tool_grace_s)
         try:
             with tool_span(context.span, name=tool.spec.name, call_id=call_id):
                 async with context.clock.counting(), guard:
                     if self._latency_s:
                         await asyncio.sleep(self._latency_s)
-                    return await tool.call(arguments, timeout_s=timeout_s)
+                    result = await tool.call(arguments, timeout_s=timeout_s)
+                    is_error = result.is_error
+                    return result
         except TimeoutError:
             if not guard.expired():
                 raise
@@ -200,6 +204,7 @@ class _Loop:
         finally:
             took_s = time.monotonic() - started
             self.tool_s += took_s
+            context.call_log.end(logged, is_error=is_error)
             if context.metrics is not None:
                 context.metrics.tool_call(tool.spec.name, took_s)
             context.beat()

@@ -535,6 +535,11 @@ class BodyTooLarge(RequestError):
     remedy = "Send fewer rollouts per call, or raise the setting `max_body_bytes`."
 
 
+class ArtifactTooLarge(RequestError):
+    status = 413
+    remedy = "Read it on the machine of the service, below the setting `data_dir`."
+
+
 class QuotaExceeded(RequestError):
     """The token's quota is in use."""
 

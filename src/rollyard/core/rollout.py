@@ -38,6 +38,7 @@ class LostAttempt:
     tokens_lost: int = 0
     engine: str = ""  # of its session; after an engine's failure the next attempt uses another one, if possible
     node: str = ""  # of a fleet, which ran it; the next attempt goes to another one, if possible
+    timings: Timings = field(default_factory=Timings)  # up to its loss; zeros if the process that measured them ended
 
 
 @dataclass(frozen=True, slots=True)

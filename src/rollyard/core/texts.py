@@ -50,6 +50,15 @@ def _shown(value: Json) -> str:
     return "unset" if value is None else repr(value)
 
 
+def cut_text(text: str, most: int) -> str:
+    """Returns a text of more than `most` characters without its middle, and with the number of characters left out."""
+    if len(text) <= most:
+        return text
+    head = most // 2
+    tail = most - head
+    return f"{text[:head]}\n… {len(text) - most} characters left out …\n{text[len(text) - tail :]}"
+
+
 def os_reason(error: OSError) -> str:
     """Returns the text of an error, such as "Connection refused". For connections, asyncio names the call instead."""
     text = error.strerror or str(error)

@@ -104,6 +104,7 @@ class Trajectory:
     turns: int = 0
     ended_by: str = ""  # stop | finish | the code of the limit that ended it
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    requests: bytes = b""  # of an agent program, as JSON: for people; not part of what trainers and `eval` read
 
     @property
     def sampled_tokens(self) -> int:

@@ -25,6 +25,7 @@ from rollyard.core import Artifact, DataField, Json, Message, Score, Task, Traje
 from rollyard.core.failure import TaskInvalid
 from rollyard.core.json import encode_container
 from rollyard.engines.base import ChatReply
+from rollyard.envs.findings import Findings
 from rollyard.envs.protected import PROTECTED
 from rollyard.sandbox.base import WORKDIR, Bind, ExecResult, Sandbox
 from rollyard.tools.base import Tool, ToolKind, ToolSource
@@ -93,6 +94,7 @@ class EnvContext:
     rollout_id: str
     sandbox: Sandbox | None
     judge: Judge | None = None
+    findings: Findings = field(default_factory=Findings)  # for people who look at the rollout; `eval` adds to it
 
     @property
     def box(self) -> Sandbox:

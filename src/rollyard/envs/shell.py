@@ -168,6 +168,7 @@ class ShellEnvironment(Environment):
         passed: dict[str, float] = {}
         for check in checks:
             result = await context.run(check.command, timeout_s=timeout_s)
+            context.findings.ran("check", check.name, result, passed=result.status == 0 and not result.is_timed_out)
             if result.is_timed_out:
                 raise EvalDeadline(f"check {check.name!r} did not end within {timeout_s:g} s")
             passed[check.name] = float(result.status == 0)

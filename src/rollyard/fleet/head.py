@@ -239,11 +239,20 @@ class FleetHead:
         ending = from_json(item.ending, Ending)
         rollout, failure = leased.rollout, ending.failure
         if failure is not None and leased.cancelled is None and self._is_nodes_own(leased, failure.code, item):
-            lost = LostAttempt(rollout.attempt, failure.code, failure.detail, leased.state, 0, ending.summary.engine)
+            lost = LostAttempt(
+                rollout.attempt,
+                failure.code,
+                failure.detail,
+                leased.state,
+                engine=ending.summary.engine,
+                timings=ending.timings,
+            )
             await self._leases.excuse(leased, lost)
             return
         try:
-            rollout = await self._pipeline.store.end(leased.rollout.id, leased.rollout.position, ending, encoded)
+            rollout = await self._pipeline.store.end(
+                leased.rollout.id, leased.rollout.position, ending, encoded, evidence=item.evidence
+            )
         except Stale:
             self._leases.remove(leased)
             raise

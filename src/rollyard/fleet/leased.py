@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from rollyard.core import Deadline, Position, Rollout, RollyardError, Run, State
+from rollyard.core import Deadline, Json, Position, Rollout, RollyardError, Run, State, Timings
 from rollyard.core.failure import Cancelled
 from rollyard.engines.pool.seats import Seat
 from rollyard.fleet.messages import Key
@@ -31,6 +33,7 @@ class LeasedRollout:
     queued_s: float = 0.0
     claimant: str = ""  # the node that had it before this process
     clock: Deadline = field(default_factory=Deadline)  # does not run: the node has its own
+    marks: dict[State, float] = field(default_factory=dict[State, float])  # when the head learned of each state
 
     @property
     def state(self) -> State:
@@ -38,6 +41,7 @@ class LeasedRollout:
 
     def at(self, position: Position) -> None:
         self.rollout = replace(self.rollout, position=position)
+        self.marks[position.state] = time.monotonic()
 
     def stop(self, reason: RollyardError | Shutdown | Stale) -> None:
         """Sends a cancel to the node, which cleans up and reports the end. Ignores any other reason: when a head shuts
@@ -54,6 +58,27 @@ class LeasedRollout:
     def snapshot(self) -> None:
         """Returns None: the node has the conversation."""
         return
+
+    def timings(self) -> Timings:
+        return Timings(
+            queued_s=self.queued_s,
+            init_s=self._seconds(State.INIT, State.READY),
+            ready_s=self._seconds(State.READY, State.RUN),
+            run_s=self._seconds(State.RUN, State.EVAL),
+            eval_s=self._seconds(State.EVAL, State.ENDED),
+        )
+
+    def _seconds(self, state: State, following: State) -> float:
+        if state not in self.marks:
+            return 0.0
+        return self.marks.get(following, time.monotonic()) - self.marks[state]
+
+    def calls(self) -> Mapping[str, Json]:
+        """Returns nothing: the node has the log."""
+        return {}
+
+    def requests(self) -> bytes:
+        return b""
 
     def leave_seat(self) -> None:
         if self.seat is not None:

@@ -192,12 +192,21 @@ class NodeLedger:
     async def saved_run(self, _: str) -> None:
         return None
 
-    async def end(self, rollout_id: str, at: Position, ending: Ending, trajectory: Trajectory | None = None) -> Rollout:
+    async def end(
+        self,
+        rollout_id: str,
+        at: Position,
+        ending: Ending,
+        trajectory: Trajectory | None = None,
+        *,
+        evidence: bytes = b"",
+    ) -> Rollout:
         holding = self._locate(rollout_id, at)
         data, tokens = None, 0
         if trajectory is not None:
             data, tokens = bytes(encode_trajectory(trajectory)), trajectory.sampled_tokens
-        await self._put(Ended(holding.key, to_json(ending), data, tokens), len(data or b""))
+        size_bytes = len(data or b"") + len(evidence)
+        await self._put(Ended(holding.key, to_json(ending), data, tokens, evidence), size_bytes)
         await self._artifacts.delete(rollout_id)
         self._released.discard(rollout_id)
         return replace(holding.rollout, position=at.to(State.ENDED), ending=ending)

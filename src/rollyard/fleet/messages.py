@@ -137,6 +137,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     ending: str  # JSON
     data: bytes | None  # its trajectory, if none was saved before
     sampled_tokens: int
+    evidence: bytes = b""  # of EVAL, as JSON
 
 
 class Returned(msgspec.Struct, frozen=True, array_like=True, tag="returned"):

@@ -80,12 +80,13 @@ class GatewayApp:
             if scope["method"] != "POST" or (path not in DIALECTS and path != COUNT):
                 raise Problem("not_found", f"there is no {scope['method']} {scope['path']} here")
             raw = await _body(receive, self._session.check_size)
-            request, key, weight = await self._session.read(dialect, raw)
+            request, key, weight, sent = await self._session.read(dialect, raw)
             del raw  # up to 16 MiB, not needed while the reply is sampled
             if path == COUNT:
                 await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(request, weight)}))
                 return
-            listener = await self._session.open(dialect, request, key, weight=weight, retries=_retries(headers))
+            retries = _retries(headers)
+            listener = await self._session.open(dialect, request, key, weight=weight, retries=retries, sent=sent)
         except Problem as problem:
             await refuse(send, dialect, problem, request)
             return

@@ -18,6 +18,8 @@ from rollyard.engines.base import Engine, Generation
 from rollyard.gateway.base import Dialect, Event, Problem, Reasoning, Reply, Text
 from rollyard.gateway.parameters import GrantedParameters
 from rollyard.gateway.replies import ReplyOptions
+from rollyard.gateway.request_log import SentRequest
+from rollyard.observe.call_log import Call
 from rollyard.tokens.base import Parsed
 from rollyard.tokens.splice import PreparedTurn
 
@@ -55,6 +57,8 @@ class Exchange:
         self.is_delivered = False
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
+        self.call: Call | None = None  # in the log of calls
+        self.sent: SentRequest | None = None  # in the log of requests
         self.listeners: set[Listener] = set()
 
     @property

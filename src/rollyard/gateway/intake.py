@@ -28,6 +28,7 @@ from rollyard.gateway.body_size import BodySize, has_more_values, weight_of
 from rollyard.gateway.bounds import RolloutBounds
 from rollyard.gateway.counts import check_counts
 from rollyard.gateway.parser import TooMuchStructure, TooMuchText, parse
+from rollyard.gateway.request_log import RequestLog, SentRequest
 from rollyard.gateway.work_threads import WorkThreads, text_size
 from rollyard.tokens import Renderer
 from rollyard.tokens.base import ToolSchema
@@ -57,10 +58,13 @@ _THINK_CLOSE = "</think>"
 class Intake:
     """Reads and prepares the requests of one session."""
 
-    def __init__(self, book: ConversationBook, renderer: Renderer, bounds: RolloutBounds) -> None:
+    def __init__(
+        self, book: ConversationBook, renderer: Renderer, bounds: RolloutBounds, request_log: RequestLog
+    ) -> None:
         self._book = book
         self._renderer = renderer
         self._bounds = bounds
+        self._request_log = request_log
         self._threads = WorkThreads()
 
     def check_size(self, size: int) -> None:
@@ -70,23 +74,29 @@ class Intake:
         if room is not None and size > SLACK_BYTES + room * MOST_BYTES_PER_TOKEN:
             raise self._does_not_fit(_DoesNotFit.by_bytes(size, room))
 
-    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize]:
-        """Returns the request, the key by which retries are matched, and its size. Raises Problem."""
+    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize, SentRequest]:
+        """Returns the request, the key by which retries are matched, its size, and its entry for the log. Raises
+        Problem."""
         weight = weight_of(raw)
         room = self._bounds.room
         self.check_size(weight.bytes)
         if weight.is_light:
-            return read(dialect, raw), key_of(dialect, raw), weight
+            request, sent = self._read(dialect, raw)
+            return request, key_of(dialect, raw), weight, sent
         try:
-            request, key = await self._threads.thread(
-                weight.bytes, lambda it: (read(dialect, it), key_of(dialect, it)), raw
+            (request, sent), key = await self._threads.thread(
+                weight.bytes, lambda it: (self._read(dialect, it), key_of(dialect, it)), raw
             )
         except TooMuchText as error:
             if room is None:
                 raise Problem("too_large", str(error), code="too_much_text") from None
             least = max(room + 1, error.chars // LIKELY_CHARS)
             raise self._does_not_fit(_DoesNotFit(least, room, str(error))) from None
-        return request, key, weight
+        return request, key, weight, sent
+
+    def _read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, SentRequest]:
+        body = parsed_body(raw)
+        return request_of(dialect, body), self._request_log.read(dialect.name, body, len(raw))
 
     async def begin(self, request: ChatRequest, weight: BodySize) -> PreparedTurn:
         """Returns the turn to sample. Raises Problem."""
@@ -176,6 +186,11 @@ class _DoesNotFit(Exception):
 
 
 def read(dialect: Dialect, raw: bytes | bytearray) -> ChatRequest:
+    return request_of(dialect, parsed_body(raw))
+
+
+def parsed_body(raw: bytes | bytearray) -> dict[str, Json]:
+    """Returns the parsed body within its bounds. Raises Problem."""
     if has_more_values(raw, MOST_VALUES):
         raise Problem("too_large", f"the body has more than {MOST_VALUES} JSON values", code="too_many_values")
     try:
@@ -187,6 +202,10 @@ def read(dialect: Dialect, raw: bytes | bytearray) -> ChatRequest:
     if not isinstance(body, dict):
         raise Problem("invalid", "the body has to be a JSON object")
     check_counts(body)
+    return body
+
+
+def request_of(dialect: Dialect, body: dict[str, Json]) -> ChatRequest:
     try:
         return dialect.read(body)
     except RecursionError:

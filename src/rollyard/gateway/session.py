@@ -40,8 +40,10 @@ from rollyard.gateway.intake import Intake
 from rollyard.gateway.options import options_of
 from rollyard.gateway.parameters import ParameterRules
 from rollyard.gateway.replies import ReplyBuilder, convert_turn, reply_of
+from rollyard.gateway.request_log import RequestLog, SentRequest
 from rollyard.gateway.retry_cache import RetryCache
 from rollyard.gateway.sampler import CompletionSampler
+from rollyard.observe.call_log import CallLog
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer
@@ -68,6 +70,7 @@ class GatewaySession:
         beat: Callable[[], None] = lambda: None,
         span: Span = NO_SPAN,
         metrics: Metrics | None = None,
+        call_log: CallLog | None = None,
     ) -> None:
         self._session = session
         self._renderer = renderer
@@ -76,7 +79,8 @@ class GatewaySession:
         self._rollout_id = rollout_id
         self._clock = clock
         self._beat = beat
-        self._watch = CallMetrics(session, span, metrics)
+        self._call_log = call_log or CallLog()
+        self._watch = CallMetrics(session, span, metrics, self._call_log)
         self._sampler = CompletionSampler(session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock)
         options = options_of(task)
         self._book = ConversationBook(
@@ -96,7 +100,8 @@ class GatewaySession:
         self._running: dict[Exchange, int] = {}  # → the most tokens that it may sample
         self._undelivered: list[Exchange] = []  # sampled, and not received by a client yet
         self._bounds = RolloutBounds(task.limits, session)
-        self._intake = Intake(self._book, renderer, self._bounds)
+        self.request_log = RequestLog()
+        self._intake = Intake(self._book, renderer, self._bounds, self.request_log)
         self._freed = asyncio.Event()  # set when a completion ends
         self._messages: Sequence[Message] = ()
         self._started_requests = 0
@@ -172,8 +177,8 @@ class GatewaySession:
         """Raises Problem if a body of `size` bytes is too long for the context."""
         self._intake.check_size(size)
 
-    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize]:
-        """Returns the parsed request, its key and its size: see `Intake.read`."""
+    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize, SentRequest]:
+        """Returns the parsed request, its key, its size and its entry for the log: see `Intake.read`."""
         return await self._intake.read(dialect, raw)
 
     async def count(self, request: ChatRequest, weight: BodySize = LIGHT) -> int:
@@ -181,7 +186,14 @@ class GatewaySession:
         return len((await self._intake.begin(request, weight)).prompt)
 
     async def open(
-        self, dialect: Dialect, request: ChatRequest, key: bytes, *, weight: BodySize = LIGHT, retries: int = 0
+        self,
+        dialect: Dialect,
+        request: ChatRequest,
+        key: bytes,
+        *,
+        weight: BodySize = LIGHT,
+        retries: int = 0,
+        sent: SentRequest | None = None,
     ) -> Listener:
         """Starts a completion, or joins the one that this request is a retry of. Raises Problem."""
         self._check_open()
@@ -205,14 +217,20 @@ class GatewaySession:
                 resumed = earlier
                 self._counts["resumed"] += 1
         try:
-            return await self._start(dialect, request, key, weight, resumed)
+            return await self._start(dialect, request, key, weight, resumed, sent)
         except BaseException:
             if resumed is not None:
                 self._undelivered.append(resumed)
             raise
 
     async def _start(
-        self, dialect: Dialect, request: ChatRequest, key: bytes, weight: BodySize, resumed: Exchange | None
+        self,
+        dialect: Dialect,
+        request: ChatRequest,
+        key: bytes,
+        weight: BodySize,
+        resumed: Exchange | None,
+        sent: SentRequest | None,
     ) -> Listener:
         turn, resume = None, None
         if resumed is not None:  # continue the prompt of the sampled part: the book may render another one by now
@@ -228,6 +246,10 @@ class GatewaySession:
             key, dialect, turn, granted, reply_id=reply_id, is_stream=request.is_stream, received=self._received
         )
         self._retry_cache.add(exchange, instead_of=resumed)
+        if sent is not None:
+            turns, now_s = self._turns_started, self._call_log.now_s()
+            self.request_log.add(sent, turn=turns, start_s=now_s, overruled=granted.refused)
+            exchange.sent = sent
         self._running[exchange] = max_tokens
         listener = exchange.listen()
         exchange.task = start_now(self._run_one(exchange, number, max_tokens, resume))
@@ -269,7 +291,8 @@ class GatewaySession:
             builder = ReplyBuilder(self._renderer, turn, exchange.manner)
         started_at = time.monotonic()
         try:
-            with self._watch.call(number, len(turn.prompt)) as call:
+            with self._watch.call(number, len(turn.prompt), logged_turn=self._turns_started - 1) as call:
+                exchange.call = call.logged
                 on_tokens = None if builder is None else self._streaming(exchange, builder)
                 generation = await self._sampler.sample(
                     exchange,
@@ -278,7 +301,7 @@ class GatewaySession:
                     max_tokens=max_tokens,
                     resume=resume,
                     on_tokens=on_tokens,
-                    salvage=lambda partial: self._keep(exchange, partial),  # it is the rollout's last turn
+                    salvage=lambda partial: self._salvage(exchange, partial),  # it is the rollout's last turn
                 )
                 call.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
             logprobs = await self._intake.logprobs(generation) if exchange.granted.has_logprobs else None
@@ -349,9 +372,17 @@ class GatewaySession:
         parsed = self._renderer.parse(generation.token_ids, turn.prompt, turn.tools)
         return convert_turn(parsed, exchange.manner)
 
+    def _salvage(self, exchange: Exchange, partial: Generation) -> None:
+        if exchange.call is not None:
+            exchange.call.tokens = len(partial.token_ids)
+        self._keep(exchange, partial)
+
     def _keep(self, exchange: Exchange, generation: Generation, *, is_abandoned: bool = False) -> None:
         """Adds the turn to the book, as the client received it."""
         turn = exchange.turn
+        for logged in (exchange.call, exchange.sent):
+            if logged is not None:
+                logged.turn = self._book.turns
         assert turn is not None
         parsed = exchange.parsed or self._read(exchange, generation)
         engine = exchange.engine or self._session.engine

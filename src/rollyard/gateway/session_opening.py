@@ -8,6 +8,7 @@ from rollyard.core import Deadline, Run, Task
 from rollyard.core.failure import EngineRefused
 from rollyard.engines.base import Engine, Kind, Session
 from rollyard.gateway.session import GatewaySession
+from rollyard.observe.call_log import CallLog
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Renderer
@@ -24,6 +25,7 @@ async def open_gateway(
     beat: Callable[[], None] = lambda: None,
     span: Span = NO_SPAN,
     metrics: Metrics | None = None,
+    call_log: CallLog | None = None,
 ) -> GatewaySession:
     """Opens the gateway of one rollout. Raises EngineRefused for an engine that returns no tokens: its traces would not
     be exact."""
@@ -34,5 +36,14 @@ async def open_gateway(
         )
     renderer = await renderer_of(session.engine)
     return GatewaySession(
-        session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock, beat=beat, span=span, metrics=metrics
+        session,
+        renderer,
+        task=task,
+        run=run,
+        rollout_id=rollout_id,
+        clock=clock,
+        beat=beat,
+        span=span,
+        metrics=metrics,
+        call_log=call_log,
     )

@@ -69,6 +69,11 @@ class ArtifactFolder:
             raise ArtifactLost(f"artifact {artifact.name!r} has changed since it was saved (its digest differs)")
         return path
 
+    async def has(self, artifact: Artifact, rollout_id: str, attempt: int) -> bool:
+        """Returns whether the file exists. `load` also checks it."""
+        path = self._folder(rollout_id) / str(attempt) / _file_name(artifact.name)
+        return await asyncio.to_thread(path.exists)
+
     async def clear(self) -> None:
         """Deletes all artifacts."""
         await asyncio.to_thread(shutil.rmtree, self.root, ignore_errors=True)

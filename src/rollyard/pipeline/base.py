@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollyard.core import Deadline, Ending, Failure, Message, Rollout, RollyardError, Run, State, WorkClock
+from rollyard.core import (
+    Deadline,
+    Ending,
+    Failure,
+    Json,
+    Message,
+    Rollout,
+    RollyardError,
+    Run,
+    State,
+    Timings,
+    WorkClock,
+)
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.resources import StageResources
@@ -56,6 +68,18 @@ class LiveRollout(Protocol):
 
     def snapshot(self) -> Snapshot | None:
         """Returns its conversation so far; None if it runs in another process."""
+        ...
+
+    def timings(self) -> Timings:
+        """Returns the seconds in each stage so far; those of the current one count up to now."""
+        ...
+
+    def calls(self) -> Mapping[str, Json]:
+        """Returns the calls of RUN so far, as `CallLog.info` does; empty if it runs in another process."""
+        ...
+
+    def requests(self) -> bytes:
+        """Returns the requests of an agent program so far, as JSON; empty if there are none here."""
         ...
 
 

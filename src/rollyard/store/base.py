@@ -293,8 +293,11 @@ class Store(Protocol):
         at: Position,
         ending: Ending,
         trajectory: Trajectory | EncodedTrajectory | None = None,
+        *,
+        evidence: bytes = b"",
     ) -> Rollout:
-        """Writes the one terminal record and ends the lease. Durable before it returns."""
+        """Writes the one terminal record and ends the lease. Durable before it returns. `evidence` of EVAL, as JSON, is
+        stored beside the trajectory and deleted with it."""
         ...
 
     async def add_score(self, rollout_id: str, score: Mapping[str, Json]) -> Rollout:
@@ -323,6 +326,10 @@ class Store(Protocol):
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         """None: the rollout has none, or it was acknowledged and deleted."""
+        ...
+
+    async def evidence(self, rollout_id: str) -> bytes:
+        """Returns what EVAL found, as JSON; empty if there is nothing, or it was deleted."""
         ...
 
     async def list(

@@ -82,6 +82,8 @@ class _Text(msgspec.Struct):
 
 
 class _TrajectoryRecord(msgspec.Struct, array_like=True):
+    """A trajectory on disk. As of a trace: only append fields, with defaults."""
+
     rollout_id: str
     attempt: int
     traces: tuple[_TraceRecord, ...]
@@ -89,6 +91,7 @@ class _TrajectoryRecord(msgspec.Struct, array_like=True):
     artifacts: tuple[Artifact, ...]
     turns: int
     ended_by: str
+    requests: bytes = b""
 
 
 def to_json(record: object) -> str:
@@ -143,7 +146,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 def encode_trajectory(trajectory: Trajectory) -> bytearray:
     """Encodes a trajectory. Raises ValueError for text that is not Unicode (a lone surrogate)."""
     columns_bytes = sum(16 * len(trace) for trace in trajectory.traces)
-    buffer = bytearray(columns_bytes + 4096)  # about the final size: growing it would copy the columns
+    size_bytes = columns_bytes + len(trajectory.requests) + 4096
+    buffer = bytearray(size_bytes)  # about the final size: growing it would copy the columns
     buffer[:4] = _HEADER
     record = _TrajectoryRecord(
         rollout_id=trajectory.rollout_id,
@@ -153,6 +157,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytearray:
         artifacts=trajectory.artifacts,
         turns=trajectory.turns,
         ended_by=trajectory.ended_by,
+        requests=trajectory.requests,
     )
     _ENCODER.encode_into(record, buffer, 4)
     return buffer
@@ -182,6 +187,7 @@ def decode_trajectory(data: bytes | bytearray) -> Trajectory:
             turns=record.turns,
             ended_by=record.ended_by,
             info=text.info,
+            requests=record.requests,
         )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptRecord(f"a stored trajectory cannot be read: {error}") from error

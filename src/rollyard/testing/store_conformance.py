@@ -28,6 +28,7 @@ from rollyard.core import (
     Score,
     State,
     Task,
+    Timings,
     Trace,
     Trajectory,
     ids_array,
@@ -231,6 +232,23 @@ async def a_rollout_moves_through_all_states(open_store: Open) -> None:
 
 
 @_check
+async def evidence_is_stored_with_the_end_and_deleted_with_the_trajectory(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a"), submission("b")])
+        at = await advance(store, "a", State.EVAL)
+        ended = await store.end("a", at, completed(), evidence=b'[{"kind": "check"}]')
+        await store.end("b", QUEUED, completed(), trajectory("b"))
+        assert await store.evidence("a") == b'[{"kind": "check"}]'
+        assert await store.evidence("b") == b"" and await store.evidence("unknown") == b""
+        await raises(Stale, store.end("a", at, completed(), evidence=b"[]"))
+        assert await store.evidence("a") == b'[{"kind": "check"}]'
+    async with opened(open_store) as store:
+        assert await store.evidence("a") == b'[{"kind": "check"}]'
+        assert await store.acknowledge(ended.run, f"e:{ended.ended_seq}") == 1
+        assert await store.evidence("a") == b"" and (await store.get("a")).ending == ended.ending
+
+
+@_check
 async def a_move_from_another_state_is_stale(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
@@ -249,7 +267,11 @@ async def a_move_from_another_state_is_stale(open_store: Open) -> None:
 async def a_lost_attempt_is_recorded(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.submit([submission("a")])
-        lost = [LostAttempt(1, "sandbox_lost", "gone", "eval", 3), LostAttempt(2, "drained", "", "run")]
+        timings = Timings(queued_s=0.25, run_s=2.0)
+        lost = [
+            LostAttempt(1, "sandbox_lost", "gone", "eval", 3, timings=timings),
+            LostAttempt(2, "drained", "", "run"),
+        ]
         at = await advance(store, "a", State.EVAL)
         await store.requeue("a", at, lost[0])
         assert await store.trajectory("a") is None  # it belonged to the lost attempt

@@ -73,7 +73,7 @@ class CodeEnvironment(Environment):
         if block is not None:
             await sandbox.write(data.path, block.encode("utf-8", "replace"))
         has_solution = block is not None or (artifact is not None and artifact.kind == "file")
-        verdict_counts = await graded(sandbox, data) if has_solution else {}
+        verdict_counts = await graded(sandbox, data, context.findings) if has_solution else {}
         counts = {name: float(verdict_counts.get(name, 0)) for name in ("passed", "failed", "timed_out")}
         share = counts["passed"] / total
         reward = share if data.reward == "share" else float(share == 1.0)

@@ -26,6 +26,7 @@ from rollyard.core.json import to_builtins
 from rollyard.envs.code import _worker
 from rollyard.envs.code.compare import is_same_output, is_same_result
 from rollyard.envs.code.data import Case, CodeData
+from rollyard.envs.findings import Findings
 from rollyard.sandbox.base import WORKDIR, ExecResult, Sandbox
 
 Verdict = Literal["passed", "failed", "timed_out", "skipped"]
@@ -47,14 +48,16 @@ _HERE = Path(__file__).parent
 _TOO_LONG = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
 
 
-async def graded(sandbox: Sandbox, data: CodeData) -> Counter[Verdict]:
-    """Returns the number of tests for each verdict. The solution is already in the sandbox."""
+async def graded(sandbox: Sandbox, data: CodeData, findings: Findings | None = None) -> Counter[Verdict]:
+    """Returns the number of tests for each verdict. The solution is already in the sandbox. `findings` gets what it
+    printed."""
+    findings = findings or Findings()
     counts: Counter[Verdict] = Counter()
     try:
         if data.asserts:
-            await _run_asserts(sandbox, data, counts)
-        elif data.language.compile is None or await _is_compiled(sandbox, data.language.compile):
-            await _run_tests(sandbox, data, counts)
+            await _run_asserts(sandbox, data, counts, findings)
+        elif data.language.compile is None or await _is_compiled(sandbox, data.language.compile, findings):
+            await _run_tests(sandbox, data, counts, findings)
     except EvalDeadline:
         raise
     except PolicyFailure:  # the solution ended the sandbox by its use of memory, disk or processes
@@ -62,22 +65,29 @@ async def graded(sandbox: Sandbox, data: CodeData) -> Counter[Verdict]:
     return counts
 
 
-async def _is_compiled(sandbox: Sandbox, command: str) -> bool:
+async def _is_compiled(sandbox: Sandbox, command: str, findings: Findings) -> bool:
     result = await sandbox.exec(command, timeout_s=COMPILE_S, cwd=WORKDIR)
-    return result.status == 0 and not result.is_timed_out
+    is_compiled = result.status == 0 and not result.is_timed_out
+    findings.ran("check", "compile", result, passed=is_compiled)
+    return is_compiled
 
 
-async def _run_tests(sandbox: Sandbox, data: CodeData, counts: Counter[Verdict]) -> None:
-    for test in data.tests:
+async def _run_tests(sandbox: Sandbox, data: CodeData, counts: Counter[Verdict], findings: Findings) -> None:
+    for index, test in enumerate(data.tests):
         if counts["timed_out"] >= MOST_LATE:
             return
-        counts[await (_called if data.is_called else _ran)(sandbox, data, test)] += 1
+        verdict, result = await (_called if data.is_called else _ran)(sandbox, data, test)
+        counts[verdict] += 1
+        if verdict == "passed":
+            findings.add("tests", f"test {index}", "", passed=True)
+        else:
+            findings.ran("tests", f"test {index}", result, passed=False)
 
 
 # --- programs -----------------------------------------------------------------------------------------
 
 
-async def _ran(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
+async def _ran(sandbox: Sandbox, data: CodeData, test: Case) -> tuple[Verdict, ExecResult]:
     cpu_s = max(1, -int(-data.time_s // 1))
     memory = f"ulimit -v {data.memory_bytes >> 10}; " if data.memory_bytes is not None else ""
     stack = "ulimit -S -s $(ulimit -H -s); "  # as in programming contests: a search may recurse a million levels deep
@@ -95,12 +105,12 @@ async def _ran(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
         output_bytes=OUTPUT_FACTOR * longest + OUTPUT_BYTES,
     )
     if (missed := _missed(result)) is not None:
-        return missed
+        return missed, result
     stdout = result.stdout.decode("utf-8", "replace")
     is_same = await asyncio.to_thread(
         lambda: any(is_same_output(stdout, str(output), data.tolerance) for output in test.accepted)
     )
-    return "passed" if is_same else "failed"
+    return "passed" if is_same else "failed", result
 
 
 def _missed(result: ExecResult) -> Verdict | None:
@@ -112,7 +122,7 @@ def _missed(result: ExecResult) -> Verdict | None:
 # --- functions ----------------------------------------------------------------------------------------
 
 
-async def _called(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
+async def _called(sandbox: Sandbox, data: CodeData, test: Case) -> tuple[Verdict, ExecResult]:
     call = {"op": "call", "on": None, "name": data.entry_point, "args": _encoded(test.input), "kwargs": {"dict": []}}
     longest = max(len(json.dumps(to_builtins(output))) for output in test.accepted)
     result = await sandbox.exec(
@@ -124,9 +134,9 @@ async def _called(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
         output_bytes=OUTPUT_FACTOR * longest + OUTPUT_BYTES,
     )
     if (missed := _missed(result)) is not None:
-        return missed
+        return missed, result
     is_same = await asyncio.to_thread(_is_accepted, result.stdout, test, data.tolerance)
-    return "passed" if is_same else "failed"
+    return "passed" if is_same else "failed", result
 
 
 def _is_accepted(answer: bytes, test: Case, tolerance: float) -> bool:
@@ -147,7 +157,7 @@ def _encoded(value: Json) -> Json:
 # --- asserts ------------------------------------------------------------------------------------------
 
 
-async def _run_asserts(sandbox: Sandbox, data: CodeData, counts: Counter[Verdict]) -> None:
+async def _run_asserts(sandbox: Sandbox, data: CodeData, counts: Counter[Verdict], findings: Findings) -> None:
     nonce = secrets.token_hex(16)
     job = {
         "nonce": nonce,
@@ -171,7 +181,9 @@ async def _run_asserts(sandbox: Sandbox, data: CodeData, counts: Counter[Verdict
         stderr = result.stderr[-500:].decode("utf-8", "replace").strip()
         raise VerifierCrashed(f"code: the tester did not start (status {result.status}): {stderr}")
     for index in range(len(data.asserts)):
-        counts[cast("Verdict", verdicts.get(str(index), "failed"))] += 1
+        verdict = cast("Verdict", verdicts.get(str(index), "failed"))
+        counts[verdict] += 1
+        findings.add("tests", f"assert {index}", verdict, passed=verdict == "passed")
 
 
 def _settings(sandbox: Sandbox, data: CodeData) -> dict[str, Json]:

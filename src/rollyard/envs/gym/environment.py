@@ -28,6 +28,7 @@ import orjson
 from rollyard.core import DataField, Json, Message, Score, Task
 from rollyard.core.failure import SetupFailed, TaskInvalid, ToolUnreachable, VerifierCrashed
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start, check_options
+from rollyard.envs.findings import Findings
 from rollyard.envs.gym.response import response_of
 from rollyard.envs.gym.row import FIELDS, PARAMS, GymData, params_of
 from rollyard.envs.gym.session import GymSession, Reply, Unreachable, encoded, new_http
@@ -106,7 +107,7 @@ class GymEnvironment(Environment):
             reply = await session.ask("verify", body, most_bytes=REPLY_BYTES, within_s=within_s)
         except Unreachable as error:
             raise VerifierCrashed(f"the resources server {data.server}, verify: {error}") from error
-        return _score(reply, data)
+        return _score(reply, data, context.findings)
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
         """Options: `server`, the operator's name of it; `oracle`, the row's field that contains the oracle's steps."""
@@ -176,14 +177,16 @@ def _session_cookies(evidence: Evidence) -> dict[str, Json]:
     return dict(cookies)
 
 
-def _score(reply: Reply, data: GymData) -> Score:
-    """The score of a verdict. Raises VerifierCrashed."""
+def _score(reply: Reply, data: GymData, findings: Findings) -> Score:
+    """The score of a verdict, which is added to the findings without the row. Raises VerifierCrashed."""
     who = f"the resources server {data.server}"
     if not reply.is_good:
         raise VerifierCrashed(f"{who} did not verify: {reply.excerpt}")
     verdict = _object(reply)
     if verdict is None:
         raise VerifierCrashed(f"{who} returned a verdict that is not a JSON object: {reply.excerpt}")
+    shown = {name: value for name, value in verdict.items() if name not in {*data.row, "response"}}
+    findings.add("check", data.server, orjson.dumps(shown))
     if failed := verdict.get("_ng_failure_class"):  # for example, its judge did not answer: the reward is meaningless
         message = verdict.get("_ng_failure_message") or verdict.get("_ng_failure_judge_error")
         why = message or "no reason given"

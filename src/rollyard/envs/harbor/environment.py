@@ -127,9 +127,12 @@ class HarborEnvironment(Environment):
             env={"PYTHONPATH": _python_path(sandbox), **data.verifier_env},
         )
         if result.is_timed_out:
+            context.findings.ran("tests", "tests/test.sh", result, passed=False)
             raise EvalDeadline("tests/test.sh did not end in time")
         metrics = {"verifier_ran": 1.0, "verifier_status": float(result.status)}
         verdict = await read_verdict(sandbox, data.tests)
+        is_passed = verdict is not None and verdict["reward"] >= 1.0
+        context.findings.ran("tests", "tests/test.sh", result, passed=is_passed)
         if verdict is None:
             log.info("the verifier wrote no reward", extra={"rollout": context.rollout_id, "status": result.status})
             return Score(0.0, metrics={**metrics, "reward_written": 0.0})

@@ -64,10 +64,13 @@ class MathEnvironment(Environment):
         _, known, _ = _read(context.task)
         answer = final_answer(evidence)
         if answer is None:
+            context.findings.add("check", "math-verify", "there is no answer in \\boxed{}", passed=False)
             return Score(0.0, components={"correct": 0.0}, metrics={"answered": 0.0})
         # Wait for half of EVAL's time at most; else other rollouts' slow answers could use up this one's time.
         wait_s = context.task.limits.eval_s / 2
-        correct = float(await self._judge.is_same(known, answer, wait_s=wait_s))
+        is_right = await self._judge.is_same(known, answer, wait_s=wait_s)
+        context.findings.add("check", "math-verify", f"known: {known}\ngiven: {answer}", passed=is_right)
+        correct = float(is_right)
         return Score(correct, components={"correct": correct}, metrics={"answered": 1.0})
 
     async def close(self) -> None:

@@ -102,6 +102,8 @@ class ReasoningEnvironment(Environment):
         reward = judged["score"]
         if not isinstance(reward, int | float):
             raise VerifierCrashed(f"{self.name}: the child returned no score")
+        text = f"given: {'none' if answer is None else answer}\nscore: {reward:g}"
+        context.findings.add("check", str(item["family"]), text, passed=reward >= 1)
         return _score(float(reward), is_answered=answer is not None, is_unscorable=judged["why"] is not None)
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:

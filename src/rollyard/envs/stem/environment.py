@@ -81,17 +81,22 @@ class StemEnvironment(Environment):
         data = StemData.read(context.task)
         if data.choices:
             chosen = choice_of(evidence, data.choices)
+            given = "none" if chosen is None else LETTERS[chosen]
+            text = f"known: {LETTERS[data.right]}\ngiven: {given}"
+            context.findings.add("check", "choice", text, passed=chosen == data.right)
             return _score(chosen == data.right, is_answered=chosen is not None)
         answer = free_answer_of(evidence)
         if answer is None:
             return _score(False, is_answered=False)
-        return _score(await self._is_right(context, data, answer))
+        is_right = await self._is_right(context, data, answer)
+        context.findings.add("check", "answer", f"known: {data.answer}\ngiven: {answer}", passed=is_right)
+        return _score(is_right)
 
     async def _is_right(self, context: EnvContext, data: StemData, answer: str) -> bool:
         if is_same_text(data.answer, answer):
             return True
         if data.is_judged:
-            return await is_same_to_judge(context.judge, data.question, data.answer, answer)
+            return await is_same_to_judge(context.judge, data.question, data.answer, answer, context.findings)
         if len(answer) > MAX_ANSWER_CHARS:
             return False
         candidate = answer if data.unit is None else without_unit(answer, data.unit)

@@ -13,6 +13,7 @@ import re
 from rollyard.core import Message
 from rollyard.core.failure import JudgeUnreachable, VerifierCrashed
 from rollyard.envs.base import Judge
+from rollyard.envs.findings import Findings
 
 MAX_ANSWER_CHARS = 4000
 """The length at which an answer is cut for the judge: a page, more than any answer needs."""
@@ -45,13 +46,18 @@ _MARK = re.compile(r"<(?=[|｜/!\w])|\[(?=/?[A-Z_]+\])")
 """How <|im_end|>, </s>, <think> and [/INST] begin: an engine would interpret them as special tokens."""
 
 
-async def is_same_to_judge(judge: Judge | None, question: str, known: str, answer: str) -> bool:
+async def is_same_to_judge(
+    judge: Judge | None, question: str, known: str, answer: str, findings: Findings | None = None
+) -> bool:
     """Raises JudgeUnreachable if there is no judge or none answers, VerifierCrashed if its verdict is unreadable."""
     if judge is None:
         raise JudgeUnreachable("this task needs a judge, and no engine has the role judge")
     reply = await judge.ask(judge_messages(question, known, answer))
     content = reply.message.get("content")
-    verdict = read_verdict(content if isinstance(content, str) else "")
+    text = content if isinstance(content, str) else ""
+    verdict = read_verdict(text)
+    if findings is not None:
+        findings.add("judge", "judge", text, passed=verdict)
     if verdict is None:
         raise VerifierCrashed(f"the judge did not say yes or no, but {str(content)[:MAX_DETAIL_CHARS]!r}")
     return verdict

@@ -14,19 +14,21 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import ClassVar
 
-from rollyard.core import DataField, Json, Message, Score, Task
+from rollyard.core import Artifact, DataField, Json, Message, Score, Task
 from rollyard.core.failure import SetupFailed, TaskInvalid
 from rollyard.envs.base import COLLECT_S, ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.swe import repository
 from rollyard.envs.swe.data import FIELDS, R2E_ANSWERS, R2E_TESTS, SweData
 from rollyard.envs.swe.grading import Grader, tested
 from rollyard.envs.swe.rows import task_of
-from rollyard.sandbox.base import Sandbox
 from rollyard.tools.base import Tool
 
 SOLUTION = "patch"
+SHOWN_BYTES = 256 << 10
+"""A longer patch is not among the findings, which would cut it anyway."""
 """The name of the only artifact."""
 
 TEST_GRACE_S = 60.0
@@ -108,9 +110,10 @@ class SweEnvironment(Environment):
         if patch is None or patch.kind != "file":
             return Score(0.0, zero, {"patch_kept": 0.0})
         metrics = {"patch_kept": 1.0, "patch_bytes": float(patch.bytes), "patch_applied": 0.0}
-        if not patch.bytes or not await self._is_applied(sandbox, data, metrics, limit_s):
+        await _show_patch(context, patch)
+        if not patch.bytes or not await self._is_applied(context, data, metrics, limit_s):
             return Score(0.0, zero, metrics)
-        ran = await tested(sandbox, data, timeout_s=limit_s)
+        ran = await tested(sandbox, data, timeout_s=limit_s, findings=context.findings)
         metrics["tests_ended"] = float(ran is not None)
         if ran is None:
             return Score(0.0, zero, metrics)
@@ -118,11 +121,12 @@ class SweEnvironment(Environment):
         # Wait for half of EVAL's time at most; else other rollouts' logs could use up this one's time.
         verdict = await self._grader.verdict(data, output, status, wait_s=eval_s / 2)
         metrics["tests"] = float(verdict.tests)
+        context.findings.add("tests", "tests", output, passed=verdict.is_resolved)
         return Score(float(verdict.is_resolved), verdict.shares, metrics)
 
-    async def _is_applied(self, sandbox: Sandbox, data: SweData, metrics: dict[str, float], limit_s: float) -> bool:
+    async def _is_applied(self, context: EnvContext, data: SweData, metrics: dict[str, float], limit_s: float) -> bool:
         """Applies the solution to the image's files, then the test patch. Adds the results to `metrics`."""
-        workdir = data.workdir
+        sandbox, workdir = context.box, data.workdir
         tests = b"" if data.has_own_script else data.test_patch.encode("utf-8", "surrogateescape")
         await repository.make(sandbox, workdir, timeout_s=limit_s)
         if tests:
@@ -138,9 +142,18 @@ class SweEnvironment(Environment):
         refused = await repository.apply(sandbox, workdir, repository.PATCH, without=without, timeout_s=limit_s)
         metrics["patch_applied"] = float(refused is None)
         if refused is not None:
+            context.findings.add("check", "git apply", refused, passed=False)
             return False
         # It applied before. If it does not now, the solution's changes to folders of the tests conflict with it.
         return not tests or await repository.apply(sandbox, workdir, tests, timeout_s=limit_s) is None
 
     async def close(self) -> None:
         await self._grader.close()
+
+
+async def _show_patch(context: EnvContext, patch: Artifact) -> None:
+    text: bytes | str = f"(it has {patch.bytes} bytes: see the artifact {patch.name})"
+    if patch.bytes <= SHOWN_BYTES:
+        with suppress(OSError, ValueError):
+            text = await context.box.read(patch.path, limit_bytes=SHOWN_BYTES)
+    context.findings.add("patch", patch.name, text)

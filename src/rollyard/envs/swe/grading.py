@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rollyard.core import Json
 from rollyard.core.failure import EvalDeadline, TaskInvalid
 from rollyard.envs.children import Children
+from rollyard.envs.findings import Findings
 from rollyard.envs.swe.data import END, START, SweData
 from rollyard.envs.swe.repository import FOLDER
 from rollyard.sandbox.base import Sandbox
@@ -67,14 +68,19 @@ class Grader:
         await self.children.close()
 
 
-async def tested(sandbox: Sandbox, data: SweData, *, timeout_s: float) -> tuple[str, int] | None:
-    """Returns what the tests printed, and their status. None if they did not run to completion."""
+async def tested(
+    sandbox: Sandbox, data: SweData, *, timeout_s: float, findings: Findings | None = None
+) -> tuple[str, int] | None:
+    """Returns what the tests printed, and their status. None if they did not run to completion: `findings` has their
+    output then."""
     nonce = secrets.token_hex(16)
     await sandbox.write(_SCRIPT, script(data, nonce).encode())
     result = await sandbox.exec(["bash", _SCRIPT], timeout_s=timeout_s, cwd=data.workdir, output_bytes=OUTPUT_BYTES)
+    output = None if result.is_timed_out else cut(result.stdout.decode("utf-8", "replace"), nonce)
+    if output is None and findings is not None:
+        findings.ran("tests", "tests", result, passed=False)
     if result.is_timed_out:
         raise EvalDeadline(f"the tests did not end within {timeout_s:g} s")
-    output = cut(result.stdout.decode("utf-8", "replace"), nonce)
     return None if output is None else (output, result.status)
 
 

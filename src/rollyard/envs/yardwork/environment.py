@@ -107,6 +107,8 @@ class YardworkEnvironment(Environment):
         if scene.after is None:
             answered = bool(evidence.answer.strip())
             is_right = scene.answer is not None and is_answer(scene.answer, evidence.answer)
+            text = f"known: {scene.answer}\ngiven: {evidence.answer}"
+            context.findings.add("check", "answer", text, passed=is_right)
             return Score(float(is_right), components={"answer": float(is_right)}, metrics={"answered": float(answered)})
         share = 0.0
         if WORKSPACE in evidence.artifacts:
@@ -120,6 +122,7 @@ class YardworkEnvironment(Environment):
             if files is not None:
                 share = share_right(scene.after, files, checks_modes=scene.checks_modes)
         is_right = share == 1.0
+        context.findings.add("check", "files", f"{share:.0%} of the files are right", passed=is_right)
         return Score(float(is_right), components={"files": float(is_right)}, metrics={"files_right": share})
 
     def generate(self, options: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
@@ -39,6 +40,7 @@ from rollyard.core.failure import (
 )
 from rollyard.core.semaphore import Rank
 from rollyard.engines.pool.seats import Seat
+from rollyard.envs.findings import Findings
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry
 from rollyard.pipeline.attempts.evaluation import CheckKilled
@@ -131,6 +133,19 @@ class Attempt:
         if running.conversation is None:
             return Snapshot(attempt)
         return Snapshot(attempt, running.conversation.messages, running.turns, running.sampled_tokens)
+
+    def timings(self) -> Timings:
+        return self._progress.timings()
+
+    def calls(self) -> Mapping[str, Json]:
+        progress = self._progress
+        if progress.trajectory is not None:
+            return progress.trajectory.info
+        return progress.running.call_log.info(is_over=False) if progress.running.call_log is not None else {}
+
+    def requests(self) -> bytes:
+        progress = self._progress
+        return progress.trajectory.requests if progress.trajectory is not None else progress.running.requests
 
     # --- stages ---------------------------------------------------------------------------------------
 
@@ -338,8 +353,11 @@ class Attempt:
             progress.mark("eval")
             self.clock = Deadline(self.rollout.task.limits.eval_s, pipeline.clock)
             self.beat()
+            progress.findings = Findings()
             with stage_span(progress.span, "eval"):
-                return await self._runner.evaluate(progress.trajectory, self.clock, is_last=is_last)
+                return await self._runner.evaluate(
+                    progress.trajectory, self.clock, is_last=is_last, findings=progress.findings
+                )
 
     def _overrun(self, error: Exception, failure: Failure | None) -> Failure:
         """Returns the failure of an EVAL that exceeded its deadline, or ended its sandbox, in every try."""

@@ -17,6 +17,7 @@ from rollyard.core.overlong import COMPONENT
 from rollyard.core.score import MOST_REWARD
 from rollyard.engines.base import ChatReply
 from rollyard.envs.base import EnvContext, Evidence, Judge
+from rollyard.envs.findings import Findings
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.attempts.sandbox_start import check_whole, start, to_its_end
 from rollyard.pipeline.attempts.set_up_layers import eval_spec
@@ -47,6 +48,7 @@ async def evaluate(
     ran_on: SandboxSpec | None = None,
     ledger: EgressLedger | None = None,
     is_last: bool = True,
+    findings: Findings | None = None,
 ) -> Score:
     """Scores saved artifacts in a fresh sandbox.
 
@@ -81,7 +83,8 @@ async def evaluate(
         except DeadlineExpired:
             raise SandboxStartFailed(f"EVAL's sandbox did not start within {clock.budget_s:g} s") from None
         async with clock.counting():
-            context = EnvContext(task, rollout_id, sandbox, _PatientJudge(resources.router, clock))
+            judge = _PatientJudge(resources.router, clock)
+            context = EnvContext(task, rollout_id, sandbox, judge, findings or Findings())
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
             what, environment = f"{task.environment}.eval", resolved.environment
             with boundary(VerifierCrashed, what, (environment, VerifierCrashed), bug=EnvironmentBroken):

@@ -26,6 +26,7 @@ from rollyard.core import (
 )
 from rollyard.core.failure import RunDeadline
 from rollyard.core.overlong import TRUNCATIONS
+from rollyard.envs.findings import Findings
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.attempts.stages import RunResult, RunState
 from rollyard.sandbox.egress import EgressLedger
@@ -47,6 +48,7 @@ class AttemptProgress:
     prepare_s: float = 0.0
     ledger: EgressLedger = field(default_factory=EgressLedger)  # what its sandboxes reached
     is_reevaluable: bool = True  # what EVAL needs survives this process
+    findings: Findings = field(default_factory=Findings)  # of EVAL's last try
 
     @property
     def state(self) -> State:
@@ -152,7 +154,9 @@ class AttemptProgress:
     def lost(self, code: str, detail: str) -> LostAttempt:
         sampled = self.trajectory.sampled_tokens if self.trajectory else self.running.sampled_tokens
         summary = self.summary
-        return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled, summary.engine, summary.node)
+        return LostAttempt(
+            self.rollout.attempt, code, detail, self.state, sampled, summary.engine, summary.node, self.timings()
+        )
 
 
 def _versions(trajectory: Trajectory) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from rollyard.core import Deadline, Rollout, Run, Score, Trajectory
 from rollyard.core.failure import PolicyFailure
+from rollyard.envs.findings import Findings
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.attempts import stages
 from rollyard.pipeline.attempts.evaluation import evaluate
@@ -73,8 +74,10 @@ class StageRunner:
             result = replace(result, failure=policy_failure.failure("run"))
         return result
 
-    async def evaluate(self, trajectory: Trajectory, clock: Deadline, *, is_last: bool = True) -> Score:
-        """EVAL, one try. `evaluation.evaluate` describes the exceptions."""
+    async def evaluate(
+        self, trajectory: Trajectory, clock: Deadline, *, is_last: bool = True, findings: Findings | None = None
+    ) -> Score:
+        """EVAL, one try. `evaluation.evaluate` describes the exceptions. `findings` gets what the verifier printed."""
         workspace = self.workspace
         try:
             return await evaluate(
@@ -89,6 +92,7 @@ class StageRunner:
                 ran_on=workspace.sandbox.spec if workspace is not None and workspace.sandbox is not None else None,
                 ledger=self.ledger,
                 is_last=is_last,
+                findings=findings,
             )
         finally:
             self._eval_sandbox = None

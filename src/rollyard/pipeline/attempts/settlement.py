@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from rollyard.core import Ending, Failure, LostAttempt, Outcome, State, Summary
 from rollyard.core.failure import Cancelled, InternalError, NodeLost, NotFound
+from rollyard.envs.findings import Findings
 from rollyard.observe.spans import end_rollout_span
 from rollyard.pipeline import retry
 from rollyard.pipeline.attempts.progress import AttemptProgress
@@ -49,6 +50,7 @@ class Settlement:
         except Exception as error:  # this rollout's result cannot be written: end only this one
             log.exception("the end cannot be stored", extra={"rollout": progress.rollout.id})
             progress.trajectory, progress.summary = None, Summary(node=self._pipeline.settings.node)
+            progress.findings = Findings()
             broken = InternalError(f"the rollout's result cannot be stored ({type(error).__name__})")
             with suppress(Stale):
                 await self._end(progress.failed(broken.failure(progress.state)))
@@ -76,7 +78,9 @@ class Settlement:
         progress = self._progress
         rollout = progress.rollout
         unsaved = None if rollout.state is State.EVAL else progress.trajectory  # EVAL began by saving it
-        progress.rollout = await self._pipeline.store.end(rollout.id, rollout.position, ending, unsaved)
+        progress.rollout = await self._pipeline.store.end(
+            rollout.id, rollout.position, ending, unsaved, evidence=progress.findings.encoded()
+        )
         end_rollout_span(progress.span, ending)
         self._pipeline.publish(progress.rollout)
 

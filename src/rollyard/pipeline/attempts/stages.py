@@ -47,6 +47,7 @@ from rollyard.envs.base import COLLECT_S, EnvContext, Environment, Plan, Solutio
 from rollyard.gateway.app import GatewayApp
 from rollyard.gateway.session import GatewaySession
 from rollyard.gateway.session_opening import open_gateway
+from rollyard.observe.call_log import CallLog
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.attempts.doorway_app import DoorwayApp
@@ -241,6 +242,12 @@ class RunState:
 
     conversation: Conversation | GatewaySession | None = None
     info: dict[str, Json] = field(default_factory=dict[str, Json])
+    call_log: CallLog | None = None  # from the start of RUN on
+
+    @property
+    def requests(self) -> bytes:
+        """The requests of an agent program so far, as JSON; empty for other agents."""
+        return self.conversation.request_log.encoded() if isinstance(self.conversation, GatewaySession) else b""
 
     @property
     def sampled_tokens(self) -> int:
@@ -260,7 +267,8 @@ class RunState:
             tools=tuple(tool.spec.schema() for tool in workspace.tools.values()),
             turns=self.turns,
             ended_by=ended_by,
-            info=self.info,
+            info={**self.info, **(self.call_log.info() if self.call_log is not None else {})},
+            requests=self.requests,
         )
 
 
@@ -288,6 +296,7 @@ async def run(
     engine = ""
     ended_by = ""
     running.info.update(workspace.start.info)
+    call_log = running.call_log = CallLog()
     try:
         async with AsyncExitStack() as stack:
             session: Session | None = None
@@ -298,7 +307,7 @@ async def run(
                     resolved.resources.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid)
                 )
                 engine = session.engine.spec.id
-                model = await _model(resolved, rollout.id, run, session, clock, watch)
+                model = await _model(resolved, rollout.id, run, session, clock, watch, call_log)
             running.conversation = model
             context = AgentContext(
                 task=resolved.task,
@@ -311,6 +320,7 @@ async def run(
                 info=running.info,
                 span=watch.span,
                 metrics=watch.metrics,
+                call_log=call_log,
                 lost=rollout.lost,
                 seq=rollout.seq,
                 python=workspace.python,
@@ -320,7 +330,9 @@ async def run(
                 if workspace.door is not None and isinstance(model, GatewaySession):
                     workspace.door.open(GatewayApp(model))
                     if workspace.door.tools is not None:
-                        workspace.door.tools.on_failure = model.fail
+                        tools = workspace.door.tools
+                        tools.on_failure, tools.call_log = model.fail, call_log
+                        tools.turn = lambda gateway=model: max(0, gateway.turns - 1)
                 with boundary(InternalError, f"the agent {agent.name}", *resolved.suspects):
                     ended_by = await agent.run(context, workspace.start.messages)
             finally:
@@ -368,7 +380,13 @@ async def collect(resolved: ResolvedTask, rollout: Rollout, workspace: Workspace
 
 
 async def _model(
-    resolved: ResolvedTask, rollout_id: str, run: Run, session: Session, clock: Deadline, watch: RunObserver
+    resolved: ResolvedTask,
+    rollout_id: str,
+    run: Run,
+    session: Session,
+    clock: Deadline,
+    watch: RunObserver,
+    call_log: CallLog,
 ) -> Conversation | GatewaySession:
     """Returns the conversation or gateway session of the agent. Raises EngineRefused if it needs token ids and the
     engine returns none."""
@@ -383,6 +401,7 @@ async def _model(
             clock=clock,
             span=watch.span,
             metrics=watch.metrics,
+            call_log=call_log,
         )
     return await open_gateway(
         session,
@@ -394,6 +413,7 @@ async def _model(
         beat=watch.beat,
         span=watch.span,
         metrics=watch.metrics,
+        call_log=call_log,
     )
 
 

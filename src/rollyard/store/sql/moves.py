@@ -92,6 +92,7 @@ class EndWrite(BatchedWrite[Row]):
     at: Position
     ending: EncodedEnding
     saved: EncodedTrajectory | None
+    evidence: bytes = b""
 
     @property
     def ids(self) -> Sequence[str]:
@@ -107,6 +108,8 @@ class EndWrite(BatchedWrite[Row]):
         stale = {one.rollout_id: misplaced(one.rollout_id, rows.get(one.rollout_id), one.at) for one in joint}
         good = [(rows[one.rollout_id][0], one) for one in joint if stale[one.rollout_id] is None]
         _put_trajectories(connection, [(seq, one.saved, None) for seq, one in good if one.saved is not None])
+        if evidence := [(seq, one.evidence) for seq, one in good if one.evidence]:
+            connection.execute_each("INSERT INTO evidence (seq, evidence) VALUES (?, ?)", evidence)
         finish_many(connection, [(seq, one.ending) for seq, one in good])
         where = f"WHERE {dialect.among.format('r.id')}"
         ended = connection.execute(f"SELECT {COLUMNS[dialect]} {FROM} {where}", (ids,)).fetchall()

@@ -142,6 +142,13 @@ def trajectory(connection: Connection, rollout_id: str) -> bytes | None:
     return row[0]
 
 
+def evidence(connection: Connection, rollout_id: str) -> bytes:
+    row = connection.execute(
+        "SELECT e.evidence FROM rollouts r JOIN evidence e USING (seq) WHERE r.id = ?", (rollout_id,)
+    ).fetchone()
+    return b"" if row is None else bytes(row[0])
+
+
 def saved_run(connection: Connection, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None:
     row = connection.execute(
         "SELECT j.trajectory, j.info FROM rollouts r JOIN trajectories j USING (seq) "

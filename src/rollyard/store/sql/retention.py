@@ -207,6 +207,7 @@ def _forget_trajectory(connection: Connection, row: Row) -> None:
     seq, rollout_id = row
     connection.execute("INSERT INTO leavings VALUES (?) ON CONFLICT (id) DO NOTHING", (rollout_id,))
     connection.execute("DELETE FROM trajectories WHERE seq = ?", (seq,))
+    connection.execute("DELETE FROM evidence WHERE seq = ?", (seq,))
 
 
 def _forget_rollout(connection: Connection, row: Row) -> None:

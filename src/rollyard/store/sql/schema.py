@@ -195,7 +195,14 @@ V8 = (
     "CREATE TABLE logins (digest TEXT PRIMARY KEY, record TEXT NOT NULL)",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6, V7, V8)
+V9 = (
+    # What EVAL printed, as JSON. Not a column of `trajectories`: writing it there would write the tokens again.
+    """CREATE TABLE evidence (
+        seq INTEGER PRIMARY KEY REFERENCES rollouts (seq) ON DELETE CASCADE,
+        evidence BLOB NOT NULL)""",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6, V7, V8, V9)
 
 
 POSTGRES_ALSO: dict[int, tuple[str, ...]] = {

@@ -347,10 +347,13 @@ class SqlStore(ABC):
         at: Position,
         ending: Ending,
         trajectory: Trajectory | EncodedTrajectory | None = None,
+        *,
+        evidence: bytes = b"",
     ) -> Rollout:
         at.to(State.ENDED)
         saved = None if trajectory is None else _encoded(trajectory)
-        return to_rollout(await self._put(moves.EndWrite(rollout_id, at, EncodedEnding.of(ending), saved)))
+        encoded = EncodedEnding.of(ending)
+        return to_rollout(await self._put(moves.EndWrite(rollout_id, at, encoded, saved, evidence)))
 
     async def add_score(self, rollout_id: str, score: Mapping[str, Json]) -> Rollout:
         operation = partial(moves.add_score, rollout_id=rollout_id, score=_encode(score))
@@ -376,6 +379,9 @@ class SqlStore(ABC):
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         data = await self._read(partial(reads.trajectory, rollout_id=rollout_id))
         return None if data is None else decode_trajectory(data)
+
+    async def evidence(self, rollout_id: str) -> bytes:
+        return await self._read(partial(reads.evidence, rollout_id=rollout_id))
 
     async def list(
         self,

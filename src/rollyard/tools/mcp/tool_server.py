@@ -18,6 +18,7 @@ from typing import Any
 
 from rollyard.core import Json, RollyardError
 from rollyard.core.failure import EnvironmentBroken, InternalError
+from rollyard.observe.call_log import CallLog
 from rollyard.plugins import OWN, package_of, raised
 from rollyard.tools.base import Tool
 
@@ -36,6 +37,8 @@ class ToolServer:
         self._tools = dict(tools)
         self._tool_s = tool_s
         self.on_failure: Callable[[RollyardError], None] = lambda _: None
+        self.call_log = CallLog()  # set for each RUN, as the next one is
+        self.turn: Callable[[], int] = lambda: 0  # of the model's last reply
         self._app: Any = None
         self._ended = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
@@ -89,7 +92,11 @@ class ToolServer:
         if tool is None:
             text, is_error = f"there is no tool {params.name!r}; there are: {', '.join(self._tools)}", True
         else:
-            text, is_error = await self._called(tool, params.arguments or {})
+            logged, is_error = self.call_log.begin("tool", self.turn(), tool.spec.name), True
+            try:
+                text, is_error = await self._called(tool, params.arguments or {})
+            finally:
+                self.call_log.end(logged, is_error=is_error)
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
 
     async def _called(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, bool]:
