@@ -48,6 +48,14 @@ async def test_nodes_run_leased_rollouts_and_the_head_has_all_results(tmp_path: 
             assert {node["live"] for node in nodes.values()} == {0}
             again = await site.post("/v1/rollouts/r3/rescore")
             assert again.status == 200 and again.body["scores"][-1]["reward"] == 1.0, again.body
+            (attempt,) = (await site.get("/v1/rollouts/r3/timeline")).body["attempts"]
+            kinds = [part["kind"] for part in attempt["parts"]]
+            assert kinds.count("model") == 2 and kinds.count("tool") == 2 and {"run", "eval"} <= {*kinds}, kinds
+            info = (await site.get("/v1/rollouts/r3?include=trajectory")).body["trajectory"]["info"]
+            (check,) = info["evidence"]
+            assert (check["name"], check["passed"], len(info["calls"])) == ("check_0", True, 4)
+            archive = await site.get("/v1/rollouts/r3/artifacts/workspace")
+            assert archive.status == 200 and b"hello" in archive.body
         await engine.idle()
 
 
@@ -61,6 +69,9 @@ async def test_a_cancel_reaches_leased_rollouts(tmp_path: Path) -> None:
             async with asyncio.timeout(90):
                 while (await site.get("/v1/rollouts/r1")).body["state"] != "run":
                     await asyncio.sleep(0.02)
+            running = (await site.get("/v1/rollouts/r1/timeline")).body
+            parts = [part["kind"] for part in running["attempts"][0]["parts"] if part["end_s"] is None]
+            assert (running["state"], parts) == ("run", ["run"])  # the node has the calls
             for one in ("r1", "r2", "r3"):
                 assert (await site.delete(f"/v1/rollouts/{one}")).status in (200, 202)
             for one in ("r1", "r2", "r3"):

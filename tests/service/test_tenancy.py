@@ -54,6 +54,10 @@ ROUTES: Mapping[str, Route] = {
     "GET /v1/rollouts/{rollout_id}/messages": Route(READERS),
     "GET /v1/rollouts/{rollout_id}/traces": Route(READERS),
     "GET /v1/rollouts/{rollout_id}/texts": Route(READERS),
+    "GET /v1/rollouts/{rollout_id}/timeline": Route(READERS),
+    "GET /v1/rollouts/{rollout_id}/requests": Route(READERS),
+    "GET /v1/rollouts/{rollout_id}/artifacts": Route(READERS),
+    "GET /v1/rollouts/{rollout_id}/artifacts/{name}": Route(READERS),
     "POST /v1/rollouts/{rollout_id}/rescore": Route(WRITERS),
     "POST /v1/groups": Route(WRITERS, {"run": "a-run", "task": task(), "size": 1}),
     "GET /v1/groups/{group_id}": Route(READERS),
@@ -116,7 +120,7 @@ LAST = (
 )
 """They change what the other routes need."""
 
-NOT_THERE = ("/nodes", "/traces", "/texts")
+NOT_THERE = ("/nodes", "/traces", "/texts", "/artifacts/")
 """404 even for callers that are admitted: there is no fleet here, and no rollout has ended."""
 
 

@@ -15,6 +15,7 @@ from rollyard.service import openapi, problems, prorl
 from rollyard.service.app_state import AppState
 from rollyard.service.prometheus import CallCounter
 from rollyard.service.routes import (
+    details,
     draws,
     engines,
     evals,
@@ -37,8 +38,8 @@ from rollyard.service.security.bounds import BodyLimit, ClientGone
 from rollyard.service.session_gateway import SessionGateway
 
 PARTS = (
-    *(runs, rollouts, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events, health),
-    login,
+    *(runs, rollouts, details, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events),
+    *(health, login),
 )
 """The modules of the API, in the order of its description."""
 

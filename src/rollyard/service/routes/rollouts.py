@@ -240,7 +240,8 @@ async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQue
     body = record(rollout)
     if query.include == "trajectory":
         trajectory = await app_state.store.trajectory(key)
-        body["trajectory"] = trajectory and trajectory_object(trajectory, rollout)
+        evidence = await app_state.store.evidence(key) if trajectory is not None else b""
+        body["trajectory"] = trajectory and trajectory_object(trajectory, rollout, evidence)
     return reply(body)
 
 

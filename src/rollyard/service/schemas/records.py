@@ -70,7 +70,8 @@ def cursor(rollout: Rollout) -> str | None:
     return None if rollout.ended_seq is None else f"e:{rollout.ended_seq}"
 
 
-def trajectory_object(trajectory: Trajectory, rollout: Rollout) -> JsonObject:
+def trajectory_object(trajectory: Trajectory, rollout: Rollout, evidence: bytes = b"") -> JsonObject:
+    """`evidence` is what EVAL printed, as JSON."""
     return {
         "attempt": trajectory.attempt,
         "turns": trajectory.turns,
@@ -78,7 +79,7 @@ def trajectory_object(trajectory: Trajectory, rollout: Rollout) -> JsonObject:
         "messages": trajectory.messages,
         "tools": trajectory.tools,
         "artifacts": trajectory.artifacts,
-        "info": trajectory.info,
+        "info": {**trajectory.info, "evidence": msgspec.Raw(evidence)} if evidence else trajectory.info,
         "traces": traces(trajectory, rollout),
     }
 
