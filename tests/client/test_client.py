@@ -303,3 +303,16 @@ def _tokenizer() -> str:
     from rollyard.testing.tokenizer_files import tokenizer_dir
 
     return str(tokenizer_dir())
+
+
+async def test_the_details_of_a_rollout(client: AsyncClient):
+    (submitted,) = await client.submit([task()])
+    await client.wait(submitted.id, timeout_s=30)
+    (attempt,) = (await client.timeline(submitted.id))["attempts"]
+    assert {"run", "model", "tool", "eval"} <= {one["kind"] for one in attempt["parts"]}
+    assert (await client.requests(submitted.id))["requests"] == []
+    (artifact,) = await client.artifacts(submitted.id)
+    assert len(await client.artifact(submitted.id, artifact["name"])) == artifact["bytes"]
+    with pytest.raises(NotFound):
+        await client.artifact(submitted.id, "../../etc/passwd")
+    assert (await client.trajectory(submitted.id)).info["evidence"][0]["passed"]

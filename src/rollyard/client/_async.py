@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
+from urllib.parse import quote
 
 from rollyard.client._access import AsyncAccess
 from rollyard.client._bodies import TaskLike, part, task_body, without_none
@@ -341,6 +342,26 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         """The text of each token, one list per trace; None for a trace whose model no engine serves now."""
         body = await self._wire.json("GET", f"/rollouts/{part(id)}/texts", params={"run": run})
         return read_object(body).get("texts") or []
+
+    async def timeline(self, id: str, *, run: str | None = None) -> JsonObject:
+        """When each stage, model call and tool call of each attempt started and ended, also while the rollout runs:
+        `attempts` with `parts`, in seconds since `origin`."""
+        return read_object(await self._wire.json("GET", f"/rollouts/{part(id)}/timeline", params={"run": run}))
+
+    async def requests(self, id: str, *, run: str | None = None) -> JsonObject:
+        """The requests of an agent program as it sent them, each as the difference to the one that it extends."""
+        return read_object(await self._wire.json("GET", f"/rollouts/{part(id)}/requests", params={"run": run}))
+
+    async def artifacts(self, id: str, *, run: str | None = None) -> list[JsonObject]:
+        """The files that RUN left for EVAL: `name`, `path`, `bytes`, `kind` and `available` of each."""
+        body = await self._wire.json("GET", f"/rollouts/{part(id)}/artifacts", params={"run": run})
+        return read_object(body).get("artifacts") or []
+
+    async def artifact(self, id: str, name: str, *, run: str | None = None) -> bytes:
+        """The bytes of an artifact: of a file, or of a tar archive of a folder."""
+        path = f"/rollouts/{part(id)}/artifacts/{quote(name, safe='')}"
+        data, _ = await self._wire.call("GET", path, params={"run": run}, accept="application/octet-stream")
+        return data
 
     # --- engines --------------------------------------------------------------------------------------
 

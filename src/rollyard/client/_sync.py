@@ -253,6 +253,24 @@ class Client:
         """The text of each token, one list per trace; None for a trace whose model no engine serves now."""
         return self._loop.run(self._async.token_texts(id, run=run))
 
+    def timeline(self, id: str, *, run: str | None = None) -> JsonObject:
+        """When each stage, model call and tool call of each attempt started and ended, also while the rollout runs:
+        `attempts` with `parts`, in seconds since `origin`.
+        """
+        return self._loop.run(self._async.timeline(id, run=run))
+
+    def requests(self, id: str, *, run: str | None = None) -> JsonObject:
+        """The requests of an agent program as it sent them, each as the difference to the one that it extends."""
+        return self._loop.run(self._async.requests(id, run=run))
+
+    def artifacts(self, id: str, *, run: str | None = None) -> list[JsonObject]:
+        """The files that RUN left for EVAL: `name`, `path`, `bytes`, `kind` and `available` of each."""
+        return self._loop.run(self._async.artifacts(id, run=run))
+
+    def artifact(self, id: str, name: str, *, run: str | None = None) -> bytes:
+        """The bytes of an artifact: of a file, or of a tar archive of a folder."""
+        return self._loop.run(self._async.artifact(id, name, run=run))
+
     def add_engine(
         self,
         url: str,
