@@ -1,5 +1,6 @@
 """The stages of the `code` environment, one by one, in sandboxes of the local runtime."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,18 @@ async def test_without_a_file_the_last_code_block_is_the_solution(new_sandbox):
     assert (await CodeEnvironment().eval(eval_context, evidence("done", saved=(), answer=message))).reward == 1.0
     score = await CodeEnvironment().eval(eval_context, evidence("I cannot.", saved=()))
     assert (score.reward, score.metrics["has_solution"], score.metrics["skipped"]) == (0.0, 0.0, 3)
+
+
+async def test_what_a_solution_printed_is_found_and_hidden_tests_are_not(new_sandbox):
+    sandbox = await new_sandbox()
+    data = {**PROGRAM, "tests": [{"input": "1 1\n", "output": "2\n"}, {"input": "9 9\n", "output": "hidden-18\n"}]}
+    eval_context = context(task("code", data), sandbox)
+    score = await CodeEnvironment().eval(eval_context, evidence(f"```python\n{ADD}```", saved=()))
+    assert score.metrics["passed"] == 1.0
+    good, bad = json.loads(eval_context.findings.encoded())
+    assert (good["name"], good["passed"]) == ("test 0", True)
+    assert (bad["name"], bad["passed"], bad["text"]) == ("test 1", False, "18\n(exit status 0)")
+    assert b"hidden" not in eval_context.findings.encoded()
 
 
 async def test_a_folder_instead_of_the_solution_file_is_no_solution(new_sandbox):

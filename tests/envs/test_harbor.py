@@ -1,6 +1,7 @@
 """Imports Harbor task folders and runs them in real sandboxes, also with agents that try to write their own verdict."""
 
 import errno
+import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,10 @@ async def test_reward_json_contains_the_reward_and_its_components(tmp_path: Path
         score = await score_of(resources, body)
         assert (score.reward, score.components) == (0.75, {"style": 0.5})
         assert score.metrics == {"verifier_ran": 1.0, "verifier_status": 0.0, "reward_written": 1.0}
-        assert (await score_of(resources, body, "noop")).reward == 0.0
+        nothing = await played(resources, body, "noop")
+        assert nothing.score is not None and nothing.score.reward == 0.0
+        (tests,) = json.loads(nothing.evidence)
+        assert (tests["kind"], tests["name"], tests["passed"]) == ("tests", "tests/test.sh", False)
 
 
 DOCKERFILE = """\

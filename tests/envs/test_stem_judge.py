@@ -89,6 +89,9 @@ async def test_the_judge_decides_and_its_tokens_are_in_no_trace(tmp_path: Path, 
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == reward
+        said, compared = json.loads(await site.store.evidence(rollout.id))
+        assert said == {"kind": "judge", "name": "judge", "text": reply, "passed": reward == 1.0}
+        assert compared["text"].startswith("known: Rayleigh scattering") and compared["passed"] is (reward == 1.0)
         trajectory = await site.store.trajectory(rollout.id)
         assert trajectory is not None
         assert len(trajectory.traces) == 1

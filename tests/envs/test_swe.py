@@ -113,7 +113,11 @@ async def test_the_oracle_scores_1_and_the_no_op_0(
     """The fix has a binary file, a new one, a deleted one, and one with CRLF; the hidden tests check their bytes.
     The tests to pass are lists here, as in SWE-Gym, and JSON strings elsewhere."""
     body = calc.body(FAIL_TO_PASS=FAIL_TO_PASS, PASS_TO_PASS=PASS_TO_PASS)
-    best = score_of(await played(resource_sets[runtime], body, "oracle"))
+    played_best = await played(resource_sets[runtime], body, "oracle")
+    best = score_of(played_best)
+    patch, tests = json.loads(played_best.evidence)
+    assert patch["kind"] == "patch" and "diff --git" in patch["text"]
+    assert (tests["kind"], tests["passed"]) == ("tests", True) and "passed" in tests["text"]
     nothing = score_of(await played(resource_sets[runtime], body, "noop"))
     assert (best.reward, best.components) == (1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0})
     assert best.metrics["tests"] == 3.0

@@ -24,6 +24,7 @@ from rollyard.core import (
     new_id,
 )
 from rollyard.core.failure import EvalDeadline, PolicyFailure
+from rollyard.envs.findings import Findings
 from rollyard.pipeline.attempts.runner import StageRunner
 from rollyard.pipeline.attempts.sandbox_start import to_its_end
 from rollyard.pipeline.resources import StageResources
@@ -42,6 +43,7 @@ class PlayResult:
     init_s: float = 0.0
     run_s: float = 0.0
     eval_s: float = 0.0
+    evidence: bytes = b""  # what EVAL printed, as JSON
 
 
 async def play(
@@ -73,8 +75,10 @@ async def play(
             if result.is_sandbox_gone:
                 return _play_result(marks, runner.resolved.plan.failing_score, result.failure, trajectory)
             marks.append(time.monotonic())
-            score, overran = await _scored(runner, trajectory)
-            return _play_result(marks, score, overran or result.failure, trajectory)
+            findings = Findings()
+            score, overran = await _scored(runner, trajectory, findings)
+            played = _play_result(marks, score, overran or result.failure, trajectory)
+            return replace(played, evidence=findings.encoded())
         finally:
             runner.forget()
     except RollyardError as error:
@@ -82,10 +86,10 @@ async def play(
         return _play_result(marks, None, error.failure(stage), trajectory)
 
 
-async def _scored(runner: StageRunner, trajectory: Trajectory) -> tuple[Score, Failure | None]:
+async def _scored(runner: StageRunner, trajectory: Trajectory, findings: Findings) -> tuple[Score, Failure | None]:
     clock = Deadline(runner.resolved.task.limits.eval_s)
     try:
-        return await runner.evaluate(trajectory, clock), None
+        return await runner.evaluate(trajectory, clock, findings=findings), None
     except DeadlineExpired:
         failure = EvalDeadline(f"EVAL was not done in {clock.budget_s:g} s").failure("eval")
         return runner.resolved.plan.failing_score, failure
