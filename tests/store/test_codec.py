@@ -5,6 +5,7 @@ import sys
 from array import array
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,6 +132,16 @@ def test_a_record_round_trips(value: object) -> None:
 @given(st.lists(st.builds(LostAttempt, small, text, text), max_size=3).map(tuple))
 def test_lost_attempts_round_trip(lost: tuple[LostAttempt, ...]) -> None:
     assert from_json(to_json(lost), tuple[LostAttempt, ...]) == lost
+
+
+def test_records_of_an_older_version_have_no_requests_and_no_timings() -> None:
+    stored = bytes(encode_trajectory(replace(trajectory("a"), requests=b'{"requests":[]}')))
+    assert decode_trajectory(stored).requests == b'{"requests":[]}'
+    fields = msgspec.msgpack.decode(stored[4:])
+    older = stored[:4] + msgspec.msgpack.encode(fields[:-1])
+    assert decode_trajectory(older) == trajectory("a")
+    (lost,) = from_json('[{"attempt":1,"code":"drained","detail":""}]', tuple[LostAttempt, ...])
+    assert lost == LostAttempt(1, "drained", "") and lost.timings == Timings()
 
 
 def test_a_trace_of_8000_tokens_is_about_100_kb() -> None:

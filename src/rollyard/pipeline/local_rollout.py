@@ -101,5 +101,6 @@ def _play_result(
     marks: list[float], score: Score | None, failure: Failure | None, trajectory: Trajectory | None
 ) -> PlayResult:
     times = [*marks, time.monotonic()]
-    spent = [end - begin for begin, end in pairwise(times)]
-    return PlayResult(score, failure, trajectory, *[round(seconds, 3) for seconds in spent[:3]])
+    spent = [round(end - begin, 3) for begin, end in pairwise(times)]
+    init_s, run_s, eval_s = [*spent, 0.0, 0.0][:3]
+    return PlayResult(score, failure, trajectory, init_s, run_s, eval_s)
