@@ -55,7 +55,7 @@ export function Chart({ label, x, series, isTime = false, height = 170, range, f
       legend: { live: true },
       scales: { x: { time: isTime }, y: range ? { range } : {} },
       bands: isStacked ? series.slice(1).map((one, index) => ({ series: [index + 2, index + 1], fill: `${strokeOf(one, index + 1)}66` })) : [],
-      axes: [{ ...axis, values: (_, ticks, _axis, _space, step) => ticks.map((tick) => (isTime ? tickLabel(tick, step) : Number.isInteger(tick) ? String(tick) : "")) },
+      axes: [{ ...axis, size: 30, values: (_, ticks, _axis, _space, step) => ticks.map((tick) => (isTime ? tickLabel(tick, step) : Number.isInteger(tick) ? String(tick) : "")) },
         { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => format(tick)) }],
       series: [{ label: xLabel || (isTime ? "time" : "x"), value: (_, value) => (value === null ? "" : isTime ? time(value) : String(value)) },
         ...series.map((one, index) => ({

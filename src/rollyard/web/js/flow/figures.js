@@ -86,4 +86,4 @@ export function paired(differences) {
 }
 
 /** A difference of two rates. */
-export const signed = (value) => (value === null || value === undefined ? "–" : `${value > 0 ? "+" : ""}${value.toFixed(3)}`);
+export const signed = (value) => (value === null || value === undefined ? "–" : `${value > 0 ? "+" : ""}${value.toFixed(3)}`.replace("-", "−"));

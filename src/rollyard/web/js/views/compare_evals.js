@@ -60,15 +60,15 @@ function Side({ task, run, label, tone }) {
 
 function columns(a, b, hasFamilies) {
   return [
+    { name: "difference", label: "B − A", sort: (pair) => pair.difference, cell: (pair) => html`<${Difference} pair=${pair} />` },
     { name: "name", label: "Task", sort: (pair) => pair.name, cell: (pair) => html`<span class="task-name"><${Line} text=${pair.name || `task ${pair.index}`} /></span>` },
     ...(hasFamilies ? [{ name: "family", label: "Family", sort: (pair) => pair.family, cell: (pair) => html`<${Line} text=${pair.family} />` }] : []),
-    { name: "difference", label: "B − A", sort: (pair) => pair.difference, numeric: true, cell: (pair) => html`<${Difference} pair=${pair} />` },
     { name: "a", label: "Pass rate of A", sort: (pair) => wilson(pair.a?.passes, pair.a?.samples)?.mean, cell: (pair) => html`<${Side} task=${pair.a} run=${a.run} label="A" tone="tone-1" />` },
     { name: "b", label: "Pass rate of B", sort: (pair) => wilson(pair.b?.passes, pair.b?.samples)?.mean, cell: (pair) => html`<${Side} task=${pair.b} run=${b.run} label="B" tone="tone-2" />` },
   ];
 }
 
-const SHOW = [["", "all"], ["improved", "improved"], ["worse", "got worse"], ["same", "the same"], ["missing", "missing in one"], ["clear", "clear differences"]];
+const SHOW = [["", "all tasks"], ["improved", "improved"], ["worse", "got worse"], ["same", "the same"], ["missing", "missing in one"], ["clear", "clear differences"]];
 
 function Tasks({ a, b, all }) {
   const { q = "", show = "" } = place.value.query;

@@ -74,7 +74,7 @@ function Tasks({ one }) {
   const matches = SHOW[show] || SHOW[""];
   const found = tasks.filter((task) => matches(task) && (!q || `${task.index} ${task.name} ${familyOf(task)}`.toLowerCase().includes(q.toLowerCase())));
   return html`<${Card} title="Tasks" note=${found.length === tasks.length ? plural(tasks.length, "task") : `${count(found.length)} of ${plural(tasks.length, "task")}`}>
-    <div class="controls card-controls"><${Filter} label="Filter tasks" /><${Choice} label="Show" name="show" options=${[["", "all"], ["none", "never passed"], ["some", "sometimes passed"], ["all", "always passed"], ["missing", "with missing samples"]]} /></div>
+    <div class="controls card-controls"><${Filter} label="Filter tasks" /><${Choice} label="Show" name="show" options=${[["", "all tasks"], ["none", "never passed"], ["some", "sometimes passed"], ["all", "always passed"], ["missing", "with missing samples"]]} /></div>
     <${Loaded} of=${polled}>${() => html`<${DataTable} label="Tasks" columns=${TASKS(one.run, tasks.some((task) => familyOf(task)))} rows=${found} rowKey=${(task) => task.index} sort="index" empty=${tasks.length ? "No task matches." : "No task yet."} />`}<//><//>`;
 }
 
