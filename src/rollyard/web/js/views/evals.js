@@ -33,7 +33,7 @@ const COLUMNS = [
   { name: "tasks", label: "Tasks", numeric: true, sort: (one) => one.tasks, cell: (one) => count(one.tasks) },
   { name: "done", label: "Samples", sort: (one) => (one.total ? one.done / one.total : null), cell: (one) => html`<${Meter} label=${`samples of ${one.id}`} value=${one.done} most=${one.total} tone=${one.state === "done" ? "good" : "busy"} text=${`${count(one.done)} of ${count(one.total)}`} />` },
   { name: "pass", label: "pass@1, 95 % interval", sort: (one) => passAt(one, 1)?.mean, cell: (one) => (one.result ? html`<${Interval} label="pass@1" of=${passAt(one, 1)} />` : "–") },
-  { name: "passk", label: "pass@k", sort: (one) => passAt(one, one.k)?.mean, cell: (one) => (one.result && one.k > 1 ? html`<span class="muted">k = ${one.k}</span> <${Interval} label=${`pass@${one.k}`} of=${passAt(one, one.k)} tone="tone-3" />` : "–") },
+  { name: "passk", label: "pass@k", sort: (one) => passAt(one, one.k)?.mean, cell: (one) => (one.result && one.k > 1 ? html`<span class="side"><span class="muted">k = ${one.k}</span> <${Interval} label=${`pass@${one.k}`} of=${passAt(one, one.k)} tone="tone-3" /></span>` : "–") },
   { name: "created", label: "Started", numeric: true, sort: (one) => one.created_at, cell: (one) => html`<${Time} at=${one.created_at} />` },
 ];
 

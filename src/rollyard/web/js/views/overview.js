@@ -114,7 +114,6 @@ function Flow({ data }) {
   return html`<${Card} title="Stages" note=${live ? `${count(live.active)} of ${plural(live.size, "rollout")} live` : ""}>
     <${Stages} flow=${flow} pools=${pools} />
     ${full.length > 0 && html`<p class="flow-note">${full.at(-1)} is full and others wait for it: more slots there raise the throughput (<code>rollyard pools resize</code>), if the machine has room.</p>`}
-    ${data.waiting_for_room > 0 && html`<p class="flow-note">${plural(data.waiting_for_room, "sandbox", "sandboxes")} wait for room on the machine.</p>`}
   <//>`;
 }
 

@@ -30,11 +30,11 @@ function groupShares(groups) {
     of("cancelled, dropped or undone", "tone-4", "cancelled", "dropped", "void"), of("open", "tone-1", "open")];
 }
 
-/** Tokens of groups by what became of them. `rest`: of rollouts that have no group, or whose group has not ended. */
+/** Tokens of the groups of draws by what became of them. The rest: of other rollouts, and of groups that wait or run. */
 function tokenShares(tokens) {
   const rest = Math.max(0, tokens.sampled - tokens.delivered - tokens.filtered - tokens.lost);
   return [{ label: "delivered", tone: "tone-3", value: tokens.delivered }, { label: "filtered", tone: "tone-5", value: tokens.filtered },
-    { label: "lost", tone: "tone-2", value: tokens.lost }, { label: "not in an ended group", tone: "tone-1", value: rest }];
+    { label: "lost", tone: "tone-2", value: tokens.lost }, { label: "of no draw, or waiting", tone: "tone-1", value: rest }];
 }
 
 function failureList(failures) {
