@@ -101,9 +101,7 @@ async def test_the_overview_shows_the_flow_and_what_is_wrong(world: Site, new_vi
     alerts = page.get_by_role("list", name="Alerts").get_by_role("listitem")
     await expect(alerts.nth(0)).to_contain_text("breaker open bubblewrap – <b>no space</b>")
     await expect(alerts.nth(1)).to_contain_text("policy paused actor")
-    await expect(page.get_by_role("link", name="sandbox_lost")).to_have_attribute(
-        "href", "/rollouts?code=sandbox_lost"
-    )
+    await expect(page.get_by_role("link", name="sandbox_lost")).to_have_attribute("href", "/rollouts?code=sandbox_lost")
     await expect(page.locator("figcaption")).to_have_text([
         "Turns per second 5", "Tokens per second 2,000", "Rollouts ended per minute 12", "Rollouts live 25",
     ])  # fmt: skip
@@ -202,7 +200,9 @@ async def test_a_run_shows_its_curves_over_time_and_over_versions(world: Site, n
         ("/evals/compare?a=e1/nope&b=e2/e2", "All evaluations"),
     ],
 )
-async def test_an_unknown_id_gets_a_page_that_says_so(world: Site, new_visitor: NewVisitor, path: str, link: str) -> None:
+async def test_an_unknown_id_gets_a_page_that_says_so(
+    world: Site, new_visitor: NewVisitor, path: str, link: str
+) -> None:
     visitor: Visitor = await new_visitor(world)
     visitor.expect_status(404)
     page = await visitor.open(path)
@@ -292,6 +292,8 @@ async def test_two_evaluations_are_compared_task_by_task(world: Site, new_visito
     await expect(rows).to_have_count(1)
     await page.get_by_role("button", name="Swap").click()
     await expect(rows).to_contain_text(["up"])
+    await page.get_by_label("Filter tasks").fill("no such task")
+    await expect(page.locator("main")).to_contain_text("No task matches.")
 
 
 async def test_an_evaluation_shows_intervals_and_links_each_task_to_its_group(
@@ -307,6 +309,26 @@ async def test_an_evaluation_shows_intervals_and_links_each_task_to_its_group(
     await expect(page.get_by_role("columnheader", name="pass@2")).to_be_visible()
     await page.get_by_label("Show").select_option(value="all")
     await expect(page.get_by_role("region", name="Tasks").locator("tbody tr")).to_have_count(1)
+
+
+async def test_every_view_shows_what_the_service_has(world: Site, visitor: Visitor) -> None:
+    page = await visitor.open("/")
+    await expect(page.get_by_role("list", name="Stages").get_by_role("listitem").nth(3)).to_contain_text("RUN1")
+    await expect(page.get_by_role("link", name="setup_failed")).to_be_visible()
+    shown = {
+        "/runs": ["default", "e1", "e2"],
+        "/runs/default": ["Mean reward", "mixed", "setup_failed"],
+        "/draws": ["default", "100 %"],
+        "/draws/default/d?state=delivered": ["not yet", "2 of 2", "d.0.0.0"],
+        "/engines": ["version 0", "Weight version per engine", "scripted"],
+        "/evals": ["e1", "4 of 4"],
+        "/evals/e1/e1": ["task 0", "0.500", "1/2"],
+        "/evals/compare?a=e1/e1&b=e2/e2": ["over 2 shared tasks", "task 1"],
+    }
+    for path, texts in shown.items():
+        await visitor.go(path)
+        for text in texts:
+            await expect(page.locator("main"), path).to_contain_text(text)
 
 
 async def test_a_service_without_a_fleet_says_so(world: Site, new_visitor: NewVisitor) -> None:
@@ -350,17 +372,16 @@ async def test_an_admin_drains_a_node_after_a_confirmation(tmp_path: Path, new_v
 
 async def test_versions_of_engines_share_one_axis(world: Site, new_visitor: NewVisitor) -> None:
     page = await (await new_visitor(world)).open("/runs")
+    changes = {"a": [[10, 1], [30, 2]], "b": [[20, 1]]}
     found = await page.evaluate(
-        """async () => (await import("/assets/js/views/engines.js")).versionSeries({a: [[10, 1], [30, 2]], b: [[20, 1]]}, 40)"""
+        """async (changes) => (await import("/assets/js/views/engines.js")).versionSeries(changes, 40)""", changes
     )
     assert found["x"] == [10, 20, 30, 40]
     assert {one["label"]: one["values"] for one in found["series"]} == {"a": [1, 1, 2, 2], "b": [None, 1, 1, 1]}
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_the_views_have_no_serious_violation(
-    world: Site, new_visitor: NewVisitor, axe: str, theme: str
-) -> None:
+async def test_the_views_have_no_serious_violation(world: Site, new_visitor: NewVisitor, axe: str, theme: str) -> None:
     visitor: Visitor = await new_visitor(world, width=390, theme=theme)
     engines = (await world.get("/v1/engines")).body["engines"]
     await answer(visitor.page, "/v1/overview", overview(engines=engines, at=time.time()))

@@ -22,6 +22,19 @@ function tickLabel(at, step_s) {
   return step_s >= 60 ? hour : `${hour}:${two(date.getSeconds())}`;
 }
 
+/** The vertical axis of values that have no fixed range. Equal values get a range of their size. */
+function yRange(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, 1] : low > 0 ? [0, 1.25 * low] : [1.25 * low, 0];
+}
+
+/** Values without neighbours: no line shows them. */
+function isolated(values) {
+  const isNone = (value) => value === null || value === undefined;
+  return values.map((_, index) => index).filter((index) => !isNone(values[index]) && isNone(values[index - 1]) && isNone(values[index + 1]));
+}
+
 /** Sums of the series up to each one, for stacked areas. A point at which all are null stays null. */
 function stacked(series) {
   const sums = [];
@@ -48,18 +61,19 @@ export function Chart({ label, x, series, isTime = false, height = 170, range, f
     const node = frame.current;
     if (!node) return undefined; // removed before it was drawn
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const alone = isTime ? 60 : 0.5; // beside a single point
     const strokeOf = (one, index) => colour(one.colour || COLOURS[index % COLOURS.length]);
     const options = {
       width: node.clientWidth || 300, height,
       cursor: { y: false, points: { size: 6 } },
       legend: { live: true },
-      scales: { x: { time: isTime }, y: range ? { range } : {} },
+      scales: { x: { time: isTime, range: (_, low, high) => (low === high ? [low - alone, high + alone] : [low, high]) }, y: { range: range || yRange } },
       bands: isStacked ? series.slice(1).map((one, index) => ({ series: [index + 2, index + 1], fill: `${strokeOf(one, index + 1)}66` })) : [],
       axes: [{ ...axis, size: 30, values: (_, ticks, _axis, _space, step) => ticks.map((tick) => (isTime ? tickLabel(tick, step) : Number.isInteger(tick) ? String(tick) : "")) },
         { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => format(tick)) }],
       series: [{ label: xLabel || (isTime ? "time" : "x"), value: (_, value) => (value === null ? "" : isTime ? time(value) : String(value)) },
         ...series.map((one, index) => ({
-          label: one.label, stroke: strokeOf(one, index), width: 1.75, spanGaps, points: { show: x.length < 40 && !isStep && !isStacked },
+          label: one.label, stroke: strokeOf(one, index), width: 1.75, spanGaps, points: { show: () => x.length < 40 && !isStep && !isStacked, filter: (drawn, at, isShown) => (isShown ? null : isolated(drawn.data[at])) },
           ...(isStep ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
           ...(isStacked && index === 0 ? { fill: `${strokeOf(one, 0)}66` } : {}),
           value: (_plot, _value, _series, at) => { const value = latest.current[index]?.values[at]; return at === null ? "" : value === null || value === undefined ? "–" : format(value); },

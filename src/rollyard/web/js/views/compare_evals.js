@@ -6,7 +6,7 @@ import { Badge, Card, Empty, Loading, Page, Problem, Stat } from "../ui.js";
 import { Choice, DataTable, Filter } from "../flow/controls.js";
 import { Interval, Line, paired, signed, wilson } from "../flow/figures.js";
 import { count, plural } from "../format.js";
-import { familyOf } from "./eval.js";
+import { partColumns, partsOf } from "./eval.js";
 import { nameOf, passAt } from "./evals.js";
 
 /** The run and the id of "RUN/ID", or null. */
@@ -17,7 +17,7 @@ function parse(text) {
 
 /**
  * Pairs the tasks of two evaluations by name. Tasks of one name are paired in their order, so that evaluations of the
- * same file are paired line by line even where texts repeat. Returns [{name, family, a, b, difference}].
+ * same file are paired line by line even where texts repeat. Returns [{name, a, b, difference}].
  */
 export function pairs(before, after) {
   const keyed = (tasks) => {
@@ -34,7 +34,7 @@ export function pairs(before, after) {
   return [...new Set([...left.keys(), ...right.keys()])].map((key) => {
     const a = left.get(key), b = right.get(key);
     const difference = rate(a) === null || rate(b) === null ? null : rate(b) - rate(a);
-    return { key, name: (a || b).name, index: (a || b).index, family: familyOf(a || b), a, b, difference };
+    return { key, name: (a || b).name, index: (a || b).index, a, b, difference };
   });
 }
 
@@ -58,11 +58,11 @@ function Side({ task, run, label, tone }) {
   return html`<span class="side"><${Interval} label=${`pass rate in ${label}`} of=${wilson(task.passes, task.samples)} tone=${tone} /> ${task.group ? html`<${Link} path=${paths.group(run, task.group)} aria-label=${`Group of ${label}: ${text}`}>${text}<//>` : text}</span>`;
 }
 
-function columns(a, b, hasFamilies) {
+function columns(a, b, parts) {
   return [
     { name: "difference", label: "B − A", sort: (pair) => pair.difference, cell: (pair) => html`<${Difference} pair=${pair} />` },
     { name: "name", label: "Task", sort: (pair) => pair.name, cell: (pair) => html`<span class="task-name"><${Line} text=${pair.name || `task ${pair.index}`} /></span>` },
-    ...(hasFamilies ? [{ name: "family", label: "Family", sort: (pair) => pair.family, cell: (pair) => html`<${Line} text=${pair.family} />` }] : []),
+    ...partColumns(parts, (pair) => pair.a || pair.b),
     { name: "a", label: "Pass rate of A", sort: (pair) => wilson(pair.a?.passes, pair.a?.samples)?.mean, cell: (pair) => html`<${Side} task=${pair.a} run=${a.run} label="A" tone="tone-1" />` },
     { name: "b", label: "Pass rate of B", sort: (pair) => wilson(pair.b?.passes, pair.b?.samples)?.mean, cell: (pair) => html`<${Side} task=${pair.b} run=${b.run} label="B" tone="tone-2" />` },
   ];
@@ -72,10 +72,11 @@ const SHOW = [["", "all tasks"], ["improved", "improved"], ["worse", "got worse"
 
 function Tasks({ a, b, all }) {
   const { q = "", show = "" } = place.value.query;
-  const found = all.filter((pair) => (!show || (show === "clear" ? isClear(pair) : kind(pair) === show)) && (!q || `${pair.name} ${pair.family}`.toLowerCase().includes(q.toLowerCase())));
+  const parts = useMemo(() => partsOf(all.map((pair) => pair.a || pair.b)), [all]);
+  const found = all.filter((pair) => (!show || (show === "clear" ? isClear(pair) : kind(pair) === show)) && (!q || `${pair.name} ${Object.values((pair.a || pair.b).by || {}).join(" ")}`.toLowerCase().includes(q.toLowerCase())));
   return html`<${Card} title="Tasks" note="paired by name; the rate's 95 % interval is of its own samples">
     <div class="controls card-controls"><${Filter} label="Filter tasks" /><${Choice} label="Show" name="show" options=${SHOW} /></div>
-    <${DataTable} label="Tasks of both evaluations" columns=${columns(a, b, all.some((pair) => pair.family))} rows=${found} rowKey=${(pair) => pair.key} sort="-difference" empty="No task matches." /><//>`;
+    <${DataTable} label="Tasks of both evaluations" columns=${columns(a, b, parts)} rows=${found} rowKey=${(pair) => pair.key} sort="-difference" empty="No task matches." /><//>`;
 }
 
 function Headline({ a, b, all }) {

@@ -7,7 +7,7 @@ import { LongText } from "../text.js";
 import { Pages, Toggle } from "../flow/controls.js";
 import { Facts, Line, Meter } from "../flow/figures.js";
 import { GroupTable } from "../flow/groups.js";
-import { count, percent, reward, seconds, short } from "../format.js";
+import { count, percent, plural, reward, seconds, short } from "../format.js";
 
 const PAGE = 25;
 const STATES = [["filtered", "Filtered"], ["failed", "Failed"], ["dropped", "Dropped"], ["cancelled", "Cancelled"], ["void", "Undone"], ["delivered", "Delivered"], ["complete", "Complete"], ["open", "Open"]];
@@ -40,7 +40,7 @@ const batchFigure = (name, format) => (batch) => format(batch.figures?.[name]);
 
 function age(batch) {
   if (batch.closed_at) return html`<span title="from its opening to its close">${seconds(batch.closed_at - batch.created_at)}</span>`;
-  return batch.state === "open" ? html`open for ${seconds(Math.max(0, Math.floor(Date.now() / 1000 - batch.created_at)))}` : "–";
+  return "–";
 }
 
 const BATCHES = [
@@ -64,7 +64,7 @@ function Batches({ draw }) {
   const after = place.value.query.batches;
   const polled = usePolled(`/v1/draws/${encodeURIComponent(draw.id)}/batches`, { run: draw.run, after, limit: PAGE }, { everyMs: after ? 0 : 3000 });
   return html`<${Card} title="Batches" note="newest first">
-    <${Loaded} of=${polled}>${(data) => html`<${Table} label="Batches" columns=${BATCHES} rows=${data.batches} rowKey=${(batch) => batch.number} empty="The trainer has not asked for a batch yet." />
+    <${Loaded} of=${polled}>${(data) => html`<${Table} label="Batches" columns=${BATCHES.filter((column) => column.name !== "took" || data.batches.some((batch) => batch.closed_at))} rows=${data.batches} rowKey=${(batch) => batch.number} empty="The trainer has not asked for a batch yet." />
       <${Pages} label="Pages of batches" name="batches" next=${data.next} />`}<//><//>`;
 }
 
@@ -80,7 +80,7 @@ function Settings({ draw }) {
   const { config } = draw;
   const source = config.source;
   return html`<${Card} title="Settings of the draw">
-    <${Facts} facts=${[["Keeps", keepText(config.keep)], ["Group size", `${config.group_size}, ${config.spares} spare`], ["Least members", config.min_members ?? "all"], ["Max. staleness", `${config.max_staleness} versions, then ${config.on_stale}`],
+    <${Facts} facts=${[["Keeps", keepText(config.keep)], ["Group size", `${config.group_size}, ${config.spares} spare`], ["Least members", config.min_members ?? "all"], ["Max. staleness", `${plural(config.max_staleness, "version")}, then ${config.on_stale}`],
       ["When a batch is full", config.surplus === "cancel" ? "open groups are cancelled" : "open groups continue"], ["Most groups in flight", config.max_groups_in_flight ?? "by pace"], ["Epochs", config.epochs ?? "no limit"], ["Epoch now", draw.epoch],
       ["Patience", config.patience ?? "an epoch"], ["Priority", config.priority], ["Seed", config.seed], ["Shuffled", config.shuffle ? "yes" : "no"], ["Source", html`<${Line} text=${[source.kind, source.file || source.environment, source.split].filter(Boolean).join(" ")} />`], ["Tasks", source.size === null ? "grows" : count(source.size)],
       ...Object.entries(config.budget || {}).map(([name, value]) => [`Budget: ${name}`, value === null ? null : short(value)])]} />

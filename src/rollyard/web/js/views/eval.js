@@ -1,5 +1,5 @@
 // Eval: pass@k with intervals, per environment and family, and every task.
-import { html } from "../dom.js";
+import { html, useMemo } from "../dom.js";
 import { usePolled } from "../api.js";
 import { Link, paths, place } from "../router.js";
 import { Badge, Card, Empty, Loaded, Page, Problem, Stat, Time } from "../ui.js";
@@ -53,12 +53,23 @@ function Pips({ task }) {
   return html`<span class="pips" role="img" aria-label=${text}>${Array.from({ length: task.samples + task.missing }, (_, index) => html`<span key=${index} class="pip ${index < task.passes ? "good" : index < task.samples ? "bad" : "none"}"></span>`)}</span> <span class="muted">${task.passes}/${task.samples}</span>`;
 }
 
-export const familyOf = (task) => Object.values(task.by || {}).map(String).join(", ");
+/** The names of parts (environment, family) by which these tasks differ. */
+export function partsOf(tasks) {
+  const values = new Map();
+  for (const task of tasks) for (const [name, value] of Object.entries(task.by || {})) values.set(name, (values.get(name) || new Set()).add(String(value)));
+  return [...values].filter(([, found]) => found.size > 1).map(([name]) => name);
+}
 
-const TASKS = (run, hasFamilies) => [
+/** Columns of a table of tasks, one for each part. `taskOf`: the task of a row. */
+export const partColumns = (parts, taskOf = (row) => row) => parts.map((name) => {
+  const value = (row) => String(taskOf(row).by?.[name] ?? "");
+  return { name: `by.${name}`, label: name, sort: value, cell: (row) => html`<${Line} text=${value(row)} />` };
+});
+
+const TASKS = (run, parts) => [
   { name: "index", label: "#", numeric: true, sort: (task) => task.index, cell: (task) => task.index },
   { name: "name", label: "Task", sort: (task) => task.name, cell: (task) => html`<span class="task-name">${task.group ? html`<${Link} path=${paths.group(run, task.group)}><${Line} text=${task.name || `task ${task.index}`} /><//>` : html`<${Line} text=${task.name || `task ${task.index}`} />`}</span>` },
-  ...(hasFamilies ? [{ name: "family", label: "Family", sort: familyOf, cell: (task) => html`<${Line} text=${familyOf(task)} />` }] : []),
+  ...partColumns(parts),
   { name: "samples", label: "Samples", sort: (task) => (task.samples ? task.passes / task.samples : null), cell: (task) => html`<${Pips} task=${task} />` },
   { name: "rate", label: "Pass rate, 95 % interval", sort: (task) => (task.samples ? task.passes / task.samples : null), cell: (task) => html`<${Interval} label="pass rate" of=${wilson(task.passes, task.samples)} />` },
   { name: "reward", label: "Mean reward", numeric: true, sort: (task) => task.mean_reward, cell: (task) => reward(task.mean_reward) },
@@ -71,11 +82,12 @@ function Tasks({ one }) {
   const { q = "", show = "" } = place.value.query;
   const polled = usePolled(`/v1/evals/${encodeURIComponent(one.id)}/tasks`, { run: one.run }, { everyMs: one.state === "running" ? 5000 : 0 });
   const tasks = polled.data?.tasks || [];
+  const parts = useMemo(() => partsOf(tasks), [polled.data]);
   const matches = SHOW[show] || SHOW[""];
-  const found = tasks.filter((task) => matches(task) && (!q || `${task.index} ${task.name} ${familyOf(task)}`.toLowerCase().includes(q.toLowerCase())));
+  const found = tasks.filter((task) => matches(task) && (!q || `${task.index} ${task.name} ${Object.values(task.by || {}).join(" ")}`.toLowerCase().includes(q.toLowerCase())));
   return html`<${Card} title="Tasks" note=${found.length === tasks.length ? plural(tasks.length, "task") : `${count(found.length)} of ${plural(tasks.length, "task")}`}>
     <div class="controls card-controls"><${Filter} label="Filter tasks" /><${Choice} label="Show" name="show" options=${[["", "all tasks"], ["none", "never passed"], ["some", "sometimes passed"], ["all", "always passed"], ["missing", "with missing samples"]]} /></div>
-    <${Loaded} of=${polled}>${() => html`<${DataTable} label="Tasks" columns=${TASKS(one.run, tasks.some((task) => familyOf(task)))} rows=${found} rowKey=${(task) => task.index} sort="index" empty=${tasks.length ? "No task matches." : "No task yet."} />`}<//><//>`;
+    <${Loaded} of=${polled}>${() => html`<${DataTable} label="Tasks" columns=${TASKS(one.run, parts)} rows=${found} rowKey=${(task) => task.index} sort="index" empty=${tasks.length ? "No task matches." : "No task yet."} />`}<//><//>`;
 }
 
 export default function Eval({ run, id }) {
