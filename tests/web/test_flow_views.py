@@ -197,6 +197,11 @@ async def test_a_run_shows_its_curves_over_time_and_over_versions(world: Site, n
     await expect(page.get_by_role("link", name="setup_failed")).to_have_attribute(
         "href", "/rollouts?run=default&code=setup_failed"
     )
+    await page.locator(".uplot").evaluate_all(
+        "(charts) => charts.forEach((chart) => { chart.dataset.drawn = 'before' })"
+    )
+    await page.get_by_role("button", name="Theme:").click()
+    await expect(page.locator(".uplot[data-drawn]")).to_have_count(0)  # a canvas does not follow the colours by itself
     await page.get_by_role("button", name="Over weight version").click()
     await expect(page.get_by_role("button", name="Over weight version")).to_have_attribute("aria-pressed", "true")
     await expect(page.get_by_role("columnheader", name="weight version").first).to_be_attached()

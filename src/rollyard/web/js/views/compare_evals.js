@@ -49,7 +49,7 @@ function isClear(pair) {
 function Difference({ pair }) {
   if (pair.difference === null) return html`<${Badge} value=${!pair.a ? "only in B" : !pair.b ? "only in A" : "no sample"} tone="plain" />`;
   const tone = pair.difference > 0 ? "good" : pair.difference < 0 ? "bad" : "plain";
-  return html`<${Badge} value=${signed(pair.difference)} tone=${tone} />${isClear(pair) ? html` <span class="muted">clear</span>` : ""}`;
+  return html`<${Badge} value=${signed(pair.difference)} tone=${tone} />${isClear(pair) ? html` <span class="muted" title="Their 95 % intervals do not overlap">clear</span>` : ""}`;
 }
 
 function Side({ task, run, label, tone }) {

@@ -8,6 +8,7 @@ import { Facts, Interval, Line, Meter, wilson } from "../flow/figures.js";
 import { count, percent, plural, reward, seconds, short } from "../format.js";
 
 const MOST_PIPS = 32;
+const NOT_FAILURES = new Set(["version_changed", "not_begun"]); // causes that no rollout has as its code
 
 function Curve({ result }) {
   const rows = Object.entries(result.all.pass_at).map(([k, estimate]) => ({ k: Number(k), estimate })).sort((one, other) => one.k - other.k);
@@ -39,7 +40,7 @@ function Result({ one }) {
   return html`<div class="grid">
       <${Card} title="pass@k" note=${`${plural(result.all.tasks, "task")}, 95 % intervals over tasks`}><${Curve} result=${result} /><//>
       <${Card} title="Missing samples" note=${percent(result.missing_share, 1)}>
-        ${missing.length === 0 ? html`<${Empty}>Every sample has a score.<//>` : html`<ul class="plain-list">${missing.map(([code, number]) => html`<li key=${code}><${Link} path="/rollouts" query=${{ run: one.run, code }}><${Line} text=${code} /><//> ${count(number)}</li>`)}</ul>`}<//>
+        ${missing.length === 0 ? html`<${Empty}>Every sample has a score.<//>` : html`<ul class="plain-list">${missing.map(([code, number]) => html`<li key=${code}>${NOT_FAILURES.has(code) ? html`<${Line} text=${code} />` : html`<${Link} path="/rollouts" query=${{ run: one.run, code }}><${Line} text=${code} /><//>`} ${count(number)}</li>`)}</ul>`}<//>
     </div>
     ${ks.length > 1 && html`<${Toggle} label="k of the tables" name="k" options=${ks.map((value) => [String(value), `pass@${value}`])} />`}
     <${Parts} title="Environment" parts=${result.environments} k=${k} prefix="env-" />
@@ -63,7 +64,7 @@ export function partsOf(tasks) {
 /** Columns of a table of tasks, one for each part. `taskOf`: the task of a row. */
 export const partColumns = (parts, taskOf = (row) => row) => parts.map((name) => {
   const value = (row) => String(taskOf(row).by?.[name] ?? "");
-  return { name: `by.${name}`, label: name, sort: value, cell: (row) => html`<${Line} text=${value(row)} />` };
+  return { name: `by.${name}`, label: html`<${Line} text=${name} />`, sort: value, cell: (row) => html`<${Line} text=${value(row)} />` };
 });
 
 const TASKS = (run, parts) => [

@@ -37,13 +37,13 @@ function FirstContact({ hasEngine }) {
   }
   return html`<${Card} title="Nothing has run yet" className="welcome">
     <p>A rollout is one task for an agent: Rollyard prepares a sandbox, lets the model work in it, and scores the result.
-      ${hasEngine ? " Submit a first one" : " It needs an engine, then a task"}, in a terminal on the machine of the service:</p>
+      ${hasEngine ? " Submit a first one" : " It needs an engine and a task. Enter this"} in a terminal on the machine of the service:</p>
     <ol>
       ${!hasEngine && html`<li><p>Add an engine, such as a vLLM server:</p><${Command} text="rollyard engines add http://127.0.0.1:8000" /></li>`}
       <li><p>Write a task:</p><${Command} text=${`echo '{"environment": "math", "data": {"question": "2 + 2?", "answer": "4"}}' > tasks.jsonl`} /></li>
       <li><p>Submit it, and watch it here pass through the stages:</p><${Command} text="rollyard submit tasks.jsonl" /></li>
     </ol>
-    <p>No model at hand? <code>rollyard demo --scripted</code> shows everything else at work, with a script in its place.</p>
+    <p>No model at hand? <code>rollyard demo --scripted</code> shows everything else at work, with a script in place of the model.</p>
   <//>`;
 }
 

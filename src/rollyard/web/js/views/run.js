@@ -98,7 +98,7 @@ function Series({ series }) {
 export default function Run({ run: id }) {
   const { query } = place.value;
   const by = query.by === "version" ? "version" : "time";
-  const run = usePolled(`/v1/runs/${encodeURIComponent(id)}`, { include: "results" }, { everyMs: 5000 });
+  const run = usePolled(`/v1/runs/${encodeURIComponent(id)}`, { include: "results" }, { everyMs: 10_000 });
   const series = usePolled(run.data ? `/v1/runs/${encodeURIComponent(id)}/series` : null, { by, points: 60 }, { everyMs: 10_000 });
   if (run.error) return html`<${Page} title=${html`Run <${Line} text=${id} />`}><${Problem} error=${run.error}><p><${Link} path="/runs">All runs<//></p><//><//>`;
   const controls = html`<${Link} class="button" path="/rollouts" query=${{ run: id }}>Rollouts<//><${Link} class="button" path="/draws" query=${{ run: id }}>Draws<//><a class="button" href="#groups" onClick=${(event) => { event.preventDefault(); document.getElementById("groups")?.scrollIntoView(); }}>Groups</a>

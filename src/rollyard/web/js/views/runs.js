@@ -7,6 +7,7 @@ import { Choice, DataTable, Filter } from "../flow/controls.js";
 import { Line } from "../flow/figures.js";
 import { count, plural, reward } from "../format.js";
 
+const COUNTED_MS = 10_000; // the service counts all rollouts of the runs for each reply
 const LIVE = ["init", "ready", "run", "eval"];
 
 export const live = (states) => LIVE.reduce((sum, name) => sum + (states[name] || 0), 0);
@@ -34,7 +35,7 @@ const COLUMNS = [
 
 export default function Runs() {
   const { q = "", mode = "", policy = "" } = place.value.query;
-  const polled = usePolled("/v1/runs", { include: "results" }, { everyMs: 5000 });
+  const polled = usePolled("/v1/runs", { include: "results" }, { everyMs: COUNTED_MS });
   const all = polled.data?.runs || [];
   const found = all.filter((run) => (!mode || run.mode === mode) && (!policy || run.policy === policy) && (!q || `${run.id} ${run.policy}`.toLowerCase().includes(q.toLowerCase())));
   const values = (name) => [["", "all"], ...[...new Set(all.map((run) => run[name]))].sort().map((value) => [value, value])];
