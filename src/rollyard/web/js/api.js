@@ -2,7 +2,8 @@
 //
 // Every call sends the page's key in the header x-rollyard-page: the service accepts the cookie only with the key of the
 // same sign-in. Browsers send the cookie to every port of the host; the key stays with this origin. An exported file
-// has the replies of the API in itself (`recorded`).
+// has the replies of the API in itself (`recorded`): an address, with the parameters of its query in alphabetical order,
+// gives [status, body].
 import { signal, useEffect, useRef, useState } from "./dom.js";
 import { isOffline } from "./router.js";
 
@@ -49,12 +50,17 @@ export function address(path, query = {}) {
   return path + (search ? `?${search}` : "");
 }
 
+function replay(method, path, query = {}) {
+  const url = address(path, Object.fromEntries(Object.entries(query).sort(([a], [b]) => (a < b ? -1 : 1))));
+  if (method !== "GET" || !Object.hasOwn(recorded, url)) throw new ApiError(404, { code: "not_exported", detail: "This exported file does not contain it." });
+  const [status, body] = recorded[url];
+  if (status >= 400) throw new ApiError(status, body);
+  return body;
+}
+
 async function call(method, path, { query, body, abort } = {}) {
+  if (isOffline) return replay(method, path, query);
   const url = address(path, query);
-  if (isOffline) {
-    if (method === "GET" && url in recorded) return recorded[url];
-    throw new ApiError(404, { code: "not_exported", detail: "This exported file does not contain it." });
-  }
   const headers = { accept: "application/json", "x-rollyard-page": pageKey() || "none" };
   if (body !== undefined) headers["content-type"] = "application/json";
   let response, text;
@@ -114,7 +120,8 @@ const isTransient = (error) => !(error instanceof ApiError) || error.status === 
  * After an error that may pass, the old data stays and the call is repeated after 1, 2, 4, then every 5 s; other errors
  * are returned and not repeated. `path` null: nothing is read.
  */
-export function usePolled(path, query = {}, { everyMs = 2000 } = {}) {
+export function usePolled(path, query = {}, { everyMs: interval = 2000 } = {}) {
+  const everyMs = isOffline ? 0 : interval;
   const key = path === null ? null : address(path, query);
   const [state, setState] = useState({ key, data: undefined, error: null });
   const again = useRef(() => {});

@@ -1,7 +1,7 @@
 // The start of the page: signs in, then shows the view of the address inside the frame.
 import { html, render, signal, useEffect } from "./dom.js";
 import { caller, connection, get, lastRefusal, signIn, signOut } from "./api.js";
-import { go, isOffline, Link, match, place } from "./router.js";
+import { go, Link, match, place } from "./router.js";
 import { Loading, Page, Problem } from "./ui.js";
 
 const VIEWS = [
@@ -68,11 +68,6 @@ function Frame() {
     <main id="main" tabindex="-1"><${View} /></main>`;
 }
 
-function Offline() {
-  useTheme();
-  return html`<main id="main"><${View} /></main>`;
-}
-
 function SignIn() {
   useTheme();
   const submit = async (event) => {
@@ -97,14 +92,14 @@ function SignIn() {
 }
 
 function App() {
-  if (isOffline) return html`<${Offline} />`;
   if (caller.value === undefined) return connection.value === "lost" ? html`<main><${Problem} error=${new Error()} /></main>` : html`<${Loading} />`;
   return caller.value === null ? html`<${SignIn} />` : html`<${Frame} />`;
 }
 
 async function start() {
-  render(html`<${App} />`, document.getElementById("app"));
-  if (isOffline) return;
+  const app = document.getElementById("app");
+  app.replaceChildren();
+  render(html`<${App} />`, app);
   const code = new URLSearchParams(location.hash.slice(1)).get("code");
   if (code) {
     history.replaceState(null, "", location.pathname + location.search);

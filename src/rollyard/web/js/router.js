@@ -5,15 +5,17 @@ import { html, signal } from "./dom.js";
 
 export const isOffline = document.documentElement.hasAttribute("data-offline");
 
+const isAnchor = () => isOffline && location.hash !== "" && !location.hash.startsWith("#/"); // a place within the view
+
 function read() {
-  const address = isOffline ? location.hash.slice(1) || "/" : location.pathname + location.search;
+  const address = isOffline ? (isAnchor() ? "/" : location.hash.slice(1) || "/") : location.pathname + location.search;
   const [path, search = ""] = address.split("?");
   return { path, query: Object.fromEntries(new URLSearchParams(search)) };
 }
 
 export const place = signal(read());
 
-const follow = () => { place.value = read(); };
+const follow = () => { if (!isAnchor()) place.value = read(); };
 addEventListener("popstate", follow);
 addEventListener("hashchange", follow);
 
