@@ -13,6 +13,7 @@ BELOW: dict[str, set[str]] = {
     "plugins": set(),
     "web": set(),
     "core": set(),
+    "exports": {"web", "core"},
     "observe": {"core"},
     "store": {"core"},
     "http": {"core"},
