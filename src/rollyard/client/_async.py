@@ -430,6 +430,12 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     async def resume_node(self, name: str) -> JsonObject:
         return read_object(await self._wire.json("POST", f"/nodes/{part(name)}/resume"))
 
+    # --- other addresses ------------------------------------------------------------------------------
+
+    async def get_json(self, path: str, **params: str | int | float | None) -> JsonObject:
+        """The JSON object at an address below /v1, such as "/rollouts/ID/timeline"; for addresses without a method."""
+        return read_object(await self._wire.json("GET", path, params=params))
+
     # --- the service itself ---------------------------------------------------------------------------
 
     async def status(self) -> JsonObject:

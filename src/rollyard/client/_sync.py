@@ -335,6 +335,10 @@ class Client:
     def resume_node(self, name: str) -> JsonObject:
         return self._loop.run(self._async.resume_node(name))
 
+    def get_json(self, path: str, **params: str | int | float | None) -> JsonObject:
+        """The JSON object at an address below /v1, such as "/rollouts/ID/timeline"; for addresses without a method."""
+        return self._loop.run(self._async.get_json(path))
+
     def status(self) -> JsonObject:
         """The state of the service: versions, states, pools, engines, runtimes, environments."""
         return self._loop.run(self._async.status())
