@@ -36,13 +36,13 @@ def test_the_commands_are_complete():
     assert names == {
         *("serve", "submit", "eval", "tasks", "rollouts", "agents", "engines", "images", "runs", "tokens", "top"),
         *("shell", "doctor", "bench", "config", "demo", "gym-agent", "policies", "draws", "engine", "weights"),
-        *("slurm", "node", "nodes", "access", "pools", "init", "open"),
+        *("slurm", "node", "nodes", "access", "pools", "init", "open", "view"),
     }
     assert {path[1] for path in COMMANDS if path[0] == "rollouts"} == {"list", "show", "cancel", "traces", "rescore"}
     assert {path[1] for path in COMMANDS if path[0] == "engines"} == {"list", "add", "remove", "clear"}
     assert {path[1] for path in COMMANDS if path[0] == "policies"} == {"list", "pause", "resume"}
     assert {path[1] for path in COMMANDS if path[0] == "images"} == {"pull", "build", "list", "prune", "remove"}
-    assert {path[1] for path in COMMANDS if path[0] == "runs"} == {"list", "create", "delete"}
+    assert {path[1] for path in COMMANDS if path[0] == "runs"} == {"list", "create", "plot", "export", "delete"}
     assert {path[1] for path in COMMANDS if path[0] == "tokens"} == {"check"}
     assert {path[1] for path in COMMANDS if path[0] == "weights"} == {"fetch", "list"}
     assert {path[1] for path in COMMANDS if path[0] == "nodes"} == {"list", "drain", "resume"}

@@ -126,6 +126,11 @@ async def test_remote_commands_work_and_the_others_name_their_extra(
     arguments = ("-m", "rollyard", "submit", "tasks.jsonl", "--json")
     status, out, err = await run(python, *arguments, env=service.environ(), home=tmp_path)
     assert status == 0 and json.loads(out)["reward"] == 1.0, err
+    (tmp_path / "chat.json").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    status, out, err = await run(
+        python, "-m", "rollyard", "view", "chat.json", "--out", "page.html", "--print", home=tmp_path
+    )
+    assert (status, err) == (0, "") and "hi" in (tmp_path / "page.html").read_text()
     for command in ("serve", "demo --scripted"):
         status, out, err = await run(python, "-m", "rollyard", *command.split(), home=tmp_path)
         assert (status, out) == (1, "") and len(err.splitlines()) == 1

@@ -34,6 +34,7 @@ from rollyard.cli.commands.submit import submit
 from rollyard.cli.commands.tasks import tasks
 from rollyard.cli.commands.tokens import tokens
 from rollyard.cli.commands.top import top
+from rollyard.cli.commands.view import view
 from rollyard.cli.commands.weights import weights
 from rollyard.core.version import __version__
 
@@ -121,6 +122,9 @@ app.command(
     epilog=_example("rollyard gym-agent --port 8130 --server counter"),
 )(gym_agent)
 app.command(epilog=_example("rollyard top --interval 0.5"))(top)
+app.command(
+    short_help="Open a file of trajectories in the browser.", epilog=_example("rollyard view trajectories.jsonl")
+)(view)
 app.command(epilog=_example("rollyard shell tasks.jsonl:3 --eval"))(shell)
 app.command(short_help="Check this machine, with fixes for problems.", epilog=_example("rollyard doctor --json"))(
     doctor

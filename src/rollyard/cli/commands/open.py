@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rollyard.cli._browser import open_in_browser
 from rollyard.cli._console import AsJson, Token, Url, connect, note, print_json, run
 from rollyard.core.failure import Forbidden
 from rollyard.core.paths import data_home
@@ -54,13 +54,8 @@ def open_dashboard(
 
 def _open(link: str, *, is_secret: bool) -> bool:
     """Opens the link. Returns False if there is no browser, or no place for a file."""
-    import webbrowser
-
-    has_display = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
-    if not has_display and sys.platform.startswith("linux"):
-        return False  # webbrowser would start a text browser, which runs no JavaScript
     try:
-        return webbrowser.open(_redirecting_file(link).as_uri() if is_secret else link)
+        return open_in_browser(_redirecting_file(link).as_uri() if is_secret else link)
     except OSError:
         return False
 

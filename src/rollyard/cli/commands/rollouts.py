@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -82,12 +82,19 @@ def show_rollout(
     ] = False,
     only_turn: Annotated[int | None, typer.Option("--turn", min=1, help="With --tokens: this turn, unfolded.")] = None,
     only_trace: Annotated[int | None, typer.Option("--trace", min=0, help="With --tokens: only this trace.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write its page to a file that needs no service and no network.")
+    ] = None,
+    atif: Annotated[Path | None, typer.Option("--atif", help="Write it to a file in ATIF v1.7 (JSON).")] = None,
     in_run: InRun = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one rollout: its state, outcome and failure."""
+    """Show one rollout: its state, outcome and failure. Or write it to a file, to look at or to share."""
+    if html is not None or atif is not None:
+        _export(id, in_run, wait_s, html=html, atif=atif, url=url, token=token, as_json=as_json)
+        return
     if (only_turn is not None or only_trace is not None) and not tokens:
         raise CommandError("--turn and --trace select tokens", "add --tokens", 2)
 
@@ -137,6 +144,33 @@ def show_rollout(
 
     if tokens and trajectory is not None:
         _show_tokens(trajectory, texts, only_trace, only_turn)
+
+
+def _export(
+    id: str,
+    in_run: str | None,
+    wait_s: float,
+    *,
+    html: Path | None,
+    atif: Path | None,
+    url: str | None,
+    token: str | None,
+    as_json: bool,
+) -> None:
+    from rollyard.cli._exporting import export_rollout
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await export_rollout(client, id, in_run, wait_s, html=html, atif=atif)
+
+    written = run(work())
+    if as_json:
+        print_json(written)
+        return
+    for file in filter(None, (html, atif)):
+        note(f"{written['id']} is in {file}")
+    if html is not None:
+        out().print(html.absolute().as_uri(), markup=False, soft_wrap=True)
 
 
 def _show_tokens(trajectory: Trajectory, texts: TokenTexts, only_trace: int | None, only_turn: int | None) -> None:

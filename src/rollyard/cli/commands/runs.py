@@ -1,20 +1,23 @@
-"""`rollyard runs`: lists, creates and deletes runs."""
+"""`rollyard runs`: lists, creates, plots, exports and deletes runs."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from rollyard.cli._console import (
     AsJson,
+    CommandError,
     Token,
     Url,
     age,
     connect,
     note,
     number,
+    out,
     plain,
     print_json,
     print_lines,
@@ -22,13 +25,16 @@ from rollyard.cli._console import (
     show,
     table,
 )
+from rollyard.cli._ids import full_id
 from rollyard.cli._tasks import read_defaults
 from rollyard.core import State
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-runs = typer.Typer(help="Runs: list, create, delete.", no_args_is_help=True)
+    from rollyard.exports.plot import Plot
+
+runs = typer.Typer(help="Runs: list, create, plot, export, delete.", no_args_is_help=True)
 
 
 @runs.command("list", epilog="Example: rollyard runs list")
@@ -145,6 +151,98 @@ def _penalty(text: str | None) -> dict[str, Any] | None:
     except ValueError:
         detail = f"--overlong-penalty {text}: expected FROM:TO or FROM:TO:MOST, such as 8192:10240:0.5"
         raise typer.BadParameter(detail) from None
+
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or a unique prefix of it.")]
+
+
+@runs.command("plot", epilog="Example: rollyard runs plot grpo-7b --by version --out reward.svg")
+def plot(
+    id: Run,
+    file: Annotated[Path | None, typer.Option("--out", help="Write an SVG file instead.")] = None,
+    by: Annotated[
+        Literal["time", "version"], typer.Option(help="The horizontal axis: time or weight version.")
+    ] = "time",
+    points: Annotated[int, typer.Option(min=2, max=500, help="Maximum number of points.")] = 60,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plot a run's mean reward and pass rate, in the terminal or to a file."""
+    if file is not None and file.suffix != ".svg":
+        raise CommandError(f"{file}: unknown file format", "use a name that ends in .svg", 2)
+
+    async def work() -> tuple[str, dict[str, Any]]:
+        async with connect(url, token) as client:
+            run_id = (await full_id(client, "run", id))[0]
+            return run_id, await client.get_json(f"/runs/{run_id}/series", by=by, points=points)
+
+    run_id, series = run(work())
+    if as_json:
+        print_json(series)
+        return
+    from rollyard.exports.plot import plot_of, svg
+
+    try:
+        drawn = plot_of(f"{run_id}: {number(series.get('totals', {}).get('count'))} rollouts", series)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CommandError(f"the service's reply has no curves: {error}", "update the service") from error
+    if drawn.is_empty:
+        raise CommandError(
+            f"run {run_id} has no rewards yet", "see its rollouts: rollyard rollouts list --run " + run_id
+        )
+    if file is None:
+        _print_plot(drawn)
+        return
+    try:
+        file.write_text(svg(drawn), "utf-8")
+    except OSError as error:
+        raise CommandError(f"{file} cannot be written: {error.strerror}", "give another file with --out") from error
+    note(f"the plot is in {file}")
+
+
+def _print_plot(drawn: Plot) -> None:
+    from rich.text import Text
+
+    from rollyard.exports.plot import CURVES, colours, terminal
+
+    console = out()
+    shades = [colours(is_dark=True)[name] for _, _, name in CURVES]  # they are legible on light and dark grounds
+    console.print(Text(drawn.title, "bold"))
+    legend = Text()
+    for number_of, label in enumerate(drawn.curves):
+        legend.append(f"── {label}  ", shades[number_of])
+    console.print(legend)
+    for line in terminal(drawn, min(console.width if console.is_terminal else 80, 160)):
+        text = Text()
+        for part, curve in line:
+            text.append(part, "dim" if curve is None else shades[curve])
+        console.print(text, no_wrap=True, crop=False, overflow="ignore")
+
+
+@runs.command("export", epilog="Example: rollyard runs export grpo-7b --atif trajectories.jsonl")
+def export(
+    id: Run,
+    atif: Annotated[Path, typer.Option("--atif", help="The file: one ATIF v1.7 trajectory per line.")],
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the trajectories of a run's ended rollouts to a file."""
+    if atif.suffix not in (".jsonl", ".ndjson"):
+        raise CommandError(f"{atif}: unknown file format", "use a name that ends in .jsonl", 2)
+    from rollyard.cli._exporting import export_run
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await export_run(client, (await full_id(client, "run", id))[0], atif)
+
+    written = run(work())
+    if as_json:
+        print_json(written)
+        return
+    skipped = f"; {number(written['skipped'])} without a conversation are left out" if written["skipped"] else ""
+    note(f"{number(written['written'])} trajectories are in {atif}{skipped}")
 
 
 @runs.command("delete", epilog="Example: rollyard runs delete grpo-7b")
