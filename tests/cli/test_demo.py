@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from rollyard.cli import main
 from rollyard.cli.demo.model import TRAINED, demo_tasks
 from rollyard.embedded.weights import weights_digest
+from rollyard.exports.reading import read_rollouts
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +33,19 @@ def test_the_scripted_demo_runs_and_names_the_scripted_engine():
     assert completed.stdout.count("completed") == 7
     assert "turn_limit" in completed.stdout
     assert "sampled in 3 calls" in completed.stdout
+    rollouts = taken_page(completed.stdout)
+    assert len(rollouts) == 8 and all(one["trajectory"]["messages"] for one in rollouts)
+
+
+def taken_page(output: str) -> list[dict[str, Any]]:
+    """The rollouts of the page that the last line of the demo links. The page, which the demo keeps, is deleted."""
+    *_, last = output.splitlines()
+    assert last.startswith("Look at these rollouts: file:///")
+    page = Path(urlsplit(last.split()[-1]).path)
+    try:
+        return [one.record for one in read_rollouts(page)]
+    finally:
+        shutil.rmtree(page.parent)
 
 
 def test_a_missing_extra_is_reported_with_how_to_install_it(

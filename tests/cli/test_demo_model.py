@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 
+from tests.cli.test_demo import taken_page
 from tests.embedded.environment import environ
 from tests.trainers.environment import trainer_python
 
@@ -35,6 +36,8 @@ def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The output of the demo for the model without an adapter."""
     completed = played(tmp_path_factory.mktemp("base"), "--base", "--model", str(tiny_model), "--tasks", "1")
     assert completed.returncode == 0, completed.stdout + completed.stderr
+    (rollout,) = taken_page(completed.stdout)
+    assert rollout["id"] == "demo-1"
     return completed.stdout
 
 
@@ -56,6 +59,7 @@ def test_an_adapter_changes_the_samples_on_the_same_tasks(
     options = ("--adapter", str(tiny_adapter), "--model", str(tiny_model), "--tasks", "1", "--temperature", "0")
     completed = played(tmp_path, *options)
     assert completed.returncode == 0, completed.stdout + completed.stderr
+    taken_page(completed.stdout)
     assert "sampled greedily" in completed.stdout and "tiny with the adapter adapter" in completed.stdout
     plain, trained = (
         output.partition("One trajectory")[2].partition("Next steps:")[0].partition("turn 1 tokens")

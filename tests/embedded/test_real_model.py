@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -75,6 +76,7 @@ def test_the_trained_model_solves_tasks_that_the_base_does_not(
         monkeypatch.setattr(model, "demo_tasks", lambda _: tasks)
         assert main([*command, "--tasks", str(len(tasks)), *options]) == 0, capfd.readouterr().err
         body = json.loads(capfd.readouterr().out)  # stdout contains nothing else
+        shutil.rmtree(Path(urlsplit(body["page"]).path).parent)
         assert (body["tasks"], body["temperature"]) == (len(tasks), 0.0)
         assert body["pass_rate"] == body["solved"] / len(tasks)
         counted = [rollout["summary"]["sampled_tokens"] for rollout in body["rollouts"]]

@@ -68,6 +68,7 @@ def demo(
     from rollyard.cli.commands.weights import get_model
     from rollyard.cli.demo.model import play
     from rollyard.cli.demo.result import DemoModel
+    from rollyard.cli.demo.view import show_page
     from rollyard.embedded.formats.sources import WeightsError
     from rollyard.embedded.shipped import check_base
 
@@ -85,6 +86,8 @@ def demo(
         print_json(played.as_body())
     else:
         _print_next_steps(base)
+        if played.page is not None:
+            show_page(console, played.page)
     _check_infra(played)
 
 
@@ -118,9 +121,9 @@ def _name(adapter: Path | None) -> str:
 def _scripted(as_json: bool) -> None:
     from rollyard.cli.demo.scripted import run_scripted
 
-    records = run(run_scripted(err() if as_json else out()))
+    records, page = run(run_scripted(err() if as_json else out()))
     if as_json:
-        print_json({"model": "scripted", "rollouts": [record.raw for record in records]})
+        print_json({"model": "scripted", "page": page.as_uri(), "rollouts": [record.raw for record in records]})
 
 
 def _print_next_steps(is_base: bool) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from rollyard.cli._console import CommandError, plain
+from rollyard.cli._exporting import write_kept_page
 from rollyard.cli.demo.result import DemoModel, DemoResult
 from rollyard.cli.demo.turns import TurnReader
 from rollyard.cli.demo.view import DemoBoard, show_best, show_results
@@ -94,7 +95,8 @@ async def play(console: Console, player: DemoModel, count: int, *, is_quiet: boo
                 await _warm_up(client, tasks[0])
             started = time.monotonic()
             records = await roll(console, client, player, tasks)
-            played = DemoResult(player, records, time.monotonic() - started)
+            took_s = time.monotonic() - started
+            played = DemoResult(player, records, took_s, await write_kept_page(client, records, "demo"))
             if not is_quiet:
                 show_results(console, played)
                 await show_best(console, client, played)

@@ -27,6 +27,7 @@ class DemoResult:
     player: DemoModel
     records: list[Record]
     took_s: float
+    page: Path | None = None  # of the rollouts
 
     @property
     def solved(self) -> int:
@@ -55,5 +56,6 @@ class DemoResult:
             "sampled_tokens": self.sampled_tokens,
             "took_s": round(self.took_s, 3),
             "tokens_per_s": round(self.tokens_per_s, 1),
+            "page": None if self.page is None else self.page.as_uri(),
             "rollouts": [record.raw for record in self.records],
         }

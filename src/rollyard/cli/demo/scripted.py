@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rollyard.cli._exporting import write_kept_page
+from rollyard.cli.demo.view import show_page
 from rollyard.cli.rig import rig
 from rollyard.client import AsyncClient, Record
 
@@ -25,8 +27,8 @@ SCRIPT = HERE / "demo_script.json"
 TASKS = HERE / "demo_tasks.jsonl"  # the repository's examples/tasks.jsonl is this file
 
 
-async def run_scripted(console: Console) -> list[Record]:
-    """Returns the records of the rollouts. Raises if one fails for a reason outside its policy."""
+async def run_scripted(console: Console) -> tuple[list[Record], Path]:
+    """Returns the records of the rollouts, and the page with them. Raises if one fails outside its policy."""
     console.print("[bold]Rollyard[/]: a service on loopback, a sandbox per rollout, tokens in and out.")
     console.print("A [bold]scripted engine[/] replaces the model: it has vLLM's API and scripted replies.\n")
     script = json.loads(SCRIPT.read_text())
@@ -45,11 +47,13 @@ async def run_scripted(console: Console) -> list[Record]:
                     watch.cancel()
         console.print(_table(records, console.width))
         await _show_one(console, bench.client, records[0])
+        page = await write_kept_page(bench.client, records, "demo")
     broken = [record for record in records if record.failure and record.failure["blame"] != "policy"]
     if broken:
         raise RuntimeError(f"{broken[0].id} failed: {broken[0].failure}")
     console.print("\nNext: [bold]rollyard serve --engine URL[/], then [bold]rollyard submit examples/tasks.jsonl[/]")
-    return records
+    show_page(console, page)
+    return records, page
 
 
 def _progress(console: Console) -> Progress:

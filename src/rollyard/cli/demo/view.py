@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -133,6 +134,11 @@ def show_results(console: Console, played: DemoResult) -> None:
         f"{number(played.sampled_tokens)} tokens sampled in {seconds(played.took_s)}, "
         f"{played.tokens_per_s:.0f} tokens/s"
     )
+
+
+def show_page(console: Console, page: Path) -> None:
+    """Prints where the rollouts can be looked at, as the last line of a demo."""
+    console.print(f"\nLook at these rollouts: {page.as_uri()}", markup=False, soft_wrap=True)
 
 
 async def show_best(console: Console, client: AsyncClient, played: DemoResult) -> None:
