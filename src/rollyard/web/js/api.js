@@ -112,6 +112,14 @@ export const get = (path, query, abort) => call("GET", path, { query, abort });
 export const post = (path, body = {}) => call("POST", path, { body });
 export const del = (path) => call("DELETE", path);
 
+/** The bytes of a file, such as an artifact. */
+export async function getBytes(path, query) {
+  const headers = { "x-rollyard-page": pageKey() || "none" };
+  const response = await fetch(address(path, query), { headers, credentials: "same-origin", redirect: "error", cache: "no-store" });
+  if (response.ok) return response.arrayBuffer();
+  throw new ApiError(response.status, await response.json().catch(() => ({})));
+}
+
 const isTransient = (error) => !(error instanceof ApiError) || error.status === 429 || error.status >= 500;
 
 /**

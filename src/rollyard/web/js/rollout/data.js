@@ -1,0 +1,120 @@
+// The data of one rollout: its addresses, its conversation while it runs, and values that several parts derive from it.
+import { useEffect, useState } from "../dom.js";
+import { get } from "../api.js";
+
+/** The addresses that the rollout view reads. js/views/rollout.js lists them for the exporter. */
+export function addressesOf(run, id, group) {
+  const base = `/v1/rollouts/${encodeURIComponent(id)}`;
+  return {
+    record: [base, { run }],
+    trajectory: [base, { include: "trajectory", run }],
+    timeline: [`${base}/timeline`, { run }],
+    texts: [`${base}/texts`, { run }],
+    requests: [`${base}/requests`, { run }],
+    artifacts: [`${base}/artifacts`, { run }],
+    messages: [`${base}/messages`, { run }],
+    group: group ? [`/v1/groups/${encodeURIComponent(group)}`, { run }] : [null, {}],
+  };
+}
+
+/**
+ * The conversation of a rollout that runs, read every second from where the last reply ended. A new attempt starts the
+ * conversation again. Returns {messages, attempt, isAvailable}; `isAvailable` false: it runs on a node, which has them.
+ */
+export function useLiveMessages([path, query], isLive) {
+  const [state, setState] = useState({ messages: [], attempt: 0, isAvailable: true, isLoaded: false });
+  useEffect(() => {
+    if (!isLive) return undefined;
+    const abort = new AbortController();
+    let messages = [], attempt = null, timer = 0;
+    const read = async () => {
+      let waitMs = 1000;
+      try {
+        const reply = await get(path, { after: messages.length, ...query }, abort.signal);
+        const isNewAttempt = attempt !== null && reply.attempt !== attempt;
+        attempt = reply.attempt;
+        if (isNewAttempt && messages.length) {
+          messages = [];
+          waitMs = 1; // this page began in the middle of the new attempt
+        } else if (reply.messages.length) {
+          messages = [...messages, ...reply.messages];
+          waitMs = 50;
+        }
+        setState({ messages, attempt, isAvailable: reply.available, isLoaded: true });
+      } catch (error) {
+        if (abort.signal.aborted) return;
+        if (error.status === 404) return;
+        waitMs = error.retryAfterMs || 2000;
+      }
+      timer = setTimeout(read, document.hidden ? Math.max(waitMs, 5000) : waitMs);
+    };
+    read();
+    return () => { abort.abort(); clearTimeout(timer); };
+  }, [path, isLive]);
+  return state;
+}
+
+/** The text of a message's content: a string, or a list of parts of which only texts are shown. */
+export function textOf(content) {
+  if (typeof content === "string") return content;
+  if (content === null || content === undefined) return "";
+  if (!Array.isArray(content)) return JSON.stringify(content);
+  return content.map((part) => {
+    if (typeof part === "string") return part;
+    if (part && typeof part.text === "string") return part.text;
+    return `[${part && part.type ? part.type : "part"}]`;
+  }).join("\n");
+}
+
+/** The tool calls of a message: [{id, name, given}], where `given` is an object, or a text that is not JSON. */
+export function callsOf(message) {
+  if (!Array.isArray(message.tool_calls)) return [];
+  return message.tool_calls.map((call) => {
+    const inner = (call && call.function) || call || {};
+    let given = inner.arguments;
+    if (typeof given === "string") {
+      try {
+        const parsed = JSON.parse(given);
+        if (parsed && typeof parsed === "object" && !Array.isArray(parsed)) given = parsed;
+      } catch { /* shown as the text that it is */ }
+    }
+    return { id: String((call && call.id) || ""), name: String(inner.name || "?"), given: given === undefined || given === null ? {} : given };
+  });
+}
+
+export function reasoningOf(message) {
+  return textOf(message.reasoning_content ?? message.reasoning ?? "");
+}
+
+/** The command of a shell call, or null. */
+export function commandOf(call) {
+  const given = call.given;
+  if (typeof given !== "object") return null;
+  for (const name of ["command", "cmd", "script", "code"]) {
+    if (typeof given[name] === "string") return given[name];
+    if (Array.isArray(given[name]) && given[name].every((part) => typeof part === "string")) return given[name].join(" ");
+  }
+  return null;
+}
+
+/** The turn (from 0) of each message: the number of the model call that sampled it or, of other messages, that read it. */
+export function turnsOf(messages) {
+  let turn = 0;
+  return messages.map((message) => (message.role === "assistant" ? turn++ : turn));
+}
+
+/** (reward − mean) / spread of the group's statistics, 0 without a spread; null while the group is not complete. */
+export function advantageOf(reward, stats) {
+  if (!stats || typeof stats.mean !== "number" || typeof reward !== "number") return null;
+  return stats.spread ? (reward - stats.mean) / stats.spread : 0;
+}
+
+/** Whether a group's statistics are final. */
+export const isSettled = (group) => Boolean(group && group.stats && group.state !== "open");
+
+/** The traces' spans by turn: turn → {trace, span} of the trace that owns it. */
+export function spansByTurn(traces) {
+  const found = new Map();
+  traces.forEach((trace, index) => trace.spans.forEach((span, at) => { if (span.is_owned) found.set(span.turn, { trace: index, at, span }); }));
+  return found;
+}

@@ -1,0 +1,120 @@
+// Two members of a group beside each other: the messages that they share, the first action in which they differ, and
+// how each went on.
+import { html, useEffect, useState } from "../dom.js";
+import { get } from "../api.js";
+import { count, plural } from "../format.js";
+import { LongText } from "../text.js";
+import { Empty, Loading, Problem } from "../ui.js";
+import { Message } from "./conversation.js";
+import { addressesOf, callsOf, reasoningOf, textOf, turnsOf } from "./data.js";
+
+const MOST_MESSAGES = 2000;
+const CHUNK = 40;
+
+/** All messages of a rollout, page by page. */
+export function useAllMessages(run, id) {
+  const [state, setState] = useState({ id, messages: null, error: null });
+  useEffect(() => {
+    const abort = new AbortController();
+    const [path, query] = addressesOf(run, id).messages;
+    const read = async () => {
+      const messages = [];
+      while (messages.length < MOST_MESSAGES) {
+        const reply = await get(path, { after: messages.length, ...query }, abort.signal);
+        messages.push(...reply.messages);
+        if (!reply.messages.length) { setState({ id, messages, isAvailable: reply.available, error: null }); return; }
+      }
+      setState({ id, messages, isAvailable: true, error: null });
+    };
+    read().catch((error) => { if (!abort.signal.aborted) setState({ id, messages: null, error }); });
+    return () => abort.abort();
+  }, [run, id]);
+  return state.id === id ? state : { id, messages: null, error: null };
+}
+
+/** What a message says, without ids that differ in every rollout. */
+function saying(message) {
+  return JSON.stringify([message.role, textOf(message.content), reasoningOf(message), callsOf(message).map((call) => [call.name, call.given])]);
+}
+
+/**
+ * Where two conversations part: {shared, outputs}. `shared`: the messages before the first action (or prompt) that
+ * differs. Outputs of tools differ by times and process ids without any consequence: their numbers are in `outputs`,
+ * and they count as the place only if all actions are the same.
+ */
+export function parting(a, b) {
+  const outputs = [];
+  let at = 0;
+  for (; at < a.length && at < b.length; at++) {
+    if (saying(a[at]) === saying(b[at])) continue;
+    if (a[at].role !== "tool" || b[at].role !== "tool") break;
+    outputs.push(at);
+  }
+  const isSame = at === a.length && at === b.length;
+  return { shared: isSame && outputs.length ? outputs[0] : at, outputs: outputs.filter((one) => one < at), isSame: isSame && !outputs.length };
+}
+
+/** The place of the first character in which two texts differ. */
+export function firstDifference(a, b) {
+  const end = Math.min(a.length, b.length);
+  let at = 0;
+  while (at < end && a.charCodeAt(at) === b.charCodeAt(at)) at++;
+  return at;
+}
+
+function actionOf(message) {
+  if (!message) return "";
+  const calls = callsOf(message).map((call) => `${call.name} ${typeof call.given === "string" ? call.given : JSON.stringify(call.given)}`);
+  return [reasoningOf(message), textOf(message.content), ...calls].filter(Boolean).join("\n");
+}
+
+function Action({ message, other, name }) {
+  const text = actionOf(message), at = firstDifference(text, actionOf(other));
+  if (!message) return html`<section class="parted"><h3>${name}</h3><p class="empty">It had ended.</p></section>`;
+  const from = Math.max(0, at - 200);
+  return html`<section class="parted"><h3>${name}</h3>
+    <div class="parting" data-at=${at}>${at > 0 && html`<span class="same">${from > 0 ? "…" : ""}<${Plain} text=${text.slice(from, at)} /></span>`}<mark class="different"><${Plain} text=${text.slice(at, at + 600)} /></mark>${text.length > at + 600 ? "…" : ""}</div></section>`;
+}
+
+const Plain = ({ text }) => html`<${LongText} text=${text} className="inline" />`;
+
+function Side({ messages, from, turns, name, most }) {
+  const rest = messages.slice(from, from + most);
+  return html`<section class="side"><h3>${name}</h3>${rest.map((message, index) => html`<${Message} key=${from + index} message=${message} number=${from + index} turn=${turns[from + index]} mark=${index === 0 ? "first-different" : ""} />`)}
+    ${!rest.length && html`<${Empty}>It had ended.<//>`}</section>`;
+}
+
+export function Differences({ run, a, b }) {
+  const left = useAllMessages(run, a.rollout), right = useAllMessages(run, b.rollout);
+  const [most, setMost] = useState(CHUNK);
+  const [showsShared, setShared] = useState(false);
+  for (const side of [left, right]) if (side.error) return html`<${Problem} error=${side.error} />`;
+  if (!left.messages || !right.messages) return html`<${Loading} />`;
+  for (const [side, member] of [[left, a], [right, b]]) {
+    if (side.messages.length) continue;
+    if (side.isAvailable === false) return html`<${Empty}>Member ${member.index} runs on a node, which has its messages.<//>`;
+    return html`<${Empty}>Member ${member.index} has no messages: it has not started, or they were acknowledged or have expired.<//>`;
+  }
+  const { shared, outputs, isSame } = parting(left.messages, right.messages);
+  const turns = [turnsOf(left.messages), turnsOf(right.messages)];
+  const names = [`Member ${a.index}`, `Member ${b.index}`];
+  if (isSame) return html`<p>${plural(shared, "message")}: both members said the same.</p>`;
+  const longest = Math.max(left.messages.length, right.messages.length) - shared;
+  const turn = turns[0][shared] ?? turns[1][shared];
+  return html`<div class="differences" data-shared=${shared}>
+    <button type="button" class="fold" aria-expanded=${showsShared} onClick=${() => setShared(!showsShared)}>${showsShared ? "Hide" : "Show"} ${plural(shared, "message")} that both share</button>
+    ${showsShared && html`<div class="conversation">${left.messages.slice(0, shared).map((message, index) => html`<${Message} key=${index} message=${message} number=${index} turn=${turns[0][index]} mark=${outputs.includes(index) ? "first-different" : ""} />`)}</div>`}
+    <h2 class="parting-head">${outputs.includes(shared) ? "Both took the same actions; a tool's output differs" : "They part"} at turn ${turn}, message ${shared}</h2>
+    ${outputs.length > 0 && outputs[0] < shared && html`<p class="note">Before that, the output of ${plural(outputs.length, "tool call")} differs; both acted the same after it. The first is message ${outputs[0]}.</p>`}
+    <div class="two-sides">
+      <${Action} name=${names[0]} message=${left.messages[shared]} other=${right.messages[shared]} />
+      <${Action} name=${names[1]} message=${right.messages[shared]} other=${left.messages[shared]} />
+    </div>
+    <h2>How each went on</h2>
+    <div class="two-sides">
+      <${Side} name=${names[0]} messages=${left.messages} from=${shared} turns=${turns[0]} most=${most} />
+      <${Side} name=${names[1]} messages=${right.messages} from=${shared} turns=${turns[1]} most=${most} />
+    </div>
+    ${most < longest && html`<button type="button" onClick=${() => setMost(most + 5 * CHUNK)}>Show more of ${count(longest)} messages</button>`}
+  </div>`;
+}
