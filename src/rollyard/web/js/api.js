@@ -114,6 +114,7 @@ export const del = (path) => call("DELETE", path);
 
 /** The bytes of a file, such as an artifact. */
 export async function getBytes(path, query) {
+  if (isOffline) throw new ApiError(404, { code: "not_exported", detail: "This exported file does not contain it." });
   const headers = { "x-rollyard-page": pageKey() || "none" };
   const response = await fetch(address(path, query), { headers, credentials: "same-origin", redirect: "error", cache: "no-store" });
   if (response.ok) return response.arrayBuffer();
