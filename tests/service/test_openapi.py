@@ -23,6 +23,7 @@ CONTRACT = {
     "POST /v1/rollouts",
     "POST /v1/tasks/check",
     "GET /v1/rollouts",
+    "GET /v1/results",
     "GET /v1/rollouts/{rollout_id}",
     "DELETE /v1/rollouts/{rollout_id}",
     "GET /v1/rollouts/{rollout_id}/messages",

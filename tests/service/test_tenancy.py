@@ -49,6 +49,7 @@ ROUTES: Mapping[str, Route] = {
     "POST /v1/rollouts": Route(WRITERS, {"run": "a-run", "task": task()}),
     "POST /v1/tasks/check": Route(WRITERS, {"run": "a-run", "tasks": [task()]}),
     "GET /v1/rollouts": Route(READERS, query="?run=a-run"),
+    "GET /v1/results": Route(READERS, query="?run=a-run"),
     "GET /v1/rollouts/{rollout_id}": Route(READERS),
     "DELETE /v1/rollouts/{rollout_id}": Route(WRITERS, query="?run=a-run"),
     "GET /v1/rollouts/{rollout_id}/messages": Route(READERS),

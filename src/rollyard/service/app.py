@@ -27,6 +27,7 @@ from rollyard.service.routes import (
     login,
     pages,
     policies,
+    results,
     rollouts,
     runs,
     sessions,
@@ -39,7 +40,7 @@ from rollyard.service.session_gateway import SessionGateway
 
 PARTS = (
     *(runs, rollouts, details, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events),
-    *(health, login),
+    *(health, results, login),
 )
 """The modules of the API, in the order of its description."""
 

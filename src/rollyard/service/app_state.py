@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from rollyard.agents.session import SessionAgent
+from rollyard.catalog import Catalog
 from rollyard.core import DEFAULT_RUN, Json, Run, check_id, key_of
 from rollyard.core.access import AuditEntry
 from rollyard.core.failure import AmbiguousId, Forbidden, NotFound
@@ -41,6 +42,7 @@ class AppState:
     resources: StageResources
     pipeline: Pipeline
     sampler: Sampler
+    catalog: Catalog
     keys: SessionKeys
     sessions: SessionAgent  # holds the open sessions
     runtimes: Mapping[str, Mapping[str, str]]  # the result of each runtime's probe at start

@@ -20,6 +20,7 @@ from functools import partial
 from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.agents.session import SessionAgent
+from rollyard.catalog import Catalog
 from rollyard.core import RollyardError
 from rollyard.engines.base import EngineSpec
 from rollyard.engines.routing.router import Router, RouterSettings
@@ -113,6 +114,10 @@ async def open_app(
                 folders=settings.task_folder_paths,
             )
         )
+        catalog = await stack.enter_async_context(
+            Catalog(settings.data_dir, store, is_busy=lambda: bool(pipeline.live))
+        )
+        pipeline.on_end.append(catalog.wake)
         app_state = AppState(
             settings=settings,
             tokens=tokens,
@@ -122,6 +127,7 @@ async def open_app(
             resources=resources,
             pipeline=pipeline,
             sampler=sampler,
+            catalog=catalog,
             keys=keys,
             sessions=_sessions(agents),
             runtimes=probes,

@@ -115,6 +115,14 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptRollout:
+    """What the store still has of a rollout."""
+
+    ended_seq: int | None  # None: it has not ended
+    has_trajectory: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RunResults:
     """The rollouts of a run in numbers."""
 
@@ -330,6 +338,18 @@ class Store(Protocol):
 
     async def evidence(self, rollout_id: str) -> bytes:
         """Returns what EVAL found, as JSON; empty if there is nothing, or it was deleted."""
+        ...
+
+    async def encoded_trajectory(self, rollout_id: str, max_bytes: int) -> bytes | None:
+        """Returns a trajectory as `codec.encode_trajectory` returned it. None: there is none, or it is larger."""
+        ...
+
+    async def kept(self, ids: Sequence[str]) -> Mapping[str, KeptRollout]:
+        """Returns which of these rollouts exist, and whether their trajectories do."""
+        ...
+
+    async def last_ended(self) -> int:
+        """Returns the last number in the terminal order; 0 before the first end."""
         ...
 
     async def list(

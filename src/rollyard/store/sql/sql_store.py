@@ -49,6 +49,7 @@ from rollyard.store.base import (
     EncodedTrajectory,
     EvalRecord,
     ItemKind,
+    KeptRollout,
     Page,
     QueuedRow,
     Recovery,
@@ -382,6 +383,15 @@ class SqlStore(ABC):
 
     async def evidence(self, rollout_id: str) -> bytes:
         return await self._read(partial(reads.evidence, rollout_id=rollout_id))
+
+    async def encoded_trajectory(self, rollout_id: str, max_bytes: int) -> bytes | None:
+        return await self._read(partial(reads.encoded_trajectory, rollout_id=rollout_id, max_bytes=max_bytes))
+
+    async def kept(self, ids: Sequence[str]) -> Mapping[str, KeptRollout]:
+        return await self._read(partial(reads.kept, ids=ids))
+
+    async def last_ended(self) -> int:
+        return await self._read(reads.last_ended)
 
     async def list(
         self,
