@@ -74,6 +74,7 @@ CONTRACT = {
     "POST /v1/nodes/{name}/drain",
     "POST /v1/nodes/{name}/resume",
     "GET /v1/status",
+    "GET /v1/overview",
     "POST /v1/tokens",
     "GET /v1/tokens",
     "POST /v1/tokens/{token_id}/rotate",

@@ -106,6 +106,7 @@ ROUTES: Mapping[str, Route] = {
     "POST /v1/nodes/{name}/drain": Route(ADMINS),
     "POST /v1/nodes/{name}/resume": Route(ADMINS),
     "GET /v1/status": Route(TENANTS),
+    "GET /v1/overview": Route(TENANTS),
     "PATCH /v1/pools": Route(ADMINS, {"init": 0}),
     "GET /v1/events": Route(TENANTS),
     "GET /metrics": Route(OPERATORS),

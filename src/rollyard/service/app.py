@@ -25,6 +25,7 @@ from rollyard.service.routes import (
     health,
     ids,
     login,
+    overview,
     pages,
     policies,
     results,
@@ -40,7 +41,7 @@ from rollyard.service.session_gateway import SessionGateway
 
 PARTS = (
     *(runs, rollouts, details, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events),
-    *(health, results, login),
+    *(health, results, overview, login),
 )
 """The modules of the API, in the order of its description."""
 

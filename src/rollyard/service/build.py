@@ -33,6 +33,7 @@ from rollyard.pipeline import LocalExecutor, Pipeline, Renderers, StageResources
 from rollyard.sampling.sampler import Sampler
 from rollyard.service.app_state import AppState
 from rollyard.service.engine_address import check_reachable
+from rollyard.service.history import History
 from rollyard.service.machine import (
     AGENTS,
     TOKENIZERS,
@@ -118,6 +119,7 @@ async def open_app(
             Catalog(settings.data_dir, store, is_busy=lambda: bool(pipeline.live))
         )
         pipeline.on_end.append(catalog.wake)
+        history = await stack.enter_async_context(History(pipeline, router))
         app_state = AppState(
             settings=settings,
             tokens=tokens,
@@ -128,6 +130,7 @@ async def open_app(
             pipeline=pipeline,
             sampler=sampler,
             catalog=catalog,
+            history=history,
             keys=keys,
             sessions=_sessions(agents),
             runtimes=probes,
