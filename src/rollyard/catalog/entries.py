@@ -8,11 +8,7 @@ import msgspec
 
 from rollyard.core import Json, Rollout, Task, id_of
 from rollyard.core.rollout import Timings
-
-NAME_CHARACTERS = 120
-
-_NAMED_BY = ("name", "instance_id", "id", "instruction", "question", "problem_statement", "prompt")
-"""Fields of a task's data that tell it from others, the shortest first."""
+from rollyard.core.task import name_of
 
 COLUMNS = (
     "seq", "id", "run", "environment", "agent", "policy", "outcome", "code", "blame", '"group"', "is_trainable",
@@ -91,7 +87,7 @@ def row_of(rollout: Rollout, policy: str) -> dict[str, Json]:
         "environment": rollout.task.environment,
         "agent": agent_name(rollout.task),
         "policy": policy,
-        "name": task_name(rollout.task),
+        "name": name_of(rollout.task),
         "turns": summary.turns if summary else 0,
         "sampled_tokens": summary.sampled_tokens if summary else 0,
         "prompt_tokens": summary.prompt_tokens if summary else 0,
@@ -103,15 +99,6 @@ def row_of(rollout: Rollout, policy: str) -> dict[str, Json]:
         "ended_at": rollout.updated_at if ending else None,
         "seconds": _seconds(ending.timings if ending else Timings()),
     }
-
-
-def task_name(task: Task) -> str:
-    """The task's own name, or the start of what it asks for."""
-    for field in _NAMED_BY:
-        value = task.data.get(field)
-        if isinstance(value, str) and (text := " ".join(value[: 4 * NAME_CHARACTERS].split())):
-            return text if len(text) <= NAME_CHARACTERS else text[: NAME_CHARACTERS - 1] + "…"
-    return ""
 
 
 def agent_name(task: Task) -> str:

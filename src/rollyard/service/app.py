@@ -31,6 +31,7 @@ from rollyard.service.routes import (
     results,
     rollouts,
     runs,
+    series,
     sessions,
     status,
     tokens,
@@ -41,7 +42,7 @@ from rollyard.service.session_gateway import SessionGateway
 
 PARTS = (
     *(runs, rollouts, details, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events),
-    *(health, results, overview, login),
+    *(health, results, overview, series, login),
 )
 """The modules of the API, in the order of its description."""
 

@@ -29,6 +29,7 @@ from rollyard.core import (
     Ending,
     EngineSpec,
     Group,
+    GroupState,
     Json,
     LostAttempt,
     Position,
@@ -393,6 +394,22 @@ class Store(Protocol):
 
     async def get_group(self, group_id: str) -> Group: ...
 
+    async def count_groups(self, run_id: str) -> Mapping[GroupState, int]:
+        """Returns the number of a run's groups in each state that any has."""
+        ...
+
+    async def list_groups(
+        self,
+        *,
+        runs: Sequence[str] | None = None,
+        draw: str | None = None,
+        state: GroupState | None = None,
+        before: int | None = None,
+        limit: int = 100,
+    ) -> tuple[Sequence[Group], int | None]:
+        """Returns groups of these runs, or of all, newest first, and the next `before`; None: there are no more."""
+        ...
+
     async def unfinished_groups(self) -> Sequence[Group]:
         """Returns open and complete groups, in the order in which they started."""
         ...
@@ -427,6 +444,10 @@ class Store(Protocol):
     async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]: ...
 
     async def count_items(self, draw_id: str) -> int: ...
+
+    async def list_batches(self, draw_id: str, before: int | None, limit: int) -> Sequence[Batch]:
+        """Returns the batches of a draw before that number, newest first."""
+        ...
 
     async def get_batch(self, draw_id: str, number: int) -> Batch: ...
 

@@ -15,6 +15,7 @@ from rollyard.core import Json, Outcome, Rollout, State, check_id, id_of
 from rollyard.core.failure import InvalidRequest
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.schemas.records import reply
+from rollyard.service.schemas.requests import parse_number
 from rollyard.service.security.access import caller_of
 
 router = APIRouter(prefix="/v1", tags=["results"])
@@ -61,7 +62,7 @@ async def list_results(request: Request, query: Annotated[ResultsQuery, Query()]
     wanted, search = await _wanted(request, query), _search(query)
     if query.state is not State.ENDED:
         return reply(await _live(app_state, query, wanted, search))
-    before = _position(query.after, ENDED)
+    before = parse_number(query.after, ENDED)
     page = await app_state.catalog.page(wanted, search, before=before, limit=query.limit)
     return reply(
         {
@@ -106,20 +107,11 @@ def _search(query: ResultsQuery) -> Search | None:
         raise InvalidRequest(f"search: {error}") from error
 
 
-def _position(cursor: str | None, kind: str) -> int | None:
-    if cursor is None:
-        return None
-    prefix, _, number = cursor.partition(":")
-    if prefix != kind or not (number.isascii() and number.isdigit()) or len(number) > 18:
-        raise InvalidRequest(f"after: {cursor!r} is not a cursor of this listing; use the `next` of its last page")
-    return int(number)
-
-
 async def _live(app_state: AppState, query: ResultsQuery, wanted: Filter, search: Search | None) -> dict[str, Json]:
     """A page of rollouts that have not ended, from the store, by order of submission."""
     if search is not None:
         raise InvalidRequest("search: only ended rollouts can be searched")
-    before = _position(query.after, LIVE)
+    before = parse_number(query.after, LIVE)
     states = LIVE_STATES if query.state == "live" else (State(query.state),)
     rows, is_more = list[Json](), True
     for _ in range(READS):
