@@ -26,7 +26,9 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Site,
             await take(opened, 2, number)
         assert (await opened.post("/v1/draws/d/ack", {"batch": 1})).status == 200
         source = {"tasks": [graded("first", system_prompt="a"), graded("second", system_prompt="b")]}
-        assert (await opened.post("/v1/evals", {"id": "e", "source": source, "k": 2, "by": "system_prompt"})).status == 201
+        assert (
+            await opened.post("/v1/evals", {"id": "e", "source": source, "k": 2, "by": "system_prompt"})
+        ).status == 201
         await over(opened)
         async with asyncio.timeout(60):
             store = opened.served.app_state.store

@@ -52,6 +52,8 @@ TABLES = (
     "CREATE INDEX by_policy ON rollouts (policy)",
     'CREATE INDEX by_group ON rollouts ("group") WHERE "group" IS NOT NULL',
     "CREATE INDEX by_code ON rollouts (code) WHERE code IS NOT NULL",
+    "CREATE INDEX by_run_and_environment ON rollouts (run, environment)",
+    "CREATE INDEX by_run_and_code ON rollouts (run, code) WHERE code IS NOT NULL",
     "CREATE INDEX by_outcome ON rollouts (outcome)",
     "CREATE INDEX by_failure ON rollouts (ended_at, run, code, blame) WHERE code IS NOT NULL",
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, record TEXT NOT NULL)",
@@ -106,7 +108,8 @@ def _open(path: Path) -> sqlite3.Connection:
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite gives its WAL the same mode
     connection = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
+        connection.execute("PRAGMA page_size = 16384")  # before the first table: texts of some kilobytes fill pages
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # likewise
         connection.execute("PRAGMA journal_mode = WAL")
         # Nothing of it must survive a power failure, but the file must stay valid: one fsync per checkpoint.
         connection.execute("PRAGMA synchronous = NORMAL")

@@ -19,6 +19,9 @@ scripts without spaces, one character is enough: a whole sentence is one word of
 BEFORE, HIT, AFTER = 60, 80, 120
 """Characters of an excerpt."""
 
+MOST_PLACES = 100
+"""Places inside of words that are passed over in the search for an excerpt."""
+
 
 class InvalidSearch(ValueError):
     """A search that is too long or has no words; the message says which."""
@@ -60,17 +63,31 @@ class Search:
         return " AND ".join([*quoted[:-1], quoted[-1] + ("*" if is_start else "")])
 
     def excerpt(self, text: str) -> Excerpt:
-        """The first place of the whole search in the text, else of one of its words, else the start of the text."""
-        for wanted in dict.fromkeys((r"\s+".join(map(re.escape, self.words)), *map(re.escape, self.words))):
-            found = re.search(r"(?<!\w)" + wanted, text, re.IGNORECASE)
-            if found is not None:
-                start, end = found.span()
-                return Excerpt(
-                    _one_line(text[max(0, start - 2 * BEFORE) : start])[-BEFORE:],
-                    _one_line(text[start:end])[:HIT],
-                    _one_line(text[end : end + 2 * AFTER])[:AFTER],
-                )
+        """The first place of the whole search in the text, else of one of its words, else the start of the text.
+
+        By plain substring search: a regular expression takes a hundred times as long for a text of 256 K characters."""
+        lowered = text.lower()
+        if len(lowered) == len(text):  # else positions differ: a few characters have a longer lower case
+            for wanted in dict.fromkeys((" ".join(self.words), *self.words)):
+                start = _find_word(lowered, wanted.lower())
+                if start >= 0:
+                    end = start + len(wanted)
+                    return Excerpt(
+                        _one_line(text[max(0, start - 2 * BEFORE) : start])[-BEFORE:],
+                        _one_line(text[start:end])[:HIT],
+                        _one_line(text[end : end + 2 * AFTER])[:AFTER],
+                    )
         return Excerpt("", "", _one_line(text[: 2 * AFTER])[:AFTER])
+
+
+def _find_word(text: str, wanted: str) -> int:
+    """Returns where the text has it at the start of a word; −1: nowhere, or not among the first places."""
+    start = -1
+    for _ in range(MOST_PLACES):
+        start = text.find(wanted, start + 1)
+        if start <= 0 or not _is_in_words(text[start - 1]):
+            return start
+    return -1
 
 
 def _is_in_words(character: str) -> bool:

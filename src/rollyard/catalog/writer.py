@@ -20,8 +20,8 @@ from rollyard.catalog.entries import COLUMNS, Entry
 from rollyard.catalog.texts import pack, text_of, unpack
 from rollyard.store.codec import CorruptRecord
 
-FREE_PAGES = 1000
-"""Pages of 4 KiB that one call of `shrink` returns to the file system: about 5 ms."""
+FREE_PAGES = 250
+"""Pages of 16 KiB that one call of `shrink` returns to the file system: about 5 ms."""
 
 
 class Writer:
