@@ -16,6 +16,7 @@ BELOW: dict[str, set[str]] = {
     "exports": {"web", "core"},
     "observe": {"core"},
     "store": {"core"},
+    "catalog": {"store", "core"},
     "http": {"core"},
     "sandbox": {"http", "core"},
     "engines": {"core"},

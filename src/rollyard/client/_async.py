@@ -442,6 +442,25 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         """The state of the service: versions, states, pools, engines, runtimes, environments."""
         return read_object(await self._wire.json("GET", "/status"))
 
+    async def overview(self) -> JsonObject:
+        """What a dashboard shows first: the flow of rollouts, the last hour, failures, alerts, engines and nodes."""
+        return read_object(await self._wire.json("GET", "/overview"))
+
+    async def results(
+        self, *, search: str | None = None, after: str | None = None, limit: int = 50, **filters: str | float | None
+    ) -> JsonObject:
+        """A page of rollouts as rows of a table, newest first. `filters` are those of `GET /v1/results`: run,
+        environment, agent, policy, version, outcome, code, state, group, trainable, min_reward, max_reward."""
+        chosen = {"search": search, "after": after, **filters, "limit": limit}
+        params = {name: str(value).lower() if isinstance(value, bool) else value for name, value in chosen.items()}
+        return read_object(await self._wire.json("GET", "/results", params=params))
+
+    async def series(self, run: str, *, by: str = "time", points: int = 60) -> JsonObject:
+        """A run's figures over time, or over weight versions (`by="version"`)."""
+        return read_object(
+            await self._wire.json("GET", f"/runs/{part(run)}/series", params={"by": by, "points": points})
+        )
+
     async def resize_pools(
         self,
         *,

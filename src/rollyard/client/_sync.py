@@ -343,6 +343,22 @@ class Client:
         """The state of the service: versions, states, pools, engines, runtimes, environments."""
         return self._loop.run(self._async.status())
 
+    def overview(self) -> JsonObject:
+        """What a dashboard shows first: the flow of rollouts, the last hour, failures, alerts, engines and nodes."""
+        return self._loop.run(self._async.overview())
+
+    def results(
+        self, *, search: str | None = None, after: str | None = None, limit: int = 50, **filters: str | float | None
+    ) -> JsonObject:
+        """A page of rollouts as rows of a table, newest first. `filters` are those of `GET /v1/results`: run,
+        environment, agent, policy, version, outcome, code, state, group, trainable, min_reward, max_reward.
+        """
+        return self._loop.run(self._async.results(search=search, after=after, limit=limit))
+
+    def series(self, run: str, *, by: str = "time", points: int = 60) -> JsonObject:
+        """A run's figures over time, or over weight versions (`by="version"`)."""
+        return self._loop.run(self._async.series(run, by=by, points=points))
+
     def resize_pools(
         self,
         *,

@@ -105,3 +105,18 @@ class Run:
     overlong_penalty: OverlongPenalty | None = None
     created_at: float = 0.0
     owner: str = ""  # id of the token that created it (not a secret); empty: the service itself
+
+
+NAME_CHARACTERS = 120
+
+_NAMED_BY = ("name", "instance_id", "id", "instruction", "question", "problem_statement", "prompt")
+"""Fields of a task's data that distinguish it from others, the shortest first."""
+
+
+def name_of(task: Task) -> str:
+    """Returns the task's own name, or the start of what it asks for, in at most `NAME_CHARACTERS`; "" without one."""
+    for field_name in _NAMED_BY:
+        value = task.data.get(field_name)
+        if isinstance(value, str) and (text := " ".join(value[: 4 * NAME_CHARACTERS].split())):
+            return text if len(text) <= NAME_CHARACTERS else text[: NAME_CHARACTERS - 1] + "…"
+    return ""

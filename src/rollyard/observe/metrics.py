@@ -84,10 +84,22 @@ class Snapshot:
     unserved: Sequence[str] = ()  # policies whose rollouts wait because no node can use one of their engines
 
 
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start, for readers in this process."""
+
+    ended: int = 0  # rollouts
+    ended_turns: int = 0  # of those
+    ended_tokens: int = 0
+    calls: int = 0  # of engines, by this process
+    sampled_tokens: int = 0  # in those
+
+
 class Metrics:
     """The metrics of one service: methods that record events, and watchers that return state."""
 
     def __init__(self) -> None:
+        self.totals = Totals()
         self.registry = CollectorRegistry()
         self._watchers: list[Callable[[], Snapshot]] = []
         self._failure_codes: dict[str, set[str]] = {}  # by engine
@@ -157,6 +169,9 @@ class Metrics:
         code, blame = (failure.code, failure.blame.value) if failure else ("", "")
         self._ended.labels(ending.outcome.value, code, blame, rollout.task.environment).inc()
         self._ended_tokens.labels(blame).observe(ending.summary.sampled_tokens)
+        self.totals.ended += 1
+        self.totals.ended_turns += ending.summary.turns
+        self.totals.ended_tokens += ending.summary.sampled_tokens
         timings = ending.timings
         for stage, work_s, wait_s in (
             ("init", timings.init_s, timings.queued_s),
@@ -175,6 +190,8 @@ class Metrics:
         self, engine: str, seconds: float, *, prompt_tokens: int, sampled_tokens: int, cached_tokens: int | None
     ) -> None:
         self._calls.labels(engine).inc()
+        self.totals.calls += 1
+        self.totals.sampled_tokens += sampled_tokens
         self._call_seconds.labels(engine).observe(seconds)
         self._prompt.labels(engine).inc(prompt_tokens)
         self._sampled.labels(engine).inc(sampled_tokens)

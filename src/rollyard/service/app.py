@@ -25,10 +25,13 @@ from rollyard.service.routes import (
     health,
     ids,
     login,
+    overview,
     pages,
     policies,
+    results,
     rollouts,
     runs,
+    series,
     sessions,
     status,
     tokens,
@@ -39,7 +42,7 @@ from rollyard.service.session_gateway import SessionGateway
 
 PARTS = (
     *(runs, rollouts, details, groups, draws, evals, ids, sessions, engines, policies, tokens, fleet, status, events),
-    *(health, login),
+    *(health, results, overview, series, login),
 )
 """The modules of the API, in the order of its description."""
 

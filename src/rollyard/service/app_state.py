@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from rollyard.agents.session import SessionAgent
+from rollyard.catalog import Catalog
 from rollyard.core import DEFAULT_RUN, Json, Run, check_id, key_of
 from rollyard.core.access import AuditEntry
 from rollyard.core.failure import AmbiguousId, Forbidden, NotFound
@@ -19,6 +20,7 @@ from rollyard.fleet.ray_host import RayHost
 from rollyard.fleet.tokenizer_files import TokenizerServer
 from rollyard.pipeline import Pipeline, StageResources
 from rollyard.sampling.sampler import Sampler
+from rollyard.service.history import History
 from rollyard.service.security.access import Caller, caller_of, owns_policy
 from rollyard.service.security.keys import SessionKeys
 from rollyard.service.security.logins import Logins
@@ -41,6 +43,8 @@ class AppState:
     resources: StageResources
     pipeline: Pipeline
     sampler: Sampler
+    catalog: Catalog
+    history: History
     keys: SessionKeys
     sessions: SessionAgent  # holds the open sessions
     runtimes: Mapping[str, Mapping[str, str]]  # the result of each runtime's probe at start
@@ -48,6 +52,9 @@ class AppState:
     owners: dict[str, str]  # policy → the token that may change its weights
     ray: RayHost | None = None  # only with fleet = ray
     tokenizers: TokenizerServer = field(default_factory=TokenizerServer)
+    overviews: dict[str, tuple[float, bytes]] = field(
+        default_factory=dict[str, tuple[float, bytes]]
+    )  # by caller, until
     started_at: float = field(default_factory=time.monotonic)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 

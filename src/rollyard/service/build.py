@@ -20,6 +20,7 @@ from functools import partial
 from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.agents.session import SessionAgent
+from rollyard.catalog import Catalog
 from rollyard.core import RollyardError
 from rollyard.engines.base import EngineSpec
 from rollyard.engines.routing.router import Router, RouterSettings
@@ -32,6 +33,7 @@ from rollyard.pipeline import LocalExecutor, Pipeline, Renderers, StageResources
 from rollyard.sampling.sampler import Sampler
 from rollyard.service.app_state import AppState
 from rollyard.service.engine_address import check_reachable
+from rollyard.service.history import History
 from rollyard.service.machine import (
     AGENTS,
     TOKENIZERS,
@@ -113,6 +115,11 @@ async def open_app(
                 folders=settings.task_folder_paths,
             )
         )
+        catalog = await stack.enter_async_context(
+            Catalog(settings.data_dir, store, is_busy=lambda: bool(pipeline.live))
+        )
+        pipeline.on_end.append(catalog.wake)
+        history = await stack.enter_async_context(History(pipeline, router))
         app_state = AppState(
             settings=settings,
             tokens=tokens,
@@ -122,6 +129,8 @@ async def open_app(
             resources=resources,
             pipeline=pipeline,
             sampler=sampler,
+            catalog=catalog,
+            history=history,
             keys=keys,
             sessions=_sessions(agents),
             runtimes=probes,

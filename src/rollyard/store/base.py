@@ -29,6 +29,7 @@ from rollyard.core import (
     Ending,
     EngineSpec,
     Group,
+    GroupState,
     Json,
     LostAttempt,
     Position,
@@ -112,6 +113,14 @@ class Recovery:
 class Page:
     rollouts: tuple[Rollout, ...]
     next_cursor: str | None  # pass as `after`. None: no more; for ended, only on an empty page (repeat the call later)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRollout:
+    """What the store still has of a rollout."""
+
+    ended_seq: int | None  # None: it has not ended
+    has_trajectory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +341,18 @@ class Store(Protocol):
         """Returns what EVAL found, as JSON; empty if there is nothing, or it was deleted."""
         ...
 
+    async def encoded_trajectory(self, rollout_id: str, max_bytes: int) -> bytes | None:
+        """Returns a trajectory as `codec.encode_trajectory` returned it. None: there is none, or it is larger."""
+        ...
+
+    async def kept(self, ids: Sequence[str]) -> Mapping[str, KeptRollout]:
+        """Returns which of these rollouts exist, and whether their trajectories do."""
+        ...
+
+    async def last_ended(self) -> int:
+        """Returns the last number in the terminal order; 0 before the first end."""
+        ...
+
     async def list(
         self,
         *,
@@ -373,6 +394,22 @@ class Store(Protocol):
 
     async def get_group(self, group_id: str) -> Group: ...
 
+    async def count_groups(self, run_id: str) -> Mapping[GroupState, int]:
+        """Returns the number of a run's groups in each state that any has."""
+        ...
+
+    async def list_groups(
+        self,
+        *,
+        runs: Sequence[str] | None = None,
+        draw: str | None = None,
+        state: GroupState | None = None,
+        before: int | None = None,
+        limit: int = 100,
+    ) -> tuple[Sequence[Group], int | None]:
+        """Returns groups of these runs, or of all, newest first, and the next `before`; None: there are no more."""
+        ...
+
     async def unfinished_groups(self) -> Sequence[Group]:
         """Returns open and complete groups, in the order in which they started."""
         ...
@@ -407,6 +444,10 @@ class Store(Protocol):
     async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]: ...
 
     async def count_items(self, draw_id: str) -> int: ...
+
+    async def list_batches(self, draw_id: str, before: int | None, limit: int) -> Sequence[Batch]:
+        """Returns the batches of a draw before that number, newest first."""
+        ...
 
     async def get_batch(self, draw_id: str, number: int) -> Batch: ...
 

@@ -81,6 +81,21 @@ class _Text(msgspec.Struct):
     info: Mapping[str, Json]
 
 
+class _Messages(msgspec.Struct):
+    """The messages of `_Text`; the rest is skipped."""
+
+    messages: tuple[Message, ...]
+
+
+class _TextRecord(msgspec.Struct, array_like=True):
+    """The start of a `_TrajectoryRecord`, without decoding its traces."""
+
+    rollout_id: str
+    attempt: int
+    traces: msgspec.Raw
+    text: bytes
+
+
 class _TrajectoryRecord(msgspec.Struct, array_like=True):
     """A trajectory on disk. As of a trace: only append fields, with defaults."""
 
@@ -140,6 +155,8 @@ a dataclass on first use, and a second thread that uses it meanwhile gets it hal
 segmentation fault. Readers are threads, so they must not build any. (Building one costs 100 times its use, too.)"""
 
 _TRAJECTORY_DECODER = msgspec.msgpack.Decoder(_TrajectoryRecord)
+_TEXT_RECORD_DECODER = msgspec.msgpack.Decoder(_TextRecord)
+_MESSAGES_DECODER = msgspec.json.Decoder(_Messages)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -191,6 +208,23 @@ def decode_trajectory(data: bytes | bytearray) -> Trajectory:
         )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptRecord(f"a stored trajectory cannot be read: {error}") from error
+
+
+def trajectory_text(data: bytes | bytearray) -> bytes:
+    """Returns the JSON part of an encoded trajectory, without decoding anything else."""
+    check_trajectory(data)
+    try:
+        return _TEXT_RECORD_DECODER.decode(memoryview(data)[4:]).text
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptRecord(f"a stored trajectory cannot be read: {error}") from error
+
+
+def messages_of(text: bytes) -> tuple[Message, ...]:
+    """Returns the messages in what `trajectory_text` returned."""
+    try:
+        return _MESSAGES_DECODER.decode(text).messages
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptRecord(f"the messages of a stored trajectory cannot be read: {error}") from error
 
 
 def _to_record(trace: Trace) -> _TraceRecord:

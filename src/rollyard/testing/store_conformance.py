@@ -39,6 +39,7 @@ from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
 from rollyard.core.task import Sampling
 from rollyard.core.trace import Span
 from rollyard.store.base import Retention, Stale, Store, StoreLocked, StoreUnusable, Submission, SweepResult
+from rollyard.store.codec import decode_trajectory
 
 
 class Open(Protocol):
@@ -311,6 +312,30 @@ async def later_scores_are_appended(open_store: Open) -> None:
 
 
 # --- cancelling ---------------------------------------------------------------------------------------
+
+
+@_check
+async def what_is_kept_of_rollouts_is_told(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        assert await store.last_ended() == 0
+        await store.submit([submission("a"), submission("b"), submission("c")])
+        await store.end("a", await advance(store, "a", State.RUN), completed(), trajectory("a"))
+        await store.end("b", await advance(store, "b", State.INIT), completed())
+        kept = await store.kept(["c", "b", "a", "unknown"])
+        assert {key: (one.ended_seq, one.has_trajectory) for key, one in kept.items()} == {
+            "a": (1, True),
+            "b": (2, False),
+            "c": (None, False),
+        }
+        data = await store.encoded_trajectory("a", 1 << 20)
+        assert data is not None and decode_trajectory(data) == trajectory("a")
+        assert await store.encoded_trajectory("a", len(data)) == data
+        assert await store.encoded_trajectory("a", len(data) - 1) is None, "it is larger"
+        assert await store.encoded_trajectory("b", 1 << 20) is None
+        assert await store.encoded_trajectory("unknown", 1 << 20) is None
+        assert await store.last_ended() == 2
+        await store.acknowledge("run", "e:2")
+        assert not (await store.kept(["a"]))["a"].has_trajectory
 
 
 def _is_cancelled(rollout: Rollout | None) -> bool:

@@ -259,3 +259,31 @@ async def deleting_a_run_deletes_its_draws(open_store: Open) -> None:
         await raises(NotFound, store.get_batch("d", 1))
         await raises(NotFound, store.get_eval("e"))
         assert await store.count_items("d") == 0 and [one.id for one in await store.list_draws()] == ["theirs"]
+
+
+@_check
+async def groups_and_batches_are_listed_newest_first(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_run(Run("other"), {})
+        await store.put_draw(draw(), {})
+        batches = tuple(Batch("d", number, 4, 0, 0) for number in (1, 2, 3))
+        ended = group("d.0.1.0", "d", state=GroupState.FILTERED)
+        await store.step(Decision(members("d.0.0.0"), (group("d.0.0.0", "d"), ended), draw(), batches))
+        await store.put_groups([(replace(group("else"), run="other"), {})], ())
+
+        async def listed(**wanted: object) -> str:
+            ids, before = list[str](), None
+            while True:
+                groups, before = await store.list_groups(before=before, limit=1, **wanted)  # type: ignore[arg-type]
+                ids += [one.id for one in groups]
+                if before is None:
+                    return " ".join(ids)
+
+        assert await listed() == "else d.0.1.0 d.0.0.0"
+        assert await listed(runs=["run"]) == await listed(draw="d") == "d.0.1.0 d.0.0.0"
+        assert await listed(runs=["other", "none"]) == "else" and await listed(runs=[]) == ""
+        assert await listed(runs=["run"], state=GroupState.OPEN) == "d.0.0.0"
+        assert await store.count_groups("run") == {GroupState.OPEN: 1, GroupState.FILTERED: 1}
+        assert [one.number for one in await store.list_batches("d", None, 2)] == [3, 2]
+        assert [one.number for one in await store.list_batches("d", 2, 2)] == [1]
+        assert await store.list_batches("unknown", None, 2) == ()

@@ -26,6 +26,7 @@ BENCHES = {
     "draw": "batches of useful groups: time, waste and bias of four ways to fill them (simulated)",
     "arrow": "a batch of 256 traces of 8,000 tokens: bytes and time as Arrow and as JSON",
     "engine": "tokens and turns per second of the embedded engine, and of transformers' generate",
+    "web": "tables, searches and open pages of the dashboard, with 100,000 stored rollouts",
     "fleet": "what 1 to 8 Ray nodes carry, and what leases and results cost the head",
 }
 

@@ -33,7 +33,7 @@ from rollyard.service.schemas.group_pages import (
     load_group,
 )
 from rollyard.service.schemas.records import reply
-from rollyard.service.schemas.requests import Count, InRun, RunQuery, WaitS, read_body
+from rollyard.service.schemas.requests import Count, InRun, RunQuery, WaitS, parse_number, read_body
 from rollyard.service.security.access import caller_of, require_manage, require_priority
 from rollyard.service.security.bounds import while_connected
 from rollyard.store.base import ItemKind
@@ -45,6 +45,11 @@ MOST_GROUPS = 256  # on one page
 
 class WaitQuery(RunQuery):
     wait_s: WaitS = Field(default=0.0, description="Seconds to wait for the batch to close.")
+
+
+class BatchesQuery(RunQuery):
+    after: str | None = Field(default=None, max_length=40, description="The `next` of the previous page.")
+    limit: int = Field(default=50, ge=1, le=200)
 
 
 class GroupsQuery(RunQuery):
@@ -105,6 +110,25 @@ async def ask(request: Request, draw_id: str, run: InRun = None) -> Response:
     runner = await _mine(request, draw_id, run)
     body = await read_body(request, BatchBody)
     return reply(batch_object(await runner.ask(body.want, body.number)))
+
+
+@router.get("/{draw_id}/batches")
+async def list_batches(request: Request, draw_id: str, query: Annotated[BatchesQuery, Query()]) -> Response:
+    """Returns the batches of a draw, newest first, and whether each was acknowledged."""
+    app_state = app_state_of(request)
+    runner = await _runner(request, draw_id, query.run)
+    before = parse_number(query.after, "b")
+    batches = await app_state.store.list_batches(runner.draw.id, before, query.limit)
+    acked = runner.draw.progress.acked
+    return reply(
+        {
+            "batches": [
+                {**batch_object(batch), "created_at": batch.created_at, "acked": batch.number <= acked}
+                for batch in batches
+            ],
+            "next": f"b:{batches[-1].number}" if len(batches) == query.limit and batches[-1].number > 1 else None,
+        }
+    )
 
 
 @router.get("/{draw_id}/batches/{number}")

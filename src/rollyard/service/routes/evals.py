@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.core.failure import Draining, Forbidden
+from rollyard.sampling.eval_tasks import tasks_of
 from rollyard.sampling.evals import EvalPlan
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
@@ -66,6 +67,15 @@ async def get_eval(request: Request, eval_id: str, query: Annotated[EvalQuery, Q
     if record is None:
         record = await app_state.store.get_eval(key)
     return reply(_to_object(app_state, record))
+
+
+@router.get("/{eval_id}/tasks")
+async def get_tasks(request: Request, eval_id: str, run: InRun = None) -> Response:
+    """Returns the tasks that have started, in order: samples with a reward, how many passed, and how many are
+    missing."""
+    app_state = app_state_of(request)
+    key = await app_state.find(caller_of(request), ItemKind.EVAL, eval_id, run)
+    return reply({"tasks": await tasks_of(app_state.store, await app_state.store.get_eval(key))})
 
 
 @router.delete("/{eval_id}", status_code=202)

@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import Group, Json, Task, check_id, id_of, key_of, new_id
+from rollyard.core import Group, GroupState, Json, Task, check_id, id_of, key_of, new_id
 from rollyard.core.failure import InvalidRequest
 from rollyard.sampling.groups import new_group
 from rollyard.sampling.open_group import rollouts_of
@@ -19,13 +19,20 @@ from rollyard.service.problems import field_path
 from rollyard.service.schemas.draws import GroupBody, GroupsBody, SingleGroupBody
 from rollyard.service.schemas.group_pages import group_object
 from rollyard.service.schemas.records import reply
-from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, check_body, read_json
+from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, check_body, parse_number, read_json
 from rollyard.service.security.access import caller_of, require_priority, require_write
 from rollyard.service.security.bounds import while_connected
 from rollyard.service.tasks import checked_task
 from rollyard.store.base import ItemKind
 
 router = APIRouter(prefix="/v1", tags=["groups"])
+
+
+class GroupsQuery(RunQuery):
+    draw: str | None = Field(default=None, description="Only groups of this draw.")
+    state: GroupState | None = None
+    after: str | None = Field(default=None, max_length=40, description="The `next` of the previous page.")
+    limit: int = Field(default=50, ge=1, le=200)
 
 
 class GroupQuery(RunQuery):
@@ -57,6 +64,23 @@ async def create(request: Request) -> Response:
         submissions.append((group, task, body.identity()))
     groups = await app_state.sampler.groups.put(submissions)
     return reply({"groups": [group_object(group) for group in groups]}, 202)
+
+
+@router.get("/groups")
+async def list_groups(request: Request, query: Annotated[GroupsQuery, Query()]) -> Response:
+    """Returns groups without their members, newest first."""
+    app_state, caller = app_state_of(request), caller_of(request)
+    if query.run is not None:
+        runs = [(await app_state.run(caller, query.run)).id]
+    else:
+        runs = None if caller.is_admin else [run.id for run in app_state.readable(caller)]
+    draw = None if query.draw is None else await app_state.find(caller, ItemKind.DRAW, query.draw, query.run)
+    before = parse_number(query.after, "g")
+    groups, after = await app_state.store.list_groups(
+        runs=runs, draw=draw, state=query.state, before=before, limit=query.limit
+    )
+    objects = [{name: value for name, value in group_object(group).items() if name != "members"} for group in groups]
+    return reply({"groups": objects, "next": None if after is None else f"g:{after}"})
 
 
 @router.get("/groups/{group_id}")

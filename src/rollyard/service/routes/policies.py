@@ -6,7 +6,11 @@ or the caller sets `take_over`: it must always be possible to set a version and 
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +27,12 @@ from rollyard.service.security.access import caller_of, require_admin
 router = APIRouter(prefix="/v1", tags=["policies"])
 
 
+class VersionsQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    hours: float = Field(default=24.0, gt=0, le=24 * 366, allow_inf_nan=False)
+
+
 @router.get("/policies")
 async def list_policies(request: Request) -> Response:
     """Returns every policy with its version, state and engines."""
@@ -35,6 +45,16 @@ async def get_policy(request: Request, name: str) -> Response:
     """Returns one policy."""
     app_state = app_state_of(request)
     return reply(_object(app_state, app_state.router.policies.status(name)))
+
+
+@router.get("/policies/{name}/versions")
+async def get_versions(request: Request, name: str, query: Annotated[VersionsQuery, Query()]) -> Response:
+    """Returns when the weight versions of the policy's engines changed, since the service started: `[at, version]`,
+    oldest first."""
+    app_state = app_state_of(request)
+    app_state.router.policies.status(name)  # NotFound
+    since = time.time() - 3600 * query.hours
+    return reply({"engines": app_state.history.versions(name, since)})
 
 
 @router.post("/policies/{name}/pause", openapi_extra=json_body(PauseBody))

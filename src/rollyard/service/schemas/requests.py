@@ -54,6 +54,16 @@ class RunQuery(BaseModel):
     run: str | None = Field(default=None, description="The run of the object; only needed if two runs use its id.")
 
 
+def parse_number(cursor: str | None, kind: str) -> int | None:
+    """Returns the number in a cursor such as "g:123", whose letter is the kind of the listing."""
+    if cursor is None:
+        return None
+    letter, _, number = cursor.partition(":")
+    if letter != kind or not (number.isascii() and number.isdigit()) or len(number) > 18:
+        raise InvalidRequest(f"after: {cursor[:40]!r} is not a cursor of this listing; use the `next` of its last page")
+    return int(number)
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
 

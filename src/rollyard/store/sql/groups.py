@@ -174,6 +174,37 @@ def get_group(connection: Connection, group_id: str) -> Group:
     return from_json(row[0], Group)
 
 
+def count_groups(connection: Connection, run_id: str) -> dict[GroupState, int]:
+    rows = connection.read_rows("state, COUNT(*)", "FROM groups WHERE run = ? GROUP BY state", (run_id,))
+    return {GroupState(row[0]): int(row[1]) for row in rows}
+
+
+def list_groups(
+    connection: Connection,
+    runs: Sequence[str] | None,
+    draw: str | None,
+    state: GroupState | None,
+    before: int | None,
+    limit: int,
+) -> tuple[tuple[Group, ...], int | None]:
+    """Newest first."""
+    where, values = list[str](), list[object]()
+    if runs is not None and len(runs) == 1:
+        where, values = [*where, "run = ?"], [*values, runs[0]]
+    elif runs is not None:
+        dialect = connection.dialect
+        where, values = [*where, dialect.among.format("run")], [*values, dialect.listed(runs)]
+    for column, value in (("draw = ?", draw), ("state = ?", state), ("seq < ?", before)):
+        if value is not None:
+            where, values = [*where, column], [*values, value]
+    conditions = f"WHERE {' AND '.join(where)}" if where else ""
+    rows = connection.read_rows(
+        "seq, record", f"FROM groups {conditions} ORDER BY seq DESC LIMIT ?", (*values, limit + 1)
+    )
+    groups = from_json(f"[{','.join(row[1] for row in rows[:limit])}]", tuple[Group, ...])
+    return groups, rows[limit - 1][0] if len(rows) > limit else None
+
+
 def unfinished_groups(connection: Connection) -> tuple[Group, ...]:
     clauses = "FROM groups WHERE state IN ('open', 'complete') ORDER BY seq"
     return connection.read_records("record", clauses, (), tuple[Group, ...])
@@ -213,6 +244,14 @@ def get_item(connection: Connection, draw_id: str, item: int) -> dict[str, Any]:
 def count_items(connection: Connection, draw_id: str) -> int:
     (count,) = connection.execute("SELECT COUNT(*) FROM draw_items WHERE draw = ?", (draw_id,)).fetchone()
     return int(count)
+
+
+def list_batches(connection: Connection, draw_id: str, before: int | None, limit: int) -> tuple[Batch, ...]:
+    rows = connection.execute(
+        "SELECT record FROM batches WHERE draw = ? AND number < ? ORDER BY number DESC LIMIT ?",
+        (draw_id, 1 << 62 if before is None else before, limit),
+    ).fetchall()
+    return tuple(from_json(record, Batch) for (record,) in rows)
 
 
 def get_batch(connection: Connection, draw_id: str, number: int) -> Batch:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from rollyard.core import EngineSpec, Json, Rollout, Run, State, Trajectory
 from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.core.ids import DEFAULT_RUN, SEPARATOR
-from rollyard.store.base import ItemKind, Page, QueuedRow, RunResults
+from rollyard.store.base import ItemKind, KeptRollout, Page, QueuedRow, RunResults
 from rollyard.store.codec import decode_trajectory, from_json
 from rollyard.store.sql.dialect import Connection, Dialect, Row
 from rollyard.store.sql.rows import BYTES, COLUMNS, FROM, fetch, parse_cursor, to_rollout, to_rollouts
@@ -147,6 +147,30 @@ def evidence(connection: Connection, rollout_id: str) -> bytes:
         "SELECT e.evidence FROM rollouts r JOIN evidence e USING (seq) WHERE r.id = ?", (rollout_id,)
     ).fetchone()
     return b"" if row is None else bytes(row[0])
+
+
+def encoded_trajectory(connection: Connection, rollout_id: str, max_bytes: int) -> bytes | None:
+    row = connection.execute(
+        "SELECT CASE WHEN length(j.trajectory) <= ? THEN j.trajectory END FROM rollouts r "
+        "JOIN trajectories j USING (seq) WHERE r.id = ?",
+        (max_bytes, rollout_id),
+    ).fetchone()
+    return None if row is None else row[0]
+
+
+def kept(connection: Connection, ids: Sequence[str]) -> dict[str, KeptRollout]:
+    dialect = connection.dialect
+    rows = connection.read_rows(
+        "r.id, r.ended_seq, CASE WHEN j.seq IS NULL THEN 0 ELSE 1 END",
+        f"FROM rollouts r LEFT JOIN trajectories j USING (seq) WHERE {dialect.among.format('r.id')}",
+        (dialect.listed(ids),),
+    )
+    return {row[0]: KeptRollout(row[1], bool(row[2])) for row in rows}
+
+
+def last_ended(connection: Connection) -> int:
+    (number,) = connection.execute("SELECT value FROM meta WHERE key = 'ended_seq'").fetchone()
+    return int(number)
 
 
 def saved_run(connection: Connection, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None:

@@ -30,6 +30,7 @@ from rollyard.core import (
     Ending,
     EngineSpec,
     Group,
+    GroupState,
     IllegalMove,
     Json,
     LostAttempt,
@@ -49,6 +50,7 @@ from rollyard.store.base import (
     EncodedTrajectory,
     EvalRecord,
     ItemKind,
+    KeptRollout,
     Page,
     QueuedRow,
     Recovery,
@@ -255,6 +257,21 @@ class SqlStore(ABC):
     async def get_group(self, group_id: str) -> Group:
         return await self._read(partial(group_sql.get_group, group_id=group_id))
 
+    async def count_groups(self, run_id: str) -> Mapping[GroupState, int]:
+        return await self._read(partial(group_sql.count_groups, run_id=run_id))
+
+    async def list_groups(
+        self,
+        *,
+        runs: Sequence[str] | None = None,
+        draw: str | None = None,
+        state: GroupState | None = None,
+        before: int | None = None,
+        limit: int = 100,
+    ) -> tuple[Sequence[Group], int | None]:
+        query = partial(group_sql.list_groups, runs=runs, draw=draw, state=state, before=before, limit=limit)
+        return await self._read(query)
+
     async def unfinished_groups(self) -> Sequence[Group]:
         return await self._read(group_sql.unfinished_groups)
 
@@ -289,6 +306,9 @@ class SqlStore(ABC):
 
     async def count_items(self, draw_id: str) -> int:
         return await self._read(partial(group_sql.count_items, draw_id=draw_id))
+
+    async def list_batches(self, draw_id: str, before: int | None, limit: int) -> Sequence[Batch]:
+        return await self._read(partial(group_sql.list_batches, draw_id=draw_id, before=before, limit=limit))
 
     async def get_batch(self, draw_id: str, number: int) -> Batch:
         return await self._read(partial(group_sql.get_batch, draw_id=draw_id, number=number))
@@ -382,6 +402,15 @@ class SqlStore(ABC):
 
     async def evidence(self, rollout_id: str) -> bytes:
         return await self._read(partial(reads.evidence, rollout_id=rollout_id))
+
+    async def encoded_trajectory(self, rollout_id: str, max_bytes: int) -> bytes | None:
+        return await self._read(partial(reads.encoded_trajectory, rollout_id=rollout_id, max_bytes=max_bytes))
+
+    async def kept(self, ids: Sequence[str]) -> Mapping[str, KeptRollout]:
+        return await self._read(partial(reads.kept, ids=ids))
+
+    async def last_ended(self) -> int:
+        return await self._read(reads.last_ended)
 
     async def list(
         self,

@@ -1,0 +1,18 @@
+"""`rollyard bench web`: what the dashboard asks of the service, with a hundred thousand stored rollouts.
+
+Parts, each in its own file:
+- `_web_tables`: pages of results, searches and the overview over HTTP, and the filling of the catalog;
+- `_web_live`: the CPU of ten open pages while rollouts are in flight.
+"""
+
+from __future__ import annotations
+
+from bench._web_live import live_pages
+from bench._web_tables import tables
+from rollyard.core import Json
+
+
+async def bench_web(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
+    metrics, versus = await tables(rollouts=5_000 if quick else 100_000, with_versus=peers)
+    metrics |= await live_pages(in_flight=50 if quick else 1_000, window_s=10.0 if quick else 30.0)
+    return {"metrics": metrics, "versus": versus}
