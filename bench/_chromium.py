@@ -1,4 +1,4 @@
-"""Debian's Chromium, driven by Playwright: for the tests of the dashboard, its benchmark and the pictures of the docs."""
+"""Debian's Chromium, driven by Playwright: for the dashboard's tests, its benchmark and the pictures of the docs."""
 
 from __future__ import annotations
 

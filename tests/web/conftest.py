@@ -4,7 +4,7 @@
         page = await visitor.open("/runs")
         await expect(page.get_by_role("heading", level=1)).to_have_text("Runs")
 
-`visitor` is a signed-in page of the service `world`, which has data for every view and is shared by the tests of a file.
+`visitor` is a signed-in page of the service `world`, which has data for every view; the tests of a file share it.
 `new_visitor(width=390, theme="dark")` makes others. At the end, each fails the test if its page had errors
 (`tests/web/visitor.py`).
 """
