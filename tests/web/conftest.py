@@ -5,7 +5,7 @@
         await expect(page.get_by_role("heading", level=1)).to_have_text("Runs")
 
 `visitor` is a signed-in page of the service `world`, which has data for every view; the tests of a file share it.
-`new_visitor(width=390, theme="dark")` makes others. At the end, each fails the test if its page had errors
+`new_visitor(site, width=390, theme="dark")` makes others. At the end, each fails the test if its page had errors
 (`tests/web/visitor.py`).
 """
 
@@ -60,12 +60,12 @@ async def world(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> A
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def new_visitor(browser: Browser, world: Site) -> AsyncGenerator[NewVisitor, None]:
-    """Makes visitors: `await new_visitor(site, width=390, theme="dark")`; without a site, of the world."""
+async def new_visitor(browser: Browser) -> AsyncGenerator[NewVisitor, None]:
+    """Makes visitors of a service: `await new_visitor(site, width=390, theme="dark")`."""
     visitors: list[Visitor] = []
 
-    async def new(site: Site | None = None, **options: Any) -> Visitor:
-        visitors.append(await Visitor.new(browser, site or world, **options))
+    async def new(site: Site, **options: Any) -> Visitor:
+        visitors.append(await Visitor.new(browser, site, **options))
         return visitors[-1]
 
     yield new
