@@ -117,7 +117,8 @@ async def test_a_reader_looks_and_cannot_change(site: Site, new_visitor: NewVisi
 
 
 EVIL = """<!doctype html><title>evil</title><iframe src="{url}/"></iframe><img src="{url}/v1/runs">
-<form id="f" method="post" action="{url}/v1/pools" enctype="text/plain" target="t"><input name="a"></form><iframe name="t"></iframe>
+<form id="f" method="post" action="{url}/v1/pools" enctype="text/plain" target="t"><input name="a"></form>
+<iframe name="t"></iframe>
 """
 
 EVIL_CALLS = """async (url) => {

@@ -71,7 +71,8 @@ async def fill(site: Site) -> None:
         for name in ("e1", "e2"):
             while (await site.get(f"/v1/evals/{name}?wait_s=20")).body["state"] == "running":
                 pass
-    await site.submit(RUNNING)
+    limits = {"init_s": 30, "run_s": 3600, "eval_s": 30, "model_s": 3600}
+    await site.submit(RUNNING, task=task("never ends", limits=limits))
 
 
 async def _post(site: Site, path: str, body: dict[str, Any]) -> None:
