@@ -6,6 +6,7 @@ policy, a dialog, a download, a request to another origin, or a reply with an er
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from playwright.async_api import Browser, BrowserContext, Page, Request, Respons
 
 from tests.service.site import Site
 
-TIMEOUT_MS = 60_000.0
+TIMEOUT_MS = float(os.environ.get("ROLLYARD_BROWSER_TIMEOUT_MS", "60000"))
 """A guard against hangs: a busy machine is slow."""
 
 expect.set_options(timeout=TIMEOUT_MS)

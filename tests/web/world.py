@@ -78,3 +78,21 @@ async def fill(site: Site) -> None:
 async def _post(site: Site, path: str, body: dict[str, Any]) -> None:
     answer = await site.post(path, body)
     assert answer.status < 300, answer.body
+
+
+ADDRESSES = {
+    "/": "/",
+    "/runs": "/runs",
+    "/runs/{run}": "/runs/default",
+    "/rollouts": "/rollouts",
+    "/rollouts/{run}/{id}": "/rollouts/default/mixed-0",
+    "/groups/{run}/{id}": "/groups/default/mixed",
+    "/draws": "/draws",
+    "/draws/{run}/{id}": "/draws/default/d",
+    "/evals": "/evals",
+    "/evals/compare": "/evals/compare",
+    "/evals/{run}/{id}": "/evals/e1/e1",
+    "/engines": "/engines",
+    "/nodes": "/nodes",
+}
+"""An address of each view, with something to see there."""
