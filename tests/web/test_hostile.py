@@ -38,8 +38,10 @@ from rollyard.testing.store_conformance import advance
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.site import Site, engine_table, finish, open_site, scripted, settings, shell, task
 from tests.web.conftest import NewVisitor
-from tests.web.payloads import COUNT, payloads
+from tests.web.payloads import COUNT, LARGE, payloads
 from tests.web.visitor import Visitor
+
+TABS = ("tokens", "traces", "requests", "terminal", "evidence", "record")
 
 RUN = "constructor"
 """A name that every object of a script has."""
@@ -62,7 +64,7 @@ CHECK = """() => {
       if (isForeign) found.push(`${name}=${value}`);
     }
   }
-  if (/PWNED/.test(document.title)) found.push("the title was set");
+  if (!/Rollyard$/.test(document.title)) found.push(`the title is ${document.title}`);
   if ({}.polluted !== undefined) found.push("a prototype was changed");
   if (!globalThis.isSamePage) found.push("the page was left");
   const view = main.querySelector("h1");
@@ -207,8 +209,11 @@ async def test_nothing_that_an_agent_or_a_tool_wrote_runs_or_leaves_the_page(
     page = await visitor.open(f"/rollouts?run={RUN}")
     found: list[str] = []
     for number in range(COUNT):
+        is_large = number >= COUNT - len(LARGE)
         found += await troubles_of(visitor, f"/rollouts/{RUN}/h{number}")
-        if number % 20 == 0 or number >= COUNT - 10:
+        for tab in TABS if is_large else (TABS[number % len(TABS)], TABS[(number + number // len(TABS)) % len(TABS)]):
+            found += await troubles_of(visitor, f"/rollouts/{RUN}/h{number}?tab={tab}")
+        if number % 20 == 0 or is_large:
             await answers(page)
     found += await troubles_of(visitor, f"/rollouts?run={RUN}")
     found += await troubles_of(visitor, f"/runs/{RUN}")

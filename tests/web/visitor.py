@@ -28,6 +28,12 @@ addEventListener("securitypolicyviolation", (event) =>
   troubles.push(`CSP: ${event.effectiveDirective} ${event.blockedURI} ${event.sample} ${event.sourceFile}`));
 """
 
+GO = """(to) => new Promise((done) => {
+  history.pushState(null, "", to);
+  dispatchEvent(new Event("popstate"));
+  requestAnimationFrame(() => requestAnimationFrame(done));  // the old view is gone
+})"""
+
 IS_SETTLED = "() => document.querySelector('main h1') && !document.querySelector('main .loading')"
 """The view has its heading, and no part of it says that it loads."""
 
@@ -92,9 +98,7 @@ class Visitor:
 
     async def go(self, path: str) -> None:
         """Changes to another view inside the page, as a link does, and returns when it is shown."""
-        await self.page.evaluate(
-            "(to) => { history.pushState(null, '', to); dispatchEvent(new Event('popstate')); }", path
-        )
+        await self.page.evaluate(GO, path)
         await self.settled()
 
     async def settled(self) -> None:

@@ -90,7 +90,7 @@ ADDRESSES = {
     "/draws": "/draws",
     "/draws/{run}/{id}": "/draws/default/d",
     "/evals": "/evals",
-    "/evals/compare": "/evals/compare",
+    "/evals/compare": "/evals/compare?a=e1/e1&b=e2/e2",
     "/evals/{run}/{id}": "/evals/e1/e1",
     "/engines": "/engines",
     "/nodes": "/nodes",
