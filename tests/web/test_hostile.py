@@ -24,6 +24,7 @@ from rollyard.core import (
     Trace,
     Trajectory,
     ids_array,
+    key_of,
     logprobs_array,
 )
 from rollyard.core.failure import Blame, Failure
@@ -68,6 +69,7 @@ VISIT = """async (to) => {
   await shown();
 
   const found = [...troubles];
+  if (main.querySelector(".problem")) found.push(main.querySelector(".problem").textContent);
   for (const element of main.querySelectorAll("*")) {
     if (never.includes(element.localName)) found.push(`<${element.localName}>`);
     for (const { name, value } of element.attributes) {
@@ -100,7 +102,7 @@ async def fill(store: Store) -> None:
     await store.put_run(Run(RUN), {})
     tokenizer = FolderTokenizer(tokenizer_dir())
     for number, text in enumerate(payloads()):
-        rollout_id = f"h{number}"
+        rollout_id = key_of(RUN, f"h{number}")
         body: dict[str, Json] = {
             "instruction": text[:50_000],
             "checks": ["true"],
