@@ -150,7 +150,7 @@ def _trajectory(rollout_id: str, at: Position, text: str, tokenizer: FolderToken
         model=text[:100],
         fork_reason=text[:200],
     )
-    call = {"id": text[:100], "type": "function", "function": {"name": text[:200] or "x", "arguments": text[:500_000]}}
+    call = {"id": text[:100], "type": "function", "function": {"name": text[:200] or "x", "arguments": text[:100_000]}}
     messages: tuple[dict[str, Json], ...] = (
         {"role": "system", "content": text[:2000]},
         {
@@ -160,7 +160,7 @@ def _trajectory(rollout_id: str, at: Position, text: str, tokenizer: FolderToken
                 {"type": "image_url", "image_url": {"url": text[:500]}},
             ],
         },
-        {"role": "assistant", "content": text, "reasoning_content": text[:50_000], "tool_calls": [call]},
+        {"role": "assistant", "content": text[:500_000], "reasoning_content": text[:50_000], "tool_calls": [call]},
         {"role": "tool", "content": text, "tool_call_id": text[:100], "name": text[:100]},
         {
             "role": text[:40],
@@ -206,6 +206,7 @@ async def answers(page: Page) -> None:
     await page.evaluate("() => { globalThis.isAnswered = false; }")
 
 
+@pytest.mark.timeout(600)
 async def test_nothing_that_an_agent_or_a_tool_wrote_runs_or_leaves_the_page(
     site: Site, new_visitor: NewVisitor
 ) -> None:
