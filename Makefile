@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh Debian machine: `make demo` and `make test`.
-.PHONY: help setup demo train-demo test quick coverage soak check docs bench lock clean
+.PHONY: help setup demo train-demo test quick coverage soak check docs screenshots bench lock clean
 .DEFAULT_GOAL := help
 
 # Tests start hundreds of Python processes: each would compile every module again if none kept the result.
@@ -11,7 +11,7 @@ ARGUMENTS = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
 PYTEST = .venv/bin/pytest $(ARGUMENTS)
 
 help: ## what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## install what development needs (.venv; Debian packages when root)
 	@scripts/setup dev
@@ -54,6 +54,10 @@ check: ## lint, format, words and types
 
 docs: ## the documentation as a website in build/docs; a dead link or anchor is an error
 	@scripts/docs
+
+screenshots: ## the pictures of the dashboard in docs/images, from a scripted run in Chromium
+	@scripts/setup dev
+	@scripts/screenshots
 
 bench: ## every benchmark, with its peers (BENCH=--quick: rough figures, sooner)
 	@scripts/setup dev
