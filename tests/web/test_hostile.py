@@ -50,6 +50,7 @@ RUN = "constructor"
 GUARD = """
 globalThis.pwned = () => troubles.push("a script ran");
 globalThis.isSamePage = true;
+globalThis.prototypeNames = Object.getOwnPropertyNames(Object.prototype).join();
 """
 
 VISIT = """async (to) => {
@@ -79,7 +80,8 @@ VISIT = """async (to) => {
     }
   }
   if (!/Rollyard$/.test(document.title)) found.push(`the title is ${document.title}`);
-  if ({}.polluted !== undefined) found.push("a prototype was changed");
+  const names = Object.getOwnPropertyNames(Object.prototype).join();
+  if (names !== globalThis.prototypeNames) found.push(`a prototype was changed: ${names}`);
   if (!globalThis.isSamePage) found.push("the page was left");
   return found;
 }"""

@@ -55,7 +55,7 @@ class Visitor:
         self._expected: set[int] = set()
         self._is_loss_expected = False
         self._is_signed_in = False
-        page.on("pageerror", lambda error: self.troubles.append(f"script error: {error} {(error.stack or '')[:600]}"))
+        page.on("pageerror", lambda error: self.troubles.append(f"script error: {error} at {page.url} {(error.stack or '')[:1200]}"))
         page.on("console", lambda message: self._on_console(message.type, message.text))
         page.on("dialog", self._on_dialog)
         page.on("download", lambda download: self.troubles.append(f"download: {download.url}"))

@@ -9,6 +9,8 @@ import { Visible } from "./text.js";
 import { Badge, Loaded, Page, Table } from "./ui.js";
 import Rollout from "./views/rollout.js";
 
+Object.preventExtensions(Object.prototype); // hostile keys in data cannot change what all objects have
+
 const ROWS = 200; // shown per click
 
 const COLUMNS = [

@@ -2,6 +2,9 @@
 
 export const NONE = "–";
 
+/** A table for untrusted keys: without a prototype, "constructor" and "__proto__" are not found in it. */
+export const table = (entries) => Object.assign(Object.create(null), entries);
+
 export function count(value) {
   if (value === null || value === undefined) return NONE;
   return Math.round(value).toLocaleString("en-US");

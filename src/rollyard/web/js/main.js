@@ -4,6 +4,8 @@ import { caller, connection, get, lastRefusal, signIn, signOut } from "./api.js"
 import { go, Link, match, place } from "./router.js";
 import { Loading, Page, Problem } from "./ui.js";
 
+Object.preventExtensions(Object.prototype); // hostile keys in data cannot change what all objects have
+
 const VIEWS = [
   ["/", () => import("./views/overview.js")],
   ["/runs", () => import("./views/runs.js")],

@@ -41,7 +41,8 @@ export function Visible({ text }) {
 }
 
 // CSI … final byte | OSC, DCS, SOS, PM, APC … until ST or BEL | other two-byte escapes | C1 forms of CSI
-const ESCAPE = /\u001b\[([0-?]*)[ -/]*([@-~])|\u001b[\]PX^_][^\u0007\u001b]*(?:\u0007|\u001b\\)?|\u001b[ -/]*[0-~]?|\u009b([0-?]*)[ -/]*([@-~])/g;
+// A string escape without its end is a two-byte escape: otherwise an agent could hide the rest of its output.
+const ESCAPE = /\u001b\[([0-?]*)[ -/]*([@-~])|\u001b[\]PX^_][^\u0007\u001b]{0,4096}(?:\u0007|\u001b\\)|\u001b[ -/]*[0-~]?|\u009b([0-?]*)[ -/]*([@-~])/g;
 
 /** Splits a terminal's output into parts with classes for colours: [{text, classes}]. All other escapes are dropped. */
 export function terminal(text) {

@@ -1,7 +1,7 @@
 // Small components that several views use.
 import { html } from "./dom.js";
 import { ApiError } from "./api.js";
-import { time, ago } from "./format.js";
+import { ago, table, time } from "./format.js";
 import { Visible } from "./text.js";
 
 /** The frame of a view: its heading, an optional line below it, and controls on the right. */
@@ -24,12 +24,12 @@ export function Stat({ label, value, note, title }) {
   return html`<div class="stat" title=${title}><span class="label">${label}</span><span class="value">${value}</span>${note && html`<span class="note">${note}</span>`}</div>`;
 }
 
-const TONES = {
+const TONES = table({
   completed: "good", up: "good", delivered: "good", done: "good", active: "good", resumed: "good",
   run: "busy", init: "busy", eval: "busy", ready: "busy", running: "busy", open: "busy", complete: "busy", starting: "busy",
   policy_failed: "warn", filtered: "warn", paused: "warn", draining: "warn", drained: "warn", dropped: "warn", truncated: "warn",
   infra_failed: "bad", task_failed: "bad", failed: "bad", down: "bad", quarantined: "bad", suspect: "warn", lost: "bad",
-};
+});
 
 /** A state, an outcome or a code. The colour repeats what the word says. */
 export function Badge({ value, tone }) {

@@ -3,17 +3,17 @@ import { html } from "../dom.js";
 import { Link, paths } from "../router.js";
 import { Badge, Table, Time } from "../ui.js";
 import { Line } from "./figures.js";
-import { count, percent, reward, short } from "../format.js";
+import { count, percent, reward, short, table } from "../format.js";
 
 export const GROUP_STATES = ["open", "complete", "delivered", "filtered", "failed", "cancelled", "dropped", "void"];
 
-const REASONS = {
+const REASONS = table({
   hopeless: "ended early: whatever its missing members scored, the filter would not keep it",
   short_of_members: "too few members ended without an infrastructure failure",
   rewound: "undone by a rewind of the trainer",
   stale: "older than the draw allows",
   closed: "the draw was closed",
-};
+});
 
 /** Why a group has its state, from its reason, its statistics and the filter of its draw (`keep`). */
 export function why(group, keep) {

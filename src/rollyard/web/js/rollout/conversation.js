@@ -3,7 +3,7 @@
 // In a long one, messages off the screen cost no layout (content-visibility in css/rollout.css), so hundreds are shown at
 // once and the browser's own search finds text in all of them.
 import { html, useLayoutEffect, useMemo, useRef, useState } from "../dom.js";
-import { count, plural, short } from "../format.js";
+import { count, plural, short, table } from "../format.js";
 import { href, place, setQuery } from "../router.js";
 import { LongText, Visible } from "../text.js";
 import { Empty } from "../ui.js";
@@ -34,7 +34,7 @@ export function Call({ call }) {
   </div>`;
 }
 
-const ROLES = { system: "System", developer: "Developer", user: "User", assistant: "Assistant", tool: "Tool" };
+const ROLES = table({ system: "System", developer: "Developer", user: "User", assistant: "Assistant", tool: "Tool" });
 
 export function Message({ message, number, turn, mark = "", id }) {
   const role = String(message.role || "?");

@@ -1,12 +1,12 @@
 // What EVAL found: the score with its parts, check results, test output, the patch, the judge's words.
 import { html } from "../dom.js";
-import { count, reward, time } from "../format.js";
+import { count, reward, table, time } from "../format.js";
 import { LongText, Visible } from "../text.js";
 import { Badge, Card, Empty } from "../ui.js";
 import { Artifacts } from "./artifacts.js";
 import { Diff } from "./diff.js";
 
-const KINDS = { check: "Check", tests: "Tests", judge: "Judge", patch: "Patch" };
+const KINDS = table({ check: "Check", tests: "Tests", judge: "Judge", patch: "Patch" });
 
 function Numbers({ title, values }) {
   const entries = Object.entries(values || {});

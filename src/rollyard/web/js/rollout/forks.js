@@ -1,11 +1,11 @@
 // The traces of a rollout as a tree: which trace continues the tokens of which, and why it is not the same trace.
 import { html } from "../dom.js";
-import { count, plural } from "../format.js";
+import { count, plural, table } from "../format.js";
 import { Link, place } from "../router.js";
 import { Visible } from "../text.js";
 import { Badge } from "../ui.js";
 
-const REASONS = {
+const REASONS = table({
   "new conversation": "shares no message with an earlier one: a second agent, or a compaction that started again",
   "history rewritten": "shares the beginning of an earlier one, then differs: a compaction or an edited history",
   "reasoning removed": "the client left the reasoning out",
@@ -13,7 +13,7 @@ const REASONS = {
   "other tools": "the same history with other tools",
   "not extended": "the new prompt could not be proven to start with the old tokens",
   abandoned: "no client received the completion, so nothing can extend it",
-};
+});
 
 /** The tree: [{index, shared, children}]. A trace's parent owns the last span that the trace has as a copy. */
 export function treeOf(traces) {

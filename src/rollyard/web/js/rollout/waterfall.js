@@ -2,12 +2,12 @@
 //
 // One call is under the pointer or chosen by arrow keys; a line below the lanes describes it. A table has all of them.
 import { html, useEffect, useState } from "../dom.js";
-import { count, plural, seconds } from "../format.js";
+import { count, plural, seconds, table } from "../format.js";
 import { place, setQuery } from "../router.js";
 import { Visible } from "../text.js";
 import { Badge, Empty } from "../ui.js";
 
-const STAGES = { queued: "Queued", init: "INIT", prepare: "Set-up", ready: "READY", run: "RUN", eval_wait: "Waiting for EVAL", eval: "EVAL", model: "Model", tool: "Tool" };
+const STAGES = table({ queued: "Queued", init: "INIT", prepare: "Set-up", ready: "READY", run: "RUN", eval_wait: "Waiting for EVAL", eval: "EVAL", model: "Model", tool: "Tool" });
 const LANES = [["Stages", (part) => part.kind !== "model" && part.kind !== "tool"], ["Model", (part) => part.kind === "model"], ["Tools", (part) => part.kind === "tool"]];
 const TICKS = 6;
 const TABLE_ROWS = 200;

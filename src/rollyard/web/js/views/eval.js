@@ -5,7 +5,7 @@ import { Link, paths, place } from "../router.js";
 import { Badge, Card, Empty, Loaded, Page, Problem, Stat, Time } from "../ui.js";
 import { Choice, DataTable, Filter, Toggle } from "../flow/controls.js";
 import { Facts, Interval, Line, Meter, wilson } from "../flow/figures.js";
-import { count, percent, plural, reward, seconds, short } from "../format.js";
+import { count, percent, plural, reward, seconds, short, table } from "../format.js";
 
 const MOST_PIPS = 32;
 const NOT_FAILURES = new Set(["version_changed", "not_begun"]); // causes that no rollout has as its code
@@ -77,7 +77,7 @@ const TASKS = (run, parts) => [
   { name: "missing", label: "Missing", numeric: true, sort: (task) => task.missing, cell: (task) => count(task.missing) },
 ];
 
-const SHOW = { "": () => true, none: (task) => task.samples > 0 && task.passes === 0, some: (task) => task.passes > 0 && task.passes < task.samples, all: (task) => task.samples > 0 && task.passes === task.samples, missing: (task) => task.missing > 0 };
+const SHOW = table({ "": () => true, none: (task) => task.samples > 0 && task.passes === 0, some: (task) => task.passes > 0 && task.passes < task.samples, all: (task) => task.samples > 0 && task.passes === task.samples, missing: (task) => task.missing > 0 });
 
 function Tasks({ one }) {
   const { q = "", show = "" } = place.value.query;
