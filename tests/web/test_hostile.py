@@ -219,7 +219,7 @@ async def test_nothing_that_an_agent_or_a_tool_wrote_runs_or_leaves_the_page(
     for number in range(COUNT):
         is_large = number >= COUNT - len(LARGE)
         found += await troubles_of(visitor, f"/rollouts/{RUN}/h{number}")
-        for tab in TABS if is_large else [TABS[number % len(TABS)]]:
+        for tab in TABS if is_large else TABS[number % 24 : number % 24 + 1]:  # the tabs in turn, of every fourth one
             found += await troubles_of(visitor, f"/rollouts/{RUN}/h{number}?tab={tab}")
         if number % 20 == 0 or is_large:
             await answers(page)

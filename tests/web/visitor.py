@@ -55,7 +55,7 @@ class Visitor:
         self._expected: set[int] = set()
         self._is_loss_expected = False
         self._is_signed_in = False
-        page.on("pageerror", lambda error: self.troubles.append(f"script error: {error} at {page.url} {(error.stack or '')[:1200]}"))
+        page.on("pageerror", lambda error: self._on_error(error.message, error.stack or ""))
         page.on("console", lambda message: self._on_console(message.type, message.text))
         page.on("dialog", self._on_dialog)
         page.on("download", lambda download: self.troubles.append(f"download: {download.url}"))
@@ -116,6 +116,9 @@ class Visitor:
         finally:
             await self.context.close()
         assert not self.troubles, "\n".join(dict.fromkeys(self.troubles))
+
+    def _on_error(self, message: str, stack: str) -> None:
+        self.troubles.append(f"script error: {message} at {self.page.url} {stack[:600]}")
 
     def _on_console(self, kind: str, text: str) -> None:
         if kind != "error":

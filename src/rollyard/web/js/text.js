@@ -10,6 +10,7 @@ const FOLD_CHARACTERS = 4000;
 const FOLD_LINES = 40;
 const CHUNK_CHARACTERS = 200_000; // shown per click: more would stall the page
 const CHUNK_LINES = 2000;
+const CHUNK_PARTS = 2000; // colours and invisible characters: each is an element of its own
 
 const SHOWN = new Map([["\u2028", "LS"], ["\u2029", "PS"], ["\u200b", "ZWSP"], ["\u2060", "WJ"], ["\ufeff", "BOM"],
   ["\u061c", "ALM"], ["\u200e", "LRM"], ["\u200f", "RLM"], ["\u202a", "LRE"], ["\u202b", "RLE"], ["\u202c", "PDF"],
@@ -92,7 +93,9 @@ function classesOf(style) {
   return names.join(" ");
 }
 
-/** The end of what is shown first: at a number of lines or characters, and never inside a surrogate pair. */
+const SPECIAL = new RegExp(`\u001b|\u009b|${INVISIBLE.source}`, "gu");
+
+/** The end of a chunk: at a number of lines, characters or special characters, and never inside a surrogate pair. */
 export function cut(text, from, characters, lines) {
   let end = Math.min(text.length, from + characters);
   for (let line = 0, at = from; line < lines; line++) {
@@ -100,6 +103,10 @@ export function cut(text, from, characters, lines) {
     if (next < 0 || next >= end) break;
     at = next + 1;
     if (line === lines - 1) end = at;
+  }
+  let parts = 0;
+  for (const found of text.slice(from, end).matchAll(SPECIAL)) {
+    if (++parts === CHUNK_PARTS) { end = from + found.index + 1; break; }
   }
   const code = text.charCodeAt(end - 1);
   return code >= 0xd800 && code < 0xdc00 && end < text.length ? end - 1 : end;
