@@ -51,6 +51,7 @@ TURNS = 200
 TOKENS = 64_000
 RUN, ID = "bench", "long"
 TIMEOUT_MS = 120_000.0
+BROWSER_METRICS = ("first_paint_ms", "overview_shown_ms", "rollout_shown_ms")
 
 MEASURE = """() => {
   const watch = (name, isShown) => {
@@ -114,8 +115,8 @@ async def _measured(browser: Browser, served: Served, messages: int, repeats: in
             rollouts.append(await _shown(page, "rolloutShown"))
         finally:
             await context.close()
-    names = {"first_paint_ms": paints, "overview_shown_ms": overviews, "rollout_shown_ms": rollouts}
-    return {name: round(statistics.median(times[1:]), 1) for name, times in names.items()}
+    columns = zip(BROWSER_METRICS, (paints, overviews, rollouts), strict=True)
+    return {name: round(statistics.median(times[1:]), 1) for name, times in columns}
 
 
 async def _code(served: Served) -> str:

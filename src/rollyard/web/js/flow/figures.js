@@ -13,7 +13,7 @@ export function Line({ text }) {
   return html`<${Visible} text=${value.length > TEXT_CHARACTERS ? `${value.slice(0, TEXT_CHARACTERS)}…` : value} />`;
 }
 
-/** How much of something is in use. `tone` of a full one: "warn" unless told. */
+/** How much of something is in use. `tone` of a full one: "warn" unless given. */
 export function Meter({ label, value, most, tone, text }) {
   const share = most > 0 ? Math.min(1, value / most) : 0;
   const colour = tone || (share >= 1 ? "warn" : "busy");

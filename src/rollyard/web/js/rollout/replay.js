@@ -80,9 +80,9 @@ export function Replay({ messages, timeline }) {
     return () => clearInterval(timer);
   }, [isPlaying, speed, end_s]);
   useEffect(() => { if (at_s >= end_s) setPlaying(false); }, [at_s >= end_s]);
-  const begun = events.filter((event) => event.from_s <= at_s);
-  const done = begun.filter((event) => event.to_s <= at_s).length;
-  useEffect(() => { if (screen.current) screen.current.scrollTop = screen.current.scrollHeight; }, [begun.length, done]);
+  const started = events.filter((event) => event.from_s <= at_s);
+  const done = started.filter((event) => event.to_s <= at_s).length;
+  useEffect(() => { if (screen.current) screen.current.scrollTop = screen.current.scrollHeight; }, [started.length, done]);
   if (!events.length) return html`<${Empty}>No tool was called.<//>`;
   const play = () => {
     if (!isPlaying && at_s >= end_s) setAt(0);
@@ -98,10 +98,10 @@ export function Replay({ messages, timeline }) {
       <button type="button" class="quiet" onClick=${() => setAt(end_s)}>To the end</button>
     </div>
     ${!session.isTimed && html`<p class="note">The times of these calls were not stored: each takes a second here.</p>`}
-    <div class="terminal" ref=${screen} tabindex="0" role="region" aria-label="Terminal" data-begun=${begun.length}>
-      ${begun.length > MOST_SHOWN && html`<p class="note">${plural(begun.length - MOST_SHOWN, "earlier command")}: see the conversation.</p>`}
-      ${begun.slice(-MOST_SHOWN).map((event) => html`<${Command} key=${events.indexOf(event)} event=${event} isDone=${event.to_s <= at_s} />`)}
-      ${!begun.length && html`<p class="note">Press play, or move the slider.</p>`}
+    <div class="terminal" ref=${screen} tabindex="0" role="region" aria-label="Terminal" data-started=${started.length}>
+      ${started.length > MOST_SHOWN && html`<p class="note">${plural(started.length - MOST_SHOWN, "earlier command")}: see the conversation.</p>`}
+      ${started.slice(-MOST_SHOWN).map((event) => html`<${Command} key=${events.indexOf(event)} event=${event} isDone=${event.to_s <= at_s} />`)}
+      ${!started.length && html`<p class="note">Press play, or move the slider.</p>`}
     </div>
   </div>`;
 }

@@ -33,7 +33,7 @@ function Command({ text }) {
 
 function FirstContact({ hasEngine }) {
   if (caller.value?.access === "reader") {
-    return html`<${Card} title="Nothing has run yet" className="welcome"><p>This page fills as soon as somebody submits a rollout. Your token may look and change nothing.</p><//>`;
+    return html`<${Card} title="Nothing has run yet" className="welcome"><p>This page fills with the first rollout. Your token may look and change nothing.</p><//>`;
   }
   return html`<${Card} title="Nothing has run yet" className="welcome">
     <p>A rollout is one task for an agent: Rollyard prepares a sandbox, lets the model work in it, and scores the result.
@@ -43,7 +43,7 @@ function FirstContact({ hasEngine }) {
       <li><p>Write a task:</p><${Command} text=${`echo '{"environment": "math", "data": {"question": "2 + 2?", "answer": "4"}}' > tasks.jsonl`} /></li>
       <li><p>Submit it, and watch it here pass through the stages:</p><${Command} text="rollyard submit tasks.jsonl" /></li>
     </ol>
-    <p>No model at hand? <code>rollyard demo --scripted</code> shows everything else at work, with a script in place of the model.</p>
+    <p>No model at hand? <code>rollyard demo --scripted</code> runs everything else, with a script in place of the model.</p>
   <//>`;
 }
 
@@ -86,7 +86,7 @@ function Engines({ engines, policies }) {
     { name: "tokens", label: "Tokens/s", numeric: true, cell: (engine) => short(engine.tokens_per_s) },
   ];
   const up = engines.filter(isWell).length;
-  return html`<${Card} title="Engines" note=${engines.length ? `${count(up)} of ${count(engines.length)} at work` : ""}>
+  return html`<${Card} title="Engines" note=${engines.length ? `${count(up)} of ${count(engines.length)} up` : ""}>
     ${policies.length > 0 && html`<p class="policies">${policies.slice(0, MOST_ROWS).map((policy) => html`<span key=${policy.name}>policy <b><${Line} text=${policy.name} /></b> at version <b>${policy.version}</b> <${Badge} value=${policy.state} /></span>`)}</p>`}
     <${DataTable} label="Engines" columns=${columns} rows=${rows} rowKey=${(engine) => engine.id} empty="No engine. Rollouts wait until one is added." prefix="e-" />
     <p class="more"><${Link} path="/engines">Engines and policies<//></p><//>`;
