@@ -56,6 +56,6 @@ async def test_a_full_disk_ends_the_service_with_an_error_and_loses_nothing_ackn
         if process.returncode is None:
             process.kill()
             await process.wait()
-    with sqlite3.connect(next(copy.glob("*.db"))) as database:
+    with sqlite3.connect(copy / "rollyard.db") as database:
         stored = {row[0] for row in database.execute("SELECT id FROM rollouts")}
     assert acknowledged and set(acknowledged) <= stored

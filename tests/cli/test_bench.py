@@ -114,7 +114,7 @@ async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkey
     monkeypatch.setattr(report.subprocess, "run", run)
     result = await cli("bench", "all", "--quick", "--no-peers", "--json")
     assert result.status == 1
-    assert "2 of 13 benches failed: shell, draw — the reasons are above" in result.err
+    assert "2 of 14 benches failed: shell, draw — the reasons are above" in result.err
     options = ["--quick", "--no-peers", "--json"]
     assert ran == [[sys.executable, "-m", "rollyard", "bench", name, *options] for name in bench.BENCHES]
 
