@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def _python_in(folder: Path, path_inside: str) -> PortablePython:
 def portable_python(cache: Path) -> PortablePython:
     """Returns the portable Python below `cache`, and builds it if necessary. Call it in a thread: a build blocks for
     seconds."""
-    parts = _Parts.discover()
+    parts = _own_parts()
     folder = cache.absolute() / parts.digest()
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
@@ -148,6 +149,12 @@ class _Parts:
                 file_stat = path.stat()
                 hasher.update(f"{name} {path} {file_stat.st_size} {file_stat.st_mtime_ns}\n".encode())
         return f"{_VERSION}-{hasher.hexdigest()}"
+
+
+@cache
+def _own_parts() -> _Parts:
+    """The parts of this interpreter, found once per process: `ldd` takes a second."""
+    return _Parts.discover()
 
 
 def _stdlib_files(stdlib: Path) -> Iterator[tuple[str, Path]]:
