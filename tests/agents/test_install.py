@@ -142,12 +142,29 @@ async def test_an_npm_package_is_unpacked_below_its_name_with_its_modes(tmp_path
     assert tool.read_text() == "#!/bin/sh\necho hi\n"
 
 
-async def test_a_tarball_that_would_write_elsewhere_is_refused(tmp_path: Path):
-    tarball(tmp_path / "a-b-2.0.0.tgz", ("package/../../../escaped", "x", 0o644))
+@pytest.mark.parametrize("name", ["package/../../../escaped", "package//{folder}/escaped"])
+async def test_a_tarball_that_would_write_elsewhere_is_refused(name: str, tmp_path: Path):
+    tarball(tmp_path / "a-b-2.0.0.tgz", (name.format(folder=tmp_path), "x", 0o644))
     installs = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match="cannot be unpacked"):
         await installs.install(NPM, source=tmp_path)
     assert installs.folder_of(NPM) is None and not (tmp_path / "escaped").exists()
+
+
+async def test_links_in_a_tarball_are_not_created(tmp_path: Path):
+    """A later file of the same tarball would be written through them."""
+    with tarfile.open(tmp_path / "a-b-2.0.0.tgz", "w:gz") as archive:
+        for kind, name in ((tarfile.SYMTYPE, "package/out"), (tarfile.LNKTYPE, "package/hard")):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, str(tmp_path)
+            archive.addfile(link)
+        entry = tarfile.TarInfo("package/out/escaped")
+        entry.size = 1
+        archive.addfile(entry, io.BytesIO(b"x"))
+    folder = await AgentInstalls(tmp_path / "agents").install(NPM, source=tmp_path)
+    assert not (tmp_path / "escaped").exists()
+    assert [path.name for path in (folder / "@a/b").iterdir()] == ["out"]
+    assert (folder / "@a/b/out/escaped").read_text() == "x" and not (folder / "@a/b/out").is_symlink()
 
 
 @pytest.mark.parametrize("level", [0, 6])

@@ -182,12 +182,22 @@ def _npm(preset: Preset, draft: Path, notify: Notify, source: Path | None) -> No
 
 
 def _unpack(tarball: Path, target: Path) -> None:
+    """Writes the files of a package and ignores everything else, as npm does: no link is created, and nothing outside
+    `target`. (tarfile has a filter for this, but not in the Python of Debian 12.)"""
     target.mkdir(parents=True)
     with tarfile.open(tarball) as archive:
         for member in archive:
-            _, _, member.name = member.name.partition("/")  # the top folder may have any name
-            if member.name:
-                archive.extract(member, target, filter="data")
+            _, _, name = member.name.partition("/")  # the top folder may have any name
+            content = archive.extractfile(member) if member.isreg() else None
+            if content is None or not name:
+                continue
+            if name.startswith("/") or ".." in name.split("/"):
+                raise tarfile.TarError(f"{member.name!r} would be written outside its folder")
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                shutil.copyfileobj(content, file)
+            path.chmod(0o755 if member.mode & 0o100 else 0o644)
         assert archive.fileobj is not None
         while archive.fileobj.read(1 << 20):  # the checksum is verified only at the end of the file
             pass
