@@ -13,7 +13,7 @@ from typer.main import get_command
 from rollyard import __version__
 from rollyard.cli import _commit
 from rollyard.cli._reference import reference
-from rollyard.cli.app import app
+from rollyard.cli.app import app, app_for
 from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.slow
@@ -48,6 +48,16 @@ def test_the_commands_are_complete():
     assert {path[1] for path in COMMANDS if path[0] == "nodes"} == {"list", "drain", "resume"}
     assert {path[1] for path in COMMANDS if path[0] == "slurm"} == {"up", "status", "down"}
     assert {path[1] for path in COMMANDS if path[0] == "pools"} == {"list", "resize"}
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(path[0] for path in COMMANDS))
+def test_a_line_prepares_only_its_own_command(name: str):
+    assert leaves(get_command(app_for([name, "--json"]))) == [path for path in COMMANDS if path[0] == name]
+
+
+@pytest.mark.parametrize("line", [[], ["--help"], ["runz", "list"], [""]])
+def test_other_lines_prepare_all_commands(line: list[str]):
+    assert app_for(line) is app
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)

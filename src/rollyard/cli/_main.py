@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit status."""
     from typer.main import get_command
 
-    from rollyard.cli.app import app
+    from rollyard.cli.app import app_for
 
-    command = get_command(app)
+    command = get_command(app_for(sys.argv[1:] if argv is None else argv))
     if logging.lastResort is not None:  # prints warnings of commands that do not configure logging
         logging.lastResort.setFormatter(logging.Formatter("rollyard: %(message)s"))
     try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer.models import CommandInfo
 
 from rollyard.cli._commit import commit
 from rollyard.cli.commands.access import access
@@ -136,3 +139,20 @@ app.command(
 )(bench)
 app.command(short_help="Watch a small trained model solve tasks.", epilog=_example("rollyard demo"))(demo)
 app.command(epilog=_example("rollyard config --config rollyard.toml"))(config)
+
+
+def app_for(arguments: Sequence[str]) -> typer.Typer:
+    """Returns the tree, reduced to the command that `arguments` start with. Typer prepares every parameter of every
+    command that it is given, which takes longer than most commands."""
+    name = arguments[0] if arguments else ""
+    commands = [command for command in app.registered_commands if _name_of(command) == name]
+    groups = [group for group in app.registered_groups if group.name == name]
+    if not commands and not groups:
+        return app
+    reduced = copy.copy(app)
+    reduced.registered_commands, reduced.registered_groups = commands, groups
+    return reduced
+
+
+def _name_of(command: CommandInfo) -> str:
+    return command.name or (command.callback.__name__ if command.callback else "")
