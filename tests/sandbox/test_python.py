@@ -133,6 +133,25 @@ def test_a_build_that_does_not_run_is_deleted(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+def test_a_module_that_lacks_a_library_is_left_out(tmp_path: Path) -> None:
+    library, whole, lacking = (tmp_path / name for name in ("libgone.so", "whole.so", "lacking.so"))
+    compiler = ["gcc", "-shared", "-Wl,--no-as-needed", "-o"]
+    subprocess.run([*compiler, library, "-xc", "/dev/null"], check=True)
+    subprocess.run([*compiler, whole, "-xc", "/dev/null"], check=True)
+    subprocess.run([*compiler, lacking, "-xc", "/dev/null", f"-L{tmp_path}", "-lgone"], check=True)
+    library.unlink()
+    program = Path(sys.executable).resolve()
+    loader, libraries, broken = module._libraries([program, whole, lacking])
+    assert broken == {lacking} and loader.is_file() and "libc.so.6" in libraries
+    assert module._libraries([program, whole]) == (loader, libraries, set())
+
+
+def test_the_libraries_are_found_without_ldd(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = module._Parts.discover().files
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert module._Parts.discover().files == expected
+
+
 def test_another_python_gets_another_folder(python: PortablePython, tmp_path: Path) -> None:
     """The distribution's Python, which names its folders differently and has no IPython."""
     other = shutil.which("python3", path="/usr/bin") or ""

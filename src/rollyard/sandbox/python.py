@@ -153,7 +153,7 @@ class _Parts:
 
 @cache
 def _own_parts() -> _Parts:
-    """The parts of this interpreter, found once per process: `ldd` takes a second."""
+    """The parts of this interpreter, found once per process."""
     return _Parts.discover()
 
 
@@ -187,7 +187,9 @@ def _distributions(name: str) -> list[importlib.metadata.Distribution]:
 def _libraries(binaries: list[Path]) -> tuple[Path, dict[str, Path], set[Path]]:
     """Returns the loader, the shared libraries by the name under which they are loaded, and the binaries that lack one
     even on the host."""
-    output = _run(["ldd", *map(str, binaries)], may_fail=True)
+    output = _loaded_together(binaries)
+    if "=>" not in output or "=> not found" in output:
+        output = _run(["ldd", *map(str, binaries)], may_fail=True)  # reports which binary lacks it
     loader, libraries, broken, current = None, dict[str, Path](), set[Path](), binaries[0]
     for line in output.splitlines():
         if header := re.fullmatch(r"(/.*):", line):
@@ -196,8 +198,8 @@ def _libraries(binaries: list[Path]) -> tuple[Path, dict[str, Path], set[Path]]:
             libraries[Path(library[1]).name] = Path(library[2]).resolve()
         elif "=> not found" in line:
             broken.add(current)
-        elif loader_line := re.fullmatch(r"\s+(/.*) \(0x[0-9a-f]+\)", line):
-            loader = Path(loader_line[1])
+        elif loaded := re.fullmatch(r"\s+(/.*) \(0x[0-9a-f]+\)", line):
+            loader = loader if Path(loaded[1]) in binaries else Path(loaded[1])
     if loader is None or binaries[0] in broken:
         raise SandboxStartFailed(f"the libraries of {binaries[0].name} were not found: {output[-500:]}", step="python")
     if libc := libraries.get("libc.so.6"):
@@ -206,6 +208,14 @@ def _libraries(binaries: list[Path]) -> tuple[Path, dict[str, Path], set[Path]]:
                 libraries.setdefault(name, (libc.parent / name).resolve())
     libraries.setdefault(loader.name, loader.resolve())  # libc needs it, and finds it loaded under that name
     return loader.resolve(), libraries, broken
+
+
+def _loaded_together(binaries: list[Path]) -> str:
+    """Returns what the loader reports if one process loads all binaries. `ldd` starts two processes for each of them,
+    which takes a second."""
+    program, *modules = map(str, binaries)
+    preloaded = {"LD_TRACE_LOADED_OBJECTS": "1", "LD_PRELOAD": " ".join(modules)}
+    return _run([program, "-c", ""], env={**os.environ, **preloaded}, may_fail=True)
 
 
 # --- building -----------------------------------------------------------------------------------------
@@ -254,10 +264,12 @@ def _build(parts: _Parts, folder: Path) -> None:
     log.info("built the portable Python", extra={"folder": str(folder), "took_s": took_s, "packages": parts.packages})
 
 
-def _run(argv: list[str], *, may_fail: bool = False) -> str:
+def _run(argv: list[str], *, env: Mapping[str, str] | None = None, may_fail: bool = False) -> str:
     what = f"{Path(argv[0]).name}, run to build the portable Python,"
     try:
-        completed = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=BUILD_S, check=False)
+        completed = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", timeout=BUILD_S, check=False, env=env
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxStartFailed(f"{what} failed: {error}"[:500], step="python") from error
     if completed.returncode != 0 and not may_fail:
