@@ -120,11 +120,23 @@ def sglang_at(url: str, http: HttpPool) -> SglangEngine:
 async def test_tokens_are_passed_on_as_they_arrive(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
+        server.script = lambda _: Reply(WORDS, stall_after=4)
+        recorder = TokenRecorder()
+        task = asyncio.create_task(engine.generate(request("r1"), recorder))
+        await recorder.came.wait()
+        assert recorder.ids == IDS[:4] and server.running == 1
+        await engine.abort("r1")
+        assert list((await task).token_ids) == IDS[:4]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_stream_gives_what_a_call_without_one_gives(dialect: str, http: HttpPool) -> None:
+    async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
         whole = await engine.generate(request(stop_token_ids=(END_ID,)))
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
         recorder = TokenRecorder()
         streamed = await engine.generate(request(stop_token_ids=(END_ID,)), recorder)
-        assert len(recorder.batches) > 1, "not all at once"
         assert recorder.ids == list(streamed.token_ids) == list(whole.token_ids)
         assert streamed.logprobs == whole.logprobs and streamed.finish_reason == "stop"
         assert (streamed.prompt_tokens, streamed.cached_tokens) == (len(PROMPT), len(PROMPT) - 1)

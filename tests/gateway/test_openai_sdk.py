@@ -244,7 +244,22 @@ async def test_a_reply_at_the_token_limit_has_finish_reason_length() -> None:
 # --- streams ---
 
 
-async def test_a_stream_comes_token_by_token_with_usage_at_the_end() -> None:
+async def test_a_stream_comes_token_by_token() -> None:
+    """The engine stops in the middle of the reply: what it has sampled arrives nevertheless."""
+    async with gateway(says(Reply("one two three four", stall_after=8))) as site, client_of(site) as client:
+        stream = await client.chat.completions.create(model="m", messages=[HELLO], stream=True)
+        received = ""
+        async for chunk in stream:
+            received += chunk.choices[0].delta.content or ""
+            if received.startswith("one"):
+                break
+        assert "one two three four".startswith(received)
+        assert site.engine.running == 1
+        await stream.close()
+        await site.engine.idle()
+
+
+async def test_a_stream_has_the_role_first_and_usage_at_the_end() -> None:
     async with gateway(says(Reply("one two three four", tokens_per_s=200.0))) as site, client_of(site) as client:
         stream = await client.chat.completions.create(
             model="m",
@@ -256,7 +271,6 @@ async def test_a_stream_comes_token_by_token_with_usage_at_the_end() -> None:
         assert chunks[0].choices[0].delta.role == "assistant"
         texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
         assert "".join(text or "" for text in texts) == "one two three four"
-        assert len([text for text in texts if text]) > 1
         assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
         last = chunks[-1]
         assert last.choices == []
