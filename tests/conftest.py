@@ -24,7 +24,7 @@ from hypothesis import settings as hypothesis_settings
 from xdist.scheduler import LoadScopeScheduling
 
 from bench.postgres import PgServer, find_postgres
-from tests import real_vllm, worker
+from tests import cpu_time, real_vllm, worker
 from tests.embedded.environment import make_tiny_model
 
 # Hundreds of processes are started from this checkout. Without bytecode files, each would compile the package again.
@@ -54,6 +54,7 @@ FIRST = ("vllm", "torch", "ray", "slurm", "user", "podman")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in random order")
+    parser.addoption("--cpu-time", action="store_true", help="list the files whose tests take the most CPU time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         owned = worker.Ownership()
         owned.take()
         config.add_cleanup(owned.give_back)
+        if config.getoption("--cpu-time"):
+            config.pluginmanager.register(cpu_time.CpuMeter())
 
 
 def is_controller(config: pytest.Config) -> bool:
@@ -178,6 +181,8 @@ def _sendable(text: str) -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Lists tests over 10 s that are not marked slow: `make quick` would run them."""
     reports = [report for name in ("passed", "failed") for report in terminalreporter.stats.get(name, [])]
+    if terminalreporter.config.getoption("--cpu-time"):
+        cpu_time.list_files(terminalreporter)
     slow = {
         report.nodeid: report.duration
         for report in reports

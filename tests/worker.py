@@ -30,7 +30,7 @@ the PID namespace: a pid identifies a process only there, and some tests run pyt
 
 SHM = Path("/dev/shm")
 MEMORY_BYTES = 8 << 30
-CONTROLLERS = ("memory", "pids", "cpu")
+CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
 
 FIRST_WORKER = "ROLLYARD_TESTS_FIRST_WORKER"
 """The number of the first worker, 0 by default. A second run of the suite beside the first needs another one."""
