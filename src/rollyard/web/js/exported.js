@@ -1,11 +1,12 @@
 // The start of an exported file: the rollout view without a service, after a list if the file has several rollouts.
 //
 // `rollyard.exports.html` joins this module and its imports into one script. All data is in the file (api.js).
-import { html, render, signal, useEffect, useState } from "./dom.js";
+import { html, render, useState } from "./dom.js";
 import { usePolled } from "./api.js";
 import { reward, short } from "./format.js";
 import { Link, match, paths, place } from "./router.js";
 import { Visible } from "./text.js";
+import { ThemeButton } from "./theme.js";
 import { Badge, Loaded, Page, Table } from "./ui.js";
 import Rollout from "./views/rollout.js";
 
@@ -42,19 +43,12 @@ function View({ rows }) {
   <//>`;
 }
 
-const THEMES = { "": "light", light: "dark", dark: "" };
-const theme = signal("");
-
 function App() {
   const listed = usePolled("/v1/results");
-  useEffect(() => {
-    if (theme.value) document.documentElement.dataset.theme = theme.value;
-    else delete document.documentElement.dataset.theme;
-  }, [theme.value]);
   return html`<header class="top">
       <${Link} path="/" class="brand">Rollyard<//>
       <span class="access">exported file</span>
-      <div class="who"><button type="button" class="quiet" onClick=${() => { theme.value = THEMES[theme.value]; }} title="Light, dark, or as the system">Theme: ${theme.value || "system"}</button></div>
+      <div class="who"><${ThemeButton} /></div>
     </header>
     <main id="main" tabindex="-1"><${Loaded} of=${listed}>${({ rows }) => html`<${View} rows=${rows} />`}<//></main>`;
 }

@@ -1,7 +1,8 @@
 // The start of the page: signs in, then shows the view of the address inside the frame.
-import { html, render, signal, useEffect } from "./dom.js";
+import { html, render, signal } from "./dom.js";
 import { caller, connection, get, lastRefusal, signIn, signOut } from "./api.js";
 import { go, Link, match, place } from "./router.js";
+import { ThemeButton } from "./theme.js";
 import { Loading, Page, Problem } from "./ui.js";
 
 Object.preventExtensions(Object.prototype); // hostile keys in data cannot change what all objects have
@@ -41,19 +42,7 @@ function View() {
   return html`<${Page} title="Not found"><p>There is no page ${path}.</p><p><${Link} path="/">Go to the overview<//></p><//>`;
 }
 
-const THEMES = { "": "light", light: "dark", dark: "" };
-const theme = signal(sessionStorage.getItem("theme") || "");
-
-function useTheme() {
-  useEffect(() => {
-    if (theme.value) document.documentElement.dataset.theme = theme.value;
-    else delete document.documentElement.dataset.theme;
-    sessionStorage.setItem("theme", theme.value);
-  }, [theme.value]);
-}
-
 function Frame() {
-  useTheme();
   const { path } = place.value;
   const isHere = (target) => (target === "/" ? path === "/" : path === target || path.startsWith(`${target}/`));
   return html`<a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
@@ -61,7 +50,7 @@ function Frame() {
       <${Link} path="/" class="brand">Rollyard<//>
       <nav aria-label="Views">${NAVIGATION.map(([target, name]) => html`<${Link} path=${target} aria-current=${isHere(target) ? "page" : undefined}>${name}<//>`)}</nav>
       <div class="who">
-        <button type="button" class="quiet" onClick=${() => { theme.value = THEMES[theme.value]; }} title="Light, dark, or as the system">Theme: ${theme.value || "system"}</button>
+        <${ThemeButton} />
         <span class="access">${caller.value.access}</span>
         <button type="button" class="quiet" onClick=${signOut}>Sign out</button>
       </div>
@@ -71,7 +60,6 @@ function Frame() {
 }
 
 function SignIn() {
-  useTheme();
   const submit = async (event) => {
     event.preventDefault();
     const token = event.target.elements.token.value.trim();
