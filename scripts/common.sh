@@ -6,6 +6,9 @@
 #   python_install PYTHON ARGUMENT…   install packages into that Python's environment: with uv, which takes a tenth of
 #                               the time, or with pip if uv is not available.
 #
+#   find_python                 print the Python to make environments with.
+#   is_made_with PYTHON FOLDER  whether the environment FOLDER was made with this version and build of Python.
+#
 # Set `program` to the prefix of each line, and `uv` to a path (see `find_uv`).
 
 say() { echo "$program: $*" >&2; }
@@ -27,6 +30,21 @@ step() {
   rm -f "$output"
   return "$status"
 }
+
+# The system's Python is preferred: those of version managers are usually compiled without optimizations, and then the
+# tests take a fifth longer. PYTHON=… selects another. It may lack `ensurepip`, without which it makes no environments.
+find_python() {
+  local system=/usr/bin/python3
+  if [ -n "${PYTHON:-}" ]; then
+    echo "$PYTHON"
+  elif "$system" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    echo "$system"
+  else
+    echo python3
+  fi
+}
+
+is_made_with() { [ "$("$1" -VV)" = "$("$2/bin/python" -VV 2>/dev/null)" ]; }
 
 find_uv() { # prints the path of uv, or nothing
   command -v uv 2>/dev/null || { [ -x .venv/bin/uv ] && echo "$PWD/.venv/bin/uv"; } || true
