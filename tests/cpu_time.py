@@ -6,8 +6,9 @@ the test that starts it, and what a test leaves running in the next one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -31,17 +32,17 @@ class CpuMeter:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         used_s = self._used_s()
-        report.cpu_s = round(used_s - self._before_s, 4)
+        report.__dict__["cpu_s"] = round(used_s - self._before_s, 4)  # xdist transfers it with the report
         self._before_s = used_s
         return report
 
 
 def list_files(terminalreporter: pytest.TerminalReporter) -> None:
     """Lists the files that took the most CPU time, at the end of the run."""
-    used_s: Counter[str] = Counter()
+    used_s: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             used_s[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "cpu_s", 0.0)
-    terminalreporter.section(f"CPU time: {used_s.total():.0f} s")
-    for name, seconds in used_s.most_common(LISTED):
+    terminalreporter.section(f"CPU time: {sum(used_s.values()):.0f} s")
+    for name, seconds in sorted(used_s.items(), key=itemgetter(1), reverse=True)[:LISTED]:
         terminalreporter.write_line(f"{seconds:8.1f} s  {name}")

@@ -153,7 +153,8 @@ class Llama:
         torch.view_as_complex(heads[:, :turned].unflatten(2, (-1, 2))).mul_(turns)
         by_head = heads.transpose(0, 1)
         keys, values = (by_head.narrow(0, start, shape.kv_heads).split(sizes, 1) for start in (shape.heads, turned))
-        torch._foreach_copy_(goals, [one for pair in zip(keys, values, strict=True) for one in pair])
+        sources = [one for pair in zip(keys, values, strict=True) for one in pair]
+        torch._foreach_copy_(goals, sources)  # type: ignore[attr-defined]
         outputs: list[Tensor] = []
         groups = shape.heads // shape.kv_heads
         queries = heads[:, : shape.heads].unflatten(1, (shape.kv_heads, groups)).split(sizes)
