@@ -115,13 +115,19 @@ def not_run() -> list[str]:
 # --- outside: the folder and the namespaces of a page ----------------------------------------------------------
 
 
-def run(page: Path, folder: Path, *, limit_s: float) -> tuple[int, str]:
-    """Runs a page in its own namespaces, in an empty folder. Returns its status (124: out of time) and its output."""
+def run(page: Path, folder: Path, *, limit_s: float, pythons: Path | None = None) -> tuple[int, str]:
+    """Runs a page in its own namespaces, in an empty folder. Returns its status (124: out of time) and its output.
+
+    `pythons` contains a portable Python that the page's service uses; without it, the service builds its own."""
     _make_environment(folder / ".venv")
     for name in ("Makefile", "examples", "scripts", "src"):
         (folder / name).symlink_to(ROOT / name)
     home = folder / ".home"
     home.mkdir()
+    if pythons is not None:
+        data = home / ".local/share/rollyard"
+        data.mkdir(parents=True, mode=0o700)
+        (data / "python").symlink_to(pythons)
     machines = "".join(f"127.0.0.1 gpu{number}\n" for number in range(1, 10))
     (home / "hosts").write_text(f"127.0.0.1 localhost\n{machines}")
     as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
