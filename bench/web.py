@@ -17,7 +17,7 @@ from rollyard.core import Json
 
 async def bench_web(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
     metrics, versus = await tables(rollouts=5_000 if quick else 100_000, with_versus=peers)
-    metrics |= await live_pages(in_flight=50 if quick else 1_000, window_s=10.0 if quick else 30.0)
+    metrics |= await live_pages(in_flight=50 if quick else 1_000, window_s=2.0 if quick else 10.0)
     try:
         metrics |= await browser_times(repeats=3 if quick else 5)
     except NoChromium as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,6 +84,14 @@ async def test_a_second_turn_finds_its_prefix_cached(engine: Engine, prompt: lis
     assert second.cached_tokens is not None and second.cached_tokens >= len(long) // 2
     salted = await engine.generate(GenerateRequest("c3", extended, Sampling(), 4, session_id="s", cache_salt="p:2"))
     assert salted.cached_tokens == 0, "other weights share no prefix"
+
+
+async def test_long_prompts_with_seeds_are_answered_together(engine: Engine, prompt: list[int]) -> None:
+    """More prompt tokens than one step takes: where vLLM splits a prompt, its CPU backend ends."""
+    prompts = [(prompt * 60)[number : 1000 + number] for number in range(8)]
+    requests = [GenerateRequest(f"l{n}", one, Sampling(), 4, seed=n + 1) for n, one in enumerate(prompts)]
+    generations = await asyncio.gather(*(engine.generate(request) for request in requests))
+    assert [len(generation.token_ids) for generation in generations] == [4] * 8
 
 
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
