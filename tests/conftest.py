@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib.util
 import json
 import os
 import random
@@ -26,6 +27,20 @@ from xdist.scheduler import LoadScopeScheduling
 from bench.postgres import PgServer, find_postgres
 from tests import cpu_time, real_vllm, worker
 from tests.embedded.environment import make_tiny_model
+
+
+def import_later(name: str) -> None:
+    """Loads a package at its first use."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.loader is not None and name not in sys.modules:
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+# Every worker collects all tests, and these take two seconds.
+import_later("anthropic")
+import_later("openai")
 
 # Hundreds of processes are started from this checkout. Without bytecode files, each would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

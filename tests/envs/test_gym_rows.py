@@ -2,14 +2,8 @@
 
 from typing import Any
 
+import openai
 import pytest
-from openai.types.responses import (
-    Response,
-    ResponseFunctionToolCall,
-    ResponseOutputMessage,
-    ResponseReasoningItem,
-)
-from openai.types.responses.response_input_item import FunctionCallOutput
 
 from rollyard.core import Json, Message, Task, Trajectory
 from rollyard.core.failure import TaskInvalid
@@ -153,12 +147,13 @@ def test_items_are_in_order_and_valid_for_the_api():
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
         {"role": "assistant", "content": "It is 3."},
     )
+    sdk = openai.types.responses
     kinds = (
-        ResponseReasoningItem,
-        ResponseOutputMessage,
-        ResponseFunctionToolCall,
-        FunctionCallOutput,
-        ResponseOutputMessage,
+        sdk.ResponseReasoningItem,
+        sdk.ResponseOutputMessage,
+        sdk.ResponseFunctionToolCall,
+        sdk.response_input_item.FunctionCallOutput,
+        sdk.ResponseOutputMessage,
     )
     items: list[Any] = [kind.model_validate(item) for kind, item in zip(kinds, response["output"], strict=True)]
     assert (items[0].content[0].text, items[1].content[0].text) == ("hm", "Let me look.")
@@ -166,7 +161,7 @@ def test_items_are_in_order_and_valid_for_the_api():
     assert (items[3].call_id, items[3].output, items[4].content[0].text) == ("c1", "3", "It is 3.")
     assert len({item["id"] for item in response["output"] if "id" in item}) == 4
     sampled = [item for item in response["output"] if item["type"] != "function_call_output"]
-    whole = Response.model_validate({**response, "output": sampled})  # Gym's own model also allows tool outputs
+    whole = sdk.Response.model_validate({**response, "output": sampled})  # Gym's own model also allows tool outputs
     assert (whole.status, whole.model, len(whole.tools)) == ("completed", "policy", 2)
 
 

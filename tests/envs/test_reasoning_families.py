@@ -1,5 +1,6 @@
 """All families of reasoning-gym: reproducible questions, an oracle that scores 1, and known cheats that fail."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -15,12 +16,17 @@ from rollyard.envs.reasoning.environment import COMMAND, ReasoningEnvironment
 
 SEED = 600  # of the seeds tried, the one whose items are generated fastest
 INDEX = 1
-FAMILIES = [str(body["data"]["family"]) for body in ReasoningEnvironment().generate({"family": "all", "count": "1"})]  # type: ignore[index,call-overload]
 
 FOR_NOTHING = {"countdown": 0.01, "fraction_simplification": 0.01, "puzzle24": 0.01}
 """The scores of these families for no answer; all others give 0. As in docs/how-to/reasoning-gym.md."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+@functools.cache
+def families() -> list[str]:
+    bodies = ReasoningEnvironment().generate({"family": "all", "count": "1"})
+    return [str(body["data"]["family"]) for body in bodies]  # type: ignore[index,call-overload]
 
 
 @asynccontextmanager
@@ -44,28 +50,28 @@ async def ask():
 
 
 async def test_the_same_data_give_the_same_question_in_another_process_after_others(ask):
-    asked = {family: (await ask("make", family))["sha256"] for family in FAMILIES}
+    asked = {family: (await ask("make", family))["sha256"] for family in families()}
     async with one_process() as other:
-        again = {family: (await other("make", family))["sha256"] for family in reversed(FAMILIES)}
+        again = {family: (await other("make", family))["sha256"] for family in reversed(families())}
     assert again == asked
-    assert len(set(asked.values())) == len(FAMILIES)
+    assert len(set(asked.values())) == len(families())
 
 
 async def test_every_oracle_scores_1_and_every_no_op_the_familys_score_for_no_answer(ask):
     got: dict[str, tuple[Json, Json]] = {}
-    for family in FAMILIES:
+    for family in families():
         known = (await ask("solve", family))["answer"]
         assert isinstance(known, str), family
         best, least = await ask("score", family, known), await ask("score", family, None)
         assert (best["why"], least["why"]) == (None, None), family
         got[family] = best["score"], least["score"]
-    assert got == {family: (1.0, FOR_NOTHING.get(family, 0.0)) for family in FAMILIES}
+    assert got == {family: (1.0, FOR_NOTHING.get(family, 0.0)) for family in families()}
 
 
 async def test_no_family_runs_an_answer_as_code_or_accepts_it(ask, tmp_path):
     mark = tmp_path / "mark"
     code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
-    for family in FAMILIES:
+    for family in families():
         verdict = await ask("score", family, code)
         assert isinstance(verdict["score"], float), family
         assert verdict["score"] <= 0.25, family

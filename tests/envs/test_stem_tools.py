@@ -1,14 +1,18 @@
 """A whole rollout of a `stem` task, with its own tools and a search tool from an MCP server."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
-
-from mcp.server.mcpserver import MCPServer
+from typing import TYPE_CHECKING
 
 from rollyard.core import AgentSpec, Json, Limits, Outcome, Task
 from rollyard.tools.mcp.sources import OutsideServer
 from tests.pipeline.site import finish, open_site, says
 from tests.tools.mcp_parts import served
+
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
 
 PAPERS = {
     "element 119": "As of this edition, the heaviest named element is oganesson, number 118.",
@@ -18,6 +22,8 @@ PAPERS = {
 
 def library() -> MCPServer:
     """An MCP server with a search over a few pages."""
+    from mcp.server.mcpserver import MCPServer
+
     server = MCPServer("library")
 
     @server.tool()

@@ -1,17 +1,21 @@
 """Anthropic's Python SDK, unchanged, against a gateway over HTTP. The traces of every conversation are verified."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
-from anthropic.types import Message, MessageParam, ToolParam
 
 from rollyard.core import Limits, Sampling
 from rollyard.testing.script import Reply, Turn
 from tests.gateway.site import LIMITS, Site, gateway
+
+if TYPE_CHECKING:
+    from anthropic.types import Message, MessageParam, ToolParam
 
 WEATHER: ToolParam = {
     "name": "weather",

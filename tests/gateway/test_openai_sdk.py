@@ -4,20 +4,24 @@ The traces of every conversation are verified. A history that is sent back, in a
 write it, extends the one trace that it came from.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessage
 
 from rollyard.core import Limits
 from rollyard.engines import RouterSettings
 from rollyard.testing.script import Reply, Turn
 from tests.gateway.site import LIMITS, Site, gateway
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessage
 
 pytestmark = pytest.mark.slow
 

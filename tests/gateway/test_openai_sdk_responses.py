@@ -1,12 +1,13 @@
 """OpenAI's Python SDK, unchanged, against the gateway: Responses, sync, async, streams, tools, errors."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
 
 from rollyard.core import Limits
 from rollyard.engines import RouterSettings
@@ -31,11 +32,11 @@ def script(turn: Turn) -> str:
     return TURNS[min(turn.number, len(TURNS) - 1)]
 
 
-def client(site: Site, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", **options)
+def client(site: Site, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", **options)
 
 
-async def answered(sdk: AsyncOpenAI, history: list[Any], *, streams: bool, **options: Any) -> Any:
+async def answered(sdk: openai.AsyncOpenAI, history: list[Any], *, streams: bool, **options: Any) -> Any:
     """Sends one request and adds its output to the history as the SDK returns it."""
     request: dict[str, Any] = {"model": "policy", "input": history, "tools": [LOOK, PATCH], "store": False, **options}
     if streams:
@@ -84,7 +85,7 @@ async def test_the_sync_client_works_too():
     async with gateway(lambda _: "Hello.") as site:
 
         def talk() -> tuple[str, str]:
-            with OpenAI(base_url=f"{site.url}/v1", api_key="none") as sdk:
+            with openai.OpenAI(base_url=f"{site.url}/v1", api_key="none") as sdk:
                 whole = sdk.responses.create(model="policy", input="Hi.", instructions="Be brief.")
                 with sdk.responses.stream(model="policy", input="Hi again.") as stream:
                     return whole.output_text, stream.get_final_response().output_text

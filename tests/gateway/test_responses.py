@@ -1,14 +1,15 @@
 """The dialect Responses: how a body is read, how a turn is written, and that the two are inverse."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import openai
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from rollyard.gateway.base import ChatRequest, Event, Problem, Reasoning, Reply, RequestParameter, Text, Usage
@@ -17,7 +18,6 @@ from rollyard.tokens.base import ToolCall
 from rollyard.tokens.calls import assistant_message
 
 DIALECT = Responses()
-EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 PATCH = {
     "type": "custom",
     "name": "apply_patch",
@@ -57,6 +57,11 @@ def streamed(request: ChatRequest, events: Sequence[Event], whole: Reply) -> lis
     return read_events(data)
 
 
+@functools.cache
+def event_format() -> TypeAdapter[Any]:
+    return TypeAdapter(openai.types.responses.ResponseStreamEvent)
+
+
 def read_events(data: bytes) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for block in data.decode().strip().split("\n\n"):
@@ -64,7 +69,7 @@ def read_events(data: bytes) -> list[dict[str, Any]]:
         event = orjson.loads(body.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         if event["type"] != "response.failed":  # the SDK lists some error codes; OpenAI itself sends others
-            EVENTS.validate_python(event)
+            event_format().validate_python(event)
         events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
@@ -237,7 +242,7 @@ def test_a_reply_is_a_complete_response_of_the_sdks_type():
     request = read(tools=TOOLS, max_output_tokens=99, metadata={"k": "v"}, instructions="I")
     calls = [call("look", {"at": 1}), call("apply_patch", {"input": "*** Begin"}, 1), call("team__ask", {"q": "x"}, 2)]
     calls.append(call("local_shell", {"command": ["ls"]}, 3))
-    response = Response.model_validate_json(
+    response = openai.types.responses.Response.model_validate_json(
         DIALECT.reply(request, make_reply("text", "hm", calls, "tool_calls")), strict=True
     )
     assert response.id == "resp_ab12" and response.status == "completed" and response.output_text == "text"
@@ -260,7 +265,8 @@ def test_a_reply_is_a_complete_response_of_the_sdks_type():
 
 
 def test_a_truncated_reply_is_incomplete():
-    response = Response.model_validate_json(DIALECT.reply(read(), make_reply("tex", finish="length")))
+    body = DIALECT.reply(read(), make_reply("tex", finish="length"))
+    response = openai.types.responses.Response.model_validate_json(body)
     assert response.status == "incomplete" and response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.output[0].status == "incomplete"  # pyright: ignore

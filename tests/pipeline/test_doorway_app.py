@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from mcp_types import CallToolRequestParams
 
 from rollyard.agents.base import AgentContext
 from rollyard.core import AgentSpec, Blame, Deadline, Json, Outcome, RollyardError, Score, Task
@@ -143,6 +142,8 @@ class Odd:
 
 
 async def test_a_hanging_tool_is_an_observation_and_a_raising_tool_fails_the_rollout(monkeypatch: pytest.MonkeyPatch):
+    from mcp_types import CallToolRequestParams
+
     monkeypatch.setattr(tool_server, "GRACE_S", 0.05)
     failures: list[RollyardError] = []
     server = tool_server.ToolServer({name: Odd(ToolSpec(name, "", {})) for name in ("hangs", "breaks")}, tool_s=0.05)
