@@ -270,3 +270,21 @@ async def test_the_operator_sets_the_ceilings(tmp_path: Path) -> None:
         assert (await site.post("/v1/rollouts", {"task": task(sandbox={"cpus": 2.5})})).code == "task_invalid"
         assert (await site.post("/v1/sessions?wait_s=0", {"limits": {"run_s": 61}})).code == "task_invalid"
         assert (await site.post("/v1/rollouts", {"task": task(sandbox={"cpus": 2})})).status == 202
+
+
+async def test_the_ceilings_lower_the_deadlines_of_tasks_that_set_none(tmp_path: Path) -> None:
+    plain = {**task(), "limits": {"eval_s": 30}}
+    async with open_site(tmp_path, max_task_s=60) as site:
+        await site.hold()
+        (one,) = (await site.post("/v1/rollouts", {"task": plain})).body["rollouts"]
+        assert [one["task"]["limits"][name] for name in ("init_s", "run_s", "eval_s")] == [60, 60, 30]
+        for path, body in (
+            ("/v1/runs", {"id": "r", "defaults": {"limits": {"run_s": 40}}}),
+            ("/v1/groups", {"run": "r", "task": plain, "size": 1}),
+            ("/v1/draws", {"run": "r", "source": {"tasks": [plain]}}),
+            ("/v1/evals", {"source": {"tasks": [plain]}}),
+            ("/v1/sessions?wait_s=0", {}),
+        ):
+            assert (await site.post(path, body)).status in (201, 202), path
+        (two,) = (await site.post("/v1/rollouts", {"run": "r", "task": plain})).body["rollouts"]
+        assert (two["task"]["limits"]["init_s"], two["task"]["limits"]["run_s"]) == (60, 40)

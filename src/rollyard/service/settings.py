@@ -177,7 +177,8 @@ class Settings(BaseModel):
     max_task_cpus: float = Field(default=1024, gt=0, description="Most CPUs that a task may request.")
     max_task_processes: Count = Field(default=65_536, description="Most processes that a task may request.")
     max_task_s: Seconds = Field(
-        default=7 * 86_400.0, description="Longest deadline of a stage that a task may request."
+        default=7 * 86_400.0,
+        description="Longest deadline of a stage that a task may request; also the default, if shorter.",
     )
     sandbox_uids: str = Field(
         default="200000-265535",
