@@ -9,7 +9,19 @@ from pydantic import BeforeValidator, Field, model_validator
 from rollyard.core import DrawConfig, Json, Run
 from rollyard.core.draw import Budget, KeepSpec, OnStale, SourceKind, SourceSpec, Surplus
 from rollyard.core.failure import InvalidRequest
-from rollyard.service.schemas.requests import Body, Count, Name, Number, Object, Priority, Seconds, Text, Whole
+from rollyard.service.schemas.requests import (
+    MOST_ROLLOUTS,
+    Body,
+    Count,
+    Name,
+    Number,
+    Object,
+    Priority,
+    RawTask,
+    Seconds,
+    Text,
+    Whole,
+)
 
 GroupSize = Annotated[int, Field(ge=1, le=4096)]
 Spares = Annotated[int, Field(ge=0, le=4096)]
@@ -23,7 +35,7 @@ class GroupBody(Body):
     """n rollouts of one task. Without an id, one is generated; a group with an id can be sent again safely."""
 
     id: str | None = None
-    task: Object
+    task: RawTask
     size: GroupSize
     spares: Spares = Field(default=1, description="Rollouts that may replace members lost to infrastructure failures.")
     min_members: GroupSize | None = Field(default=None, description="Fewest members of a complete group; unset: all.")
@@ -47,13 +59,15 @@ class GroupsBody(Body):
     """One or many groups of a run, stored atomically."""
 
     run: str = "default"
-    groups: Annotated[list[GroupBody], Field(min_length=1)]
+    groups: Annotated[list[GroupBody], Field(fail_fast=True, min_length=1, max_length=MOST_ROLLOUTS)]
 
 
 class SourceBody(Body):
     """The source of tasks: exactly one of tasks, file, environment alone, or push."""
 
-    tasks: list[Object] | None = Field(default=None, description="The tasks themselves.")
+    tasks: Annotated[list[Object], Field(fail_fast=True)] | None = Field(
+        default=None, description="The tasks themselves."
+    )
     file: Text | None = Field(default=None, description="JSON lines or Parquet, below a folder of `task_folders`.")
     environment: Name | None = Field(default=None, description="Imports the file's rows; alone: generates the tasks.")
     options: Options = Field(
@@ -190,8 +204,8 @@ class BatchBody(Body):
 class TasksBody(Body):
     """More tasks for a source of kind push. With `ids`, one per task, they can be sent again safely."""
 
-    tasks: list[Object] = Field(default_factory=list)
-    ids: list[str] | None = None
+    tasks: Annotated[list[Object], Field(fail_fast=True)] = Field(default_factory=list)
+    ids: Annotated[list[str], Field(fail_fast=True)] | None = None
     close: bool = Field(default=False, description="No more tasks follow.")
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from rollyard.core import Json, check_id, id_of, key_of, new_id
 from rollyard.sampling.evals import EvalPlan
 from rollyard.service.schemas.draws import DRAW_ID_LENGTH, GroupSize, SourceBody
 from rollyard.service.schemas.records import JsonObject
-from rollyard.service.schemas.requests import Body, Name, Number, Object, Priority, Whole, to_task
+from rollyard.service.schemas.requests import Body, Name, Number, Object, Priority, Whole, check_defaults
 from rollyard.service.security.access import Caller
 from rollyard.store.base import EvalRecord
 
@@ -56,7 +56,7 @@ class EvalBody(Body):
 
     def to_plan(self, caller: Caller) -> EvalPlan:
         """Converts the body. The defaults are checked as far as a partial task can be."""
-        to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
+        check_defaults(self.defaults)
         name = new_id("ev") if self.id is None else check_id(self.id, "evaluation id")
         if self.run is not None:
             run = check_id(self.run, "run")
