@@ -53,7 +53,7 @@ async def _body(app_state: AppState, caller: Caller) -> JsonObject:
     pipeline, fleet = app_state.pipeline, app_state.fleet
     states = Counter(attempt.state for attempt in pipeline.live.values())
     runs = None if caller.is_admin else [run.id for run in app_state.readable(caller)]
-    failures = await app_state.catalog.failures(runs, time.time() - FAILURES_S)
+    failures = await app_state.catalog.failures(runs, time.time() - FAILURES_S, caller=caller.name)
     return {
         "at": time.time(),
         "version": __version__,

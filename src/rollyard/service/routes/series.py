@@ -30,8 +30,9 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
     the newest weight version of the rollouts. `staleness`: by how many versions a rollout's oldest token is older than
     the newest that its run had sampled with."""
     app_state = app_state_of(request)
-    run = await app_state.run(caller_of(request), run_id)
-    found = await app_state.catalog.series(run.id, query.by, query.points)
+    caller = caller_of(request)
+    run = await app_state.run(caller, run_id)
+    found = await app_state.catalog.series(run.id, query.by, query.points, caller=caller.name)
     groups = await app_state.store.count_groups(run.id)
     tokens = await _tokens(app_state, run.id)
     return reply(
