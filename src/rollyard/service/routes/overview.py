@@ -99,7 +99,7 @@ def _alerts(app_state: AppState, caller: Caller) -> Iterator[Alert]:
             holder = f" by {policy.holder}" if policy.holder else ""
             yield _alert("paused_policy", policy.name, f"{policy.state.value}{holder}", severity)
     for runtime in app_state.resources.runtimes:
-        for breaker in app_state.resources.breakers.status(runtime):
+        for breaker in app_state.breakers(caller, runtime):
             if breaker["state"] != "closed":
                 what = f"{runtime}: {breaker['image'] or 'no image'}"
                 yield _alert("open_breaker", what, str(breaker["last_error"]), "bad")
