@@ -242,6 +242,9 @@ class Settings(BaseModel):
     eval_slots: Count = Field(default=32, description="Rollouts in EVAL at once.")
     ready_slots: int = Field(default=16, ge=0, le=1_000_000, description="Size of the READY buffer.")
     max_live: Count | None = Field(default=None, description="Most live sandboxes; unset: the sum of all slots.")
+    max_runs: Count = Field(
+        default=5000, description="Most runs that one token may have created; evaluations have a run each."
+    )
     max_queued: Count = Field(
         default=100_000, le=10_000_000, description="Most queued rollouts; further submits get 429."
     )

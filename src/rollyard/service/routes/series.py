@@ -58,10 +58,9 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
 async def _tokens(app_state: AppState, run_id: str) -> JsonObject:
     """Tokens of the groups of the run's draws, by what became of them."""
     tokens = {"delivered": 0, "filtered": 0, "lost": 0}
-    for draw in await app_state.store.list_draws():
-        if draw.run == run_id:
-            figures = draw.progress.figures
-            tokens["delivered"] += figures.tokens_delivered
-            tokens["filtered"] += figures.tokens_filtered
-            tokens["lost"] += figures.tokens_lost
+    for draw in await app_state.store.list_draws([run_id]):
+        figures = draw.progress.figures
+        tokens["delivered"] += figures.tokens_delivered
+        tokens["filtered"] += figures.tokens_filtered
+        tokens["lost"] += figures.tokens_lost
     return tokens

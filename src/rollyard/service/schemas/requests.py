@@ -91,7 +91,8 @@ MOST_KEYS = 200
 MOST_ROLLOUTS = 10_000
 """Of one call; a client sends 1,000 at once."""
 
-MOST_DEFAULTS_BYTES = 1 << 20
+MOST_DEFAULTS_BYTES = 256 << 10
+"""Of one run. All runs are in memory, and each task is merged over a copy."""
 
 MOST_MERGED_BYTES = 128 << 20
 """Of the defaults that are merged into the tasks of one call: a small body must not become gigabytes."""

@@ -292,8 +292,8 @@ class SqlStore(ABC):
     async def get_draw(self, draw_id: str) -> Draw:
         return await self._read(partial(group_sql.get_draw, draw_id=draw_id))
 
-    async def list_draws(self) -> Sequence[Draw]:
-        return await self._read(group_sql.list_draws)
+    async def list_draws(self, runs: Sequence[str] | None = None) -> Sequence[Draw]:
+        return await self._read(partial(group_sql.list_draws, runs=runs))
 
     async def push_items(
         self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]], *, closed: str | None = None
