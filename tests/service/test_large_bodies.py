@@ -16,6 +16,8 @@ from rollyard.core.failure import InvalidRequest
 from rollyard.core.loop_yield import LoopYield
 from rollyard.service import json_body
 from rollyard.service.schemas import requests
+from rollyard.service.schemas.draws import DrawBody
+from rollyard.service.schemas.evals import EvalBody
 from rollyard.service.schemas.requests import RewardBody, SubmitBody, check_body
 from tests.service.site import Site, open_site, task
 
@@ -74,11 +76,23 @@ def test_the_errors_of_a_body_are_few_however_wrong_it_is() -> None:
     for body, model in (
         ({"rollouts": [1] * 100_000}, SubmitBody),
         ({"task": {}, **dict.fromkeys(map(str, range(100_000)), 1)}, requests.SingleBody),
+        ({"source": {"tasks": [1] * 100_000}}, DrawBody),
+        ({"source": {"push": True, "options": dict.fromkeys(map(str, range(100_000)), 1)}}, DrawBody),
         ({"reward": 1.0, "metrics": dict.fromkeys(map(str, range(100_000)), "x")}, RewardBody),
     ):
         with pytest.raises(InvalidRequest) as caught:
             check_body(body, model)
         assert len(caught.value.data["fields"]) == 1, model  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("source", [{"tasks": [{"a": 1}]}, {"tasks": None, "push": True}, {"environment": "e"}])
+def test_the_identity_of_a_source_is_what_was_sent(source: dict[str, Any]) -> None:
+    for model in (DrawBody, EvalBody):
+        body = {"id": "x", "run": "r", "source": source, "seed": 1}
+        if model is EvalBody and "push" in source:
+            continue
+        checked = check_body(body, model)
+        assert checked.identity() == checked.model_dump(exclude_unset=True, exclude={"id"})  # type: ignore[attr-defined]
 
 
 async def _call(site: Site, path: str, body: Any) -> None:

@@ -98,7 +98,7 @@ MOST_MERGED_BYTES = 128 << 20
 """Of the defaults that are merged into the tasks of one call: a small body must not become gigabytes."""
 
 
-def _few_fields(value: object) -> object:
+def few_fields(value: object) -> object:
     if isinstance(value, dict) and len(value) > MOST_KEYS:  # type: ignore[arg-type]
         raise ValueError(f"an object of at most {MOST_KEYS} fields was expected")
     return value  # type: ignore[return-value]
@@ -110,7 +110,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_small(cls, value: object) -> object:
-        return _few_fields(value)
+        return few_fields(value)
 
 
 # --- tasks --------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class CheckBody(Body):
 
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST)]
-Numbers = Annotated[dict[str, Number], BeforeValidator(_few_fields)]
+Numbers = Annotated[dict[str, Number], BeforeValidator(few_fields)]
 Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MOST_REWARD, le=MOST_REWARD)]
 
 
