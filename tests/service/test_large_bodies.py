@@ -122,7 +122,7 @@ async def test_other_work_continues_between_two_tasks_of_one_call(
         ):
             steps = 0
             await _call(site, path, body)
-            assert steps >= 5, path
+            assert steps >= (5 if "check" in path or "draws" in path else 10), path  # once more when they are encoded
         await _call(site, "/v1/draws", {"id": "p", "source": {"push": True}, "group_size": 1})
         steps = 0
         await _call(site, "/v1/draws/p/tasks", {"tasks": [task()] * 5})
