@@ -3,13 +3,16 @@
 import asyncio
 import logging
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
 
 from rollyard.catalog import Filter, Search
 from rollyard.catalog import catalog as module
-from rollyard.core import Blame, Ending, Failure, Outcome, Score, State
+from rollyard.catalog.readers import MOST_WAITING
+from rollyard.core import Blame, Ending, Failure, Outcome, Run, Score, State
+from rollyard.core.failure import RateLimited
 from rollyard.core.rollout import Summary
 from tests.catalog.parts import catalog_of, caught_up, end, eventually, opened
 
@@ -190,6 +193,66 @@ async def test_a_run_of_the_same_name_does_not_bring_old_rows_back(tmp_path: Pat
         await caught_up(catalog)
         page = await eventually(catalog, "a")
         assert page.rows[0].seq == 2
+
+
+async def test_a_new_run_has_no_figures_of_a_deleted_one_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as store, catalog_of(tmp_path, store) as catalog:
+        await end(store, "a", "secret", ending=failed("sandbox_lost"))
+        await end(store, "b", "secret", versions=(1, 1))
+        await end(store, "c", "common", run="other", ending=failed("setup_failed", Blame.TASK))
+        await caught_up(catalog)
+        assert (await catalog.series("run", "time", 60)).totals["count"] == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog, "_check_some", _nothing)  # rows stay in the file
+            await store.delete_run("run")
+            await catalog.forget_run("run")
+            await store.put_run(Run("run", policy="new"), {})
+            await end(store, "n", "common")
+            await caught_up(catalog)
+            for by in ("time", "version"):
+                found = await catalog.series("run", by, 60)
+                assert found.totals["count"] == 1 and found.totals["failures"] == {}
+            for runs in (("run",), ("run", "other")):
+                page = await catalog.page(Filter(runs=runs), Search.of("secret"))
+                assert (page.rows, page.total) == ((), 0)
+            page = await catalog.page(Filter(runs=("run", "other")))
+            assert [(row.key, row.row["policy"]) for row in page.rows] == [("n", "new"), ("c", "default")]
+            assert page.total == 2
+            assert [one.code for one in await catalog.failures(["run", "other"], 0.0)] == ["setup_failed"]
+        catalog.wake()
+        async with asyncio.timeout(60):
+            while (await catalog.page(Filter())).total > 2:
+                catalog.wake()
+                await asyncio.sleep(0.02)
+
+
+async def _nothing() -> None: ...
+
+
+async def test_a_callers_queries_run_one_after_the_other_and_delay_no_one_else(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store, catalog_of(tmp_path, store) as catalog:
+        await end(store, "a")
+        await caught_up(catalog)
+        readers = catalog._readers  # pyright: ignore[reportPrivateUsage]
+        goes_on = threading.Event()
+
+        def slow(_: sqlite3.Connection) -> None:
+            goes_on.wait()
+
+        flood = [asyncio.create_task(readers.run(slow, caller="many")) for _ in range(MOST_WAITING)]
+        try:
+            await asyncio.sleep(0)  # all of them wait or run
+            async with asyncio.timeout(60):
+                page = await catalog.page(Filter(), caller="one")
+            assert [row.key for row in page.rows] == ["a"]
+            with pytest.raises(RateLimited):
+                await catalog.page(Filter(), caller="many")
+        finally:
+            goes_on.set()
+            await asyncio.gather(*flood)
+        assert (await catalog.page(Filter(), caller="many")).total == 1
 
 
 async def test_failures_are_counted_by_code_and_blame(tmp_path: Path):

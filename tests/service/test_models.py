@@ -75,7 +75,7 @@ def test_an_invalid_field_is_reported_with_its_path(task: dict[str, Any], path: 
 
 def test_only_the_first_of_many_errors_are_reported() -> None:
     with pytest.raises(InvalidRequest, match=r"and 49 more") as caught:
-        check_body({"rollouts": [{} for _ in range(50)]}, SubmitBody)
+        check_body({"rollouts": [{"task": {}, **{f"x{number}": 1 for number in range(50)}}]}, SubmitBody)
     assert len(caught.value.data["fields"]) == 20  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from rollyard.service.security.access import Caller
 from rollyard.service.security.rate_limits import RateLimits
 from rollyard.store.base import QueuedRow
 from rollyard.testing.script import Reply
-from tests.service.site import Site, engine_table, finish, open_site, scripted, task
+from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, task
 
 pytestmark = pytest.mark.slow
 
@@ -265,8 +265,42 @@ async def test_a_task_above_the_ceilings_is_refused(fields: dict[str, Any], says
         assert (await site.post("/v1/sessions?wait_s=0", {"limits": fields.get("limits", {})})).status in (201, 422)
 
 
+async def test_a_token_creates_a_limited_number_of_runs(tmp_path: Path) -> None:
+    async with open_site(tmp_path, max_runs=2) as site:
+        await site.hold()
+        for name in ("one", "two", "one"):
+            assert (await site.post("/v1/runs", {"id": name}, token=TRAINER)).status in (200, 201)
+        refused = await site.post("/v1/runs", {"id": "three"}, token=TRAINER)
+        assert (refused.status, refused.code) == (429, "quota_exceeded") and "max_runs" in refused.body["detail"]
+        body = {"source": {"tasks": [task()]}, "on_update": "fail"}
+        assert (await site.post("/v1/evals", body, token=TRAINER)).code == "quota_exceeded"
+        assert (await site.post("/v1/runs", {"id": "three"}, token=OTHER)).status == 201
+        for name in ("four", "five", "six"):
+            assert (await site.post("/v1/runs", {"id": name})).status == 201, "admins are not limited"
+        await site.delete_run("one", TRAINER)
+        assert (await site.post("/v1/runs", {"id": "seven"}, token=TRAINER)).status == 201
+
+
 async def test_the_operator_sets_the_ceilings(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_task_cpus=2, max_task_s=60) as site:
         assert (await site.post("/v1/rollouts", {"task": task(sandbox={"cpus": 2.5})})).code == "task_invalid"
         assert (await site.post("/v1/sessions?wait_s=0", {"limits": {"run_s": 61}})).code == "task_invalid"
         assert (await site.post("/v1/rollouts", {"task": task(sandbox={"cpus": 2})})).status == 202
+
+
+async def test_the_ceilings_lower_the_deadlines_of_tasks_that_set_none(tmp_path: Path) -> None:
+    plain = {**task(), "limits": {"eval_s": 30}}
+    async with open_site(tmp_path, max_task_s=60) as site:
+        await site.hold()
+        (one,) = (await site.post("/v1/rollouts", {"task": plain})).body["rollouts"]
+        assert [one["task"]["limits"][name] for name in ("init_s", "run_s", "eval_s")] == [60, 60, 30]
+        for path, body in (
+            ("/v1/runs", {"id": "r", "defaults": {"limits": {"run_s": 40}}}),
+            ("/v1/groups", {"run": "r", "task": plain, "size": 1}),
+            ("/v1/draws", {"run": "r", "source": {"tasks": [plain]}}),
+            ("/v1/evals", {"source": {"tasks": [plain]}}),
+            ("/v1/sessions?wait_s=0", {}),
+        ):
+            assert (await site.post(path, body)).status in (201, 202), path
+        (two,) = (await site.post("/v1/rollouts", {"run": "r", "task": plain})).body["rollouts"]
+        assert (two["task"]["limits"]["init_s"], two["task"]["limits"]["run_s"]) == (60, 40)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from rollyard.catalog import Catalog
 from rollyard.pipeline.pipeline import Pipeline
 from rollyard.service.routes import runs
 from rollyard.store import SqliteStore
 from rollyard.store.base import Stale
-from tests.service.site import Site, engine_table, open_site, scripted, task
+from tests.service.site import OTHER, TRAINER, Site, engine_table, open_site, scripted, task
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +57,31 @@ async def test_a_run_with_a_long_queue_is_deleted_after_the_response(
         await wait_deleted(site)
         assert (await site.get("/v1/status")).body["states"]["queued"] == 0
         assert (await site.post("/v1/runs", {"id": "long"})).status == 201
+
+
+async def test_a_new_run_has_no_figures_of_another_tenants_deleted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Catalog, "_check_some", _nothing)  # the rows stay in the catalog's file
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+        body = {"id": "a", "run": "name", "task": task("xylophone")}
+        assert (await site.post("/v1/rollouts", body, token=TRAINER)).status == 202
+        await site.ended("a")
+        async with asyncio.timeout(60):
+            while (await site.get("/v1/results")).body["behind"]:
+                await asyncio.sleep(0.02)
+        series = "/v1/runs/name/series"
+        assert (await site.get(series, token=TRAINER)).body["totals"]["count"] == 1
+        await site.delete_run("name", TRAINER)
+        assert (await site.post("/v1/runs", {"id": "name"}, token=OTHER)).status == 201
+        found = (await site.get(series, token=OTHER)).body
+        assert (found["totals"]["count"], found["environments"], found["x"]) == (0, [], [])
+        page = (await site.get("/v1/results?run=name&search=xylophone", token=OTHER)).body
+        assert (page["rows"], page["total"]) == ([], 0)
+
+
+async def _nothing(_: Catalog) -> None: ...
 
 
 async def test_a_deletion_continues_after_a_restart(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollyard.sandbox.breaker import FAILURES
 from rollyard.testing.script import Reply
 from tests.service.site import Answer, Site, engine_table, finish, open_site, scripted, task
 
@@ -255,6 +256,19 @@ async def test_other_tenants_work_is_not_found_and_not_listed(tmp_path: Path) ->
             assert answer.status == 200 and "a-run" not in json.dumps(answer.body), path
             for caller in ("owner", "reader", "auditor", "admin"):
                 assert "a-" in json.dumps((await running.call(caller, "GET", path)).body), (caller, path)
+
+
+async def test_images_of_other_tenants_tasks_are_shown_to_operators_only(tmp_path: Path) -> None:
+    async with service(tmp_path) as running:
+        breakers = running.site.served.app_state.resources.breakers
+        for _ in range(FAILURES):
+            breakers.failed("local", "registry/secret-project", "its entry point printed a secret")
+            breakers.failed("local", None, "no user namespaces")
+        for path in ("/v1/status", "/v1/overview"):
+            for caller in sorted(TENANTS):
+                shown = json.dumps((await running.call(caller, "GET", path)).body)
+                assert "no user namespaces" in shown, (path, caller)
+                assert ("secret" in shown) == (caller in OPERATORS), (path, caller)
 
 
 async def test_the_same_ids_in_two_runs_are_different_objects(tmp_path: Path) -> None:

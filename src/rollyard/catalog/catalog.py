@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -63,6 +64,9 @@ RETRY_S = (1.0, 5.0, 30.0)
 FILLS = 4
 """Times that a page is read again if rows of it were deleted from the store."""
 
+MOST_DELETED = 1000
+"""Names of deleted runs that are remembered. Their rows leave the file soon."""
+
 SERIES_S, SERIES_SHARE, MOST_SERIES = 2.0, 0.05, 64
 """A run's series is kept for SERIES_S, and so long that computing it again uses at most that share of a core."""
 
@@ -85,7 +89,9 @@ class Catalog:
         self._cursor = 0
         self._checked = 0  # the number up to which rows were compared with the store
         self._check_at = 0.0
+        self._deleting: set[str] = set()  # runs whose rows are to be deleted
         self._gone: set[int] = set()  # rows whose rollouts a page did not find in the store
+        self._deleted: dict[str, int] = {}  # run → the last number of the terminal order when it was deleted
         self._must_rebuild = False
         self._problem = ""  # the last one that was logged
         self._series: dict[tuple[str, By, int], tuple[float, Series]] = {}
@@ -107,36 +113,57 @@ class Catalog:
         """To be called when a rollout has ended."""
         self._news.set()
 
+    async def forget_run(self, run: str) -> None:
+        """To be called when a run has been deleted: a new run of that name, perhaps of another tenant, must have none
+        of its figures. Its rows are left out from now on, and are deleted in the background."""
+        self._deleted.pop(run, None)
+        self._deleted[run] = await self._store.last_ended()
+        while len(self._deleted) > MOST_DELETED:
+            del self._deleted[next(iter(self._deleted))]
+        self._policies.pop(run, None)
+        self._series = {key: kept for key, kept in self._series.items() if key[0] != run}
+        self._deleting.add(run)
+        self._news.set()
+
     # --- questions ------------------------------------------------------------------------------------
 
     async def page(
-        self, wanted: Filter, search: Search | None = None, *, before: int | None = None, limit: int = 50
+        self,
+        wanted: Filter,
+        search: Search | None = None,
+        *,
+        before: int | None = None,
+        limit: int = 50,
+        caller: str = "",
     ) -> ResultPage:
         """Returns ended rollouts, newest first."""
         behind = await self.behind()
+        wanted = replace(wanted, deleted=self._deleted_of(wanted.runs))
         found, after = list[FoundRow](), before
         try:
             for _ in range(FILLS):
                 query = partial(pages.page, wanted=wanted, search=search, before=after, limit=limit - len(found))
-                rows, after = await self._readers.run(query)
+                rows, after = await self._readers.run(query, caller=caller)
                 found += await self._existing(rows)
                 if after is None or len(found) >= limit:
                     break
-            total, is_exact = await self._readers.run(partial(pages.total, wanted=wanted, search=search))
+            count = partial(pages.total, wanted=wanted, search=search)
+            total, is_exact = await self._readers.run(count, caller=caller)
         except (sqlite3.Error, OSError) as error:
             self._unanswered(error)
             return ResultPage(tuple(found), after if found else None, len(found), is_total_exact=False, behind=behind)
         return ResultPage(tuple(found), after, max(total, len(found)), is_exact, behind)
 
-    async def failures(self, runs: Sequence[str] | None, since: float) -> Sequence[FailureCount]:
+    async def failures(self, runs: Sequence[str] | None, since: float, *, caller: str = "") -> Sequence[FailureCount]:
         """Returns the failures of rollouts of these runs, or of all, that ended since then, by code and blame."""
         try:
-            return await self._readers.run(partial(pages.failures, runs=runs, since=since))
+            query = partial(pages.failures, runs=runs, since=since, deleted=self._deleted_of(runs))
+            return await self._readers.run(query, caller=caller)
         except (sqlite3.Error, OSError) as error:
             self._unanswered(error)
             return ()
 
-    async def series(self, run: str, by: By, points: int) -> Series:
+    async def series(self, run: str, by: By, points: int, *, caller: str = "") -> Series:
         """Returns a run's figures over time or weight versions."""
         now = time.monotonic()
         key: tuple[str, By, int] = (run, by, points)
@@ -144,15 +171,22 @@ class Catalog:
         if kept is not None and kept[0] > now:
             return kept[1]
         try:
-            found = await self._readers.run(partial(series, run=run, by=by, points=points))
+            after = self._deleted.get(run, 0)
+            query = partial(series, run=run, by=by, points=points, after=after)
+            found = await self._readers.run(query, caller=caller)
         except (sqlite3.Error, OSError) as error:
             self._unanswered(error)
             return Series(by, share={name: [] for name in ("model", "tool", "waiting", "other")})
         ended = time.monotonic()
         if len(self._series) >= MOST_SERIES:
             self._series.clear()
-        self._series[key] = (ended + max(SERIES_S, (ended - now) / SERIES_SHARE), found)
+        if self._deleted.get(run, 0) == after:  # not deleted meanwhile
+            self._series[key] = (ended + max(SERIES_S, (ended - now) / SERIES_SHARE), found)
         return found
+
+    def _deleted_of(self, runs: Sequence[str] | None) -> tuple[tuple[str, int], ...]:
+        """Those of the runs whose names belonged to a run that was deleted."""
+        return tuple((run, self._deleted[run]) for run in runs or () if run in self._deleted)
 
     async def behind(self) -> int:
         """Returns how many ended rollouts are not in the catalog yet; at most so many."""
@@ -296,6 +330,10 @@ class Catalog:
     async def _check_some(self) -> None:
         """Deletes what the store has deleted: some rows, from where the last call stopped."""
         gone, self._gone = self._gone, set[int]()
+        while self._deleting:
+            run = self._deleting.pop()
+            last = self._deleted.get(run, 0)
+            gone |= set(await self._in_thread(partial(self._open_writer.seqs_of_run, run, last)))
         rows = list[tuple[int, str, bool]]()
         if time.monotonic() >= self._check_at:
             self._check_at = time.monotonic() + CHECK_S

@@ -22,6 +22,7 @@ class Filter:
     is_trainable: bool | None = None
     min_reward: float | None = None
     max_reward: float | None = None
+    deleted: tuple[tuple[str, int], ...] = ()  # names of `runs` that a deleted run had, and its last number
 
     def conditions(self) -> tuple[list[str], list[object]]:
         """Returns conditions on the table `rollouts` as `r`, and their values."""
@@ -33,6 +34,8 @@ class Filter:
 
         if self.runs is not None:
             add(*_among_runs(self.runs))
+        for run, last in self.deleted:
+            add("NOT (+r.run = ? AND r.seq <= ?)", run, last)
         for column in ("environment", "agent", "policy", "outcome", "code"):
             if (wanted := getattr(self, column)) is not None:
                 add(f"r.{column} = ?", wanted)

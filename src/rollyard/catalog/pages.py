@@ -81,10 +81,18 @@ def total(connection: sqlite3.Connection, wanted: Filter, search: Search | None)
     return min(count, MOST_COUNTED), count <= MOST_COUNTED
 
 
-def failures(connection: sqlite3.Connection, runs: Sequence[str] | None, since: float) -> list[FailureCount]:
+def failures(
+    connection: sqlite3.Connection,
+    runs: Sequence[str] | None,
+    since: float,
+    deleted: Sequence[tuple[str, int]] = (),
+) -> list[FailureCount]:
     """Returns the failures of rollouts that ended since then, the most frequent first."""
     among = "" if runs is None else "AND run IN (SELECT value FROM json_each(?))"
-    values = [since] if runs is None else [since, json.dumps(list(runs))]
+    values: list[object] = [since] if runs is None else [since, json.dumps(list(runs))]
+    for run, last in deleted:
+        among += " AND NOT (run = ? AND seq <= ?)"
+        values += (run, last)
     rows = connection.execute(
         "SELECT code, blame, COUNT(*), MAX(ended_at) FROM rollouts INDEXED BY by_failure "
         f"WHERE ended_at >= ? AND code IS NOT NULL {among} GROUP BY code, blame ORDER BY 3 DESC, 1 LIMIT 100",

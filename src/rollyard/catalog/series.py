@@ -40,15 +40,16 @@ class Series:
     sampled_tokens: int = 0
 
 
-def series(connection: sqlite3.Connection, run: str, by: By, points: int) -> Series:
-    """Returns at most `points` points of a run."""
+def series(connection: sqlite3.Connection, run: str, by: By, points: int, after: int = 0) -> Series:
+    """Returns at most `points` points of a run. Its rows up to number `after` are of a deleted run of that name."""
     column = "ended_at" if by == "time" else "newest_version"
-    counted = "r.run = ?" if by == "time" else "r.run = ? AND r.newest_version >= 0"
-    totals, environments = _totals(connection, run), _environments(connection, run)
+    own, of_run = ("run = ? AND seq > ?", (run, after)) if after else ("run = ?", (run,))
+    counted = own if by == "time" else f"{own} AND r.newest_version >= 0"
+    totals, environments = _totals(connection, own, of_run), _environments(connection, own, of_run)
     sampled = int(totals.pop("sampled_tokens"))  # type: ignore[call-overload]
     rest = {"environments": environments, "totals": totals, "sampled_tokens": sampled}
     low, high = connection.execute(
-        f"SELECT MIN({column}), MAX({column}) FROM rollouts r WHERE {counted}", (run,)
+        f"SELECT MIN({column}), MAX({column}) FROM rollouts r WHERE {counted}", of_run
     ).fetchone()
     if low is None:
         return Series(by, share={name: [] for name in ("model", "tool", "waiting", "other")}, **rest)
@@ -62,12 +63,12 @@ def series(connection: sqlite3.Connection, run: str, by: By, points: int) -> Ser
             f"SELECT {bucket} AS b, COUNT(*), COUNT(reward), SUM(reward), SUM(reward >= 1 - 1e-9), "
             "SUM(sampled_tokens), SUM(turns), COUNT(lag), SUM(lag), SUM(model_s), SUM(tool_s), SUM(waiting_s), "
             f"SUM(total_s) FROM rollouts r WHERE {counted} GROUP BY b",
-            (run,),
+            of_run,
         ).fetchall()
     }
     failed = connection.execute(
         f"SELECT {bucket} AS b, code, COUNT(*) FROM rollouts r WHERE {counted} AND code IS NOT NULL GROUP BY b, code",
-        (run,),
+        of_run,
     ).fetchall()
     taken = sorted(rows) if by == "version" else range(size)  # versions without rollouts have no point
 
@@ -106,16 +107,16 @@ def _failures(failed: list[tuple[int, str, int]], taken: list[int]) -> dict[str,
     return {code: [counts[code].get(b, 0) for b in taken] for code in frequent}
 
 
-def _totals(connection: sqlite3.Connection, run: str) -> dict[str, object]:
+def _totals(connection: sqlite3.Connection, own: str, of_run: tuple[object, ...]) -> dict[str, object]:
     count, rewarded, rewards, passes, tokens = connection.execute(
         "SELECT COUNT(*), COUNT(reward), SUM(reward), SUM(reward >= 1 - 1e-9), COALESCE(SUM(sampled_tokens), 0) "
-        "FROM rollouts WHERE run = ?",
-        (run,),
+        f"FROM rollouts WHERE {own}",
+        of_run,
     ).fetchone()
     failures = connection.execute(
-        "SELECT code, blame, COUNT(*) FROM rollouts WHERE run = ? AND code IS NOT NULL GROUP BY code, blame "
+        f"SELECT code, blame, COUNT(*) FROM rollouts WHERE {own} AND code IS NOT NULL GROUP BY code, blame "
         "ORDER BY 3 DESC LIMIT 100",
-        (run,),
+        of_run,
     ).fetchall()
     return {
         "count": count,
@@ -126,9 +127,9 @@ def _totals(connection: sqlite3.Connection, run: str) -> dict[str, object]:
     }
 
 
-def _environments(connection: sqlite3.Connection, run: str) -> list[str]:
+def _environments(connection: sqlite3.Connection, own: str, of_run: tuple[object, ...]) -> list[str]:
     rows = connection.execute(
-        "SELECT DISTINCT environment FROM rollouts WHERE run = ? ORDER BY 1 LIMIT 100", (run,)
+        f"SELECT DISTINCT environment FROM rollouts WHERE {own} ORDER BY 1 LIMIT 100", of_run
     ).fetchall()
     return [row[0] for row in rows]
 

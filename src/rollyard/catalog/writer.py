@@ -97,6 +97,11 @@ class Writer:
         ).fetchall()
         return [(row[0], row[1], bool(row[2])) for row in rows]
 
+    def seqs_of_run(self, run: str, last: int) -> list[int]:
+        """Returns the numbers of a run's rollouts up to that one."""
+        rows = self._connection.execute("SELECT seq FROM rollouts WHERE run = ? AND seq <= ?", (run, last)).fetchall()
+        return [row[0] for row in rows]
+
     def id_at(self, seq: int) -> str | None:
         row = self._connection.execute("SELECT id FROM rollouts WHERE seq = ?", (seq,)).fetchone()
         return None if row is None else row[0]

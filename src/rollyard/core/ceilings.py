@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollyard.core.failure import TaskInvalid
-from rollyard.core.task import Task
+from rollyard.core.json import Json
+from rollyard.core.task import Limits, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,15 @@ class Ceilings:
     processes: int | None = None
     files: int | None = None
     seconds: float | None = None  # of each stage
+
+    @property
+    def defaults(self) -> Mapping[str, Json]:
+        """A partial task with the deadlines of tasks that set none, where the usual ones exceed the operator's."""
+        usual = {"init_s": Limits().init_s, "run_s": Limits().run_s, "eval_s": Limits().eval_s}
+        lowered: dict[str, Json] = {
+            name: self.seconds for name, value in usual.items() if self.seconds is not None and value > self.seconds
+        }
+        return {"limits": lowered} if lowered else {}
 
     def check(self, task: Task) -> None:
         """Raises `TaskInvalid`, with the name of the limit, if the task requests too much."""

@@ -23,6 +23,7 @@ from typing import TypeVar
 from rollyard.core import Batch, Draw, Group, GroupState, Json, Rollout, RollyardError, Run, Task
 from rollyard.core.draw import SourceKind
 from rollyard.core.failure import BatchConflict, InvalidRequest, NotFound, VersionConflict
+from rollyard.core.loop_yield import LoopYield
 from rollyard.pipeline import Pipeline
 from rollyard.sampling.active_groups import ActiveGroups, GroupChanges
 from rollyard.sampling.draw_state import ActiveGroup, DrawState
@@ -215,12 +216,14 @@ class DrawRunner:
         """Adds tasks to a growing source. Returns its new number of tasks."""
         if self.draw.config.source.kind is not SourceKind.PUSH:
             raise InvalidRequest("tasks can only be pushed to a draw whose source is push")
+        loop_yield = LoopYield()
         for place, (_, task) in enumerate(tasks):
             try:
                 check_members(self._make_task(task), self.draw.config.group_size)
             except RollyardError as error:
                 error.detail = f"tasks.{place}: {error.detail}"
                 raise
+            await loop_yield.step()
         return await self.wholly(self._push(tasks, close))
 
     async def _push(self, tasks: Sequence[tuple[str | None, Mapping[str, Json]]], close: bool) -> int:

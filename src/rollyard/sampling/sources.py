@@ -18,13 +18,14 @@ from pathlib import Path
 from rollyard.core import Json, RollyardError
 from rollyard.core.draw import SourceKind, SourceSpec
 from rollyard.core.failure import Forbidden, InvalidRequest
+from rollyard.core.loop_yield import LoopYield
 from rollyard.envs.base import Environment
 from rollyard.envs.registry import Environments
 from rollyard.envs.rows import RowsUnreadable, is_dataset, read_rows
 from rollyard.store.base import Store
 
 CHUNK = 500
-"""Tasks read, checked and stored between two turns of the event loop."""
+"""Tasks that are read in one step of a thread, and stored in one write."""
 
 MOST_TASKS = 2_000_000
 """Limit on the tasks of one source: an environment may generate without end."""
@@ -46,7 +47,7 @@ async def copy_source(
     if spec.kind is SourceKind.PUSH:
         return spec
     raw_tasks = _places(spec, tasks, environments, folders)
-    size = 0
+    size, loop_yield = 0, LoopYield()
     while chunk := await asyncio.to_thread(_chunk, raw_tasks):
         for place, task in chunk:
             try:
@@ -54,6 +55,7 @@ async def copy_source(
             except RollyardError as error:
                 error.detail = f"source, {place}: {error.detail}"
                 raise
+            await loop_yield.step()
         await store.put_items(draw_id, size, [task for _, task in chunk])
         size += len(chunk)
         if size > MOST_TASKS:

@@ -13,7 +13,7 @@ from rollyard.agents.session import SessionAgent
 from rollyard.catalog import Catalog
 from rollyard.core import DEFAULT_RUN, Json, Run, check_id, key_of
 from rollyard.core.access import AuditEntry
-from rollyard.core.failure import AmbiguousId, Forbidden, NotFound
+from rollyard.core.failure import AmbiguousId, Forbidden, NotFound, QuotaExceeded
 from rollyard.engines.routing.router import Router
 from rollyard.fleet.head import FleetHead
 from rollyard.fleet.ray_host import RayHost
@@ -70,9 +70,24 @@ class AppState:
             raise NotFound(f"there is no run {run_id!r}; create it with POST /v1/runs")
         return stored_run
 
+    def require_room_for_run(self, caller: Caller) -> None:
+        """Raises `QuotaExceeded` if the caller may create no more runs. All runs are in memory, with their defaults,
+        and every listing goes through them."""
+        most = self.settings.max_runs
+        if not caller.is_admin and sum(run.owner == caller.name for run in self.pipeline.runs) >= most:
+            raise QuotaExceeded(
+                f"this token has created {most} runs, which is the limit (max_runs)", remedy="Delete runs."
+            )
+
     def readable(self, caller: Caller) -> list[Run]:
         """All runs that the caller may read."""
         return [run for run in self.pipeline.runs if caller.reads(run)]
+
+    def breakers(self, caller: Caller, runtime: str) -> list[Mapping[str, Json]]:
+        """The failing starts of a runtime. A tenant gets only those without an image: an image's name, and the output
+        of its start, belong to the tenant whose tasks name it."""
+        failing = self.resources.breakers.status(runtime)
+        return [one for one in failing if one["image"] is None or caller.sees_all_tenants]
 
     async def find(self, caller: Caller, kind: ItemKind, id: str, run_id: str | None) -> str:
         """The key of the object with that id, in that run or in any run that the caller may read."""

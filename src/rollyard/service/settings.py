@@ -177,7 +177,8 @@ class Settings(BaseModel):
     max_task_cpus: float = Field(default=1024, gt=0, description="Most CPUs that a task may request.")
     max_task_processes: Count = Field(default=65_536, description="Most processes that a task may request.")
     max_task_s: Seconds = Field(
-        default=7 * 86_400.0, description="Longest deadline of a stage that a task may request."
+        default=7 * 86_400.0,
+        description="Longest deadline of a stage that a task may request; also the default, if shorter.",
     )
     sandbox_uids: str = Field(
         default="200000-265535",
@@ -241,6 +242,9 @@ class Settings(BaseModel):
     eval_slots: Count = Field(default=32, description="Rollouts in EVAL at once.")
     ready_slots: int = Field(default=16, ge=0, le=1_000_000, description="Size of the READY buffer.")
     max_live: Count | None = Field(default=None, description="Most live sandboxes; unset: the sum of all slots.")
+    max_runs: Count = Field(
+        default=5000, description="Most runs that one token may have created; evaluations have a run each."
+    )
     max_queued: Count = Field(
         default=100_000, le=10_000_000, description="Most queued rollouts; further submits get 429."
     )

@@ -7,14 +7,20 @@ from collections.abc import Mapping, Sequence
 from rollyard.core import Json, RollyardError, Run, Task
 from rollyard.pipeline import StageResources
 from rollyard.service.problems import field_path
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.requests import merge, to_task
+
+
+def defaults_of(resources: StageResources, run: Run) -> Mapping[str, Json]:
+    """The run's defaults, over those that the operator's ceilings require."""
+    lowered = resources.ceilings.defaults
+    return merge(lowered, run.defaults) if lowered else run.defaults
 
 
 def checked_task(
     resources: StageResources, raw: Mapping[str, Json], run: Run, path: Sequence[str | int] = ("task",)
 ) -> Task:
     """The task. The error for a task that can never run here contains its path."""
-    task = to_task(raw, run.defaults, path)
+    task = to_task(raw, defaults_of(resources, run), path)
     try:
         resources.check(task, run)
     except RollyardError as error:

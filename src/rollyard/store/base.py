@@ -428,7 +428,9 @@ class Store(Protocol):
 
     async def get_draw(self, draw_id: str) -> Draw: ...
 
-    async def list_draws(self) -> Sequence[Draw]: ...
+    async def list_draws(self, runs: Sequence[str] | None = None) -> Sequence[Draw]:
+        """Returns the draws of these runs, or of all, in order of creation."""
+        ...
 
     async def put_items(self, draw_id: str, first: int, tasks: Sequence[Mapping[str, Json]]) -> None:
         """Stores tasks from number `first` on, and replaces existing ones. Called before the draw itself is stored."""

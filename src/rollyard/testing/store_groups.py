@@ -95,6 +95,8 @@ async def draws_are_idempotent_and_listed(open_store: Open) -> None:
         await raises(IdConflict, store.put_draw(draw("d"), {"a": 2}))
         await store.put_draw(draw("e"), {})
         assert [one.id for one in await store.list_draws()] == ["d", "e"]
+        assert [one.id for one in await store.list_draws(["run", "none"])] == ["d", "e"]
+        assert await store.list_draws(["none"]) == ()
         await raises(NotFound, store.get_draw("unknown"))
 
 

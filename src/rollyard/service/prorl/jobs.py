@@ -191,7 +191,8 @@ class ProrlJobs:
         app_state = self._app_state
         run = await self._run(job.owner)
         body = merge(task_body(job.instance, app_state.resources.environments, self._choices), run.defaults)
-        task = to_task(merge(body, task_fields_of(job.sampling_params)), {}, ("instance",))
+        sent = merge(body, task_fields_of(job.sampling_params))
+        task = to_task(sent, app_state.resources.ceilings.defaults, ("instance",))
         app_state.resources.check(task, run)
         rollout = Rollout(id=name, run=run.id, task=task, priority=run.priority)
         (stored,) = await app_state.pipeline.submit([Submission(rollout, job.identity)])

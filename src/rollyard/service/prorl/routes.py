@@ -26,6 +26,7 @@ from rollyard.engines.clients.prorl import kind_at
 from rollyard.engines.clients.transport import open_http
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.engine_address import check_reachable
+from rollyard.service.json_body import SMALL_BYTES, decode
 from rollyard.service.prorl.jobs import RUN, ProrlJob, ProrlJobs
 from rollyard.service.prorl.results import result_of
 from rollyard.service.schemas.records import reply
@@ -235,11 +236,15 @@ def _not_running() -> Response:
 async def _read(request: Request, model: type[BaseModel]) -> Any:
     """The body. Tables contain NaN for missing values, which is not JSON; it is read as null."""
     data = await request.body()
-    try:
-        raw = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raw = _lenient(data)
+    raw = _decoded(data) if len(data) <= SMALL_BYTES else await asyncio.to_thread(_decoded, data)
     return check_body(raw, model)
+
+
+def _decoded(data: bytes) -> object:
+    try:
+        return decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _lenient(data)
 
 
 def _lenient(data: bytes) -> Mapping[str, Any]:

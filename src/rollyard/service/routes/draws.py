@@ -82,10 +82,9 @@ async def create(request: Request) -> Response:
 async def list_draws(request: Request) -> Response:
     """Returns all draws, in order of creation."""
     app_state = app_state_of(request)
-    runs = {run.id for run in app_state.readable(caller_of(request))}
-    runners = [
-        await app_state.sampler.runner(draw.id) for draw in await app_state.store.list_draws() if draw.run in runs
-    ]
+    caller = caller_of(request)
+    runs = None if caller.is_admin else [run.id for run in app_state.readable(caller)]
+    runners = [await app_state.sampler.runner(draw.id) for draw in await app_state.store.list_draws(runs)]
     return reply({"draws": [draw_object(runner.draw, runner.draw_state) for runner in runners]})
 
 

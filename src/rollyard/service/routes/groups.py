@@ -11,15 +11,17 @@ from starlette.responses import Response
 
 from rollyard.core import Group, GroupState, Json, Task, check_id, id_of, key_of, new_id
 from rollyard.core.failure import InvalidRequest
+from rollyard.core.loop_yield import LoopYield
 from rollyard.sampling.groups import new_group
 from rollyard.sampling.open_group import rollouts_of
 from rollyard.service.app_state import app_state_of
+from rollyard.service.json_body import read_json
 from rollyard.service.openapi import json_body
 from rollyard.service.problems import field_path
 from rollyard.service.schemas.draws import GroupBody, GroupsBody, SingleGroupBody
 from rollyard.service.schemas.group_pages import group_object
 from rollyard.service.schemas.records import reply
-from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, check_body, parse_number, read_json
+from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, check_body, check_merged, parse_number
 from rollyard.service.security.access import caller_of, require_priority, require_write
 from rollyard.service.security.bounds import while_connected
 from rollyard.service.tasks import checked_task
@@ -52,7 +54,8 @@ async def create(request: Request) -> Response:
         run_id, bodies, is_single = one.run, list[GroupBody]([one]), True
     run = await app_state.run(caller_of(request), run_id)
     require_write(caller_of(request), run)
-    version = app_state.router.version(run.policy)
+    check_merged(run.defaults, len(bodies))
+    version, loop_yield = app_state.router.version(run.policy), LoopYield()
     submissions: list[tuple[Group, Task, dict[str, Json]]] = []
     for number, body in enumerate(bodies):
         path = ("task",) if is_single else ("groups", number, "task")
@@ -62,6 +65,7 @@ async def create(request: Request) -> Response:
         require_priority(caller_of(request), priority)
         group = new_group(key_of(run.id, name), run.id, body.size, body.spares, body.min_members, priority, version)
         submissions.append((group, task, body.identity()))
+        await loop_yield.step()
     groups = await app_state.sampler.groups.put(submissions)
     return reply({"groups": [group_object(group) for group in groups]}, 202)
 

@@ -53,7 +53,7 @@ async def _body(app_state: AppState, caller: Caller) -> JsonObject:
     pipeline, fleet = app_state.pipeline, app_state.fleet
     states = Counter(attempt.state for attempt in pipeline.live.values())
     runs = None if caller.is_admin else [run.id for run in app_state.readable(caller)]
-    failures = await app_state.catalog.failures(runs, time.time() - FAILURES_S)
+    failures = await app_state.catalog.failures(runs, time.time() - FAILURES_S, caller=caller.name)
     return {
         "at": time.time(),
         "version": __version__,
@@ -99,7 +99,7 @@ def _alerts(app_state: AppState, caller: Caller) -> Iterator[Alert]:
             holder = f" by {policy.holder}" if policy.holder else ""
             yield _alert("paused_policy", policy.name, f"{policy.state.value}{holder}", severity)
     for runtime in app_state.resources.runtimes:
-        for breaker in app_state.resources.breakers.status(runtime):
+        for breaker in app_state.breakers(caller, runtime):
             if breaker["state"] != "closed":
                 what = f"{runtime}: {breaker['image'] or 'no image'}"
                 yield _alert("open_breaker", what, str(breaker["last_error"]), "bad")

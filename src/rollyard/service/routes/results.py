@@ -63,7 +63,8 @@ async def list_results(request: Request, query: Annotated[ResultsQuery, Query()]
     if query.state is not State.ENDED:
         return reply(await _live(app_state, query, wanted, search))
     before = parse_number(query.after, ENDED)
-    page = await app_state.catalog.page(wanted, search, before=before, limit=query.limit)
+    caller = caller_of(request).name
+    page = await app_state.catalog.page(wanted, search, before=before, limit=query.limit, caller=caller)
     return reply(
         {
             "rows": [row.row for row in page.rows],

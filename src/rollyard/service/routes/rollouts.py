@@ -37,6 +37,7 @@ from rollyard.core.failure import (
     RequestError,
     TaskFailure,
 )
+from rollyard.core.loop_yield import LoopYield
 from rollyard.pipeline import Pipeline, Snapshot, storable_message
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
@@ -49,6 +50,7 @@ from rollyard.service.schemas.requests import (
     SingleBody,
     SubmitBody,
     WaitS,
+    check_merged,
     read_body,
     read_submit,
 )
@@ -61,7 +63,6 @@ from rollyard.store.base import ItemKind, Page, Submission
 router = APIRouter(prefix="/v1", tags=["rollouts"])
 
 PAGE_BYTES = 2 << 20  # of messages in one reply; one message may be larger
-BREATH = 100  # tasks checked before the event loop runs again: about 5 ms
 MOST_PROBLEMS = 100  # tasks whose problems are returned; the others are counted
 
 
@@ -96,7 +97,9 @@ async def submit(request: Request) -> Response:
     caller = caller_of(request)
     run = await app_state.run(caller, run_id)
     require_write(caller, run)
+    check_merged(run.defaults, len(bodies))
     submissions: list[Submission] = []
+    loop_yield = LoopYield()
     for number, body in enumerate(bodies):
         priority = run.priority if body.priority is None else body.priority
         require_priority(caller, priority)
@@ -111,8 +114,7 @@ async def submit(request: Request) -> Response:
             priority=priority,
         )
         submissions.append(Submission(rollout, body.identity()))
-        if number % BREATH == BREATH - 1:
-            await asyncio.sleep(0)
+        await loop_yield.step()
     stored = await app_state.pipeline.submit(submissions)
     return reply({"rollouts": [record(rollout) for rollout in stored]}, 202)
 
@@ -125,7 +127,8 @@ async def check_tasks(request: Request) -> Response:
     body = await read_body(request, CheckBody)
     run = await app_state.run(caller, body.run)
     require_write(caller, run)
-    bad = 0
+    check_merged(run.defaults, len(body.tasks))
+    bad, loop_yield = 0, LoopYield()
     problems: list[dict[str, Json]] = []
     for index, raw in enumerate(body.tasks):
         error = _refusal(app_state, raw, run)
@@ -134,8 +137,7 @@ async def check_tasks(request: Request) -> Response:
             if len(problems) < MOST_PROBLEMS:
                 problems.append({"index": index, "code": error.code, "details": _details(error)})
             request.app.state.plugin_errors.log(error)
-        if index % BREATH == BREATH - 1:
-            await asyncio.sleep(0)
+        await loop_yield.step()
     return reply({"checked": len(body.tasks), "bad": bad, "problems": problems})
 
 

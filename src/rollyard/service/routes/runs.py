@@ -49,6 +49,7 @@ async def create_run(request: Request) -> Response:
         raise Forbidden(f"a {caller.access} token cannot create runs")
     if known is None:
         require_new_run(caller, run.id, run.policy, app_state.tokens.callers)
+        app_state.require_room_for_run(caller)
     elif not caller.reads(known):
         raise Forbidden(f"the run name {run.id!r} is taken")
     sent = body.model_dump(exclude_unset=True, exclude={"id"})
@@ -62,7 +63,7 @@ async def list_runs(request: Request, query: Annotated[RunsQuery, Query()]) -> R
     """Returns all runs that the token may read, in order of creation. With include=results, each has `results`:
     rollouts per state, those with a reward and their mean, trainable ones, and the time of the last change."""
     app_state, caller = app_state_of(request), caller_of(request)
-    runs = [run for run in await app_state.store.list_runs() if caller.reads(run)]
+    runs = app_state.readable(caller)  # in memory: the runs of all tenants would have to be decoded
     if query.include is None:
         return reply({"runs": [run_object(run) for run in runs]})
     results = await app_state.store.results_of(None if caller.is_admin else [run.id for run in runs])

@@ -30,8 +30,9 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
     the newest weight version of the rollouts. `staleness`: by how many versions a rollout's oldest token is older than
     the newest that its run had sampled with."""
     app_state = app_state_of(request)
-    run = await app_state.run(caller_of(request), run_id)
-    found = await app_state.catalog.series(run.id, query.by, query.points)
+    caller = caller_of(request)
+    run = await app_state.run(caller, run_id)
+    found = await app_state.catalog.series(run.id, query.by, query.points, caller=caller.name)
     groups = await app_state.store.count_groups(run.id)
     tokens = await _tokens(app_state, run.id)
     return reply(
@@ -57,10 +58,9 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
 async def _tokens(app_state: AppState, run_id: str) -> JsonObject:
     """Tokens of the groups of the run's draws, by what became of them."""
     tokens = {"delivered": 0, "filtered": 0, "lost": 0}
-    for draw in await app_state.store.list_draws():
-        if draw.run == run_id:
-            figures = draw.progress.figures
-            tokens["delivered"] += figures.tokens_delivered
-            tokens["filtered"] += figures.tokens_filtered
-            tokens["lost"] += figures.tokens_lost
+    for draw in await app_state.store.list_draws([run_id]):
+        figures = draw.progress.figures
+        tokens["delivered"] += figures.tokens_delivered
+        tokens["filtered"] += figures.tokens_filtered
+        tokens["lost"] += figures.tokens_lost
     return tokens

@@ -25,6 +25,7 @@ from rollyard.service.schemas.records import JsonObject, record, reply
 from rollyard.service.schemas.requests import SESSION, InRun, RewardBody, RunQuery, SessionBody, read_body
 from rollyard.service.security.access import caller_of, require_priority, require_write
 from rollyard.service.security.bounds import end_all, while_connected
+from rollyard.service.tasks import defaults_of
 from rollyard.store.base import ItemKind, Submission
 
 router = APIRouter(prefix="/v1", tags=["sessions"])
@@ -57,7 +58,7 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
     priority = run.priority if body.priority is None else body.priority
     require_priority(caller_of(request), priority)
     _require_room(app_state, run)
-    task = body.to_task(run.defaults)
+    task = body.to_task(defaults_of(app_state.resources, run))
     app_state.resources.check(task, run)
     rollout = Rollout(
         id=key_of(run.id, new_id("se") if body.id is None else check_id(body.id, "session id")),

@@ -57,7 +57,7 @@ async def status(request: Request) -> Response:
                     "features": app_state.runtimes.get(name, {}),
                     "waiting_for_room": runtime.waiting,
                     "layers": layers_object(app_state.resources.layers.get(name)),
-                    "breakers": app_state.resources.breakers.status(name),
+                    "breakers": app_state.breakers(caller, name),
                 }
                 for name, runtime in app_state.resources.runtimes.items()
             },

@@ -9,12 +9,25 @@ from pydantic import BeforeValidator, Field, model_validator
 from rollyard.core import DrawConfig, Json, Run
 from rollyard.core.draw import Budget, KeepSpec, OnStale, SourceKind, SourceSpec, Surplus
 from rollyard.core.failure import InvalidRequest
-from rollyard.service.schemas.requests import Body, Count, Name, Number, Object, Priority, Seconds, Text, Whole
+from rollyard.service.schemas.requests import (
+    MOST_ROLLOUTS,
+    Body,
+    Count,
+    Name,
+    Number,
+    Object,
+    Priority,
+    RawTask,
+    Seconds,
+    Text,
+    Whole,
+    few_fields,
+)
 
 GroupSize = Annotated[int, Field(ge=1, le=4096)]
 Spares = Annotated[int, Field(ge=0, le=4096)]
 Few = Annotated[int, Field(ge=0, le=1_000_000)]
-Options = dict[str, str]
+Options = Annotated[dict[str, str], BeforeValidator(few_fields)]
 
 DRAW_ID_LENGTH = 80  # the ids of its groups and rollouts are derived from it
 
@@ -23,7 +36,7 @@ class GroupBody(Body):
     """n rollouts of one task. Without an id, one is generated; a group with an id can be sent again safely."""
 
     id: str | None = None
-    task: Object
+    task: RawTask
     size: GroupSize
     spares: Spares = Field(default=1, description="Rollouts that may replace members lost to infrastructure failures.")
     min_members: GroupSize | None = Field(default=None, description="Fewest members of a complete group; unset: all.")
@@ -47,13 +60,15 @@ class GroupsBody(Body):
     """One or many groups of a run, stored atomically."""
 
     run: str = "default"
-    groups: Annotated[list[GroupBody], Field(min_length=1)]
+    groups: Annotated[list[GroupBody], Field(fail_fast=True, min_length=1, max_length=MOST_ROLLOUTS)]
 
 
 class SourceBody(Body):
     """The source of tasks: exactly one of tasks, file, environment alone, or push."""
 
-    tasks: list[Object] | None = Field(default=None, description="The tasks themselves.")
+    tasks: Annotated[list[Object], Field(fail_fast=True)] | None = Field(
+        default=None, description="The tasks themselves."
+    )
     file: Text | None = Field(default=None, description="JSON lines or Parquet, below a folder of `task_folders`.")
     environment: Name | None = Field(default=None, description="Imports the file's rows; alone: generates the tasks.")
     options: Options = Field(
@@ -77,6 +92,14 @@ class SourceBody(Body):
         else:
             kind = SourceKind.FILE if self.file is not None else SourceKind.ENVIRONMENT
         return SourceSpec(kind, self.file or "", self.environment or "", self.options, self.split)
+
+
+def identity_of(body: Body, source: SourceBody) -> dict[str, Json]:
+    """The fields that were sent, without the id. The tasks are not copied: that takes 1 µs for each of their values."""
+    sent = body.model_dump(exclude_unset=True, exclude={"id": True, "source": {"tasks"}})
+    if "tasks" in source.model_fields_set:
+        sent["source"]["tasks"] = source.tasks
+    return sent
 
 
 class KeepBody(Body):
@@ -158,7 +181,7 @@ class DrawBody(Body):
         return self
 
     def identity(self) -> dict[str, Json]:
-        return self.model_dump(exclude_unset=True, exclude={"id"})
+        return identity_of(self, self.source)
 
     def to_config(self, run: Run) -> DrawConfig:
         return DrawConfig(
@@ -190,8 +213,8 @@ class BatchBody(Body):
 class TasksBody(Body):
     """More tasks for a source of kind push. With `ids`, one per task, they can be sent again safely."""
 
-    tasks: list[Object] = Field(default_factory=list)
-    ids: list[str] | None = None
+    tasks: Annotated[list[Object], Field(fail_fast=True)] = Field(default_factory=list)
+    ids: Annotated[list[str], Field(fail_fast=True)] | None = None
     close: bool = Field(default=False, description="No more tasks follow.")
 
     @model_validator(mode="after")

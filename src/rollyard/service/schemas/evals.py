@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from rollyard.core import Json, check_id, id_of, key_of, new_id
 from rollyard.sampling.evals import EvalPlan
-from rollyard.service.schemas.draws import DRAW_ID_LENGTH, GroupSize, SourceBody
+from rollyard.service.schemas.draws import DRAW_ID_LENGTH, GroupSize, SourceBody, identity_of
 from rollyard.service.schemas.records import JsonObject
-from rollyard.service.schemas.requests import Body, Name, Number, Object, Priority, Whole, to_task
+from rollyard.service.schemas.requests import Body, Name, Number, Object, Priority, Whole, check_defaults
 from rollyard.service.security.access import Caller
 from rollyard.store.base import EvalRecord
 
@@ -52,11 +52,11 @@ class EvalBody(Body):
         return self
 
     def identity(self) -> dict[str, Json]:
-        return self.model_dump(exclude_unset=True, exclude={"id"})
+        return identity_of(self, self.source)
 
     def to_plan(self, caller: Caller) -> EvalPlan:
         """Converts the body. The defaults are checked as far as a partial task can be."""
-        to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
+        check_defaults(self.defaults)
         name = new_id("ev") if self.id is None else check_id(self.id, "evaluation id")
         if self.run is not None:
             run = check_id(self.run, "run")

@@ -15,7 +15,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from starlette.requests import Request
 
 from rollyard.core import AgentSpec, Json, Limits, Mode, Run, Sampling, SandboxOptions, Task, check_id, new_id
@@ -26,6 +35,7 @@ from rollyard.core.overlong import COMPONENT, OverlongPenalty
 from rollyard.core.score import MOST, MOST_REWARD
 from rollyard.engines.base import EngineSpec, Kind, Role
 from rollyard.service.egress import Method
+from rollyard.service.json_body import is_too_deep, read_json
 from rollyard.service.problems import invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -42,7 +52,18 @@ Priority = Annotated[int, Field(ge=-1_000_000, le=1_000_000)]
 WaitS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
-Object = dict[str, JsonValue]
+
+
+def _not_too_deep(value: dict[str, Any]) -> dict[str, Any]:
+    if is_too_deep(value):
+        raise ValueError("this is nested too deeply")
+    return value
+
+
+# Values of a body are JSON already: pydantic's JsonValue would check and copy each of them, at 2 µs.
+Object = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
+RawTask = dict[str, Any]
+"""A task before it is merged over its run's defaults: `to_task` checks it."""
 InRun = Annotated[str | None, Query(description="The run of the object; only needed if two runs use its id.")]
 
 
@@ -64,8 +85,32 @@ def parse_number(cursor: str | None, kind: str) -> int | None:
     return int(number)
 
 
+MOST_KEYS = 200
+"""Of a body, and of an object of numbers in it. Each unknown field is an error of its own, which takes 5 µs."""
+
+MOST_ROLLOUTS = 10_000
+"""Of one call; a client sends 1,000 at once."""
+
+MOST_DEFAULTS_BYTES = 256 << 10
+"""Of one run. All runs are in memory, and each task is merged over a copy."""
+
+MOST_MERGED_BYTES = 128 << 20
+"""Of the defaults that are merged into the tasks of one call: a small body must not become gigabytes."""
+
+
+def few_fields(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MOST_KEYS:  # type: ignore[arg-type]
+        raise ValueError(f"an object of at most {MOST_KEYS} fields was expected")
+    return value  # type: ignore[return-value]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_small(cls, value: object) -> object:
+        return few_fields(value)
 
 
 # --- tasks --------------------------------------------------------------------------------------------
@@ -170,6 +215,24 @@ def to_task(raw: Mapping[str, Json], defaults: Mapping[str, Json], path: Sequenc
     )
 
 
+def check_defaults(defaults: Mapping[str, Json]) -> None:
+    """Checks a run's defaults as far as a partial task can be."""
+    size = len(msgspec.json.encode(defaults))
+    if size > MOST_DEFAULTS_BYTES:
+        raise InvalidRequest(f"defaults: {size} bytes are more than {MOST_DEFAULTS_BYTES}: send large data with tasks")
+    to_task({"environment": "any", **defaults}, {}, ("defaults",))
+
+
+def check_merged(defaults: Mapping[str, Json], tasks: int) -> None:
+    """Raises `InvalidRequest` if that many tasks cannot be merged over the defaults in one call."""
+    size = len(msgspec.json.encode(defaults)) if tasks > 1 else 0
+    if size * tasks > MOST_MERGED_BYTES:
+        most = MOST_MERGED_BYTES // size
+        raise InvalidRequest(
+            f"the run's defaults have {size} bytes: send at most {most} tasks in one call, not {tasks}"
+        )
+
+
 def _sandbox(body: SandboxBody) -> SandboxOptions:
     fields = {**_fields(body)}
     egress: EgressBody | None = fields.pop("egress")
@@ -196,7 +259,7 @@ class RolloutBody(Body):
     """One rollout of a submit. Without an id, one is generated; a rollout with an id can be sent again safely."""
 
     id: str | None = None
-    task: Object
+    task: RawTask
     priority: Priority | None = None
     group: str | None = None
     index: Annotated[int, Field(ge=0, le=_INT64)] = 0
@@ -214,20 +277,21 @@ class SubmitBody(Body):
     """One or many rollouts of a run, stored atomically. The run "default" is created on first use."""
 
     run: str = "default"
-    rollouts: Annotated[list[RolloutBody], Field(min_length=1)]
+    rollouts: Annotated[list[RolloutBody], Field(fail_fast=True, min_length=1, max_length=MOST_ROLLOUTS)]
 
 
 class CheckBody(Body):
     """Tasks to check as a submit to that run does. Nothing is stored."""
 
     run: str = "default"
-    tasks: Annotated[list[Object], Field(min_length=1, max_length=10_000)]
+    tasks: Annotated[list[RawTask], Field(fail_fast=True, min_length=1, max_length=MOST_ROLLOUTS)]
 
 
 # --- sessions -----------------------------------------------------------------------------------------
 
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST)]
+Numbers = Annotated[dict[str, Number], BeforeValidator(few_fields)]
 Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MOST_REWARD, le=MOST_REWARD)]
 
 
@@ -270,8 +334,8 @@ class RewardBody(Body):
     """The reward of a session. `answer` is the agent's answer, for readers of the trajectory."""
 
     reward: Reward
-    components: dict[str, Number] = Field(default_factory=dict)
-    metrics: dict[str, Number] = Field(default_factory=dict)
+    components: Numbers = Field(default_factory=dict)
+    metrics: Numbers = Field(default_factory=dict)
     answer: str | None = None
 
     @model_validator(mode="after")
@@ -324,7 +388,7 @@ class RunBody(Body):
             raise InvalidRequest(
                 "overlong_penalty changes rewards for training: it cannot be set for a run of mode eval"
             )
-        to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
+        check_defaults(self.defaults)
         return Run(
             id=new_id("run") if self.id is None else check_id(self.id, "run id"),
             mode=Mode(self.mode),
@@ -428,15 +492,6 @@ def engine_id(url: str) -> str:
 
 
 # --- reading ------------------------------------------------------------------------------------------
-
-
-async def read_json(request: Request) -> object:
-    """The body as JSON. Raises `InvalidRequest` if it is not valid JSON."""
-    data = await request.body()
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}" if data else "the body is empty") from error
 
 
 def check_body(raw: object, model: type[M]) -> M:

@@ -57,6 +57,11 @@ class Caller:
             )
         return f"{DEFAULT_RUN}.{self.name}"
 
+    @property
+    def sees_all_tenants(self) -> bool:
+        """Whether it may read what the work of every tenant shows: an admin, or a reader of all runs."""
+        return self.is_admin or self._reads_all
+
     def reads(self, run: Run) -> bool:
         return self.is_admin or self._reads_all or self._has(run)
 
@@ -102,7 +107,7 @@ def require_node(request: Request) -> None:
 def require_operator(request: Request) -> None:
     """For responses that include the work of every tenant."""
     caller = caller_of(request)
-    if not caller.is_admin and (caller.access is not Access.READER or caller.runs):
+    if not caller.sees_all_tenants:
         raise Forbidden(f"{request.method} {request.url.path} is for admins, and for readers of all runs")
 
 

@@ -230,8 +230,13 @@ def get_draw(connection: Connection, draw_id: str) -> Draw:
     return from_json(row[0], Draw)
 
 
-def list_draws(connection: Connection) -> tuple[Draw, ...]:
-    return connection.read_records("record", "FROM draws ORDER BY seq", (), tuple[Draw, ...])
+def list_draws(connection: Connection, runs: Sequence[str] | None) -> tuple[Draw, ...]:
+    """In order of creation."""
+    if runs is None:
+        return connection.read_records("record", "FROM draws ORDER BY seq", (), tuple[Draw, ...])
+    dialect = connection.dialect
+    condition, value = dialect.among.format("run"), dialect.listed(runs)
+    return connection.read_records("record", f"FROM draws WHERE {condition} ORDER BY seq", (value,), tuple[Draw, ...])
 
 
 def get_item(connection: Connection, draw_id: str, item: int) -> dict[str, Any]:

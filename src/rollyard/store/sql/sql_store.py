@@ -43,6 +43,7 @@ from rollyard.core import (
 )
 from rollyard.core.access import AuditEntry, LoginRecord, TokenRecord
 from rollyard.core.failure import InvalidRequest
+from rollyard.core.loop_yield import LoopYield
 from rollyard.core.policy import PolicyRecord
 from rollyard.store._clock import StoreClock
 from rollyard.store.base import (
@@ -223,7 +224,7 @@ class SqlStore(ABC):
     # --- submit and cancel ----------------------------------------------------------------------------
 
     async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
-        stored = await self._from_client(writes.Submit(_new_rows(submissions)))
+        stored = await self._from_client(writes.Submit(await _new_rows_in_steps(submissions)))
         return _as_rollouts(stored)
 
     async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
@@ -238,8 +239,11 @@ class SqlStore(ABC):
     async def put_groups(
         self, groups: Sequence[tuple[Group, Mapping[str, Json]]], submissions: Sequence[Submission]
     ) -> tuple[Sequence[Group], Sequence[Rollout]]:
-        encoded = [(group, _encode(group), _digest(body)) for group, body in groups]
-        operation = partial(group_sql.put_groups, groups=encoded, rows=_new_rows(submissions))
+        encoded, loop_yield = list[tuple[Group, str, str]](), LoopYield()
+        for group, body in groups:
+            encoded.append((group, _encode(group), _digest(body)))
+            await loop_yield.step()
+        operation = partial(group_sql.put_groups, groups=encoded, rows=await _new_rows_in_steps(submissions))
         records, stored = await self._from_client(operation)
         return [from_json(record, Group) for record in records], _as_rollouts(stored)
 
@@ -292,8 +296,8 @@ class SqlStore(ABC):
     async def get_draw(self, draw_id: str) -> Draw:
         return await self._read(partial(group_sql.get_draw, draw_id=draw_id))
 
-    async def list_draws(self) -> Sequence[Draw]:
-        return await self._read(group_sql.list_draws)
+    async def list_draws(self, runs: Sequence[str] | None = None) -> Sequence[Draw]:
+        return await self._read(partial(group_sql.list_draws, runs=runs))
 
     async def push_items(
         self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]], *, closed: str | None = None
@@ -524,12 +528,26 @@ def guard(epoch: int, connection: Connection) -> None:
 
 
 def _new_rows(submissions: Sequence[Submission]) -> list[writes.NewRow]:
-    tasks: dict[int, writes.EncodedTask] = {}  # members of a group have one task: it is encoded once
+    tasks: dict[int, writes.EncodedTask] = {}
+    return [_new_row(new, tasks) for new in submissions]
+
+
+async def _new_rows_in_steps(submissions: Sequence[Submission]) -> list[writes.NewRow]:
+    """For what a client sends in one call: encoding its tasks takes time for each of their values."""
+    tasks: dict[int, writes.EncodedTask] = {}
+    rows, loop_yield = list[writes.NewRow](), LoopYield()
     for new in submissions:
-        task = new.rollout.task
-        if id(task) not in tasks:
-            tasks[id(task)] = writes.EncodedTask.of(_encode(task))
-    return [writes.NewRow(new.rollout, _digest(new.body), tasks[id(new.rollout.task)]) for new in submissions]
+        rows.append(_new_row(new, tasks))
+        await loop_yield.step()
+    return rows
+
+
+def _new_row(new: Submission, tasks: dict[int, writes.EncodedTask]) -> writes.NewRow:
+    """`tasks`: those that are encoded, by their identity: members of a group have one, which is encoded once."""
+    task = new.rollout.task
+    if id(task) not in tasks:
+        tasks[id(task)] = writes.EncodedTask.of(_encode(task))
+    return writes.NewRow(new.rollout, _digest(new.body), tasks[id(task)])
 
 
 def _as_rollouts(stored: Sequence[Any]) -> list[Rollout]:
