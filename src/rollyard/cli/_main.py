@@ -97,6 +97,9 @@ def _usage(error: Exception) -> int:
     format_message = getattr(error, "format_message", None)
     if format_message is None or not hasattr(error, "exit_code"):
         raise error
+    if type(error).__name__ == "NoArgsIsHelpError":  # `rollyard`, `rollyard runs`: its text is the help
+        sys.stderr.write(f"{format_message()}\n")
+        return USAGE
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rollyard"
     return complain(format_message(), f"see `{path} --help`", USAGE)
