@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,26 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 FRAMES_PER_S = 4
+NAME_CHARS = 36
 
 _STATES = {"queued": "dim", "init": "cyan", "ready": "cyan", "run": "bold yellow", "eval": "magenta"}
 
 
 def task_name(task: Mapping[str, Any]) -> str:
+    """Returns the family of a generated task; of another one, the start of its text."""
     data = task["data"]
-    return f"{data['family']} (level {data['level']})"
+    if "family" in data:
+        return f"{data['family']} (level {data['level']})"
+    text = f"{task['environment']}: {data.get('instruction') or data.get('question')}"
+    return text if len(text) <= NAME_CHARS else f"{text[: NAME_CHARS - 1]}…"
+
+
+def waiting(console: Console, what: str) -> AbstractContextManager[object]:
+    """Shows what the demo waits for: on a terminal until the block ends, elsewhere as one line."""
+    if console.is_terminal:
+        return console.status(what)
+    console.print(f"{what}.")
+    return nullcontext()
 
 
 class DemoBoard:
