@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rollyard.cli._console import number, seconds, table
+from rollyard.cli._console import number, seconds, shorten, table
 from rollyard.cli._token_view import counts, legend, show_trace, some
 from rollyard.cli.demo.result import DemoResult
 from rollyard.client import AsyncClient, Event, Record
@@ -115,8 +115,6 @@ class DemoBoard:
     def _frame(self) -> RenderableType:
         now = time.monotonic()
         grid = table("task", "state", "turns", "tokens", "reward", "last turn", right=("turns", "tokens", "reward"))
-        for column in grid.columns:
-            column.no_wrap, column.overflow = True, "ellipsis"
         for id, name in self._names.items():
             record, state, actions = self._records.get(id), self._states[id], self._actions[id]
             last = Text(actions[-1] if actions else "", "dim")
@@ -126,6 +124,7 @@ class DemoBoard:
             else:
                 turns, tokens = _counts(record)
                 grid.add_row(name, _end(record), str(turns), str(tokens), _coloured(record), last)
+        shorten(grid, self._console, "last turn", "task")
         took_s = now - self._started
         sums = f"{len(self._records)} of {len(self._names)} ended, {some(self._turns, 'turn')} started, "
         speed = f"{number(self._tokens)} tokens, {self._tokens / max(took_s, 1e-9):.0f} tokens/s, {seconds(took_s)}"
