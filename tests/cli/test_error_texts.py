@@ -55,6 +55,22 @@ CASES: dict[str, tuple[str, int, str]] = {
         1,
         f"cannot connect to {{nothing}} (Connection refused) — {START}",
     ),
+    "the engine's URL instead of the service's": (
+        "top --once --url {engine}",
+        1,
+        "{engine} answered GET /v1/status with 404, not as Rollyard does — check that this is the URL of a Rollyard"
+        " service, and that service and client have the same version",
+    ),
+    "a path in the service's URL": (
+        "top --once --url {service}/v1",
+        1,
+        "there is no /v1/v1/status — give the service's URL without a path, such as http://127.0.0.1:8127",
+    ),
+    "an environment's place without a class": (
+        "config --config place.toml",
+        1,
+        "environments.mine (from file place.toml): write it as FILE.py:CLASS or MODULE:CLASS — see `rollyard config`",
+    ),
     "a wrong token": (
         "engines list --token wrong-wrong-wrong",
         1,
@@ -131,6 +147,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Generator[ErrorSite, None,
         site.write("bad.jsonl", task(), '{"environment": ')
         site.write("image.jsonl", task(sandbox={"image": "ubuntu:24.04", "runtime": "bubblewrap"}))
         site.write("wrong.toml", "run_slot = 3")
+        site.write("place.toml", "[environments]", 'mine = "environment.py"')
         yield site
 
 
