@@ -106,6 +106,14 @@ def test_words_to_avoid_are_found_in_prose_and_not_in_code(tmp_path: Path):
     assert words == ["code.py:1: 'begun'", "code.py:2: 'told'", "page.md:2: 'Nobody'"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_vllm_is_started_with_the_same_flags_on_every_page(page: Path):
+    flags = ("--enable-scale-out", "--logprobs-mode processed_logprobs", "--enable-prompt-tokens-details")
+    for command in re.findall(r"vllm serve [^`]*?(?=`|\n```|\n\n)", page.read_text()):
+        if "--" in command:
+            assert all(flag in " ".join(command.split()) for flag in flags), command
+
+
 def test_settings_named_in_the_docs_exist():
     operate = (ROOT / "docs" / "how-to" / "operate.md").read_text()
     for name in (

@@ -25,13 +25,15 @@ ANY_PYTHON = ("--engine-python", sys.executable)  # it is not checked for torch;
 
 
 @pytest.mark.timeout(120)
-def test_the_scripted_demo_runs_and_names_the_scripted_engine():
+def test_the_scripted_demo_names_the_scripted_engine_and_shows_each_turn_in_a_log():
     command = [sys.executable, "-m", "rollyard", "demo", "--scripted"]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert completed.returncode == 0, completed.stderr
     assert "scripted engine" in completed.stdout
-    assert completed.stdout.count("completed") == 7
-    assert "turn_limit" in completed.stdout
+    log, _, results = completed.stdout.partition("Eight rollouts")
+    assert log.index("Starting the engine") < log.index("turn 1: shell ls -R") < log.index(": completed, reward 1, ")
+    assert log.count(": completed, reward ") == results.count("completed") == 7
+    assert "turn_limit" in log and "turn_limit" in results
     assert "sampled in 3 calls" in completed.stdout
     rollouts = taken_page(completed.stdout)
     assert len(rollouts) == 8 and all(one["trajectory"]["messages"] for one in rollouts)

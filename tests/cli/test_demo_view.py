@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rollyard.cli.demo.model import DemoModel, DemoResult, demo_tasks, roll
-from rollyard.cli.demo.view import show_best, show_results
+from rollyard.cli.demo.view import DemoBoard, show_best, show_results
 from rollyard.cli.rig import rig
 from rollyard.client import Record
 from rollyard.envs.yardwork import demonstration, make
@@ -71,6 +71,17 @@ async def test_a_terminal_shows_a_live_table_instead_of_lines():
     assert "finish no idea" in output  # the last turn of the second rollout
     assert "queued" in output  # nothing has started in the first frame
     assert "\x1b[31m" in output and "\x1b[32m" in output  # rewards, and tokens by their logprob
+
+
+def test_a_narrow_terminal_shortens_the_last_turn_and_no_state_or_number():
+    written = io.StringIO()
+    task = {"environment": "shell", "data": {"instruction": "Write the number of lines of log.txt."}}
+    with DemoBoard(Console(file=written, width=80, force_terminal=True, color_system=None), {"one": task}) as board:
+        board.acted("one", f"shell {'x' * 54}")
+    lines = written.getvalue().splitlines()
+    header, row = (next(line for line in reversed(lines) if word in line) for word in ("last", "shell: "))
+    assert header.split() == ["task", "state", "turns", "tokens", "reward", "last", "turn"]
+    assert re.search(r"shell: Write the .* queued \d\S* m?s +1 +shell x+… *$", row), row
 
 
 def counted(record: Record) -> int:

@@ -139,6 +139,36 @@ def test_a_name_that_is_used_again_says_which_field_differs(site: ErrorSite):
     )
 
 
+BROKEN = """
+from rollyard.envs import Environment, Plan
+
+class Broken(Environment):
+    name = "broken"
+
+    def plan(self, task):
+        return Plan(needs_sandbox=False)
+
+    async def init(self, context):
+        return undefined
+"""
+
+
+def test_an_exception_of_an_environment_is_shown_once_and_its_line_for_each_task(site: ErrorSite, tmp_path: Path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "rollyard.toml").write_text(f'[environments]\nbroken = "{tmp_path}/broken.py:Broken"\n')
+    site.write("broken.jsonl", *({"environment": "broken", "data": {"number": number}} for number in range(3)))
+    config = str(tmp_path / "rollyard.toml")
+    printed = site.run("tasks", "validate", "broken.jsonl", "--run", ROLLYARD_CONFIG=config)
+    line = "broken.init raised NameError: name 'undefined' is not defined (broken.py, line 11, in init)"
+    for number in (1, 2, 3):
+        assert f"broken.jsonl:{number}: oracle: environment_broken in init: {line}\n" in printed.out
+    first, *traceback, end, _ = printed.err.splitlines()
+    assert first == "rollyard: unexpected exception in broken.init"
+    assert traceback.count("Traceback (most recent call last):") == 1
+    assert end == "NameError: name 'undefined' is not defined"
+    assert printed.status == 1
+
+
 # --- disks ------------------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,22 @@ CASES: dict[str, tuple[str, int, str]] = {
         1,
         f"cannot connect to {{nothing}} (Connection refused) — {START}",
     ),
+    "the engine's URL instead of the service's": (
+        "top --once --url {engine}",
+        1,
+        "{engine} answered GET /v1/status with 404, not as Rollyard does — check that this is the URL of a Rollyard"
+        " service, and that service and client have the same version",
+    ),
+    "a path in the service's URL": (
+        "top --once --url {service}/v1",
+        1,
+        "there is no /v1/v1/status — give the service's URL without a path, such as http://127.0.0.1:8127",
+    ),
+    "an environment's place without a class": (
+        "config --config place.toml",
+        1,
+        "environments.mine (from file place.toml): write it as FILE.py:CLASS or MODULE:CLASS — see `rollyard config`",
+    ),
     "a wrong token": (
         "engines list --token wrong-wrong-wrong",
         1,
@@ -88,6 +104,33 @@ CASES: dict[str, tuple[str, int, str]] = {
         1,
         "engine gpu1 does not serve 'qwen'; it has scripted — name one of these with --model",
     ),
+    "an engine that was added before": (
+        "engines add {engine} --id e0 --policy other",
+        1,
+        "there is an engine 'e0' already — remove that engine first, or give this one another id (--id)",
+    ),
+    "an unknown engine": (
+        "engines remove knwon",
+        1,
+        "there is no engine 'knwon' — `rollyard engines list` shows the engines",
+    ),
+    "an unknown rollout": (
+        "rollouts show nothing",
+        1,
+        "there is no rollout 'nothing' — `rollyard rollouts list` shows the rollouts, newest first",
+    ),
+    "an unknown run": (
+        "rollouts list --run nothing",
+        1,
+        "there is no run 'nothing' — `rollyard runs list` shows the runs; create one with `rollyard runs create NAME`"
+        " or POST /v1/runs",
+    ),
+    "an evaluation's engine that is not there": (
+        "eval t.jsonl --engine {nothing}",
+        1,
+        "--engine {nothing}: engine {address} cannot be reached: Connection refused — start it, or correct its URL"
+        " ({nothing})",
+    ),
     "a port in use": (
         "serve --port {taken} --data-dir other",
         1,
@@ -104,15 +147,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Generator[ErrorSite, None,
         site.write("bad.jsonl", task(), '{"environment": ')
         site.write("image.jsonl", task(sandbox={"image": "ubuntu:24.04", "runtime": "bubblewrap"}))
         site.write("wrong.toml", "run_slot = 3")
+        site.write("place.toml", "[environments]", 'mine = "environment.py"')
         yield site
 
 
 @pytest.fixture(scope="module")
 def values(site: ErrorSite) -> Generator[dict[str, str], None, None]:
+    address = f"127.0.0.1:{free_port()}"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         yield {
             "engine": site.engine.url,
-            "nothing": f"http://127.0.0.1:{free_port()}",
+            "nothing": f"http://{address}",
+            "address": address,
             "service": site.service.url,
             "taken": str(taken.getsockname()[1]),
         }
@@ -153,6 +199,7 @@ def test_an_unknown_environment_is_reported_with_the_nearest_name(site: ErrorSit
         "code": "unknown_environment",
         "detail": "there is no environment 'shel' (did you mean 'shell'?); there are: code, gym, harbor, math,"
         " reasoning_gym, session, shell, stem, swe, yardwork",
-        "remedy": "Install the package that provides it, and restart the service.",
+        "remedy": "Restart the service where a rollyard.toml names it under [environments], or install the package that"
+        " provides it and restart the service.",
         "path": "rollouts[1].task",
     }

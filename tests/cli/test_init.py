@@ -61,6 +61,31 @@ async def test_the_tests_of_a_new_project_pass(cli: Cli, tmp_path: Path):
     assert "Ran 3 tests" in completed.stderr and completed.stderr.endswith("OK\n")
 
 
+@pytest.mark.parametrize(
+    ("target", "path", "says"),
+    [
+        ("test", "", "{python} has no Rollyard: activate its virtual environment, or add PYTHON=PATH\n"),
+        ("train", "{source}", "train.py needs torch and transformers: pip install 'rollyard[local]'\n"),
+    ],
+)
+async def test_a_missing_package_is_reported_by_the_makefile(
+    cli: Cli, tmp_path: Path, target: str, path: str, says: str
+):
+    await cli("init", "project")
+    python = f"{sys.executable} -S"  # without installed packages
+    completed = subprocess.run(
+        ["make", "--no-print-directory", target, f"PYTHON={python}"],
+        cwd=tmp_path / "project",
+        env={**os.environ, "PYTHONPATH": path.format(source=Path(rollyard.cli.__file__).parent.parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    first, *_ = completed.stderr.splitlines(keepends=True)
+    assert (completed.returncode, completed.stdout, first) == (2, "", says.format(python=python))
+    assert "Traceback" not in completed.stderr
+
+
 @pytest.mark.local
 @pytest.mark.slow
 async def test_the_trainer_of_a_new_project_trains_an_adapter(tiny_model: Path, tmp_path: Path):

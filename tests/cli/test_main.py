@@ -68,6 +68,13 @@ async def test_every_help_has_an_example_and_json(cli: Cli, path: tuple[str, ...
     assert "--json" in result.out or path[0] in ("serve", "demo", "gym-agent", "node")
 
 
+@pytest.mark.parametrize("line", [(), ("runs",)], ids=["no command", "no subcommand"])
+async def test_without_a_command_the_help_is_printed_as_help(cli: Cli, line: tuple[str, ...]):
+    result = await cli(*line)
+    assert (result.status, result.out) == (2, "")
+    assert result.err == (await cli(*line, "--help")).out
+
+
 def test_help_imports_nothing_heavy():
     code = f"""
 import sys

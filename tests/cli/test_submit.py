@@ -75,7 +75,7 @@ async def test_trajectories_are_written_as_lines_and_as_arrow(cli: Cli, service:
         ("[1]", "a task is a JSON object, not list"),
         ('{"environment": "shell", "limit": {}}', "there is no field limit in a task"),
         ('{"environment": "shell", "limits": {"max_turn": 1}}', "there is no field limits.max_turn"),
-        ('{"environment": "shell", "limits": {"max_turns": "many"}}', "`$.limits.max_turns`"),
+        ('{"environment": "shell", "limits": {"max_turns": "many"}}', "limits.max_turns: expected int, got str"),
         ('{"environment": "shell", "data": {"instruction": 3}}', "instruction"),
         ('{"environment": "nowhere"}', "there is no environment 'nowhere'"),
         ('{"environment": "shell", "data": {"instruction": "x"}, "limits": {"run_s": -1}}', "limits.run_s"),

@@ -94,6 +94,20 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- validate -----------------------------------------------------------------------------------------
 
 
+async def test_every_wrong_field_of_a_task_is_reported_with_its_path(cli: Cli, tmp_path: Path):
+    limits = {"max_turns": "many", "tol_s": 3}
+    wrong = {"environment": 3, "data": [], "limits": limits, "sandbox": {"egress": {"hosts": [1]}}, "sampling": "hot"}
+    result = await cli("tasks", "validate", lines(tmp_path / "t.jsonl", wrong))
+    assert result.status == 1
+    _, _, problems = result.out.rstrip().partition("t.jsonl:1: ")
+    assert problems.split("; ") == [
+        *("environment: expected str, got int", "data: expected object, got array"),
+        *("limits.max_turns: expected int, got str", "there is no field limits.tol_s in a task"),
+        *("did you mean limits.tool_s?", "sandbox.egress.hosts[0]: expected str, got int"),
+        "sampling: expected object, got str",
+    ]
+
+
 async def test_all_problems_are_reported_by_line(cli: Cli, tmp_path: Path):
     data = {"instruction": 3}
     broken = {"environment": "shell", "data": data, "agent": {"name": "no"}, "sandbox": {"image": "nix"}}

@@ -74,7 +74,7 @@ async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "de
     from rollyard.service.schemas.requests import EngineBody, check_body
 
     check_engine_url(url)
-    body = {"id": "engine", "url": url, "tokenizer": tokenizer, "policy": policy}
+    body = {"url": url, "tokenizer": tokenizer, "policy": policy}
     try:
         await router.add(check_body(body, EngineBody).to_spec())
     except RollyardError as error:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from traceback import walk_tb
 
 from rollyard.cli._console import CommandError, as_clause
 from rollyard.cli._extras import extra_of, missing
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     command = get_command(app_for(sys.argv[1:] if argv is None else argv))
     if logging.lastResort is not None:  # prints warnings of commands that do not configure logging
-        logging.lastResort.setFormatter(logging.Formatter("rollyard: %(message)s"))
+        logging.lastResort.setFormatter(_Lines())
+        logging.lastResort.filters = [_Once()]
     try:
         status = command.main(args=None if argv is None else list(argv), prog_name="rollyard", standalone_mode=False)
         sys.stdout.flush()
@@ -62,6 +64,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _settings_error(error) or _usage(error)
     return status if isinstance(status, int) else 0
+
+
+class _Lines(logging.Formatter):
+    """Formats a warning as a command's other lines, with the part of Rollyard or of a plugin that it is about."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        what = getattr(record, "what", "")
+        return f"rollyard: {record.getMessage()}" + (f" in {what}" if what else "")
+
+
+class _Once(logging.Filter):
+    """Passes one traceback for each line that raises: a command that runs many tasks may meet it in all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[str, int]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        frames = list(walk_tb(record.exc_info[2])) if record.exc_info else []
+        if not frames:
+            return True
+        frame, line = frames[-1]
+        place = (frame.f_code.co_filename, line)
+        is_new = place not in self._seen
+        self._seen.add(place)
+        return is_new
 
 
 def _forget_stdout() -> None:
@@ -97,6 +125,9 @@ def _usage(error: Exception) -> int:
     format_message = getattr(error, "format_message", None)
     if format_message is None or not hasattr(error, "exit_code"):
         raise error
+    if type(error).__name__ == "NoArgsIsHelpError":  # `rollyard`, `rollyard runs`: its text is the help
+        sys.stderr.write(f"{format_message()}\n")
+        return USAGE
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rollyard"
     return complain(format_message(), f"see `{path} --help`", USAGE)

@@ -171,19 +171,18 @@ def _problems(task: object) -> list[str]:
     """Returns what is wrong with a task, as far as can be checked without the service."""
     if not isinstance(task, dict):
         return [f"a task is a JSON object, not {type(task).__name__}"]
-    unknown = list(_unknown(task, Task, ""))
-    if unknown:
-        return unknown
+    if problems := list(_wrong_fields(task, Task, "")):
+        return problems
     import msgspec
 
     try:  # a run's defaults may give the environment: only given fields are checked
         msgspec.convert({"environment": "", **task}, Task, strict=True)
     except msgspec.ValidationError as error:
-        return [str(error)]
+        return [_plain(error)]
     return []
 
 
-def _unknown(value: Mapping[str, Any], kind: type, path: str) -> Iterator[str]:
+def _wrong_fields(value: Mapping[str, Any], kind: type, path: str) -> Iterator[str]:
     hints = get_type_hints(kind)
     names = [item.name for item in fields(kind)]
     for key, inner in value.items():
@@ -194,4 +193,22 @@ def _unknown(value: Mapping[str, Any], kind: type, path: str) -> Iterator[str]:
             continue
         below = next((part for part in (hints[key], *get_args(hints[key])) if is_dataclass(part)), None)
         if isinstance(below, type) and isinstance(inner, dict):
-            yield from _unknown(inner, below, f"{path}{key}.")
+            yield from _wrong_fields(inner, below, f"{path}{key}.")
+        elif problem := _wrong_type(inner, hints[key]):
+            yield f"{path}{key}{problem}"
+
+
+def _wrong_type(value: object, hint: Any) -> str:
+    """Returns ": expected int, got str" for a value of another type, after the place in it that is wrong."""
+    import msgspec
+
+    try:
+        msgspec.convert(value, hint, strict=True)
+    except msgspec.ValidationError as error:
+        problem, _, place = _plain(error).partition(" - at $")
+        return f"{place}: {problem[:1].lower()}{problem[1:]}"
+    return ""
+
+
+def _plain(error: Exception) -> str:
+    return str(error).replace("`", "")

@@ -31,7 +31,7 @@ class UnexpectedReply(RollyardError):
     """A response that this client cannot interpret as Rollyard's."""
 
     status = 502
-    remedy = "Check the URL, and that service and client have the same version."
+    remedy = "Check that this is the URL of a Rollyard service, and that service and client have the same version."
 
 
 class DrawEnded(RollyardError):
@@ -54,9 +54,9 @@ class DrawEnded(RollyardError):
 
 
 def error_of(status: int, body: object, where: str) -> RollyardError:
-    """The error in a problem+json body. `where` is the call, for bodies without an error."""
+    """The error in a problem+json body. `where` is who answered which call, for bodies without an error."""
     if not isinstance(body, dict) or not isinstance(body.get("code"), str):
-        return UnexpectedReply(f"{where} returned {status} without an error code", http_status=status)
+        return UnexpectedReply(f"{where} with {status}, not as Rollyard does", http_status=status)
     data: dict[str, Json] = {key: value for key, value in body.items() if key not in _ENVELOPE}
     error_class = CODES.get(body["code"])
     detail, remedy = body.get("detail") or body.get("title") or "", body.get("remedy") or ""

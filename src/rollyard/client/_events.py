@@ -30,7 +30,7 @@ async def follow(wire: Transport, after: str | None, run: str | None) -> AsyncGe
             params = {"after": after, "run": run}
             async with wire.stream("/events", params, accept="text/event-stream", silence_s=SILENCE_S) as reply:
                 if reply.status >= 400:
-                    await raise_for(reply, await reply.read(), "GET /events")
+                    await raise_for(reply, await reply.read(), f"{wire.place.url} answered GET /v1/events")
                 wire.answered()
                 pause_s = BACKOFF_S[0]
                 async with aclosing(_parse(reply.content)) as events:

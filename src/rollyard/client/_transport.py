@@ -161,7 +161,7 @@ class Transport:
                 method, self._url(path), params=_query(params), data=body, headers=headers, timeout=timeout
             ) as reply:
                 data = await reply.read()
-                await raise_for(reply, data, where)
+                await raise_for(reply, data, f"{url} answered {where}")
                 return data, reply.content_type
         except aiohttp.ClientConnectorError as error:
             unreachable = ServiceUnreachable(f"cannot connect to {url} ({os_reason(error.os_error)})")

@@ -364,7 +364,10 @@ class MalformedId(RequestError):
 
 class UnknownEnvironment(RequestError):
     status = 422
-    remedy = "Install the package that provides it, and restart the service."
+    remedy = (
+        "Restart the service where a rollyard.toml names it under [environments], or install the package that provides"
+        " it and restart the service."
+    )
 
 
 class UnknownAgent(RequestError):
@@ -444,6 +447,7 @@ class AmbiguousId(RequestError):
 
 class EngineExists(RequestError):
     status = 409
+    remedy = "Remove that engine first, or give this one another id (--id)."
 
 
 class BatchConflict(RequestError):

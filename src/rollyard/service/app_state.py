@@ -29,6 +29,11 @@ from rollyard.service.settings import Settings
 from rollyard.store.base import ItemKind, Store
 
 _NAMES = {ItemKind.ROLLOUT: "rollout", ItemKind.GROUP: "group", ItemKind.DRAW: "draw", ItemKind.EVAL: "evaluation"}
+_LISTED = {
+    ItemKind.ROLLOUT: "`rollyard rollouts list` shows the rollouts, newest first.",
+    ItemKind.DRAW: "`rollyard draws list` shows the draws.",
+}
+NO_RUN = "`rollyard runs list` shows the runs; create one with `rollyard runs create NAME` or POST /v1/runs."
 
 
 @dataclass(slots=True)
@@ -67,7 +72,7 @@ class AppState:
             stored_run = await self.store.put_run(Run(name, created_at=time.time(), owner=owner), {})
             self.pipeline.know(stored_run)
         if stored_run is None or not caller.reads(stored_run):
-            raise NotFound(f"there is no run {run_id!r}; create it with POST /v1/runs")
+            raise NotFound(f"there is no run {run_id!r}", remedy=NO_RUN)
         return stored_run
 
     def require_room_for_run(self, caller: Caller) -> None:
@@ -101,7 +106,7 @@ class AppState:
             run_ids = await self.store.runs_of(kind, [key_of(run.id, id), id])  # id: in a store older than keys
             keys = [key for key, name in run_ids.items() if name == run.id]
         if not keys:
-            raise NotFound(f"there is no {name} {id!r}")
+            raise NotFound(f"there is no {name} {id!r}", remedy=_LISTED.get(kind, ""))
         if len(keys) > 1:
             within = sorted(run_ids[key] for key in keys)
             raise AmbiguousId(f"the runs {', '.join(within)} each have a {name} {id!r}: add ?run=", runs=[*within])

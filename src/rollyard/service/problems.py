@@ -38,6 +38,8 @@ from rollyard.store.base import StoreUnusable
 
 log = logging.getLogger("rollyard.service")
 
+NO_ROUTE = "Give the service's URL without a path, such as http://127.0.0.1:8127."
+
 MEDIA_TYPE = "application/problem+json"
 
 RETRY_AFTER_S = {429: 2, 503: 5}
@@ -132,7 +134,7 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return problem(NotFound(f"there is no {request.url.path}"))
+            return problem(NotFound(f"there is no {request.url.path}", remedy=NO_ROUTE))
         if error.status_code == 405:
             wrong = RequestError(f"{request.url.path} does not support {request.method}")
             return problem(wrong, status=405, headers=error.headers)

@@ -125,7 +125,8 @@ McpServers = Annotated[dict[str, Annotated[McpServerSettings, BeforeValidator(_u
 
 GymServers = Annotated[dict[str, Annotated[str, Field(pattern=r"^https?://")]], BeforeValidator(_table)]
 
-Places = Annotated[dict[str, Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]], BeforeValidator(_table)]
+PLACE = r"^[^:]+:[A-Za-z_]\w*$"
+Places = Annotated[dict[str, Annotated[str, Field(pattern=PLACE)]], BeforeValidator(_table)]
 
 
 class Settings(BaseModel):
@@ -505,4 +506,6 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
         message = "unknown setting" + (f"; did you mean {near}?" if near else "")
     elif item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == URL:
         message = "a URL starts with http:// or https://"
+    elif item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == PLACE:
+        message = "write it as FILE.py:CLASS or MODULE:CLASS"
     return f"{path}{source}: {message}" if path else message

@@ -66,7 +66,7 @@ def up(
         list[str] | None, typer.Option("--engine", metavar="URL", help="An engine outside the job; may be repeated.")
     ] = None,
     engine_command: Annotated[
-        str, typer.Option(help="Start an engine in the job: 'vllm serve MODEL --host {host} --port {port}'.")
+        str, typer.Option(help="Start an engine in the job: a command with {host} and {port} (docs/how-to/slurm.md).")
     ] = "",
     engine_nodes: Annotated[
         int | None, typer.Option(min=1, help="Start it on the first N nodes, one each. [default: all]")

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from rich.console import Console
 
 from rollyard.cli._console import CommandError, plain
 from rollyard.cli._exporting import write_kept_page
+from rollyard.cli.demo.following import RUN, follow
 from rollyard.cli.demo.result import DemoModel, DemoResult
-from rollyard.cli.demo.turns import TurnReader
-from rollyard.cli.demo.view import DemoBoard, show_best, show_results
+from rollyard.cli.demo.view import show_best, show_results, waiting
 from rollyard.cli.rig import service, stop
 from rollyard.client import AsyncClient, Record
 from rollyard.envs.yardwork import YardworkEnvironment
@@ -61,7 +61,6 @@ DEFAULTS: dict[str, Any] = {
 AT_ONCE = 12
 START_S = 120.0
 WITHIN_S = 1800.0
-LOOK_S = 0.5  # between two polls of the turns and the number of tokens
 
 
 def demo_tasks(count: int) -> list[dict[str, Any]]:
@@ -86,7 +85,7 @@ async def play(console: Console, player: DemoModel, count: int, *, is_quiet: boo
     console.print("A service on loopback, a bubblewrap sandbox per rollout, the model on this machine's CPU.\n")
     with tempfile.TemporaryDirectory(prefix="rollyard-demo-") as name:
         async with AsyncExitStack() as stack:
-            with _waiting(console, "Starting the engine and the service (seconds; longer the first time)"):
+            with waiting(console, "Starting the engine and the service (seconds; longer the first time)"):
                 # The service starts while the engine loads its model: each takes seconds.
                 engine = await stack.enter_async_context(engine_process(player))
                 client = await stack.enter_async_context(_service(Path(name)))
@@ -101,13 +100,6 @@ async def play(console: Console, player: DemoModel, count: int, *, is_quiet: boo
                 show_results(console, played)
                 await show_best(console, client, played)
     return played
-
-
-def _waiting(console: Console, what: str) -> AbstractContextManager[object]:
-    if console.is_terminal:
-        return console.status(what)
-    console.print(f"{what}.")
-    return nullcontext()
 
 
 def end_gently() -> None:
@@ -130,44 +122,8 @@ async def _warm_up(client: AsyncClient, task: dict[str, Any]) -> None:
 async def roll(console: Console, client: AsyncClient, player: DemoModel, tasks: list[dict[str, Any]]) -> list[Record]:
     """Runs the tasks, shows them on the board, and returns their records."""
     sampling = {**DEFAULTS["sampling"], "temperature": player.temperature}
-    await client.create_run("demo", seed=SEED, defaults={**DEFAULTS, "sampling": sampling})
-    ids = [f"demo-{number}" for number in range(1, len(tasks) + 1)]
-    before = await _sampled(client)  # by the warm-up
-    with DemoBoard(console, dict(zip(ids, tasks, strict=True))) as board:
-        submitted = await client.submit(tasks, run="demo", ids=ids)
-        reader = TurnReader(client)
-        looking = asyncio.ensure_future(_look(client, board, reader, before))
-        try:
-            records = await client.wait_all(
-                [record.id for record in submitted], on_end=board.ended, on_event=board.moved, timeout_s=WITHIN_S
-            )
-        finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
-        await _read_turns(board, reader)
-        return records
-
-
-async def _look(client: AsyncClient, board: DemoBoard, reader: TurnReader, before: tuple[int, int]) -> None:
-    """Polls what no event reports: the turns of the rollouts, and the engine's tokens."""
-    while True:
-        await _read_turns(board, reader)
-        turns, tokens = await _sampled(client)
-        board.sampled(turns - before[0], tokens - before[1])
-        await asyncio.sleep(LOOK_S)
-
-
-async def _read_turns(board: DemoBoard, reader: TurnReader) -> None:
-    for id, has_ended in board.unread():
-        for action in await reader.read(id):
-            board.acted(id, action)
-        if has_ended:
-            board.finished(id)
-
-
-async def _sampled(client: AsyncClient) -> tuple[int, int]:
-    engines = (await client.status())["engines"]
-    return sum(one.get("calls") or 0 for one in engines), sum(one.get("tokens") or 0 for one in engines)
+    await client.create_run(RUN, seed=SEED, defaults={**DEFAULTS, "sampling": sampling})
+    return await follow(console, client, tasks, WITHIN_S)
 
 
 # --- the two processes

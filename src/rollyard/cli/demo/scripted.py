@@ -7,17 +7,17 @@ reaches a limit with another, as a model would.
 
 from __future__ import annotations
 
-import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rollyard.cli._exporting import write_kept_page
-from rollyard.cli.demo.view import show_page
+from rollyard.cli.demo.following import RUN, follow
+from rollyard.cli.demo.view import show_page, task_name, waiting
 from rollyard.cli.rig import rig
 from rollyard.client import AsyncClient, Record
 
@@ -33,18 +33,12 @@ async def run_scripted(console: Console) -> tuple[list[Record], Path]:
     console.print("A [bold]scripted engine[/] replaces the model: it has vLLM's API and scripted replies.\n")
     script = json.loads(SCRIPT.read_text())
     tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
-    async with rig(script, latency_s=0.3, settings={"run_slots": 4, "init_slots": 2, "eval_slots": 2}) as bench:
-        async with asyncio.timeout(WITHIN_S):
-            submitted = await bench.client.submit(tasks)
-            with _progress(console) as progress:
-                bar = progress.add_task("rollouts", total=len(submitted), states="")
-                watch = asyncio.ensure_future(_watch(bench.client, progress, bar))
-                try:
-                    records = await bench.client.wait_all(
-                        [record.id for record in submitted], on_end=lambda _: progress.advance(bar)
-                    )
-                finally:
-                    watch.cancel()
+    slots = {"run_slots": 4, "init_slots": 2, "eval_slots": 2}
+    async with AsyncExitStack() as stack:
+        with waiting(console, "Starting the engine and the service"):
+            bench = await stack.enter_async_context(rig(script, latency_s=0.3, settings=slots))
+        await bench.client.create_run(RUN)
+        records = await follow(console, bench.client, tasks, WITHIN_S)
         console.print(_table(records, console.width))
         await _show_one(console, bench.client, records[0])
         page = await write_kept_page(bench.client, records, "demo")
@@ -56,22 +50,6 @@ async def run_scripted(console: Console) -> tuple[list[Record], Path]:
     return records, page
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[states]}"), console=console,
-    )  # fmt: skip
-
-
-async def _watch(client: AsyncClient, progress: Progress, bar: object) -> None:
-    """Shows the number of rollouts in each stage."""
-    while True:
-        pools = (await client.status())["pools"]
-        states = "  ".join(f"{name} {pools[name]['active']}" for name in ("init", "ready", "run", "eval"))
-        progress.update(bar, states=states)  # type: ignore[arg-type]
-        await asyncio.sleep(0.2)
-
-
 def _table(records: list[Record], width: int) -> Table:
     table = Table(title="Eight rollouts (times in seconds)", box=SIMPLE_HEAD, padding=(0, 1))
     table.add_column("task", no_wrap=True, max_width=max(18, width - 66))
@@ -79,10 +57,9 @@ def _table(records: list[Record], width: int) -> Table:
     for name in ("reward", "turns", "tokens", "init", "run", "eval"):
         table.add_column(name, justify="right", no_wrap=True, min_width=max(4, len(name)))
     for record in records:
-        data, timings, summary = record.task["data"], record.timings or {}, record.summary or {}
-        text = str(data.get("instruction") or data.get("question"))
+        timings, summary = record.timings or {}, record.summary or {}
         table.add_row(
-            f"{record.task['environment']}: {text}",
+            task_name(record.task),
             str(record.outcome) if not record.failure else record.failure["code"],
             "–" if record.reward is None else f"{record.reward:.2f}",
             str(summary.get("turns")),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rollyard.cli._console import number, seconds, table
+from rollyard.cli._console import number, seconds, shorten, table
 from rollyard.cli._token_view import counts, legend, show_trace, some
 from rollyard.cli.demo.result import DemoResult
 from rollyard.client import AsyncClient, Event, Record
@@ -23,13 +24,26 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 FRAMES_PER_S = 4
+NAME_CHARS = 36
 
 _STATES = {"queued": "dim", "init": "cyan", "ready": "cyan", "run": "bold yellow", "eval": "magenta"}
 
 
 def task_name(task: Mapping[str, Any]) -> str:
+    """Returns the family of a generated task; of another one, the start of its text."""
     data = task["data"]
-    return f"{data['family']} (level {data['level']})"
+    if "family" in data:
+        return f"{data['family']} (level {data['level']})"
+    text = f"{task['environment']}: {data.get('instruction') or data.get('question')}"
+    return text if len(text) <= NAME_CHARS else f"{text[: NAME_CHARS - 1]}…"
+
+
+def waiting(console: Console, what: str) -> AbstractContextManager[object]:
+    """Shows what the demo waits for: on a terminal until the block ends, elsewhere as one line."""
+    if console.is_terminal:
+        return console.status(what)
+    console.print(f"{what}.")
+    return nullcontext()
 
 
 class DemoBoard:
@@ -101,8 +115,6 @@ class DemoBoard:
     def _frame(self) -> RenderableType:
         now = time.monotonic()
         grid = table("task", "state", "turns", "tokens", "reward", "last turn", right=("turns", "tokens", "reward"))
-        for column in grid.columns:
-            column.no_wrap, column.overflow = True, "ellipsis"
         for id, name in self._names.items():
             record, state, actions = self._records.get(id), self._states[id], self._actions[id]
             last = Text(actions[-1] if actions else "", "dim")
@@ -112,6 +124,7 @@ class DemoBoard:
             else:
                 turns, tokens = _counts(record)
                 grid.add_row(name, _end(record), str(turns), str(tokens), _coloured(record), last)
+        shorten(grid, self._console, "last turn", "task")
         took_s = now - self._started
         sums = f"{len(self._records)} of {len(self._names)} ended, {some(self._turns, 'turn')} started, "
         speed = f"{number(self._tokens)} tokens, {self._tokens / max(took_s, 1e-9):.0f} tokens/s, {seconds(took_s)}"

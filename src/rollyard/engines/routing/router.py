@@ -48,6 +48,8 @@ from rollyard.engines.weights.weight_gates import Followers, GatePublisher, Weig
 
 log = logging.getLogger("rollyard.engines")
 
+LISTED = "`rollyard engines list` shows the engines."
+
 _KINDS: dict[Kind, type[RemoteEngine]] = {
     Kind.VLLM: VllmEngine,
     Kind.SGLANG: SglangEngine,
@@ -143,7 +145,7 @@ class Router:
     async def remove(self, engine_id: str) -> None:
         """Removes an engine. Its running calls are cut, and continue on other engines from the sampled tokens."""
         if engine_id not in self._members:
-            raise NotFound(f"there is no engine {engine_id!r}")
+            raise NotFound(f"there is no engine {engine_id!r}", remedy=LISTED)
         await self._see_off(*self._take_out(engine_id))
 
     def _take_out(self, engine_id: str) -> tuple[PoolMember, asyncio.Task[None] | None]:
@@ -182,7 +184,7 @@ class Router:
     def engine(self, engine_id: str) -> Engine:
         """An engine by its id, for checks outside of rollouts (for example of its tokenizer)."""
         if engine_id not in self._members:
-            raise NotFound(f"there is no engine {engine_id!r}")
+            raise NotFound(f"there is no engine {engine_id!r}", remedy=LISTED)
         return self._members[engine_id].engine
 
     def pool(self, policy: str) -> EnginePool:

@@ -123,7 +123,10 @@ class Policies:
 
     def _known_pool(self, name: str) -> EnginePool:
         if not self._has(name):
-            raise NotFound(f"there is no policy {name!r}: no engine serves it")
+            raise NotFound(
+                f"there is no policy {name!r}: no engine serves it",
+                remedy="`rollyard policies list` shows the policies that engines serve.",
+            )
         return self._pools[name]
 
     # --- pause
