@@ -6,6 +6,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from rollyard.cli.commands.engines import engine_problems
 from rollyard.client import AsyncClient
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.cli.conftest import Cli
@@ -70,6 +71,12 @@ async def test_the_error_of_an_engine_is_shown_until_it_is_up_again(cli: Cli, se
     assert "engine e0: " not in (await cli("engines", "list")).out
 
 
+def test_an_error_that_names_its_engine_is_shown_as_it_is():
+    down = {"state": "down", "last_error": "engine e0 cannot be reached: Connection refused"}
+    assert engine_problems([{"id": "e0", **down}]) == [down["last_error"]]
+    assert engine_problems([{"id": "e1", **down}]) == [f"engine e1: {down['last_error']}"]
+
+
 async def test_pools_are_listed_and_resized(cli: Cli, service: RunningService):
     result = await cli("pools", "resize", "--run", "7", "--json")
     assert result.status == 0 and result.json[0]["run"]["size"] == 7
@@ -83,6 +90,8 @@ async def test_pools_are_listed_and_resized(cli: Cli, service: RunningService):
 async def test_a_rollout_is_shown_with_its_messages(cli: Cli, ended: str):
     result = await cli("rollouts", "show", ended, "--messages")
     assert result.status == 0 and "Write done." in result.out and "completed" in result.out
+    assert "limits_in_force (memory " in result.out and "{'" not in result.out
+    assert '→ shell {"command": "echo hello > done"}' in result.out
     assert (await cli("rollouts", "show", ended, "--json")).json[0]["reward"] == 1.0
     missing = await cli("rollouts", "show", "nowhere")
     assert missing.status == 1 and "nowhere" in missing.err

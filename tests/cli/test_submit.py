@@ -144,6 +144,8 @@ async def test_unreadable_lines_are_listed_without_a_service(cli: Cli, tmp_path:
     assert result.err.startswith(f"rollyard: {tmp_path}/p.jsonl:4: this is not JSON (") and result.err.count("\n") == 1
     result = await cli("submit", lines(tmp_path / "l.jsonl", "[", '{"environment": "shell"}', "]"))
     assert "l.jsonl:1: this is a list — nothing was submitted. Write one task per line: jq -c '.[]' " in result.err
+    result = await cli("submit", lines(tmp_path / "o.jsonl", '[{"environment": "shell"}, {"environment": "math"}]'))
+    assert "o.jsonl:1: this is a list — nothing was submitted. Write one task per line: jq -c '.[]' " in result.err
 
 
 async def test_a_missing_or_empty_file_is_reported(cli: Cli, tmp_path: Path):

@@ -128,9 +128,9 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def _whole(text: str) -> object:
-    """Parses a file with one JSON value over several lines; None if each line is a value. Raises JSONDecodeError if
-    its first line can only be the beginning of such a value."""
-    if not text.lstrip().startswith(("{", "[")) or text.strip().count("\n") == 0:
+    """Parses a file with one JSON value over several lines, or a list in one line; None if each line is a value. Raises
+    JSONDecodeError if its first line can only be the beginning of such a value."""
+    if not text.lstrip().startswith(("{", "[")) or ("\n" not in text.strip() and text.lstrip()[0] == "{"):
         return None
     try:
         return json.loads(text, parse_constant=_no_constant)

@@ -70,7 +70,12 @@ def engines_table(rows: list[dict[str, Any]]) -> Any:
 
 def engine_problems(rows: list[dict[str, Any]]) -> list[str]:
     """Returns a line for each engine with a problem. The last error of an engine that is up again is none."""
-    return [f"engine {visible(str(row.get('id')))}: {visible(problem)}" for row in rows if (problem := _problem(row))]
+    return [visible(_with_name(str(row.get("id")), problem)) for row in rows if (problem := _problem(row))]
+
+
+def _with_name(engine_id: str, problem: str) -> str:
+    """The problem as a line that names the engine; some errors name it themselves."""
+    return problem if problem.startswith(f"engine {engine_id} ") else f"engine {engine_id}: {problem}"
 
 
 def _problem(engine: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -129,7 +130,7 @@ def show_rollout(
         "reward": number(record.reward) + ("" if record.trainable or record.reward is None else " (not trainable)"),
         "failure": f"{failure.get('detail')} (blame: {failure.get('blame')})" if failure else "",
         "components": ", ".join(f"{k} {number(v)}" for k, v in ((record.score or {}).get("components") or {}).items()),
-        "summary": ", ".join(f"{k} {v}" for k, v in (record.summary or {}).items() if v),
+        "summary": ", ".join(f"{k} {_one_line(v)}" for k, v in (record.summary or {}).items() if v),
         "timings": ", ".join(f"{k.removesuffix('_s')} {seconds(v)}" for k, v in timings.items() if v),
         "lost": "; ".join(f"attempt {item.get('attempt')}: {item.get('code')}" for item in record.lost),
         "rescored": ", ".join(number(item.get("reward")) for item in record.scores),
@@ -140,10 +141,24 @@ def show_rollout(
     show(grid)
     for message in trajectory.messages if trajectory and messages else ():
         out().print(f"\n[bold]{plain(message.get('role'))}[/]")
-        out().print(visible(str(message.get("content") or message.get("tool_calls") or "")), markup=False)
+        out().print(visible(_text_of(message)), markup=False)
 
     if tokens and trajectory is not None:
         _show_tokens(trajectory, texts, only_trace, only_turn)
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, and a line for each tool call."""
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    texts = [str(message.get("content") or ""), *(f"→ {call.get('name')} {call.get('arguments')}" for call in calls)]
+    return "\n".join(text for text in texts if text)
+
+
+def _one_line(value: object) -> str:
+    """An object of the summary as `(memory cgroup, disk monitor)`, not as Python writes it."""
+    if not isinstance(value, dict):
+        return str(value)
+    return "(" + ", ".join(f"{name} {_one_line(inner)}" for name, inner in value.items()) + ")"
 
 
 def _export(
