@@ -175,6 +175,12 @@ async def test_a_tokens_rate_limit_is_enforced(tmp_path: Path) -> None:
         assert (await site.get("/v1/runs")).status == 200, "other tokens are not limited"
 
 
+async def test_sign_ins_count_as_calls_of_their_token(tmp_path: Path) -> None:
+    async with tenant(tmp_path, requests_per_s=0.01) as (site, token):
+        assert (await site.post("/v1/login", {"token": token}, token="")).status == 200
+        assert (await site.post("/v1/login", {"token": token}, token="")).code == "rate_limited"
+
+
 def test_the_bucket_of_calls_fills_at_its_rate() -> None:
     rates, caller = RateLimits(), Caller(Access.TRAINER, "t", quota=Quota(requests_per_s=10.0))
     for _ in range(20):

@@ -30,6 +30,7 @@ async def sign_in(request: Request) -> Response:
         raise InvalidRequest("exactly one of code and token was expected")
     logins = app_state.logins
     caller = logins.from_code(body.code) if body.code is not None else logins.from_token(body.token or "")
+    request.scope["rollyard.rates"].check(caller)
     login = logins.open(caller)
     await app_state.store.put_login(login.record)
     if login.ended:
