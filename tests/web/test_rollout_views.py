@@ -267,6 +267,20 @@ async def test_a_rollout_shows_how_it_ended_and_its_conversation(reader: Visitor
     await expect(messages.nth(3).locator(".command")).to_contain_text("touch done")
 
 
+async def test_a_progress_bar_has_a_line_for_each_of_its_states(reader: Visitor, yard: Site) -> None:
+    def draw(body: dict[str, Any]) -> None:
+        messages = body["trajectory"]["messages"]
+        messages[0]["content"] = "first\r\nsecond\rthird"
+        messages[2]["content"] = "\r10 %\r\x1b[K50 %\r100 %\r\r\ndone"
+
+    await altered(reader.page, "/rollouts/pair-0?include=trajectory", draw, yard)
+    page = await reader.open(ROLLOUT)
+    messages = page.locator("article.message")
+    await expect(messages.nth(2)).to_contain_text("done")
+    assert await messages.nth(2).locator("pre").text_content() == "\n10 %\n50 %\n100 %\ndone"
+    assert await messages.nth(0).locator("pre").text_content() == "first\nsecond\u240dthird"
+
+
 async def test_a_link_leads_to_a_message(reader: Visitor, yard: Site) -> None:
     def lengthen(body: dict[str, Any]) -> None:
         body["trajectory"]["messages"] += [{"role": "user", "content": f"note {number}"} for number in range(700)]
