@@ -3,7 +3,7 @@ import { html, render, signal } from "./dom.js";
 import { caller, connection, get, lastRefusal, signIn, signOut } from "./api.js";
 import { go, Link, match, place } from "./router.js";
 import { ThemeButton } from "./theme.js";
-import { Loading, Page, Problem } from "./ui.js";
+import { Loading, ownRuns, Page, Problem } from "./ui.js";
 
 Object.preventExtensions(Object.prototype); // hostile keys in data cannot change what all objects have
 
@@ -51,7 +51,7 @@ function Frame() {
       <nav aria-label="Views">${NAVIGATION.map(([target, name]) => html`<${Link} path=${target} aria-current=${isHere(target) ? "page" : undefined}>${name}<//>`)}</nav>
       <div class="who">
         <${ThemeButton} />
-        <span class="access">${caller.value.access}</span>
+        <span class="access" title=${ownRuns() && `reads ${ownRuns()}`}>${caller.value.access}</span>
         <button type="button" class="quiet" onClick=${signOut}>Sign out</button>
       </div>
     </header>

@@ -1,6 +1,6 @@
 // Small components that several views use.
 import { html } from "./dom.js";
-import { ApiError } from "./api.js";
+import { ApiError, caller } from "./api.js";
 import { ago, table, time } from "./format.js";
 import { Visible } from "./text.js";
 
@@ -49,14 +49,24 @@ export function Empty({ children }) {
   return html`<p class="empty">${children}</p>`;
 }
 
+/** The runs that the caller's token reads, in words; empty if it reads all of them. */
+export function ownRuns() {
+  const who = caller.value;
+  if (!who || who.access === "admin" || (who.access === "reader" && !who.runs.length)) return "";
+  const bound = who.runs.join(", ");
+  return who.access === "reader" ? `the runs ${bound}` : `its own runs${bound ? ` and ${bound}` : ""}`;
+}
+
 /** An error of the API or of the connection: what happened, and what to do. */
 export function Problem({ error, children }) {
   const isApi = error instanceof ApiError;
-  const title = !isApi ? "The service does not answer" : { 403: "Not allowed", 404: "Not found", 410: "No longer stored", 401: "Signed out" }[error.status] || "That did not work";
+  const title = !isApi ? "The service does not answer" : { 403: "Not allowed", 404: "Not found", 410: "No longer stored", 401: "Not signed in" }[error.status] || "That did not work";
+  const runs = error.status === 404 ? ownRuns() : "";
   return html`<div class="problem" role="alert">
     <h2>${title}</h2>
     <p><${Visible} text=${isApi ? error.message : "Trying again. Is it still running?"} /></p>
     ${error.remedy && html`<p><${Visible} text=${error.remedy} /></p>`}
+    ${runs && html`<p>Your token finds only <${Visible} text=${runs} />. If it may be in another run, sign in with a token that reads that run.</p>`}
     ${children}
   </div>`;
 }
