@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -368,6 +370,24 @@ async def test_the_strip_tells_every_tokens_numbers(reader: Visitor, yard: Site)
         await expect(page.locator(f"[data-token='{token}']")).to_have_class(re.compile(rf"\b{style}\b"))
     await expect(page.get_by_role("button", name="Entropy")).to_be_disabled()
     assert "colour=advantage" in page.url
+
+
+async def test_entropy_is_shown_where_the_engine_gave_it(reader: Visitor, yard: Site) -> None:
+    [trace] = (await yard.get("/v1/rollouts/pair-0/traces")).body["traces"]
+    first, second = trace["spans"][:2]
+
+    def measure(body: dict[str, Any]) -> None:
+        values = array("f", [2.5] * (first["end"] - first["start"]))
+        body["trajectory"]["traces"][0]["columns"] = {"entropy/0": b64encode(values.tobytes()).decode()}
+
+    await altered(reader.page, "/rollouts/pair-0?include=trajectory", measure, yard)
+    page = await reader.open(f"{ROLLOUT}?tab=tokens&colour=entropy&token={first['start']}")
+    token = page.locator(f"[data-token='{first['start']}']")
+    await expect(token).to_have_class(re.compile(r"\bheat5\b"))
+    await expect(page.locator(".strip .under-pointer")).to_contain_text("entropy 2.5 nats")
+    await page.get_by_label("Token", exact=True).fill(str(second["start"]))
+    await page.get_by_label("Token", exact=True).press("Enter")
+    await expect(page.locator(f"[data-token='{second['start']}']")).to_have_class(re.compile(r"\bcontext\b"))
 
 
 async def test_a_strip_of_64000_tokens_has_few_elements(reader: Visitor, yard: Site) -> None:
