@@ -316,6 +316,22 @@ async def test_a_running_rollout_is_shown_while_it_runs_and_when_it_ends(
     await expect(page.locator(".live-mark")).to_have_count(0)
 
 
+async def test_a_browser_whose_clock_is_wrong_shows_right_times(reader: Visitor, yard: Site, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    await yard.submit("ticks", task=task(f"wait for go at {go}."))
+    await reader.context.add_init_script("{ const now = Date.now; Date.now = () => now() + 5 * 3600e3; }")
+    page = await reader.open("/rollouts/default/ticks")
+    lanes = page.get_by_role("group", name="Times of attempt 1")
+    await expect(page.locator(".part.kind-run.running")).to_be_attached()
+    await lanes.focus()
+    await page.keyboard.press("End")
+    status = page.locator(".time-card").get_by_role("status")
+    await expect(status).to_contain_text("so far")
+    assert " h " not in await status.inner_text()
+    go.touch()
+    await yard.ended("ticks")
+
+
 async def test_arrow_keys_walk_through_the_waterfall(reader: Visitor) -> None:
     parts: list[dict[str, Any]] = [
         {"kind": "queued", "start_s": 0, "end_s": 4},
