@@ -46,7 +46,7 @@ async def test_every_view_opens_by_its_address_and_by_a_change_inside_the_page(v
 
 
 async def test_the_window_is_named_after_the_view(visitor: Visitor) -> None:
-    """Tabs of the browser and its history are told apart by their titles."""
+    """The browser's tabs and its history show titles only."""
     page = await visitor.open("/")
     for view, path in ADDRESSES.items():
         await visitor.go(path)
@@ -69,6 +69,22 @@ async def test_on_a_narrow_screen_the_current_view_and_tab_are_in_sight(world: S
 IS_INSIDE = """([part, row]) => {
   const [own, seen] = [part, row].map((element) => element.getBoundingClientRect());
   return own.left >= seen.left - 1 && own.right <= seen.right + 1;
+}"""
+
+
+async def test_what_one_jumps_to_is_not_under_the_bar_of_the_views(visitor: Visitor) -> None:
+    page = await visitor.open("/runs/default")
+    await page.set_viewport_size({"width": 1280, "height": 400})
+    await page.get_by_role("link", name="Groups", exact=True).click()
+    assert await page.locator("#groups").evaluate(IS_BELOW_BAR)
+    await visitor.go("/rollouts/default/mixed-0?message=2")
+    await expect(page.locator("#message-2")).to_be_focused()
+    assert await page.locator("#message-2").evaluate(IS_BELOW_BAR)
+
+
+IS_BELOW_BAR = """(part) => {
+  const bar = document.querySelector("header.top").getBoundingClientRect();
+  return scrollY > 0 && part.getBoundingClientRect().top >= bar.bottom;
 }"""
 
 
