@@ -66,6 +66,7 @@ async def test_a_rollouts_timeline_has_its_stages_and_each_call(tmp_path: Path) 
         requests = await part(site, "requests")
     assert (shown["id"], shown["state"], shown["origin"]) == ("r1", "ended", record["created_at"])
     assert shown["dropped_calls"] == 0
+    assert shown["at"] == record["updated_at"]
     (attempt,) = shown["attempts"]
     assert (attempt["attempt"], attempt["code"], attempt["start_s"]) == (1, None, 0.0)
     ordered(attempt)

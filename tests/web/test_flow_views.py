@@ -189,9 +189,10 @@ async def test_a_run_shows_its_curves_over_time_and_over_versions(world: Site, n
     page = await visitor.open("/runs/default")
     await expect(page.locator("figcaption")).to_have_text([
         "Mean reward", "Pass rate", "Response length (tokens)", "Turns", "Staleness (versions)", "Rollout time",
-        "Rollouts ended", "Failures",
+        "Rollouts ended", "Failures setup_failed",
     ])  # fmt: skip
     await expect(page.get_by_role("img", name="Rollout time: model 50 %, tools 25 %, waiting 25 %")).to_be_visible()
+    await expect(page.locator("section", has_text="of all points")).to_contain_text("Other: INIT, EVAL")
     await expect(page.get_by_role("img", name="Groups: kept 75 %, filtered 25 %")).to_be_visible()
     await expect(page.locator(".stat", has_text="Tokens thrown away")).to_contain_text("40040.0 %")
     await expect(page.get_by_role("link", name="setup_failed")).to_have_attribute(

@@ -64,7 +64,7 @@ async def test_a_wrong_token_and_one_without_the_scope_are_refused_with_a_reason
     visitor.expect_status(401, 403)
     await visitor.page.goto(site.url)
     for token, title, reason in (
-        ("not-a-token-of-this-service", "Signed out", "token"),
+        ("not-a-token-of-this-service", "Not signed in", "token"),
         (node.body["token"], "Not allowed", "a node's token cannot sign in to the dashboard"),
     ):
         await sign_in_by_token(visitor.page, token)
@@ -116,6 +116,25 @@ async def test_a_reader_looks_and_cannot_change(site: Site, new_visitor: NewVisi
         await visitor.go(path)
         assert await visitor.page.get_by_role("button", name=re.compile("drain|resume|pause|delete", re.I)).count() == 0
         assert await visitor.page.get_by_role("alert").count() == 0
+
+
+async def test_a_token_that_may_not_read_a_run_is_told_what_it_reads(site: Site, new_visitor: NewVisitor) -> None:
+    assert (await site.post("/v1/runs", {"id": "others"})).status == 201
+    submitter = await site.post("/v1/tokens", {"access": "submitter", "runs": ["mine-*"]})
+    assert submitter.status == 201, submitter.body
+    for token, says in ((submitter.body["token"], "finds only its own runs and mine-*"), (site.token, "")):
+        visitor = await new_visitor(site)
+        visitor.expect_status(401, 403, 404)
+        await visitor.page.goto(f"{site.url}/runs")
+        await sign_in_by_token(visitor.page, token)
+        if says:
+            await expect(visitor.page.locator("main")).to_contain_text("No run yet: your token reads its own runs")
+        for path in ("/runs/others-of-it", "/rollouts/others/r1", "/draws/others/d", "/groups/others/g"):
+            await visitor.go(path)
+            alert = visitor.page.get_by_role("alert")
+            await expect(alert.get_by_role("heading")).to_have_text("Not found")
+            assert ("Your token finds only" in await alert.inner_text()) == bool(says), path
+            await expect(alert).to_contain_text(says)
 
 
 EVIL = """<!doctype html><title>evil</title><iframe src="{url}/"></iframe><img src="{url}/v1/runs">

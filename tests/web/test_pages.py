@@ -45,6 +45,49 @@ async def test_every_view_opens_by_its_address_and_by_a_change_inside_the_page(v
         await expect(visitor.page.get_by_role("heading", level=1)).to_contain_text(HEADINGS[view])
 
 
+async def test_the_window_is_named_after_the_view(visitor: Visitor) -> None:
+    """The browser's tabs and its history show titles only."""
+    page = await visitor.open("/")
+    for view, path in ADDRESSES.items():
+        await visitor.go(path)
+        await expect(page).to_have_title(re.compile(rf"{HEADINGS[view]}.* – Rollyard$"))
+
+
+async def test_on_a_narrow_screen_the_current_view_and_tab_are_in_sight(world: Site, new_visitor: NewVisitor) -> None:
+    visitor = await new_visitor(world, width=390)
+    page = await visitor.open("/nodes")
+    await expect(page.get_by_role("link", name="Nodes")).to_be_in_viewport(ratio=0.9)
+    await visitor.go("/")
+    await expect(page.get_by_role("link", name="Overview")).to_be_in_viewport(ratio=0.9)
+    await visitor.go(f"{ADDRESSES['/rollouts/{run}/{id}']}?tab=record")
+    row, record = page.get_by_role("tablist"), page.get_by_role("tab", name="Record")
+    await expect(record).to_have_attribute("aria-selected", "true")
+    await page.wait_for_function(IS_INSIDE, arg=[await record.element_handle(), await row.element_handle()])
+    assert await page.evaluate("scrollY") == 0  # the row moved, not the page
+
+
+IS_INSIDE = """([part, row]) => {
+  const [own, seen] = [part, row].map((element) => element.getBoundingClientRect());
+  return own.left >= seen.left - 1 && own.right <= seen.right + 1;
+}"""
+
+
+async def test_what_one_jumps_to_is_not_under_the_bar_of_the_views(visitor: Visitor) -> None:
+    page = await visitor.open("/runs/default")
+    await page.set_viewport_size({"width": 1280, "height": 400})
+    await page.get_by_role("link", name="Groups", exact=True).click()
+    assert await page.locator("#groups").evaluate(IS_BELOW_BAR)
+    await visitor.go("/rollouts/default/mixed-0?message=2")
+    await expect(page.locator("#message-2")).to_be_focused()
+    assert await page.locator("#message-2").evaluate(IS_BELOW_BAR)
+
+
+IS_BELOW_BAR = """(part) => {
+  const bar = document.querySelector("header.top").getBoundingClientRect();
+  return scrollY > 0 && part.getBoundingClientRect().top >= bar.bottom;
+}"""
+
+
 async def test_the_navigation_reaches_every_list(visitor: Visitor) -> None:
     page = await visitor.open("/")
     navigation = page.get_by_role("navigation", name="Views")

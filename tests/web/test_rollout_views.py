@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -267,6 +269,20 @@ async def test_a_rollout_shows_how_it_ended_and_its_conversation(reader: Visitor
     await expect(messages.nth(3).locator(".command")).to_contain_text("touch done")
 
 
+async def test_a_progress_bar_has_a_line_for_each_of_its_states(reader: Visitor, yard: Site) -> None:
+    def draw(body: dict[str, Any]) -> None:
+        messages = body["trajectory"]["messages"]
+        messages[0]["content"] = "first\r\nsecond\rthird"
+        messages[2]["content"] = "\r10 %\r\x1b[K50 %\r100 %\r\r\ndone"
+
+    await altered(reader.page, "/rollouts/pair-0?include=trajectory", draw, yard)
+    page = await reader.open(ROLLOUT)
+    messages = page.locator("article.message")
+    await expect(messages.nth(2)).to_contain_text("done")
+    assert await messages.nth(2).locator("pre").text_content() == "\n10 %\n50 %\n100 %\ndone"
+    assert await messages.nth(0).locator("pre").text_content() == "first\nsecond\u240dthird"
+
+
 async def test_a_link_leads_to_a_message(reader: Visitor, yard: Site) -> None:
     def lengthen(body: dict[str, Any]) -> None:
         body["trajectory"]["messages"] += [{"role": "user", "content": f"note {number}"} for number in range(700)]
@@ -298,6 +314,22 @@ async def test_a_running_rollout_is_shown_while_it_runs_and_when_it_ends(
     await expect(page.get_by_role("tabpanel")).to_contain_text("went")
     await expect(page.get_by_role("region", name="Summary")).to_contain_text("completed")
     await expect(page.locator(".live-mark")).to_have_count(0)
+
+
+async def test_a_browser_whose_clock_is_wrong_shows_right_times(reader: Visitor, yard: Site, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    await yard.submit("ticks", task=task(f"wait for go at {go}."))
+    await reader.context.add_init_script("{ const now = Date.now; Date.now = () => now() + 5 * 3600e3; }")
+    page = await reader.open("/rollouts/default/ticks")
+    lanes = page.get_by_role("group", name="Times of attempt 1")
+    await expect(page.locator(".part.kind-run.running")).to_be_attached()
+    await lanes.focus()
+    await page.keyboard.press("End")
+    status = page.locator(".time-card").get_by_role("status")
+    await expect(status).to_contain_text("so far")
+    assert " h " not in await status.inner_text()
+    go.touch()
+    await yard.ended("ticks")
 
 
 async def test_arrow_keys_walk_through_the_waterfall(reader: Visitor) -> None:
@@ -354,6 +386,24 @@ async def test_the_strip_tells_every_tokens_numbers(reader: Visitor, yard: Site)
         await expect(page.locator(f"[data-token='{token}']")).to_have_class(re.compile(rf"\b{style}\b"))
     await expect(page.get_by_role("button", name="Entropy")).to_be_disabled()
     assert "colour=advantage" in page.url
+
+
+async def test_entropy_is_shown_where_the_engine_gave_it(reader: Visitor, yard: Site) -> None:
+    [trace] = (await yard.get("/v1/rollouts/pair-0/traces")).body["traces"]
+    first, second = trace["spans"][:2]
+
+    def measure(body: dict[str, Any]) -> None:
+        values = array("f", [2.5] * (first["end"] - first["start"]))
+        body["trajectory"]["traces"][0]["columns"] = {"entropy/0": b64encode(values.tobytes()).decode()}
+
+    await altered(reader.page, "/rollouts/pair-0?include=trajectory", measure, yard)
+    page = await reader.open(f"{ROLLOUT}?tab=tokens&colour=entropy&token={first['start']}")
+    token = page.locator(f"[data-token='{first['start']}']")
+    await expect(token).to_have_class(re.compile(r"\bheat5\b"))
+    await expect(page.locator(".strip .under-pointer")).to_contain_text("entropy 2.5 nats")
+    await page.get_by_label("Token", exact=True).fill(str(second["start"]))
+    await page.get_by_label("Token", exact=True).press("Enter")
+    await expect(page.locator(f"[data-token='{second['start']}']")).to_have_class(re.compile(r"\bcontext\b"))
 
 
 async def test_a_strip_of_64000_tokens_has_few_elements(reader: Visitor, yard: Site) -> None:
@@ -555,6 +605,8 @@ async def test_two_members_are_shown_where_they_part(reader: Visitor) -> None:
     marks = page.locator("mark.different")
     await expect(marks.nth(0)).to_contain_text("touch done")
     await expect(marks.nth(1)).to_contain_text("echo nothing")
+    plain = "(mark) => getComputedStyle(mark.querySelector('pre')).backgroundColor === 'rgba(0, 0, 0, 0)'"
+    assert await marks.nth(0).evaluate(plain)  # or it hides the colour of the mark
     assert page.url.endswith("?a=0&b=1")
     await page.get_by_role("button", name="3 messages that both share").click()
     await expect(page.locator("article.message").first).to_contain_text("write a file")

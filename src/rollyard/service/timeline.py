@@ -44,6 +44,7 @@ def timeline(rollout: Rollout, live: LiveView | None, info: Mapping[str, Json], 
         "run": rollout.run,
         "state": state,
         "origin": rollout.created_at,
+        "at": now if rollout.ending is None else rollout.updated_at,
         "attempts": attempts,
         "dropped_calls": dropped,
     }

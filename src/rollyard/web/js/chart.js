@@ -66,7 +66,7 @@ export function Chart({ label, x, series, isTime = false, height = 170, range, f
     const options = {
       width: node.clientWidth || 300, height,
       cursor: { y: false, points: { size: 6 } },
-      legend: { live: true },
+      legend: { live: true, markers: { fill: (_, at) => (at ? strokeOf(series[at - 1], at - 1) : "") } },
       scales: { x: { time: isTime, range: (_, low, high) => (low === high ? [low - alone, high + alone] : [low, high]) }, y: { range: range || yRange } },
       bands: isStacked ? series.slice(1).map((one, index) => ({ series: [index + 2, index + 1], fill: `${strokeOf(one, index + 1)}66` })) : [],
       axes: [{ ...axis, size: 30, values: (_, ticks, _axis, _space, step) => ticks.map((tick) => (isTime ? tickLabel(tick, step) : Number.isInteger(tick) ? String(tick) : "")) },

@@ -1,9 +1,9 @@
 // The start of the page: signs in, then shows the view of the address inside the frame.
-import { html, render, signal } from "./dom.js";
+import { html, render, signal, useEffect, useRef } from "./dom.js";
 import { caller, connection, get, lastRefusal, signIn, signOut } from "./api.js";
 import { go, Link, match, place } from "./router.js";
 import { ThemeButton } from "./theme.js";
-import { Loading, Page, Problem } from "./ui.js";
+import { Loading, ownRuns, Page, Problem, reveal } from "./ui.js";
 
 Object.preventExtensions(Object.prototype); // hostile keys in data cannot change what all objects have
 
@@ -44,14 +44,16 @@ function View() {
 
 function Frame() {
   const { path } = place.value;
+  const views = useRef(null);
+  useEffect(() => reveal(views.current.querySelector("[aria-current=page]")), [path]);
   const isHere = (target) => (target === "/" ? path === "/" : path === target || path.startsWith(`${target}/`));
   return html`<a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
     <header class="top">
       <${Link} path="/" class="brand">Rollyard<//>
-      <nav aria-label="Views">${NAVIGATION.map(([target, name]) => html`<${Link} path=${target} aria-current=${isHere(target) ? "page" : undefined}>${name}<//>`)}</nav>
+      <nav aria-label="Views" ref=${views}>${NAVIGATION.map(([target, name]) => html`<${Link} path=${target} aria-current=${isHere(target) ? "page" : undefined}>${name}<//>`)}</nav>
       <div class="who">
         <${ThemeButton} />
-        <span class="access">${caller.value.access}</span>
+        <span class="access" title=${ownRuns() && `reads ${ownRuns()}`}>${caller.value.access}</span>
         <button type="button" class="quiet" onClick=${signOut}>Sign out</button>
       </div>
     </header>
@@ -67,6 +69,7 @@ function SignIn() {
     await signIn({ token });
   };
   const refusal = lastRefusal.value;
+  useEffect(() => { document.title = "Sign in – Rollyard"; }, []);
   return html`<main id="main" class="sign-in">
     <h1>Rollyard</h1>
     ${refusal && refusal.code !== "signed_out" && html`<${Problem} error=${refusal} />`}
@@ -76,7 +79,7 @@ function SignIn() {
       <button type="submit">Sign in</button>
     </form>
     <p>On the machine of the service, <code>rollyard open</code> opens this page and signs in.</p>
-    <p>A token with the scope <code>reader</code> can look at everything and change nothing:
+    <p>A token with the scope <code>reader</code> can look at everything and change nothing:${" "}
       <code>rollyard access create reader</code></p>
   </main>`;
 }

@@ -22,9 +22,8 @@ export function visible(text) {
   if (!INVISIBLE.test(text)) return [{ text }];
   const parts = [];
   let plain = "";
-  for (const character of text) {
+  for (const character of text.replace(/\r+\n/g, "\n")) {
     if (!INVISIBLE.test(character)) { plain += character; continue; }
-    if (character === "\r") continue;
     if (plain) parts.push({ text: plain });
     plain = "";
     const number = character.codePointAt(0);
@@ -44,6 +43,9 @@ export function Visible({ text }) {
 // CSI … final byte | OSC, DCS, SOS, PM, APC … until ST or BEL | other two-byte escapes | C1 forms of CSI
 // A string escape without its end is a two-byte escape: otherwise an agent could hide the rest of its output.
 const ESCAPE = /\u001b\[([0-?]*)[ -/]*([@-~])|\u001b[\]PX^_][^\u0007\u001b]{0,4096}(?:\u0007|\u001b\\)|\u001b[ -/]*[0-~]?|\u009b([0-?]*)[ -/]*([@-~])/g;
+
+/** A terminal's output whose carriage returns are line breaks: every state of a progress bar has its own line. */
+const lines = (text) => (text.includes("\r") ? text.replace(/\r+\n?/g, "\n") : text);
 
 /** Splits a terminal's output into parts with classes for colours: [{text, classes}]. All other escapes are dropped. */
 export function terminal(text) {
@@ -114,7 +116,8 @@ export function cut(text, from, characters, lines) {
 
 /** A long text of an agent or a tool. `ansi`: colours of a terminal are shown. */
 export function LongText({ text, ansi = false, className = "" }) {
-  const value = typeof text === "string" ? text : String(text ?? "");
+  const given = typeof text === "string" ? text : String(text ?? "");
+  const value = useMemo(() => (ansi ? lines(given) : given), [given, ansi]);
   const first = useMemo(() => cut(value, 0, FOLD_CHARACTERS, FOLD_LINES), [value]);
   const [end, setEnd] = useState(null);
   const shown = end === null ? first : Math.min(Math.max(end, first), value.length);

@@ -1,13 +1,21 @@
 // Small components that several views use.
-import { html } from "./dom.js";
-import { ApiError } from "./api.js";
+import { html, useEffect, useRef } from "./dom.js";
+import { ApiError, caller } from "./api.js";
 import { ago, table, time } from "./format.js";
 import { Visible } from "./text.js";
 
-/** The frame of a view: its heading, an optional line below it, and controls on the right. */
+const TITLE_CHARACTERS = 80;
+
+/** The frame of a view: its heading, an optional line below it, and controls on the right. The window gets its title. */
 export function Page({ title, subtitle, controls, children }) {
+  const heading = useRef(null);
+  useEffect(() => {
+    const text = heading.current.textContent.slice(0, TITLE_CHARACTERS).trim();
+    const full = text ? `${text} – Rollyard` : "Rollyard";
+    if (document.title !== full) document.title = full;
+  });
   return html`<header class="page-head">
-      <div><h1>${title}</h1>${subtitle && html`<p class="subtitle">${subtitle}</p>`}</div>
+      <div><h1 ref=${heading}>${title}</h1>${subtitle && html`<p class="subtitle">${subtitle}</p>`}</div>
       ${controls && html`<div class="controls">${controls}</div>`}
     </header>
     ${children}`;
@@ -49,14 +57,24 @@ export function Empty({ children }) {
   return html`<p class="empty">${children}</p>`;
 }
 
+/** The runs that the caller's token reads, in words; empty if it reads all of them. */
+export function ownRuns() {
+  const who = caller.value;
+  if (!who || who.access === "admin" || (who.access === "reader" && !who.runs.length)) return "";
+  const bound = who.runs.join(", ");
+  return who.access === "reader" ? `the runs ${bound}` : `its own runs${bound ? ` and ${bound}` : ""}`;
+}
+
 /** An error of the API or of the connection: what happened, and what to do. */
 export function Problem({ error, children }) {
   const isApi = error instanceof ApiError;
-  const title = !isApi ? "The service does not answer" : { 403: "Not allowed", 404: "Not found", 410: "No longer stored", 401: "Signed out" }[error.status] || "That did not work";
+  const title = !isApi ? "The service does not answer" : { 403: "Not allowed", 404: "Not found", 410: "No longer stored", 401: "Not signed in" }[error.status] || "That did not work";
+  const runs = error.status === 404 ? ownRuns() : "";
   return html`<div class="problem" role="alert">
     <h2>${title}</h2>
     <p><${Visible} text=${isApi ? error.message : "Trying again. Is it still running?"} /></p>
     ${error.remedy && html`<p><${Visible} text=${error.remedy} /></p>`}
+    ${runs && html`<p>Your token finds only <${Visible} text=${runs} />. If it may be in another run, sign in with a token that reads that run.</p>`}
     ${children}
   </div>`;
 }
@@ -66,6 +84,16 @@ export function Loaded({ of, children }) {
   if (of.error) return html`<${Problem} error=${of.error} />`;
   if (of.data === undefined) return html`<${Loading} />`;
   return children(of.data);
+}
+
+const MORE_PX = 24; // of the next element: it shows that the row goes on
+
+/** Scrolls a row that is wider than the screen until the element is in view. The page itself does not move. */
+export function reveal(element) {
+  if (!element) return;
+  const row = element.parentElement, own = element.getBoundingClientRect(), seen = row.getBoundingClientRect();
+  if (own.left < seen.left) row.scrollLeft -= seen.left - own.left + MORE_PX;
+  else if (own.right > seen.right) row.scrollLeft += own.right - seen.right + MORE_PX;
 }
 
 /** A table of few rows. `columns`: {name, label, numeric?, cell(row)}. Wide tables scroll in their own frame. */

@@ -46,7 +46,7 @@ export function Details({ record, trajectory }) {
     <${Card} title="Notes">${(summary.notes || []).length ? html`<ul>${summary.notes.slice(0, 100).map((note) => html`<li><${Visible} text=${note} /></li>`)}</ul>` : html`<${Empty}>None.<//>`}<//>
     <${Card} title="Sandbox"><${Pairs} values=${task.sandbox} format=${limit} />${summary.layer && html`<p class="note">Set-up layer: ${summary.layer}</p>`}<//>
     <${Card} title="Sampling"><${Pairs} values=${task.sampling} /><//>
-    ${trajectory && html`<${Card} title="Tools" className="whole" note=${count((trajectory.tools || []).length)}><${LongText} text=${JSON.stringify(trajectory.tools, null, 2)} /><//>`}
-    <${Card} title="Task" className="whole"><${LongText} text=${JSON.stringify({ environment: task.environment, agent: task.agent, data: task.data }, null, 2)} /><//>
+    ${trajectory && html`<${Card} title="Tools" className="whole" note=${count((trajectory.tools || []).length)}><${LongText} text=${JSON.stringify(trajectory.tools, null, 2)} className="code" /><//>`}
+    <${Card} title="Task" className="whole"><${LongText} text=${JSON.stringify({ environment: task.environment, agent: task.agent, data: task.data }, null, 2)} className="code" /><//>
   </div>`;
 }

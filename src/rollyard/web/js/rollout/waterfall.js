@@ -62,12 +62,14 @@ function Attempt({ attempt, now, isOnly, hidesWait }) {
 
 /** `timeline`: the reply of GET …/timeline. */
 export function Waterfall({ timeline, isLive }) {
-  const [now, setNow] = useState(Date.now() / 1000);
+  const [passed_s, setPassed] = useState(0); // since the reply: the clock of the browser may differ from the service's
   useEffect(() => {
+    setPassed(0);
     if (!isLive) return undefined;
-    const timer = setInterval(() => setNow(Date.now() / 1000), 500);
+    const start = performance.now();
+    const timer = setInterval(() => setPassed((performance.now() - start) / 1000), 500);
     return () => clearInterval(timer);
-  }, [isLive]);
+  }, [isLive, timeline]);
   const attempts = timeline.attempts.filter((attempt) => attempt.parts.length);
   const bare = timeline.attempts.filter((attempt) => !attempt.parts.length);
   const hidesWait = place.value.query.wait === "hide";
@@ -77,6 +79,6 @@ export function Waterfall({ timeline, isLive }) {
     <div class="waterfall-head"><ul class="legend">${kinds.map((kind) => html`<li><span class="dot kind-${kind}"></span>${STAGES[kind]}</li>`)}</ul>
       <button type="button" class="quiet" aria-pressed=${hidesWait} onClick=${() => setQuery({ wait: hidesWait ? "" : "hide" }, { replace: true })}>Without the queue</button></div>
     ${bare.map((attempt) => html`<p>Attempt ${attempt.attempt} ${attempt.code && html`<${Badge} value=${attempt.code} tone="bad" />`} <span class="note"><${Visible} text=${String(attempt.detail || "its times were not stored")} /></span></p>`)}
-    ${attempts.map((attempt) => html`<${Attempt} key=${attempt.attempt} attempt=${attempt} now=${now - timeline.origin} isOnly=${timeline.attempts.length === 1} hidesWait=${hidesWait} />`)}
+    ${attempts.map((attempt) => html`<${Attempt} key=${attempt.attempt} attempt=${attempt} now=${(timeline.at || timeline.origin) + passed_s - timeline.origin} isOnly=${timeline.attempts.length === 1} hidesWait=${hidesWait} />`)}
   </div>`;
 }

@@ -15,7 +15,7 @@ import { html, useEffect, useState } from "../dom.js";
 import { usePolled } from "../api.js";
 import { count, plural } from "../format.js";
 import { isOffline, Link, place } from "../router.js";
-import { visible, Visible } from "../text.js";
+import { Visible } from "../text.js";
 import { Card, Empty, Loading, Page, Problem } from "../ui.js";
 import { Conversation } from "../rollout/conversation.js";
 import { addressesOf, advantageOf, isSettled, useLiveMessages } from "../rollout/data.js";
@@ -59,7 +59,6 @@ function Known({ run, id, record }) {
   const group = usePolled(...at.group, { everyMs: isLive ? 5000 : 0 });
   const requests = usePolled(...(tab === "requests" ? at.requests : [null, {}]), { everyMs: 0 });
   const live = useLiveMessages(at.messages, isLive);
-  useEffect(() => { document.title = `${plain(nameOf(record) || record.id)} – Rollyard`; return () => { document.title = "Rollyard"; }; }, [id]);
 
   const trajectory = (loaded.data && loaded.data.trajectory) || null;
   const traces = trajectory ? trajectory.traces : EMPTY;
@@ -88,9 +87,6 @@ function Known({ run, id, record }) {
     </div>
   <//>`;
 }
-
-/** A name without invisible characters, for the title of the window. */
-const plain = (name) => visible(name.slice(0, 60)).map((part) => part.text || "").join("");
 
 const hasTraces = (data) => Boolean(data.trajectory && data.trajectory.traces.length);
 

@@ -54,7 +54,7 @@ function Charts({ series }) {
     ${one("Staleness (versions)", "staleness", { colour: "--series-5" })}
     <${Card}><${Chart} label="Rollout time" ...${at} isStacked=${true} spanGaps=${false} range=${[0, 1]} format=${percent} series=${SHARE.map(([name, label]) => ({ label, values: series.share[name] || [] }))} /><//>
     ${one("Rollouts ended", "count", { colour: "--series-6" })}
-    ${codes.length > 0 && html`<${Card}><${Chart} label="Failures" ...${at} spanGaps=${false} series=${codes.map((code) => ({ label: code.slice(0, 40), values: series.failures[code] || series.x.map(() => 0) }))} /><//>`}
+    ${codes.length > 0 && html`<${Card}><${Chart} label=${codes.length === 1 ? html`Failures <span class="note"><${Line} text=${codes[0]} /></span>` : "Failures"} ...${at} spanGaps=${false} series=${codes.map((code) => ({ label: code.slice(0, 40), values: series.failures[code] || series.x.map(() => 0) }))} /><//>`}
   </div>`;
 }
 
@@ -110,7 +110,8 @@ export default function Run({ run: id }) {
       <${Loaded} of=${series}>${(curves) => html`<div class="stack">
         <${Series} series=${curves} />
         <div class="grid">
-          <${Card} title="Rollout time" note="of all points"><${ShareBar} label="Rollout time" parts=${timeShares(curves)} format=${percent} /><//>
+          <${Card} title="Rollout time" note="of all points"><${ShareBar} label="Rollout time" parts=${timeShares(curves)} format=${percent} />
+            <p class="muted">Waiting: in the queue, in READY and before EVAL. Other: INIT, EVAL, and RUN between calls.</p><//>
           <${Card} title="Groups" note="by how they ended"><${ShareBar} label="Groups" parts=${groupShares(curves.groups)} format=${percent} /><//>
           <${Card} title="Tokens" note=${`${short(curves.tokens.sampled)} sampled`}><${ShareBar} label="Tokens" parts=${tokenShares(curves.tokens)} format=${percent} /><//>
           <${Card} title="Failures by code"><${Failures} failures=${failureList(curves.totals.failures)} query=${{ run: id }} empty="No rollout of this run failed." /><//>

@@ -2,7 +2,7 @@
 import { html } from "../dom.js";
 import { usePolled } from "../api.js";
 import { Link, paths, place } from "../router.js";
-import { Badge, Card, Empty, Loaded, Page, Time } from "../ui.js";
+import { Badge, Card, Empty, Loaded, ownRuns, Page, Time } from "../ui.js";
 import { Choice, DataTable, Filter } from "../flow/controls.js";
 import { Line } from "../flow/figures.js";
 import { count, plural, reward } from "../format.js";
@@ -42,7 +42,7 @@ export default function Runs() {
   const controls = html`<${Filter} label="Filter by name" /><${Choice} label="Mode" name="mode" options=${values("mode")} /><${Choice} label="Policy" name="policy" options=${values("policy")} />`;
   return html`<${Page} title="Runs" subtitle=${polled.data && (found.length === all.length ? plural(all.length, "run") : `${count(found.length)} of ${plural(all.length, "run")}`)} controls=${controls}>
     <${Loaded} of=${polled}>${() => (all.length === 0
-      ? html`<${Empty}>No run yet. The first <code>rollyard submit tasks.jsonl</code> creates one.<//>`
+      ? html`<${Empty}>${ownRuns() ? html`No run yet: your token reads <${Line} text=${ownRuns()} />.` : html`No run yet. The first <code>rollyard submit tasks.jsonl</code> creates one.`}<//>`
       : html`<${Card}><${DataTable} label="Runs" columns=${COLUMNS} rows=${found} rowKey=${(run) => run.id} sort="-active" empty="No run matches." /><//>`)}<//>
   <//>`;
 }
