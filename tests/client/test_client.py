@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from rollyard.client import AsyncClient, Client, Event, Record, UnexpectedReply
+from rollyard.client._bodies import MOST_ITEMS
 from rollyard.core import AgentSpec, Task
 from rollyard.core.failure import Forbidden, IdConflict, InvalidRequest, MalformedId, NotFound, Unauthorized
 from tests.client.served import RunningService, served, task
@@ -256,6 +257,18 @@ async def test_a_wrong_token_and_a_wrong_field_raise_specific_errors(client: Asy
         await client.get("../etc")
     with pytest.raises(ValueError, match="one id for each"):
         await client.submit([task()], ids=[])
+
+
+async def test_many_tasks_are_submitted_in_several_calls_and_in_order(client: AsyncClient):
+    await client.resize_pools(init=0)
+    tasks = [*[task()] * MOST_ITEMS, task("another")]
+    records = await client.submit(tasks, ids=[f"r{number}" for number in range(len(tasks))])
+    assert [record.id for record in records] == [f"r{number}" for number in range(len(tasks))]
+    with pytest.raises(InvalidRequest) as caught:
+        await client.submit([*[task()] * MOST_ITEMS, task(limits={"max_turn": 3})])
+    assert caught.value.data["submitted"] == MOST_ITEMS
+    checked = await client.check([*[task()] * MOST_ITEMS, task(limits={"max_turn": 3})])
+    assert (checked.checked, checked.bad, checked.problems[0].index) == (MOST_ITEMS + 1, 1, MOST_ITEMS)
 
 
 async def test_a_trainer_may_not_add_engines(tmp_path):

@@ -19,8 +19,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from urllib.parse import quote
 
+import msgspec
+
 from rollyard.client._access import AsyncAccess
-from rollyard.client._bodies import TaskLike, part, task_body, without_none
+from rollyard.client._bodies import TaskLike, encoded, in_calls, part, task_body, without_none
 from rollyard.client._discovery import find
 from rollyard.client._events import follow
 from rollyard.client._policies import AsyncPolicy, Holder
@@ -49,8 +51,7 @@ Records = list[Record]
 Objects = list[JsonObject]
 Traces = list[Trace]
 TokenTexts = list[list[str] | None]
-
-CHUNK = 1000  # rollouts in one call: the service checks all of them before it serves another call
+Raws = list[msgspec.Raw]
 
 
 class AsyncClient(AsyncSampling, AsyncAccess):
@@ -156,7 +157,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         """Submits tasks and returns their records, in order. They are durable when it returns.
 
         With `group_size` n, each task is a group of n rollouts, `ID-0` to `ID-(n-1)`, and `ids` are those of the
-        groups. More than 1,000 rollouts take several calls; if one is refused, the earlier ones stay
+        groups. Many or large rollouts take several calls; if one is refused, the earlier ones stay
         (`error.data["submitted"]` is their number). Repeating with the same ids adds only what is missing.
         """
         if ids is not None and len(ids) != len(tasks):
@@ -164,16 +165,17 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         if group_size is not None and group_size < 1:
             raise ValueError(f"a group has 1 rollout or more, not {group_size}")
         names = list(ids) if ids is not None else [new_id("g" if group_size else "r") for _ in tasks]
-        rollouts: Sequence[dict[str, object]] = []
+        rollouts: Raws = []
         for name, task in zip(names, tasks, strict=True):
-            item = without_none(id=check_id(name), task=task_body(task), priority=priority)
+            item = without_none(id=check_id(name), task=encoded(task_body(task)), priority=priority)
             if group_size is None:
-                rollouts.append(item)
+                rollouts.append(encoded(item))
             else:
-                rollouts += [{**item, "id": f"{name}-{k}", "group": name, "index": k} for k in range(group_size)]
+                members = ({"id": f"{name}-{k}", "group": name, "index": k} for k in range(group_size))
+                rollouts += [encoded({**item, **member}) for member in members]
         records: Records = []
-        for start in range(0, len(rollouts), CHUNK):
-            call = {"run": run, "rollouts": rollouts[start : start + CHUNK]}
+        for start, rollouts_of_call in in_calls(rollouts):
+            call = {"run": run, "rollouts": rollouts_of_call}
             try:
                 reply = await self._wire.json("POST", "/rollouts", body=call, is_repeatable=True)
             except RollyardError as error:
@@ -185,8 +187,8 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     async def check(self, tasks: Sequence[TaskLike], *, run: str = "default") -> TaskCheck:
         """Checks tasks as `submit` does, and submits nothing. Returns how many would be refused, and why."""
         total = TaskCheck()
-        for start in range(0, len(tasks), CHUNK):
-            call = {"run": run, "tasks": [task_body(task) for task in tasks[start : start + CHUNK]]}
+        for start, tasks_of_call in in_calls([encoded(task_body(task)) for task in tasks]):
+            call = {"run": run, "tasks": tasks_of_call}
             found = read(await self._wire.json("POST", "/tasks/check", body=call, is_repeatable=True), TaskCheck)
             total = total.plus(found, start)
         return total

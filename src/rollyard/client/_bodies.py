@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import quote
+
+import msgspec
 
 from rollyard.core import Json, Task, check_id
 
 TaskLike = Task | Mapping[str, Json]
+
+MOST_ITEMS = 500
+"""Rollouts or tasks of one call. With a run's largest defaults, the service takes no more."""
+
+MOST_BYTES = 16 << 20
+"""Of the items of one call; a larger item has a call of its own."""
+
+MOST_MARKS = 500_000
+"""Characters that separate or open JSON values. The service reads a million values in one call."""
 
 
 def without_none(**values: object) -> dict[str, object]:
@@ -19,6 +30,25 @@ def without_none(**values: object) -> dict[str, object]:
 def part(id: str) -> str:
     """An id, quoted as a segment of a path."""
     return quote(check_id(id), safe=":")
+
+
+def encoded(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def in_calls(items: Sequence[msgspec.Raw]) -> Iterator[tuple[int, Sequence[msgspec.Raw]]]:
+    """Splits items into calls that the service accepts: the number of the first item, and the items."""
+    first, size, marks = 0, 0, 0
+    for number, item in enumerate(items):
+        data = bytes(item)
+        item_marks = sum(map(data.count, (b",", b"[", b"{")))
+        is_full = number - first == MOST_ITEMS or size + len(data) > MOST_BYTES or marks + item_marks > MOST_MARKS
+        if number > first and is_full:
+            yield first, items[first:number]
+            first, size, marks = number, 0, 0
+        size, marks = size + len(data), marks + item_marks
+    if items:
+        yield first, items[first:]
 
 
 def task_body(task: TaskLike) -> Mapping[str, object]:

@@ -115,7 +115,7 @@ class Client:
         """Submits tasks and returns their records, in order. They are durable when it returns.
 
         With `group_size` n, each task is a group of n rollouts, `ID-0` to `ID-(n-1)`, and `ids` are those of the
-        groups. More than 1,000 rollouts take several calls; if one is refused, the earlier ones stay
+        groups. Many or large rollouts take several calls; if one is refused, the earlier ones stay
         (`error.data["submitted"]` is their number). Repeating with the same ids adds only what is missing.
         """
         return self._loop.run(self._async.submit(tasks, run=run, ids=ids, group_size=group_size, priority=priority))

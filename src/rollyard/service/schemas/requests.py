@@ -89,7 +89,7 @@ MOST_KEYS = 200
 """Of a body, and of an object of numbers in it. Each unknown field is an error of its own, which takes 5 µs."""
 
 MOST_ROLLOUTS = 10_000
-"""Of one call; a client sends 1,000 at once."""
+"""Of one call; the client sends 500 at once."""
 
 MOST_DEFAULTS_BYTES = 256 << 10
 """Of one run. All runs are in memory, and each task is merged over a copy."""
