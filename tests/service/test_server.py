@@ -118,7 +118,7 @@ async def test_a_service_with_an_unusable_store_is_not_ready(tmp_path: Path) -> 
         answer = await site.get("/readyz")
         assert (answer.status, answer.code) == (503, "store_lost")
         assert int(answer.headers["retry-after"]) > 0
-        assert (await site.get("/v1/runs")).code == "store_lost"
+        assert (await site.get("/v1/rollouts")).code == "store_lost"
         assert (await site.get("/healthz")).status == 200
 
 

@@ -99,7 +99,7 @@ DEFECTS = (
     Defect(
         "fuzz",
         "a body that is not JSON is not refused and crashes the call",
-        "service/schemas/requests.py",
+        "service/json_body.py",
         "except (msgspec.DecodeError, UnicodeDecodeError, RecursionError)",
         "except (UnicodeDecodeError, RecursionError)",
         "tests/service/test_fuzz.py::test_no_request_breaks_the_service",
