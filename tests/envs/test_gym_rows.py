@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import openai
 import pytest
 
 from rollyard.core import Json, Message, Task, Trajectory
@@ -147,7 +146,8 @@ def test_items_are_in_order_and_valid_for_the_api():
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
         {"role": "assistant", "content": "It is 3."},
     )
-    sdk = openai.types.responses
+    from openai.types import responses as sdk
+
     kinds = (
         sdk.ResponseReasoningItem,
         sdk.ResponseOutputMessage,

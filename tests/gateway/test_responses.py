@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import openai
 import orjson
 import pytest
 from hypothesis import given
@@ -59,7 +58,9 @@ def streamed(request: ChatRequest, events: Sequence[Event], whole: Reply) -> lis
 
 @functools.cache
 def event_format() -> TypeAdapter[Any]:
-    return TypeAdapter(openai.types.responses.ResponseStreamEvent)
+    from openai.types.responses import ResponseStreamEvent
+
+    return TypeAdapter(ResponseStreamEvent)
 
 
 def read_events(data: bytes) -> list[dict[str, Any]]:
@@ -242,7 +243,9 @@ def test_a_reply_is_a_complete_response_of_the_sdks_type():
     request = read(tools=TOOLS, max_output_tokens=99, metadata={"k": "v"}, instructions="I")
     calls = [call("look", {"at": 1}), call("apply_patch", {"input": "*** Begin"}, 1), call("team__ask", {"q": "x"}, 2)]
     calls.append(call("local_shell", {"command": ["ls"]}, 3))
-    response = openai.types.responses.Response.model_validate_json(
+    from openai.types.responses import Response
+
+    response = Response.model_validate_json(
         DIALECT.reply(request, make_reply("text", "hm", calls, "tool_calls")), strict=True
     )
     assert response.id == "resp_ab12" and response.status == "completed" and response.output_text == "text"
@@ -266,7 +269,9 @@ def test_a_reply_is_a_complete_response_of_the_sdks_type():
 
 def test_a_truncated_reply_is_incomplete():
     body = DIALECT.reply(read(), make_reply("tex", finish="length"))
-    response = openai.types.responses.Response.model_validate_json(body)
+    from openai.types.responses import Response
+
+    response = Response.model_validate_json(body)
     assert response.status == "incomplete" and response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.output[0].status == "incomplete"  # pyright: ignore
