@@ -71,7 +71,7 @@ async def test_a_cancel_reaches_leased_rollouts(tmp_path: Path) -> None:
                     await asyncio.sleep(0.02)
             running = (await site.get("/v1/rollouts/r1/timeline")).body
             parts = [part["kind"] for part in running["attempts"][0]["parts"] if part["end_s"] is None]
-            assert (running["state"], parts) == ("run", ["run"])  # the node has the calls
+            assert (running["state"], parts[:1]) == ("run", ["run"])  # the model's call may have started
             for one in ("r1", "r2", "r3"):
                 assert (await site.delete(f"/v1/rollouts/{one}")).status in (200, 202)
             for one in ("r1", "r2", "r3"):

@@ -49,12 +49,12 @@ class Hand:
         self.got = 0
         self.engines = {"e1": ""}  # known engines, and why it cannot use them
 
-    def join(self, *holds: Key, want: int = 8) -> Joined:
+    def join(self, *holds: Key, want: int = 8, sends_views: bool = False) -> Joined:
         standing = self._standing(want)
-        return self._head.join(Join(PROTOCOL, "0", self._name, self._name, "host", list(holds), standing))
+        return self._head.join(Join(PROTOCOL, "0", self._name, self._name, "host", list(holds), standing, sends_views))
 
-    async def poll(self, want: int = 8) -> Orders:
-        return await self._head.poll(Poll(self._name, self._standing(want)), 5.0)
+    async def poll(self, want: int = 8, wait_s: float = 5.0) -> Orders:
+        return await self._head.poll(Poll(self._name, self._standing(want)), wait_s)
 
     async def poll_briefly(self) -> Orders:
         """Returns the orders that come at once, after the gates."""

@@ -28,6 +28,8 @@ from rollyard.fleet.messages import (
     Reported,
     Returned,
     Saved,
+    View,
+    ViewRequest,
     decode,
     encode,
     info_of,
@@ -36,7 +38,7 @@ from rollyard.fleet.messages import (
 )
 from rollyard.store.codec import to_json
 
-MESSAGES = (Join, Joined, Poll, Orders, Report, Reported)
+MESSAGES = (Join, Joined, Poll, Orders, Report, Reported, View)
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 small = st.integers(0, 1 << 40)
@@ -84,7 +86,7 @@ gates = st.builds(
 )
 runs = st.builds(Run, text, st.sampled_from(Mode), text, st.dictionaries(text, json, max_size=2))
 messages = st.one_of(
-    st.builds(Join, small, text, text, text, text, st.lists(keys, max_size=3), standings),
+    st.builds(Join, small, text, text, text, text, st.lists(keys, max_size=3), standings, st.booleans()),
     st.builds(Joined, small, seconds, seconds, st.lists(keys, max_size=3)),
     st.builds(Poll, text, standings),
     st.builds(
@@ -95,7 +97,9 @@ messages = st.one_of(
         st.lists(st.builds(Cancel, keys, text), max_size=2),
         st.none() | gates,
         st.none() | st.booleans(),
+        st.lists(st.builds(ViewRequest, text, keys, st.none() | small), max_size=2),
     ),
+    st.builds(View, text, text, small, small, st.binary(max_size=9), small, st.binary(max_size=9)),
     st.builds(Report, text, standings, st.lists(items, max_size=4), st.booleans()),
     st.builds(Reported, st.lists(keys, max_size=3)),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.service.routes import rollouts
+from rollyard.pipeline import message_page
 from rollyard.testing.script import Reply
 from tests.service.site import Site, engine_table, finish, open_site, scripted, shell
 
@@ -60,7 +60,7 @@ async def test_the_messages_of_an_ended_rollout_are_those_of_its_trajectory(tmp_
 
 
 async def test_a_page_of_messages_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "PAGE_BYTES", 10)
+    monkeypatch.setattr(message_page, "PAGE_BYTES", 10)
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("r1")
         await site.ended("r1")

@@ -11,6 +11,8 @@
     head_connection.py  a node's calls to the head
     node_pipeline.py    a node's pipeline, which reports when it has room
     node.py             a node: joins, takes leases, hands over results, survives the loss of its head
+    views.py            at the head: what it asks nodes about running rollouts while people look
+    view_sender.py      a node's answers
     tokenizer_files.py  tokenizer files that nodes get from the head
     ray_*.py            nodes on a Ray cluster: host (in the service), driver and actor (in Ray)
     slurm*.py           the batch script of a Slurm job, and the commands around it

@@ -37,6 +37,7 @@ from rollyard.fleet.messages import (
     Reported,
     Returned,
     Saved,
+    View,
     info_of,
 )
 from rollyard.fleet.nodes import ConnectedNode, FleetSettings, Nodes
@@ -164,6 +165,10 @@ class FleetHead:
         if report.is_leaving:
             self.nodes.lose(node, "left")
         return Reported([key for key, is_taken in zip(by_key, taken, strict=True) if not is_taken])
+
+    def view(self, view: View) -> None:
+        """Receives what a node was asked about a running rollout."""
+        self.nodes.with_session(view.session).views.receive(view)
 
     def _update_node(self, session: str, message: Poll | Report) -> ConnectedNode:
         node = self.nodes.of(session, message.standing)

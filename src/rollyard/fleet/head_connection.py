@@ -17,7 +17,19 @@ import msgspec
 
 from rollyard.core.address import is_clear, split_pin
 from rollyard.core.failure import InvalidRequest, NodeReplaced, NodeUnknown
-from rollyard.fleet.messages import MEDIA_TYPE, Join, Joined, Orders, Poll, Report, Reported, decode, encode
+from rollyard.fleet.messages import (
+    MEDIA_TYPE,
+    Join,
+    Joined,
+    Orders,
+    Poll,
+    Report,
+    Reported,
+    View,
+    Viewed,
+    decode,
+    encode,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -99,6 +111,9 @@ class HeadConnection:
 
     async def report(self, report: Report) -> Reported:
         return await self._call("report", report, Reported, self.answer_s)
+
+    async def view(self, view: View, within_s: float) -> Viewed:
+        return await self._call("view", view, Viewed, within_s)
 
     async def get(self, path: str, kind: type[T]) -> T:
         return self._decoded("head", await self.get_bytes(path, MOST_LIST_BYTES), kind)

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field, replace
 from rollyard.core import Deadline, Json, Position, Rollout, RollyardError, Run, State, Timings
 from rollyard.core.failure import Cancelled
 from rollyard.engines.pool.seats import Seat
-from rollyard.fleet.messages import Key
+from rollyard.fleet.messages import Key, View
 from rollyard.fleet.nodes import ConnectedNode
-from rollyard.pipeline.base import Shutdown
+from rollyard.pipeline.base import MessagePage, Shutdown
 from rollyard.store.base import Stale
+from rollyard.store.codec import from_json
 
 WAY = (State.INIT, State.READY, State.RUN)
 """The states through which a node moves a rollout, in order. EVAL comes with RUN's result."""
+
+BEFORE_RUN = (State.INIT, State.READY)
 
 
 @dataclass(eq=False, slots=True)
@@ -55,9 +58,13 @@ class LeasedRollout:
         """Returns None: the node checks for stalls."""
         return None
 
-    def snapshot(self) -> None:
-        """Returns None: the node has the conversation."""
-        return
+    async def page(self, after: int) -> MessagePage | None:
+        """Asks the node, which has the conversation until the end of RUN."""
+        attempt = self.rollout.attempt
+        if self.state in BEFORE_RUN:
+            return MessagePage(attempt)
+        view = await self._view(after)
+        return view and MessagePage(attempt, view.turns, view.sampled_tokens, view.messages, view.end)
 
     def timings(self) -> Timings:
         return Timings(
@@ -73,9 +80,15 @@ class LeasedRollout:
             return 0.0
         return self.marks.get(following, time.monotonic()) - self.marks[state]
 
-    def calls(self) -> Mapping[str, Json]:
-        """Returns nothing: the node has the log."""
-        return {}
+    async def calls(self) -> Mapping[str, Json]:
+        """Asks the node, which has the log until the end of RUN."""
+        view = await self._view(None)
+        return from_json(view.calls, dict[str, Json]) if view is not None else {}
+
+    async def _view(self, after: int | None) -> View | None:
+        if self.node is None or self.state is not State.RUN:
+            return None
+        return await self.node.views.ask(Key(self.rollout.id, self.rollout.attempt), after)
 
     def requests(self) -> bytes:
         return b""

@@ -3,13 +3,14 @@
     POST /v1/fleet/join    `Join`   → `Joined`     the node's name and status, and what it still holds
     POST /v1/fleet/poll    `Poll`   → `Orders`     held until there is something to do: leases, cancels, gates
     POST /v1/fleet/report  `Report` → `Reported`   what happened; answered when all of it is durable
+    POST /v1/fleet/view    `View`   → `Viewed`     a running rollout's messages or calls, which the orders asked for
 
 Bodies are msgpack. Tokens are sent once, with the end of RUN, in the store's own encoding, which the head does not
 decode. Rollouts are JSON inside, which preserves integers of any size.
 
-Invariants. Orders are numbered; what a node has not confirmed with `got` is sent again. A call of a session that the
-head does not know (any more) is answered with 409 `node_unknown` and changes nothing: the node then joins and reports
-what it holds. Every struct is decoded strictly; anything else is `InvalidRequest`.
+Invariants. Orders are numbered; what a node has not confirmed with `got` is sent again, except requests for views. A
+call of a session that the head does not know (any more) is answered with 409 `node_unknown` and changes nothing: the
+node then joins and reports what it holds. Every struct is decoded strictly; anything else is `InvalidRequest`.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Join(msgspec.Struct, frozen=True):
     host: str
     holds: list[Key] = []  # running, or ended and not handed over yet
     standing: NodeStatus = NodeStatus()
+    sends_views: bool = False  # it answers requests for views
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -101,6 +103,14 @@ class Cancel(msgspec.Struct, frozen=True):
     detail: str
 
 
+class ViewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for the messages of a running attempt, or for its calls. It is sent once and need not be answered."""
+
+    id: str
+    key: Key
+    after: int | None  # messages from this number on; None: the calls
+
+
 class Orders(msgspec.Struct, frozen=True):
     number: int
     leases: list[Lease] = []
@@ -108,6 +118,7 @@ class Orders(msgspec.Struct, frozen=True):
     cancels: list[Cancel] = []
     gates: WeightGates | None = None
     is_drained: bool | None = None  # None: unchanged
+    views: list[ViewRequest] = []
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
@@ -160,6 +171,26 @@ class Report(msgspec.Struct, frozen=True):
 
 class Reported(msgspec.Struct, frozen=True):
     refused: list[Key] = []  # not its own any more: another node has them, or they have ended
+
+
+class View(msgspec.Struct, frozen=True):
+    """The answer to a `ViewRequest`."""
+
+    session: str
+    id: str  # of the request
+    turns: int = 0
+    sampled_tokens: int = 0
+    messages: bytes = b"[]"  # a JSON list
+    end: int = 0  # the number after the last of them
+    calls: bytes = b"{}"  # JSON, as `CallLog.info` returns it
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.messages) + len(self.calls)
+
+
+class Viewed(msgspec.Struct, frozen=True):
+    """A view was received."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

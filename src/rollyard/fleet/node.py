@@ -41,6 +41,7 @@ from rollyard.fleet.messages import (
     rollout_of,
     run_of,
 )
+from rollyard.fleet.view_sender import ViewSender
 from rollyard.pipeline import Pipeline
 from rollyard.store.base import Stale, Store
 
@@ -85,6 +86,7 @@ class Node:
         self._is_joined = asyncio.Event()
         self._lease_s, self._hold_s = 30.0, 600.0
         self._last_contact_at = time.monotonic()
+        self._views = ViewSender(self._session, link, pipeline, ledger)
         self._errands: set[asyncio.Task[None]] = set()
         self._broke: asyncio.Future[None] | None = None  # set when an errand raises
         self._reported_free_places = 0
@@ -159,7 +161,16 @@ class Node:
         self._gates = -1  # another head has its own numbers
         self._joins += 1
         joined = await self._link.join(
-            Join(PROTOCOL, __version__, self.name, self._session, socket.gethostname(), holds, self._standing())
+            Join(
+                PROTOCOL,
+                __version__,
+                self.name,
+                self._session,
+                socket.gethostname(),
+                holds,
+                self._standing(),
+                sends_views=True,
+            )
         )
         self._record_contact()
         self._lease_s, self._hold_s = joined.lease_s, joined.hold_s
@@ -240,6 +251,8 @@ class Node:
             self._cancel(cancel.key, cancel.detail)
         if orders.gates is not None:
             self._run(self._follow(orders.gates, self._joins))
+        for request in orders.views:
+            self._run(self._views.send(request))
 
     def _run(self, errand: Coroutine[object, object, None]) -> None:
         """Runs an errand beside the loops. If it raises, so does `main`: unapplied gates must not count as applied."""

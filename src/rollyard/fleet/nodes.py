@@ -23,6 +23,7 @@ from rollyard.core.failure import NodeReplaced, NodeUnknown, NotFound
 from rollyard.engines.weights.weight_gates import WeightGates
 from rollyard.fleet.messages import Cancel, Join, Key, Lease, NodeStatus, Orders, lease_of
 from rollyard.fleet.placement import NodeRoom, PlacementKeys, place
+from rollyard.fleet.views import NodeViews, ViewPace
 from rollyard.store.codec import to_json
 
 REPLACED = 256
@@ -46,6 +47,8 @@ class ConnectedNode:
     host: str
     version: str
     last_call_at: float
+    news: asyncio.Event
+    views: NodeViews
     joined_at: float = field(default_factory=time.time)
     standing: NodeStatus = field(default_factory=NodeStatus)
     room: NodeRoom = field(default_factory=NodeRoom)
@@ -62,7 +65,6 @@ class ConnectedNode:
     _gates_sent: int = -1
     _gates_in: int = 0  # the orders that they were sent in
     _sent: int = 0
-    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def heard_s_ago(self) -> float:
@@ -133,8 +135,9 @@ class ConnectedNode:
         is_news = any(number == 0 for number, _ in (*self._leases.values(), *self._cancels))
         is_missing = bool(self._leases or self._cancels or self._new_runs) and self.standing.got < self._sent
         sends_gates = gates.number != self._gates_sent or self.standing.got < self._gates_in
+        views = self.views.take()
         self.news.clear()
-        if not is_news and not is_missing and not sends_gates and self.drain_asked is None:
+        if not is_news and not is_missing and not sends_gates and self.drain_asked is None and not views:
             return None
         self._sent += 1
         number = self._sent
@@ -150,6 +153,7 @@ class ConnectedNode:
             [cancel for _, cancel in self._cancels],
             gates if sends_gates else None,
             self.drain_asked,
+            views,
         )
 
 
@@ -173,6 +177,7 @@ class Nodes:
         self._clock = clock
         self._looked_at = clock()
         self._replaced: dict[str, str] = {}
+        self._pace = ViewPace()
         self._changed: set[asyncio.Future[None]] = set()
 
     def join(self, join: Join) -> tuple[ConnectedNode, bool]:
@@ -191,19 +196,25 @@ class Nodes:
             while len(self._replaced) > REPLACED:
                 del self._replaced[next(iter(self._replaced))]
             self.lose(there, "was started again")
-        node = ConnectedNode(join.name, join.session, join.host, join.version, self._clock())
+        news = asyncio.Event()
+        views = NodeViews(self._pace, news, is_supported=join.sends_views)
+        node = ConnectedNode(join.name, join.session, join.host, join.version, self._clock(), news, views)
         self.by_name[join.name] = self._by_session[join.session] = self._hungry[id(node.room)] = node
         return node, False
 
     def of(self, session: str, standing: NodeStatus) -> ConnectedNode:
         """Applies a call's status and returns the session's node. Raises `NodeUnknown` or `NodeReplaced`."""
-        node = self._by_session.get(session)
-        if node is not None:
-            node.last_call_at = self._clock()
-            node.stands(standing)
-            self._hungry[id(node.room)] = node
-            self.notify()
-            return node
+        node = self.with_session(session)
+        node.last_call_at = self._clock()
+        node.stands(standing)
+        self._hungry[id(node.room)] = node
+        self.notify()
+        return node
+
+    def with_session(self, session: str) -> ConnectedNode:
+        """Returns the session's node. Raises `NodeUnknown` or `NodeReplaced`."""
+        if session in self._by_session:
+            return self._by_session[session]
         if session in self._replaced:
             raise NodeReplaced(f"another process has joined as {self._replaced[session]!r} since")
         raise NodeUnknown("this head does not know that node, or counts it as lost")
@@ -220,6 +231,7 @@ class Nodes:
         if node.is_over:
             return
         node.is_over = True
+        node.views.close()
         node.news.set()
         self._by_session.pop(node.session, None)
         self._hungry.pop(id(node.room), None)

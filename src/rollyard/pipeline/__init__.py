@@ -1,11 +1,11 @@
 """The pipeline: stages, scheduling, retries and deadlines of a rollout, from the queue to its terminal record."""
 
 from rollyard.pipeline.artifacts import ArtifactFolder
-from rollyard.pipeline.attempts.storable import storable_message
-from rollyard.pipeline.base import Snapshot
+from rollyard.pipeline.base import MessagePage, Snapshot
 from rollyard.pipeline.event_log import Event, EventLog
 from rollyard.pipeline.handler import Handler
 from rollyard.pipeline.local_executor import LocalExecutor
+from rollyard.pipeline.message_page import page_of
 from rollyard.pipeline.pipeline import Pipeline
 from rollyard.pipeline.renderers import Renderers
 from rollyard.pipeline.resources import StageResources
@@ -17,10 +17,11 @@ __all__ = [
     "EventLog",
     "Handler",
     "LocalExecutor",
+    "MessagePage",
     "Pipeline",
     "PipelineSettings",
     "Renderers",
     "Snapshot",
     "StageResources",
-    "storable_message",
+    "page_of",
 ]

@@ -46,6 +46,17 @@ class Snapshot:
     sampled_tokens: int = 0  # of the calls that have returned
 
 
+@dataclass(frozen=True, slots=True)
+class MessagePage:
+    """A part of a conversation, encoded."""
+
+    attempt: int
+    turns: int = 0
+    sampled_tokens: int = 0
+    messages: bytes = b"[]"  # a JSON list
+    end: int = 0  # the number after its last message; 0: the conversation has no messages
+
+
 class LiveRollout(Protocol):
     """A rollout that has left the queue and not ended: an attempt in this process, or a lease of a node."""
 
@@ -66,16 +77,18 @@ class LiveRollout(Protocol):
         """Renews what it holds. Returns the seconds since the last progress in RUN, if this process can observe it."""
         ...
 
-    def snapshot(self) -> Snapshot | None:
-        """Returns its conversation so far; None if it runs in another process."""
+    async def page(self, after: int) -> MessagePage | None:
+        """Returns its conversation from message number `after` on; None if it runs in another process, which does not
+        answer."""
         ...
 
     def timings(self) -> Timings:
         """Returns the seconds in each stage so far; those of the current one count up to now."""
         ...
 
-    def calls(self) -> Mapping[str, Json]:
-        """Returns the calls of RUN so far, as `CallLog.info` does; empty if it runs in another process."""
+    async def calls(self) -> Mapping[str, Json]:
+        """Returns the calls of RUN so far, as `CallLog.info` does; empty if it runs in another process, which does not
+        answer."""
         ...
 
     def requests(self) -> bytes:

@@ -49,7 +49,8 @@ from rollyard.pipeline.attempts.runner import StageRunner
 from rollyard.pipeline.attempts.sandbox_start import ENDS
 from rollyard.pipeline.attempts.settlement import Settlement
 from rollyard.pipeline.attempts.stages import RunObserver, RunResult, Workspace
-from rollyard.pipeline.base import AttemptHost, Shutdown, Snapshot, Verdict
+from rollyard.pipeline.base import AttemptHost, MessagePage, Shutdown, Snapshot, Verdict
+from rollyard.pipeline.message_page import page_of
 from rollyard.store.base import Stale
 from rollyard.tokens import verify
 
@@ -125,7 +126,10 @@ class Attempt:
             self.last_beat = now  # Rollyard stopped the clock (a paused policy, for example): not a stall
         return now - self.last_beat if self.state is State.RUN and self.clock.is_running else None
 
-    def snapshot(self) -> Snapshot:
+    async def page(self, after: int) -> MessagePage:
+        return page_of(self._snapshot(), after, is_live=True)
+
+    def _snapshot(self) -> Snapshot:
         progress, running = self._progress, self._progress.running
         attempt = self.rollout.attempt
         if (done := progress.trajectory) is not None:
@@ -137,7 +141,7 @@ class Attempt:
     def timings(self) -> Timings:
         return self._progress.timings()
 
-    def calls(self) -> Mapping[str, Json]:
+    async def calls(self) -> Mapping[str, Json]:
         progress = self._progress
         if progress.trajectory is not None:
             return progress.trajectory.info

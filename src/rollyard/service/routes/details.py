@@ -40,18 +40,25 @@ HOSTILE = {
 @router.get("/rollouts/{rollout_id}/timeline")
 async def get_timeline(request: Request, rollout_id: str, run: InRun = None) -> Response:
     """Returns when each stage, model call and tool call started and ended, in seconds since the submission, also while
-    the rollout runs. A part that runs has no `end_s`. Calls are known of the last attempt; while a node runs it, they
-    are not known yet."""
+    the rollout runs. A part that runs has no `end_s`. Calls are known of the last attempt; while it runs on a node
+    that does not send them, they are not known yet."""
     app_state = app_state_of(request)
     rollout = await _find(request, rollout_id, run)
     live = app_state.pipeline.live.get(rollout.id)
     info: Mapping[str, Json] = {}
     view: LiveView | None = None
     if live is not None and rollout.ending is None:
-        rollout, view = live.rollout, LiveView(live.state, live.timings())
-        info = live.calls()
+        info = await live.calls()
+        if app_state.pipeline.live.get(rollout.id) is live:
+            rollout, view = live.rollout, LiveView(live.state, live.timings())
+        else:  # it ended, or was given back, while its node was asked
+            rollout, info = await app_state.store.get(rollout.id), {}
     if not info.get("calls") and (trajectory := await app_state.store.trajectory(rollout.id)) is not None:
         info = trajectory.info
+    return await asyncio.to_thread(_timeline, rollout, view, info)  # 2,000 calls take 30 ms
+
+
+def _timeline(rollout: Rollout, view: LiveView | None, info: Mapping[str, Json]) -> Response:
     return reply(timeline(rollout, view, info, time.time()))
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from rollyard.core import Json
 from rollyard.core.failure import Draining, InvalidRequest, NotFound
-from rollyard.fleet.messages import MEDIA_TYPE, Join, Poll, Report, decode, encode
+from rollyard.fleet.messages import MEDIA_TYPE, Join, Poll, Report, View, Viewed, decode, encode
 from rollyard.fleet.nodes import ConnectedNode
 from rollyard.pipeline.tokenizer_search import TokenizerFiles
 from rollyard.service.app_state import AppState, app_state_of
@@ -57,6 +57,14 @@ async def report(request: Request) -> Response:
     require_node(request)
     head = app_state_of(request).head
     return _packed(encode(await head.report(decode(await request.body(), Report))))
+
+
+@router.post("/fleet/view", include_in_schema=False)
+async def view(request: Request) -> Response:
+    """Receives a running rollout's messages or calls, which the head asked for."""
+    require_node(request)
+    app_state_of(request).head.view(decode(await request.body(), View))
+    return _packed(encode(Viewed()))
 
 
 @router.get("/fleet/tokenizers/{engine_id}", include_in_schema=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Annotated, Literal
 
@@ -17,7 +17,6 @@ from rollyard.core import (
     DEFAULT_RUN,
     DeadlineExpired,
     Json,
-    Message,
     Rollout,
     RollyardError,
     Run,
@@ -38,7 +37,7 @@ from rollyard.core.failure import (
     TaskFailure,
 )
 from rollyard.core.loop_yield import LoopYield
-from rollyard.pipeline import Pipeline, Snapshot, storable_message
+from rollyard.pipeline import MessagePage, Pipeline, Snapshot, page_of
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
 from rollyard.service.schemas import arrow
@@ -62,7 +61,6 @@ from rollyard.store.base import ItemKind, Page, Submission
 
 router = APIRouter(prefix="/v1", tags=["rollouts"])
 
-PAGE_BYTES = 2 << 20  # of messages in one reply; one message may be larger
 MOST_PROBLEMS = 100  # tasks whose problems are returned; the others are counted
 
 
@@ -268,19 +266,20 @@ async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Re
 
 @router.get("/rollouts/{rollout_id}/messages")
 async def get_messages(request: Request, rollout_id: str, query: Annotated[MessagesQuery, Query()]) -> Response:
-    """Returns the conversation so far, also while the rollout runs; of a new attempt it starts again. `available` is
-    false while the rollout runs on a node, which has the messages."""
+    """Returns the conversation so far, also while the rollout runs; of a new attempt it starts again. While it runs, a
+    message of more than 1 MB is cut. `available` is false while it runs on a node that does not send the messages."""
     app_state = app_state_of(request)
     key = await _find(request, rollout_id, query.run)
-    rollout = await app_state.store.get(key)
     live = app_state.pipeline.live.get(key)
-    snapshot = live.snapshot() if live is not None else Snapshot(rollout.attempt)
-    if snapshot is None or not snapshot.messages:
+    page = await live.page(query.after) if live is not None else None
+    rollout = await app_state.store.get(key)
+    live = app_state.pipeline.live.get(key)  # its node may have been asked: it may have ended meanwhile
+    if page is None or not page.end:
         trajectory = await app_state.store.trajectory(key)
         if trajectory is not None:
-            snapshot = Snapshot(trajectory.attempt, trajectory.messages, trajectory.turns, trajectory.sampled_tokens)
-    shown = snapshot or Snapshot(rollout.attempt)
-    messages, end = _page(shown.messages, query.after)
+            saved = Snapshot(trajectory.attempt, trajectory.messages, trajectory.turns, trajectory.sampled_tokens)
+            page = page_of(saved, query.after, is_live=False)
+    shown = page or MessagePage(rollout.attempt)
     return reply(
         {
             "id": id_of(key),
@@ -288,24 +287,11 @@ async def get_messages(request: Request, rollout_id: str, query: Annotated[Messa
             "attempt": shown.attempt,
             "turns": shown.turns,
             "sampled_tokens": shown.sampled_tokens,
-            "messages": messages,
-            "next": end,
-            "available": snapshot is not None,
+            "messages": msgspec.Raw(shown.messages),
+            "next": shown.end,
+            "available": page is not None or live is None,
         }
     )
-
-
-def _page(messages: Sequence[Message], after: int) -> tuple[list[msgspec.Raw], int]:
-    """Encodes messages from number `after` on, until the page is full, and returns the number after the last."""
-    page: list[msgspec.Raw] = []
-    size = 0
-    for message in messages[after:]:
-        data = msgspec.json.encode(storable_message(message))
-        if page and size + len(data) > PAGE_BYTES:
-            break
-        page.append(msgspec.Raw(data))
-        size += len(data)
-    return page, min(after, len(messages)) + len(page)
 
 
 @router.get("/rollouts/{rollout_id}/texts")

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard.core.failure import BodyTooLarge
+from rollyard.fleet.views import MOST_VIEW_BYTES
 from rollyard.service.problems import problem
 
 T = TypeVar("T")
@@ -22,6 +23,9 @@ NODE_PATHS = "/v1/fleet/"
 """The paths for which a node's token is valid."""
 
 NODE_BYTES = 1 << 30
+
+VIEW_PATH = f"{NODE_PATHS}view"
+"""Where nodes send what people look at. It has a bound, unlike results: it can be asked for again."""
 
 LOGIN_PATH = "/v1/login"
 """Where browsers sign in. It needs no token, so its bodies are read before the caller is known."""
@@ -35,7 +39,8 @@ class ClientGone(Exception):
 
 class BodyLimit:
     """ASGI middleware: refuses bodies above a size with 413. Bodies from nodes have a larger limit: a refused result
-    would be produced again, and refused again. Those of sign-ins, which need no token, have a small one."""
+    would be produced again, and refused again. Views have one that fits a page of messages. Those of sign-ins, which
+    need no token, have a small one."""
 
     def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
         self._app = app
@@ -64,6 +69,8 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
     def _limit_of(self, path: str) -> int:
+        if path == VIEW_PATH:
+            return MOST_VIEW_BYTES
         if path.startswith(NODE_PATHS):
             return max(self._limit_bytes, NODE_BYTES)
         return min(self._limit_bytes, LOGIN_BYTES) if path == LOGIN_PATH else self._limit_bytes

@@ -19,7 +19,7 @@ export function addressesOf(run, id, group) {
 
 /**
  * The conversation of a rollout that runs, read every second from where the last reply ended. A new attempt starts the
- * conversation again. Returns {messages, attempt, isAvailable}; `isAvailable` false: it runs on a node, which has them.
+ * conversation again. Returns {messages, attempt, isAvailable}; `isAvailable` false: it runs on a node that does not send them.
  */
 export function useLiveMessages([path, query], isLive) {
   const [state, setState] = useState({ messages: [], attempt: 0, isAvailable: true, isLoaded: false });

@@ -92,7 +92,7 @@ export function Differences({ run, a, b }) {
   if (!left.messages || !right.messages) return html`<${Loading} />`;
   for (const [side, member] of [[left, a], [right, b]]) {
     if (side.messages.length) continue;
-    if (side.isAvailable === false) return html`<${Empty}>Member ${member.index} runs on a node, which has its messages.<//>`;
+    if (side.isAvailable === false) return html`<${Empty}>Member ${member.index} runs on a node that does not send its messages now.<//>`;
     return html`<${Empty}>Member ${member.index} has no messages: it has not started, or they were acknowledged or have expired.<//>`;
   }
   const { shared, outputs, isSame } = parting(left.messages, right.messages);

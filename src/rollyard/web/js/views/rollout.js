@@ -115,7 +115,7 @@ function Panel(all) {
   if (tab === "evidence") return html`<${Evidence} record=${record} trajectory=${trajectory} artifactsAt=${at.artifacts} />`;
   if (tab === "conversation" || tab === "terminal") {
     if (isPruned) return html`<${Empty}>The messages were deleted with the traces.<//>`;
-    if (isLive && !live.isAvailable) return html`<${Empty}>It runs on a node of the fleet, which has its messages. They are here when it has ended.<//>`;
+    if (isLive && !live.isAvailable && !messages.length) return html`<${Empty}>It runs on a node of the fleet that does not send its messages now. They are here when it has ended.<//>`;
     if (isLive && record.state === "queued" && !messages.length) return html`<${Empty}>It is in the queue. The conversation appears here when it runs.<//>`;
     if (tab === "terminal") return html`<${Card} title="Shell session"><${Replay} messages=${messages} timeline=${timeline.data} /><//>`;
     return html`<${Conversation} messages=${messages} isLive=${isLive} />`;
