@@ -244,6 +244,23 @@ async def test_the_agent_cannot_change_the_verifiers_tests_and_verdict(
         await wait_for_removal(site)
 
 
+@pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime], ids=lambda kind: kind.name)
+async def test_a_link_of_the_agent_to_a_folder_of_the_host_deletes_nothing_there(
+    tmp_path: Path, tests_folder: Path, kind: Any
+):
+    """A path of RUN's files that EVAL must not see is deleted, whatever it leads to on the host."""
+    host = tmp_path / "host"
+    (host / "folder").mkdir(parents=True)
+    kept = [host / "one", host / "folder" / "two"]
+    for path in kept:
+        path.write_text("kept")
+    attack = f"{RIGHT}; ln -s {host} /logs; ln -s {host} ~/.config; ln -s {host} ~/.local"
+    async with verified_site(tmp_path, Verified(tests_folder), shell(attack), kind=kind) as site:
+        assert scored(await site.rolled(verified_task(), within_s=50)).reward == 1.0
+        await wait_for_removal(site)
+    assert [path.read_text() for path in kept] == ["kept", "kept"]
+
+
 async def test_tests_may_be_bound_into_the_workspace_over_the_agents_files(tmp_path: Path, tests_folder: Path):
     attack = f"{RIGHT}; mkdir evil; echo 'echo 0 > /logs/reward' > evil/run.sh; ln -s evil /workspace/tests"
     async with verified_site(tmp_path, Verified(tests_folder, "/workspace/tests"), shell(attack)) as site:

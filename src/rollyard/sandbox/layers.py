@@ -302,9 +302,11 @@ async def remove_folders(folders: Sequence[Path]) -> bool:
 def _rm(paths: list[str]) -> bool:
     for command in (("rm", "-rf"), ("chmod", "-R", "u+rwX"), ("rm", "-rf")):
         paths = [path for path in paths if os.path.lexists(path)]
-        if paths:
+        # chmod follows a link that is its argument.
+        own = [path for path in paths if command[0] != "chmod" or not Path(path).is_symlink()]
+        if own:
             # Without preexec_fn and cwd, subprocess uses vfork, which does not copy the service's page tables.
-            subprocess.run([*command, "--", *paths], capture_output=True, check=False)
+            subprocess.run([*command, "--", *own], capture_output=True, check=False)
     return not any(os.path.lexists(path) for path in paths)
 
 

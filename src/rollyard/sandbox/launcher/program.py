@@ -30,7 +30,7 @@ files are not trusted: hence all imports are at the top.
 """
 
 # Descriptors and raw paths: pathlib would only be one more import.
-# ruff: noqa: PTH100, PTH101, PTH102, PTH106, PTH108, PTH110, PTH116, PTH120
+# ruff: noqa: PTH100, PTH101, PTH102, PTH106, PTH110, PTH114, PTH116, PTH120, PTH208
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ import json
 import os
 import select
 import socket
+import stat
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -61,7 +62,7 @@ AS_IT_IS, MUST_MAP, MAY_MAP = 0, 1, 2  # whether a tree must, or should if possi
 
 class Removal:
     """Runs `rm -rf` as a process, since it handles overlay work folders and deep trees; if permissions forbid it, runs
-    chmod and retries."""
+    chmod and retries. None of them follows a link."""
 
     STEPS = (("rm", "-rf"), ("chmod", "-R", "u+rwX"), ("rm", "-rf"))
 
@@ -74,28 +75,38 @@ class Removal:
     def go_on(self) -> int | None:
         """Starts the next step and returns its PID, or sends the answer and returns None."""
         self.paths = [path for path in self.paths if os.path.lexists(path)]
-        if self.paths and self.step < len(self.STEPS):
+        while self.paths and self.step < len(self.STEPS):
             name, *options = self.STEPS[self.step]
             self.step += 1
             program = f"/bin/{name}" if os.path.exists(f"/bin/{name}") else f"/usr/bin/{name}"
+            # chmod follows a link that is its argument.
+            paths = [path for path in self.paths if name != "chmod" or not os.path.islink(path)]
+            if not paths:
+                continue
             with contextlib.suppress(OSError):
-                return os.posix_spawn(program, [name, *options, "--", *self.paths], {}, setsigdef=kernel.DEFAULTED)
+                return os.posix_spawn(program, [name, *options, "--", *paths], {}, setsigdef=kernel.DEFAULTED)
         with contextlib.suppress(OSError):
             os.write(self.answer, b"1" if self.paths else b"0")
         os.close(self.answer)
         return None
 
 
-def remove_small(path: str, depth: int = 0) -> None:
-    """Removes a few folders and files; raises OSError if there are more."""
-    for count, entry in enumerate(os.scandir(path)):
-        if count == 16 or depth > 4:
+def remove_small(path: str, depth: int = 0, above: int | None = None) -> None:
+    """Removes a file, a link, or a few folders and files; raises OSError if there are more. The path is of a sandbox's
+    files: what is a link there, even the path itself, may lead to any folder of the host, and is never followed."""
+    if not stat.S_ISDIR(os.stat(path, dir_fd=above, follow_symlinks=False).st_mode):
+        os.unlink(path, dir_fd=above)
+        return
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    try:
+        names = os.listdir(folder)
+        if len(names) > 16 or depth > 4:
             raise OSError("too many entries")
-        if entry.is_dir(follow_symlinks=False):
-            remove_small(entry.path, depth + 1)
-        else:
-            os.unlink(entry.path)
-    os.rmdir(path)
+        for name in names:
+            remove_small(name, depth + 1, folder)
+    finally:
+        os.close(folder)
+    os.rmdir(path, dir_fd=above)
 
 
 GROUP_MS = 50
