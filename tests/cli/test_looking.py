@@ -7,6 +7,7 @@ import orjson
 import pytest
 
 from rollyard.cli.commands.engines import engine_problems
+from rollyard.cli.commands.rollouts import _text_of
 from rollyard.client import AsyncClient
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.cli.conftest import Cli
@@ -69,6 +70,11 @@ async def test_the_error_of_an_engine_is_shown_until_it_is_up_again(cli: Cli, se
                 await asyncio.sleep(0.05)
     assert engine["last_error"], "it is kept for the record"
     assert "engine e0: " not in (await cli("engines", "list")).out
+
+
+@pytest.mark.parametrize("calls", ["ls", ["ls"], {"name": "ls"}, [{"function": "ls"}], [{"function": {}}], 7])
+def test_tool_calls_of_any_format_are_shown(calls: object):
+    assert _text_of({"role": "assistant", "content": None, "tool_calls": calls}).startswith("→ ")
 
 
 def test_an_error_that_names_its_engine_is_shown_as_it_is():

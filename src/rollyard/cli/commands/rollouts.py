@@ -149,9 +149,17 @@ def show_rollout(
 
 def _text_of(message: Mapping[str, Any]) -> str:
     """The text of a message, and a line for each tool call."""
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    texts = [str(message.get("content") or ""), *(f"→ {call.get('name')} {call.get('arguments')}" for call in calls)]
+    calls = message.get("tool_calls") or ()
+    texts = [str(message.get("content") or ""), *map(_call_line, calls if isinstance(calls, list) else [calls])]
     return "\n".join(text for text in texts if text)
+
+
+def _call_line(call: Any) -> str:
+    """A tool call as an agent program wrote it, in any format."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return f"→ {call}"
+    return f"→ {function.get('name')} {function.get('arguments')}"
 
 
 def _one_line(value: object) -> str:

@@ -78,7 +78,7 @@ class Gate:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             self._check_origin(scope, headers)
             if door is None:
-                scope["rollyard.rates"] = self._rates  # a sign-in finds out itself who calls
+                scope["rollyard.rates"] = self._rates  # for sign-ins, whose caller is known only after the body is read
                 scope["rollyard.caller"] = OPERATOR if self._needs_no_token(scope) else self._caller(scope, headers)
         except RollyardError as error:
             refusal = problem(error) if door is None else door.refusal(scope, error)
