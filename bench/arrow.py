@@ -25,7 +25,8 @@ from rollyard.core.group import GroupState, GroupStats
 from rollyard.core.rollout import Summary
 from rollyard.core.state import Position, State
 from rollyard.core.task import Sampling
-from rollyard.service.schemas.group_pages import LoadedGroup, cursor, groups_page, groups_stream
+from rollyard.service.schemas.arrow import groups_stream
+from rollyard.service.schemas.group_pages import LoadedGroup, cursor, groups_page
 from rollyard.service.schemas.records import encode
 
 GROUPS, MEMBERS, TOKENS = 32, 8, 8_000

@@ -9,7 +9,7 @@ from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.core import AgentSpec, Outcome
 from rollyard.envs.registry import Environments
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 from rollyard.tokens import verify
 from tests.agents.harness_parts import call, installed, plays, pythons
 from tests.envs.swe_repos import FAIL_TO_PASS, build

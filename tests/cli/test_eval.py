@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.envs import EnvContext, Environments
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 from rollyard.service.settings import load_settings
 from rollyard.testing.script import FolderTokenizer, Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine

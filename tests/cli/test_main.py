@@ -86,6 +86,23 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        (
+            "from rollyard.cli import main; assert main(['tasks', 'validate', sys.argv[1]]) == 0",
+            {"fastapi", "starlette"},
+        ),
+        ("import rollyard.service.app", {"numpy", "pyarrow", "torch", "transformers"}),
+    ],
+    ids=["tasks validate", "the service"],
+)
+def test_a_start_imports_only_what_it_needs(code: str, heavy: set[str]):
+    tasks = Path(__file__).parents[2] / "examples" / "tasks.jsonl"
+    check = f"import sys; {code}; unneeded = {heavy!r} & set(sys.modules); assert not unneeded, unneeded"
+    subprocess.run([sys.executable, "-c", check, tasks], check=True, timeout=30, stdout=subprocess.DEVNULL)
+
+
 def test_the_reference_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
     assert page.read_text() == reference(), "regenerate it: python -m rollyard.cli._reference > docs/reference/cli.md"

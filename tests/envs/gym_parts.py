@@ -13,7 +13,7 @@ from aiohttp import web
 from rollyard.core import Limits, Task
 from rollyard.envs import Environments
 from rollyard.envs.gym import GymEnvironment
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 from rollyard.testing.gym_server import GymServer, row
 from rollyard.testing.script import Reply, Rules
 from rollyard.tools.base import Tool, ToolContext

@@ -13,7 +13,7 @@ from rollyard.cli._local_resources import local_resources
 from rollyard.core import Task
 from rollyard.pipeline import StageResources
 from rollyard.pipeline.local_rollout import PlayResult, play
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 
 RUNTIMES = ("bubblewrap", "apptainer")
 """The runtimes in which every environment's oracle and no-op are tested."""

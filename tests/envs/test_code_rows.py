@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from rollyard.core.failure import TaskInvalid
 from rollyard.envs.code import CodeEnvironment, rows
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 
 from .stage_resources import open_resources, played
 

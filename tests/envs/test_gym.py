@@ -10,7 +10,7 @@ from aiohttp import web
 from rollyard.core import Outcome
 from rollyard.core.failure import TaskInvalid, VerifierCrashed
 from rollyard.envs.gym import GymEnvironment
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 from rollyard.testing.gym_server import GymServer
 
 from .conftest import context, evidence

@@ -9,7 +9,7 @@ from rollyard.core.failure import TaskInvalid
 from rollyard.envs.gym import GymEnvironment
 from rollyard.envs.gym.response import response_of
 from rollyard.envs.gym.row import GymData
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 from rollyard.testing.gym_server import TOOLS, row
 
 from .conftest import task

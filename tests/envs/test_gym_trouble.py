@@ -12,7 +12,7 @@ from aiohttp import web
 from rollyard.core import Blame
 from rollyard.core.failure import TaskInvalid, ToolUnreachable, VerifierCrashed
 from rollyard.envs.gym.environment import MOST_METRICS
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 from rollyard.testing.gym_server import Counter, GymServer, Refused, row
 from tests.pipeline.site import SETTINGS
 

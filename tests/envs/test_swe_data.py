@@ -16,7 +16,7 @@ from rollyard.envs.swe import SweEnvironment
 from rollyard.envs.swe.data import SweData, touched
 from rollyard.envs.swe.grading import Grader, cut, script
 from rollyard.envs.swe.suites import SUITES
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 from rollyard.core.egress import EgressOptions, HostRule
 from rollyard.core.task import Task
 from rollyard.service.node_settings import for_nodes, node_settings
-from rollyard.service.schemas.requests import to_task
+from rollyard.service.schemas.task import to_task
 from rollyard.service.settings import Settings, SettingsError, load_settings
 from rollyard.store.codec import from_json, to_json
 from tests.service.site import open_site, task

@@ -16,9 +16,11 @@ from rollyard.core.failure import InvalidRequest
 from rollyard.core.loop_yield import LoopYield
 from rollyard.service import json_body
 from rollyard.service.schemas import requests
+from rollyard.service.schemas import task as task_schema
+from rollyard.service.schemas.body import check_body
 from rollyard.service.schemas.draws import DrawBody
 from rollyard.service.schemas.evals import EvalBody
-from rollyard.service.schemas.requests import RewardBody, SubmitBody, check_body
+from rollyard.service.schemas.requests import RewardBody, SubmitBody
 from tests.service.site import Site, open_site, task
 
 Values = st.recursive(
@@ -130,8 +132,8 @@ async def test_other_work_continues_between_two_tasks_of_one_call(
 
 
 async def test_a_runs_defaults_cannot_make_a_small_call_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MOST_DEFAULTS_BYTES", 2000)
-    monkeypatch.setattr(requests, "MOST_MERGED_BYTES", 3000)
+    monkeypatch.setattr(task_schema, "MOST_DEFAULTS_BYTES", 2000)
+    monkeypatch.setattr(task_schema, "MOST_MERGED_BYTES", 3000)
     async with open_site(tmp_path) as site:
         await site.hold()
         large = {"data": {"setup": ["x" * 2000]}}

@@ -6,16 +6,10 @@ import pytest
 
 from rollyard.core import Limits, Sampling, Task
 from rollyard.core.failure import InvalidRequest, MalformedId
-from rollyard.service.schemas.requests import (
-    EngineBody,
-    RolloutBody,
-    RunBody,
-    SubmitBody,
-    check_body,
-    engine_id,
-    merge,
-    to_task,
-)
+from rollyard.service.schemas.body import check_body
+from rollyard.service.schemas.engine import EngineBody, engine_id
+from rollyard.service.schemas.requests import RolloutBody, RunBody, SubmitBody
+from rollyard.service.schemas.task import merge, to_task
 
 
 def nested(depth: int) -> dict[str, Any]:

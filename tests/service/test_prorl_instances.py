@@ -10,7 +10,7 @@ from rollyard.core.failure import TaskInvalid, UnknownEnvironment
 from rollyard.envs.registry import Environments
 from rollyard.service.prorl.handlers import Choices, task_body
 from rollyard.service.prorl.sampling import task_fields_of
-from rollyard.service.schemas.requests import merge, to_task
+from rollyard.service.schemas.task import merge, to_task
 
 ENVIRONMENTS = Environments()
 

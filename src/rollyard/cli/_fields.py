@@ -1,6 +1,6 @@
 """The fields of a task, from the models that read them: for `rollyard tasks fields` and docs/reference/task.md.
 
-The models of `service/schemas/requests.py` describe a task; an environment describes its data (`data_fields`), and an
+The models of `service/schemas/task.py` describe a task; an environment describes its data (`data_fields`), and an
 agent its options (`option_fields`).
 """
 
@@ -15,8 +15,7 @@ from pydantic.fields import FieldInfo
 
 from rollyard.core import DataField
 from rollyard.core.task import REQUIRED
-from rollyard.service.schemas import requests
-from rollyard.service.schemas.requests import TaskBody
+from rollyard.service.schemas import task
 
 LARGE = 2**53
 """A larger bound is only that of the storage, and is not shown."""
@@ -30,7 +29,7 @@ def task_fields() -> dict[str, list[DataField]]:
     """Returns the fields by section: the task itself (""), `agent`, `sampling`, `limits`, `sandbox`, `sandbox.egress`.
     Names are paths from the task."""
     sections: dict[str, list[DataField]] = {}
-    _collect(TaskBody, TaskBody.model_json_schema()["$defs"], "", sections)
+    _collect(task.TaskBody, task.TaskBody.model_json_schema()["$defs"], "", sections)
     return sections
 
 
@@ -41,7 +40,7 @@ def _collect(model: type[BaseModel], models: Schema, section: str, sections: dic
         path = f"{section}.{name}" if section else name
         rows.append(DataField(path, _kind(field), field.get("description", ""), _default(model.model_fields[name])))
         for inner in _refs(field):
-            _collect(getattr(requests, inner), models, path, sections)
+            _collect(getattr(task, inner), models, path, sections)
 
 
 def _default(field: FieldInfo) -> str:

@@ -71,7 +71,8 @@ async def open_resource_sets(runtime: str | None) -> AsyncGenerator[ResourcesByR
 async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "default") -> None:
     """Adds the engine of the command line; raises `CommandError` if it cannot be used."""
     from rollyard.core import RollyardError
-    from rollyard.service.schemas.requests import EngineBody, check_body
+    from rollyard.service.schemas.body import check_body
+    from rollyard.service.schemas.engine import EngineBody
 
     check_engine_url(url)
     body = {"url": url, "tokenizer": tokenizer, "policy": policy}

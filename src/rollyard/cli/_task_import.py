@@ -231,7 +231,7 @@ def _checked(request: ImportOptions, result: ImportResult, factories: TaskFactor
     """Yields the tasks that a service would accept, as JSON; reports the others."""
     from rollyard.core import RollyardError
     from rollyard.plugins import package_of, raised
-    from rollyard.service.schemas.requests import to_task
+    from rollyard.service.schemas.task import to_task
 
     package = package_of(request.environment)
     with closing(factories):

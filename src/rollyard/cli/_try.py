@@ -121,7 +121,7 @@ async def try_once(
 
 def _task(name: str, line: TaskLine | None) -> Task:
     """Returns the task with this agent in place of the one that it names; it keeps its agent options."""
-    from rollyard.service.schemas.requests import to_task
+    from rollyard.service.schemas.task import to_task
 
     task = to_task(dict(TASK) if line is None else line.task, {})
     return replace(task, agent=replace(task.agent, name=name))

@@ -106,7 +106,7 @@ async def _checked(
     """Checks everything that a service checks at submit. Returns None if further checks are not possible."""
     from rollyard.core import RollyardError, Run
     from rollyard.core.failure import InvalidRequest
-    from rollyard.service.schemas.requests import to_task
+    from rollyard.service.schemas.task import to_task
 
     try:
         task = resource_sets.placed(to_task(line.task, {}, ()))

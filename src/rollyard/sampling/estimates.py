@@ -24,18 +24,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from statistics import NormalDist
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from rollyard.core.passk import TOLERANCE, is_correct, pass_at_k
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
 
 RESAMPLES = 2_000
 """With this number, the ends of a 95 % interval vary between seeds by 2 % of its width."""
 
 AT_ONCE = 1_000_000  # draws held in memory while resampling
-
-Floats = NDArray[np.float64]
 
 _pass_at_k = lru_cache(maxsize=65_536)(pass_at_k)  # thousands of tasks share a few dozen values
 
@@ -97,6 +99,8 @@ def mean_intervals(
     columns: Sequence[Sequence[float]], *, level: float = 0.95, seed: int = 0
 ) -> list[tuple[float, float] | None]:
     """Returns the intervals for several values of the same tasks, from the same resamples."""
+    import numpy as np  # 0.1 s: not when the service starts
+
     values = np.asarray(columns, np.float64).T
     if not values.size:
         raise ValueError("at least one value is needed")
@@ -118,6 +122,8 @@ def mean_intervals(
 def _bootstrap(values: Floats, level: float, seed: int) -> tuple[Floats, Floats]:
     """Returns the interval ends of values [tasks, columns]. Resamples are only counted by distinct rows, of which
     thousands of tasks have a few dozen if rewards are 0 and 1: then all columns cost little more than one."""
+    import numpy as np
+
     distinct, places = np.unique(values, axis=0, return_inverse=True)
     kinds = np.sort(places.reshape(-1))  # the same for any order of the tasks
     tasks, width = len(kinds), len(distinct)

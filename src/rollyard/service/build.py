@@ -45,7 +45,8 @@ from rollyard.service.machine import (
     vet,
 )
 from rollyard.service.prometheus import snapshot
-from rollyard.service.schemas.requests import EngineBody, check_body
+from rollyard.service.schemas.body import check_body
+from rollyard.service.schemas.engine import EngineBody
 from rollyard.service.security.bounds import end_all
 from rollyard.service.security.keys import load_keys
 from rollyard.service.security.logins import Logins

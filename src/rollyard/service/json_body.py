@@ -11,7 +11,6 @@ Invariants. A body has at most `MOST_VALUES` values and each of its tasks `MOST_
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -31,11 +30,6 @@ MOST_PIECE_VALUES = 200_000
 LEVELS = 3
 """Of objects around an array of tasks: the body, a draw's source, and one to spare."""
 
-MOST_DEPTH = 250
-"""Deeper values could exceed the interpreter's recursion limit when they are encoded."""
-
-_CONTAINERS = frozenset({dict, list, tuple})
-
 
 async def read_json(request: Request) -> object:
     """Returns the body as JSON. Raises `InvalidRequest` if it is not valid JSON, or has too many values."""
@@ -46,18 +40,6 @@ async def read_json(request: Request) -> object:
         return await asyncio.to_thread(decode, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}" if data else "the body is empty") from error
-
-
-def is_too_deep(value: object) -> bool:
-    """Whether a JSON value is nested more than `MOST_DEPTH` deep. Level by level: 40 ns per value."""
-    level: list[Any] = [value] if type(value) in _CONTAINERS else []
-    for _ in range(MOST_DEPTH + 1):
-        level = [
-            item for one in level for item in (one.values() if type(one) is dict else one) if type(item) in _CONTAINERS
-        ]
-        if not level:
-            return False
-    return True
 
 
 def decode(data: bytes) -> object:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from rollyard.service import session_gateway
-from rollyard.service.schemas import draws, evals, policies, requests, tokens
+from rollyard.service.schemas import draws, engine, evals, policies, requests, task, tokens
 
 BODIES: tuple[type[BaseModel], ...] = (
     requests.RunBody,
@@ -22,10 +22,10 @@ BODIES: tuple[type[BaseModel], ...] = (
     requests.SubmitBody,
     requests.CheckBody,
     requests.SingleBody,
-    requests.TaskBody,
+    task.TaskBody,
     requests.SessionBody,
     requests.RewardBody,
-    requests.EngineBody,
+    engine.EngineBody,
     requests.PoolsBody,
     draws.SingleGroupBody,
     draws.GroupsBody,

@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from math import ceil
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -23,17 +22,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollyard.core import Json, RollyardError
+from rollyard.core import RollyardError
 from rollyard.core.failure import (
     AgentBroken,
     EnvironmentBroken,
     InternalError,
-    InvalidRequest,
     NotFound,
     RequestError,
     StoreLost,
 )
 from rollyard.http import problem_body
+from rollyard.service.schemas.body import invalid
 from rollyard.store.base import StoreUnusable
 
 log = logging.getLogger("rollyard.service")
@@ -48,8 +47,6 @@ rollouts: 3 s)."""
 
 PLUGIN_LOG_EVERY_S = 10.0
 
-MOST_FIELDS = 20  # only the first invalid fields of a body are reported
-
 
 def problem(error: RollyardError, *, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
     """The response for an error. A failure of the policy, which has status 200 in a record, is a 422 here."""
@@ -62,17 +59,6 @@ def problem(error: RollyardError, *, status: int | None = None, headers: Mapping
     if status == 401:
         extra.setdefault("www-authenticate", "Bearer")
     return Response(problem_body(error, status), status, extra, MEDIA_TYPE)
-
-
-def invalid(errors: Iterable[Mapping[str, Any]], prefix: Sequence[str | int] = ()) -> InvalidRequest:
-    """Converts pydantic's errors to `InvalidRequest`. `prefix`: the path of the validated value in the body."""
-    fields: list[dict[str, Json]] = [
-        {"path": field_path((*prefix, *item["loc"])), "problem": _sentence(item)} for item in errors
-    ]
-    first = fields[0] if fields else {"path": "", "problem": "not valid"}
-    more = f" (and {len(fields) - 1} more)" if len(fields) > 1 else ""
-    where = f"{first['path']}: " if first["path"] else ""
-    return InvalidRequest(f"{where}{first['problem']}{more}", fields=fields[:MOST_FIELDS])
 
 
 class PluginErrors:
@@ -94,27 +80,6 @@ class PluginErrors:
         extra = {"code": error.code, "detail": error.detail, "not_logged_before": self._unlogged}
         self._logged_at, self._unlogged = now, 0
         log.warning("a plugin's code raised an exception", exc_info=error.__cause__, extra=extra)
-
-
-def field_path(parts: Iterable[str | int]) -> str:
-    """("rollouts", 3, "task") → rollouts[3].task"""
-    path = ""
-    for part in parts:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return path
-
-
-def _sentence(item: Mapping[str, Any]) -> str:
-    match item["type"]:
-        case "extra_forbidden":
-            return "unknown field"
-        case "missing":
-            return "this field is required"
-        case "recursion_loop" | "recursion_depth_exceeded":
-            return "this is nested too deeply"
-        case _:
-            message = str(item["msg"]).removeprefix("Value error, ")
-            return message[:1].lower() + message[1:]
 
 
 def install(app: FastAPI) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rollyard.core import Json, RollyardError, Run, Task
 from rollyard.pipeline import StageResources
-from rollyard.service.problems import field_path
-from rollyard.service.schemas.requests import merge, to_task
+from rollyard.service.schemas.body import field_path
+from rollyard.service.schemas.task import merge, to_task
 
 
 def defaults_of(resources: StageResources, run: Run) -> Mapping[str, Json]:

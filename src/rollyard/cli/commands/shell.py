@@ -65,7 +65,7 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
     from rollyard.core import Deadline, Rollout, RollyardError, Run, Trajectory
     from rollyard.pipeline.attempts.runner import StageRunner
     from rollyard.pipeline.attempts.stages import RunResult
-    from rollyard.service.schemas.requests import to_task
+    from rollyard.service.schemas.task import to_task
 
     try:
         task = to_task(line.task, {})

@@ -257,7 +257,7 @@ async def _try(
     from rollyard.cli._local_play import add_engine, open_resource_sets
     from rollyard.core import AgentSpec, RollyardError
     from rollyard.pipeline.local_rollout import play
-    from rollyard.service.schemas.requests import to_task
+    from rollyard.service.schemas.task import to_task
 
     try:
         task = to_task(line.task, {}, ())

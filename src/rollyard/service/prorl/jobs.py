@@ -33,7 +33,7 @@ from rollyard.service.app_state import AppState
 from rollyard.service.prorl.handlers import Choices, task_body
 from rollyard.service.prorl.intake import FILE, IntakeFile
 from rollyard.service.prorl.sampling import task_fields_of
-from rollyard.service.schemas.requests import merge, to_task
+from rollyard.service.schemas.task import merge, to_task
 from rollyard.store.base import Submission
 
 log = logging.getLogger("rollyard.service")

@@ -29,8 +29,9 @@ from rollyard.service.engine_address import check_reachable
 from rollyard.service.json_body import SMALL_BYTES, decode
 from rollyard.service.prorl.jobs import RUN, ProrlJob, ProrlJobs
 from rollyard.service.prorl.results import result_of
+from rollyard.service.schemas.body import check_body
+from rollyard.service.schemas.engine import EngineBody, engine_id
 from rollyard.service.schemas.records import reply
-from rollyard.service.schemas.requests import EngineBody, check_body, engine_id
 from rollyard.service.security.access import caller_of, require_admin
 from rollyard.service.security.bounds import while_connected
 from rollyard.service.settings import Settings

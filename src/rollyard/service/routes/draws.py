@@ -22,18 +22,17 @@ from rollyard.sampling.draw_runner import DrawRunner
 from rollyard.service import sse
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
-from rollyard.service.schemas import arrow
+from rollyard.service.schemas.body import Count
 from rollyard.service.schemas.draws import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
 from rollyard.service.schemas.group_pages import (
     batch_object,
     cursor,
     draw_object,
     groups_page,
-    groups_stream,
     load_group,
 )
-from rollyard.service.schemas.records import reply
-from rollyard.service.schemas.requests import Count, InRun, RunQuery, WaitS, parse_number, read_body
+from rollyard.service.schemas.records import ARROW, reply
+from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, parse_number, read_body
 from rollyard.service.security.access import caller_of, require_manage, require_priority
 from rollyard.service.security.bounds import while_connected
 from rollyard.store.base import ItemKind
@@ -164,9 +163,11 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
     loaded = [await load_group(app_state.store, group, with_traces=with_traces) for group in groups]
     last = groups[-1].place if groups else None
     next_cursor = cursor(after if last is None else last)
-    if arrow.MEDIA_TYPE in accept:
+    if ARROW in accept:
+        from rollyard.service.schemas.arrow import groups_stream
+
         data = await asyncio.to_thread(groups_stream, loaded, next_cursor, batch)
-        return Response(data, media_type=arrow.MEDIA_TYPE)
+        return Response(data, media_type=ARROW)
     return reply(groups_page(loaded, next_cursor, batch, with_traces=with_traces))
 
 

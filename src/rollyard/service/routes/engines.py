@@ -10,8 +10,9 @@ from rollyard.core import check_id
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.openapi import json_body
+from rollyard.service.schemas.engine import EngineBody
 from rollyard.service.schemas.records import engine_object, reply, without_password
-from rollyard.service.schemas.requests import EngineBody, read_body
+from rollyard.service.schemas.requests import read_body
 from rollyard.service.security.access import require_admin
 
 router = APIRouter(prefix="/v1", tags=["engines"])

@@ -17,11 +17,12 @@ from rollyard.sampling.open_group import rollouts_of
 from rollyard.service.app_state import app_state_of
 from rollyard.service.json_body import read_json
 from rollyard.service.openapi import json_body
-from rollyard.service.problems import field_path
+from rollyard.service.schemas.body import check_body, field_path
 from rollyard.service.schemas.draws import GroupBody, GroupsBody, SingleGroupBody
 from rollyard.service.schemas.group_pages import group_object
 from rollyard.service.schemas.records import reply
-from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, check_body, check_merged, parse_number
+from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, parse_number
+from rollyard.service.schemas.task import check_merged
 from rollyard.service.security.access import caller_of, require_priority, require_write
 from rollyard.service.security.bounds import while_connected
 from rollyard.service.tasks import checked_task

@@ -40,8 +40,7 @@ from rollyard.core.loop_yield import LoopYield
 from rollyard.pipeline import MessagePage, Pipeline, Snapshot, page_of
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
-from rollyard.service.schemas import arrow
-from rollyard.service.schemas.records import JsonObject, record, reply, traces, trajectory_object
+from rollyard.service.schemas.records import ARROW, JsonObject, record, reply, traces, trajectory_object
 from rollyard.service.schemas.requests import (
     CheckBody,
     InRun,
@@ -49,10 +48,10 @@ from rollyard.service.schemas.requests import (
     SingleBody,
     SubmitBody,
     WaitS,
-    check_merged,
     read_body,
     read_submit,
 )
+from rollyard.service.schemas.task import check_merged
 from rollyard.service.security.access import caller_of, require_priority, require_write
 from rollyard.service.security.bounds import while_connected
 from rollyard.service.tasks import checked_task
@@ -363,9 +362,11 @@ async def _trajectory(app_state: AppState, rollout: Rollout) -> Trajectory:
 
 
 def _accepts_arrow(request: Request) -> bool:
-    return arrow.MEDIA_TYPE in request.headers.get("accept", "")
+    return ARROW in request.headers.get("accept", "")
 
 
 def _arrow(trajectory: Trajectory, rollout: Rollout, *, with_record: bool = False) -> Response:
-    data = arrow.traces_stream(trajectory, rollout, with_record=with_record)
-    return Response(data, media_type=arrow.MEDIA_TYPE)
+    from rollyard.service.schemas.arrow import traces_stream
+
+    data = traces_stream(trajectory, rollout, with_record=with_record)
+    return Response(data, media_type=ARROW)

@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from rollyard.core import DrawConfig, Json, Run
 from rollyard.core.draw import Budget, KeepSpec, OnStale, SourceKind, SourceSpec, Surplus
 from rollyard.core.failure import InvalidRequest
-from rollyard.service.schemas.requests import (
-    MOST_ROLLOUTS,
+from rollyard.service.schemas.body import (
     Body,
     Count,
     Name,
@@ -23,6 +22,7 @@ from rollyard.service.schemas.requests import (
     Whole,
     few_fields,
 )
+from rollyard.service.schemas.requests import MOST_ROLLOUTS
 
 GroupSize = Annotated[int, Field(ge=1, le=4096)]
 Spares = Annotated[int, Field(ge=0, le=4096)]

@@ -8,9 +8,10 @@ from pydantic import Field, model_validator
 
 from rollyard.core import Json, check_id, id_of, key_of, new_id
 from rollyard.sampling.evals import EvalPlan
+from rollyard.service.schemas.body import Body, Name, Number, Object, Priority, Whole
 from rollyard.service.schemas.draws import DRAW_ID_LENGTH, GroupSize, SourceBody, identity_of
 from rollyard.service.schemas.records import JsonObject
-from rollyard.service.schemas.requests import Body, Name, Number, Object, Priority, Whole, check_defaults
+from rollyard.service.schemas.task import check_defaults
 from rollyard.service.security.access import Caller
 from rollyard.store.base import EvalRecord
 

@@ -12,14 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
-import pyarrow as pa
 
 from rollyard.core import Batch, Draw, Group, Rollout, Trajectory, id_of
 from rollyard.sampling.draw_state import DrawState, before_filtering
 from rollyard.sampling.membership import end_of
 from rollyard.sampling.open_group import rollouts_of
-from rollyard.service.schemas import arrow
-from rollyard.service.schemas.records import JsonObject, encode, record, traces
+from rollyard.service.schemas.records import JsonObject, record, traces
 from rollyard.store.base import Store
 
 AT_ONCE = 16  # trajectories that are read concurrently
@@ -117,30 +115,6 @@ def groups_page(
         "next": next_cursor,
         "batch": None if batch is None else batch_object(batch),
     }
-
-
-PAGE_SCHEMA = pa.schema(
-    [
-        pa.field("group", pa.string(), nullable=False),
-        pa.field("rollout_index", pa.int32(), nullable=False),
-        *arrow.SCHEMA,
-    ]
-)
-
-
-def groups_stream(groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None) -> bytes:
-    """The page as an Arrow IPC stream."""
-    page = groups_page(groups, next_cursor, batch, with_traces=False)
-    schema = PAGE_SCHEMA.with_metadata({b"page": encode(page)})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as writer:
-        for one in groups:
-            for rollout in one.rollouts:
-                trajectory = one.trajectories.get(rollout.id)
-                for index, trace in enumerate(trajectory.traces if trajectory else ()):
-                    assert trajectory is not None
-                    writer.write_batch(arrow.row(schema, trajectory, rollout, index, trace))
-    return sink.getvalue().to_pybytes()
 
 
 def batch_object(batch: Batch) -> JsonObject:

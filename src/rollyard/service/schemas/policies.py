@@ -8,8 +8,8 @@ from pydantic import Field
 
 from rollyard.core import Json
 from rollyard.engines.weights.state import LEASE_S, PolicyStatus
+from rollyard.service.schemas.body import Body, Name, Seconds
 from rollyard.service.schemas.records import without_password
-from rollyard.service.schemas.requests import Body, Name, Seconds
 
 Version = Annotated[int, Field(ge=0, le=2**31 - 1)]  # the width of a trace's version column
 Holder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]

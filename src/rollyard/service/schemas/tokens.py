@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from rollyard.core.access import Access, Quota, TokenRecord
+from rollyard.service.schemas.body import Body, Count, Priority, Seconds, Text
 from rollyard.service.schemas.records import JsonObject
-from rollyard.service.schemas.requests import Body, Count, Priority, Seconds, Text
 
 Patterns = Annotated[
     list[Annotated[str, Field(pattern=r"^[A-Za-z0-9*][A-Za-z0-9._:*-]{0,127}$")]], Field(max_length=64)
