@@ -127,8 +127,27 @@ def test_the_shell_completes_commands_and_options(shell: str):
     argv = [sys.executable, "-m", "rollyard"]
     completed = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=30)
     assert "submit" in completed.stdout and "serve" not in completed.stdout, completed
-    completed = subprocess.run([*argv, "--show-completion", shell], capture_output=True, text=True, timeout=30)
-    assert "_ROLLYARD_COMPLETE" in completed.stdout, completed
+
+
+@pytest.mark.parametrize(
+    ("shell", "part"), [("bash", "COMP_WORDS"), ("zsh", "#compdef rollyard"), ("fish", "complete --command rollyard")]
+)
+async def test_the_completion_of_a_named_shell_is_printed(cli: Cli, shell: str, part: str):
+    printed = await cli("--show-completion", shell)
+    assert printed.status == 0 and part in printed.out and "_ROLLYARD_COMPLETE" in printed.out, printed
+
+
+async def test_the_completion_of_a_named_shell_is_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (await cli("--install-completion", "fish")).status == 0
+    [script] = tmp_path.rglob("rollyard.fish")
+    assert "_ROLLYARD_COMPLETE" in script.read_text()
+
+
+async def test_an_unknown_shell_is_refused(cli: Cli):
+    refused = await cli("--show-completion", "tcsh")
+    assert refused.status == 2
+    assert refused.err.startswith("rollyard: 'tcsh' is no shell with completion — name one of: bash, zsh, fish")
 
 
 @pytest.mark.parametrize(

@@ -287,9 +287,9 @@ async def test_a_stalled_rollout_is_ended_by_the_watch(tmp_path: Path):
 async def test_time_while_the_policy_is_paused_does_not_count(tmp_path: Path):
     async with open_site(tmp_path, DO_IT) as site:
         await site.router.pause("default")
-        rollout_id = await site.submit(quick(shell_task(), run_s=1.0, stall_s=1.0))
+        rollout_id = await site.submit(quick(shell_task(), run_s=3.0, stall_s=3.0))
         await site.until(rollout_id, State.RUN)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3.5)
         assert rollout_id in site.pipeline.live
         site.router.resume("default")
         rollout = await site.ended(rollout_id)
@@ -301,9 +301,9 @@ async def test_time_while_the_policy_is_paused_does_not_count(tmp_path: Path):
 async def test_time_in_a_queue_does_not_count(tmp_path: Path, pool: str, state: State):
     settings = replace(SETTINGS, run_slots=0 if pool == "run" else 8, eval_slots=0 if pool == "eval" else 4)
     async with open_site(tmp_path, DO_IT, settings=settings) as site:
-        rollout_id = await site.submit(quick(shell_task(), init_s=20, run_s=1.0, eval_s=1.0, stall_s=1.0))
+        rollout_id = await site.submit(quick(shell_task(), init_s=20, run_s=3.0, eval_s=3.0, stall_s=3.0))
         await site.until(rollout_id, state)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3.5)
         site.pipeline.resize({pool: 1})
         rollout = await site.ended(rollout_id)
         assert rollout.ending is not None

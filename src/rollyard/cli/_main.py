@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from traceback import walk_tb
 
+from rollyard.cli._completion import complete_for
 from rollyard.cli._console import CommandError, as_clause
 from rollyard.cli._extras import extra_of, missing
 from rollyard.core.failure import RollyardError
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.lastResort.setFormatter(_Lines())
         logging.lastResort.filters = [_Once()]
     try:
+        if complete_for(sys.argv[1:] if argv is None else argv):
+            return 0
         status = command.main(args=None if argv is None else list(argv), prog_name="rollyard", standalone_mode=False)
         sys.stdout.flush()
     except CommandError as trouble:
