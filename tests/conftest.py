@@ -63,7 +63,7 @@ SLOW_MARKS = {"slow", "vllm", "trainers", "local"}
 
 collect_ignore = ["with_torch"]  # tests/embedded/test_with_torch.py runs it in another process
 
-FIRST = ("vllm", "torch", "ray", "slurm", "user", "podman")
+FIRST = ("vllm", "torch", "ray", "slurm", "chromium", "user", "podman")
 """Groups that take minutes. They start first, so that no worker is left alone with one at the end."""
 
 

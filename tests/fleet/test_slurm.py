@@ -84,7 +84,9 @@ def test_a_service_continues_after_preemption_its_time_limit_and_resubmission(sl
 
     submit(slurm, up, 12, "across", "--no-wait")
     some_run(slurm)
-    both = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 3")
+    both = slurm.run(
+        "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"
+    )
     assert both.returncode == 0, both.stderr
     back = come_again(slurm, up, 1)
     assert back["service"]["epoch"] == 2
@@ -164,7 +166,7 @@ def test_a_job_that_cannot_run_reports_why(slurm: SlurmCluster):
     error = up("broken", "--setup", "echo the module is not there; exit 3")
     assert "is FAILED; its log ends: the module is not there" in error and "job.log" in error
 
-    slurm.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 300")
+    slurm.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")
     error = up("queued", "--wait-s", 4)
     assert "is PENDING (" in error and "the job remains" in error
     down = slurm.object("slurm", "down", "--data-dir", slurm.folder / "queued")

@@ -124,7 +124,9 @@ async def test_a_draw_without_its_filter_ends_at_restart_and_can_still_be_read(
             refused = await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})
             assert refused.status == 422 and "no filter" in refused.body["detail"]
         async with site_with(tmp_path, engine) as site:
-            assert (await site.get("/v1/draws")).status == 200
+            [listed] = (await site.get("/v1/draws")).body["draws"]
+            assert (listed["state"], listed["figures"]["open"], listed["figures"]["keep_rate"]) == ("ended", 0, None)
+            assert site.served.app_state.sampler.loaded("d") is None, "listing loads no draw that has ended"
 
 
 async def test_a_budget_of_seconds_ends_an_idle_draw(tmp_path: Path) -> None:

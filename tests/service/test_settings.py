@@ -49,6 +49,7 @@ def test_the_file_is_searched_by_variable_then_here_then_at_home(
     [
         ({"prot": 1}, {}, "", r"no setting prot \(among the flags\) — did you mean port\?"),
         ({}, {"ROLLYARD_RUN_SLOT": "1"}, "", "no setting ROLLYARD_RUN_SLOT .*did you mean ROLLYARD_RUN_SLOTS"),
+        ({}, {"ROLLYARD_PROT": "1"}, "", "no setting ROLLYARD_PROT .*did you mean ROLLYARD_PORT"),
         ({}, {}, "drain = 3", r"no setting drain \(in .*\) — did you mean drain_s\?"),
         ({}, {}, "[[engines]]\nurl = 'http://e'\ncapcity = 3", r"engines.0.capcity .*did you mean capacity\?"),
         ({}, {"ROLLYARD_PORT": "http"}, "", r"port \(from env ROLLYARD_PORT\): input should be a valid integer"),

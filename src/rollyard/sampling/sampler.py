@@ -130,6 +130,10 @@ class Sampler:
                 return await self._load(draw, [])
         return self._draws[draw_id]
 
+    def loaded(self, draw_id: str) -> DrawRunner | None:
+        """Returns the runner of a draw if it is in memory, as that of every active draw is."""
+        return self._draws.get(draw_id)
+
     async def rewind(self, draw_id: str, batch: int, version: int, policy_version: int | None = None) -> DrawRunner:
         runner = await self.runner(draw_id)
         keep_of(runner.draw.config.keep)

@@ -447,7 +447,7 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], toml_
             continue  # an empty variable counts as unset
         if name in Settings.model_fields:
             values[name], sources[name] = value, f"env {variable}"
-        elif difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=0.85):
+        elif difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=_typo_similarity(name)):
             _known(name, f"as {variable} in the environment", PREFIX)
     for name, value in flags.items():
         if value is not None:
@@ -460,6 +460,11 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], toml_
 
 
 _TABLES: Mapping[str, type[BaseModel]] = {"mcp_servers": McpServerSettings}
+
+
+def _typo_similarity(name: str) -> float:
+    """The similarity from which a variable is taken for a mistyped setting: of PROT and PORT it is 0.75."""
+    return 0.85 if len(name) > 4 else 0.75
 
 
 def _find_file(environ: Mapping[str, str], explicit: Path | None) -> Path | None:

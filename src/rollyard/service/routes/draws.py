@@ -31,7 +31,7 @@ from rollyard.service.schemas.group_pages import (
     groups_page,
     load_group,
 )
-from rollyard.service.schemas.records import ARROW, reply
+from rollyard.service.schemas.records import ARROW, JsonObject, reply
 from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, parse_number, read_body
 from rollyard.service.security.access import caller_of, require_manage, require_priority
 from rollyard.service.security.bounds import while_connected
@@ -79,12 +79,15 @@ async def create(request: Request) -> Response:
 
 @router.get("")
 async def list_draws(request: Request) -> Response:
-    """Returns all draws, in order of creation."""
+    """Returns all draws, in order of creation. `keep_rate` is null for a draw that ended before the service started."""
     app_state = app_state_of(request)
     caller = caller_of(request)
     runs = None if caller.is_admin else [run.id for run in app_state.readable(caller)]
-    runners = [await app_state.sampler.runner(draw.id) for draw in await app_state.store.list_draws(runs)]
-    return reply({"draws": [draw_object(runner.draw, runner.draw_state) for runner in runners]})
+    listed: list[JsonObject] = []
+    for draw in await app_state.store.list_draws(runs):
+        runner = app_state.sampler.loaded(draw.id)
+        listed.append(draw_object(draw, None) if runner is None else draw_object(runner.draw, runner.draw_state))
+    return reply({"draws": listed})
 
 
 @router.get("/{draw_id}")
