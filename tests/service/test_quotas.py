@@ -287,6 +287,27 @@ async def test_a_token_creates_a_limited_number_of_runs(tmp_path: Path) -> None:
         assert (await site.post("/v1/runs", {"id": "seven"}, token=TRAINER)).status == 201
 
 
+async def test_a_token_has_a_limited_number_of_active_draws(tmp_path: Path) -> None:
+    async with open_site(tmp_path, max_draws=2) as site:
+        await site.hold()
+
+        async def create(name: str, token: str | None = TRAINER) -> int:
+            source = {"tasks": [task()]}
+            run = "" if token is None else token[:4].lower()
+            await site.post("/v1/runs", {"id": f"run{run}"}, token=token)
+            answer = await site.post("/v1/draws", {"id": name, "run": f"run{run}", "source": source}, token=token)
+            assert answer.status == 201 or "max_draws" in answer.body["detail"], answer.body
+            return answer.status
+
+        assert [await create(name) for name in ("a", "b", "a", "c")] == [201, 201, 201, 429]
+        assert await create("d", OTHER) == 201
+        assert [await create(name, None) for name in ("e", "f", "g")] == [201] * 3, "admins are not limited"
+        await site.delete("/v1/draws/a", token=TRAINER)
+        assert await create("c") == 201
+        refused = await site.post("/v1/draws/a/rewind", {"batch": 0, "version": 0}, token=TRAINER)
+        assert (refused.status, refused.code) == (429, "quota_exceeded"), refused.body
+
+
 async def test_the_operator_sets_the_ceilings(tmp_path: Path) -> None:
     async with open_site(tmp_path, max_task_cpus=2, max_task_s=60) as site:
         assert (await site.post("/v1/rollouts", {"task": task(sandbox={"cpus": 2.5})})).code == "task_invalid"

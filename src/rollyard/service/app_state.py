@@ -84,6 +84,18 @@ class AppState:
                 f"this token has created {most} runs, which is the limit (max_runs)", remedy="Delete runs."
             )
 
+    def require_room_for_draw(self, caller: Caller, key: str) -> None:
+        """Raises `QuotaExceeded` if the caller may have no more active draws: their tasks and samples are in memory."""
+        runner = self.sampler.loaded(key)
+        if caller.is_admin or (runner is not None and runner.draw.is_active):
+            return
+        most = self.settings.max_draws
+        if self.sampler.active_of(caller.name) >= most:
+            raise QuotaExceeded(
+                f"the runs of this token have {most} active draws, which is the limit (max_draws)",
+                remedy="Close draws that no trainer reads.",
+            )
+
     def readable(self, caller: Caller) -> list[Run]:
         """All runs that the caller may read."""
         return [run for run in self.pipeline.runs if caller.reads(run)]

@@ -246,6 +246,7 @@ class Settings(BaseModel):
     max_runs: Count = Field(
         default=5000, description="Most runs that one token may have created; evaluations have a run each."
     )
+    max_draws: Count = Field(default=500, description="Most active draws in the runs that one token has created.")
     max_queued: Count = Field(
         default=100_000, le=10_000_000, description="Most queued rollouts; further submits get 429."
     )
