@@ -188,6 +188,22 @@ def test_a_byte_order_mark_is_not_part_of_a_task(tmp_path: Path):
     assert [line.task for line in read_tasks([str(file)])] == [task(), task()]
 
 
+async def test_a_stage_without_slots_is_reported(tmp_path: Path):
+    file = lines(tmp_path / "t.jsonl", task())
+    async with served(tmp_path) as service, AsyncClient(service.url, service.token) as client, asyncio.timeout(120):
+        await client.resize_pools(init=0)
+        async with command(service, "submit", file) as process:
+            assert process.stderr is not None
+            said = b""
+            while b"no slots" not in said:
+                said = await process.stderr.readline()
+            assert said.startswith(
+                b"rollyard: the service has no slots for init: rollouts wait there until `rollyard po"
+            )
+            await client.resize_pools(init=4)
+            assert await process.wait() == 0
+
+
 async def test_progress_shows_the_states_and_a_service_that_is_gone_and_back(tmp_path: Path):
     port, file = free_port(), lines(tmp_path / "t.jsonl", task("NEVER"))
     async with AsyncExitStack() as stack, asyncio.timeout(120):

@@ -31,6 +31,9 @@ WAITING = (
     " some of it; the rollouts then continue by themselves"
 )
 
+NO_SLOTS = "rollyard: the service has no slots for {}: rollouts wait there until `rollyard pools resize` gives it some"
+STAGES = ("init", "run", "eval")
+
 
 class Progress:
     """The states of the rollouts, and their display."""
@@ -39,6 +42,7 @@ class Progress:
         self.states = {record.id: record.state for record in records}
         self._silent_since: float | None = None
         self._is_waiting = False
+        self._stopped: Sequence[str] = ()
         self._shown = ""
         self._shown_at = time.monotonic()
         self._bar, self._task = _new_bar(len(records))
@@ -89,6 +93,12 @@ class Progress:
         if count and not self._is_waiting:
             self._say(WAITING.format(f"{count} sandbox{' waits' if count == 1 else 'es wait'}"))
         self._is_waiting = count > 0
+
+    def set_stopped(self, stages: Sequence[str]) -> None:
+        """Records which stages have no slots, because they were resized to 0 or no node has joined."""
+        if stages and stages != self._stopped:
+            self._say(NO_SLOTS.format(" and ".join(stages)))
+        self._stopped = stages
 
     def update(self) -> None:
         counts: dict[str, int] = dict.fromkeys(map(str, State), 0)
@@ -156,6 +166,11 @@ def waiting_sandboxes(status: Mapping[str, Any]) -> int:
     return sum(int(runtime.get("waiting_for_room") or 0) for runtime in (status.get("runtimes") or {}).values())
 
 
+def stopped_stages(status: Mapping[str, Any]) -> list[str]:
+    pools = status.get("pools") or {}
+    return [name for name in STAGES if name in pools and not pools[name]["size"]]
+
+
 async def _poll(progress: Progress, run: str, url: str | None, token: str | None) -> None:
     """Calls the service every POLL_S: to notice that it is gone, and to read states whose events were missed."""
     is_stale = False
@@ -163,7 +178,9 @@ async def _poll(progress: Progress, run: str, url: str | None, token: str | None
         while True:
             try:
                 async with asyncio.timeout(2 * POLL_S):
-                    progress.set_waiting(waiting_sandboxes(await client.status()))
+                    status = await client.status()
+                    progress.set_waiting(waiting_sandboxes(status))
+                    progress.set_stopped(stopped_stages(status))
                     if len(unfinished := progress.unfinished) <= FEW:
                         progress.set_all(await asyncio.gather(*[client.get(id, run=run) for id in unfinished]))
                     elif is_stale and len(progress.states) <= LISTED:
