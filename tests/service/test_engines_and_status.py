@@ -86,6 +86,21 @@ async def test_an_engine_that_is_down_at_start_is_added_and_comes_up_later(tmp_p
             assert (await site.ended("r1"))["outcome"] == "completed"
 
 
+async def test_only_operators_read_an_engines_reply_to_a_call(tmp_path: Path) -> None:
+    """An engine's 400 quotes the request that it refuses: the prompt of some tenant."""
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        engine.fail_next(100, 400)
+        await site.submit("r1")
+        assert (await site.ended("r1"))["failure"]["code"] == "engine_refused"
+
+        async def errors(token: str | None) -> list[str]:
+            bodies = [(await site.get(f"/v1/{name}", token=token)).body for name in ("engines", "status", "overview")]
+            return [body["engines"][0]["last_error"] for body in bodies]
+
+        assert await errors(TRAINER) == ["it answered 400 to a call"] * 3
+        assert all("a fault of status 400" in error for error in await errors(None))
+
+
 async def test_a_configured_engine_overrides_a_stored_one(tmp_path: Path) -> None:
     async with scripted() as engine:
         async with open_site(tmp_path) as site:

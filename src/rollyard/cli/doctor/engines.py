@@ -68,7 +68,7 @@ async def _probe(spec: EngineSpec, settings: Settings) -> dict[str, Any]:
     renderers = Renderers(cache=settings.data_dir / TOKENIZERS)
     async with Router(vet=lambda engine: vet(engine, renderers)) as router:
         try:
-            return engine_object(await router.add(spec))
+            return engine_object(await router.add(spec), for_operator=True)
         except RollyardError as error:
             engine_info = {"id": spec.id, "kind": str(spec.kind), "role": str(spec.role), "last_error": error.detail}
             return {**engine_info, "tokenizer_verified": None}

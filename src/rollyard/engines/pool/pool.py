@@ -70,6 +70,14 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     last_error: str = ""
+    last_error_words: str = ""  # with the engine's own words, which may quote the prompt of a call
+
+    def set_error(self, what: EngineFailure | str) -> None:
+        """Records an error. `last_error` is shown to everyone who may use the engine, so it quotes no reply to a call;
+        `last_error_words` is for operators."""
+        self.last_error_words = what if isinstance(what, str) else what.detail
+        status = None if isinstance(what, str) else what.data.get("status")
+        self.last_error = self.last_error_words if status is None else f"it answered {status} to a call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +313,7 @@ class PoolMember:
         self.pool.wake()
 
     def quarantine(self, why: str) -> None:
-        self.stats.last_error = why
+        self.stats.set_error(why)
         self.set_health(Health.QUARANTINED)
         log.warning("engine is quarantined", extra={"engine": self.id, "error": why})
 
@@ -325,18 +333,18 @@ class PoolMember:
 
     def refused(self, error: EngineFailure) -> None:
         self.stats.refusals += 1
-        self.stats.last_error = error.detail
+        self.stats.set_error(error)
 
-    def failed(self, detail: str, trip_after: int) -> None:
+    def failed(self, why: EngineFailure | str, trip_after: int) -> None:
         """Counts a failure; `trip_after` in a row take the engine down."""
         self.stats.failures += 1
-        self.stats.last_error = detail
+        self.stats.set_error(why)
         self.failures_in_a_row += 1
         if self.health is not Health.UP or self.failures_in_a_row < trip_after:
             return
         self.stats.trips += 1
         self.set_health(Health.DOWN)
-        log.warning("engine is down", extra={"engine": self.id, "error": detail})
+        log.warning("engine is down", extra={"engine": self.id, "error": self.stats.last_error_words})
 
     def set_health(self, health: Health) -> None:
         self.health = health

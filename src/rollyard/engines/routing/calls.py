@@ -109,7 +109,7 @@ class CompletionCaller:
             if isinstance(error, EngineRefused):
                 member.refused(error)
             else:
-                member.failed(error.detail, self._settings.trip_after)
+                member.failed(error, self._settings.trip_after)
             raise
         finally:
             ending.close()

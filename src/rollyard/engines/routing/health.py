@@ -73,9 +73,9 @@ class HealthWatch:
             await self.revive(member)
             await self._welcome(member)
         except EngineFailure as error:
-            member.stats.last_error = error.detail
+            member.stats.set_error(error.detail)
         except Exception as error:  # vetting loads arbitrary files and templates; the next check tries again
-            member.stats.last_error = f"{type(error).__name__}: {error}"
+            member.stats.set_error(f"{type(error).__name__}: {error}")
             log.warning("an engine could not be vetted", extra={"engine": member.id, "error": str(error)})
         else:
             log.info("engine answers", extra={"engine": member.id, "health": str(member.health)})

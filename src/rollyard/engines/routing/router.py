@@ -124,7 +124,7 @@ class Router:
             except EngineFailure as error:
                 if must_answer or not error.retryable:
                     raise
-                member.stats.last_error = error.detail
+                member.stats.set_error(error.detail)
         finally:
             self._reserved.discard(spec.id)
         self._members[spec.id] = member
@@ -332,9 +332,10 @@ class Router:
                 return reply
             except TimeoutError:
                 why = f"engine {member.id} did not answer in {settings.judge_s} s"
+                member.failed(why, settings.trip_after)
             except EngineFailure as error:
                 why = error.detail
+                member.failed(error, settings.trip_after)
             finally:
                 member.end(call)
-            member.failed(why, settings.trip_after)
         raise JudgeUnreachable(why)

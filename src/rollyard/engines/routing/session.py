@@ -149,7 +149,7 @@ class RoutedSession:
                         if ended == "model"
                         else EngineUnavailable(f"engine {member.id} aborted a call without being asked to")
                     )
-                    member.failed(error.detail, self._settings.trip_after)
+                    member.failed(error, self._settings.trip_after)
                     await tries.spend(member, error)
         except _Stopped:
             return completion.generation("abort")
@@ -193,7 +193,7 @@ class RoutedSession:
                 failure = error
             finally:
                 member.end(call)
-            member.failed(failure.detail, self._settings.trip_after)
+            member.failed(failure, self._settings.trip_after)
             await tries.spend(member, failure)
 
     # --- which engine

@@ -212,7 +212,7 @@ class Policies:
         update.is_abandoned = False
         for member in update.turned:
             if member.health is Health.QUARANTINED and member.is_probed:
-                member.stats.last_error = ""
+                member.stats.set_error("")
                 member.set_health(Health.UP)
         update.turned.clear()
 

@@ -13,7 +13,7 @@ from rollyard.service.openapi import json_body
 from rollyard.service.schemas.engine import EngineBody
 from rollyard.service.schemas.records import engine_object, reply, without_password
 from rollyard.service.schemas.requests import read_body
-from rollyard.service.security.access import require_admin
+from rollyard.service.security.access import caller_of, require_admin
 
 router = APIRouter(prefix="/v1", tags=["engines"])
 
@@ -32,13 +32,15 @@ async def add_engine(request: Request) -> Response:
     except BaseException:
         await app_state.router.remove(spec.id)  # an engine that is not stored must not be used
         raise
-    return reply(engine_object(status), 201)
+    return reply(engine_object(status, for_operator=True), 201)
 
 
 @router.get("/engines")
 async def list_engines(request: Request) -> Response:
     """Every engine with its load and health."""
-    return reply({"engines": [engine_object(status) for status in app_state_of(request).router.list()]})
+    is_operator = caller_of(request).sees_all_tenants
+    listed = app_state_of(request).router.list()
+    return reply({"engines": [engine_object(status, for_operator=is_operator) for status in listed]})
 
 
 @router.delete("/engines/{engine_id}", status_code=204)

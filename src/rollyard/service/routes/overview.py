@@ -69,7 +69,7 @@ async def _body(app_state: AppState, caller: Caller) -> JsonObject:
         "history": app_state.history.steps(),
         "failures": failures,
         "alerts": [*_alerts(app_state, caller)],
-        "engines": [engine_object(engine) for engine in app_state.router.list()],
+        "engines": [engine_object(engine, for_operator=caller.sees_all_tenants) for engine in app_state.router.list()],
         "policies": [
             policy_object(policy, app_state.owners.get(policy.name)) for policy in app_state.router.policies.all()
         ],
@@ -90,7 +90,8 @@ def _alerts(app_state: AppState, caller: Caller) -> Iterator[Alert]:
     for status in app_state.router.list():
         if status.health is not Health.UP:
             kind = "quarantined_engine" if status.health is Health.QUARANTINED else "engine_down"
-            yield _alert(kind, status.spec.id, without_password(status.stats.last_error), "bad")
+            why = status.stats.last_error_words if caller.sees_all_tenants else status.stats.last_error
+            yield _alert(kind, status.spec.id, without_password(why), "bad")
     for engine, reason in app_state.refused_engines.items():
         yield _alert("refused_engine", engine, without_password(reason), "bad")
     for policy in app_state.router.policies.all():

@@ -45,7 +45,9 @@ async def status(request: Request) -> Response:
             "nodes": [node_object(node) for node in fleet.nodes.by_name.values()] if fleet is not None else [],
             "unserved_policies": {policy: reason for policy, reason in unserved.items() if policy in policies},
             "ray": _ray(app_state),
-            "engines": [engine_object(engine) for engine in app_state.router.list()],
+            "engines": [
+                engine_object(engine, for_operator=caller.sees_all_tenants) for engine in app_state.router.list()
+            ],
             "refused_engines": app_state.refused_engines,
             "policies": [
                 policy_object(policy, app_state.owners.get(policy.name)) for policy in app_state.router.policies.all()

@@ -188,9 +188,11 @@ def layers_object(layers: LayerCache | None) -> dict[str, Json] | None:
     }
 
 
-def engine_object(status: EngineStatus) -> dict[str, Json]:
-    """An engine's status, without its key and without a password in its address."""
+def engine_object(status: EngineStatus, *, for_operator: bool) -> dict[str, Json]:
+    """An engine's status, without its key and without a password in its address. Its replies to calls are quoted only
+    for an operator: they may contain the prompt of another tenant."""
     spec, stats, info = status.spec, status.stats, status.info
+    error = stats.last_error_words if for_operator else stats.last_error
     return {
         "id": spec.id,
         "url": without_password(spec.url),
@@ -218,7 +220,7 @@ def engine_object(status: EngineStatus) -> dict[str, Json]:
         "failures": stats.failures,
         "tokens": stats.tokens,
         "cached_tokens": stats.cached_tokens,
-        "last_error": without_password(stats.last_error) or None,
+        "last_error": without_password(error) or None,
         "info": msgspec.to_builtins(info),
     }
 
