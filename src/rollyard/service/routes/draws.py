@@ -7,7 +7,7 @@ returns the same groups in the same order.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Annotated, Literal
 
@@ -25,6 +25,7 @@ from rollyard.service.openapi import json_body
 from rollyard.service.schemas.body import Count
 from rollyard.service.schemas.draws import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
 from rollyard.service.schemas.group_pages import (
+    LoadedGroup,
     batch_object,
     cursor,
     draw_object,
@@ -168,11 +169,14 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
     last = groups[-1].place if groups else None
     next_cursor = cursor(after if last is None else last)
     if ARROW in accept:
-        from rollyard.service.schemas.arrow import groups_stream
-
-        data = await asyncio.to_thread(groups_stream, loaded, next_cursor, batch)
-        return Response(data, media_type=ARROW)
+        return Response(await asyncio.to_thread(_arrow_page, loaded, next_cursor, batch), media_type=ARROW)
     return reply(groups_page(loaded, next_cursor, batch, with_traces=with_traces))
+
+
+def _arrow_page(groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch | None) -> bytes:
+    from rollyard.service.schemas.arrow import groups_stream  # the first time 0.15 s
+
+    return groups_stream(groups, next_cursor, batch)
 
 
 @router.post("/{draw_id}/tasks", status_code=202, openapi_extra=json_body(TasksBody))
