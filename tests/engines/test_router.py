@@ -178,7 +178,9 @@ async def test_the_breaker_opens_and_only_a_sampled_token_closes_it() -> None:
         bad.script = lambda _: Reply(fault=500)
         assert {text_of(await complete(session)) for session in sessions} == {"ok"}
         status = router.list()[0]
-        assert status.health is Health.DOWN and status.stats.failures == 3 and "500" in status.stats.last_error
+        assert status.health is Health.DOWN and status.stats.failures == 3
+        assert status.stats.last_error == "it answered 500 to a call", "the errors of all sessions contain this"
+        assert "a fault of status 500" in status.stats.last_error_words
         assert bad.is_healthy, "a passed health check is not enough"
         total = len(bad.requests)
         while len(bad.requests) < total + 2:

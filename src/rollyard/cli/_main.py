@@ -34,14 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from rollyard.cli.app import app_for
 
-    command = get_command(app_for(sys.argv[1:] if argv is None else argv))
+    arguments = sys.argv[1:] if argv is None else argv
+    command = get_command(app_for(arguments))
     if logging.lastResort is not None:  # prints warnings of commands that do not configure logging
         logging.lastResort.setFormatter(_Lines())
         logging.lastResort.filters = [_Once()]
     try:
-        if complete_for(sys.argv[1:] if argv is None else argv):
+        if complete_for(arguments):
             return 0
-        status = command.main(args=None if argv is None else list(argv), prog_name="rollyard", standalone_mode=False)
+        status = command.main(args=list(arguments), prog_name="rollyard", standalone_mode=False)
         sys.stdout.flush()
     except CommandError as trouble:
         return complain(trouble.what, trouble.remedy, trouble.status)

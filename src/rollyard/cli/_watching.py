@@ -31,7 +31,10 @@ WAITING = (
     " some of it; the rollouts then continue by themselves"
 )
 
-NO_SLOTS = "rollyard: the service has no slots for {}: rollouts wait there until `rollyard pools resize` gives it some"
+NO_SLOTS = (
+    "rollyard: the service has no slots for {}: rollouts wait there until `rollyard pools resize` gives it some, or a"
+    " node joins"
+)
 STAGES = ("init", "run", "eval")
 
 

@@ -5,7 +5,8 @@ value again: 16 MiB of empty arrays held the loop for 20 s. So values are counte
 not small is decoded in a thread, in pieces: the elements of its arrays, one call each.
 
 Invariants. A body has at most `MOST_VALUES` values and each of its tasks `MOST_PIECE_VALUES`, nested at most
-`MOST_DEPTH` deep where a task or its options are read. Code behind this module walks values without a limit of its own.
+`MOST_DEPTH` (`schemas/body.py`) deep where a task or its options are read. Code behind this module walks values without
+a limit of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Traces as an Arrow IPC stream: one row, in a batch of its own, per trace.
+"""Traces as an Arrow IPC stream, of a rollout or of a page of groups: one row, in a batch of its own, per trace.
 
 Imported at the first call that asks for Arrow: pyarrow and numpy take 0.15 s, and most calls want JSON.
 
@@ -6,7 +6,8 @@ A batch per trace lets its columns be the trace's own buffers: no copy is made b
 get numpy views. Measured: 8,000 tokens are 104 KB (JSON: about 250 KB).
 
 Invariants. The four token columns of a row have the same length. `logprobs` is null if the engine returned none, never
-zeros. With `with_record`, the schema's metadata contains the record as JSON under "record".
+zeros. The schema's metadata contains everything else as JSON: of a page under "page", and with `with_record` the
+rollout's record under "record".
 """
 
 from __future__ import annotations

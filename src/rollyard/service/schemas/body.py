@@ -29,7 +29,6 @@ MOST_DEPTH = 250
 
 _CONTAINERS = frozenset({dict, list, tuple})
 
-
 Seconds = Annotated[float, Field(gt=0, le=30 * _DAY_S, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=INT64)]
 Whole = Annotated[int, Field(ge=-INT64, le=INT64)]

@@ -1,7 +1,6 @@
-"""Groups as clients get them: with their members' records, with or without traces, as JSON or as Arrow.
+"""Groups as clients get them: with their members' records, with or without traces, as JSON (Arrow: `arrow.py`).
 
-Invariant: a page that is requested again has the same content. In Arrow, each trace is one row in a batch of its own
-(see `arrow.py`); everything else is JSON in the schema's metadata under "page".
+Invariant: a page that is requested again has the same content.
 """
 
 from __future__ import annotations
