@@ -249,7 +249,8 @@ async def test_a_narrow_table_has_cards(yard: Site, new_visitor: NewVisitor) -> 
 async def test_a_rollout_shows_how_it_ended_and_its_conversation(reader: Visitor, yard: Site) -> None:
     def colour(body: dict[str, Any]) -> None:
         message = body["trajectory"]["messages"][2]
-        message["content"] = "\x1b[31mred\x1b[0m\x1b]0;title\x07\n" + message["content"]
+        palette = "\x1b[38;5;40mgreen\x1b[0m \x1b[38;2;40;60;250;1mblue\x1b[0m \x1b[38;5mplain\x1b[0m"
+        message["content"] = f"\x1b[31mred\x1b[0m\x1b]0;title\x07 {palette}\n" + message["content"]
 
     await altered(reader.page, "/rollouts/pair-0?include=trajectory", colour, yard)
     page = await reader.open(ROLLOUT)
@@ -262,6 +263,9 @@ async def test_a_rollout_shows_how_it_ended_and_its_conversation(reader: Visitor
     await messages.nth(1).get_by_text("Reasoning").click()
     await expect(messages.nth(1)).to_contain_text("I look first.")
     await expect(messages.nth(2).locator(".fg1")).to_have_text("red")
+    await expect(messages.nth(2).locator(".fg2")).to_have_text("green")  # the nearest of a terminal's eight colours
+    await expect(messages.nth(2).locator(".fg4.bold")).to_have_text("blue")
+    await expect(messages.nth(2).locator("[class^=fg]")).to_have_count(3)
     await expect(messages.nth(2)).not_to_contain_text("title")
     last = re.compile(r"(?<!\d)99(?!\d)")  # its first line is a pid
     await expect(messages.nth(2)).not_to_contain_text(last)

@@ -76,7 +76,12 @@ function styled(style, codes) {
     else if (code === 22) next.bold = next.dim = false;
     else if (code === 23) next.italic = false;
     else if (code === 24) next.underline = false;
-    else if (code === 38 || code === 48) index += numbers[index + 1] === 5 ? 2 : 4; // 256 and true colours: not shown
+    else if (code === 38 || code === 48) {
+      const isPalette = numbers[index + 1] === 5;
+      const rest = numbers.slice(index + 2, index + (isPalette ? 3 : 5));
+      next[code === 38 ? "fg" : "bg"] = isPalette ? ofPalette(rest[0]) : nearest(...rest);
+      index += isPalette ? 2 : 4;
+    }
     else if (code === 39) next.fg = "";
     else if (code === 49) next.bg = "";
     else if (code >= 30 && code <= 37) next.fg = String(code - 30);
@@ -85,6 +90,24 @@ function styled(style, codes) {
     else if (code >= 100 && code <= 107) next.bg = String(code - 100);
   }
   return next;
+}
+
+/** The one of the eight colours of a terminal that is nearest: those are readable in both themes. "" for no colour. */
+function nearest(red, green, blue) {
+  const parts = [red, green, blue];
+  if (!parts.every((part) => part >= 0 && part <= 255)) return "";
+  const [least, most] = [Math.min(...parts), Math.max(...parts)];
+  if (most - least < 32) return ""; // a grey: shown as other text is
+  return String(parts.reduce((sum, part, bit) => sum + (part > (least + most) / 2 ? 1 << bit : 0), 0));
+}
+
+/** A number of the palette of 256: 16 named colours, a cube of 6 × 6 × 6, and 24 greys. */
+function ofPalette(number) {
+  if (number < 16) return String(number % 8);
+  if (!(number < 232)) return "";
+  const level = (step) => (step ? 55 + 40 * step : 0);
+  const place = number - 16;
+  return nearest(level(Math.floor(place / 36)), level(Math.floor(place / 6) % 6), level(place % 6));
 }
 
 function classesOf(style) {
