@@ -44,8 +44,8 @@ LIKELY_CHARS = 6
 SURE_BYTES = 256 << 10
 """A text has at most as many tokens as bytes. Up to this size any text is tokenized as a whole: building the list of
 tokens holds the interpreter for 35 ns each, 9 ms. The tokens of a longer text are counted first."""
-PIECE_CHARS = 8 << 10
-"""Tokenized in one call while counting. With 32 Ki, two huge texts of escapes at once stalled the loop for 21 ms."""
+PIECE_CHARS = 4 << 10
+"""Tokenized in one call while counting: 1 to 2 ms. The event loop may have to wait for several calls of two threads."""
 MOST_THOUGHT = 16
 """Times the context: the most reasoning that all earlier turns may have. Templates leave it out."""
 CUT_TOKENS = 8
