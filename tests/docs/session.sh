@@ -31,7 +31,7 @@ in_background() {
       echo "ended before it was ready: $*" >&2
       return 1
     fi
-    sleep 0.02
+    sleep 0.1 # `ss` reads every process: more often, it would take the CPU of the program that starts
   done
   cat "$log"
 }
