@@ -14,9 +14,11 @@ from rollyard.fleet import view_sender, views
 from rollyard.fleet.messages import Key, Lease, Moved, Orders, View, ViewRequest, encode
 from rollyard.fleet.views import IN_ALL, MOST_VIEW_BYTES, PER_NODE, RATE_BYTES, NodeViews, ViewPace
 from rollyard.pipeline.message_page import PAGE_BYTES
+from rollyard.testing.script import Reply
+from tests.agents.harness_parts import PROGRAM, call
 from tests.fleet.fleet_site import loop_node, node_token, nodes_of, open_head, until
 from tests.fleet.test_head import Hand
-from tests.service.site import OTHER, Site, engine_table, finish, scripted, shell
+from tests.service.site import OTHER, Site, engine_table, finish, scripted, shell, task
 
 Body = dict[str, Any]
 
@@ -83,6 +85,28 @@ async def test_messages_and_calls_of_a_nodes_rollout_are_visible_and_grow(tmp_pa
         assert (record["reward"], record["attempt"], record["summary"]["node"]) == (1.0, 1, "n1")
         stored = (await site.get("/v1/rollouts/r1?include=trajectory")).body["trajectory"]["messages"]
         assert stored[: second["next"]] == second["messages"] and (await read(site))["messages"] == stored
+
+
+async def test_an_agent_programs_requests_are_visible_while_a_node_runs_it(tmp_path: Path) -> None:
+    options = {"command": ["python3", "-c", PROGRAM, "{{instruction}}"], "env": {"BASE_URL": "{{base_url}}"}}
+    async with (
+        scripted(call("sh", command="echo hello"), Reply("never", stall_after=0)) as engine,
+        open_head(tmp_path, engines=[engine_table(engine)], runtimes=["bubblewrap"]) as site,
+        loop_node(site, tmp_path, "n1"),
+    ):
+        body = {"id": "r1", "task": task(agent={"name": "command", "options": options})}
+        assert (await site.post("/v1/rollouts", {"rollouts": [body]})).status == 202
+        before = (await site.get("/v1/rollouts/r1/requests")).body
+        assert before == {"requests": [], "dropped": 0, "is_complete": False}
+        async with asyncio.timeout(90):
+            while len((shown := (await site.get("/v1/rollouts/r1/requests")).body)["requests"]) < 2:
+                await asyncio.sleep(0.02)
+        assert (await read(site))["state"] == "run" and shown["is_complete"]
+        first, second = shown["requests"]
+        assert first["new_messages"] == [{"role": "user", "content": "do it"}]
+        assert [message["role"] for message in second["new_messages"]] == ["assistant", "tool"]
+        await site.delete("/v1/rollouts/r1")  # the engine never ends its second reply
+        await site.ended("r1")
 
 
 async def test_a_node_whose_network_is_down_shows_nothing_until_it_is_back(

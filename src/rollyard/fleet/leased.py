@@ -85,13 +85,15 @@ class LeasedRollout:
         view = await self._view(None)
         return from_json(view.calls, dict[str, Json]) if view is not None else {}
 
-    async def _view(self, after: int | None) -> View | None:
+    async def requests(self) -> bytes:
+        """Asks the node, which has them until the end of RUN."""
+        view = await self._view(None, requests=True)
+        return view.requests if view is not None else b""
+
+    async def _view(self, after: int | None, *, requests: bool = False) -> View | None:
         if self.node is None or self.state is not State.RUN:
             return None
-        return await self.node.views.ask(Key(self.rollout.id, self.rollout.attempt), after)
-
-    def requests(self) -> bytes:
-        return b""
+        return await self.node.views.ask(Key(self.rollout.id, self.rollout.attempt), after, requests=requests)
 
     def leave_seat(self) -> None:
         if self.seat is not None:

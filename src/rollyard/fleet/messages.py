@@ -3,7 +3,7 @@
     POST /v1/fleet/join    `Join`   → `Joined`     the node's name and status, and what it still holds
     POST /v1/fleet/poll    `Poll`   → `Orders`     held until there is something to do: leases, cancels, gates
     POST /v1/fleet/report  `Report` → `Reported`   what happened; answered when all of it is durable
-    POST /v1/fleet/view    `View`   → `Viewed`     a running rollout's messages or calls, which the orders asked for
+    POST /v1/fleet/view    `View`   → `Viewed`     a part of a running rollout, which the orders asked for
 
 Bodies are msgpack. Tokens are sent once, with the end of RUN, in the store's own encoding, which the head does not
 decode. Rollouts are JSON inside, which preserves integers of any size.
@@ -104,11 +104,13 @@ class Cancel(msgspec.Struct, frozen=True):
 
 
 class ViewRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for the messages of a running attempt, or for its calls. It is sent once and need not be answered."""
+    """Asks for the messages of a running attempt, for its calls, or for its agent program's requests. It is sent once
+    and need not be answered."""
 
     id: str
     key: Key
-    after: int | None  # messages from this number on; None: the calls
+    after: int | None  # messages from this number on; None: the calls, or
+    requests: bool = False  # the requests of an agent program; an older node sends the calls
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -183,10 +185,11 @@ class View(msgspec.Struct, frozen=True):
     messages: bytes = b"[]"  # a JSON list
     end: int = 0  # the number after the last of them
     calls: bytes = b"{}"  # JSON, as `CallLog.info` returns it
+    requests: bytes = b""  # JSON, as `RequestLog.encoded` returns it
 
     @property
     def size_bytes(self) -> int:
-        return len(self.messages) + len(self.calls)
+        return len(self.messages) + len(self.calls) + len(self.requests)
 
 
 class Viewed(msgspec.Struct, frozen=True):

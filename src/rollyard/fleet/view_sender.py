@@ -51,6 +51,8 @@ class ViewSender:
         live = self._pipeline.live.get(request.key.id)
         if live is None or live.rollout.attempt != request.key.attempt or not self._ledger.has(request.key):
             return None
+        if request.requests:
+            return View(self._session, request.id, requests=await live.requests())
         if request.after is None:
             return View(self._session, request.id, calls=_calls(await live.calls()))
         page = await live.page(request.after)

@@ -1,4 +1,5 @@
-"""What a head asks a node about a running rollout while people look at it: its messages, or the log of its calls.
+"""What a head asks a node about a running rollout while people look at it: its messages, the log of its calls, or the
+requests of its agent program.
 
     GET … ─▶ head: a `ViewRequest` in the node's next orders ─▶ node ─▶ POST /v1/fleet/view ─▶ the reply of the GET
 
@@ -36,6 +37,10 @@ LEAST_BYTES = 128 << 10
 """What a view counts at least: the calls around it cost the head more than its bytes."""
 
 
+_Part = tuple[Key, int | None, bool]
+"""Of which attempt a request asks for what, as `ViewRequest` has it."""
+
+
 class ViewPace:
     """The bounds of all nodes' views together."""
 
@@ -65,18 +70,20 @@ class NodeViews:
         self._slots = asyncio.Semaphore(PER_NODE)
         self._unsent: dict[str, ViewRequest] = {}
         self._awaited: dict[str, asyncio.Future[View | None]] = {}  # by the id of the request
-        self._asked: dict[tuple[Key, int | None], asyncio.Future[View | None]] = {}  # also those that wait for a slot
+        self._asked: dict[_Part, asyncio.Future[View | None]] = {}  # also those that wait for a slot
 
-    async def ask(self, key: Key, after: int | None) -> View | None:
-        """Returns the messages from number `after` on, or the calls (None) of an attempt; None without an answer."""
+    async def ask(self, key: Key, after: int | None, *, requests: bool = False) -> View | None:
+        """Returns the messages of an attempt from number `after` on, its calls (None), or its agent program's
+        `requests`; None without an answer."""
         if not self._is_supported:
             return None
-        answer = self._asked.get((key, after))
+        part: _Part = (key, after, requests)
+        answer = self._asked.get(part)
         if answer is not None:
             await asyncio.wait((answer,), timeout=VIEW_S)
             return answer.result() if answer.done() and not answer.cancelled() else None
-        answer = self._asked[key, after] = asyncio.get_running_loop().create_future()
-        request = ViewRequest(secrets.token_hex(8), key, after)
+        answer = self._asked[part] = asyncio.get_running_loop().create_future()
+        request = ViewRequest(secrets.token_hex(8), *part)
         try:
             async with asyncio.timeout(VIEW_S), self._slots, self._pace.slot():
                 if not answer.done():  # or the node was lost meanwhile
@@ -87,7 +94,7 @@ class NodeViews:
         except TimeoutError:
             return None
         finally:
-            del self._asked[key, after]
+            del self._asked[part]
             self._awaited.pop(request.id, None)
             self._unsent.pop(request.id, None)
             if not answer.done():

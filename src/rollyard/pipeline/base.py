@@ -91,8 +91,9 @@ class LiveRollout(Protocol):
         answer."""
         ...
 
-    def requests(self) -> bytes:
-        """Returns the requests of an agent program so far, as JSON; empty if there are none here."""
+    async def requests(self) -> bytes:
+        """Returns the requests of an agent program so far, as JSON; empty if there are none, or if they are elsewhere
+        and not available now."""
         ...
 
 

@@ -147,7 +147,7 @@ class Attempt:
             return progress.trajectory.info
         return progress.running.call_log.info(is_over=False) if progress.running.call_log is not None else {}
 
-    def requests(self) -> bytes:
+    async def requests(self) -> bytes:
         progress = self._progress
         return progress.trajectory.requests if progress.trajectory is not None else progress.running.requests
 

@@ -65,11 +65,12 @@ def _timeline(rollout: Rollout, view: LiveView | None, info: Mapping[str, Json])
 @router.get("/rollouts/{rollout_id}/requests")
 async def get_requests(request: Request, rollout_id: str, run: InRun = None) -> Response:
     """Returns the requests of an agent program as it sent them, each as the difference to the one that it extends; none
-    for other agents. Bounded: `dropped` requests of the middle are left out, and long texts are cut."""
+    for other agents. Bounded: `dropped` requests of the middle are left out, and long texts are cut. `is_complete` is
+    false then, and if the node that runs the agent does not answer."""
     app_state = app_state_of(request)
     rollout = await _find(request, rollout_id, run)
     live = app_state.pipeline.live.get(rollout.id)
-    body = live.requests() if live is not None else b""
+    body = await live.requests() if live is not None else b""
     if not body:
         trajectory = await app_state.store.trajectory(rollout.id)
         if trajectory is not None:

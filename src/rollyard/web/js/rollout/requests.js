@@ -54,8 +54,11 @@ export function Requests({ requests, traces, texts }) {
   for (const request of (requests && requests.requests) || []) sent.set(request.turn, request);
   const turns = [...new Set([...sent.keys(), ...owned.keys()])].sort((a, b) => a - b);
   if (!turns.length) return html`<${Empty}>No model call was recorded.<//>`;
-  return html`${requests && requests.requests.length === 0 && html`<p class="note">The native agent sends no requests: the service renders its messages. Below is what the engine got.</p>`}
-    ${requests && requests.is_complete === false && html`<p class="note">The requests were too long to keep all of them: the middle ones are missing.</p>`}
+  const isEmpty = requests && requests.requests.length === 0;
+  const isCut = requests && requests.is_complete === false;
+  return html`${isEmpty && isCut && html`<p class="note">The requests are not known yet: the agent runs on a node.</p>`}
+    ${isEmpty && !isCut && html`<p class="note">The native agent sends no requests: the service renders its messages. Below is what the engine got.</p>`}
+    ${isCut && !isEmpty && html`<p class="note">The requests were too long to keep all of them: the middle ones are missing.</p>`}
     ${turns.slice(0, most).map((turn) => html`<${Turn} key=${turn} turn=${turn} request=${sent.get(turn)} owned=${owned.get(turn)} traces=${traces} texts=${texts} />`)}
     ${most < turns.length && html`<button type="button" onClick=${() => setMost(most + 200)}>Show more turns (${count(turns.length - most)} left)</button>`}`;
 }
