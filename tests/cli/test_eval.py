@@ -181,12 +181,24 @@ async def test_eval_with_an_engine_needs_no_service(cli: Cli, engine: ScriptedEn
     assert body["policy"] == "mine"
 
 
+async def test_an_engine_of_another_kind_is_used_if_its_kind_is_given(cli: Cli, tmp_path: Path):
+    tasks = lines(tmp_path / "t.jsonl", TASKS[0])
+    async with ScriptedEngine(known_skill, tokenizer=FolderTokenizer(tokenizer_dir()), dialect="sglang") as engine:
+        words = ("--k", 1, "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
+        refused = await cli("eval", tasks, *words)
+        result = await cli("eval", tasks, *words, "--kind", "sglang")
+    assert refused.status == 1 and "its kind is sglang for SGLang" in refused.err, refused.err
+    assert result.status == 0 and list(result.json[0]["all"]["pass_at"]) == ["1"], result.err
+
+
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
         (("--k", 4, "--n", 2), 2, "pass@4 cannot be computed from 2 samples"),
         (("--engine", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"), 2, "omit --url and --token"),
         (("--tokenizer", "x"), 2, "--tokenizer needs --engine"),
+        (("--kind", "sglang"), 2, "--kind needs --engine"),
+        (("--engine", "http://127.0.0.1:1", "--kind", "sgl"), 2, "there is no such kind of engine — give vllm, sglang"),
         (("--defaults", "{"), 2, "--defaults is not JSON"),
         (("--defaults", "3"), 2, "--defaults: expected a JSON object"),
         (("--out", "o.txt"), 2, "use a name that ends in .jsonl or .arrow"),

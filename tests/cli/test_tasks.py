@@ -294,6 +294,7 @@ async def test_agents_with_a_model_need_an_engine(cli: Cli, tmp_path: Path):
         ((), 2, "the agent native needs a model — give --engine URL, or --agent oracle"),
         (("--engine", "http://127.0.0.1:1"), 1, "--engine http://127.0.0.1:1: "),
         (("--tokenizer", "x"), 2, "--tokenizer needs --engine"),
+        (("--kind", "sglang"), 2, "--kind needs --engine"),
         (("--agent", "missing"), 1, "t.jsonl:1: there is no agent 'missing'"),
         (("--runtime", "docker"), 1, "there is no runtime 'docker'"),
     ):

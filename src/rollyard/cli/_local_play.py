@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollyard.core import Task
+    from rollyard.core.engine import EngineSpec
     from rollyard.engines.routing.router import Router
     from rollyard.pipeline import StageResources
     from rollyard.pipeline.local_rollout import PlayResult
+
+
+ENGINE_KINDS = ("vllm", "sglang", "openai", "prorl")
 
 
 class ResourcesByRuntime:
@@ -68,18 +72,35 @@ async def open_resource_sets(runtime: str | None) -> AsyncGenerator[ResourcesByR
             yield ResourcesByRuntime(stack, Path(folder), runtime)
 
 
-async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "default") -> None:
-    """Adds the engine of the command line; raises `CommandError` if it cannot be used."""
+def given_engine(url: str | None, kind: str | None, tokenizer: str, policy: str | None = None) -> EngineSpec | None:
+    """Returns the engine of the command line, if there is one. Raises `CommandError` for wrong values."""
+    if url is None:
+        for option, value in (("--tokenizer", tokenizer), ("--kind", kind)):
+            if value:
+                raise CommandError(f"{option} needs --engine", "give the engine", 2)
+        return None
     from rollyard.core import RollyardError
     from rollyard.service.schemas.body import check_body
     from rollyard.service.schemas.engine import EngineBody
 
     check_engine_url(url)
-    body = {"url": url, "tokenizer": tokenizer, "policy": policy}
+    kind, policy = kind or "vllm", policy or "default"
+    if kind not in ENGINE_KINDS:
+        raise CommandError(f"--kind {kind}: there is no such kind of engine", f"give {', '.join(ENGINE_KINDS)}", 2)
     try:
-        await router.add(check_body(body, EngineBody).to_spec())
+        return check_body({"url": url, "kind": kind, "tokenizer": tokenizer, "policy": policy}, EngineBody).to_spec()
     except RollyardError as error:
         raise CommandError(f"--engine {url}: {error.detail}", error.remedy) from error
+
+
+async def add_engine(router: Router, engine: EngineSpec) -> None:
+    """Adds the engine of the command line. Raises `CommandError` if it cannot be used."""
+    from rollyard.core import RollyardError
+
+    try:
+        await router.add(engine)
+    except RollyardError as error:
+        raise CommandError(f"--engine {engine.url}: {error.detail}", error.remedy) from error
 
 
 @contextmanager

@@ -79,9 +79,7 @@ class Trial:
         }
 
 
-async def try_once(
-    agent: HarnessAgent, settings: Settings, line: TaskLine | None, engine: str | None, tokenizer: str
-) -> Trial:
+async def try_once(agent: HarnessAgent, settings: Settings, line: TaskLine | None, engine: EngineSpec | None) -> Trial:
     from rollyard.agents.registry import Agents
     from rollyard.core import Rollout, new_id
     from rollyard.core.failure import RollyardError
@@ -98,7 +96,7 @@ async def try_once(
         own = settings.model_copy(update={"data_dir": folder, "engines": ()})
         registry = Agents({agent.name: agent}, installs=agent.installs)  # pyright: ignore[reportArgumentType]
         app_state = await stack.enter_async_context(open_app(own, agents=registry))
-        await app_state.router.add(await stack.enter_async_context(_engine(agent.preset, engine, tokenizer)))
+        await app_state.router.add(await stack.enter_async_context(_engine(agent.preset, engine)))
         run = await app_state.run(OPERATOR, "default")
         rollout = Rollout(new_id("ro"), run.id, task)
         try:
@@ -128,12 +126,11 @@ def _task(name: str, line: TaskLine | None) -> Task:
 
 
 @asynccontextmanager
-async def _engine(preset: Preset, url: str | None, tokenizer: str) -> AsyncGenerator[EngineSpec, None]:
-    from rollyard.core.engine import EngineSpec, Kind
-
-    if url is not None:
-        yield EngineSpec("engine", url, Kind.VLLM, tokenizer=tokenizer)
+async def _engine(preset: Preset, engine: EngineSpec | None) -> AsyncGenerator[EngineSpec, None]:
+    if engine is not None:
+        yield engine
         return
+    from rollyard.core.engine import EngineSpec, Kind
     from rollyard.testing.script import FolderTokenizer, Reply, Turn
     from rollyard.testing.scripted_engine import ScriptedEngine
     from rollyard.testing.tokenizer_files import tokenizer_dir

@@ -106,6 +106,9 @@ def try_agent(
     tokenizer: Annotated[
         str, typer.Option(help="The engine's tokenizer: a folder or hub name; else found by its model.")
     ] = "",
+    kind: Annotated[
+        str | None, typer.Option(help="The engine's API: vllm, sglang, openai or prorl. [default: vllm]")
+    ] = None,
     source: Source = None,
     file: File = None,
     data_dir: DataDir = None,
@@ -115,9 +118,11 @@ def try_agent(
 
     Installs the program if necessary. The exit status is 1 unless the rollout was completed or ended by a limit.
     """
+    from rollyard.cli._local_play import given_engine
     from rollyard.cli._tasks import read_task
     from rollyard.cli._try import Trial, show_trial, try_once
 
+    model = given_engine(engine, kind, tokenizer)
     settings = _settings(file, data_dir)
     registry = _registry(settings)
     agent = _harness(registry, name)
@@ -128,7 +133,7 @@ def try_agent(
     if agent.preset.is_installable:
         _install(agent, settings, source)
     task_line = None if task is None else read_task(task)
-    trial: Trial = run(try_once(agent, settings, task_line, engine, tokenizer))
+    trial: Trial = run(try_once(agent, settings, task_line, model))
     if as_json:
         print_json(trial.as_body())
     else:

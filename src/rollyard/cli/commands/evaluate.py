@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollyard.cli._evaluation import EvalReport
     from rollyard.client import AsyncClient, Evaluation, Record
     from rollyard.core import RollyardError
+    from rollyard.core.engine import EngineSpec
     from rollyard.service.settings import Settings
 
 SHARED = ("images", "agents", "python")
@@ -74,6 +75,9 @@ def evaluate(
     tokenizer: Annotated[
         str, typer.Option(help="With --engine: its tokenizer, a folder or hub name. [default: found by its model]")
     ] = "",
+    kind: Annotated[
+        str | None, typer.Option(help="With --engine: its API, vllm, sglang, openai or prorl. [default: vllm]")
+    ] = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
@@ -83,6 +87,7 @@ def evaluate(
     A sample that failed for a reason outside the policy has no score: it is left out of the numbers and reported.
     """
     from rollyard.cli._evaluation import by_table, evaluation_table, report_missing
+    from rollyard.cli._local_play import given_engine
     from rollyard.client._bodies import without_none
     from rollyard.core import new_id
 
@@ -90,8 +95,7 @@ def evaluate(
         raise CommandError(f"pass@{k} cannot be computed from {n} samples of a task", "give --n of K or more", 2)
     if engine is not None and (url or token):
         raise CommandError("--engine starts a service in this process", "omit --url and --token", 2)
-    if tokenizer and engine is None:
-        raise CommandError("--tokenizer needs --engine", "give the engine", 2)
+    own = given_engine(engine, kind, tokenizer, policy)
     task_defaults = read_defaults(defaults)
     if out is not None:
         from rollyard.cli._results import check_out
@@ -115,10 +119,10 @@ def evaluate(
     )
     job = _Job(tasks, name, arguments, out)
     try:
-        if engine is None:
+        if own is None:
             report = run(job.on_service(url, token))
         else:
-            report = run(job.in_process(engine, tokenizer, policy or "default"))
+            report = run(job.in_process(own))
     except KeyboardInterrupt:
         if engine is None:
             note(f"rollyard: interrupted; submitted rollouts keep running. To continue: --run {name}")
@@ -153,8 +157,8 @@ class _Job:
         async with connect(url, token, retry_s=RETRY_S) as client:
             return await self._evaluate(client)
 
-    async def in_process(self, engine: str, tokenizer: str, policy: str) -> EvalReport:
-        async with _service(engine, tokenizer, policy) as client:
+    async def in_process(self, engine: EngineSpec) -> EvalReport:
+        async with _service(engine) as client:
             return await self._evaluate(client)
 
     async def _evaluate(self, client: AsyncClient) -> EvalReport:
@@ -236,7 +240,7 @@ def _task_number(record: Record) -> int:
 
 
 @asynccontextmanager
-async def _service(engine: str, tokenizer: str, policy: str) -> AsyncGenerator[AsyncClient, None]:
+async def _service(engine: EngineSpec) -> AsyncGenerator[AsyncClient, None]:
     """Runs a whole service on a free loopback port, with one engine."""
     from rollyard.cli._local_play import add_engine
     from rollyard.client import AsyncClient
@@ -247,7 +251,7 @@ async def _service(engine: str, tokenizer: str, policy: str) -> AsyncGenerator[A
     with tempfile.TemporaryDirectory(prefix="rollyard-eval-") as folder:
         own = _in_folder(settings, Path(folder))
         async with serve(own) as served:
-            await add_engine(served.app_state.router, engine, tokenizer, policy)
+            await add_engine(served.app_state.router, engine)
             async with AsyncClient(served.url, own.token_path.read_text().strip()) as client:
                 yield client
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollyard.cli._task_import import ImportResult
     from rollyard.cli._validate import Finding
     from rollyard.core import DataField
+    from rollyard.core.engine import EngineSpec
     from rollyard.pipeline.local_rollout import PlayResult
 
 tasks = typer.Typer(help="Tasks on this machine: import, validate, try.", no_args_is_help=True)
@@ -222,6 +223,9 @@ def try_task(
     tokenizer: Annotated[
         str, typer.Option(help="The engine's tokenizer: a folder or hub name; else found by its model.")
     ] = "",
+    kind: Annotated[
+        str | None, typer.Option(help="The engine's API: vllm, sglang, openai or prorl. [default: vllm]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run one task in real sandboxes, and show its messages and its score.
@@ -229,12 +233,11 @@ def try_task(
     oracle applies the task's reference solution, noop does nothing: neither needs a model. The exit status is 1 if
     there is no score.
     """
-    from rollyard.cli._local_play import played_body, show_played
+    from rollyard.cli._local_play import given_engine, played_body, show_played
 
-    if tokenizer and engine is None:
-        raise CommandError("--tokenizer needs --engine", "give the engine", 2)
+    model = given_engine(engine, kind, tokenizer)
     line = read_task(task)
-    played = run(_try(line, agent, runtime, engine, tokenizer))
+    played = run(_try(line, agent, runtime, model))
     if as_json:
         trajectory = played.trajectory
         summary = {
@@ -249,9 +252,7 @@ def try_task(
         raise typer.Exit(1)
 
 
-async def _try(
-    line: TaskLine, agent: str | None, runtime: str | None, engine: str | None, tokenizer: str
-) -> PlayResult:
+async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: EngineSpec | None) -> PlayResult:
     from dataclasses import replace
 
     from rollyard.cli._local_play import add_engine, open_resource_sets
@@ -272,7 +273,7 @@ async def _try(
                     raise CommandError(
                         f"the agent {task_agent.name} needs a model", "give --engine URL, or --agent oracle", 2
                     )
-                await add_engine(resources.router, engine, tokenizer)
+                await add_engine(resources.router, engine)
             await resource_sets.add_judges()
             return await play(resources, task)
     except RollyardError as error:

@@ -50,6 +50,10 @@ GENERATE = "inference/v1/generate"
 COMPLETIONS = "v1/completions"
 TOPLESS_NOTE = f"the meaning of its logprobs is unknown; start vLLM with --max-logprobs {TOP} or more"
 
+NO_TOKEN_IDS = (
+    "this is an older vLLM, or another engine: its kind is sglang for SGLang, openai for a chat endpoint (--kind)"
+)
+
 
 class VllmEngine(RemoteEngine):
     """The client of one vLLM server."""
@@ -73,7 +77,7 @@ class VllmEngine(RemoteEngine):
                 raise
             notes.append(f"{GENERATE} is disabled (start vLLM with --enable-scale-out); {COMPLETIONS} is used")
             self._api = COMPLETIONS
-            generation = await self._generate(first)
+            generation = await self._first_completion(first)
         if generation.logprobs is None:
             kind, more = "unknown", (NO_LOGPROBS_NOTE,)
         else:
@@ -99,6 +103,14 @@ class VllmEngine(RemoteEngine):
             notes=(*notes, *more),
         )
         return self._info
+
+    async def _first_completion(self, request: GenerateRequest) -> Generation:
+        try:
+            return await self._generate(request)
+        except EngineRefused as error:
+            if error.data.get("status") != 404:
+                raise
+            raise error.with_detail(f"{error.detail}: {NO_TOKEN_IDS}") from None
 
     async def tokenize(self, text: str) -> Sequence[int] | None:
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
@@ -176,7 +188,7 @@ class VllmEngine(RemoteEngine):
         reply = self._wire.read(raw, CompletionReply, "a completion")
         choice = only(reply.choices)
         if choice.token_ids is None:
-            raise ValueError(f"{COMPLETIONS} returned no token_ids: this vLLM does not support return_token_ids")
+            raise ValueError(f"{COMPLETIONS} returned no token_ids: {NO_TOKEN_IDS}")
         ids = replies.ids_of(choice.token_ids)
         values = choice.logprobs.token_logprobs if choice.logprobs else None
         return Generation(
