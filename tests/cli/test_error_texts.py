@@ -199,7 +199,7 @@ def test_an_unknown_environment_is_reported_with_the_nearest_name(site: ErrorSit
         "code": "unknown_environment",
         "detail": "there is no environment 'shel' (did you mean 'shell'?); there are: code, gym, harbor, math,"
         " reasoning_gym, session, shell, stem, swe, yardwork",
-        "remedy": "Restart the service where a rollyard.toml names it under [environments], or install the package that"
-        " provides it and restart the service.",
+        "remedy": "Name it under [environments] in the service's rollyard.toml, or install the package that provides"
+        " it, on every node of a fleet too, and restart the service.",
         "path": "rollouts[1].task",
     }

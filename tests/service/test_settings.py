@@ -27,6 +27,21 @@ def test_precedence_is_flags_environment_file_default(tmp_path: Path) -> None:
     assert set(loaded.sources) == set(Settings.model_fields)
 
 
+def test_a_file_of_an_environment_is_below_the_folder_of_the_toml_file_also_for_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "project" / "rollyard.toml"
+    file.parent.mkdir()
+    file.write_text('[environments]\na = "a.py:A"\nb = "/else/b.py:B"\nc = "module.sub:C"\nd = "~/d.py:D"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    settings = load_settings({}, NOTHING, Path("project/rollyard.toml")).settings
+    places = {"a": f"{tmp_path}/project/a.py:A", "b": "/else/b.py:B", "c": "module.sub:C", "d": "/home/me/d.py:D"}
+    assert settings.environments == places == node_settings(for_nodes(settings), tmp_path, {}).environments
+    environ = {**NOTHING, "ROLLYARD_ENVIRONMENTS": '{"a": "a.py:A"}'}
+    assert load_settings({}, environ, file).settings.environments == {"a": f"{tmp_path}/a.py:A"}
+
+
 def test_the_file_is_searched_by_variable_then_here_then_at_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +208,7 @@ def test_default_limits_are_never_above_the_ceilings_here_and_on_nodes() -> None
 def test_environments_are_classes_by_name(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[environments]\nmine = "environment.py:Mine"\n')
-    assert load_settings({}, NOTHING, file).settings.environments == {"mine": "environment.py:Mine"}
+    assert load_settings({}, NOTHING, file).settings.environments == {"mine": f"{tmp_path}/environment.py:Mine"}
     file.write_text('[environments]\nmine = "environment.py"\n')
     with pytest.raises(SettingsError, match=r"environments\.mine"):
         load_settings({}, NOTHING, file)

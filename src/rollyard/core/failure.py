@@ -131,7 +131,10 @@ class TurnLimit(PolicyFailure):
 
 
 class TokenLimit(PolicyFailure):
-    remedy = "Raise limits.max_tokens if the task needs more sampled tokens."
+    remedy = (
+        "If one reply was cut off, raise sampling.max_tokens; if all tokens of the rollout were used up, raise"
+        " limits.max_tokens."
+    )
 
 
 class ContextLimit(PolicyFailure):
@@ -365,8 +368,8 @@ class MalformedId(RequestError):
 class UnknownEnvironment(RequestError):
     status = 422
     remedy = (
-        "Restart the service where a rollyard.toml names it under [environments], or install the package that provides"
-        " it and restart the service."
+        "Name it under [environments] in the service's rollyard.toml, or install the package that provides it, on every"
+        " node of a fleet too, and restart the service."
     )
 
 

@@ -25,13 +25,12 @@ GROUP = "rollyard.environments"
 
 def entry_point(name: str, place: str) -> EntryPoint:
     """Returns an entry point for `FILE.py:CLASS` or `MODULE:CLASS`. A file is imported as `python FILE.py` would import
-    it: its folder, which may be relative to the current one, becomes the first in `sys.path`. Raises
-    FileNotFoundError."""
+    it: its folder becomes the first in `sys.path`. Raises FileNotFoundError."""
     module, _, attribute = place.rpartition(":")
     if module.endswith(".py"):
         file = Path(module).expanduser().resolve()
         if not file.is_file():
-            raise FileNotFoundError(f"there is no file {file}")
+            raise FileNotFoundError(f"there is no file {file} on this machine")
         if str(file.parent) not in sys.path:
             sys.path.insert(0, str(file.parent))
         module = file.stem

@@ -20,7 +20,7 @@ TAKEN_OVER = (
     *("sandbox_memory_bytes", "sandbox_processes", "sandbox_disk_bytes", "sandbox_open_files", "sandbox_cpus"),
     *("sandbox_files", "max_task_memory_bytes", "max_task_disk_bytes", "max_task_files", "max_task_cpus"),
     "max_task_processes",
-    *("sandbox_uids", "engine_wait_s", "health_s", "mcp_servers", "gym_servers"),
+    *("sandbox_uids", "engine_wait_s", "health_s", "mcp_servers", "gym_servers", "environments"),
     *("init_slots", "run_slots", "eval_slots", "ready_slots", "max_live"),
     *("egress_hosts", "egress_methods", "egress_private", "egress_mirrors", "egress_bytes", "egress_connections"),
     *("max_attempts", "eval_attempts", "drain_s", "log_level", "log_format", "otlp_endpoint"),

@@ -217,7 +217,9 @@ class Settings(BaseModel):
 
     task_folders: Words = Field(default=(), description="Folders from which draws and evaluations may read task files.")
     environments: Places = Field(
-        default={}, description="Environments that no package registers: FILE.py:CLASS or MODULE:CLASS, by name."
+        default={},
+        description="Environments that no package registers, by name: MODULE:CLASS, or FILE.py:CLASS below the folder"
+        " of the TOML file. Nodes of a fleet need the same module or file.",
     )
 
     engines: Engines = Field(default=(), description="Engines to add at start: URLs or tables.")
@@ -455,9 +457,18 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], toml_
             _known(name, "among the flags")
             values[name], sources[name] = value, "flag"
     try:
-        return Loaded(Settings.model_validate(values), sources)
+        settings = Settings.model_validate(values)
     except ValidationError as error:
         raise SettingsError("; ".join(_explain(item, sources) for item in error.errors())) from error
+    above = file.parent if file is not None and sources["environments"].startswith("file") else Path()
+    places = {name: _absolute(place, above) for name, place in settings.environments.items()}
+    return Loaded(settings.model_copy(update={"environments": places}), sources)
+
+
+def _absolute(place: str, above: Path) -> str:
+    """Returns FILE.py:CLASS with the whole path of the file. Anything else is unchanged."""
+    file, _, attribute = place.rpartition(":")
+    return f"{(above / Path(file).expanduser()).absolute()}:{attribute}" if file.endswith(".py") else place
 
 
 _TABLES: Mapping[str, type[BaseModel]] = {"mcp_servers": McpServerSettings}
