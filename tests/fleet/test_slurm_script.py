@@ -5,6 +5,7 @@ import re
 import shlex
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,21 @@ def test_a_network_file_system_is_refused_for_what_it_cannot_hold(
         return
     with pytest.raises(_slurm_job.CommandError, match=why):
         _slurm_job.check_disk(asked, store)
+
+
+@pytest.mark.parametrize(
+    ("argv", "module", "extra"),
+    [
+        (["--nodes", "2", "--store", "postgresql://db/yard"], "ray", "ray"),
+        (["--nodes", "1", "--store", "postgresql://db/yard"], "asyncpg", "postgres"),
+    ],
+)
+async def test_a_missing_extra_is_reported_before_the_job_waits_in_the_queue(
+    argv: list[str], module: str, extra: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    result = await cli("slurm", "up", *argv, "--data-dir", str(tmp_path))
+    assert result.status == 1 and f"needs the package {module}" in result.err and f"rollyard[{extra}]" in result.err
 
 
 async def test_the_commands_of_the_page_exist(cli: Cli):

@@ -46,10 +46,11 @@ def get_job(data_dir: Path | None) -> tuple[SlurmCluster, str]:
     raise CommandError(f"no job was submitted from {cluster.folder}", f"rollyard slurm up{option_for(data_dir)}")
 
 
-def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
+def wait_ready(cluster: SlurmCluster, job_id: str, data_dir: Path | None, wait_s: float) -> None:
     """Waits until the service is ready. Raises `CommandError` with the reason if the job ends or cannot start."""
     from rollyard.fleet.slurm_jobs import look
 
+    folder = option_for(data_dir)
     last_line = ""
 
     def is_ready() -> bool:
@@ -63,7 +64,7 @@ def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
             raise CommandError(f"job {job_id} is {job.state}{ends}", f"see {cluster.folder / 'job.log'}")
         if job.is_hopeless:
             what = f"job {job_id} cannot start ({job.reason}); it stays in the queue"
-            raise CommandError(what, "end it with `rollyard slurm down`, and change the options")
+            raise CommandError(what, f"end it with `rollyard slurm down{folder}`, and change the options")
         line = f"job {job_id} is {state_text(job)}" + (f" on {', '.join(job.nodes)}" if job.nodes else "")
         if line != last_line:
             note(line)
@@ -71,7 +72,7 @@ def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
         return False
 
     if not poll(is_ready, wait_s):
-        raise CommandError(f"after {wait_s:g} s {last_line}; the job remains", "see `rollyard slurm status`")
+        raise CommandError(f"after {wait_s:g} s {last_line}; the job remains", f"see `rollyard slurm status{folder}`")
     if not poll(lambda: service_of(cluster) is not None, REACH_S):
         note(f"{cluster.url} cannot be reached from this machine; the cluster's nodes may reach it")
 

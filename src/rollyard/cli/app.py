@@ -93,7 +93,7 @@ app.add_typer(engines, name="engines", epilog=_example("rollyard engines add htt
 app.add_typer(policies, name="policies", epilog=_example("rollyard policies pause actor --mode drain"))
 app.command(
     short_help="Run rollouts leased by a head.",
-    epilog=_example("rollyard node --head http://head:8127 --token-file node-token"),
+    epilog=_example("rollyard node --head https://head:8127 --token-file node-token"),
 )(node)
 app.add_typer(nodes, name="nodes", epilog=_example("rollyard nodes drain gpu-07"))
 app.add_typer(
@@ -118,7 +118,11 @@ app.command(
     epilog=_example("rollyard engine --model ~/models/qwen3-0.6b --port 8000"),
 )(engine)
 app.add_typer(weights, name="weights", epilog=_example("rollyard weights fetch smollm2"))
-app.add_typer(slurm, name="slurm", epilog=_example("rollyard slurm up --nodes 4 --partition cpu --time 24:00:00"))
+app.add_typer(
+    slurm,
+    name="slurm",
+    epilog=_example("rollyard slurm up --nodes 4 --time 24:00:00 --store postgresql://me@db/rollyard"),
+)
 app.command(
     "gym-agent",
     short_help="Serve rollouts to NeMo Gym and NeMo RL.",

@@ -89,7 +89,10 @@ class HeadConnection:
 
         url, token = self._where()
         if not self._may_be_clear and is_clear(url):
-            raise NodeRefused(f"{url} is plain HTTP, and a token would be sent in the clear: use its https:// address")
+            raise NodeRefused(
+                f"{url} is plain HTTP, and a token would be sent in the clear: use its https:// address, or"
+                " --plain-http on a network that you trust"
+            )
         try:
             plain, pin = split_pin(url)
         except ValueError as error:

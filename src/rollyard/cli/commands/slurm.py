@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollyard.cli._console import AsJson, CommandError, note, number, plain, print_json, show, table
+from rollyard.cli._extras import require
 from rollyard.cli._slurm_job import (
     REACH_S,
     check_disk,
@@ -157,6 +158,9 @@ def up(
             text = script(spec)
             print_json({"script": text}) if as_json else sys.stdout.write(text)
             return
+        for extra, is_needed in (("ray", spec.uses_ray), ("postgres", store.startswith("postgres"))):
+            if is_needed:
+                require(extra)  # the nodes run this Python
         require_slurm()
         check_disk(spec, store)
         cluster = SlurmCluster(folder)
@@ -167,7 +171,7 @@ def up(
         job_id = cluster.submit(spec, store)
         note(f"job {job_id} is submitted: {folder / 'job.sh'}")
         if wait_s:
-            wait_ready(cluster, job_id, wait_s)
+            wait_ready(cluster, job_id, data_dir, wait_s)
         _show_up(cluster, look(job_id), as_json)
 
 
