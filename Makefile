@@ -59,7 +59,7 @@ screenshots: ## the pictures of the dashboard in docs/images, from a scripted ru
 	@scripts/setup dev
 	@scripts/screenshots
 
-bench: ## every benchmark, with its peers (BENCH=--quick: rough figures, sooner)
+bench: ## every benchmark, with peers where there are any (BENCH=--quick: rough figures, sooner)
 	@scripts/setup dev
 	@scripts/setup demo
 	@.venv/bin/rollyard bench all $(BENCH)
