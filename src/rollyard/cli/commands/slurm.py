@@ -158,9 +158,10 @@ def up(
             text = script(spec)
             print_json({"script": text}) if as_json else sys.stdout.write(text)
             return
-        for extra, is_needed in (("ray", spec.uses_ray), ("postgres", store.startswith("postgres"))):
-            if is_needed:
-                require(extra)  # the nodes run this Python
+        if spec.uses_ray:  # the nodes run this Python
+            require("ray")
+        if store.startswith("postgres"):
+            require("postgres")
         require_slurm()
         check_disk(spec, store)
         cluster = SlurmCluster(folder)
