@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -333,6 +334,27 @@ async def test_an_evaluation_continues_after_a_restart(tmp_path: Path, was_writt
             assert (await site.get("/v1/evals/e")).body == ended
 
 
+async def test_samples_that_never_ran_need_no_memory(tmp_path: Path) -> None:
+    """Of an evaluation that was stored when their number was not limited: it ended the service at every start."""
+    async with scripted(Reply(finish(), latency_s=60)) as engine:
+        async with open_site(tmp_path, engines=[engine_table(engine)], drain_s=0.1) as site:
+            await begin(site, tasks(1))
+            await engine.busy()
+            store = site.served.app_state.store
+            record = await store.get_eval("e~e")
+            await store.put_eval(replace(record, tasks=1000, samples=4096, data={**record.data, "begun": 1}))
+        tracemalloc.start()
+        try:
+            async with scripted() as quick, open_site(tmp_path, engines=[engine_table(quick)]) as site:
+                ended = await over(site)  # its other tasks are not in the store
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert (ended["state"], ended["reason"]) == ("failed", "not_found")
+    assert sum(ended["result"]["missing"].values()) == ended["total"] - 1 == 4_095_999
+    assert peak_bytes < 200_000_000  # 100 bytes for each sample would be more
+
+
 async def test_an_evaluation_pins_its_weights_again_after_a_restart(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=60)) as engine:
         async with open_site(tmp_path, engines=[engine_table(engine)], drain_s=0.1) as site:
@@ -366,6 +388,7 @@ async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) 
             ({"source": tasks(1), "on_update": "wait"}, "on_update"),
             ({"source": tasks(1), "defaults": {"limits": {"max_turns": "x"}}}, "defaults"),
             ({"source": tasks(300), "by": "instruction"}, "more than 256 values"),
+            ({"source": tasks(245), "samples": 4096}, "with 4,096 of each task, that is 244 tasks"),
         ):
             answer = await site.post("/v1/evals", body)
             assert answer.status == 422 and detail in answer.body["detail"], answer.body

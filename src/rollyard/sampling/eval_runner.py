@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from rollyard.core import Group, Json, Rollout, RollyardError, Run, Task
 from rollyard.core.failure import Draining, NotFound, QueueFull, QuotaExceeded
+from rollyard.core.loop_yield import LoopYield
 from rollyard.pipeline import Pipeline
 from rollyard.sampling.evaluation import (
     NOT_STARTED,
@@ -222,12 +223,13 @@ class EvalRunner:
             await self._end("done", None, None, result)
 
     async def _result(self, otherwise: str) -> dict[str, Json]:
-        record = self.record
+        record, tasks, loop_yield = self.record, list[TaskSamples](), LoopYield()
         by = record.data.get("by")
-        tasks = [
-            await self._samples(number, by if isinstance(by, str) else None, otherwise)
-            for number in range(record.tasks)
-        ]
+        empty: dict[TaskSamples, TaskSamples] = {}  # tasks without samples share one: there may be millions
+        for number in range(record.tasks):
+            task = await self._samples(number, by if isinstance(by, str) else None, otherwise)
+            tasks.append(task if task.samples else empty.setdefault(task, task))
+            await loop_yield.step()
         rules = Rules(record.k, record.samples, record.threshold, record.seed)
         return await asyncio.to_thread(evaluated, tasks, rules, has_labels=isinstance(by, str))
 
@@ -243,8 +245,14 @@ class EvalRunner:
         else:
             with suppress(RollyardError):
                 task = self._make_task(await self._store.get_item(eval_items(record.id), number))
-        samples = placed((sample_of(one, otherwise) for one in rollouts), record.samples, record.version, otherwise)
-        return TaskSamples(task.environment, samples, "" if by is None else label_of(task.data, by))
+        return placed(
+            (sample_of(one, otherwise) for one in rollouts),
+            record.samples,
+            record.version,
+            otherwise,
+            environment=task.environment,
+            label="" if by is None else label_of(task.data, by),
+        )
 
     async def _end(
         self,

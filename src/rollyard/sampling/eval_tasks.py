@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rollyard.core import Json, Rollout, id_of
 from rollyard.core.task import name_of
-from rollyard.sampling.evaluation import NOT_STARTED, TaskSamples, label_of, placed, sample_of
+from rollyard.sampling.evaluation import NOT_STARTED, label_of, placed, sample_of
 from rollyard.store.base import EvalRecord, Store
 
 PAGE = 500
@@ -50,8 +50,7 @@ async def tasks_of(store: Store, record: EvalRecord) -> list[EvalTask]:
 
 def _task(record: EvalRecord, index: int, rollouts: list[Rollout]) -> EvalTask:
     task, by = rollouts[0].task, record.data.get("by")
-    samples = placed((sample_of(one, NOT_STARTED) for one in rollouts), record.samples, record.version)
-    found = TaskSamples(task.environment, samples)
+    found = placed((sample_of(one, NOT_STARTED) for one in rollouts), record.samples, record.version)
     labels: dict[str, Json] = {"environment": task.environment}
     if isinstance(by, str):
         labels[by] = label_of(task.data, by)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,6 +34,9 @@ from rollyard.sampling.sources import RawTask, copy_source
 from rollyard.store.base import EvalRecord, eval_items
 
 log = logging.getLogger("rollyard.sampling")
+
+MOST_SAMPLES = 1_000_000
+"""Limit on tasks × samples: at the end all samples that ran are in memory, about 0.3 KB each."""
 
 MOST_LABELS = 256
 """Limit on values of `by`: each has its own figures in the result."""
@@ -113,6 +117,7 @@ class Evals:
             raise InvalidRequest(
                 f"samples: the queue holds {self._pipeline.settings.max_queued} rollouts, not that many"
             )
+        _check_samples(len(tasks), plan.samples)
         if self._pipeline.run_of(plan.run) is not None:
             try:
                 await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})
@@ -131,9 +136,10 @@ class Evals:
             created_at=now,
             owner=plan.owner,
         )
-        labels: set[str] = set()
+        labels, numbers = set[str](), count(1)
 
         def check(raw: RawTask) -> None:
+            _check_samples(next(numbers), plan.samples)
             task = self._make_task(raw, run)
             check_members(task, plan.samples)
             if plan.by is not None:
@@ -220,6 +226,15 @@ class Evals:
         runner = self._runners.get(group_id.rpartition(".")[0])
         if runner is not None:
             runner.group_over(group_id)
+
+
+def _check_samples(tasks: int, samples: int) -> None:
+    if tasks * samples > MOST_SAMPLES:
+        raise InvalidRequest(
+            f"an evaluation has at most {MOST_SAMPLES:,} samples: with {samples:,} of each task, that is"
+            f" {MOST_SAMPLES // samples:,} tasks, and there are more",
+            remedy="Take fewer samples of each task, or divide the tasks among several evaluations.",
+        )
 
 
 def _conflict(plan: EvalPlan, known: EvalRecord) -> IdConflict:
