@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.sampling import eval_runner
+from rollyard.sampling import eval_runner, eval_tasks
 from rollyard.testing.script import Reply, Turn
 from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, member_of, skilled
@@ -375,6 +375,34 @@ async def test_deleting_the_run_of_an_evaluation_deletes_it(tmp_path: Path) -> N
         assert (await site.get("/v1/evals/e")).code == "not_found"
         assert (await site.get("/v1/groups/e.0")).code == "not_found"
         assert (await site.post("/v1/policies/default/pause", {})).status == 200
+
+
+async def test_a_page_of_tasks_reads_a_bounded_number_of_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_tasks, "MOST_ROLLOUTS", 10)  # two tasks with four samples and a spare each
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await begin(site, tasks(3), k=4)
+        await over(site)
+        first = (await site.get("/v1/evals/e/tasks")).body
+        assert [task["passes"] for task in first["tasks"]] == [2, 4] and first["next"] == "t:2"
+        second = (await site.get("/v1/evals/e/tasks?after=t:2")).body
+        assert [task["index"] for task in second["tasks"]] == [2] and second["next"] is None
+
+
+async def test_rollouts_that_only_name_a_group_of_an_evaluation_are_not_in_its_tasks(tmp_path: Path) -> None:
+    """Their groups are none of it, or their indices are beyond those of its samples."""
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await begin(site, tasks(2), k=4)
+        await over(site)
+        body = (await site.get("/v1/evals/e/tasks")).body
+        assert [task["index"] for task in body["tasks"]] == [0, 1]
+        await site.hold()
+        for group, index in (("e.999999999999", 0), ("e.01", 0), ("e.2", 3), ("e.1", 7)):
+            one = {"id": f"{group}-{index}", "group": group, "index": index, "task": task()}
+            answer = await site.post("/v1/rollouts", {"run": "e", "rollouts": [one]})
+            assert answer.status == 202, answer.body
+        assert (await site.get("/v1/evals/e/tasks")).body == body
 
 
 async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) -> None:

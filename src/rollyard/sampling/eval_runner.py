@@ -19,24 +19,24 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from rollyard.core import Group, Json, Rollout, RollyardError, Run, Task
+from rollyard.core import Group, Json, RollyardError, Run, Task
 from rollyard.core.failure import Draining, NotFound, QueueFull, QuotaExceeded
 from rollyard.core.loop_yield import LoopYield
 from rollyard.pipeline import Pipeline
+from rollyard.sampling.eval_samples import SPARES, group_name, samples_of, started_tasks
 from rollyard.sampling.evaluation import (
     NOT_STARTED,
     VERSION_CHANGED,
     Rules,
+    Sample,
     TaskSamples,
     evaluated,
     label_of,
     placed,
-    sample_of,
 )
 from rollyard.sampling.groups import Groups, new_group
 from rollyard.sampling.membership import MemberFate
 from rollyard.sampling.notifier import Notifier
-from rollyard.sampling.open_group import rollouts_of
 from rollyard.store.base import EvalRecord, StoreUnusable, eval_items
 
 log = logging.getLogger("rollyard.sampling")
@@ -46,9 +46,6 @@ AHEAD = 1024
 
 AT_ONCE = 64
 """Groups started in one step."""
-
-SPARES = 1
-"""Spares of each group, in addition to the attempts of each rollout."""
 
 FULL_S = 1.0
 """Seconds between two checks of a queue that had no room."""
@@ -106,9 +103,7 @@ class EvalRunner:
 
     @property
     def _started_tasks(self) -> int:
-        """Tasks that were started."""
-        started = self.record.data.get("begun", 0)
-        return started if isinstance(started, int) else 0
+        return started_tasks(self.record)
 
     async def main(self) -> None:
         """Runs until the evaluation has ended."""
@@ -235,18 +230,18 @@ class EvalRunner:
 
     async def _samples(self, number: int, by: str | None, otherwise: str) -> TaskSamples:
         record = self.record
-        rollouts: list[Rollout] = []
+        rollout, samples = None, list[Sample]()
         if number < self._started_tasks:
-            rollouts = await rollouts_of(self._store, group_name(record.id, number))
-            otherwise = otherwise if rollouts else "forgotten"  # retention has deleted its records
+            rollout, samples = await samples_of(self._store, record, number, otherwise)
+            otherwise = otherwise if samples else "forgotten"  # retention has deleted its records
         task = Task("")
-        if rollouts:
-            task = rollouts[0].task
+        if rollout is not None:
+            task = rollout.task
         else:
             with suppress(RollyardError):
                 task = self._make_task(await self._store.get_item(eval_items(record.id), number))
         return placed(
-            (sample_of(one, otherwise) for one in rollouts),
+            samples,
             record.samples,
             record.version,
             otherwise,
@@ -284,7 +279,3 @@ class EvalRunner:
         if started is not None:
             self.record = replace(self.record, data={**self.record.data, "begun": started})
         await self._store.put_eval(self.record)
-
-
-def group_name(eval_id: str, number: int) -> str:
-    return f"{eval_id}.{number}"
