@@ -30,7 +30,7 @@ from rollyard.sampling.evaluation import label_of
 from rollyard.sampling.groups import Groups
 from rollyard.sampling.notifier import Notifier
 from rollyard.sampling.open_group import check_members
-from rollyard.sampling.sources import RawTask, copy_source
+from rollyard.sampling.sources import RawTask, copy_source, creating
 from rollyard.store.base import EvalRecord, eval_items
 
 log = logging.getLogger("rollyard.sampling")
@@ -147,34 +147,35 @@ class Evals:
                 if len(labels) > MOST_LABELS:
                     raise InvalidRequest(f"by: {plan.by!r} has more than {MOST_LABELS} values")
 
-        source = await copy_source(
-            plan.source,
-            tasks,
-            draw_id=eval_items(plan.id),
-            store=self._store,
-            environments=self._pipeline.resources.environments,
-            folders=self._folders,
-            check=check,
-        )
-        assert source.size is not None
-        record = EvalRecord(
-            id=plan.id,
-            run=plan.run,
-            policy=plan.policy,
-            version=-1,
-            k=plan.k,
-            samples=plan.samples,
-            tasks=source.size,
-            threshold=plan.threshold,
-            max_missing=plan.max_missing,
-            on_update=plan.on_update,
-            seed=plan.seed,
-            created_at=now,
-            data={"priority": plan.priority, "pool_share": plan.pool_share, "by": plan.by, "begun": 0},
-        )
-        run = await self._store.put_run(run, {**body, "eval": plan.id})
-        self._pipeline.know(run)
-        record = await self._store.put_eval(record, body)
+        async with creating(self._store, eval_items(plan.id)):
+            source = await copy_source(
+                plan.source,
+                tasks,
+                draw_id=eval_items(plan.id),
+                store=self._store,
+                environments=self._pipeline.resources.environments,
+                folders=self._folders,
+                check=check,
+            )
+            assert source.size is not None
+            record = EvalRecord(
+                id=plan.id,
+                run=plan.run,
+                policy=plan.policy,
+                version=-1,
+                k=plan.k,
+                samples=plan.samples,
+                tasks=source.size,
+                threshold=plan.threshold,
+                max_missing=plan.max_missing,
+                on_update=plan.on_update,
+                seed=plan.seed,
+                created_at=now,
+                data={"priority": plan.priority, "pool_share": plan.pool_share, "by": plan.by, "begun": 0},
+            )
+            run = await self._store.put_run(run, {**body, "eval": plan.id})
+            self._pipeline.know(run)
+            record = await self._store.put_eval(record, body)
         self._keep(record, run)
         return record
 
