@@ -139,7 +139,7 @@ async def test_a_cancel_while_a_stage_ends_its_sandbox_waits_until_it_is_gone(tm
                 resources.resolve(rollout.task), rollout.id, trajectory, clock, lease_s=60, watch=lambda _: None
             )
         else:
-            work = stages.init(resources.resolve(rollout.task), rollout.id, clock, lease_s=60)
+            work = stages.init(resources.resolve(rollout.task), rollout.id, clock, owner="", lease_s=60)
         task = asyncio.ensure_future(work)
         ending: list[LaunchedSandbox] = []
         while not ending:

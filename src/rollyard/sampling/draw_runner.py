@@ -80,6 +80,7 @@ class DrawRunner:
         self._paused_until = 0.0
         self._written = ""  # progress and batch as stored
         self._asked: set[asyncio.Task[object]] = set()
+        self._releases: set[asyncio.Task[int]] = set()  # acknowledgements that delete traces
         self._timer: asyncio.TimerHandle | None = None  # one that has not fired
         self._is_removed = False
         self.has_main_task = False  # `main` is running or about to run
@@ -252,7 +253,11 @@ class DrawRunner:
                 raise InvalidRequest(f"batch {number} cannot be acknowledged: the last closed batch is {last}")
             self.draw.progress.acked = max(self.draw.progress.acked, number)
             await self._write(GroupChanges())
-        return await self._store.acknowledge_draw(self.draw.id, number)
+            # Not awaited under the lock: it deletes the traces of any number of groups.
+            release = asyncio.create_task(self._store.acknowledge_draw(self.draw.id, number))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
+        return await release
 
     async def rewind(self, number: int, version: int, policy_version: int | None = None) -> None:
         """Applies `DrawState.rewind`. The policy must already have the checkpoint's weights, which sample what is
@@ -273,6 +278,8 @@ class DrawRunner:
                 )
             place = await self._end_of(number)
             acked_place = await self._end_of(progress.acked) if number < progress.acked else place
+            if self._releases:  # otherwise they would also release the groups that get these batches' numbers next
+                await asyncio.wait(self._releases)
             changes = GroupChanges(undone_after=number)
             taken = await self._store.delivered_groups(self.draw.id, place, 1_000_000)
             self._active_groups.rewind(number, place, version, taken, changes, acked_place=acked_place)

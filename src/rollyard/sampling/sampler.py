@@ -26,7 +26,7 @@ from rollyard.sampling.evals import Evals
 from rollyard.sampling.filters import GroupFilter, MissingFilter, keep_of
 from rollyard.sampling.groups import Groups
 from rollyard.sampling.open_group import check_members
-from rollyard.sampling.sources import RawTask, copy_source
+from rollyard.sampling.sources import RawTask, copy_source, creating
 from rollyard.store.base import Decision, StoreUnusable, SweepResult
 
 log = logging.getLogger("rollyard.sampling")
@@ -105,7 +105,7 @@ class Sampler:
             def check(raw: RawTask) -> None:
                 check_members(self._make_task(raw, run), config.group_size)
 
-            try:
+            async with creating(self._store, draw_id):
                 source = await copy_source(
                     config.source,
                     tasks,
@@ -115,12 +115,10 @@ class Sampler:
                     folders=self._folders,
                     check=check,
                 )
-            except RollyardError:
-                await self._store.put_items(draw_id, 0, [])
-                raise
-            now = time.time()
-            draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
-            return await self._load(await self._store.put_draw(draw, body), [])
+                now = time.time()
+                draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
+                draw = await self._store.put_draw(draw, body)
+            return await self._load(draw, [])
 
     async def runner(self, draw_id: str) -> DrawRunner:
         """Returns the runner of a draw, ended or not. Raises NotFound."""

@@ -134,6 +134,18 @@ async def tasks_of_a_draw_are_stored_and_pushed_once(open_store: Open) -> None:
 
 
 @_check
+async def an_opening_deletes_tasks_of_draws_that_were_never_stored(open_store: Open) -> None:
+    names = ("a", "d", eval_items("d"), eval_items("e"), "z")
+    async with opened(open_store) as store:
+        for name in names:
+            await store.put_items(name, 0, [{"n": 0}, {"n": 1}])
+        await store.put_draw(draw(), {})
+        await store.put_eval(EvalRecord("e", "run", "default", 0), {})
+    async with opened(open_store) as store:
+        assert [await store.count_items(name) for name in names] == [0, 2, 0, 2, 0]
+
+
+@_check
 async def unacknowledged_groups_of_a_live_draw_are_not_deleted(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_draw(draw(), {})

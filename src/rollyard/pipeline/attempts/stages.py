@@ -136,11 +136,13 @@ async def init(
     rollout_id: str,
     clock: Deadline,
     *,
+    owner: str,
     lease_s: float,
     metrics: Metrics | None = None,
     ledger: EgressLedger | None = None,
 ) -> Workspace:
-    """Starts the sandbox, prepares files, starts services, opens tools. `ledger` records what sandboxes reach."""
+    """Starts the sandbox, prepares files, starts services, opens tools. `owner` is that of the run; `ledger` records
+    what sandboxes reach."""
     task, environment, needs, kinds = resolved.task, resolved.environment, resolved.needs, resolved.tools
     workspace = Workspace(resolved.plan)
     spec: SandboxSpec | None = None
@@ -153,7 +155,7 @@ async def init(
             workspace.python = await resolved.python()
             if workspace.python is not None and resolved.runtime.is_isolated:
                 spec = replace(spec, binds=(*spec.binds, Bind(workspace.python.folder, INSIDE)))
-            workspace.lease = await prepared(resolved, rollout_id, spec, clock, metrics=metrics)
+            workspace.lease = await prepared(resolved, rollout_id, spec, clock, owner=owner, metrics=metrics)
             if workspace.lease is not None:
                 spec = replace(spec, layers=(workspace.lease.path,))
         async with clock.counting():

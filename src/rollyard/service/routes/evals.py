@@ -16,7 +16,7 @@ from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
 from rollyard.service.schemas.evals import EvalBody, eval_object
 from rollyard.service.schemas.records import JsonObject, reply
-from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, read_body
+from rollyard.service.schemas.requests import InRun, RunQuery, WaitS, parse_number, read_body
 from rollyard.service.security.access import caller_of, owns_policy, require_new_run, require_priority, require_write
 from rollyard.service.security.bounds import while_connected
 from rollyard.store.base import EvalRecord, ItemKind
@@ -26,6 +26,11 @@ router = APIRouter(prefix="/v1/evals", tags=["evals"])
 
 class EvalQuery(RunQuery):
     wait_s: WaitS = Field(default=0.0, description="Seconds to wait for its end.")
+
+
+class TasksQuery(RunQuery):
+    after: str | None = Field(default=None, max_length=40, description="The `next` of the previous page.")
+    limit: int = Field(default=200, ge=1, le=1000)
 
 
 @router.post("", status_code=201, openapi_extra=json_body(EvalBody))
@@ -70,12 +75,14 @@ async def get_eval(request: Request, eval_id: str, query: Annotated[EvalQuery, Q
 
 
 @router.get("/{eval_id}/tasks")
-async def get_tasks(request: Request, eval_id: str, run: InRun = None) -> Response:
-    """Returns the tasks that have started, in order: samples with a reward, how many passed, and how many are
-    missing."""
+async def get_tasks(request: Request, eval_id: str, query: Annotated[TasksQuery, Query()]) -> Response:
+    """Returns the tasks that have started, in order: samples with a reward, how many passed, and how many are missing.
+    A page may have fewer tasks than `limit`."""
     app_state = app_state_of(request)
-    key = await app_state.find(caller_of(request), ItemKind.EVAL, eval_id, run)
-    return reply({"tasks": await tasks_of(app_state.store, await app_state.store.get_eval(key))})
+    key = await app_state.find(caller_of(request), ItemKind.EVAL, eval_id, query.run)
+    first = parse_number(query.after, "t") or 0
+    tasks, after = await tasks_of(app_state.store, await app_state.store.get_eval(key), first, query.limit)
+    return reply({"tasks": tasks, "next": None if after is None else f"t:{after}"})
 
 
 @router.delete("/{eval_id}", status_code=202)

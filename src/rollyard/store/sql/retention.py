@@ -17,13 +17,11 @@ from collections.abc import Sequence
 from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.store.base import Stale, eval_items
 from rollyard.store.sql.dialect import Connection, Row
+from rollyard.store.sql.groups import forget_items
 from rollyard.store.sql.queue import Steps
 
 CHUNK = 50
 """Rollouts deleted in one operation: at up to 0.5 ms each, other writes wait about 25 ms for it."""
-
-ITEMS = 1000
-"""Tasks of a draw that are deleted in one statement: about 2 ms."""
 
 Place = tuple[float, int]
 """kept_from and seq: the position of a sweep."""
@@ -76,10 +74,10 @@ def forget(connection: Connection, table: str, before: float, places: Sequence[P
             _forget_rollout(connection, row)
         else:
             if table == "draws":
-                yield from _forget_items(connection, row[1])
+                yield from forget_items(connection, row[1])
                 connection.execute("DELETE FROM batches WHERE draw = ?", (row[1],))
             elif table == "evals":
-                yield from _forget_items(connection, eval_items(row[1]))
+                yield from forget_items(connection, eval_items(row[1]))
             connection.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
         deleted.append(row[1])
         yield
@@ -132,21 +130,13 @@ def forget_of_run(connection: Connection, run_id: str) -> Steps[int]:
 def _forget_draws(connection: Connection, run_id: str) -> Steps[None]:
     """Deletes a run's draws, groups and evaluations, after its rollouts."""
     for (draw_id,) in connection.execute("SELECT id FROM draws WHERE run = ?", (run_id,)).fetchall():
-        yield from _forget_items(connection, draw_id)
+        yield from forget_items(connection, draw_id)
         connection.execute("DELETE FROM batches WHERE draw = ?", (draw_id,))
         yield
     for (eval_id,) in connection.execute("SELECT id FROM evals WHERE run = ?", (run_id,)).fetchall():
-        yield from _forget_items(connection, eval_items(eval_id))
+        yield from forget_items(connection, eval_items(eval_id))
     for table in ("draws", "groups", "evals"):
         connection.execute(f"DELETE FROM {table} WHERE run = ?", (run_id,))
-        yield
-
-
-def _forget_items(connection: Connection, draw_id: str) -> Steps[None]:
-    while connection.execute(
-        "DELETE FROM draw_items WHERE draw = ? AND item IN (SELECT item FROM draw_items WHERE draw = ? LIMIT ?)",
-        (draw_id, draw_id, ITEMS),
-    ).rowcount:
         yield
 
 
