@@ -84,6 +84,18 @@ async def test_a_new_run_has_no_figures_of_another_tenants_deleted_run(
 async def _nothing(_: Catalog) -> None: ...
 
 
+async def test_a_cancel_in_a_deleted_run_does_not_end_a_rollout_of_a_later_run_of_that_name(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+        early = await site.delete("/v1/rollouts/a?run=name", token=TRAINER)
+        assert (early.status, early.body["state"]) == (202, "cancelled_before_submit")
+        await site.delete_run("name", TRAINER)
+        assert (await site.post("/v1/runs", {"id": "name"}, token=OTHER)).status == 201
+        sent = await site.post("/v1/rollouts", {"id": "a", "run": "name", "task": task()}, token=OTHER)
+        assert sent.body["rollouts"][0]["state"] == "queued"
+
+
 async def test_a_deletion_continues_after_a_restart(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await fill(site)

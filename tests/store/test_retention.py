@@ -163,7 +163,7 @@ async def test_a_store_under_a_steady_load_stops_growing(open_any: AnyOpener) ->
                 await evaluate(store, f"eval{hour}x{few}")
             for number in range(2 * each):
                 await one_ended(store, f"lone{hour}-{number}")
-            await store.request_cancel(f"unknown{hour}", "")
+            await store.request_cancel(f"unknown{hour}", "", run="run")
             clock.now_s += HOUR_S
             await store.sweep(DAY)
             if hour % 24 == 23:

@@ -240,11 +240,13 @@ class Pipeline:
     def _has(self, rollout_id: str) -> bool:
         return rollout_id in self.scheduler or rollout_id in self.starting or rollout_id in self.live
 
-    async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
+    async def cancel(
+        self, rollout_id: str, detail: str = "cancelled by the client", *, run: str | None = None
+    ) -> Rollout | None:
         """Cancels a rollout. Durable when it returns; a live attempt ends soon after. Returns None if the rollout is
-        not stored yet: the cancel is kept for its submit."""
+        not stored; if the client named its `run`, the cancel is kept for its submit."""
         was_queued = self.scheduler.remove(rollout_id)
-        rollout = await self.store.request_cancel(rollout_id, detail)
+        rollout = await self.store.request_cancel(rollout_id, detail, run=run)
         if rollout is not None and rollout.state is State.ENDED:
             was_queued |= self.scheduler.remove(rollout_id)  # it was submitted or requeued in between
         attempt = self.live.get(rollout_id)

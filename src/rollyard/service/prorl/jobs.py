@@ -141,8 +141,9 @@ class ProrlJobs:
         finally:
             self.waiting -= 1
 
-    async def cancel(self, job_id: str) -> None:
-        await self._app_state.pipeline.cancel(rollout_id(job_id), "cancelled by the client")
+    async def cancel(self, job_id: str, caller: Caller) -> None:
+        run = await self._run(caller)  # the cancel of a job that has not arrived is kept in its run
+        await self._app_state.pipeline.cancel(rollout_id(job_id), run=run.id)
 
     async def cancel_all(self) -> None:
         """Cancels all rollouts that have not ended, and waits up to `STOP_S` for them: then weights may change."""

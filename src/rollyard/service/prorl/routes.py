@@ -155,7 +155,7 @@ async def cancel(request: Request) -> Response:
     body = await _read(request, CancelBody)
     if not jobs.intake.now.is_open:
         return _not_running()
-    await jobs.cancel(body.job_id)
+    await jobs.cancel(body.job_id, caller_of(request))
     return reply({"status": f"Cancel requested for job {body.job_id}"})
 
 

@@ -333,12 +333,12 @@ async def cancel_by_id(request: Request, rollout_id: str, run: str | None) -> Ro
     """Cancels a rollout. Returns None if it is unknown; then it is cancelled when it is submitted."""
     app_state, caller = app_state_of(request), caller_of(request)
     try:
-        key = await _find_writable(request, rollout_id, run)
+        key, coming_run = await _find_writable(request, rollout_id, run), None
     except NotFound:
         into = await app_state.run(caller, run or DEFAULT_RUN)
         require_write(caller, into)
-        key = key_of(into.id, rollout_id)
-    return await app_state.pipeline.cancel(key)
+        key, coming_run = key_of(into.id, rollout_id), into.id
+    return await app_state.pipeline.cancel(key, run=coming_run)
 
 
 async def _rescore(pipeline: Pipeline, rollout_id: str) -> Rollout:

@@ -23,7 +23,7 @@ CHUNK = 50
 """Rollouts deleted in one operation: at up to 0.5 ms each, other writes wait about 25 ms for it."""
 
 ITEMS = 1000
-"""Tasks of a draw that are deleted in one statement: about 2 ms."""
+"""Tasks of a draw, or tombstones, that are deleted in one statement: about 2 ms."""
 
 Place = tuple[float, int]
 """kept_from and seq: the position of a sweep."""
@@ -80,6 +80,8 @@ def forget(connection: Connection, table: str, before: float, places: Sequence[P
                 connection.execute("DELETE FROM batches WHERE draw = ?", (row[1],))
             elif table == "evals":
                 yield from _forget_items(connection, eval_items(row[1]))
+            elif table == "runs":
+                yield from _forget_tombstones(connection, row[1])
             connection.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
         deleted.append(row[1])
         yield
@@ -124,6 +126,7 @@ def forget_of_run(connection: Connection, run_id: str) -> Steps[int]:
         yield
     if len(rows) < CHUNK:
         yield from _forget_draws(connection, run_id)
+        yield from _forget_tombstones(connection, run_id)
         connection.execute("DELETE FROM runs WHERE id = ?", (run_id,))
         return 0
     return len(rows)
@@ -139,6 +142,14 @@ def _forget_draws(connection: Connection, run_id: str) -> Steps[None]:
         yield from _forget_items(connection, eval_items(eval_id))
     for table in ("draws", "groups", "evals"):
         connection.execute(f"DELETE FROM {table} WHERE run = ?", (run_id,))
+        yield
+
+
+def _forget_tombstones(connection: Connection, run_id: str) -> Steps[None]:
+    """Deletes the cancels of a run's unknown ids: they must not end rollouts of a later run of that name."""
+    while connection.execute(
+        "DELETE FROM tombstones WHERE seq IN (SELECT seq FROM tombstones WHERE run = ? LIMIT ?)", (run_id, ITEMS)
+    ).rowcount:
         yield
 
 

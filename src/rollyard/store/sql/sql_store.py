@@ -227,8 +227,8 @@ class SqlStore(ABC):
         stored = await self._from_client(writes.Submit(await _new_rows_in_steps(submissions)))
         return _as_rollouts(stored)
 
-    async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
-        row = await self._from_client(partial(writes.request_cancel, rollout_id=rollout_id, detail=detail))
+    async def request_cancel(self, rollout_id: str, detail: str, *, run: str | None = None) -> Rollout | None:
+        row = await self._from_client(partial(writes.request_cancel, rollout_id=rollout_id, detail=detail, run=run))
         return None if row is None else to_rollout(row)
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> Sequence[str]:
