@@ -1,6 +1,7 @@
 """Deleting a run or a group with a long queue: the response is immediate, the deletion continues without the caller."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,47 @@ async def test_a_new_run_has_no_figures_of_another_tenants_deleted_run(
 
 
 async def _nothing(_: Catalog) -> None: ...
+
+
+async def test_the_events_of_a_deleted_run_are_not_those_of_a_later_run_of_that_name(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        event_log = site.served.app_state.pipeline.event_log
+        start = event_log.last_id
+        for token in (TRAINER, OTHER):
+            assert (await site.post("/v1/runs", {"id": "name"}, token=token)).status == 201
+            body = {"id": "theirs" if token == TRAINER else "mine", "run": "name", "task": task()}
+            assert (await site.post("/v1/rollouts", body, token=token)).status == 202
+            if token == TRAINER:
+                await site.delete_run("name", TRAINER)
+        assert (await first_event(site, f"/v1/events?after={start}", OTHER))["rollout"] == "mine"
+
+
+async def first_event(site: Site, path: str, token: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with site.http.get(site.url + path, headers=headers) as reply:
+        async for line in reply.content:
+            if line.startswith(b"data:"):
+                return json.loads(line.removeprefix(b"data:"))
+    raise AssertionError("the stream has ended")
+
+
+async def test_a_run_that_its_owner_creates_again_at_once_exists(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+        again: list[int] = []
+
+        async def create_again(_: str) -> None:
+            again.append((await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status)
+
+        site.served.app_state.pipeline.on_deleted.append(create_again)
+        assert (await site.delete("/v1/runs/name", token=TRAINER)).status in (202, 204)
+        async with asyncio.timeout(60):
+            while not again or "name" in site.served.app_state.pipeline.cancelling.deleting:
+                await asyncio.sleep(0.02)
+        assert (await site.get("/v1/runs/name", token=TRAINER)).body["state"] == "active"
+        sent = await site.post("/v1/rollouts", {"run": "name", "task": task()}, token=TRAINER)
+        assert sent.status == 202
 
 
 async def test_a_cancel_in_a_deleted_run_does_not_end_a_rollout_of_a_later_run_of_that_name(tmp_path: Path) -> None:
