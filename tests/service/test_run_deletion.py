@@ -9,6 +9,8 @@ import pytest
 
 from rollyard.catalog import Catalog
 from rollyard.pipeline.pipeline import Pipeline
+from rollyard.sampling.groups import Groups
+from rollyard.sampling.open_group import OpenGroup
 from rollyard.service.routes import runs
 from rollyard.store import SqliteStore
 from rollyard.store.base import Stale
@@ -97,6 +99,30 @@ async def test_the_events_of_a_deleted_run_are_not_those_of_a_later_run_of_that_
             if token == TRAINER:
                 await site.delete_run("name", TRAINER)
         assert (await first_event(site, f"/v1/events?after={start}", OTHER))["rollout"] == "mine"
+
+
+async def test_a_group_of_a_deleted_run_is_not_written_into_a_later_run_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_look, look = asyncio.Event(), Groups._look  # pyright: ignore[reportPrivateUsage]
+
+    async def late(self: Groups, opened: OpenGroup) -> None:
+        await may_look.wait()
+        await look(self, opened)
+
+    monkeypatch.setattr(Groups, "_look", late)
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+        group = {"id": "g", "run": "name", "task": task(), "size": 2}
+        assert (await site.post("/v1/groups", group, token=TRAINER)).status == 202
+        await site.delete_run("name", TRAINER)
+        assert (await site.post("/v1/runs", {"id": "name"}, token=OTHER)).status == 201
+        may_look.set()
+        assert (await site.post("/v1/groups", {**group, "size": 1}, token=OTHER)).status == 202
+        assert (await site.delete("/v1/rollouts/g-0?run=name", token=OTHER)).status == 202
+        ended = (await site.get("/v1/groups/g?run=name&wait_s=60", token=OTHER)).body  # groups still end
+        assert (ended["state"], ended["size"], len(ended["members"])) == ("failed", 1, 1)
 
 
 async def first_event(site: Site, path: str, token: str) -> dict[str, Any]:

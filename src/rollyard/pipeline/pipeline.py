@@ -505,7 +505,7 @@ class Pipeline:
 
     async def _forget_run(self, run_id: str, run: Run | None) -> None:
         """Forgets a run that the store has deleted, unless its owner has created it again meanwhile. Until it returns,
-        nobody else can take the name: a new run must find nothing of the old one."""
+        no other token can take the name: a new run must find nothing of the old one."""
         self.event_log.forget_run(run_id)
         for call in self.on_deleted:
             await call(run_id)
