@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from rollyard.catalog import Catalog
+from rollyard.pipeline.attempts.runner import StageRunner
+from rollyard.pipeline.event_log import EventLog
 from rollyard.pipeline.pipeline import Pipeline
 from rollyard.sampling.groups import Groups
+from rollyard.sampling.notifier import Notifier
 from rollyard.sampling.open_group import OpenGroup
 from rollyard.service.routes import runs
 from rollyard.store import SqliteStore
@@ -123,6 +126,75 @@ async def test_a_group_of_a_deleted_run_is_not_written_into_a_later_run_of_that_
         assert (await site.delete("/v1/rollouts/g-0?run=name", token=OTHER)).status == 202
         ended = (await site.get("/v1/groups/g?run=name&wait_s=60", token=OTHER)).body  # groups still end
         assert (ended["state"], ended["size"], len(ended["members"])) == ("failed", 1, 1)
+
+
+async def test_a_call_that_waits_gets_nothing_of_a_later_run_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[str] = []
+    events, following = EventLog.events, Notifier.next
+
+    def reported_events(self: EventLog, after: str | None = None) -> Any:
+        waiting.append("events")
+        return events(self, after)
+
+    def reported_next(self: Notifier) -> Any:
+        waiting.append("group")
+        return following(self)
+
+    monkeypatch.setattr(EventLog, "events", reported_events)
+    monkeypatch.setattr(Notifier, "next", reported_next)
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+        group = {"id": "g", "run": "name", "task": task(), "size": 1}
+        assert (await site.post("/v1/groups", group, token=TRAINER)).status == 202
+        listing = "/v1/rollouts?run=name&state=ended&group=x&wait_s=60"
+        calls = [
+            asyncio.create_task(site.get(path, token=TRAINER)) for path in (listing, "/v1/groups/g?run=name&wait_s=60")
+        ]
+        async with asyncio.timeout(60):
+            while {*waiting} != {"events", "group"}:
+                await asyncio.sleep(0.02)
+        await site.delete_run("name", TRAINER)
+        assert (await site.post("/v1/runs", {"id": "name"}, token=OTHER)).status == 201
+        assert (await site.post("/v1/groups", group, token=OTHER)).status == 202
+        body = {"id": "x-0", "group": "x", "run": "name", "task": task()}
+        assert (await site.post("/v1/rollouts", body, token=OTHER)).status == 202
+        for name in ("x-0", "g-0"):
+            assert (await site.delete(f"/v1/rollouts/{name}?run=name", token=OTHER)).status == 202
+        assert [answer.status for answer in await asyncio.gather(*calls)] == [404, 404]
+
+
+async def test_a_late_score_is_not_appended_to_a_rollout_of_a_later_run_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_scored, may_end, evaluate = asyncio.Event(), asyncio.Event(), StageRunner.evaluate
+
+    async def late(self: StageRunner, *values: Any, **options: Any) -> Any:
+        score = await evaluate(self, *values, **options)
+        is_scored.set()
+        await may_end.wait()
+        return score
+
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+
+        async def end(token: str) -> None:
+            assert (await site.post("/v1/runs", {"id": "name"}, token=token)).status == 201
+            body = {"id": "a", "run": "name", "task": task()}
+            assert (await site.post("/v1/rollouts", body, token=token)).status == 202
+            await site.ended("a")
+
+        await end(TRAINER)
+        with monkeypatch.context() as patched:
+            patched.setattr(StageRunner, "evaluate", late)
+            rescoring = asyncio.create_task(site.post("/v1/rollouts/a/rescore?run=name", token=TRAINER))
+            await asyncio.wait_for(is_scored.wait(), 60)
+        await site.delete_run("name", TRAINER)
+        await end(OTHER)
+        may_end.set()
+        assert (await rescoring).status == 404
+        assert (await site.get("/v1/rollouts/a?run=name", token=OTHER)).body["scores"] == []
 
 
 async def first_event(site: Site, path: str, token: str) -> dict[str, Any]:

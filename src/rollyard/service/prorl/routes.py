@@ -133,6 +133,7 @@ async def process(request: Request) -> Response:
     except (UnknownEnvironment, TaskInvalid) as error:
         return _refused(400, f"Invalid dataset type or instance: {error.detail}")
     ended = await while_connected(request, jobs.ended(rollout, app_state.settings.prorl_timeout_s), app_state.closing)
+    jobs.require_use(caller_of(request))  # the run may be another tenant's by now
     if ended is None:
         return _refused(503, f"the service is closing; the job is stored as rollout {id_of(rollout.id)}")
     if ended.state is not State.ENDED:
