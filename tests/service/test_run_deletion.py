@@ -87,6 +87,25 @@ async def test_a_new_run_has_no_figures_of_another_tenants_deleted_run(
         assert (page["rows"], page["total"]) == ([], 0)
 
 
+async def test_a_new_run_has_no_figures_of_another_tenants_swept_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Catalog, "_check_some", _nothing)  # the rows stay in the catalog's file
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)], retain_s=0.001) as site:
+        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+        body = {"id": "a", "run": "name", "task": task()}
+        assert (await site.post("/v1/rollouts", body, token=TRAINER)).status == 202
+        await site.ended("a")
+        async with asyncio.timeout(60):
+            while (await site.get("/v1/results")).body["behind"]:
+                await asyncio.sleep(0.02)
+            while (await site.get("/v1/runs/name")).status != 404:
+                await site.served.app_state.pipeline.sweep()
+        assert (await site.post("/v1/runs", {"id": "name"}, token=OTHER)).status == 201
+        found = (await site.get("/v1/runs/name/series", token=OTHER)).body
+        assert (found["totals"]["count"], found["environments"]) == (0, [])
+
+
 async def _nothing(_: Catalog) -> None: ...
 
 
