@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from rollyard.catalog import Catalog
+from rollyard.pipeline import pipeline as pipeline_module
+from rollyard.pipeline.artifacts import ArtifactFolder
 from rollyard.pipeline.attempts.runner import StageRunner
 from rollyard.pipeline.event_log import EventLog
 from rollyard.pipeline.pipeline import Pipeline
@@ -85,6 +87,32 @@ async def test_a_new_run_has_no_figures_of_another_tenants_deleted_run(
         assert (found["totals"]["count"], found["environments"], found["x"]) == (0, [], [])
         page = (await site.get("/v1/results?run=name&search=xylophone", token=OTHER)).body
         assert (page["rows"], page["total"]) == ([], 0)
+
+
+async def test_artifacts_of_an_id_that_is_used_again_during_a_sweep_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_module, "LEAVINGS", 1)
+    delete, deleted = ArtifactFolder.delete, list[str]()
+    async with open_site(tmp_path) as site:
+
+        async def submit() -> None:
+            assert (await site.post("/v1/runs", {"id": "name"})).status == 201
+            rollouts = [{"id": name, "task": task()} for name in ("a", "b")]
+            assert (await site.post("/v1/rollouts", {"run": "name", "rollouts": rollouts})).status == 202
+
+        async def delete_late(self: ArtifactFolder, rollout_id: str) -> None:
+            if not deleted:
+                await submit()
+            deleted.append(rollout_id)
+            await delete(self, rollout_id)
+
+        await site.hold()
+        await submit()
+        await site.delete_run("name")
+        monkeypatch.setattr(ArtifactFolder, "delete", delete_late)
+        await site.served.app_state.pipeline.sweep()
+    assert deleted == ["name~a"]
 
 
 async def test_a_new_run_has_no_figures_of_another_tenants_swept_run(

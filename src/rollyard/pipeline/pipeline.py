@@ -46,6 +46,9 @@ log = logging.getLogger("rollyard.pipeline")
 
 SWEEP_EVERY_S = 60.0
 
+LEAVINGS = 64
+"""Rollouts whose artifacts are deleted between two checks of whether their ids are in use again."""
+
 
 class Pipeline:
     """Runs rollouts. Entering the context recovers what an earlier process left; leaving it gives back what is live."""
@@ -500,8 +503,9 @@ class Pipeline:
             await self._forget_run(run_id, runs_before.get(run_id))
         for listener in self.on_swept:
             listener(swept)
-        for rollout_id in swept.rollouts:
-            await self.resources.artifacts.delete(rollout_id)
+        for start in range(0, len(swept.rollouts), LEAVINGS):
+            for rollout_id in await self.store.leavings_among(swept.rollouts[start : start + LEAVINGS]):
+                await self.resources.artifacts.delete(rollout_id)
 
     async def _forget_run(self, run_id: str, run: Run | None) -> None:
         """Forgets a run that the store has deleted, unless its owner has created it again meanwhile. Until it returns,

@@ -718,6 +718,8 @@ async def deleting_a_run_deletes_its_rollouts(open_store: Open) -> None:
         assert again.position == QUEUED
         leavings = (await store.sweep(Retention(3600))).rollouts
         assert len(leavings) == 130 and "r000" not in leavings  # the id is in use again: its files stay
+        await store.submit([submission("r001")])
+        assert list(await store.leavings_among(["r001", "r002", "unknown"])) == ["r002"]
 
 
 @_check
