@@ -57,7 +57,7 @@ async def test_a_cancel_is_idempotent_and_does_not_change_an_ended_rollout(tmp_p
 
 async def test_a_cancel_before_the_submit_applies(tmp_path: Path):
     async with open_site(tmp_path, DO_IT) as site:
-        assert await site.pipeline.cancel("early") is None
+        assert await site.pipeline.cancel("early", run="run") is None
         rollout = await site.rolled(shell_task(), rollout_id="early")
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -45,6 +45,9 @@ from rollyard.store.base import QueuedRow, Retention, Store, StoreUnusable, Subm
 log = logging.getLogger("rollyard.pipeline")
 
 SWEEP_EVERY_S = 60.0
+
+LEAVINGS = 64
+"""Rollouts whose artifacts are deleted between two checks of whether their ids are in use again."""
 
 
 class Pipeline:
@@ -94,6 +97,7 @@ class Pipeline:
         self._idle = asyncio.Event()
         self.on_end: list[Callable[[Rollout], None]] = []  # called with every terminal record, after its commit
         self.on_swept: list[Callable[[SweepResult], None]] = []  # called with what retention has deleted
+        self.on_deleted: list[Callable[[str], Awaitable[None]]] = []  # called with each deleted run; its name is taken
         self.on_room: list[Callable[[], None]] = []  # called after everything that may free a place
         self.broken: StoreUnusable | None = None
         self.broke = asyncio.Event()  # the store is unusable: the process should end
@@ -240,11 +244,13 @@ class Pipeline:
     def _has(self, rollout_id: str) -> bool:
         return rollout_id in self.scheduler or rollout_id in self.starting or rollout_id in self.live
 
-    async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
+    async def cancel(
+        self, rollout_id: str, detail: str = "cancelled by the client", *, run: str | None = None
+    ) -> Rollout | None:
         """Cancels a rollout. Durable when it returns; a live attempt ends soon after. Returns None if the rollout is
-        not stored yet: the cancel is kept for its submit."""
+        not stored; if the client named its `run`, the cancel is kept for its submit."""
         was_queued = self.scheduler.remove(rollout_id)
-        rollout = await self.store.request_cancel(rollout_id, detail)
+        rollout = await self.store.request_cancel(rollout_id, detail, run=run)
         if rollout is not None and rollout.state is State.ENDED:
             was_queued |= self.scheduler.remove(rollout_id)  # it was submitted or requeued in between
         attempt = self.live.get(rollout_id)
@@ -272,8 +278,12 @@ class Pipeline:
 
     async def delete_run(self, run_id: str) -> None:
         """Completes `cancelling.begin_deletion`: cancels what has not ended, waits for it, and deletes the run."""
+        run = self._runs.get(run_id)
         await self.cancelling.delete(run_id)
-        self._forget_run(run_id)
+        try:
+            await self._forget_run(run_id, run)
+        finally:
+            self.cancelling.deleting.discard(run_id)
 
     async def rescore(self, rollout_id: str) -> Rollout:
         """Evaluates saved artifacts again. The terminal record does not change; the new score is appended."""
@@ -490,16 +500,22 @@ class Pipeline:
         runs_before = dict(self._runs)
         swept = await self.store.sweep(Retention(self.settings.retain_s))
         for run_id in swept.runs:
-            if self._runs.get(run_id) is runs_before.get(run_id):  # otherwise it was created again meanwhile
-                self._forget_run(run_id)
+            await self._forget_run(run_id, runs_before.get(run_id))
         for listener in self.on_swept:
             listener(swept)
-        for rollout_id in swept.rollouts:
-            await self.resources.artifacts.delete(rollout_id)
+        for start in range(0, len(swept.rollouts), LEAVINGS):
+            for rollout_id in await self.store.leavings_among(swept.rollouts[start : start + LEAVINGS]):
+                await self.resources.artifacts.delete(rollout_id)
 
-    def _forget_run(self, run_id: str) -> None:
-        self._runs.pop(run_id, None)
-        self.scheduler.forget_run(run_id)
+    async def _forget_run(self, run_id: str, run: Run | None) -> None:
+        """Forgets a run that the store has deleted, unless its owner has created it again meanwhile. Until it returns,
+        no other token can take the name: a new run must find nothing of the old one."""
+        self.event_log.forget_run(run_id)
+        for call in self.on_deleted:
+            await call(run_id)
+        if self._runs.get(run_id) is run:
+            self._runs.pop(run_id, None)
+            self.scheduler.forget_run(run_id)
 
 
 def _row(rollout: Rollout, waited_s: float = 0.0) -> QueuedRow:

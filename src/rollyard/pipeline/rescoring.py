@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from rollyard.core import Deadline, Json, Rollout, Score, State, Trajectory
-from rollyard.core.failure import Gone, InvalidRequest, SandboxStuck
+from rollyard.core.failure import Gone, InvalidRequest, NotFound, SandboxStuck
 from rollyard.pipeline.attempts.evaluation import CheckKilled
 from rollyard.pipeline.attempts.runner import StageRunner
 from rollyard.pipeline.base import AttemptHost
@@ -77,6 +77,8 @@ class Rescoring:
             "components": dict(score.components),
             "metrics": dict(score.metrics),
         }
+        if (await pipeline.store.get(rollout_id)).seq != rollout.seq:
+            raise NotFound(f"rollout {rollout_id} was deleted while it was scored")  # and another one has its id
         return await pipeline.store.add_score(rollout_id, entry)
 
     async def _saved(self, rollout: Rollout) -> Trajectory:

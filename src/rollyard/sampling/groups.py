@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from rollyard.core import Group, GroupState, Json, Rollout, RollyardError, Task
+from rollyard.core.failure import NotFound
 from rollyard.core.loop_yield import LoopYield
 from rollyard.pipeline import Pipeline
 from rollyard.sampling.notifier import Notifier
@@ -103,6 +104,12 @@ class Groups:
         self._notify(group_id)
         return group
 
+    def close_run(self, run_id: str) -> None:
+        """Forgets the open groups of a run that is about to be deleted: they are deleted with it, and nothing more may
+        be written of them."""
+        for group_id in [opened.id for opened in self._open.values() if opened.group.run == run_id]:
+            del self._open[group_id]
+
     async def wait(self, group_id: str, within_s: float) -> Group:
         """Returns the record when it is no longer open, or in its current state when `within_s` is over."""
         look = partial(self._store.get_group, group_id)
@@ -122,6 +129,8 @@ class Groups:
                     await self._look(opened)
                 except StoreUnusable:
                     raise
+                except NotFound:  # its run was deleted meanwhile
+                    self._open.pop(group_id, None)
                 except Exception as error:  # a spare's id is taken, for example: ends only this group
                     log.exception("a group failed unexpectedly", extra={"group": group_id})
                     reason = error.code if isinstance(error, RollyardError) else "internal_error"

@@ -52,6 +52,7 @@ class Sampler:
     async def __aenter__(self) -> Self:
         self._pipeline.on_end.append(self._ended)  # first: ends that occur while the store is read count, too
         self._pipeline.on_swept.append(self._swept)
+        self._pipeline.on_deleted.append(self._forget_run)
         self._router.on_version.append(self._versioned)
         unfinished: dict[str | None, list[Group]] = defaultdict(list)
         for group in await self._store.unfinished_groups():
@@ -71,6 +72,7 @@ class Sampler:
     async def __aexit__(self, *_: object) -> None:
         self._pipeline.on_end.remove(self._ended)
         self._pipeline.on_swept.remove(self._swept)
+        self._pipeline.on_deleted.remove(self._forget_run)
         self._router.on_version.remove(self._versioned)
         for task in self._tasks:
             task.cancel()
@@ -154,13 +156,23 @@ class Sampler:
         await self._pipeline.delete_run(run_id)
 
     async def close_run(self, run_id: str) -> None:
-        """Ends all draws and evaluations of a run that is about to be deleted."""
+        """Ends all draws, evaluations and groups of a run that is about to be deleted."""
         await self.evals.close_run(run_id)
+        self.groups.close_run(run_id)
         for runner in list(self._draws.values()):
             if runner.draw.run == run_id:
                 await runner.close("closed", "its run was deleted")
-                self._draws.pop(runner.draw.id, None)
-                runner.let_go()
+        self._drop_draws(run_id)
+
+    async def _forget_run(self, run_id: str) -> None:
+        self._drop_draws(run_id)  # one may have been read again during the deletion
+        self.groups.notifier.ring()
+        self.evals.notifier.ring()
+
+    def _drop_draws(self, run_id: str) -> None:
+        for runner in [runner for runner in self._draws.values() if runner.draw.run == run_id]:
+            del self._draws[runner.draw.id]
+            runner.let_go()
 
     async def _take_up(self, draw: Draw, groups: Sequence[Group]) -> None:
         """Resumes a draw of an earlier process. An error in it ends the draw, not the service."""

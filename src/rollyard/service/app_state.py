@@ -75,6 +75,16 @@ class AppState:
             raise NotFound(f"there is no run {run_id!r}", remedy=NO_RUN)
         return stored_run
 
+    def require_still(self, caller: Caller, run_id: str) -> None:
+        """For a call that has waited: raises `NotFound` if the caller may not read the run any more. It may have been
+        deleted meanwhile, and its name may be that of another tenant's run."""
+        if not self.reads_still(caller, run_id):
+            raise NotFound(f"there is no run {run_id!r}", remedy=NO_RUN)
+
+    def reads_still(self, caller: Caller, run_id: str) -> bool:
+        run = self.pipeline.run_of(run_id)
+        return run is not None and caller.reads(run)
+
     def require_room_for_run(self, caller: Caller) -> None:
         """Raises `QuotaExceeded` if the caller may create no more runs. All runs are in memory, with their defaults,
         and every listing goes through them."""

@@ -120,7 +120,7 @@ async def open_app(
             Catalog(settings.data_dir, store, is_busy=lambda: bool(pipeline.live))
         )
         pipeline.on_end.append(catalog.wake)
-        pipeline.cancelling.on_deleted.append(catalog.forget_run)
+        pipeline.on_deleted.append(catalog.forget_run)
         history = await stack.enter_async_context(History(pipeline, router))
         app_state = AppState(
             settings=settings,

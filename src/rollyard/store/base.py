@@ -5,7 +5,8 @@ Invariants, tested for every store by `rollyard.testing.store_conformance`:
   it is `IdConflict`, and nothing of that call is stored.
 - A rollout ends once: `end` is a compare-and-set on position and epoch; a second caller gets `Stale`.
 - An ended record is visible only after its commit, which gives it the next number in the terminal order.
-- A cancel that arrives before its submit wins: the submit finds the tombstone and ends as cancelled.
+- A cancel that arrives before its submit wins: the submit finds the tombstone and ends as cancelled. Tombstones are
+  deleted with their run, and are stored only in a run that exists: a later run of that name has none.
 - Moves are written in the order of the calls; a caller that need not wait for the disk does not await.
 - Only one process has a store open. Each opening increments the epoch; rows of an older epoch are requeued, except
   those that are leased to a node, if the opener keeps leases.
@@ -257,8 +258,9 @@ class Store(Protocol):
         `NotFound` for an unknown run; `IdConflict` also for an id that occurs twice in the call."""
         ...
 
-    async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
-        """Ends a queued rollout, marks a live one, or stores a tombstone (None). Durable before it returns."""
+    async def request_cancel(self, rollout_id: str, detail: str, *, run: str | None = None) -> Rollout | None:
+        """Ends a queued rollout or marks a live one. None: it is unknown; with `run`, a tombstone is stored, unless
+        there is no such run. Durable before it returns."""
         ...
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> Sequence[str]:
@@ -534,6 +536,10 @@ class Store(Protocol):
 
         The next sweep drops the rollouts that this one returned. After a crash in between they are returned again, so
         that no file is left behind."""
+        ...
+
+    async def leavings_among(self, ids: Sequence[str]) -> Sequence[str]:
+        """Returns those of the rollouts that a sweep returned whose ids were not submitted again since."""
         ...
 
     async def close(self) -> None: ...

@@ -276,6 +276,23 @@ async def deleting_a_run_deletes_its_draws(open_store: Open) -> None:
 
 
 @_check
+async def nothing_is_written_of_a_run_that_was_deleted(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        group, record = Group("g", "run", 1), EvalRecord("e", "run", "default", 1)
+        await store.put_groups([(group, {})], [])
+        await store.put_eval(record, {})
+        await store.begin_deletion("run")
+        await raises(NotFound, store.put_eval(EvalRecord("late", "run", "default", 1), {}))
+        await store.step(Decision(groups=(replace(group, state=GroupState.CANCELLED),)))
+        await store.delete_run("run")
+        await raises(NotFound, store.step(Decision(groups=(replace(group, state=GroupState.FAILED),))))
+        await raises(NotFound, store.put_groups([(group, {})], []))
+        await store.put_run(Run("run"), {})
+        await raises(NotFound, store.put_eval(replace(record, state="done")))
+        assert await store.list_groups() == ((), None) and list(await store.list_evals()) == []
+
+
+@_check
 async def groups_and_batches_are_listed_newest_first(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_run(Run("other"), {})

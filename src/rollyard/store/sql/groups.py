@@ -59,6 +59,8 @@ def step(
 
 
 def _put_group(connection: Connection, group: Group, record: str, digest: str = "") -> None:
+    if connection.execute("SELECT 1 FROM runs WHERE id = ?", (group.run,)).fetchone() is None:
+        raise NotFound(f"there is no run {group.run!r}")  # deleted: a group written now would be in a later run
     put = connection.execute(
         "INSERT INTO groups (id, run, draw, state, batch, place, is_held, digest, updated_at, kept_from, record) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, "
@@ -172,6 +174,8 @@ def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: s
     """Idempotent like a submit; with an empty digest it changes an existing evaluation."""
     existing = connection.execute("SELECT digest, record FROM evals WHERE id = ?", (record.id,)).fetchone()
     stands = (int(record.state == "running"), connection.clock.now(), encoded)
+    if existing is None and not digest:
+        raise NotFound(f"there is no evaluation {record.id!r}")
     if existing is None:
         _require_run(connection, record.run)
         connection.execute(
@@ -190,9 +194,9 @@ def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: s
 
 
 def _require_run(connection: Connection, run_id: str) -> None:
-    """Raises `NotFound` if the run does not exist: a sweep may have deleted it since the caller's check."""
-    if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone() is None:
-        raise NotFound(f"there is no run {run_id!r}")
+    """Raises `NotFound` if the run does not exist: it may have been deleted since the caller's check."""
+    if connection.execute("SELECT 1 FROM runs WHERE id = ? AND is_deleting = 0", (run_id,)).fetchone() is None:
+        raise NotFound(f"there is no run {run_id!r}, or it is being deleted")
 
 
 # --- reading ------------------------------------------------------------------------------------------
