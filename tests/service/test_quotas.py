@@ -54,6 +54,23 @@ async def test_a_tokens_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> 
         assert (await site.post("/v1/rollouts", many(1), token=token)).status == 202, "there is room again"
 
 
+async def test_rescores_beyond_a_tokens_quota_of_queued_rollouts_are_429(tmp_path: Path) -> None:
+    async with tenant(tmp_path, queued=1) as (site, token):
+        (one,) = (await site.post("/v1/rollouts", many(1), token=token)).body["rollouts"]
+        await site.ended(one["id"])
+        assert (await site.call("PATCH", "/v1/pools", json={"eval": 0})).status == 200
+        path = f"/v1/rollouts/{one['id']}/rescore"
+        calls = [asyncio.create_task(site.post(path, token=token)) for _ in range(5)]
+        async with asyncio.timeout(60):
+            while sum(call.done() for call in calls) < 3:  # one waits for EVAL, one is queued
+                await asyncio.sleep(0.02)
+        for refused in [call.result() for call in calls if call.done()]:
+            assert (refused.status, refused.code) == (429, "quota_exceeded")
+            assert int(refused.headers["retry-after"]) > 0
+        assert (await site.call("PATCH", "/v1/pools", json={"eval": 1})).status == 200
+        assert sorted(answer.status for answer in await asyncio.gather(*calls)) == [200, 200, 429, 429, 429]
+
+
 async def test_a_runs_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> None:
     async with tenant(tmp_path) as (site, token):
         await site.hold()
