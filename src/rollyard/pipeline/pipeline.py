@@ -228,7 +228,7 @@ class Pipeline:
         """Queues rollouts that were stored now or earlier; known ones are skipped. `waited_s` is the time spent in
         another queue before this one."""
         for rollout in stored:
-            if rollout.state is State.QUEUED and not self._has(rollout.id):
+            if rollout.state is State.QUEUED and not self.has(rollout.id):
                 self.executor.queued(rollout)
                 self.scheduler.push(_row(rollout, waited_s))
                 self.event_log.publish(rollout)
@@ -237,7 +237,8 @@ class Pipeline:
                 self._notify_end(rollout)
         self.wake()
 
-    def _has(self, rollout_id: str) -> bool:
+    def has(self, rollout_id: str) -> bool:
+        """Whether the rollout is queued, being started or live."""
         return rollout_id in self.scheduler or rollout_id in self.starting or rollout_id in self.live
 
     async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
