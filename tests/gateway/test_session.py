@@ -302,6 +302,70 @@ async def test_parallel_requests_share_the_token_limit():
         assert site.verified().sampled_tokens == 6
 
 
+async def test_parallel_requests_that_wait_for_tokens_share_the_turn_limit():
+    """One at a time has room for its 8 tokens, and samples 2."""
+    limits = replace(LIMITS, max_turns=2, max_tokens=10)
+    async with gateway(says(Reply("a", latency_s=0.1)), limits=limits) as site, aiohttp.ClientSession() as http:
+        answers = await asyncio.gather(*(ask(http, site, body("go", max_tokens=8)) for _ in range(4)))
+        assert sum(answer["status"] == 200 for answer in answers) <= 2
+        assert {answer["error"]["code"] for answer in answers if answer["status"] != 200} == {"turn_limit"}
+        assert site.session.turns <= 2
+        assert isinstance(site.session.failure, TurnLimit)
+
+
+async def test_parallel_requests_within_the_turn_limit_all_get_their_turn():
+    limits = replace(LIMITS, max_turns=3, max_tokens=10)
+    async with gateway(says(Reply("a", latency_s=0.1)), limits=limits) as site, aiohttp.ClientSession() as http:
+        answers = await asyncio.gather(*(ask(http, site, body("go", max_tokens=8)) for _ in range(3)))
+        assert [answer["status"] for answer in answers] == [200] * 3
+        assert site.session.turns == 3
+
+
+async def test_tokens_that_wait_to_be_continued_count_in_the_token_limit():
+    """A retry continues 3 tokens and waits for room; another request may not sample beyond what then is left."""
+    limits = replace(LIMITS, max_tokens=20)
+    replies = {"go": Reply("a b c d e f", stall_after=3), "hold": Reply("a b c d", stall_after=2)}
+    script = lambda turn: next((reply for text, reply in replies.items() if text in turn.text), "ok")  # noqa: E731
+    async with gateway(script, limits=limits) as site, aiohttp.ClientSession() as http:
+        first = asyncio.create_task(ask(http, site, body("go", max_tokens=20)))
+        await site.engine.busy()
+        first.cancel()
+        await site.engine.idle()
+        holding = asyncio.create_task(ask(http, site, body("hold", max_tokens=12)))
+        await site.engine.busy()
+        again = asyncio.create_task(ask(http, site, body("go", max_tokens=20)))
+        while site.session.info()["resumed"] != 1:
+            await asyncio.sleep(0)
+        assert site.session.sampled_tokens == 3
+        other = asyncio.create_task(ask(http, site, body("other", max_tokens=6)))
+        while site.session.info()["requests"] != 4:
+            await asyncio.sleep(0)
+        assert len(site.engine.calls) == 2, "20 - 3 - 12 leaves 5 tokens, not 6"
+        replies["go"] = Reply("a b c d e f")
+        holding.cancel()
+        assert [answer["status"] for answer in await asyncio.gather(again, other)] == [200, 200]
+        await site.session.close()
+        assert site.verified().sampled_tokens <= 20
+
+
+async def test_tokens_that_wait_to_be_continued_are_kept_when_the_rollout_ends():
+    limits = replace(LIMITS, max_tokens=20)
+    script = lambda turn: Reply("a b c d e f", stall_after=3) if "go" in turn.text else "ok"  # noqa: E731
+    async with gateway(script, limits=limits) as site, aiohttp.ClientSession() as http:
+        first = asyncio.create_task(ask(http, site, body("go", max_tokens=20)))
+        await site.engine.busy()
+        first.cancel()
+        await site.engine.idle()
+        holding = asyncio.create_task(ask(http, site, body("go", "x", "hold", max_tokens=12)))
+        await site.engine.busy()
+        again = asyncio.create_task(ask(http, site, body("go", max_tokens=20)))
+        while site.session.info()["resumed"] != 1:
+            await asyncio.sleep(0)
+        await site.session.close()
+        assert (await again)["error"]["code"] == (await holding)["error"]["code"] == "ended"
+        assert site.verified().sampled_tokens == 6
+
+
 async def test_a_parallel_request_is_not_truncated_for_unused_tokens():
     """Each may sample 8 of the 10 tokens, and samples 4."""
     limits = replace(LIMITS, max_tokens=10)

@@ -99,6 +99,8 @@ class GatewaySession:
         self._retry_cache = RetryCache()
         self._running: dict[Exchange, int] = {}  # → the most tokens that it may sample
         self._undelivered: list[Exchange] = []  # sampled, and not received by a client yet
+        self._resuming: list[Exchange] = []  # the same, and a retry is about to continue them
+        self._admitted = 0  # requests that have a turn and wait for tokens
         self._bounds = RolloutBounds(task.limits, session)
         self.request_log = RequestLog()
         self._intake = Intake(self._book, renderer, self._bounds, self.request_log)
@@ -125,8 +127,8 @@ class GatewaySession:
 
     @property
     def sampled_tokens(self) -> int:
-        undelivered = sum(len(it.sampled.token_ids) for it in self._undelivered if it.sampled is not None)
-        return self._book.sampled_tokens + undelivered
+        pending = (*self._undelivered, *self._resuming)
+        return self._book.sampled_tokens + sum(len(it.sampled.token_ids) for it in pending if it.sampled is not None)
 
     @property
     def turns(self) -> int:
@@ -214,12 +216,14 @@ class GatewaySession:
                 return earlier.listen()
             if earlier in self._undelivered:
                 self._undelivered.remove(earlier)
+                self._resuming.append(earlier)
                 resumed = earlier
                 self._counts["resumed"] += 1
         try:
             return await self._start(dialect, request, key, weight, resumed, sent)
         except BaseException:
-            if resumed is not None:
+            if resumed in self._resuming:
+                self._resuming.remove(resumed)
                 self._undelivered.append(resumed)
             raise
 
@@ -246,6 +250,8 @@ class GatewaySession:
             key, dialect, turn, granted, reply_id=reply_id, is_stream=request.is_stream, received=self._received
         )
         self._retry_cache.add(exchange, instead_of=resumed)
+        if resumed is not None:
+            self._resuming.remove(resumed)
         if sent is not None:
             turns, now_s = self._turns_started, self._call_log.now_s()
             self.request_log.add(sent, turn=turns, start_s=now_s, overruled=granted.refused)
@@ -263,23 +269,29 @@ class GatewaySession:
             raise Problem("limit", error.detail, code=error.code)
 
     async def _budget(self, request: ChatRequest, turn: PreparedTurn, resume: Generation | None) -> int:
-        """Returns how many tokens it may sample, including those that it resumes from. Raises Problem at a limit."""
+        """Returns how many tokens it may sample, including those that it resumes from. Raises Problem at a limit. Its
+        turn counts while it waits; the caller starts it without waiting."""
         if resume is None:
             self._bounds.turn(self._turns_started)
         requested = min(filter(None, (request.max_tokens, self._task.sampling.max_tokens)))
         requested = self._bounds.fitting(len(turn.prompt), requested, is_first=not self._book.turns)
         has = len(resume.token_ids) if resume is not None else 0
-        while (remaining := self._bounds.tokens_left(self.sampled_tokens + has)) is not None:
-            room = has + remaining - sum(self._running.values())
-            if room >= requested or not self._running:
-                return min(requested, room)
-            self._freed.clear()
-            await self._freed.wait()  # running completions may use less than their budget
+        self._admitted += resume is None
+        try:
+            while (remaining := self._bounds.tokens_left(self.sampled_tokens)) is not None:
+                room = has + remaining - sum(self._running.values())
+                if room >= requested or not self._running:
+                    return min(requested, room)
+                self._freed.clear()
+                await self._freed.wait()  # running completions may use less than their budget
+        finally:
+            self._admitted -= resume is None
         return requested
 
     @property
     def _turns_started(self) -> int:
-        return self._book.turns + len(self._running) + len(self._undelivered)
+        pending = len(self._undelivered) + len(self._resuming) + self._admitted
+        return self._book.turns + len(self._running) + pending
 
     # --- completions
 
@@ -423,8 +435,9 @@ class GatewaySession:
         tasks = [exchange.task for exchange in self._running if exchange.task is not None]
         if tasks:
             await asyncio.wait(tasks)
-        for exchange in self._undelivered:
+        for exchange in (*self._undelivered, *self._resuming):
             assert exchange.sampled is not None
             self._counts["abandoned"] += not exchange.is_late  # a late one is the rollout's last turn
             self._keep(exchange, exchange.sampled, is_abandoned=not exchange.is_late)
         self._undelivered.clear()
+        self._resuming.clear()

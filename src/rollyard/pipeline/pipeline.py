@@ -83,7 +83,7 @@ class Pipeline:
         self.live: dict[str, LiveRollout] = {}
         self.quarantined = 0  # places lost to sandboxes that could not be proven gone
         self.starting: dict[str, str] = {}  # run ids of rollouts that have left the queue and are not live yet
-        self._arriving = 0  # rollouts being stored, whose places in the queue are taken
+        self._arriving = 0  # rollouts being stored or waiting to be rescored, whose places in the queue are taken
         self._arriving_by: Counter[str] = Counter()  # by owner
         self._arriving_in: Counter[str] = Counter()  # by run
         self.overfull: set[str] = set()  # owners that have used up their storage quota
@@ -180,8 +180,8 @@ class Pipeline:
 
     @contextmanager
     def arriving(self, count: int, run_id: str) -> Generator[None, None, None]:
-        """Reserves places in the queue while `count` new rollouts of a run are being stored. Raises `Draining`,
-        `QueueFull` or `QuotaExceeded`."""
+        """Reserves places in the queue: for `count` new rollouts of a run while they are being stored, or for one that
+        waits to be rescored. Raises `Draining`, `QueueFull` or `QuotaExceeded`."""
         if self.is_draining:
             raise Draining("the service is shutting down")
         if count > self.room:
@@ -232,7 +232,7 @@ class Pipeline:
         """Queues rollouts that were stored now or earlier; known ones are skipped. `waited_s` is the time spent in
         another queue before this one."""
         for rollout in stored:
-            if rollout.state is State.QUEUED and not self._has(rollout.id):
+            if rollout.state is State.QUEUED and not self.has(rollout.id):
                 self.executor.queued(rollout)
                 self.scheduler.push(_row(rollout, waited_s))
                 self.event_log.publish(rollout)
@@ -241,7 +241,8 @@ class Pipeline:
                 self._notify_end(rollout)
         self.wake()
 
-    def _has(self, rollout_id: str) -> bool:
+    def has(self, rollout_id: str) -> bool:
+        """Whether the rollout is queued, being started or live."""
         return rollout_id in self.scheduler or rollout_id in self.starting or rollout_id in self.live
 
     async def cancel(
@@ -286,7 +287,8 @@ class Pipeline:
             self.cancelling.deleting.discard(run_id)
 
     async def rescore(self, rollout_id: str) -> Rollout:
-        """Evaluates saved artifacts again. The terminal record does not change; the new score is appended."""
+        """Evaluates saved artifacts again. The terminal record does not change; the new score is appended. Raises as
+        `arriving` does: until it starts, it takes a place in the queue."""
         return await self.rescoring.rescore(rollout_id)
 
     def queued_of(self, run_id: str) -> int:
@@ -381,6 +383,7 @@ class Pipeline:
 
     def _admit(self) -> None:
         self._is_awake = False
+        self.rescoring.start_next()
         self.executor.start_queued()
         due = self.scheduler.next_due()
         if self._timer is not None:

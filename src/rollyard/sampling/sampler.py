@@ -134,9 +134,9 @@ class Sampler:
         """Returns the runner of a draw if it is in memory, as that of every active draw is."""
         return self._draws.get(draw_id)
 
-    def active_of(self, owner: str) -> int:
-        """The number of active draws in the runs of an owner."""
-        return sum(runner.draw.is_active and runner.run.owner == owner for runner in self._draws.values())
+    def active_of(self, owner: str) -> set[str]:
+        """The active draws in the runs of an owner."""
+        return {key for key, runner in self._draws.items() if runner.draw.is_active and runner.run.owner == owner}
 
     async def rewind(self, draw_id: str, batch: int, version: int, policy_version: int | None = None) -> DrawRunner:
         runner = await self.runner(draw_id)

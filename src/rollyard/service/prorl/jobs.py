@@ -209,10 +209,10 @@ class ProrlJobs:
         run = app_state.pipeline.run_of(RUN)
         if run is None:
             self.require_use(caller)
-            app_state.require_room_for_run(caller)
             owner = "" if caller.is_admin else caller.name
-            run = await app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
-            app_state.pipeline.know(run)
+            with app_state.quotas.new_run(caller, RUN):
+                run = await app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
+                app_state.pipeline.know(run)
         self.require_use(caller)  # another caller may have created it meanwhile
         return run
 

@@ -74,8 +74,8 @@ async def create(request: Request) -> Response:
     config = body.to_config(run)
     require_priority(caller_of(request), config.priority)
     key = key_of(run.id, name)
-    app_state.require_room_for_draw(caller_of(request), key)
-    runner = await app_state.sampler.create(key, run, config, body.source.tasks or (), body.identity())
+    with app_state.quotas.active_draw(caller_of(request), run, key):
+        runner = await app_state.sampler.create(key, run, config, body.source.tasks or (), body.identity())
     return reply(draw_object(runner.draw, runner.draw_state), 201)
 
 
@@ -204,10 +204,11 @@ async def acknowledge(request: Request, draw_id: str, run: InRun = None) -> Resp
 @router.post("/{draw_id}/rewind", openapi_extra=json_body(RewindBody))
 async def rewind(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Undoes the batches after this one, for a trainer that has returned to an earlier checkpoint."""
-    key = (await _mine(request, draw_id, run)).draw.id
+    app_state = app_state_of(request)
+    runner = await _mine(request, draw_id, run)
     body = await read_body(request, RewindBody)
-    app_state_of(request).require_room_for_draw(caller_of(request), key)  # a draw that has ended becomes active
-    runner = await app_state_of(request).sampler.rewind(key, body.batch, body.version, body.policy_version)
+    with app_state.quotas.active_draw(caller_of(request), runner.run, runner.draw.id):  # it may have ended
+        runner = await app_state.sampler.rewind(runner.draw.id, body.batch, body.version, body.policy_version)
     return reply(draw_object(runner.draw, runner.draw_state))
 
 

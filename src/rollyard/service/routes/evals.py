@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -41,8 +42,13 @@ async def create(request: Request) -> Response:
     body = await read_body(request, EvalBody)
     if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
-    plan = await _plan(request, body)
-    record = await app_state.sampler.evals.create(plan, body.source.tasks or (), body.identity())
+    plan = _plan(request, body)
+    is_new = app_state.pipeline.run_of(plan.run) is None
+    with app_state.quotas.new_run(caller_of(request), plan.run) if is_new else nullcontext():
+        record = await app_state.sampler.evals.create(plan, body.source.tasks or (), body.identity())
+    created = app_state.pipeline.run_of(record.run)
+    if created is not None and not caller_of(request).reads(created):  # another caller has just created it
+        raise _taken(plan.run)
     return reply(_to_object(app_state, record), 201)
 
 
@@ -96,7 +102,7 @@ async def cancel(request: Request, eval_id: str, run: InRun = None) -> Response:
     return reply(_to_object(app_state, await app_state.sampler.evals.cancel(record.id)), 202)
 
 
-async def _plan(request: Request, body: EvalBody) -> EvalPlan:
+def _plan(request: Request, body: EvalBody) -> EvalPlan:
     """The plan of the evaluation. Raises `Forbidden` if the caller may not create it."""
     app_state, caller = app_state_of(request), caller_of(request)
     if not caller.can_write:
@@ -106,14 +112,17 @@ async def _plan(request: Request, body: EvalBody) -> EvalPlan:
     known = app_state.pipeline.run_of(plan.run)
     if known is None:
         require_new_run(caller, plan.run, plan.policy, app_state.tokens.callers)
-        app_state.require_room_for_run(caller)
     elif not caller.reads(known):
-        raise Forbidden(f"the run name {plan.run!r} is taken")
+        raise _taken(plan.run)
     if plan.on_update == "hold" and not owns_policy(caller, plan.policy, app_state.owners, app_state.tokens.callers):
         raise Forbidden(
             f'only its owner and admins may hold back new weights of policy {plan.policy!r}: use "on_update": "fail"'
         )
     return plan
+
+
+def _taken(run_id: str) -> Forbidden:
+    return Forbidden(f"the run name {run_id!r} is taken")
 
 
 def _to_object(app_state: AppState, record: EvalRecord) -> JsonObject:

@@ -311,7 +311,7 @@ async def get_texts(request: Request, rollout_id: str, run: InRun = None) -> Res
 @router.post("/rollouts/{rollout_id}/rescore")
 async def rescore(request: Request, rollout_id: str, run: InRun = None) -> Response:
     """Scores the saved artifacts again, without inference. The score is appended to `scores`; the terminal record is
-    not changed."""
+    not changed. While it waits it counts as a queued rollout of its run, then as a live one."""
     app_state = app_state_of(request)
     await request.body()  # unused, but it must be read before a disconnect can be detected
     key = await _find_writable(request, rollout_id, run)

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.agents.session import POSTED, LiveSession
-from rollyard.core import Rollout, Run, Score, State, check_id, id_of, key_of, new_id
-from rollyard.core.failure import Draining, NotFound, QuotaExceeded, SessionConflict
+from rollyard.core import Rollout, Score, State, check_id, id_of, key_of, new_id
+from rollyard.core.failure import Draining, NotFound, SessionConflict
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
 from rollyard.service.routes.rollouts import cancel_by_id
@@ -57,7 +57,6 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
     require_write(caller_of(request), run)
     priority = run.priority if body.priority is None else body.priority
     require_priority(caller_of(request), priority)
-    _require_room(app_state, run)
     task = body.to_task(defaults_of(app_state.resources, run))
     app_state.resources.check(task, run)
     rollout = Rollout(
@@ -68,7 +67,8 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
         index=body.index,
         priority=priority,
     )
-    (stored,) = await app_state.pipeline.submit([Submission(rollout, body.identity())])
+    with app_state.quotas.open_session(run, rollout.id):
+        (stored,) = await app_state.pipeline.submit([Submission(rollout, body.identity())])
     stored = await _wait_open(request, stored, query.wait_s)
     live = app_state.sessions.live(stored.id)
     root = f"{request.url.scheme}://{request.headers['host']}"
@@ -127,15 +127,6 @@ async def cancel_session(request: Request, session_id: str, run: InRun = None) -
         _check_kind(await app_state.store.get(key))
     cancelled = await cancel_by_id(request, session_id, run)
     return reply({"id": session_id, "state": cancelled.state if cancelled else "cancelled_before_submit"}, 202)
-
-
-def _require_room(app_state: AppState, run: Run) -> None:
-    most = app_state.tokens.quota_of(run.owner).sessions
-    if most is None:
-        return
-    live = [one for one in app_state.pipeline.live.values() if one.run.owner == run.owner]
-    if sum(one.rollout.task.environment == SESSION for one in live) >= most:
-        raise QuotaExceeded(f"the token may have {most} sessions open at once")
 
 
 async def _session(request: Request, session_id: str, run: str | None) -> Rollout:
