@@ -13,6 +13,25 @@ const keyOf = (row) => `${row.run}~${row.id}`;
 
 let kept = { key: null }; // of the last list, so that the back button returns to the same place
 
+const whenOf = (row) => row.ended_at || row.created_at;
+
+/**
+ * Compares the loaded rows with the first page of now: {fresh, covered}. Both are in the same order, newest first.
+ * `fresh`: rows newer than all that are loaded. `covered`: so many of the loaded rows, from the first one on, must be in
+ * the page if they still belong to the list. When rows leave the list, older ones, which may not be loaded yet, move up
+ * into the page: they are not new, and a row at the end of what is loaded has not left because new ones came.
+ */
+export function compared(loaded, { rows, next }) {
+  const places = new Map(loaded.map((row, index) => [keyOf(row), index]));
+  const firstKnown = rows.findIndex((row) => places.has(keyOf(row)));
+  const newest = loaded[0];
+  const fresh = firstKnown >= 0 ? rows.slice(0, firstKnown) : rows.filter((row) => !newest || whenOf(row) > whenOf(newest));
+  if (!next) return { fresh, covered: loaded.length };
+  const last = rows[rows.length - 1];
+  if (!last || fresh.length === rows.length) return { fresh, covered: 0 };
+  return { fresh, covered: places.get(keyOf(last)) ?? loaded.length };
+}
+
 /** Remembers where the reader is in the list. */
 export function keepPlace(place) {
   Object.assign(kept, place);
@@ -66,14 +85,15 @@ export function useFeed(query) {
       return;
     }
     if (!feed.state.rows.length) return; // further pages are being read
-    const now = new Map(reply.rows.map((row) => [keyOf(row), row])), known = new Set(feed.state.rows.map(keyOf));
-    feed.pending = reply.rows.filter((row) => !known.has(keyOf(row)));
-    feed.isGap = feed.pending.length === reply.rows.length && reply.rows.length > 0;
+    const now = new Map(reply.rows.map((row) => [keyOf(row), row]));
+    const { fresh, covered } = compared(feed.state.rows, reply);
+    feed.pending = fresh;
+    feed.isGap = fresh.length > 0 && fresh.length === reply.rows.length && Boolean(reply.next);
     let isChanged = false;
     const rows = feed.state.rows.map((row, index) => {
       const found = now.get(keyOf(row));
       if (found && JSON.stringify(found) !== JSON.stringify(row)) { isChanged = true; return found; }
-      if (!found && query.state === "live" && index < reply.rows.length && !feed.isGap && !row.hasLeft) { isChanged = true; return { ...row, hasLeft: true }; }
+      if (!found && query.state === "live" && index < covered && !row.hasLeft) { isChanged = true; return { ...row, hasLeft: true }; }
       return row;
     });
     update({ ...figures(reply), ...(isChanged ? { rows } : {}), fresh: feed.pending.length, isGap: feed.isGap, error: null });
