@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 from tests.service.site import Site
 from tests.web.conftest import NewVisitor
-from tests.web.results import LiveResults
+from tests.web.results import LiveResults, Results
 from tests.web.visitor import Theme, Visitor
 
 LEFT = ".rows-space .row.left"
@@ -78,3 +79,25 @@ async def test_rows_that_have_ended_can_be_read(world: Site, new_visitor: NewVis
         }"""
     )
     assert found == []
+
+
+async def test_the_table_goes_on_after_back_although_a_page_was_being_read(visitor: Visitor) -> None:
+    visitor.expect_status(404)
+    results, held = Results(1000), asyncio.Event()
+
+    async def answer(route: Route) -> None:
+        if "after=" in route.request.url and not held.is_set():
+            held.set()  # never answered: the view is left before
+            return
+        await results(route)
+
+    page = visitor.page
+    await page.route("**/v1/results*", answer)
+    await visitor.open("/rollouts")
+    await page.get_by_role("grid").evaluate("(grid) => { grid.scrollTop = grid.scrollHeight; }")
+    await held.wait()
+    await page.get_by_role("row", name=re.compile(r"task 900\b")).click()
+    await page.wait_for_url("**/rollouts/default/r900")
+    await page.go_back()
+    await expect(page.get_by_role("row", name=re.compile(r"task 900\b"))).to_be_in_viewport()
+    await page.wait_for_function("document.querySelector('.rows-space').style.height === '7200px'")  # 200 rows

@@ -11,7 +11,11 @@ const START = { rows: [], next: null, total: 0, isExact: true, behind: 0, fresh:
 
 const keyOf = (row) => `${row.run}~${row.id}`;
 
-let kept = { key: null }; // of the last list, so that the back button returns to the same place
+const NOTHING = { key: null };
+let kept = NOTHING; // of the last list, so that the back button returns to the same place
+
+/** The state of a list when its view opens: no page is being read, and what is new is not known yet. */
+const opened = (key) => (kept.key === key ? { ...kept.state, isReading: false, fresh: 0 } : START);
 
 const whenOf = (row) => row.ended_at || row.created_at;
 
@@ -34,21 +38,22 @@ export function compared(loaded, { rows, next }) {
 
 /** Remembers where the reader is in the list. */
 export function keepPlace(place) {
-  Object.assign(kept, place);
+  if (kept !== NOTHING) Object.assign(kept, place);
 }
 
 /** Returns {…state, more, showFresh, reload, kept}. `query`: the parameters of GET /v1/results. */
 export function useFeed(query) {
   const key = JSON.stringify(query);
-  const [state, setState] = useState(() => (kept.key === key ? kept.state : START));
+  const [state, setState] = useState(() => opened(key));
   const current = useRef(null);
   if (!current.current || current.current.key !== key) {
     if (current.current) current.current.abort.abort();
-    current.current = { key, abort: new AbortController(), state: kept.key === key ? kept.state : START, pending: [], isGap: false };
+    current.current = { key, abort: new AbortController(), state: opened(key), pending: [], isGap: false };
     if (kept.key !== key) kept = { key, state: START, top: 0, selected: -1 };
   }
   const feed = current.current;
   const update = (changes) => {
+    if (feed.abort.signal.aborted) return; // the view is closed, or shows another list
     feed.state = { ...feed.state, ...changes };
     if (kept.key === feed.key) kept.state = feed.state;
     if (current.current === feed) setState(feed.state);
