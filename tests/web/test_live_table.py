@@ -101,3 +101,24 @@ async def test_the_table_goes_on_after_back_although_a_page_was_being_read(visit
     await page.go_back()
     await expect(page.get_by_role("row", name=re.compile(r"task 900\b"))).to_be_in_viewport()
     await page.wait_for_function("document.querySelector('.rows-space').style.height === '7200px'")  # 200 rows
+
+
+async def test_the_next_person_sees_no_row_of_the_one_who_signed_out(world: Site, new_visitor: NewVisitor) -> None:
+    visitor = await new_visitor(world)
+    results, held = Results(50), asyncio.Event()
+    page = visitor.page
+    await page.route("**/v1/results*", results)
+    await visitor.open("/rollouts")
+    await expect(page.get_by_role("row", name=re.compile(r"task 49\b"))).to_be_visible()
+    await page.get_by_role("button", name="Sign out").click()
+
+    async def hold(route: Route) -> None:
+        held.set()  # never answered
+
+    await page.route("**/v1/results*", hold)
+    await page.get_by_label("Token").fill(world.token)
+    await page.get_by_role("button", name="Sign in").click()
+    await held.wait()
+    await expect(page.get_by_role("heading", level=1)).to_have_text("Rollouts")
+    await expect(page.locator("main .loading")).to_be_visible()
+    await expect(page.get_by_role("grid")).to_have_count(0)

@@ -1,8 +1,8 @@
 // The pages of GET /v1/results: read by cursor as the reader scrolls, and the first page again every two seconds.
 //
 // New rows wait in `fresh` until the reader asks for them: nothing that is on the screen moves.
-import { useEffect, useRef, useState } from "../dom.js";
-import { get } from "../api.js";
+import { effect, useEffect, useRef, useState } from "../dom.js";
+import { caller, get } from "../api.js";
 
 const PATH = "/v1/results";
 const PAGE_ROWS = 100;
@@ -13,6 +13,8 @@ const keyOf = (row) => `${row.run}~${row.id}`;
 
 const NOTHING = { key: null };
 let kept = NOTHING; // of the last list, so that the back button returns to the same place
+
+effect(() => { if (!caller.value) kept = NOTHING; }); // they were rows of the person who signed out
 
 /** The state of a list when its view opens: no page is being read, and what is new is not known yet. */
 const opened = (key) => (kept.key === key ? { ...kept.state, isReading: false, fresh: 0 } : START);
