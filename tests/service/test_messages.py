@@ -44,6 +44,32 @@ async def test_the_messages_appear_while_the_rollout_runs(tmp_path: Path) -> Non
         await site.delete("/v1/rollouts/r1")
 
 
+async def test_another_conversation_of_an_agent_program_has_another_number(tmp_path: Path) -> None:
+    async with (
+        scripted("one", "two", "three", "four") as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        opened = (await site.post("/v1/sessions", {"id": "r1"})).body
+        key = {"Authorization": f"Bearer {opened['key']}"}
+
+        async def ask(*messages: dict[str, str]) -> dict[str, Any]:
+            answer = await site.post("/v1/chat/completions", {"model": "m", "messages": messages}, headers=key)
+            assert answer.status == 200, answer.body
+            return answer.body["choices"][0]["message"]
+
+        main = [{"role": "user", "content": "Hello"}]
+        main.append(await ask(*main))
+        first = await messages(site)
+        await ask({"role": "system", "content": "Search."}, {"role": "user", "content": "where?"})
+        second = await messages(site)
+        assert second["messages"][0]["content"] == "Search." and second["conversation"] != first["conversation"]
+        await ask(*main, {"role": "user", "content": "And?"})
+        third = await messages(site, "?after=3")
+        assert third["conversation"] not in (first["conversation"], second["conversation"])
+        assert len(third["messages"]) == 1 and third["next"] == 4
+        assert (await messages(site))["messages"][:2] == first["messages"]
+
+
 async def test_the_messages_of_an_ended_rollout_are_those_of_its_trajectory(tmp_path: Path) -> None:
     async with (
         scripted(shell("echo one"), finish()) as engine,

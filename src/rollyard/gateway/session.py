@@ -104,6 +104,8 @@ class GatewaySession:
         self._intake = Intake(self._book, renderer, self._bounds, self.request_log)
         self._freed = asyncio.Event()  # set when a completion ends
         self._messages: Sequence[Message] = ()
+        self._messages_digest = b""
+        self.conversation_number = 0  # grows when `messages` are no longer those before and others after them
         self._started_requests = 0
         self._nonce = secrets.token_hex(9)
         self._is_closed = False
@@ -403,10 +405,19 @@ class GatewaySession:
         )
         if not is_abandoned:
             self._finish_reason = generation.finish_reason
-            if len(turn.messages) + 1 >= len(self._messages):
-                self._messages = (*turn.messages, parsed.message)
+            self._show(turn, parsed)
             self._bounds.completed(len(turn.prompt), generation)
         exchange.recorded()
+
+    def _show(self, turn: PreparedTurn, parsed: Parsed) -> None:
+        """Replaces `messages` if this conversation is longer."""
+        shown = len(self._messages)
+        if len(turn.messages) + 1 < shown:
+            return
+        digests = self._book.history(turn, parsed.message).bare
+        if digests[shown] != self._messages_digest:
+            self.conversation_number += 1
+        self._messages, self._messages_digest = (*turn.messages, parsed.message), digests[-1]
 
     def _problem(self, error: BaseException, exchange: Exchange) -> Problem:
         is_first = not self._book.turns

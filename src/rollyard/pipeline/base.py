@@ -44,6 +44,7 @@ class Snapshot:
     messages: Sequence[Message] = ()
     turns: int = 0
     sampled_tokens: int = 0  # of the calls that have returned
+    conversation: int = 0  # another one of an agent program that has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class MessagePage:
     sampled_tokens: int = 0
     messages: bytes = b"[]"  # a JSON list
     end: int = 0  # the number after its last message; 0: the conversation has no messages
+    conversation: int = 0  # messages of pages with another number do not belong before or after these
 
 
 class LiveRollout(Protocol):

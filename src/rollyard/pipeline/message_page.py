@@ -39,7 +39,10 @@ def page_of(snapshot: Snapshot, after: int, *, is_live: bool) -> MessagePage:
             break
         page.append(data)
     end = min(after, len(snapshot.messages)) + len(page)
-    return MessagePage(snapshot.attempt, snapshot.turns, snapshot.sampled_tokens, b"[%b]" % b",".join(page), end)
+    messages = b"[%b]" % b",".join(page)
+    return MessagePage(
+        snapshot.attempt, snapshot.turns, snapshot.sampled_tokens, messages, end, conversation=snapshot.conversation
+    )
 
 
 def _encoded(message: Message) -> bytes:

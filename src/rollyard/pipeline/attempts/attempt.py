@@ -133,10 +133,11 @@ class Attempt:
         progress, running = self._progress, self._progress.running
         attempt = self.rollout.attempt
         if (done := progress.trajectory) is not None:
-            return Snapshot(attempt, done.messages, done.turns, done.sampled_tokens)
+            return Snapshot(attempt, done.messages, done.turns, done.sampled_tokens, running.conversation_number)
         if running.conversation is None:
             return Snapshot(attempt)
-        return Snapshot(attempt, running.conversation.messages, running.turns, running.sampled_tokens)
+        messages, number = running.conversation.messages, running.conversation_number
+        return Snapshot(attempt, messages, running.turns, running.sampled_tokens, number)
 
     def timings(self) -> Timings:
         return self._progress.timings()

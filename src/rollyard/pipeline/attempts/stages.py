@@ -250,6 +250,11 @@ class RunState:
         return self.conversation.request_log.encoded() if isinstance(self.conversation, GatewaySession) else b""
 
     @property
+    def conversation_number(self) -> int:
+        """Another one when an agent program's messages are of another of its conversations."""
+        return self.conversation.conversation_number if isinstance(self.conversation, GatewaySession) else 0
+
+    @property
     def sampled_tokens(self) -> int:
         return self.conversation.sampled_tokens if self.conversation else 0
 

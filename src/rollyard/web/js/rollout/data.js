@@ -17,30 +17,36 @@ export function addressesOf(run, id, group) {
   };
 }
 
+/** Which conversation a reply of GET …/messages is of: pages of two conversations do not belong together. */
+export const conversationOf = (reply) => `${reply.attempt} ${reply.conversation ?? 0}`;
+
 /**
- * The conversation of a rollout that runs, read every second from where the last reply ended. A new attempt starts the
- * conversation again. Returns {messages, attempt, isAvailable}; `isAvailable` false: it runs on a node that does not send them.
+ * The conversation of a rollout that runs, read every second from where the last reply ended. It starts again with a new
+ * attempt, and when another conversation of an agent program is now the longest. Returns {messages, attempt,
+ * isAvailable}; `isAvailable` false: it runs on a node that does not send them.
  */
 export function useLiveMessages([path, query], isLive) {
   const [state, setState] = useState({ messages: [], attempt: 0, isAvailable: true, isLoaded: false });
   useEffect(() => {
     if (!isLive) return undefined;
     const abort = new AbortController();
-    let messages = [], attempt = null, timer = 0;
+    let messages = [], shown = null, timer = 0;
     const read = async () => {
       let waitMs = 1000;
       try {
         const reply = await get(path, { after: messages.length, ...query }, abort.signal);
-        const isNewAttempt = attempt !== null && reply.attempt !== attempt;
-        attempt = reply.attempt;
-        if (isNewAttempt && messages.length) {
+        const isAnother = reply.available && conversationOf(reply) !== shown;
+        if (isAnother) shown = conversationOf(reply);
+        if (isAnother && messages.length) {
           messages = [];
-          waitMs = 1; // this page began in the middle of the new attempt
-        } else if (reply.messages.length) {
+          timer = setTimeout(read, 1); // this page began in the middle of the other conversation
+          return;
+        }
+        if (reply.messages.length) {
           messages = [...messages, ...reply.messages];
           waitMs = 50;
         }
-        setState({ messages, attempt, isAvailable: reply.available, isLoaded: true });
+        setState({ messages, attempt: reply.attempt, isAvailable: reply.available, isLoaded: true });
       } catch (error) {
         if (abort.signal.aborted) return;
         if (error.status === 404) return;

@@ -6,7 +6,7 @@ import { count, plural } from "../format.js";
 import { LongText } from "../text.js";
 import { Empty, Loading, Problem } from "../ui.js";
 import { Message } from "./conversation.js";
-import { addressesOf, callsOf, reasoningOf, textOf, turnsOf } from "./data.js";
+import { addressesOf, callsOf, conversationOf, reasoningOf, textOf, turnsOf } from "./data.js";
 
 const MOST_MESSAGES = 2000;
 const CHUNK = 40;
@@ -18,9 +18,11 @@ export function useAllMessages(run, id) {
     const abort = new AbortController();
     const [path, query] = addressesOf(run, id).messages;
     const read = async () => {
-      const messages = [];
+      let messages = [], shown = null;
       while (messages.length < MOST_MESSAGES) {
         const reply = await get(path, { after: messages.length, ...query }, abort.signal);
+        if (messages.length && conversationOf(reply) !== shown) { messages = []; continue; } // it runs, and has another one now
+        shown = conversationOf(reply);
         messages.push(...reply.messages);
         if (!reply.messages.length) { setState({ id, messages, isAvailable: reply.available, error: null }); return; }
       }
