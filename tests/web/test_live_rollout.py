@@ -10,16 +10,25 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
 
-from tests.service.site import Site, engine_table, open_site, scripted
+from rollyard.testing.script import FolderTokenizer, Reply, Turn
+from rollyard.testing.scripted_engine import ScriptedEngine
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.service.site import Site, engine_table, open_site, task
 from tests.web.conftest import NewVisitor
 from tests.web.visitor import Visitor
 
 
+def acts(turn: Turn) -> Reply:
+    """Replies with the number of the turn; the native agent waits for its model."""
+    if "stay" in turn.text:
+        return Reply("never", stall_after=0)
+    return Reply(f"reply {turn.number}")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def yard(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Site, None]:
-    replies = [f"reply {number}" for number in range(8)]
     async with (
-        scripted(*replies) as engine,
+        ScriptedEngine(acts, tokenizer=FolderTokenizer(tokenizer_dir())) as engine,
         open_site(tmp_path_factory.mktemp("yard"), engines=[engine_table(engine)], drain_s=0) as site,
     ):
         yield site
@@ -79,3 +88,33 @@ async def test_a_live_conversation_is_one_conversation(yard: Site, reader: Visit
     await program.end()
     await expect(page.locator(".live-mark")).to_have_count(0)
     await expect(messages).to_have_count(4)
+
+
+async def test_requests_are_shown_while_the_rollout_runs_and_their_tokens_when_it_has_ended(
+    yard: Site, reader: Visitor
+) -> None:
+    program = await Program.start(yard, "asks")
+    said = await program.ask(user("first question"))
+    page = await reader.open("/rollouts/default/asks?tab=requests")
+    turns = page.locator("details.request")
+    await expect(turns).to_have_count(1)
+    await turns.first.locator("summary").click()
+    await expect(turns.first).to_contain_text("first question")
+    await expect(turns.first).to_contain_text("available when the rollout has ended")
+    await program.ask(*said, user("second question"))
+    await expect(turns).to_have_count(2)
+    await turns.nth(1).locator("summary").click()
+    await expect(turns.nth(1)).to_contain_text("second question")
+    await program.ask(*said, user("third question"))  # after which no request is read again before the end
+    await program.end()
+    await expect(turns).to_have_count(3)
+    await expect(turns.first).to_contain_text("Trace 0: ")
+    await expect(turns.first).to_contain_text("<|im_start|>user\nfirst question")
+
+
+async def test_the_requests_of_a_rollout_that_sends_none_say_so_while_it_runs(yard: Site, reader: Visitor) -> None:
+    await yard.submit("native", task=task("stay", limits={**task()["limits"], "run_s": 3600, "model_s": 3600}))
+    page = await reader.open("/rollouts/default/native?tab=requests")
+    await expect(page.get_by_role("tabpanel")).to_contain_text("The native agent sends no requests")
+    await yard.delete("/v1/rollouts/native")
+    await yard.ended("native")

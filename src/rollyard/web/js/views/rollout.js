@@ -6,7 +6,7 @@
 //   /v1/rollouts/I?include=trajectory&run=R       messages, traces, artifacts, info; once it has ended
 //   /v1/rollouts/I/timeline?run=R                 polled until the rollout has ended
 //   /v1/rollouts/I/texts?run=R                    once it has ended
-//   /v1/rollouts/I/requests?run=R                 with the tab "requests"
+//   /v1/rollouts/I/requests?run=R                 with the tab "requests"; polled until the rollout has ended
 //   /v1/rollouts/I/artifacts?run=R                with the tab "evidence"
 //   /v1/groups/G?run=R
 //   /v1/rollouts/I/messages?after=N&run=R         only while the rollout has not ended
@@ -57,7 +57,7 @@ function Known({ run, id, record }) {
   const texts = usePolled(...(needsTexts ? ended(at.texts) : [null, {}]), { everyMs: 0 });
   const timeline = usePolled(...at.timeline, { everyMs: isLive ? 2000 : 0 });
   const group = usePolled(...at.group, { everyMs: isLive ? 5000 : 0 });
-  const requests = usePolled(...(tab === "requests" ? at.requests : [null, {}]), { everyMs: 0 });
+  const requests = usePolled(...(tab === "requests" ? at.requests : [null, {}]), { everyMs: isLive ? 2000 : 0 });
   const live = useLiveMessages(at.messages, isLive);
 
   const trajectory = (loaded.data && loaded.data.trajectory) || null;
@@ -88,6 +88,8 @@ function Known({ run, id, record }) {
   <//>`;
 }
 
+const agentOf = (record) => (record.task && record.task.agent && record.task.agent.name) || "native";
+
 const hasTraces = (data) => Boolean(data.trajectory && data.trajectory.traces.length);
 
 function Pruned({ record }) {
@@ -110,7 +112,8 @@ function Panel(all) {
   const { tab, record, isLive, isPruned, live, loaded, trajectory, traces, messages, texts, timeline, group, requests, at } = all;
   if (tab === "record") return html`<${Details} record=${record} trajectory=${trajectory} />`;
   if (!isLive && loaded.error) return html`<${Problem} error=${loaded.error} />`;
-  const isKept = tab === "conversation" && live.messages.length > 0; // of the time before it ended
+  const isFollowed = isLive ? record.state !== "queued" : live.isLoaded && Boolean(requests.data); // its requests
+  const isKept = tab === "conversation" ? live.messages.length > 0 : tab === "requests" && isFollowed; // of the time before it ended
   if (!isLive && !loaded.data && !isKept) return html`<${Loading} />`;
   if (tab === "evidence") return html`<${Evidence} record=${record} trajectory=${trajectory} artifactsAt=${at.artifacts} />`;
   if (tab === "conversation" || tab === "terminal") {
@@ -119,6 +122,11 @@ function Panel(all) {
     if (isLive && record.state === "queued" && !messages.length) return html`<${Empty}>It is in the queue. The conversation appears here when it runs.<//>`;
     if (tab === "terminal") return html`<${Card} title="Shell session"><${Replay} messages=${messages} timeline=${timeline.data} /><//>`;
     return html`<${Conversation} messages=${messages} isLive=${isLive} />`;
+  }
+  const areTextsLoading = !isLive && traces.length > 0 && texts.isLoading;
+  if (tab === "requests" && isFollowed && (isLive || !loaded.data || areTextsLoading)) {
+    if (requests.isLoading) return html`<${Loading} />`;
+    return html`<${Card} title="Requests">${requests.error && html`<${Problem} error=${requests.error} />`}<${Requests} requests=${requests.data || null} agent=${agentOf(record)} traces=${EMPTY} texts=${null} isLive /><//>`;
   }
   const why = missing(all);
   if (why) return html`<${Empty}>${why}<//>`;
