@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Route, expect
 
+from rollyard.core import id_of
 from rollyard.testing.script import FolderTokenizer, Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.service.site import Site, engine_table, open_site, task
+from tests.service.site import Site, engine_table, finish, open_site, shell, task
+from tests.service.skill import CHECK
 from tests.web.conftest import NewVisitor
 from tests.web.visitor import Visitor
 
 
 def acts(turn: Turn) -> Reply:
-    """Replies with the number of the turn; the native agent waits for its model."""
+    """Replies with the number of the turn. Tasks of the native agent say what it does."""
     if "stay" in turn.text:
         return Reply("never", stall_after=0)
+    if (told := re.search(r"member 1 waits for (\S+?)[.<]", turn.text)) is not None:
+        if turn.number > 0:
+            return Reply(finish())
+        is_last = id_of(turn.session_id).endswith("-1")
+        return Reply(shell(f"until [ -e {told[1]} ]; do sleep 0.05; done" if is_last else "touch done"))
     return Reply(f"reply {turn.number}")
 
 
@@ -65,6 +74,10 @@ class Program:
         answer = await self.site.post(f"/v1/sessions/{self.id}/reward", {"reward": 1.0})
         assert answer.status < 300, answer.body
         await self.site.ended(self.id)
+
+
+def replying(body: object) -> Callable[[Route], Awaitable[None]]:
+    return lambda route: route.fulfill(json=body)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -118,3 +131,29 @@ async def test_the_requests_of_a_rollout_that_sends_none_say_so_while_it_runs(ya
     await expect(page.get_by_role("tabpanel")).to_contain_text("The native agent sends no requests")
     await yard.delete("/v1/rollouts/native")
     await yard.ended("native")
+
+
+async def test_the_advantage_appears_when_the_group_is_complete(yard: Site, reader: Visitor, tmp_path: Path) -> None:
+    flag = tmp_path / "go"
+    body = task(f"member 1 waits for {flag}.")
+    body["data"]["checks"] = CHECK
+    assert (await yard.post("/v1/groups", {"id": "late", "task": body, "size": 2})).status < 300
+    await yard.ended("late-0")
+    page = await reader.open("/rollouts/default/late-0?tab=tokens")
+    button = page.get_by_role("button", name="Advantage")
+    await expect(button).to_have_attribute("title", "Its group is not complete yet.")
+    flag.touch()
+    await expect(button).to_be_enabled()
+    await expect(page.get_by_role("region", name="Summary")).to_contain_text("advantage 1.0")
+
+    shown = (await yard.get("/v1/groups/late")).body
+    for change, why in (
+        ({"trainable": False}, "It is not trained on."),
+        ({"is_member": False}, "Its group does not count it."),
+    ):
+        changed = {**shown, "members": [{**shown["members"][0], **change}, shown["members"][1]]}
+
+        await page.route("**/v1/groups/late?*", replying(changed))
+        await page.reload()
+        await expect(button).to_have_attribute("title", why)
+        await expect(page.get_by_role("region", name="Summary")).not_to_contain_text("advantage")

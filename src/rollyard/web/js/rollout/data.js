@@ -109,14 +109,19 @@ export function turnsOf(messages) {
   return messages.map((message) => (message.role === "assistant" ? turn++ : turn));
 }
 
-/** (reward − mean) / spread of the group's statistics, 0 without a spread; null while the group is not complete. */
-export function advantageOf(reward, stats) {
-  if (!stats || typeof stats.mean !== "number" || typeof reward !== "number") return null;
-  return stats.spread ? (reward - stats.mean) / stats.spread : 0;
+/**
+ * The advantage of a member, by its index: {value, why}. The value is (reward − mean) / spread of the members that are
+ * trained on, 0 without a spread; null with the reason if it has none.
+ */
+export function advantageOf(group, index) {
+  const none = (why) => ({ value: null, why });
+  if (!group || !group.stats || group.state === "open") return none("Its group is not complete yet.");
+  const member = group.members.find((one) => one.index === index), { mean, spread } = group.stats;
+  if (!member || typeof member.reward !== "number") return none("It has no reward.");
+  if (!member.is_member) return none("Its group does not count it.");
+  if (!member.trainable || typeof mean !== "number") return none("It is not trained on.");
+  return { value: spread ? (member.reward - mean) / spread : 0, why: "" };
 }
-
-/** Whether a group's statistics are final. */
-export const isSettled = (group) => Boolean(group && group.stats && group.state !== "open");
 
 /** The traces' spans by turn: turn → {trace, span} of the trace that owns it. */
 export function spansByTurn(traces) {

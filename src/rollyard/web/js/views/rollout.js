@@ -8,7 +8,7 @@
 //   /v1/rollouts/I/texts?run=R                    once it has ended
 //   /v1/rollouts/I/requests?run=R                 with the tab "requests"; polled until the rollout has ended
 //   /v1/rollouts/I/artifacts?run=R                with the tab "evidence"
-//   /v1/groups/G?run=R
+//   /v1/groups/G?run=R                            polled until the group is complete
 //   /v1/rollouts/I/messages?after=N&run=R         only while the rollout has not ended
 //   /v1/rollouts/I/artifacts/NAME?run=R           a download; never in an exported file
 import { html, useEffect, useState } from "../dom.js";
@@ -18,7 +18,7 @@ import { isOffline, Link, place } from "../router.js";
 import { Visible } from "../text.js";
 import { Card, Empty, Loading, Page, Problem } from "../ui.js";
 import { Conversation } from "../rollout/conversation.js";
-import { addressesOf, advantageOf, isSettled, useLiveMessages } from "../rollout/data.js";
+import { addressesOf, advantageOf, useLiveMessages } from "../rollout/data.js";
 import { Details } from "../rollout/details.js";
 import { Evidence } from "../rollout/evidence.js";
 import { Forks } from "../rollout/forks.js";
@@ -56,7 +56,9 @@ function Known({ run, id, record }) {
   const needsTexts = loaded.data ? hasTraces(loaded.data) : TEXTS.has(tab); // on these tabs, both are read at once
   const texts = usePolled(...(needsTexts ? ended(at.texts) : [null, {}]), { everyMs: 0 });
   const timeline = usePolled(...at.timeline, { everyMs: isLive ? 2000 : 0 });
-  const group = usePolled(...at.group, { everyMs: isLive ? 5000 : 0 });
+  const [isGroupOpen, setGroupOpen] = useState(true);
+  const group = usePolled(...at.group, { everyMs: isGroupOpen ? 5000 : 0 });
+  useEffect(() => { if (group.data) setGroupOpen(group.data.state === "open"); }, [group.data]);
   const requests = usePolled(...(tab === "requests" ? at.requests : [null, {}]), { everyMs: isLive ? 2000 : 0 });
   const live = useLiveMessages(at.messages, isLive);
 
@@ -140,8 +142,6 @@ function Panel(all) {
     if (requests.isLoading) return html`<${Loading} />`;
     return html`<${Card} title="Requests">${requests.error && html`<p class="note">What the agent sent is not available here; below is what the engine got.</p>`}<${Requests} requests=${requests.data || null} traces=${traces} texts=${decoded} /><//>`;
   }
-  const isComplete = isSettled(group.data);
-  const advantage = isComplete ? advantageOf(record.reward, group.data.stats) : null;
-  const why0 = !record.group ? "It belongs to no group." : !isComplete ? "Its group is not complete yet." : "It has no reward.";
-  return html`<${Card} title="Tokens"><${Strip} traces=${traces} texts=${decoded} advantage=${advantage} whyNoAdvantage=${why0} turnRewards=${(record.score && record.score.turn_rewards) || EMPTY} /><//>`;
+  const { value: advantage, why: whyNoAdvantage } = record.group ? advantageOf(group.data, record.index) : { value: null, why: "It belongs to no group." };
+  return html`<${Card} title="Tokens"><${Strip} traces=${traces} texts=${decoded} advantage=${advantage} whyNoAdvantage=${whyNoAdvantage} turnRewards=${(record.score && record.score.turn_rewards) || EMPTY} /><//>`;
 }
