@@ -385,6 +385,29 @@ async def test_the_proof_fails_for_a_token_that_was_not_sent(reader: Visitor, ya
     await expect(page.locator("[data-proof=bad]")).to_contain_text("2 model calls of 3")
 
 
+async def test_digests_that_were_not_recorded_prove_nothing(reader: Visitor, yard: Site) -> None:
+    def drop_all(body: dict[str, Any]) -> None:
+        for span in body["trajectory"]["traces"][0]["spans"]:
+            span |= {"prompt_digest": "", "sampled_digest": ""}
+
+    def drop_one(body: dict[str, Any]) -> None:
+        body["trajectory"]["traces"][0]["spans"][1]["sampled_digest"] = ""
+
+    def drop_spans(body: dict[str, Any]) -> None:
+        body["trajectory"]["traces"][0]["spans"] = []
+
+    verdict = reader.page.locator("[data-proof=open]")
+    for change, words in (
+        (drop_all, "3 model calls of 3: not all digests were recorded"),
+        (drop_one, "1 model call of 3: not all digests were recorded"),
+        (drop_spans, "nothing to prove"),
+    ):
+        await altered(reader.page, "/rollouts/pair-0?include=trajectory", change, yard)
+        page = await reader.open(f"{ROLLOUT}?tab=traces")
+        await expect(verdict).to_contain_text(words)
+        await expect(page.locator(".proven, .refuted")).to_have_count(2 * 3 - 1 if change is drop_one else 0)
+
+
 async def test_the_digest_of_the_page_is_blake2b(reader: Visitor) -> None:
     page = await reader.open("/rollouts/default/pair-1")
     sizes = [0, 1, 127, 128, 129, 255, 256, 257, 5000]
