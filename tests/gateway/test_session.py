@@ -95,6 +95,26 @@ async def test_the_number_of_the_conversation_grows_when_another_one_is_shown():
         assert await after(*("go", "first", "and?", "second", "next", "third", "end")) == (2, 8)
 
 
+async def test_each_reply_of_the_shown_conversation_has_its_turn():
+    async with gateway(says("first", "second", "third", "fourth")) as site, aiohttp.ClientSession() as http:
+        session = site.session
+        await ask(http, site, body("go"))
+        await ask(http, site, body(*("go", "not sampled here", "and?")))
+        assert session.message_turns == {3: 1}
+        await ask(http, site, {"messages": [SYSTEM, {"role": "user", "content": "go"}]})  # a shorter one
+        await ask(http, site, body("go", "first", "and?"))
+        assert session.message_turns == {1: 0, 3: 3}
+        await ask(http, site, body("go", "first", "and?", "second", "so?"))
+        assert session.message_turns == {1: 0, 3: 3, 5: 4}
+        assert [span.turn for trace in site.verified().traces for span in trace.spans if span.is_owned] == [
+            0,
+            3,
+            4,
+            1,
+            2,
+        ]
+
+
 async def test_a_rewritten_history_forks_with_its_reason():
     async with gateway(says("first", "second")) as site, aiohttp.ClientSession() as http:
         await ask(http, site, body("go"))

@@ -157,3 +157,23 @@ async def test_the_advantage_appears_when_the_group_is_complete(yard: Site, read
         await page.reload()
         await expect(button).to_have_attribute("title", why)
         await expect(page.get_by_role("region", name="Summary")).not_to_contain_text("advantage")
+
+
+async def test_turns_of_the_conversation_are_those_of_the_calls(yard: Site, reader: Visitor) -> None:
+    program = await Program.start(yard, "counts")
+    given: list[dict[str, Any]] = [user("how?"), {"role": "assistant", "content": "a given example"}]
+    main = await program.ask(*given, user("main question"))
+    await program.ask(user("sub question"))
+    await program.ask(*main, user("main follow-up"))
+    page = await reader.open("/rollouts/default/counts")
+    heads = page.locator("article.message header .note")
+    expected = ["turn 0 · #0", " · #1", "turn 0 · #2", "turn 0 · #3", "turn 2 · #4", "turn 2 · #5"]
+    await expect(heads).to_have_text(expected)
+    await page.locator(".calls-table summary").click()
+    turns = page.locator(".calls-table tbody td:first-child")
+    await expect(turns).to_have_text(["0", "1", "2"])
+    await program.end()
+    await expect(page.locator(".live-mark")).to_have_count(0)
+    await expect(heads).to_have_text(expected)
+    await page.reload()
+    await expect(heads).to_have_text(expected)

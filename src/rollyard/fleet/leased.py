@@ -66,7 +66,15 @@ class LeasedRollout:
         view = await self._view(after)
         if view is None:
             return None
-        return MessagePage(attempt, view.turns, view.sampled_tokens, view.messages, view.end, view.conversation)
+        return MessagePage(
+            attempt,
+            view.turns,
+            view.sampled_tokens,
+            view.messages,
+            view.end,
+            view.conversation,
+            view.message_turns,
+        )
 
     def timings(self) -> Timings:
         return Timings(

@@ -187,6 +187,7 @@ class View(msgspec.Struct, frozen=True):
     calls: bytes = b"{}"  # JSON, as `CallLog.info` returns it
     requests: bytes = b""  # JSON, as `RequestLog.encoded` returns it
     conversation: int = 0  # of the messages
+    message_turns: list[int | None] = []
 
     @property
     def size_bytes(self) -> int:

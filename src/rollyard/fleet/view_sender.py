@@ -66,6 +66,7 @@ class ViewSender:
             page.messages,
             page.end,
             conversation=page.conversation,
+            message_turns=list(page.message_turns),
         )
 
 

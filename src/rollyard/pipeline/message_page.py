@@ -39,9 +39,16 @@ def page_of(snapshot: Snapshot, after: int, *, is_live: bool) -> MessagePage:
             break
         page.append(data)
     end = min(after, len(snapshot.messages)) + len(page)
-    messages = b"[%b]" % b",".join(page)
+    known = snapshot.message_turns
+    message_turns = () if known is None else [known.get(number) for number in range(end - len(page), end)]
     return MessagePage(
-        snapshot.attempt, snapshot.turns, snapshot.sampled_tokens, messages, end, conversation=snapshot.conversation
+        snapshot.attempt,
+        snapshot.turns,
+        snapshot.sampled_tokens,
+        b"[%b]" % b",".join(page),
+        end,
+        conversation=snapshot.conversation,
+        message_turns=message_turns,
     )
 
 

@@ -278,8 +278,7 @@ async def get_messages(request: Request, rollout_id: str, query: Annotated[Messa
     if page is None or not page.end:
         trajectory = await app_state.store.trajectory(key)
         if trajectory is not None:
-            saved = Snapshot(trajectory.attempt, trajectory.messages, trajectory.turns, trajectory.sampled_tokens)
-            page = page_of(saved, query.after, is_live=False)
+            page = page_of(Snapshot.of(trajectory), query.after, is_live=False)
     shown = page or MessagePage(rollout.attempt)
     return reply(
         {
@@ -290,6 +289,7 @@ async def get_messages(request: Request, rollout_id: str, query: Annotated[Messa
             "turns": shown.turns,
             "sampled_tokens": shown.sampled_tokens,
             "messages": msgspec.Raw(shown.messages),
+            "message_turns": shown.message_turns,
             "next": shown.end,
             "available": page is not None or live is None,
         }

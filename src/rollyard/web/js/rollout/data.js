@@ -22,15 +22,15 @@ export const conversationOf = (reply) => `${reply.attempt} ${reply.conversation 
 
 /**
  * The conversation of a rollout that runs, read every second from where the last reply ended. It starts again with a new
- * attempt, and when another conversation of an agent program is now the longest. Returns {messages, attempt,
- * isAvailable}; `isAvailable` false: it runs on a node that does not send them.
+ * attempt, and when another conversation of an agent program is now the longest. Returns {messages,
+ * messageTurns, attempt, isAvailable}; `isAvailable` false: it runs on a node that does not send them.
  */
 export function useLiveMessages([path, query], isLive) {
-  const [state, setState] = useState({ messages: [], attempt: 0, isAvailable: true, isLoaded: false });
+  const [state, setState] = useState({ messages: [], messageTurns: [], attempt: 0, isAvailable: true, isLoaded: false });
   useEffect(() => {
     if (!isLive) return undefined;
     const abort = new AbortController();
-    let messages = [], shown = null, timer = 0;
+    let messages = [], messageTurns = [], shown = null, timer = 0;
     const read = async () => {
       let waitMs = 1000;
       try {
@@ -39,14 +39,16 @@ export function useLiveMessages([path, query], isLive) {
         if (isAnother) shown = conversationOf(reply);
         if (isAnother && messages.length) {
           messages = [];
+          messageTurns = [];
           timer = setTimeout(read, 1); // this page began in the middle of the other conversation
           return;
         }
         if (reply.messages.length) {
           messages = [...messages, ...reply.messages];
+          messageTurns = [...messageTurns, ...(reply.message_turns || [])];
           waitMs = 50;
         }
-        setState({ messages, attempt: reply.attempt, isAvailable: reply.available, isLoaded: true });
+        setState({ messages, messageTurns, attempt: reply.attempt, isAvailable: reply.available, isLoaded: true });
       } catch (error) {
         if (abort.signal.aborted) return;
         if (error.status === 404) return;
@@ -103,10 +105,24 @@ export function commandOf(call) {
   return null;
 }
 
-/** The turn (from 0) of each message: the number of the model call that sampled it or, of other messages, that read it. */
-export function turnsOf(messages) {
-  let turn = 0;
-  return messages.map((message) => (message.role === "assistant" ? turn++ : turn));
+/**
+ * The turn (from 0) of each message: the number of the model call that sampled it or, of other messages, that read it.
+ * `known`: the turn of each that was sampled in this rollout, null for the others. A conversation need not have all turns
+ * of its rollout, and an assistant's message may have been given. Without `known`, the assistant's messages are counted.
+ */
+export function turnsOf(messages, known) {
+  const isKnown = Array.isArray(known) && known.length === messages.length && known.every((turn) => turn === null || Number.isInteger(turn));
+  if (!isKnown) {
+    let turn = 0;
+    return messages.map((message) => (message.role === "assistant" ? turn++ : turn));
+  }
+  let next = known.reduce((most, turn) => (turn === null ? most : Math.max(most, turn)), -1) + 1;
+  const turns = new Array(known.length);
+  for (let at = known.length - 1; at >= 0; at--) {
+    if (known[at] !== null) next = known[at];
+    turns[at] = known[at] === null && messages[at].role === "assistant" ? undefined : next;
+  }
+  return turns;
 }
 
 /**

@@ -65,6 +65,7 @@ function Known({ run, id, record }) {
   const trajectory = (loaded.data && loaded.data.trajectory) || null;
   const traces = trajectory ? trajectory.traces : EMPTY;
   const messages = trajectory ? trajectory.messages : live.messages;
+  const messageTurns = trajectory ? (trajectory.info || {}).message_turns : live.messageTurns;
   const isPruned = !isLive && Boolean(loaded.data) && !trajectory && Boolean(record.summary && record.summary.traces);
   const shown = { turns: live.messages.filter((message) => message.role === "assistant").length };
   const tabs = [
@@ -84,7 +85,7 @@ function Known({ run, id, record }) {
       ${isPruned && html`<${Pruned} record=${record} />`}
       ${(timeline.data || isLive || !isOffline) && html`<${Card} title="Time" className="time-card">${timeline.data ? html`<${Waterfall} timeline=${timeline.data} isLive=${isLive} />` : timeline.error ? html`<${Empty}>The times of its stages are not available.<//>` : html`<${Loading} />`}<//>`}
       <${Tabs} label="Parts of the rollout" tabs=${tabs} selected=${selected}>
-        <${Panel} tab=${selected} ...${{ record, isLive, isPruned, live, loaded, trajectory, traces, messages, texts, timeline, group, requests, at }} />
+        <${Panel} tab=${selected} ...${{ record, isLive, isPruned, live, loaded, trajectory, traces, messages, messageTurns, texts, timeline, group, requests, at }} />
       <//>
     </div>
   <//>`;
@@ -111,7 +112,7 @@ function missing({ isLive, isPruned, loaded, traces, record }) {
 }
 
 function Panel(all) {
-  const { tab, record, isLive, isPruned, live, loaded, trajectory, traces, messages, texts, timeline, group, requests, at } = all;
+  const { tab, record, isLive, isPruned, live, loaded, trajectory, traces, messages, messageTurns, texts, timeline, group, requests, at } = all;
   if (tab === "record") return html`<${Details} record=${record} trajectory=${trajectory} />`;
   if (!isLive && loaded.error) return html`<${Problem} error=${loaded.error} />`;
   const isFollowed = isLive ? record.state !== "queued" : live.isLoaded && Boolean(requests.data); // its requests
@@ -122,8 +123,8 @@ function Panel(all) {
     if (isPruned) return html`<${Empty}>The messages were deleted with the traces.<//>`;
     if (isLive && !live.isAvailable && !messages.length) return html`<${Empty}>It runs on a node of the fleet that does not send its messages now. They are here when it has ended.<//>`;
     if (isLive && record.state === "queued" && !messages.length) return html`<${Empty}>It is in the queue. The conversation appears here when it runs.<//>`;
-    if (tab === "terminal") return html`<${Card} title="Shell session"><${Replay} messages=${messages} timeline=${timeline.data} /><//>`;
-    return html`<${Conversation} messages=${messages} isLive=${isLive} />`;
+    if (tab === "terminal") return html`<${Card} title="Shell session"><${Replay} messages=${messages} messageTurns=${messageTurns} timeline=${timeline.data} task=${record.task} /><//>`;
+    return html`<${Conversation} messages=${messages} messageTurns=${messageTurns} isLive=${isLive} />`;
   }
   const areTextsLoading = !isLive && traces.length > 0 && texts.isLoading;
   if (tab === "requests" && isFollowed && (isLive || !loaded.data || areTextsLoading)) {
