@@ -74,6 +74,47 @@ async def test_a_history_that_is_sent_back_is_one_trace_of_what_was_sampled():
         assert [message["role"] for message in site.session.messages] == ["user", "assistant"] * 3
 
 
+async def test_the_number_of_the_conversation_grows_when_another_one_is_shown():
+    async with gateway(says("first", "second", "third", "fourth", "fifth")) as site, aiohttp.ClientSession() as http:
+        session = site.session
+
+        async def after(*contents: str, **fields: Any) -> tuple[int, int]:
+            assert (await ask(http, site, body(*contents, **fields)))["status"] == 200
+            return session.conversation_number, len(session.messages)
+
+        assert session.conversation_number == 0
+        assert await after("go") == (0, 2)
+        assert await after("go", "first", "and?") == (0, 4)
+        other = [SYSTEM, {"role": "user", "content": "go on"}]
+        assert await after(messages=other) == (0, 4)  # a shorter one is not shown
+        assert await after(*("go", "another past", "and?", "more", "so?")) == (1, 6)
+        again = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "first", "refusal": None}]
+        again += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "second", "reasoning": None}]
+        again += [{"role": "user", "content": [{"type": "text", "text": "next"}]}]
+        assert await after(messages=again) == (2, 6)
+        assert await after(*("go", "first", "and?", "second", "next", "third", "end")) == (2, 8)
+
+
+async def test_each_reply_of_the_shown_conversation_has_its_turn():
+    async with gateway(says("first", "second", "third", "fourth")) as site, aiohttp.ClientSession() as http:
+        session = site.session
+        await ask(http, site, body("go"))
+        await ask(http, site, body(*("go", "not sampled here", "and?")))
+        assert session.message_turns == {3: 1}
+        await ask(http, site, {"messages": [SYSTEM, {"role": "user", "content": "go"}]})  # a shorter one
+        await ask(http, site, body("go", "first", "and?"))
+        assert session.message_turns == {1: 0, 3: 3}
+        await ask(http, site, body("go", "first", "and?", "second", "so?"))
+        assert session.message_turns == {1: 0, 3: 3, 5: 4}
+        assert [span.turn for trace in site.verified().traces for span in trace.spans if span.is_owned] == [
+            0,
+            3,
+            4,
+            1,
+            2,
+        ]
+
+
 async def test_a_rewritten_history_forks_with_its_reason():
     async with gateway(says("first", "second")) as site, aiohttp.ClientSession() as http:
         await ask(http, site, body("go"))

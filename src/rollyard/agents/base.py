@@ -49,6 +49,11 @@ class Conversation(Protocol):
         ...
 
     @property
+    def message_turns(self) -> Mapping[int, int]:
+        """The turn of each message that was sampled, by the message's number."""
+        ...
+
+    @property
     def finish_reason(self) -> str:
         """How the last turn ended: stop, length or abort; empty before the first."""
         ...

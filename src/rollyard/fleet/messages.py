@@ -186,6 +186,8 @@ class View(msgspec.Struct, frozen=True):
     end: int = 0  # the number after the last of them
     calls: bytes = b"{}"  # JSON, as `CallLog.info` returns it
     requests: bytes = b""  # JSON, as `RequestLog.encoded` returns it
+    conversation: int = 0  # of the messages
+    message_turns: list[int | None] = []
 
     @property
     def size_bytes(self) -> int:

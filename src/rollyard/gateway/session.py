@@ -106,6 +106,10 @@ class GatewaySession:
         self._intake = Intake(self._book, renderer, self._bounds, self.request_log)
         self._freed = asyncio.Event()  # set when a completion ends
         self._messages: Sequence[Message] = ()
+        self._messages_digest = b""
+        self._message_turns: Mapping[int, int] = {}
+        self._turn_of: dict[bytes, int] = {}  # the digest of a conversation with its reply → the reply's turn
+        self.conversation_number = 0  # grows when `messages` are no longer those before and others after them
         self._started_requests = 0
         self._nonce = secrets.token_hex(9)
         self._is_closed = False
@@ -124,6 +128,11 @@ class GatewaySession:
     def messages(self) -> Sequence[Message]:
         """The longest conversation, with its last reply."""
         return self._messages
+
+    @property
+    def message_turns(self) -> Mapping[int, int]:
+        """The turn of each message that was sampled, by the message's number."""
+        return self._message_turns
 
     @property
     def sampled_tokens(self) -> int:
@@ -396,6 +405,7 @@ class GatewaySession:
             if logged is not None:
                 logged.turn = self._book.turns
         assert turn is not None
+        number = self._book.turns
         parsed = exchange.parsed or self._read(exchange, generation)
         engine = exchange.engine or self._session.engine
         self._book.keep(
@@ -415,10 +425,24 @@ class GatewaySession:
         )
         if not is_abandoned:
             self._finish_reason = generation.finish_reason
-            if len(turn.messages) + 1 >= len(self._messages):
-                self._messages = (*turn.messages, parsed.message)
+            self._show(turn, parsed, number if self._book.turns > number else None)
             self._bounds.completed(len(turn.prompt), generation)
         exchange.recorded()
+
+    def _show(self, turn: PreparedTurn, parsed: Parsed, number: int | None) -> None:
+        """Replaces `messages` if this conversation is longer. `number` is the reply's turn, if one was recorded."""
+        shown = len(self._messages)
+        digests = self._book.history(turn, parsed.message).bare
+        if number is not None:
+            self._turn_of[digests[-1]] = number
+        if len(turn.messages) + 1 < shown:
+            return
+        if digests[shown] != self._messages_digest:
+            self.conversation_number += 1
+        self._messages, self._messages_digest = (*turn.messages, parsed.message), digests[-1]
+        self._message_turns = {
+            at: known for at, d in enumerate(digests[1:]) if (known := self._turn_of.get(d)) is not None
+        }
 
     def _problem(self, error: BaseException, exchange: Exchange) -> Problem:
         is_first = not self._book.turns

@@ -133,10 +133,17 @@ class Attempt:
         progress, running = self._progress, self._progress.running
         attempt = self.rollout.attempt
         if (done := progress.trajectory) is not None:
-            return Snapshot(attempt, done.messages, done.turns, done.sampled_tokens)
+            return Snapshot.of(done, running.conversation_number)
         if running.conversation is None:
             return Snapshot(attempt)
-        return Snapshot(attempt, running.conversation.messages, running.turns, running.sampled_tokens)
+        return Snapshot(
+            attempt,
+            running.conversation.messages,
+            running.turns,
+            running.sampled_tokens,
+            running.conversation_number,
+            running.message_turns,
+        )
 
     def timings(self) -> Timings:
         return self._progress.timings()

@@ -10,7 +10,7 @@ Invariants. An INIT that fails leaves nothing running. RUN returns whatever was 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -252,6 +252,15 @@ class RunState:
         return self.conversation.request_log.encoded() if isinstance(self.conversation, GatewaySession) else b""
 
     @property
+    def conversation_number(self) -> int:
+        """Another one when an agent program's messages are of another of its conversations."""
+        return self.conversation.conversation_number if isinstance(self.conversation, GatewaySession) else 0
+
+    @property
+    def message_turns(self) -> Mapping[int, int]:
+        return self.conversation.message_turns if self.conversation else {}
+
+    @property
     def sampled_tokens(self) -> int:
         return self.conversation.sampled_tokens if self.conversation else 0
 
@@ -261,15 +270,21 @@ class RunState:
 
     def trajectory(self, rollout: Rollout, workspace: Workspace, ended_by: str) -> Trajectory:
         conversation = self.conversation
+        messages = tuple(conversation.messages if conversation else ()) or workspace.start.messages
+        message_turns = [self.message_turns.get(number) for number in range(len(messages))]
         return Trajectory(
             rollout_id=rollout.id,
             attempt=rollout.attempt,
             traces=conversation.traces() if conversation else (),
-            messages=tuple(conversation.messages if conversation else ()) or workspace.start.messages,
+            messages=messages,
             tools=tuple(tool.spec.schema() for tool in workspace.tools.values()),
             turns=self.turns,
             ended_by=ended_by,
-            info={**self.info, **(self.call_log.info() if self.call_log is not None else {})},
+            info={
+                **self.info,
+                **(self.call_log.info() if self.call_log is not None else {}),
+                "message_turns": list[Json](message_turns),
+            },
             requests=self.requests,
         )
 

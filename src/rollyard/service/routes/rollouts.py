@@ -270,7 +270,9 @@ async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Re
 @router.get("/rollouts/{rollout_id}/messages")
 async def get_messages(request: Request, rollout_id: str, query: Annotated[MessagesQuery, Query()]) -> Response:
     """Returns the conversation so far, also while the rollout runs; of a new attempt it starts again. While it runs, a
-    message of more than 1 MB is cut. `available` is false while it runs on a node that does not send the messages."""
+    message of more than 1 MB is cut, and of an agent program that has several conversations the longest is returned:
+    with another `conversation`, these messages do not continue earlier pages. `available` is false while it runs on a
+    node that does not send the messages."""
     app_state = app_state_of(request)
     key = await _find(request, rollout_id, query.run)
     live = app_state.pipeline.live.get(key)
@@ -281,17 +283,18 @@ async def get_messages(request: Request, rollout_id: str, query: Annotated[Messa
     if page is None or not page.end:
         trajectory = await app_state.store.trajectory(key)
         if trajectory is not None:
-            saved = Snapshot(trajectory.attempt, trajectory.messages, trajectory.turns, trajectory.sampled_tokens)
-            page = page_of(saved, query.after, is_live=False)
+            page = page_of(Snapshot.of(trajectory), query.after, is_live=False)
     shown = page or MessagePage(rollout.attempt)
     return reply(
         {
             "id": id_of(key),
             "state": live.state if live is not None else rollout.state,
             "attempt": shown.attempt,
+            "conversation": shown.conversation,
             "turns": shown.turns,
             "sampled_tokens": shown.sampled_tokens,
             "messages": msgspec.Raw(shown.messages),
+            "message_turns": shown.message_turns,
             "next": shown.end,
             "available": page is not None or live is None,
         }

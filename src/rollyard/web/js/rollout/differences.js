@@ -6,7 +6,7 @@ import { count, plural } from "../format.js";
 import { LongText } from "../text.js";
 import { Empty, Loading, Problem } from "../ui.js";
 import { Message } from "./conversation.js";
-import { addressesOf, callsOf, reasoningOf, textOf, turnsOf } from "./data.js";
+import { addressesOf, callsOf, conversationOf, reasoningOf, textOf, turnsOf } from "./data.js";
 
 const MOST_MESSAGES = 2000;
 const CHUNK = 40;
@@ -18,13 +18,16 @@ export function useAllMessages(run, id) {
     const abort = new AbortController();
     const [path, query] = addressesOf(run, id).messages;
     const read = async () => {
-      const messages = [];
+      let messages = [], messageTurns = [], shown = null;
       while (messages.length < MOST_MESSAGES) {
         const reply = await get(path, { after: messages.length, ...query }, abort.signal);
+        if (messages.length && conversationOf(reply) !== shown) { messages = []; messageTurns = []; continue; } // it runs, and has another one now
+        shown = conversationOf(reply);
         messages.push(...reply.messages);
-        if (!reply.messages.length) { setState({ id, messages, isAvailable: reply.available, error: null }); return; }
+        messageTurns.push(...(reply.message_turns || []));
+        if (!reply.messages.length) { setState({ id, messages, messageTurns, isAvailable: reply.available, error: null }); return; }
       }
-      setState({ id, messages, isAvailable: true, error: null });
+      setState({ id, messages, messageTurns, isAvailable: true, error: null });
     };
     read().catch((error) => { if (!abort.signal.aborted) setState({ id, messages: null, error }); });
     return () => abort.abort();
@@ -96,7 +99,7 @@ export function Differences({ run, a, b }) {
     return html`<${Empty}>Member ${member.index} has no messages: it has not started, or they were acknowledged or have expired.<//>`;
   }
   const { shared, outputs, isSame } = parting(left.messages, right.messages);
-  const turns = [turnsOf(left.messages), turnsOf(right.messages)];
+  const turns = [turnsOf(left.messages, left.messageTurns), turnsOf(right.messages, right.messageTurns)];
   const names = [`Member ${a.index}`, `Member ${b.index}`];
   if (isSame) return html`<p>${plural(shared, "message")}: both members said the same.</p>`;
   const longest = Math.max(left.messages.length, right.messages.length) - shared;
@@ -104,7 +107,7 @@ export function Differences({ run, a, b }) {
   return html`<div class="differences" data-shared=${shared}>
     <button type="button" class="fold" aria-expanded=${showsShared} onClick=${() => setShared(!showsShared)}>${showsShared ? "Hide" : "Show"} ${plural(shared, "message")} that both share</button>
     ${showsShared && html`<div class="conversation">${left.messages.slice(0, shared).map((message, index) => html`<${Message} key=${index} message=${message} number=${index} turn=${turns[0][index]} mark=${outputs.includes(index) ? "first-different" : ""} />`)}</div>`}
-    <h2 class="parting-head">${outputs.includes(shared) ? "Both took the same actions; a tool's output differs" : "They part"} at turn ${turn}, message ${shared}</h2>
+    <h2 class="parting-head">${outputs.includes(shared) ? "Both took the same actions; a tool's output differs" : "They part"} at ${turn === undefined ? "" : `turn ${turn}, `}message ${shared}</h2>
     ${outputs.length > 0 && outputs[0] < shared && html`<p class="note">Before that, the output of ${plural(outputs.length, "tool call")} differs; both acted the same after it. The first is message ${outputs[0]}.</p>`}
     <div class="two-sides">
       <${Action} name=${names[0]} message=${left.messages[shared]} other=${right.messages[shared]} />
