@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -169,7 +170,10 @@ SERIES: dict[str, Any] = {
     "turns": [2, 3],
     "staleness": [0, 1],
     "share": {"model": [0.5, 0.5], "tool": [0.25, 0.25], "waiting": [0.25, 0.25], "other": [0, 0]},
-    "failures": {"setup_failed": [1, 0]},
+    "failures": [
+        {"code": "run_deadline", "blame": "task", "counts": [2, 0]},
+        {"code": "run_deadline", "blame": "policy", "counts": [0, 1]},
+    ],
     "groups": {"delivered": 3, "filtered": 1},
     "tokens": {"sampled": 1000, "delivered": 600, "filtered": 300, "lost": 100},
     "environments": ["shell"],
@@ -177,7 +181,10 @@ SERIES: dict[str, Any] = {
         "count": 8,
         "reward": 0.5,
         "pass_rate": 0.5,
-        "failures": {"setup_failed": {"count": 1, "blame": "task"}},
+        "failures": [
+            {"code": "run_deadline", "blame": "task", "count": 2},
+            {"code": "run_deadline", "blame": "policy", "count": 1},
+        ],
     },
 }
 
@@ -189,15 +196,19 @@ async def test_a_run_shows_its_curves_over_time_and_over_versions(world: Site, n
     page = await visitor.open("/runs/default")
     await expect(page.locator("figcaption")).to_have_text([
         "Mean reward", "Pass rate", "Response length (tokens)", "Turns", "Staleness (versions)", "Rollout time",
-        "Rollouts ended", "Failures setup_failed",
+        "Rollouts ended", "Failures",
     ])  # fmt: skip
     await expect(page.get_by_role("img", name="Rollout time: model 50 %, tools 25 %, waiting 25 %")).to_be_visible()
     await expect(page.locator("section", has_text="of all points")).to_contain_text("Other: INIT, EVAL")
     await expect(page.get_by_role("img", name="Groups: kept 75 %, filtered 25 %")).to_be_visible()
     await expect(page.locator(".stat", has_text="Tokens thrown away")).to_contain_text("40040.0 %")
-    await expect(page.get_by_role("link", name="setup_failed")).to_have_attribute(
-        "href", "/rollouts?run=default&code=setup_failed"
+    table = page.get_by_role("table", name="Failures")
+    await expect(table.get_by_role("columnheader")).to_have_text(
+        ["time", "run_deadline (task)", "run_deadline (policy)"]
     )
+    by_code = page.locator("section", has=page.get_by_role("heading", name="Failures by code")).get_by_role("listitem")
+    await expect(by_code).to_have_text([re.compile("run_deadline.*task.*2"), re.compile("run_deadline.*policy.*1")])
+    await expect(by_code.get_by_role("link").first).to_have_attribute("href", "/rollouts?run=default&code=run_deadline")
     await page.locator(".uplot").evaluate_all(
         "(charts) => charts.forEach((chart) => { chart.dataset.drawn = 'before' })"
     )

@@ -28,7 +28,7 @@ class SeriesQuery(BaseModel):
 async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery, Query()]) -> Response:
     """Returns means and counts of a run's ended rollouts, one for each point of `x`: the start of a span of time, or
     the newest weight version of the rollouts. `staleness`: by how many versions a rollout's oldest token is older than
-    the newest that its run had sampled with."""
+    the newest that its run had sampled with. `failures` are by code and blame."""
     app_state = app_state_of(request)
     caller = caller_of(request)
     run = await app_state.run(caller, run_id)

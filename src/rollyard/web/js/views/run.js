@@ -11,7 +11,7 @@ import { GroupTable, GROUP_STATES } from "../flow/groups.js";
 import { count, percent, reward, short } from "../format.js";
 import { StatesBar } from "./runs.js";
 
-const MOST_CODES = 6; // lines in the chart of failures; the list has all
+const MOST_FAILURES = 6; // lines in the chart of failures; the list has all
 const PAGE = 25;
 
 const SHARE = [["model", "model"], ["tool", "tools"], ["waiting", "waiting"], ["other", "other"]];
@@ -37,14 +37,12 @@ function tokenShares(tokens) {
     { label: "lost", tone: "tone-2", value: tokens.lost }, { label: "of no draw, or waiting", tone: "tone-1", value: rest }];
 }
 
-function failureList(failures) {
-  return Object.entries(failures).map(([code, one]) => ({ code, ...one })).sort((one, other) => other.count - one.count);
-}
+const failureLabel = ({ code, blame }) => `${code.slice(0, 40)} (${blame})`;
 
 function Charts({ series }) {
   const isTime = series.by === "time";
   const at = { x: series.x, isTime, xLabel: isTime ? "" : "weight version", spanGaps: true };
-  const codes = failureList(series.totals.failures).slice(0, MOST_CODES).map((one) => one.code);
+  const failures = series.failures.slice(0, MOST_FAILURES);
   const one = (label, name, more = {}) => html`<${Card} key=${name}><${Chart} label=${label} ...${at} series=${[{ label: label.toLowerCase(), values: series[name], colour: more.colour }]} ...${more} /><//>`;
   return html`<div class="charts">
     ${one("Mean reward", "reward", { format: reward })}
@@ -54,7 +52,7 @@ function Charts({ series }) {
     ${one("Staleness (versions)", "staleness", { colour: "--series-5" })}
     <${Card}><${Chart} label="Rollout time" ...${at} isStacked=${true} spanGaps=${false} range=${[0, 1]} format=${percent} series=${SHARE.map(([name, label]) => ({ label, values: series.share[name] || [] }))} /><//>
     ${one("Rollouts ended", "count", { colour: "--series-6" })}
-    ${codes.length > 0 && html`<${Card}><${Chart} label=${codes.length === 1 ? html`Failures <span class="note"><${Line} text=${codes[0]} /></span>` : "Failures"} ...${at} spanGaps=${false} series=${codes.map((code) => ({ label: code.slice(0, 40), values: series.failures[code] || series.x.map(() => 0) }))} /><//>`}
+    ${failures.length > 0 && html`<${Card}><${Chart} label=${failures.length === 1 ? html`Failures <span class="note"><${Line} text=${failureLabel(failures[0])} /></span>` : "Failures"} ...${at} spanGaps=${false} series=${failures.map((failure) => ({ label: failureLabel(failure), values: failure.counts }))} /><//>`}
   </div>`;
 }
 
@@ -114,7 +112,7 @@ export default function Run({ run: id }) {
             <p class="muted">Waiting: in the queue, in READY and before EVAL. Other: INIT, EVAL, and RUN between calls.</p><//>
           <${Card} title="Groups" note="by how they ended"><${ShareBar} label="Groups" parts=${groupShares(curves.groups)} format=${percent} /><//>
           <${Card} title="Tokens" note=${`${short(curves.tokens.sampled)} sampled`}><${ShareBar} label="Tokens" parts=${tokenShares(curves.tokens)} format=${percent} /><//>
-          <${Card} title="Failures by code"><${Failures} failures=${failureList(curves.totals.failures)} query=${{ run: id }} empty="No rollout of this run failed." /><//>
+          <${Card} title="Failures by code"><${Failures} failures=${curves.totals.failures} query=${{ run: id }} empty="No rollout of this run failed." /><//>
         </div></div>`}<//>
       <div id="groups"><${Groups} run=${id} /></div>
       <${Settings} run=${data} />
