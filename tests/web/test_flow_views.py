@@ -407,9 +407,17 @@ async def test_an_admin_drains_a_node_after_a_confirmation(tmp_path: Path, new_v
 
 async def test_versions_of_engines_share_one_axis(world: Site, new_visitor: NewVisitor) -> None:
     page = await (await new_visitor(world)).open("/runs")
-    changes = {"a": [[10, 1], [30, 2]], "b": [[20, 1]]}
+    changes = {"a": [[2, 1], [30, 2]], "b": [[20, 1]]}
     found = await page.evaluate(
-        """async (changes) => (await import("/assets/js/views/engines.js")).versionSeries(changes, 40)""", changes
+        """async (changes) => (await import("/assets/js/views/engines.js")).versionSeries(changes, 10, 40)""", changes
     )
-    assert found["x"] == [10, 20, 30, 40]
+    assert found["x"] == [10, 20, 30, 40]  # from the start, although b and the second version of a are younger
     assert {one["label"]: one["values"] for one in found["series"]} == {"a": [1, 1, 2, 2], "b": [None, 1, 1, 1]}
+
+
+async def test_the_axis_of_versions_has_the_chosen_length(world: Site, new_visitor: NewVisitor) -> None:
+    visitor: Visitor = await new_visitor(world)
+    page = await visitor.open("/engines?hours=1")
+    rows = page.get_by_role("table", name="Weight version per engine").locator("tbody tr")
+    await expect(rows.first).to_contain_text("–")  # an hour ago the service was not running
+    await expect(rows.last).to_contain_text("0")
