@@ -243,7 +243,9 @@ async def test_an_unknown_id_gets_a_page_that_says_so(
 async def test_a_draw_says_why_groups_were_filtered(world: Site, new_visitor: NewVisitor) -> None:
     visitor: Visitor = await new_visitor(world)
     batch = (await world.get("/v1/draws/d/batches/1")).body
-    batches = {"batches": [{**batch, "created_at": NOW, "closed_at": NOW + 90, "acked": False}], "next": None}
+    closed = {**batch, "created_at": NOW, "closed_at": NOW + 90, "acked": False}
+    opened = {**closed, "number": 2, "state": "open", "created_at": NOW - 10**8, "closed_at": None}
+    batches = {"batches": [opened, closed], "next": None}
     group = (await world.get("/v1/groups/same")).body
     hopeless = {**group, "id": "early", "state": "filtered", "reason": "hopeless"}
     queries = await answer(
@@ -252,9 +254,12 @@ async def test_a_draw_says_why_groups_were_filtered(world: Site, new_visitor: Ne
     await answer(visitor.page, "/v1/draws/d/batches", batches)
     page = await visitor.open("/draws")
     await page.get_by_role("link", name="d", exact=True).click()
-    row = page.get_by_role("region", name="Batches").get_by_role("row").nth(1)
-    await expect(row).to_contain_text("not yet")
-    await expect(row).to_contain_text("2 of 2")
+    rows = page.get_by_role("region", name="Batches").get_by_role("row")
+    await expect(rows.nth(1)).to_contain_text("so far")
+    await expect(rows.nth(2)).to_contain_text("not yet")
+    await expect(rows.nth(2)).to_contain_text("2 of 2")
+    await expect(rows.nth(2)).to_contain_text("90 s")
+    await expect(rows.nth(2).locator("time")).to_have_count(2)  # opened and closed
     groups = page.get_by_role("region", name="Groups").get_by_role("row")
     await expect(groups.nth(1)).to_contain_text("every member got 1.0: no spread to learn from")
     await expect(groups.nth(2)).to_contain_text("ended early")
