@@ -1,7 +1,7 @@
 // The start of the page: signs in, then shows the view of the address inside the frame.
 import { html, render, signal, useEffect, useRef } from "./dom.js";
 import { caller, connection, get, lastRefusal, signIn, signOut } from "./api.js";
-import { go, Link, match, place } from "./router.js";
+import { go, leave, Link, match, place } from "./router.js";
 import { ThemeButton } from "./theme.js";
 import { Loading, ownRuns, Page, Problem, reveal } from "./ui.js";
 
@@ -67,6 +67,7 @@ function SignIn() {
     const token = event.target.elements.token.value.trim();
     event.target.reset();
     await signIn({ token });
+    if (caller.value) leave();
   };
   const refusal = lastRefusal.value;
   useEffect(() => { document.title = "Sign in – Rollyard"; }, []);

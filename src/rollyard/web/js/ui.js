@@ -2,20 +2,25 @@
 import { html, useEffect, useRef } from "./dom.js";
 import { ApiError, caller } from "./api.js";
 import { ago, table, time } from "./format.js";
+import { enter } from "./router.js";
 import { Visible } from "./text.js";
 
 const TITLE_CHARACTERS = 80;
 
-/** The frame of a view: its heading, an optional line below it, and controls on the right. The window gets its title. */
+/**
+ * The frame of a view: its heading, an optional line below it, and controls on the right. The window gets its title, and
+ * the heading of a view that was just entered gets the focus.
+ */
 export function Page({ title, subtitle, controls, children }) {
   const heading = useRef(null);
   useEffect(() => {
     const text = heading.current.textContent.slice(0, TITLE_CHARACTERS).trim();
     const full = text ? `${text} – Rollyard` : "Rollyard";
     if (document.title !== full) document.title = full;
+    enter(heading.current);
   });
   return html`<header class="page-head">
-      <div><h1 ref=${heading}>${title}</h1>${subtitle && html`<p class="subtitle">${subtitle}</p>`}</div>
+      <div><h1 ref=${heading} tabindex="-1">${title}</h1>${subtitle && html`<p class="subtitle">${subtitle}</p>`}</div>
       ${controls && html`<div class="controls">${controls}</div>`}
     </header>
     ${children}`;

@@ -99,7 +99,7 @@ export default function Run({ run: id }) {
   const run = usePolled(`/v1/runs/${encodeURIComponent(id)}`, { include: "results" }, { everyMs: 10_000 });
   const series = usePolled(run.data ? `/v1/runs/${encodeURIComponent(id)}/series` : null, { by, points: 60 }, { everyMs: 10_000 });
   if (run.error) return html`<${Page} title=${html`Run <${Line} text=${id} />`}><${Problem} error=${run.error}><p><${Link} path="/runs">All runs<//></p><//><//>`;
-  const controls = html`<${Link} class="button" path="/rollouts" query=${{ run: id }}>Rollouts<//><${Link} class="button" path="/draws" query=${{ run: id }}>Draws<//><a class="button" href="#groups" onClick=${(event) => { event.preventDefault(); document.getElementById("groups")?.scrollIntoView(); }}>Groups</a>
+  const controls = html`<${Link} class="button" path="/rollouts" query=${{ run: id }}>Rollouts<//><${Link} class="button" path="/draws" query=${{ run: id }}>Draws<//><a class="button" href="#groups" onClick=${(event) => { event.preventDefault(); document.getElementById("groups")?.focus(); }}>Groups</a>
     <${Toggle} label="Horizontal axis" name="by" options=${[["time", "Over time"], ["version", "Over weight version"]]} />`;
   const subtitle = run.data && html`${run.data.mode}, policy <${Line} text=${run.data.policy} />${run.data.state === "deleting" ? html` <${Badge} value="deleting" tone="warn" /> ${count(run.data.left)} left` : ""}${series.data?.environments?.length ? html`, ${series.data.environments.slice(0, 8).map((name) => html`<${Badge} value=${name} /> `)}` : ""}`;
   return html`<${Page} title=${html`Run <${Line} text=${id} />`} subtitle=${subtitle} controls=${controls}>
@@ -114,7 +114,7 @@ export default function Run({ run: id }) {
           <${Card} title="Tokens" note=${`${short(curves.tokens.sampled)} sampled`}><${ShareBar} label="Tokens" parts=${tokenShares(curves.tokens)} format=${percent} /><//>
           <${Card} title="Failures by code"><${Failures} failures=${curves.totals.failures} query=${{ run: id }} empty="No rollout of this run failed." /><//>
         </div></div>`}<//>
-      <div id="groups"><${Groups} run=${id} /></div>
+      <div id="groups" tabindex="-1"><${Groups} run=${id} /></div>
       <${Settings} run=${data} />
     </div>`}<//>
   <//>`;
