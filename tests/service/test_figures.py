@@ -51,9 +51,16 @@ async def test_a_runs_series(site: Site):
     assert body["groups"]["delivered"] == draw["delivered"] == 4
     assert body["tokens"]["delivered"] == draw["tokens_delivered"] > 0
     assert body["tokens"]["sampled"] == sum(row["sampled_tokens"] for row in listed)
+    counts, spent = body["group_counts"], body["group_tokens"]
+    assert {len(column) for column in (*counts.values(), *spent.values())} == {len(body["x"])}
+    assert {state: sum(column) for state, column in counts.items()} == {
+        state: number for state, number in body["groups"].items() if number and state != "open"
+    }
+    assert sum(spent["delivered"]) == draw["tokens_delivered"]
     assert body["environments"] == ["shell"]
     by_version = (await site.get("/v1/runs/default/series?by=version")).body
     assert by_version["x"] == [0.0] and by_version["staleness"] == [0.0]
+    assert by_version["group_counts"]["delivered"] == [4]
     assert (await site.get("/v1/runs/default/series?by=age")).status == 422
     assert (await site.get("/v1/runs/default/series?points=100000")).status == 422
     assert (await site.get("/v1/runs/unknown/series")).status == 404

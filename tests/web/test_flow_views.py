@@ -175,6 +175,8 @@ SERIES: dict[str, Any] = {
         {"code": "run_deadline", "blame": "policy", "counts": [0, 1]},
     ],
     "groups": {"delivered": 3, "filtered": 1},
+    "group_counts": {"delivered": [0, 3], "complete": [0, 1], "filtered": [0, 1], "void": [0, 0]},
+    "group_tokens": {"delivered": [0, 600], "filtered": [0, 300], "failed": [40, 0], "dropped": [60, 0]},
     "tokens": {"sampled": 1000, "delivered": 600, "filtered": 300, "lost": 100},
     "environments": ["shell"],
     "totals": {
@@ -196,10 +198,16 @@ async def test_a_run_shows_its_curves_over_time_and_over_versions(world: Site, n
     page = await visitor.open("/runs/default")
     await expect(page.locator("figcaption")).to_have_text([
         "Mean reward", "Pass rate", "Response length (tokens)", "Turns", "Staleness (versions)", "Rollout time",
-        "Rollouts ended", "Failures",
+        "Rollouts ended", "Groups", "Tokens thrown away", "Failures",
     ])  # fmt: skip
     await expect(page.get_by_role("img", name="Rollout time: model 50 %, tools 25 %, waiting 25 %")).to_be_visible()
     await expect(page.locator("section", has_text="of all points")).to_contain_text("Other: INIT, EVAL")
+    groups = page.get_by_role("table", name="Groups").locator("tbody tr")
+    await expect(groups.nth(0)).to_contain_text("––––")  # no group ended at that point
+    await expect(groups.nth(1)).to_contain_text("80 %20 %0 %0 %")
+    thrown = page.get_by_role("table", name="Tokens thrown away").locator("tbody tr")
+    await expect(thrown.nth(0)).to_have_text(re.compile("0100$"))
+    await expect(thrown.nth(1)).to_have_text(re.compile("3000$"))
     await expect(page.get_by_role("img", name="Groups: kept 75 %, filtered 25 %")).to_be_visible()
     await expect(page.locator(".stat", has_text="Tokens thrown away")).to_contain_text("40040.0 %")
     table = page.get_by_role("table", name="Failures")

@@ -76,7 +76,7 @@ async def test_a_refused_first_call_is_repeated(
         await expect(alert.get_by_role("heading")).to_have_text(title)
         await expect(alert).to_contain_text(text)
         await expect(alert).to_contain_text("The page tries again by itself")
-        await expect(page.get_by_label("Token")).to_have_count(0)  # nobody was signed out
+        await expect(page.get_by_label("Token")).to_have_count(0)  # the browser was not signed out
         fault.is_over = True
         await expect(page.get_by_role("heading", level=1)).to_have_text("Runs")
         assert fault.answered >= 1

@@ -35,6 +35,7 @@ class Series:
     """Columns of equal length. None: no rollout of that bucket counts."""
 
     by: By
+    width: int = 1  # of a bucket: seconds or versions; each x is a multiple of it
     x: list[float] = field(default_factory=list[float])
     count: list[int] = field(default_factory=list[int])
     reward: list[float | None] = field(default_factory=list[float | None])
@@ -91,6 +92,7 @@ def series(connection: sqlite3.Connection, run: str, by: By, points: int, after:
 
     return Series(
         by,
+        width,
         x=[float((first + b) * width) for b in taken],
         count=[rows[b][0] if b in rows else 0 for b in taken],
         reward=ratio(2, 1),

@@ -24,10 +24,34 @@ function timeShares(series) {
   }));
 }
 
+const ENDS = [
+  { label: "kept", colour: 3, states: ["delivered", "complete"] },
+  { label: "filtered", colour: 5, states: ["filtered"] },
+  { label: "failed", colour: 2, states: ["failed"] },
+  { label: "cancelled, dropped or undone", colour: 4, states: ["cancelled", "dropped", "void"] },
+];
+
 function groupShares(groups) {
-  const of = (label, tone, ...names) => ({ label, tone, value: names.reduce((sum, name) => sum + (groups[name] || 0), 0) });
-  return [of("kept", "tone-3", "delivered", "complete"), of("filtered", "tone-5", "filtered"), of("failed", "tone-2", "failed"),
-    of("cancelled, dropped or undone", "tone-4", "cancelled", "dropped", "void"), of("open", "tone-1", "open")];
+  const parts = [...ENDS, { label: "open", colour: 1, states: ["open"] }];
+  return parts.map(({ label, colour, states }) => ({ label, tone: `tone-${colour}`, value: states.reduce((sum, state) => sum + (groups[state] || 0), 0) }));
+}
+
+/** Columns by state → one column for each of `ends`. */
+function sums(columns, ends, size) {
+  return ends.map(({ states }) => Array.from({ length: size }, (_, at) => states.reduce((sum, state) => sum + (columns[state]?.[at] || 0), 0)));
+}
+
+/** Ended groups by what became of them, as shares at each point. Null where none ended. */
+function groupCurves({ group_counts: counts, x }) {
+  const columns = sums(counts, ENDS, x.length);
+  const totals = x.map((_, at) => columns.reduce((sum, column) => sum + column[at], 0));
+  return ENDS.map(({ label, colour }, index) => ({ label, colour: `--series-${colour}`, values: columns[index].map((value, at) => (totals[at] ? value / totals[at] : null)) }));
+}
+
+/** Tokens of ended groups that no trainer gets. */
+function thrownAway({ group_tokens: tokens, x }) {
+  const lost = [ENDS[1], { label: "failed, cancelled, dropped or undone", colour: 2, states: [...ENDS[2].states, ...ENDS[3].states] }];
+  return sums(tokens, lost, x.length).map((values, index) => ({ label: lost[index].label, colour: `--series-${lost[index].colour}`, values }));
 }
 
 /** Tokens of the groups of draws by what became of them. The rest: of other rollouts, and of groups that wait or run. */
@@ -43,6 +67,7 @@ function Charts({ series }) {
   const isTime = series.by === "time";
   const at = { x: series.x, isTime, xLabel: isTime ? "" : "weight version", spanGaps: true };
   const failures = series.failures.slice(0, MOST_FAILURES);
+  const hasGroups = Object.keys(series.group_counts).length > 0;
   const one = (label, name, more = {}) => html`<${Card} key=${name}><${Chart} label=${label} ...${at} series=${[{ label: label.toLowerCase(), values: series[name], colour: more.colour }]} ...${more} /><//>`;
   return html`<div class="charts">
     ${one("Mean reward", "reward", { format: reward })}
@@ -52,6 +77,8 @@ function Charts({ series }) {
     ${one("Staleness (versions)", "staleness", { colour: "--series-5" })}
     <${Card}><${Chart} label="Rollout time" ...${at} isStacked=${true} spanGaps=${false} range=${[0, 1]} format=${percent} series=${SHARE.map(([name, label]) => ({ label, values: series.share[name] || [] }))} /><//>
     ${one("Rollouts ended", "count", { colour: "--series-6" })}
+    ${hasGroups && html`<${Card}><${Chart} label="Groups" ...${at} isStacked=${true} spanGaps=${false} range=${[0, 1]} format=${percent} series=${groupCurves(series)} /><//>`}
+    ${hasGroups && html`<${Card}><${Chart} label="Tokens thrown away" ...${at} isStacked=${true} spanGaps=${false} range=${(_, _low, high) => [0, high > 0 ? high * 1.1 : 1]} series=${thrownAway(series)} /><//>`}
     ${failures.length > 0 && html`<${Card}><${Chart} label=${failures.length === 1 ? html`Failures <span class="note"><${Line} text=${failureLabel(failures[0])} /></span>` : "Failures"} ...${at} spanGaps=${false} series=${failures.map((failure) => ({ label: failureLabel(failure), values: failure.counts }))} /><//>`}
   </div>`;
 }
