@@ -158,6 +158,9 @@ async def test_a_run_is_plotted(cli: Cli, service: RunningService, tmp_path: Pat
     result = await cli("runs", "plot", "grpo-7b", "--out", "reward.svg")
     assert result.status == 0 and "5 plots are in reward.svg" in result.err
     assert (tmp_path / "reward.svg").read_text().startswith("<svg ")
+    failures = [{"code": "run_deadline", "blame": "task", "counts": [0, 1, 2]}]
+    with_series(monkeypatch, {**SERIES, "failures": failures})
+    assert "── run_deadline (task)" in (await cli("runs", "plot", "grpo-7b", "--only", "failures")).out
     one = await cli("runs", "plot", "grpo-7b", "--only", "turns")
     assert "turns" in one.out and "reward" not in one.out and len(one.out.splitlines()) == 1 + 2 + 14
     result = await cli("runs", "plot", "grpo-7b", "--only", "reward", "--out", "reward.svg")

@@ -57,7 +57,10 @@ def list_runs(
     if as_json:
         print_lines(rows)
     else:
-        show(results_table(rows, time.time()), "policy", "id")
+        show(results_table(rows, time.time()), "policy", "id", optional=RUNS_OPTIONAL)
+
+
+RUNS_OPTIONAL = ("init", "ready", "eval", "policy")
 
 
 def results_table(rows: list[dict[str, Any]], now: float) -> Table:
@@ -234,7 +237,7 @@ def _print_plots(title: str, drawn: Sequence[Plot]) -> None:
     console.print(Text(title, "bold"))
     for plot in drawn:
         console.print(Text(f"\n{plot.title}", "bold"))
-        if len(plot.curves) > 1:
+        if [*plot.curves] != [plot.title]:
             legend = [Text(f"── {label}", shades[place]) for place, label in enumerate(plot.curves)]
             console.print(Text("  ").join(legend))
         width = min(console.width if console.is_terminal else 80, 160)
