@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from rollyard.cli._console import shorten
+from rollyard.cli._console import shorten, show_in_parts, table
 from rollyard.cli._results import list_table
 from rollyard.cli.commands.runs import RUNS_OPTIONAL, results_table
 from rollyard.cli.commands.top import Rates, frame
@@ -114,6 +115,30 @@ async def test_the_lists_and_a_draw_fit_in_80_columns(
     assert all(len(line) <= 80 for line in written.splitlines())
     names = {line.split()[0] for line in written.splitlines() if line.strip()}
     assert {"id", "run", "batch", "keep_rate", "source"} <= names
+
+
+def test_a_table_with_many_columns_is_shown_in_parts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def grid() -> Table:
+        names = [f"environment-{number}" for number in range(5)]
+        made = table("", *names, right=names)
+        made.add_row("mean reward", *(f"0.{number}00  0.412 … 0.752" for number in range(5)))
+        made.caption = "means over tasks"
+        return made
+
+    monkeypatch.setenv("COLUMNS", "80")
+    show_in_parts(grid())
+    assert len(capsys.readouterr().out.splitlines()) == 3  # in a pipe
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    show_in_parts(grid())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert all(len(line) <= 80 for line in lines)
+    heads = [line.split() for line in lines if "environment" in line]
+    assert heads == [["environment-0", "environment-1", "environment-2"], ["environment-3", "environment-4"]]
+    assert sum("mean reward" in line for line in lines) == 2 and "0.400  0.412 … 0.752" in lines[-2]
+    assert [line.strip() for line in lines if "means" in line] == ["means over tasks"]
 
 
 def test_no_line_of_top_wraps():

@@ -136,7 +136,7 @@ def shorten(grid: Table, console: Console, *give_way: str, optional: Sequence[st
         if missing(least) <= 0:
             break
         if name in widths:
-            grid = _without(grid, name)
+            grid = _part(grid, [column for column in grid.columns if str(column.header) != name])
             least.pop(name, None)
             left_out.append(name)
     if left_out:
@@ -155,13 +155,34 @@ def shorten(grid: Table, console: Console, *give_way: str, optional: Sequence[st
     return grid
 
 
-def _without(grid: Table, name: str) -> Table:
-    kept = [column for column in grid.columns if str(column.header) != name]
-    right = [str(column.header) for column in kept if column.justify == "right"]
-    narrower = table(*(str(column.header) for column in kept), right=right)
-    for row in zip(*(column.cells for column in kept), strict=True):
-        narrower.add_row(*row)
-    return narrower
+def show_in_parts(grid: Table) -> None:
+    """Prints a table. In a terminal that is too narrow, several: each with the first column and some of the others."""
+    console = out()
+    if not console.is_terminal:
+        show(grid)
+        return
+    options = console.options.update(max_width=10_000)
+    first, *others = grid.columns
+    parts: list[list[Column]] = [[]]
+    for column in others:
+        wider = [first, *parts[-1], column]
+        if parts[-1] and console.measure(_part(grid, wider), options=options).maximum > console.width:
+            parts.append([])
+        parts[-1].append(column)
+    for number_of, part in enumerate(parts, 1):
+        narrower = _part(grid, [first, *part])
+        narrower.caption = grid.caption if number_of == len(parts) else None
+        narrower.caption_justify = "left"
+        console.print(narrower)
+
+
+def _part(grid: Table, columns: Sequence[Column]) -> Table:
+    """A table with some of the columns."""
+    right = [str(column.header) for column in columns if column.justify == "right"]
+    part = table(*(str(column.header) for column in columns), right=right)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        part.add_row(*row)
+    return part
 
 
 def plain(text: object) -> str:
