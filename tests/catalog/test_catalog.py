@@ -213,7 +213,7 @@ async def test_a_new_run_has_no_figures_of_a_deleted_one_of_its_name(
             await caught_up(catalog)
             for by in ("time", "version"):
                 found = await catalog.series("run", by, 60)
-                assert found.totals["count"] == 1 and found.totals["failures"] == {}
+                assert found.totals["count"] == 1 and found.totals["failures"] == []
             for runs in (("run",), ("run", "other")):
                 page = await catalog.page(Filter(runs=runs), Search.of("secret"))
                 assert (page.rows, page.total) == ((), 0)
@@ -322,13 +322,28 @@ async def test_a_series_has_the_figures_of_each_bucket(tmp_path: Path):
         assert found.staleness == [1.0, 1.5] and found.response_tokens == [30.0, 15.0]
         assert found.share["model"][0] == 0.4 and found.share["waiting"][0] == 0.1
         assert sum(share[0] or 0 for share in found.share.values()) == pytest.approx(1.0)
-        assert found.totals["count"] == 5 and found.totals["failures"] == {
-            "sandbox_lost": {"count": 1, "blame": "infra"}
-        }
+        assert found.totals["count"] == 5
+        assert found.totals["failures"] == [{"code": "sandbox_lost", "blame": "infra", "count": 1}]
         over_time = await catalog.series("run", "time", 60)
-        assert sum(over_time.count) == 5 and sum(over_time.failures["sandbox_lost"]) == 1
+        assert sum(over_time.count) == 5 and sum(over_time.failures[0].counts) == 1
         assert len(over_time.x) <= 60 and over_time.environments == ["shell"]
         assert (await catalog.series("nothing", "time", 60)).x == []
+
+
+async def test_a_series_counts_a_code_by_its_blames(tmp_path: Path):
+    async with opened(tmp_path) as store, catalog_of(tmp_path, store) as catalog:
+        for number, blame in enumerate((Blame.POLICY, Blame.TASK, Blame.TASK)):
+            await end(store, f"r{number}", ending=failed("run_deadline", blame))
+        await caught_up(catalog)
+        found = await catalog.series("run", "time", 60)
+        assert [(one.code, one.blame, sum(one.counts)) for one in found.failures] == [
+            ("run_deadline", "task", 2),
+            ("run_deadline", "policy", 1),
+        ]
+        assert found.totals["failures"] == [
+            {"code": "run_deadline", "blame": "task", "count": 2},
+            {"code": "run_deadline", "blame": "policy", "count": 1},
+        ]
 
 
 async def test_every_rollout_is_in_it_once_after_many_ends(tmp_path: Path):

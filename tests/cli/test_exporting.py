@@ -26,7 +26,10 @@ SERIES = {
     "count": [4, 4, 4],
     "reward": [0.1, 0.4, 0.9],
     "pass_rate": [0.0, 0.25, 0.75],
-    "totals": {"count": 12, "reward": 0.5, "pass_rate": 0.33, "failures": {}},
+    "turns": [1.0, 2.0, 3.0],
+    "group_counts": {"complete": [3, 1, 3], "failed": [0, 1, 2], "cancelled": [0, 0, 1]},
+    "group_tokens": {"complete": [90, 30, 90], "failed": [0, 100_000, 200_000], "cancelled": [0, 0, 3]},
+    "totals": {"count": 12, "reward": 0.5, "pass_rate": 0.33, "failures": []},
 }
 
 
@@ -144,24 +147,37 @@ async def test_a_run_is_plotted(cli: Cli, service: RunningService, tmp_path: Pat
     shown = await cli("runs", "plot", "grpo", "--by", "version")
     assert asked == [{"path": "/runs/grpo-7b/series", "by": "version", "points": 60}]
     lines = shown.out.splitlines()
-    assert lines[0] == "grpo-7b: 12 rollouts" and "mean reward" in lines[1] and "pass rate" in lines[1]
+    assert lines[0] == "grpo-7b: 12 rollouts"
+    assert [line for line in lines[1:] if line and line[0].islower()] == [
+        *("reward", "turns", "rollouts ended", "share of ended groups", "tokens thrown away"),
+    ]
+    assert any("mean reward" in line and "pass rate" in line for line in lines)
     assert any("\u2800" < character < "\u2900" for character in shown.out) and lines[-1].split() == ["1", "3"]
     assert "\x1b" not in shown.out and max(map(len, lines)) <= 80
     assert (await cli("runs", "plot", "grpo-7b", "--json")).json == [SERIES]
     result = await cli("runs", "plot", "grpo-7b", "--out", "reward.svg")
-    assert result.status == 0 and "the plot is in reward.svg" in result.err
+    assert result.status == 0 and "5 plots are in reward.svg" in result.err
     assert (tmp_path / "reward.svg").read_text().startswith("<svg ")
+    failures = [{"code": "run_deadline", "blame": "task", "counts": [0, 1, 2]}]
+    with_series(monkeypatch, {**SERIES, "failures": failures})
+    assert "── run_deadline (task)" in (await cli("runs", "plot", "grpo-7b", "--only", "failures")).out
+    one = await cli("runs", "plot", "grpo-7b", "--only", "turns")
+    assert "turns" in one.out and "reward" not in one.out and len(one.out.splitlines()) == 1 + 2 + 14
+    result = await cli("runs", "plot", "grpo-7b", "--only", "reward", "--out", "reward.svg")
+    assert "the plot is in reward.svg" in result.err
     assert (await cli("runs", "plot", "grpo-7b", "--out", "reward.png")).status == 2
     assert "cannot be written" in (await cli("runs", "plot", "grpo-7b", "--out", "no/such.svg")).err
 
 
-async def test_a_run_without_rewards_has_no_plot(cli: Cli, service: RunningService, monkeypatch: pytest.MonkeyPatch):
-    for series, says in (
-        ({**SERIES, "reward": [None] * 3, "pass_rate": [None] * 3}, "run default has no rewards yet"),
-        ({"x": [1]}, "the service's reply has no curves"),
+async def test_a_run_without_values_has_no_plot(cli: Cli, service: RunningService, monkeypatch: pytest.MonkeyPatch):
+    none: list[None] = [None] * 3
+    for series, more, says in (
+        ({"x": [], "reward": [], "pass_rate": []}, (), "run default has no ended rollouts yet"),
+        ({**SERIES, "reward": none, "pass_rate": none}, ("--only", "reward"), "run default has no reward to plot yet"),
+        ({"x": [1]}, (), "the service's reply has no curves"),
     ):
         with_series(monkeypatch, series)
-        result = await cli("runs", "plot", "default")
+        result = await cli("runs", "plot", "default", *more)
         assert result.status == 1 and says in result.err and len(result.err.splitlines()) == 1
 
 

@@ -95,6 +95,7 @@ async def test_pools_are_listed_and_resized(cli: Cli, service: RunningService):
 
 async def test_a_rollout_is_shown_with_its_messages(cli: Cli, ended: str):
     result = await cli("rollouts", "show", ended, "--messages")
+    assert "→ ()" not in result.out  # of messages without a call
     assert result.status == 0 and "Write done." in result.out and "completed" in result.out
     assert "limits_in_force (memory " in result.out and "{'" not in result.out
     assert '→ shell {"command": "echo hello > done"}' in result.out

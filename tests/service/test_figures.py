@@ -51,9 +51,16 @@ async def test_a_runs_series(site: Site):
     assert body["groups"]["delivered"] == draw["delivered"] == 4
     assert body["tokens"]["delivered"] == draw["tokens_delivered"] > 0
     assert body["tokens"]["sampled"] == sum(row["sampled_tokens"] for row in listed)
+    counts, spent = body["group_counts"], body["group_tokens"]
+    assert {len(column) for column in (*counts.values(), *spent.values())} == {len(body["x"])}
+    assert {state: sum(column) for state, column in counts.items()} == {
+        state: number for state, number in body["groups"].items() if number and state != "open"
+    }
+    assert sum(spent["delivered"]) == draw["tokens_delivered"]
     assert body["environments"] == ["shell"]
     by_version = (await site.get("/v1/runs/default/series?by=version")).body
     assert by_version["x"] == [0.0] and by_version["staleness"] == [0.0]
+    assert by_version["group_counts"]["delivered"] == [4]
     assert (await site.get("/v1/runs/default/series?by=age")).status == 422
     assert (await site.get("/v1/runs/default/series?points=100000")).status == 422
     assert (await site.get("/v1/runs/unknown/series")).status == 404
@@ -87,7 +94,11 @@ async def test_batches_are_listed_with_their_acknowledgement(site: Site):
         (2, False, 2),
         (1, True, 2),
     ]
-    assert body["next"] is None and body["batches"][0]["created_at"] > 0
+    assert body["next"] is None
+    assert all(0 < batch["created_at"] <= batch["closed_at"] for batch in body["batches"])
+    await site.post("/v1/draws", {"id": "o", "source": {"push": True}, "group_size": 2})
+    await site.post("/v1/draws/o/batches", {"want": 1, "number": 1})
+    assert (await site.get("/v1/draws/o/batches")).body["batches"][0]["closed_at"] is None
     first = (await site.get("/v1/draws/d/batches?limit=1")).body
     second = (await site.get(f"/v1/draws/d/batches?limit=1&after={first['next']}")).body
     assert [batch["number"] for batch in first["batches"] + second["batches"]] == [2, 1] and second["next"] is None

@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -169,15 +170,23 @@ SERIES: dict[str, Any] = {
     "turns": [2, 3],
     "staleness": [0, 1],
     "share": {"model": [0.5, 0.5], "tool": [0.25, 0.25], "waiting": [0.25, 0.25], "other": [0, 0]},
-    "failures": {"setup_failed": [1, 0]},
+    "failures": [
+        {"code": "run_deadline", "blame": "task", "counts": [2, 0]},
+        {"code": "run_deadline", "blame": "policy", "counts": [0, 1]},
+    ],
     "groups": {"delivered": 3, "filtered": 1},
+    "group_counts": {"delivered": [0, 3], "complete": [0, 1], "filtered": [0, 1], "void": [0, 0]},
+    "group_tokens": {"delivered": [0, 600], "filtered": [0, 300], "failed": [40, 0], "dropped": [60, 0]},
     "tokens": {"sampled": 1000, "delivered": 600, "filtered": 300, "lost": 100},
     "environments": ["shell"],
     "totals": {
         "count": 8,
         "reward": 0.5,
         "pass_rate": 0.5,
-        "failures": {"setup_failed": {"count": 1, "blame": "task"}},
+        "failures": [
+            {"code": "run_deadline", "blame": "task", "count": 2},
+            {"code": "run_deadline", "blame": "policy", "count": 1},
+        ],
     },
 }
 
@@ -189,15 +198,25 @@ async def test_a_run_shows_its_curves_over_time_and_over_versions(world: Site, n
     page = await visitor.open("/runs/default")
     await expect(page.locator("figcaption")).to_have_text([
         "Mean reward", "Pass rate", "Response length (tokens)", "Turns", "Staleness (versions)", "Rollout time",
-        "Rollouts ended", "Failures setup_failed",
+        "Rollouts ended", "Groups", "Tokens thrown away", "Failures",
     ])  # fmt: skip
     await expect(page.get_by_role("img", name="Rollout time: model 50 %, tools 25 %, waiting 25 %")).to_be_visible()
     await expect(page.locator("section", has_text="of all points")).to_contain_text("Other: INIT, EVAL")
+    groups = page.get_by_role("table", name="Groups").locator("tbody tr")
+    await expect(groups.nth(0)).to_contain_text("––––")  # no group ended at that point
+    await expect(groups.nth(1)).to_contain_text("80 %20 %0 %0 %")
+    thrown = page.get_by_role("table", name="Tokens thrown away").locator("tbody tr")
+    await expect(thrown.nth(0)).to_have_text(re.compile("0100$"))
+    await expect(thrown.nth(1)).to_have_text(re.compile("3000$"))
     await expect(page.get_by_role("img", name="Groups: kept 75 %, filtered 25 %")).to_be_visible()
     await expect(page.locator(".stat", has_text="Tokens thrown away")).to_contain_text("40040.0 %")
-    await expect(page.get_by_role("link", name="setup_failed")).to_have_attribute(
-        "href", "/rollouts?run=default&code=setup_failed"
+    table = page.get_by_role("table", name="Failures")
+    await expect(table.get_by_role("columnheader")).to_have_text(
+        ["time", "run_deadline (task)", "run_deadline (policy)"]
     )
+    by_code = page.locator("section", has=page.get_by_role("heading", name="Failures by code")).get_by_role("listitem")
+    await expect(by_code).to_have_text([re.compile("run_deadline.*task.*2"), re.compile("run_deadline.*policy.*1")])
+    await expect(by_code.get_by_role("link").first).to_have_attribute("href", "/rollouts?run=default&code=run_deadline")
     await page.locator(".uplot").evaluate_all(
         "(charts) => charts.forEach((chart) => { chart.dataset.drawn = 'before' })"
     )
@@ -232,7 +251,9 @@ async def test_an_unknown_id_gets_a_page_that_says_so(
 async def test_a_draw_says_why_groups_were_filtered(world: Site, new_visitor: NewVisitor) -> None:
     visitor: Visitor = await new_visitor(world)
     batch = (await world.get("/v1/draws/d/batches/1")).body
-    batches = {"batches": [{**batch, "created_at": NOW, "closed_at": NOW + 90, "acked": False}], "next": None}
+    closed = {**batch, "created_at": NOW, "closed_at": NOW + 90, "acked": False}
+    opened = {**closed, "number": 2, "state": "open", "created_at": NOW - 10**8, "closed_at": None}
+    batches = {"batches": [opened, closed], "next": None}
     group = (await world.get("/v1/groups/same")).body
     hopeless = {**group, "id": "early", "state": "filtered", "reason": "hopeless"}
     queries = await answer(
@@ -241,9 +262,12 @@ async def test_a_draw_says_why_groups_were_filtered(world: Site, new_visitor: Ne
     await answer(visitor.page, "/v1/draws/d/batches", batches)
     page = await visitor.open("/draws")
     await page.get_by_role("link", name="d", exact=True).click()
-    row = page.get_by_role("region", name="Batches").get_by_role("row").nth(1)
-    await expect(row).to_contain_text("not yet")
-    await expect(row).to_contain_text("2 of 2")
+    rows = page.get_by_role("region", name="Batches").get_by_role("row")
+    await expect(rows.nth(1)).to_contain_text("so far")
+    await expect(rows.nth(2)).to_contain_text("not yet")
+    await expect(rows.nth(2)).to_contain_text("2 of 2")
+    await expect(rows.nth(2)).to_contain_text("90 s")
+    await expect(rows.nth(2).locator("time")).to_have_count(2)  # opened and closed
     groups = page.get_by_role("region", name="Groups").get_by_role("row")
     await expect(groups.nth(1)).to_contain_text("every member got 1.0: no spread to learn from")
     await expect(groups.nth(2)).to_contain_text("ended early")
@@ -403,9 +427,17 @@ async def test_an_admin_drains_a_node_after_a_confirmation(tmp_path: Path, new_v
 
 async def test_versions_of_engines_share_one_axis(world: Site, new_visitor: NewVisitor) -> None:
     page = await (await new_visitor(world)).open("/runs")
-    changes = {"a": [[10, 1], [30, 2]], "b": [[20, 1]]}
+    changes = {"a": [[2, 1], [30, 2]], "b": [[20, 1]]}
     found = await page.evaluate(
-        """async (changes) => (await import("/assets/js/views/engines.js")).versionSeries(changes, 40)""", changes
+        """async (changes) => (await import("/assets/js/views/engines.js")).versionSeries(changes, 10, 40)""", changes
     )
-    assert found["x"] == [10, 20, 30, 40]
+    assert found["x"] == [10, 20, 30, 40]  # from the start, although b and the second version of a are younger
     assert {one["label"]: one["values"] for one in found["series"]} == {"a": [1, 1, 2, 2], "b": [None, 1, 1, 1]}
+
+
+async def test_the_axis_of_versions_has_the_chosen_length(world: Site, new_visitor: NewVisitor) -> None:
+    visitor: Visitor = await new_visitor(world)
+    page = await visitor.open("/engines?hours=1")
+    rows = page.get_by_role("table", name="Weight version per engine").locator("tbody tr")
+    await expect(rows.first).to_contain_text("–")  # an hour ago the service was not running
+    await expect(rows.last).to_contain_text("0")

@@ -52,6 +52,7 @@ async def test_a_token_signs_in_and_the_address_that_was_opened_is_shown(site: S
     assert await visitor.page.get_by_role("alert").count() == 0  # a first visit is no error
     await sign_in_by_token(visitor.page, site.token)
     await expect(visitor.page.get_by_role("heading", level=1)).to_have_text(re.compile("Engines"))
+    await expect(visitor.page.get_by_role("heading", level=1)).to_be_focused()
     assert site.token not in await visitor.page.content()
 
 

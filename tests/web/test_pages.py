@@ -254,6 +254,41 @@ async def test_keys_alone_reach_the_content_and_every_link(visitor: Visitor) -> 
     await expect(page.get_by_role("heading", level=1)).to_contain_text("Nodes")
 
 
+async def test_the_heading_of_another_view_takes_the_focus(visitor: Visitor) -> None:
+    """The link that had it is gone. What changes in the view, and its refreshes, leave the focus where it is."""
+    page = await visitor.open("/runs")
+    heading = page.get_by_role("heading", level=1)
+    assert await page.evaluate("() => document.activeElement === document.body")  # the start of a page moves nothing
+    await page.get_by_role("link", name="default", exact=True).press("Enter")
+    await expect(page).to_have_url(re.compile("/runs/default$"))
+    await expect(heading).to_contain_text("default")
+    await expect(heading).to_be_focused()
+    assert await page.evaluate(HAS_OUTLINE)
+    await page.keyboard.press("Tab")
+    await expect(
+        page.get_by_role("link", name="Rollouts", exact=True).last
+    ).to_be_focused()  # of the heading's controls
+
+    versions = page.get_by_role("button", name="Over weight version")
+    async with page.expect_response(lambda reply: "by=version" in reply.url):
+        await versions.press("Enter")
+    await expect(page.get_by_role("columnheader", name="weight version").first).to_be_attached()
+    await expect(versions).to_be_focused()
+    await page.go_back()
+    await expect(versions).to_be_focused()
+    await page.go_back()
+    await expect(heading).to_have_text("Runs")
+    await expect(heading).to_be_focused()
+
+
+async def test_the_focus_goes_to_the_part_of_the_view_that_a_link_names(visitor: Visitor) -> None:
+    page = await visitor.open("/runs/default")
+    await page.get_by_role("link", name="Groups", exact=True).press("Enter")
+    await expect(page.locator("#groups")).to_be_focused()
+    await visitor.go("/rollouts/default/mixed-0?message=2")
+    await expect(page.locator("#message-2")).to_be_focused()
+
+
 HAS_OUTLINE = """() => {
   if (document.activeElement === document.body) return true;  // after the last one
   const { outlineStyle, outlineWidth, boxShadow } = getComputedStyle(document.activeElement);

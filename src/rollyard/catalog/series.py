@@ -14,11 +14,20 @@ from typing import Literal
 
 By = Literal["time", "version"]
 
-MOST_CODES = 20
-"""Failure codes with a series of their own; the rarest others are left out of it, and are in the totals."""
+MOST_FAILURES = 20
+"""Failures with a series of their own; the rarest others are left out of it, and are in the totals."""
 
 STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Widths of a bucket of time. Above the last: whole days."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCounts:
+    """Rollouts that ended with a code and a blame, for each point. A code may have several blames."""
+
+    code: str
+    blame: str
+    counts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,7 @@ class Series:
     """Columns of equal length. None: no rollout of that bucket counts."""
 
     by: By
+    width: int = 1  # of a bucket: seconds or versions; each x is a multiple of it
     x: list[float] = field(default_factory=list[float])
     count: list[int] = field(default_factory=list[int])
     reward: list[float | None] = field(default_factory=list[float | None])
@@ -34,7 +44,7 @@ class Series:
     turns: list[float | None] = field(default_factory=list[float | None])
     staleness: list[float | None] = field(default_factory=list[float | None])
     share: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
-    failures: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    failures: list[FailureCounts] = field(default_factory=list[FailureCounts])
     environments: list[str] = field(default_factory=list[str])
     totals: dict[str, object] = field(default_factory=dict[str, object])
     sampled_tokens: int = 0
@@ -67,7 +77,8 @@ def series(connection: sqlite3.Connection, run: str, by: By, points: int, after:
         ).fetchall()
     }
     failed = connection.execute(
-        f"SELECT {bucket} AS b, code, COUNT(*) FROM rollouts r WHERE {counted} AND code IS NOT NULL GROUP BY b, code",
+        f"SELECT {bucket} AS b, code, blame, COUNT(*) FROM rollouts r WHERE {counted} AND code IS NOT NULL "
+        "GROUP BY b, code, blame",
         of_run,
     ).fetchall()
     taken = sorted(rows) if by == "version" else range(size)  # versions without rollouts have no point
@@ -81,6 +92,7 @@ def series(connection: sqlite3.Connection, run: str, by: By, points: int, after:
 
     return Series(
         by,
+        width,
         x=[float((first + b) * width) for b in taken],
         count=[rows[b][0] if b in rows else 0 for b in taken],
         reward=ratio(2, 1),
@@ -99,12 +111,12 @@ def series(connection: sqlite3.Connection, run: str, by: By, points: int, after:
     )
 
 
-def _failures(failed: list[tuple[int, str, int]], taken: list[int]) -> dict[str, list[int]]:
-    counts: dict[str, dict[int, int]] = {}
-    for b, code, count in failed:
-        counts.setdefault(code, {})[b] = count
-    frequent = sorted(counts, key=lambda code: -sum(counts[code].values()))[:MOST_CODES]
-    return {code: [counts[code].get(b, 0) for b in taken] for code in frequent}
+def _failures(failed: list[tuple[int, str, str, int]], taken: list[int]) -> list[FailureCounts]:
+    counts: dict[tuple[str, str], dict[int, int]] = {}
+    for b, code, blame, count in failed:
+        counts.setdefault((code, blame), {})[b] = count
+    frequent = sorted(counts, key=lambda failure: (-sum(counts[failure].values()), failure))[:MOST_FAILURES]
+    return [FailureCounts(*failure, [counts[failure].get(b, 0) for b in taken]) for failure in frequent]
 
 
 def _totals(connection: sqlite3.Connection, own: str, of_run: tuple[object, ...]) -> dict[str, object]:
@@ -115,14 +127,14 @@ def _totals(connection: sqlite3.Connection, own: str, of_run: tuple[object, ...]
     ).fetchone()
     failures = connection.execute(
         f"SELECT code, blame, COUNT(*) FROM rollouts WHERE {own} AND code IS NOT NULL GROUP BY code, blame "
-        "ORDER BY 3 DESC LIMIT 100",
+        "ORDER BY 3 DESC, 1, 2 LIMIT 100",
         of_run,
     ).fetchall()
     return {
         "count": count,
         "reward": _ratio(rewards, rewarded),
         "pass_rate": _ratio(passes, rewarded),
-        "failures": {code: {"count": number, "blame": blame} for code, blame, number in reversed(failures)},
+        "failures": [{"code": code, "blame": blame, "count": number} for code, blame, number in failures],
         "sampled_tokens": tokens,
     }
 

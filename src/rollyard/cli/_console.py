@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -19,7 +19,7 @@ from rollyard.core.texts import url_problem
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from rollyard.client import AsyncClient
 
@@ -57,6 +57,8 @@ def err() -> Console:
 
 
 SHORTEST = 8  # columns of a shortened text
+SHORTEST_OF = {"state": len("completed")}
+LEGIBLE = 16  # columns of an id; optional columns give way to that
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -93,15 +95,13 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
     return grid
 
 
-def show(grid: Table, *give_way: str) -> None:
+def show(grid: Table, *give_way: str, optional: Sequence[str] = ()) -> None:
     """Prints a table: as wide as the terminal, or in a pipe as wide as it needs, without lines and padding.
 
     With `give_way`, each row is one line of the terminal (`shorten`)."""
     console = out()
     if console.is_terminal:
-        if give_way:
-            shorten(grid, console, *give_way)
-        console.print(grid)
+        console.print(shorten(grid, console, *give_way, optional=optional) if give_way else grid)
         return
     console.width = 400
     grid.box, grid.padding = None, (0, 2, 0, 0)
@@ -111,23 +111,78 @@ def show(grid: Table, *give_way: str) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines if line))
 
 
-def shorten(grid: Table, console: Console, *give_way: str) -> None:
-    """Makes each row fit on one line: shortens the named columns with an ellipsis, always the widest of them. The last
-    one, such as an id, is shortened only if that is not enough."""
+def shorten(grid: Table, console: Console, *give_way: str, optional: Sequence[str] = ()) -> Table:
+    """Returns the table with each row on one line: shortens the named columns with an ellipsis, always the widest of
+    them. The last one, such as an id, is shortened only if that is not enough. In a terminal that is too narrow even
+    for that, the `optional` columns are left out, the first of them first, and the caption names them."""
     options = console.options.update(max_width=10_000)
-    excess = console.measure(grid, options=options).maximum - console.width
+
+    def natural(column: Column) -> int:
+        return max((console.measure(cell, options=options).maximum for cell in column.cells), default=0)
+
+    widths = {str(column.header): natural(column) for column in grid.columns}
+    shortest = {name: min(widths[name], SHORTEST_OF.get(name, SHORTEST)) for name in give_way}
+    least = dict(shortest)
+    if give_way:
+        least[give_way[-1]] = min(widths[give_way[-1]], LEGIBLE)
+
+    def missing(least: Mapping[str, int]) -> int:
+        """By how many columns the table is too wide with these widths."""
+        spare = sum(max(widths[name], len(name)) - max(width, len(name)) for name, width in least.items())
+        return console.measure(grid, options=options).maximum - console.width - spare
+
+    left_out: list[str] = []
+    for name in optional:
+        if missing(least) <= 0:
+            break
+        if name in widths:
+            grid = _part(grid, [column for column in grid.columns if str(column.header) != name])
+            least.pop(name, None)
+            left_out.append(name)
+    if left_out:
+        grid.caption = f"too narrow for: {', '.join(left_out)}; --json has everything"
+        grid.caption_justify = "left"
     columns = {str(column.header): column for column in grid.columns}
     for column in grid.columns:
         column.no_wrap, column.overflow = True, "ellipsis"
-    widths = {
-        name: max((console.measure(cell, options=options).maximum for cell in columns[name].cells), default=0)
-        for name in give_way
-    }
-    for names in (give_way[:-1], give_way[-1:]):
-        while excess > 0 and (widest := max(names, key=widths.__getitem__)) and widths[widest] > SHORTEST:
+    excess = missing({})
+    for names in (set(least) - {*give_way[-1:]}, {*give_way[-1:]} - {*left_out}):
+        while excess > 0 and (longer := [name for name in names if widths[name] > shortest[name]]):
+            widest = max(longer, key=widths.__getitem__)
             widths[widest] -= 1
             excess -= widths[widest] >= len(widest)
             columns[widest].width = max(widths[widest], len(widest))
+    return grid
+
+
+def show_in_parts(grid: Table) -> None:
+    """Prints a table. In a terminal that is too narrow, several: each with the first column and some of the others."""
+    console = out()
+    if not console.is_terminal:
+        show(grid)
+        return
+    options = console.options.update(max_width=10_000)
+    first, *others = grid.columns
+    parts: list[list[Column]] = [[]]
+    for column in others:
+        wider = [first, *parts[-1], column]
+        if parts[-1] and console.measure(_part(grid, wider), options=options).maximum > console.width:
+            parts.append([])
+        parts[-1].append(column)
+    for number_of, part in enumerate(parts, 1):
+        narrower = _part(grid, [first, *part])
+        narrower.caption = grid.caption if number_of == len(parts) else None
+        narrower.caption_justify = "left"
+        console.print(narrower)
+
+
+def _part(grid: Table, columns: Sequence[Column]) -> Table:
+    """A table with some of the columns."""
+    right = [str(column.header) for column in columns if column.justify == "right"]
+    part = table(*(str(column.header) for column in columns), right=right)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        part.add_row(*row)
+    return part
 
 
 def plain(text: object) -> str:

@@ -180,3 +180,4 @@ class Batch:
     is_last: bool = False  # the draw ended with it
     figures: Mapping[str, Json] = field(default_factory=dict[str, Json])  # since the previous batch; set at its close
     created_at: float = 0.0
+    closed_at: float | None = None  # also None if an older Rollyard closed it

@@ -416,8 +416,10 @@ class DrawRunner:
     async def _write(self, changes: GroupChanges, places: ExitStack | None = None) -> None:
         """Writes a decision, then applies it. `places` are the reserved places in the queue."""
         draw_state = self.draw_state
-        draw_state.draw = replace(draw_state.draw, progress=draw_state.progress, updated_at=time.time())
-        closed, draw_state.closed = draw_state.closed, []
+        now = time.time()
+        draw_state.draw = replace(draw_state.draw, progress=draw_state.progress, updated_at=now)
+        closed = [replace(batch, closed_at=batch.closed_at or now) for batch in draw_state.closed]
+        draw_state.closed = []
         as_it_stands = to_json((draw_state.progress, draw_state.batch, draw_state.draw.is_active))
         if as_it_stands == self._written and not (changes.groups or closed or changes.undone_after is not None):
             return

@@ -22,7 +22,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rollyard.core import (
     Batch,
@@ -133,6 +133,19 @@ class RunResults:
     mean_reward: float | None = None  # of those
     trainable: int = 0
     active_at: float | None = None  # the last change of a rollout; None: it has none
+
+
+GroupAxis = Literal["time", "version"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCount:
+    """The groups of a run in one state, in one span of time or of weight versions."""
+
+    place: int | None  # of the span, which starts at place * width; None: none of its tokens has a version
+    state: GroupState
+    number: int
+    tokens: int  # sampled by all their rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,8 +409,9 @@ class Store(Protocol):
 
     async def get_group(self, group_id: str) -> Group: ...
 
-    async def count_groups(self, run_id: str) -> Mapping[GroupState, int]:
-        """Returns the number of a run's groups in each state that any has."""
+    async def count_groups(self, run_id: str, by: GroupAxis, width: int) -> Sequence[GroupCount]:
+        """Returns how many of a run's groups are in which state, for each span of their last change or of their newest
+        weight version; `width` is that of a span. In the order of the spans."""
         ...
 
     async def list_groups(

@@ -8,7 +8,8 @@ from dataclasses import replace
 from rollyard.core import Batch, Draw, DrawConfig, Group, GroupState, Rollout, Run, State, Task
 from rollyard.core.draw import DrawItem, DrawProgress, SourceKind, SourceSpec
 from rollyard.core.failure import IdConflict, NotFound, SourceClosed
-from rollyard.store.base import Decision, EvalRecord, Retention, Store, Submission, eval_items
+from rollyard.core.group import GroupStats
+from rollyard.store.base import Decision, EvalRecord, GroupAxis, Retention, Store, Submission, eval_items
 from rollyard.testing.store_conformance import (
     QUEUED,
     Check,
@@ -98,6 +99,33 @@ async def draws_are_idempotent_and_listed(open_store: Open) -> None:
         assert [one.id for one in await store.list_draws(["run", "none"])] == ["d", "e"]
         assert await store.list_draws(["none"]) == ()
         await raises(NotFound, store.get_draw("unknown"))
+
+
+@_check
+async def groups_are_counted_over_time_and_over_versions(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_draw(draw(), {})
+        for number, (state, at, version, tokens) in enumerate((
+            (GroupState.DELIVERED, 119.9, 3, 10),
+            (GroupState.FILTERED, 120.0, 4, 20),
+            (GroupState.FILTERED, 179.9, 5, 30),
+            (GroupState.FAILED, 300.0, -1, 0),
+            (GroupState.OPEN, 300.0, -1, None),
+        )):  # fmt: skip
+            stats = None if tokens is None else GroupStats(sampled_tokens=tokens)
+            one = group(f"g{number}", "d", state=state, updated_at=at, newest_version=version, stats=stats)
+            await store.step(Decision(groups=(one,)))
+
+        async def counted(by: GroupAxis, width: int) -> list[tuple[object, ...]]:
+            found = await store.count_groups("run", by, width)
+            return [(one.place, one.state.value, one.number, one.tokens) for one in found if one.place is not None]
+
+        delivered, open_and_failed = (1, "delivered", 1, 10), [(5, "failed", 1, 0), (5, "open", 1, 0)]
+        assert await counted("time", 60) == [delivered, (2, "filtered", 2, 50), *open_and_failed]
+        assert await counted("version", 2) == [delivered, (2, "filtered", 2, 50)]
+        assert await counted("version", 1) == [(3, *delivered[1:]), (4, "filtered", 1, 20), (5, "filtered", 1, 30)]
+        assert sum(one.number for one in await store.count_groups("run", "version", 1)) == 5
+        assert await store.count_groups("none", "time", 60) == ()
 
 
 @_check
@@ -314,7 +342,6 @@ async def groups_and_batches_are_listed_newest_first(open_store: Open) -> None:
         assert await listed(runs=["run"]) == await listed(draw="d") == "d.0.1.0 d.0.0.0"
         assert await listed(runs=["other", "none"]) == "else" and await listed(runs=[]) == ""
         assert await listed(runs=["run"], state=GroupState.OPEN) == "d.0.0.0"
-        assert await store.count_groups("run") == {GroupState.OPEN: 1, GroupState.FILTERED: 1}
         assert [one.number for one in await store.list_batches("d", None, 2)] == [3, 2]
         assert [one.number for one in await store.list_batches("d", 2, 2)] == [1]
         assert await store.list_batches("unknown", None, 2) == ()

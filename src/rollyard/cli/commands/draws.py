@@ -28,6 +28,8 @@ DrawId = Annotated[str, typer.Argument(metavar="ID", help="The draw's id, or a u
 
 COLUMNS = ("id", "run", "state", "reason", "batch", "acked", "version", "epoch")
 FIGURES = ("open", "complete", "delivered", "filtered", "failed", "keep_rate")
+OPTIONAL = ("epoch", "version", "complete", "open", "reason", "acked")
+"""Columns of the list that a narrow terminal does not show."""
 
 
 @draws.command("list", epilog="Example: rollyard draws list")
@@ -49,7 +51,7 @@ def list_draws(url: Url = None, token: Token = None, as_json: AsJson = False) ->
             *(plain(number(draw.get(name))) for name in COLUMNS),
             *(plain(number(figures.get(name))) for name in FIGURES),
         )
-    show(grid)
+    show(grid, "reason", "run", "id", optional=OPTIONAL)
 
 
 @draws.command("show", epilog="Example: rollyard draws show grpo-7b")
@@ -64,14 +66,23 @@ def show_draw(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson 
     if as_json:
         print_json(draw)
         return
-    grid = table("name", "value", right=("value",))
+    grid = table("name", "value")
     for name in (*COLUMNS, "detail"):
-        grid.add_row(name, plain(number(draw.get(name))))
+        grid.add_row(name, plain(_text(draw.get(name))))
     for part in ("figures", "config"):
         grid.add_section()
         for name, value in (draw.get(part) or {}).items():
-            grid.add_row(name, plain(number(value)))
+            grid.add_row(name, plain(_text(value)))
     show(grid)
+
+
+def _text(value: object) -> str:
+    """A value of a draw; of an object, the fields that are set."""
+    if isinstance(value, dict):
+        return (
+            ", ".join(f"{name} {_text(inner)}" for name, inner in value.items() if inner not in (None, "", {})) or "–"
+        )
+    return number(value)
 
 
 @draws.command("close", epilog="Example: rollyard draws close grpo-7b")

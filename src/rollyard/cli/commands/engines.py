@@ -27,6 +27,10 @@ from rollyard.cli._console import (
 engines = typer.Typer(help="The inference servers in use: list, add, remove.", no_args_is_help=True)
 
 
+ENGINES_GIVE_WAY = ("model", "policy", "id")
+ENGINES_OPTIONAL = ("cached", "failed", "model")
+
+
 @engines.command("list", epilog="Example: rollyard engines list")
 def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
     """List the engines with their load and health."""
@@ -39,7 +43,7 @@ def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) 
     if as_json:
         print_lines(rows)
     elif rows:
-        show(engines_table(rows), "model", "policy", "id")
+        show(engines_table(rows), *ENGINES_GIVE_WAY, optional=ENGINES_OPTIONAL)
         for line in engine_problems(rows):
             out().print(line, markup=False, soft_wrap=True)
     else:
@@ -138,7 +142,7 @@ def add(
     if as_json:
         print_json(engine)
     else:
-        show(engines_table([engine]), "model", "policy", "id")
+        show(engines_table([engine]), *ENGINES_GIVE_WAY, optional=ENGINES_OPTIONAL)
         notes = [f"engine {engine.get('id')}: {text}" for text in (engine.get("info") or {}).get("notes") or ()]
         for line in (*engine_problems([engine]), *notes):
             note(line)

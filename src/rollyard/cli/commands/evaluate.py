@@ -19,7 +19,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, CommandError, Token, Url, connect, err, note, print_json, run, show
+from rollyard.cli._console import (
+    AsJson,
+    CommandError,
+    Token,
+    Url,
+    connect,
+    err,
+    note,
+    plain,
+    print_json,
+    run,
+    show,
+    show_in_parts,
+)
 from rollyard.cli._tasks import TaskLine, read_defaults, read_tasks
 from rollyard.cli.commands.submit import RETRY_S
 
@@ -130,9 +143,9 @@ def evaluate(
     if as_json:
         print_json(report.as_body())
     else:
-        show(evaluation_table(report))
+        show_in_parts(evaluation_table(report))
         if by is not None:
-            show(by_table(report, by))
+            show(by_table(report, by), plain(by), optional=("missing", "mean reward"))
     report_missing(report)
     if job.unwritten is not None:
         raise job.unwritten

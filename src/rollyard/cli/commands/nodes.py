@@ -30,6 +30,10 @@ Name = Annotated[str, typer.Argument(metavar="NODE", help="Its name, as `rollyar
 LOOK_S = 0.5
 
 
+NODES_GIVE_WAY = ("engines", "host", "node")
+NODES_OPTIONAL = ("wants", "ready", "host", "ended", "init", "eval")
+
+
 @nodes.command("list", epilog="Example: rollyard nodes list --json")
 def list_nodes(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
     """List the nodes: state, pools, and the time since their last report."""
@@ -42,7 +46,7 @@ def list_nodes(url: Url = None, token: Token = None, as_json: AsJson = False) ->
     if as_json:
         print_lines(rows)
     elif rows:
-        show(nodes_table(rows))
+        show(nodes_table(rows), *NODES_GIVE_WAY, optional=NODES_OPTIONAL)
     else:
         note("no node has joined yet; start one: rollyard node --head URL, or a Ray cluster with nodes")
 
@@ -135,4 +139,4 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_lines(rows)
     else:
-        show(nodes_table(rows))
+        show(nodes_table(rows), *NODES_GIVE_WAY, optional=NODES_OPTIONAL)

@@ -68,7 +68,7 @@ def list_rollouts(
     if as_json:
         print_lines(record.raw for record in page.rollouts)
     else:
-        show(list_table(page.rollouts), "task", "run", "state", "id")
+        show(list_table(page.rollouts), "task", "run", "state", "id", optional=("time",))
     if page.next and len(page.rollouts) == limit:
         note(f"there may be more: --after {page.next}")
 
@@ -149,7 +149,7 @@ def show_rollout(
 
 def _text_of(message: Mapping[str, Any]) -> str:
     """The text of a message, and a line for each tool call."""
-    calls = message.get("tool_calls") or ()
+    calls = message.get("tool_calls") or []
     texts = [str(message.get("content") or ""), *map(_call_line, calls if isinstance(calls, list) else [calls])]
     return "\n".join(text for text in texts if text)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,7 +57,10 @@ def list_runs(
     if as_json:
         print_lines(rows)
     else:
-        show(results_table(rows, time.time()), "policy", "id")
+        show(results_table(rows, time.time()), "policy", "id", optional=RUNS_OPTIONAL)
+
+
+RUNS_OPTIONAL = ("init", "ready", "eval", "policy")
 
 
 def results_table(rows: list[dict[str, Any]], now: float) -> Table:
@@ -156,7 +161,21 @@ def _penalty(text: str | None) -> dict[str, Any] | None:
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or a unique prefix of it.")]
 
 
-@runs.command("plot", epilog="Example: rollyard runs plot grpo-7b --by version --out reward.svg")
+class Chart(StrEnum):
+    """The names of `rollyard.exports.plot.LABELS`, which is imported only to plot."""
+
+    REWARD = "reward"
+    LENGTH = "length"
+    TURNS = "turns"
+    STALENESS = "staleness"
+    TIME = "time"
+    ENDED = "ended"
+    GROUPS = "groups"
+    TOKENS = "tokens"
+    FAILURES = "failures"
+
+
+@runs.command("plot", epilog="Example: rollyard runs plot grpo-7b --only reward --by version --out reward.svg")
 def plot(
     id: Run,
     file: Annotated[Path | None, typer.Option("--out", help="Write an SVG file instead.")] = None,
@@ -164,11 +183,12 @@ def plot(
         Literal["time", "version"], typer.Option(help="The horizontal axis: time or weight version.")
     ] = "time",
     points: Annotated[int, typer.Option(min=2, max=500, help="Maximum number of points.")] = 60,
+    only: Annotated[list[Chart] | None, typer.Option(help="A plot to draw; can be repeated. Else all are.")] = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plot a run's mean reward and pass rate, in the terminal or to a file."""
+    """Plot a run's curves in the terminal or to a file: those of its page in the dashboard."""
     if file is not None and file.suffix != ".svg":
         raise CommandError(f"{file}: unknown file format", "use a name that ends in .svg", 2)
 
@@ -181,43 +201,51 @@ def plot(
     if as_json:
         print_json(series)
         return
-    from rollyard.exports.plot import plot_of, svg
+    from rollyard.exports.plot import plots_of
+    from rollyard.exports.plot_svg import svg
 
+    title = f"{run_id}: {number(series.get('totals', {}).get('count'))} rollouts"
     try:
-        drawn = plot_of(f"{run_id}: {number(series.get('totals', {}).get('count'))} rollouts", series)
+        drawn = plots_of(series, only or ())
     except (KeyError, TypeError, ValueError) as error:
         raise CommandError(f"the service's reply has no curves: {error}", "update the service") from error
-    if drawn.is_empty:
-        raise CommandError(
-            f"run {run_id} has no rewards yet", "see its rollouts: rollyard rollouts list --run " + run_id
-        )
+    if not drawn:
+        missing = f"no {' and no '.join(only)} to plot" if only else "no ended rollouts"
+        raise CommandError(f"run {run_id} has {missing} yet", "see them: rollyard rollouts list --run " + run_id)
     if file is None:
-        _print_plot(drawn)
+        _print_plots(title, drawn)
         return
     try:
-        file.write_text(svg(drawn), "utf-8")
+        file.write_text(svg(title, drawn), "utf-8")
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error.strerror}", "give another file with --out") from error
-    note(f"the plot is in {file}")
+    note(f"{'the plot is' if len(drawn) == 1 else f'{len(drawn)} plots are'} in {file}")
 
 
-def _print_plot(drawn: Plot) -> None:
+PLOT_LINES, LOW_PLOT_LINES = 12, 6
+"""Height of the only plot in a terminal, and of each of several."""
+
+
+def _print_plots(title: str, drawn: Sequence[Plot]) -> None:
     from rich.text import Text
 
-    from rollyard.exports.plot import CURVES, colours, terminal
+    from rollyard.exports.plot import PALETTE, colours
+    from rollyard.exports.plot_terminal import terminal
 
     console = out()
-    shades = [colours(is_dark=True)[name] for _, _, name in CURVES]  # they are legible on light and dark grounds
-    console.print(Text(drawn.title, "bold"))
-    legend = Text()
-    for number_of, label in enumerate(drawn.curves):
-        legend.append(f"── {label}  ", shades[number_of])
-    console.print(legend)
-    for line in terminal(drawn, min(console.width if console.is_terminal else 80, 160)):
-        text = Text()
-        for part, curve in line:
-            text.append(part, "dim" if curve is None else shades[curve])
-        console.print(text, no_wrap=True, crop=False, overflow="ignore")
+    shades = [colours(is_dark=True)[name] for name in PALETTE]  # they are legible on light and dark grounds
+    console.print(Text(title, "bold"))
+    for plot in drawn:
+        console.print(Text(f"\n{plot.title}", "bold"))
+        if [*plot.curves] != [plot.title]:
+            legend = [Text(f"── {label}", shades[place]) for place, label in enumerate(plot.curves)]
+            console.print(Text("  ").join(legend))
+        width = min(console.width if console.is_terminal else 80, 160)
+        for line in terminal(plot, width, PLOT_LINES if len(drawn) == 1 else LOW_PLOT_LINES):
+            text = Text()
+            for part, curve in line:
+                text.append(part, "dim" if curve is None else shades[curve])
+            console.print(text, no_wrap=True, crop=False, overflow="ignore")
 
 
 @runs.command("export", epilog="Example: rollyard runs export grpo-7b --atif trajectories.jsonl")

@@ -218,8 +218,8 @@ def frame(status: Status, rates: Mapping[str, float | None], url: str, console: 
     """Renders one frame, with no line longer than the console is wide."""
     from rich.console import Group
 
-    from rollyard.cli.commands.engines import engine_problems, engines_table
-    from rollyard.cli.commands.nodes import nodes_table
+    from rollyard.cli.commands.engines import ENGINES_GIVE_WAY, ENGINES_OPTIONAL, engine_problems, engines_table
+    from rollyard.cli.commands.nodes import NODES_GIVE_WAY, NODES_OPTIONAL, nodes_table
 
     uptime_s = int(status.get("uptime_s") or 0)
     draining = "  [bold red]draining[/]" if status.get("is_draining") else ""
@@ -242,15 +242,13 @@ def frame(status: Status, rates: Mapping[str, float | None], url: str, console: 
     nodes: list[dict[str, Any]] = list(status.get("nodes") or ())
     if nodes:
         grid = nodes_table(nodes)
-        shorten(grid, console, "engines", "host", "node")
-        parts += [grid, ""]
+        parts += [shorten(grid, console, *NODES_GIVE_WAY, optional=NODES_OPTIONAL), ""]
     for reason in (status.get("unserved_policies") or {}).values():
         parts += [_line(f"[red]{plain(reason)}[/]"), ""]
     engines: list[dict[str, Any]] = list(status.get("engines") or ())
     if engines:
         grid = engines_table(engines)
-        shorten(grid, console, "model", "policy", "id")
-        parts.append(grid)
+        parts.append(shorten(grid, console, *ENGINES_GIVE_WAY, optional=ENGINES_OPTIONAL))
         parts += [_line(f"[red]{plain(line)}[/]") for line in engine_problems(engines)]
     parts += [
         _line(f"[red]engine {plain(name)} was refused: {plain(why)}[/]")

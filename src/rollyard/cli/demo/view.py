@@ -124,7 +124,7 @@ class DemoBoard:
             else:
                 turns, tokens = _counts(record)
                 grid.add_row(name, _end(record), str(turns), str(tokens), _coloured(record), last)
-        shorten(grid, self._console, "last turn", "task")
+        grid = shorten(grid, self._console, "last turn", "task")
         took_s = now - self._started
         sums = f"{len(self._records)} of {len(self._names)} ended, {some(self._turns, 'turn')} started, "
         speed = f"{number(self._tokens)} tokens, {self._tokens / max(took_s, 1e-9):.0f} tokens/s, {seconds(took_s)}"

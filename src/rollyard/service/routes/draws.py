@@ -126,7 +126,12 @@ async def list_batches(request: Request, draw_id: str, query: Annotated[BatchesQ
     return reply(
         {
             "batches": [
-                {**batch_object(batch), "created_at": batch.created_at, "acked": batch.number <= acked}
+                {
+                    **batch_object(batch),
+                    "created_at": batch.created_at,
+                    "closed_at": batch.closed_at,
+                    "acked": batch.number <= acked,
+                }
                 for batch in batches
             ],
             "next": f"b:{batches[-1].number}" if len(batches) == query.limit and batches[-1].number > 1 else None,

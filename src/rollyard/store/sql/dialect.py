@@ -46,6 +46,12 @@ class Dialect:
     for_share: str
     """At the end of a SELECT: its rows cannot change until the end of the transaction."""
 
+    floor: str
+    """The integer part of a number that is not negative; `{}` is the number."""
+
+    integer_in: Callable[[str, str], str]
+    """An integer in a column with JSON, by the column and the names that lead to it, with dots; NULL: it is missing."""
+
 
 SQLITE = Dialect(
     json_object="json_object",
@@ -55,6 +61,8 @@ SQLITE = Dialect(
     bytewise="{} COLLATE BINARY",
     skip_locked="",  # one transaction writes at a time
     for_share="",
+    floor="CAST({} AS INTEGER)",
+    integer_in=lambda column, path: f"json_extract({column}, '$.{path}')",
 )
 
 POSTGRES = Dialect(
@@ -65,6 +73,8 @@ POSTGRES = Dialect(
     bytewise='{} COLLATE "C"',
     skip_locked="FOR UPDATE SKIP LOCKED",
     for_share="FOR SHARE",
+    floor="FLOOR({})::BIGINT",
+    integer_in=lambda column, path: f"({column}::json #>> '{{{path.replace('.', ',')}}}')::BIGINT",
 )
 
 

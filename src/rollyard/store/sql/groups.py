@@ -11,7 +11,7 @@ from typing import Any
 
 from rollyard.core import Batch, Draw, Group, GroupState
 from rollyard.core.failure import IdConflict, NotFound, SourceClosed
-from rollyard.store.base import EvalRecord, eval_items
+from rollyard.store.base import EvalRecord, GroupAxis, GroupCount, eval_items
 from rollyard.store.codec import from_json
 from rollyard.store.sql import writes
 from rollyard.store.sql.dialect import Connection
@@ -209,9 +209,25 @@ def get_group(connection: Connection, group_id: str) -> Group:
     return from_json(row[0], Group)
 
 
-def count_groups(connection: Connection, run_id: str) -> dict[GroupState, int]:
-    rows = connection.read_rows("state, COUNT(*)", "FROM groups WHERE run = ? GROUP BY state", (run_id,))
-    return {GroupState(row[0]): int(row[1]) for row in rows}
+def count_groups(connection: Connection, run_id: str, by: GroupAxis, width: int) -> tuple[GroupCount, ...]:
+    """Reads the row of each group of the run."""
+    dialect = connection.dialect
+    version, tokens = (dialect.integer_in("record", path) for path in ("newest_version", "stats.sampled_tokens"))
+    place = (
+        dialect.floor.format(f"updated_at / {width:d}")
+        if by == "time"
+        else f"CASE WHEN {version} >= 0 THEN {version} / {width:d} END"
+    )
+    rows = connection.read_rows(
+        "c.place, c.state, c.number, c.tokens",
+        f"FROM (SELECT {place} AS place, state, COUNT(*) AS number, COALESCE(SUM({tokens}), 0) AS tokens "
+        "FROM groups WHERE run = ? GROUP BY 1, 2) AS c ORDER BY c.place, c.state",
+        (run_id,),
+    )
+    return tuple(
+        GroupCount(None if place is None else int(place), GroupState(state), int(number), int(tokens))
+        for place, state, number, tokens in rows
+    )
 
 
 def list_groups(

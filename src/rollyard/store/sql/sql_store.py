@@ -50,6 +50,8 @@ from rollyard.store.base import (
     Decision,
     EncodedTrajectory,
     EvalRecord,
+    GroupAxis,
+    GroupCount,
     ItemKind,
     KeptRollout,
     Page,
@@ -261,8 +263,8 @@ class SqlStore(ABC):
     async def get_group(self, group_id: str) -> Group:
         return await self._read(partial(group_sql.get_group, group_id=group_id))
 
-    async def count_groups(self, run_id: str) -> Mapping[GroupState, int]:
-        return await self._read(partial(group_sql.count_groups, run_id=run_id))
+    async def count_groups(self, run_id: str, by: GroupAxis, width: int) -> Sequence[GroupCount]:
+        return await self._read(partial(group_sql.count_groups, run_id=run_id, by=by, width=width))
 
     async def list_groups(
         self,

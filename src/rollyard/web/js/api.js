@@ -87,17 +87,18 @@ async function call(method, path, { query, body, abort } = {}) {
   throw error;
 }
 
-/** Signs in with {code} or {token}; on failure, the sign-in page shows why. */
+/** Signs in with {code} or {token}. */
 export async function signIn(body) {
-  try {
-    const { page_key: key, ...who } = await call("POST", "/v1/login", { body });
-    keepPageKey(key);
-    caller.value = who;
-    lastRefusal.value = null;
-  } catch (error) {
-    lastRefusal.value = error;
-    caller.value = null;
-  }
+  const { page_key: key, ...who } = await call("POST", "/v1/login", { body });
+  keepPageKey(key);
+  caller.value = who;
+  lastRefusal.value = null;
+}
+
+/** Shows the sign-in page with the reason. */
+export function refuse(error) {
+  lastRefusal.value = error;
+  caller.value = null;
 }
 
 /** Signs out. If the service does not answer, the sign-in stays there until it expires; this page has lost its key. */
@@ -121,7 +122,11 @@ export async function getBytes(path, query) {
   throw new ApiError(response.status, await response.json().catch(() => ({})));
 }
 
-const isTransient = (error) => !(error instanceof ApiError) || error.status === 429 || error.status >= 500;
+/** Whether a call or the loading of a script may succeed if it is repeated. */
+export const isTransient = (error) => !(error instanceof ApiError) || error.status === 429 || error.status >= 500;
+
+/** The pause before the next try, after so many `failures` before this one: what the service asks for, or 1, 2, 4, 5 s. */
+export const pauseMs = (error, failures) => error.retryAfterMs || Math.min(5000, 1000 * 2 ** failures);
 
 /** The most pages that a view reads of one list. */
 const MOST_PAGES = 20;
@@ -164,7 +169,7 @@ export function usePolled(path, query = {}, { everyMs: interval = 2000, list = "
         setState({ key, data, error: null });
       } catch (error) {
         if (abort.signal.aborted) return;
-        if (isTransient(error)) wait = error.retryAfterMs || Math.min(5000, 1000 * 2 ** failures++);
+        if (isTransient(error)) wait = pauseMs(error, failures++);
         else wait = 0;
         setState((old) => ({ ...old, key, error: isTransient(error) && old.data !== undefined ? null : error }));
       } finally {

@@ -1,7 +1,7 @@
 // The start of the page: signs in, then shows the view of the address inside the frame.
 import { html, render, signal, useEffect, useRef } from "./dom.js";
-import { caller, connection, get, lastRefusal, signIn, signOut } from "./api.js";
-import { go, Link, match, place } from "./router.js";
+import { caller, connection, get, isTransient, lastRefusal, pauseMs, refuse, signIn, signOut } from "./api.js";
+import { go, leave, Link, match, place } from "./router.js";
 import { ThemeButton } from "./theme.js";
 import { Loading, ownRuns, Page, Problem, reveal } from "./ui.js";
 
@@ -24,7 +24,33 @@ const VIEWS = [
 ];
 const NAVIGATION = [["/", "Overview"], ["/runs", "Runs"], ["/rollouts", "Rollouts"], ["/draws", "Draws"], ["/evals", "Evals"], ["/engines", "Engines"], ["/nodes", "Nodes"]];
 
-const loaded = signal({}); // pattern → the view's component, or the error of loading it
+const loaded = signal({}); // pattern → the view's component, or the error of loading it; null while it loads
+const trouble = signal(null); // why the page cannot start yet
+
+/** Returns what `ask` returns. After an error that may pass, calls `onTrouble` with it, waits, and asks again. */
+async function patiently(ask, onTrouble) {
+  for (let failures = 0; ; failures++) {
+    try {
+      return await ask();
+    } catch (error) {
+      if (!isTransient(error)) throw error;
+      onTrouble(error);
+      await new Promise((resolve) => setTimeout(resolve, pauseMs(error, failures)));
+    }
+  }
+}
+
+async function loadView(pattern, load) {
+  const set = (found) => { loaded.value = { ...loaded.value, [pattern]: found }; };
+  if (Object.hasOwn(loaded.value, pattern)) return;
+  set(null);
+  set((await patiently(load, set)).default);
+}
+
+/** The script of a view that has not arrived. It is requested again. */
+function Unloaded({ error }) {
+  return html`<${Page} title="Not loaded yet"><${Problem} error=${error} /><//>`;
+}
 
 function View() {
   const { path } = place.value;
@@ -33,10 +59,10 @@ function View() {
     if (!parameters) continue;
     const view = loaded.value[pattern];
     if (!view) {
-      load().then((module) => module.default, (error) => error).then((found) => { loaded.value = { ...loaded.value, [pattern]: found }; });
+      queueMicrotask(() => loadView(pattern, load));
       return html`<${Loading} />`;
     }
-    if (view instanceof Error) return html`<${Problem} error=${view} />`;
+    if (view instanceof Error) return html`<${Unloaded} error=${view} />`;
     return html`<${view} key=${path} ...${parameters} />`;
   }
   return html`<${Page} title="Not found"><p>There is no page ${path}.</p><p><${Link} path="/">Go to the overview<//></p><//>`;
@@ -66,13 +92,18 @@ function SignIn() {
     event.preventDefault();
     const token = event.target.elements.token.value.trim();
     event.target.reset();
-    await signIn({ token });
+    try {
+      await signIn({ token });
+      leave();
+    } catch (error) {
+      refuse(error);
+    }
   };
   const refusal = lastRefusal.value;
   useEffect(() => { document.title = "Sign in – Rollyard"; }, []);
   return html`<main id="main" class="sign-in">
     <h1>Rollyard</h1>
-    ${refusal && refusal.code !== "signed_out" && html`<${Problem} error=${refusal} />`}
+    ${refusal && refusal.code !== "signed_out" && html`<${Problem} error=${refusal} isFinal=${true} />`}
     <form onSubmit=${submit}>
       <label for="token">Token</label>
       <input id="token" name="token" type="password" autocomplete="off" required spellcheck=${false} />
@@ -85,35 +116,32 @@ function SignIn() {
 }
 
 function App() {
-  if (caller.value === undefined) return connection.value === "lost" ? html`<main><${Problem} error=${new Error()} /></main>` : html`<${Loading} />`;
+  if (caller.value === undefined) return trouble.value ? html`<main id="main" class="sign-in"><h1>Rollyard</h1><${Problem} error=${trouble.value} /></main>` : html`<${Loading} />`;
   return caller.value === null ? html`<${SignIn} />` : html`<${Frame} />`;
 }
 
 async function start() {
+  dispatchEvent(new Event("rollyard:started")); // to start.js
   const app = document.getElementById("app");
   app.replaceChildren();
   render(html`<${App} />`, app);
+  const untilAnswered = (ask) => patiently(ask, (error) => { trouble.value = error; });
   const code = new URLSearchParams(location.hash.slice(1)).get("code");
+  let refusal = null;
   if (code) {
     history.replaceState(null, "", location.pathname + location.search);
-    await signIn({ code });
-    if (caller.value) return;
-    const refusal = lastRefusal.value; // a link that was opened twice must not hide that the browser is signed in
     try {
-      caller.value = await get("/v1/login");
-      lastRefusal.value = null;
-    } catch {
-      lastRefusal.value = refusal;
-    }
-    return;
-  }
-  while (caller.value === undefined) {
-    try {
-      caller.value = await get("/v1/login");
+      await untilAnswered(() => signIn({ code }));
+      return;
     } catch (error) {
-      if (error.code) { lastRefusal.value = null; return; } // 401 without a cookie: not an error of the visitor
-      await new Promise((resolve) => setTimeout(resolve, 1000));
+      refusal = error; // a link that was opened twice must not hide that the browser is signed in
     }
+  }
+  try {
+    caller.value = await untilAnswered(() => get("/v1/login"));
+    lastRefusal.value = null;
+  } catch (error) {
+    refuse(refusal || (error.status === 401 ? null : error)); // without a cookie: not an error of the visitor
   }
 }
 

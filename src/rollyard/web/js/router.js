@@ -15,7 +15,27 @@ function read() {
 
 export const place = signal(read());
 
-const follow = () => { if (!isAnchor()) place.value = read(); };
+let left = null; // what had the focus when the last view was left; null: the heading of this one had its turn
+
+/** A view is left. The heading of the next one takes the focus: what had it is gone. */
+export function leave() {
+  left = document.activeElement || document.body;
+}
+
+/** Focuses the heading of a view that was just entered, unless the visitor has moved the focus meanwhile. */
+export function enter(heading) {
+  if (!left) return;
+  if (!document.activeElement || [left, document.body].includes(document.activeElement)) heading.focus({ preventScroll: true });
+  left = null;
+}
+
+function follow() {
+  if (isAnchor()) return;
+  const next = read();
+  if (next.path !== place.value.path) leave();
+  place.value = next;
+}
+
 addEventListener("popstate", follow);
 addEventListener("hashchange", follow);
 

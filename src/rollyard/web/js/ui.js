@@ -1,21 +1,26 @@
 // Small components that several views use.
 import { html, useEffect, useRef } from "./dom.js";
-import { ApiError, caller } from "./api.js";
+import { ApiError, caller, isTransient } from "./api.js";
 import { ago, table, time } from "./format.js";
+import { enter } from "./router.js";
 import { Visible } from "./text.js";
 
 const TITLE_CHARACTERS = 80;
 
-/** The frame of a view: its heading, an optional line below it, and controls on the right. The window gets its title. */
+/**
+ * The frame of a view: its heading, an optional line below it, and controls on the right. The window gets its title, and
+ * the heading of a view that was just entered gets the focus.
+ */
 export function Page({ title, subtitle, controls, children }) {
   const heading = useRef(null);
   useEffect(() => {
     const text = heading.current.textContent.slice(0, TITLE_CHARACTERS).trim();
     const full = text ? `${text} – Rollyard` : "Rollyard";
     if (document.title !== full) document.title = full;
+    enter(heading.current);
   });
   return html`<header class="page-head">
-      <div><h1 ref=${heading}>${title}</h1>${subtitle && html`<p class="subtitle">${subtitle}</p>`}</div>
+      <div><h1 ref=${heading} tabindex="-1">${title}</h1>${subtitle && html`<p class="subtitle">${subtitle}</p>`}</div>
       ${controls && html`<div class="controls">${controls}</div>`}
     </header>
     ${children}`;
@@ -65,14 +70,17 @@ export function ownRuns() {
   return who.access === "reader" ? `the runs ${bound}` : `its own runs${bound ? ` and ${bound}` : ""}`;
 }
 
-/** An error of the API or of the connection: what happened, and what to do. */
-export function Problem({ error, children }) {
+const TITLES = table({ 401: "Not signed in", 403: "Not allowed", 404: "Not found", 410: "No longer stored", 429: "Too many calls" });
+
+/** An error of the API or of the connection: what happened, and what to do. `isFinal`: the page does not try again. */
+export function Problem({ error, isFinal = false, children }) {
   const isApi = error instanceof ApiError;
-  const title = !isApi ? "The service does not answer" : { 403: "Not allowed", 404: "Not found", 410: "No longer stored", 401: "Not signed in" }[error.status] || "That did not work";
+  const title = !isApi ? "The service does not answer" : TITLES[error.status] || (error.status >= 500 ? "The service has a problem" : "That did not work");
   const runs = error.status === 404 ? ownRuns() : "";
   return html`<div class="problem" role="alert">
     <h2>${title}</h2>
-    <p><${Visible} text=${isApi ? error.message : "Trying again. Is it still running?"} /></p>
+    <p><${Visible} text=${isApi ? error.message : "Is it still running?"} /></p>
+    ${!isFinal && isTransient(error) && html`<p>The page tries again by itself.</p>`}
     ${error.remedy && html`<p><${Visible} text=${error.remedy} /></p>`}
     ${runs && html`<p>Your token finds only <${Visible} text=${runs} />. If it may be in another run, sign in with a token that reads that run.</p>`}
     ${children}

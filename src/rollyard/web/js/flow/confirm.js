@@ -30,7 +30,7 @@ export function Confirmed({ label, title, children, confirm = label, tone = "", 
     ${isOpen && html`<dialog ref=${dialog} class="confirm" aria-label=${title} onClose=${() => setOpen(false)} onCancel=${(event) => isBusy && event.preventDefault()}>
       <h2>${title}</h2>
       ${children}
-      ${error && (error instanceof ApiError ? html`<${Problem} error=${error} />`
+      ${error && (error instanceof ApiError ? html`<${Problem} error=${error} isFinal=${true} />`
         : html`<p class="problem" role="alert">The service did not answer, so it is not known whether this was done. Look at the state, then try again.</p>`)}
       <div class="confirm-buttons">
         <button type="button" autofocus onClick=${close} disabled=${isBusy}>Cancel</button>

@@ -1,7 +1,7 @@
 // Two members of a group beside each other: the messages that they share, the first action in which they differ, and
 // how each went on.
 import { html, useEffect, useState } from "../dom.js";
-import { get } from "../api.js";
+import { get, isTransient, pauseMs } from "../api.js";
 import { count, plural } from "../format.js";
 import { LongText } from "../text.js";
 import { Empty, Loading, Problem } from "../ui.js";
@@ -10,27 +10,44 @@ import { addressesOf, callsOf, conversationOf, reasoningOf, textOf, turnsOf } fr
 
 const MOST_MESSAGES = 2000;
 const CHUNK = 40;
+const LIVE_MS = 2000; // between two reads of a rollout that runs
 
-/** All messages of a rollout, page by page. */
+/**
+ * All messages of a rollout, page by page, and those that follow while it runs: {messages, isAvailable, isLive, error}.
+ * A new attempt starts them again. So does its end: what is stored is not cut.
+ */
 export function useAllMessages(run, id) {
   const [state, setState] = useState({ id, messages: null, error: null });
   useEffect(() => {
     const abort = new AbortController();
     const [path, query] = addressesOf(run, id).messages;
+    let messages = [], messageTurns = [], shown = null, isLive = null, failures = 0, timer = 0;
     const read = async () => {
-      let messages = [], messageTurns = [], shown = null;
-      while (messages.length < MOST_MESSAGES) {
+      let waitMs = 0;
+      try {
         const reply = await get(path, { after: messages.length, ...query }, abort.signal);
-        if (messages.length && conversationOf(reply) !== shown) { messages = []; messageTurns = []; continue; } // it runs, and has another one now
-        shown = conversationOf(reply);
-        messages.push(...reply.messages);
-        messageTurns.push(...(reply.message_turns || []));
-        if (!reply.messages.length) { setState({ id, messages, messageTurns, isAvailable: reply.available, error: null }); return; }
+        const isOther = shown !== null && (conversationOf(reply) !== shown || (reply.state !== "ended") !== isLive);
+        [shown, isLive, failures] = [conversationOf(reply), reply.state !== "ended", 0];
+        if (isOther) {
+          [messages, messageTurns] = [[], []];
+        } else if (reply.messages.length && messages.length < MOST_MESSAGES) {
+          messages = [...messages, ...reply.messages];
+          messageTurns = [...messageTurns, ...(reply.message_turns || [])];
+        } else {
+          setState({ id, messages, messageTurns, isAvailable: reply.available, isLive, error: null });
+          if (!isLive || messages.length >= MOST_MESSAGES) return;
+          waitMs = LIVE_MS;
+        }
+      } catch (error) {
+        if (abort.signal.aborted) return;
+        if (!isTransient(error)) { setState({ id, messages: null, error }); return; }
+        setState((old) => (old.id === id && old.messages ? old : { id, messages: null, error }));
+        waitMs = pauseMs(error, failures++);
       }
-      setState({ id, messages, messageTurns, isAvailable: true, error: null });
+      timer = setTimeout(read, waitMs);
     };
-    read().catch((error) => { if (!abort.signal.aborted) setState({ id, messages: null, error }); });
-    return () => abort.abort();
+    read();
+    return () => { abort.abort(); clearTimeout(timer); };
   }, [run, id]);
   return state.id === id ? state : { id, messages: null, error: null };
 }
@@ -71,9 +88,11 @@ function actionOf(message) {
   return [reasoningOf(message), textOf(message.content), ...calls].filter(Boolean).join("\n");
 }
 
-function Action({ message, other, name }) {
+const none = (isLive) => (isLive ? "It runs and has not got this far." : "It had ended.");
+
+function Action({ message, other, name, isLive }) {
   const text = actionOf(message), at = firstDifference(text, actionOf(other));
-  if (!message) return html`<section class="parted"><h3>${name}</h3><p class="empty">It had ended.</p></section>`;
+  if (!message) return html`<section class="parted"><h3>${name}</h3><p class="empty">${none(isLive)}</p></section>`;
   const from = Math.max(0, at - 200);
   return html`<section class="parted"><h3>${name}</h3>
     <div class="parting" data-at=${at}>${at > 0 && html`<span class="same">${from > 0 ? "…" : ""}<${Plain} text=${text.slice(from, at)} /></span>`}<mark class="different"><${Plain} text=${text.slice(at, at + 600)} /></mark>${text.length > at + 600 ? "…" : ""}</div></section>`;
@@ -81,10 +100,10 @@ function Action({ message, other, name }) {
 
 const Plain = ({ text }) => html`<${LongText} text=${text} className="inline" />`;
 
-function Side({ messages, from, turns, name, most }) {
+function Side({ messages, from, turns, name, most, isLive }) {
   const rest = messages.slice(from, from + most);
   return html`<section class="side"><h3>${name}</h3>${rest.map((message, index) => html`<${Message} key=${from + index} message=${message} number=${from + index} turn=${turns[from + index]} mark=${index === 0 ? "first-different" : ""} />`)}
-    ${!rest.length && html`<${Empty}>It had ended.<//>`}</section>`;
+    ${!rest.length && html`<${Empty}>${none(isLive)}<//>`}</section>`;
 }
 
 export function Differences({ run, a, b }) {
@@ -96,27 +115,32 @@ export function Differences({ run, a, b }) {
   for (const [side, member] of [[left, a], [right, b]]) {
     if (side.messages.length) continue;
     if (side.isAvailable === false) return html`<${Empty}>Member ${member.index} runs on a node that does not send its messages now.<//>`;
-    return html`<${Empty}>Member ${member.index} has no messages: it has not started, or they were acknowledged or have expired.<//>`;
+    if (side.isLive) return html`<${Empty}>Member ${member.index} has no messages yet: it has not started.<//>`;
+    return html`<${Empty}>Member ${member.index} has no messages: it ended before the first, or they were acknowledged or have expired.<//>`;
   }
   const { shared, outputs, isSame } = parting(left.messages, right.messages);
   const turns = [turnsOf(left.messages, left.messageTurns), turnsOf(right.messages, right.messageTurns)];
   const names = [`Member ${a.index}`, `Member ${b.index}`];
-  if (isSame) return html`<p>${plural(shared, "message")}: both members said the same.</p>`;
+  const running = [[left, a], [right, b]].filter(([side]) => side.isLive).map(([, member]) => member.index);
+  const follows = running.length > 0 && html`<p class="note live-mark" role="status">Member ${running.join(" and member ")} ${running.length === 1 ? "runs" : "run"}: this follows.</p>`;
+  if (isSame) return html`${follows}<p>${plural(shared, "message")}: both members said the same${running.length ? " so far" : ""}.</p>`;
+  const isAhead = [left, right].some((side) => side.isLive && side.messages.length === shared);
   const longest = Math.max(left.messages.length, right.messages.length) - shared;
   const turn = turns[0][shared] ?? turns[1][shared];
   return html`<div class="differences" data-shared=${shared}>
+    ${follows}
     <button type="button" class="fold" aria-expanded=${showsShared} onClick=${() => setShared(!showsShared)}>${showsShared ? "Hide" : "Show"} ${plural(shared, "message")} that both share</button>
     ${showsShared && html`<div class="conversation">${left.messages.slice(0, shared).map((message, index) => html`<${Message} key=${index} message=${message} number=${index} turn=${turns[0][index]} mark=${outputs.includes(index) ? "first-different" : ""} />`)}</div>`}
-    <h2 class="parting-head">${outputs.includes(shared) ? "Both took the same actions; a tool's output differs" : "They part"} at ${turn === undefined ? "" : `turn ${turn}, `}message ${shared}</h2>
+    <h2 class="parting-head">${outputs.includes(shared) ? "Both took the same actions; a tool's output differs" : isAhead ? "The same so far; one is ahead" : "They part"} at ${turn === undefined ? "" : `turn ${turn}, `}message ${shared}</h2>
     ${outputs.length > 0 && outputs[0] < shared && html`<p class="note">Before that, the output of ${plural(outputs.length, "tool call")} differs; both acted the same after it. The first is message ${outputs[0]}.</p>`}
     <div class="two-sides">
-      <${Action} name=${names[0]} message=${left.messages[shared]} other=${right.messages[shared]} />
-      <${Action} name=${names[1]} message=${right.messages[shared]} other=${left.messages[shared]} />
+      <${Action} name=${names[0]} message=${left.messages[shared]} other=${right.messages[shared]} isLive=${left.isLive} />
+      <${Action} name=${names[1]} message=${right.messages[shared]} other=${left.messages[shared]} isLive=${right.isLive} />
     </div>
     <h2>How each went on</h2>
     <div class="two-sides">
-      <${Side} name=${names[0]} messages=${left.messages} from=${shared} turns=${turns[0]} most=${most} />
-      <${Side} name=${names[1]} messages=${right.messages} from=${shared} turns=${turns[1]} most=${most} />
+      <${Side} name=${names[0]} messages=${left.messages} from=${shared} turns=${turns[0]} most=${most} isLive=${left.isLive} />
+      <${Side} name=${names[1]} messages=${right.messages} from=${shared} turns=${turns[1]} most=${most} isLive=${right.isLive} />
     </div>
     ${most < longest && html`<button type="button" onClick=${() => setMost(most + 5 * CHUNK)}>Show more of ${count(longest)} messages</button>`}
   </div>`;

@@ -38,9 +38,10 @@ function Summary({ draw }) {
 
 const batchFigure = (name, format) => (batch) => format(batch.figures?.[name]);
 
+/** For how long a batch was or is open. */
 function age(batch) {
-  if (batch.closed_at) return html`<span title="from its opening to its close">${seconds(batch.closed_at - batch.created_at)}</span>`;
-  return "–";
+  if (batch.state === "open") return html`${seconds(Math.max(0, Math.floor(Date.now() / 1000 - batch.created_at)))} <span class="muted">so far</span>`;
+  return html`<span title="from its opening to its close">${seconds(batch.closed_at && batch.closed_at - batch.created_at)}</span>`;
 }
 
 const BATCHES = [
@@ -50,7 +51,8 @@ const BATCHES = [
   { name: "groups", label: "Groups", cell: (batch) => html`<${Meter} label=${`groups of batch ${batch.number}`} value=${batch.delivered} most=${batch.want} tone="busy" text=${`${count(batch.delivered)} of ${count(batch.want)}`} />` },
   { name: "version", label: "Version", numeric: true, cell: (batch) => batch.version },
   { name: "opened", label: "Opened", numeric: true, cell: (batch) => html`<${Time} at=${batch.created_at} />` },
-  { name: "took", label: "Took", numeric: true, cell: age },
+  { name: "took", label: "Open for", numeric: true, cell: age },
+  { name: "closed", label: "Closed", numeric: true, cell: (batch) => html`<${Time} at=${batch.closed_at} />` },
   { name: "keep", label: "Keep rate", numeric: true, cell: batchFigure("keep_rate", percent) },
   { name: "filtered", label: "Filtered", numeric: true, cell: batchFigure("filtered", count) },
   { name: "failed", label: "Failed", numeric: true, cell: batchFigure("failed", count) },
@@ -64,7 +66,7 @@ function Batches({ draw }) {
   const after = place.value.query.batches;
   const polled = usePolled(`/v1/draws/${encodeURIComponent(draw.id)}/batches`, { run: draw.run, after, limit: PAGE }, { everyMs: after ? 0 : 3000 });
   return html`<${Card} title="Batches" note="newest first">
-    <${Loaded} of=${polled}>${(data) => html`<${Table} label="Batches" columns=${BATCHES.filter((column) => column.name !== "took" || data.batches.some((batch) => batch.closed_at))} rows=${data.batches} rowKey=${(batch) => batch.number} empty="The trainer has not asked for a batch yet." />
+    <${Loaded} of=${polled}>${(data) => html`<${Table} label="Batches" columns=${BATCHES} rows=${data.batches} rowKey=${(batch) => batch.number} empty="The trainer has not asked for a batch yet." />
       <${Pages} label="Pages of batches" name="batches" next=${data.next} />`}<//><//>`;
 }
 

@@ -11,9 +11,13 @@ import { count, percent, plural, seconds, short } from "../format.js";
 const HOURS = [["24", "24 hours"], ["1", "1 hour"], ["6", "6 hours"], ["168", "7 days"]];
 const MOST_LINES = 12; // engines in one chart
 
-/** Changes of versions per engine → one horizontal axis, and per engine its version at each point of it. */
-export function versionSeries(engines, end) {
-  const times = [...new Set([...Object.values(engines).flatMap((changes) => changes.map(([at]) => at)), end])].sort((one, other) => one - other);
+/**
+ * Changes of versions per engine → one horizontal axis from `start` to `end`, and per engine its version at each point of
+ * it. A change before `start` is the version that the engine had then. A service whose clock is ahead extends the axis.
+ */
+export function versionSeries(engines, start, end) {
+  const changed = Object.values(engines).flatMap((changes) => changes.map(([at]) => Math.max(start, at)));
+  const times = [...new Set([start, ...changed, end])].sort((one, other) => one - other);
   const series = Object.entries(engines).slice(0, MOST_LINES).map(([label, changes]) => {
     let next = 0, version = null;
     return { label, values: times.map((at) => {
@@ -30,7 +34,8 @@ function Versions({ policy, hours }) {
   if (!polled.data) return html`<${Loading} />`;
   const engines = polled.data.engines;
   if (!Object.values(engines).some((changes) => changes.length)) return html`<${Empty}>No version was recorded in this time.<//>`;
-  const { x, series } = versionSeries(engines, Date.now() / 1000);
+  const end = Date.now() / 1000;
+  const { x, series } = versionSeries(engines, end - 3600 * Number(hours), end);
   const left = Object.keys(engines).length - series.length;
   return html`<${Chart} label="Weight version per engine" isTime=${true} isStep=${true} x=${x} series=${series} height=${180} />
     ${left > 0 && html`<p class="muted">${plural(left, "engine")} more not shown.</p>`}`;

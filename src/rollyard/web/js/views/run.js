@@ -11,7 +11,7 @@ import { GroupTable, GROUP_STATES } from "../flow/groups.js";
 import { count, percent, reward, short } from "../format.js";
 import { StatesBar } from "./runs.js";
 
-const MOST_CODES = 6; // lines in the chart of failures; the list has all
+const MOST_FAILURES = 6; // lines in the chart of failures; the list has all
 const PAGE = 25;
 
 const SHARE = [["model", "model"], ["tool", "tools"], ["waiting", "waiting"], ["other", "other"]];
@@ -24,10 +24,34 @@ function timeShares(series) {
   }));
 }
 
+const ENDS = [
+  { label: "kept", colour: 3, states: ["delivered", "complete"] },
+  { label: "filtered", colour: 5, states: ["filtered"] },
+  { label: "failed", colour: 2, states: ["failed"] },
+  { label: "cancelled, dropped or undone", colour: 4, states: ["cancelled", "dropped", "void"] },
+];
+
 function groupShares(groups) {
-  const of = (label, tone, ...names) => ({ label, tone, value: names.reduce((sum, name) => sum + (groups[name] || 0), 0) });
-  return [of("kept", "tone-3", "delivered", "complete"), of("filtered", "tone-5", "filtered"), of("failed", "tone-2", "failed"),
-    of("cancelled, dropped or undone", "tone-4", "cancelled", "dropped", "void"), of("open", "tone-1", "open")];
+  const parts = [...ENDS, { label: "open", colour: 1, states: ["open"] }];
+  return parts.map(({ label, colour, states }) => ({ label, tone: `tone-${colour}`, value: states.reduce((sum, state) => sum + (groups[state] || 0), 0) }));
+}
+
+/** Columns by state → one column for each of `ends`. */
+function sums(columns, ends, size) {
+  return ends.map(({ states }) => Array.from({ length: size }, (_, at) => states.reduce((sum, state) => sum + (columns[state]?.[at] || 0), 0)));
+}
+
+/** Ended groups by what became of them, as shares at each point. Null where none ended. */
+function groupCurves({ group_counts: counts, x }) {
+  const columns = sums(counts, ENDS, x.length);
+  const totals = x.map((_, at) => columns.reduce((sum, column) => sum + column[at], 0));
+  return ENDS.map(({ label, colour }, index) => ({ label, colour: `--series-${colour}`, values: columns[index].map((value, at) => (totals[at] ? value / totals[at] : null)) }));
+}
+
+/** Tokens of ended groups that no trainer gets. */
+function thrownAway({ group_tokens: tokens, x }) {
+  const lost = [ENDS[1], { label: "failed, cancelled, dropped or undone", colour: 2, states: [...ENDS[2].states, ...ENDS[3].states] }];
+  return sums(tokens, lost, x.length).map((values, index) => ({ label: lost[index].label, colour: `--series-${lost[index].colour}`, values }));
 }
 
 /** Tokens of the groups of draws by what became of them. The rest: of other rollouts, and of groups that wait or run. */
@@ -37,14 +61,13 @@ function tokenShares(tokens) {
     { label: "lost", tone: "tone-2", value: tokens.lost }, { label: "of no draw, or waiting", tone: "tone-1", value: rest }];
 }
 
-function failureList(failures) {
-  return Object.entries(failures).map(([code, one]) => ({ code, ...one })).sort((one, other) => other.count - one.count);
-}
+const failureLabel = ({ code, blame }) => `${code.slice(0, 40)} (${blame})`;
 
 function Charts({ series }) {
   const isTime = series.by === "time";
   const at = { x: series.x, isTime, xLabel: isTime ? "" : "weight version", spanGaps: true };
-  const codes = failureList(series.totals.failures).slice(0, MOST_CODES).map((one) => one.code);
+  const failures = series.failures.slice(0, MOST_FAILURES);
+  const hasGroups = Object.keys(series.group_counts).length > 0;
   const one = (label, name, more = {}) => html`<${Card} key=${name}><${Chart} label=${label} ...${at} series=${[{ label: label.toLowerCase(), values: series[name], colour: more.colour }]} ...${more} /><//>`;
   return html`<div class="charts">
     ${one("Mean reward", "reward", { format: reward })}
@@ -54,7 +77,9 @@ function Charts({ series }) {
     ${one("Staleness (versions)", "staleness", { colour: "--series-5" })}
     <${Card}><${Chart} label="Rollout time" ...${at} isStacked=${true} spanGaps=${false} range=${[0, 1]} format=${percent} series=${SHARE.map(([name, label]) => ({ label, values: series.share[name] || [] }))} /><//>
     ${one("Rollouts ended", "count", { colour: "--series-6" })}
-    ${codes.length > 0 && html`<${Card}><${Chart} label=${codes.length === 1 ? html`Failures <span class="note"><${Line} text=${codes[0]} /></span>` : "Failures"} ...${at} spanGaps=${false} series=${codes.map((code) => ({ label: code.slice(0, 40), values: series.failures[code] || series.x.map(() => 0) }))} /><//>`}
+    ${hasGroups && html`<${Card}><${Chart} label="Groups" ...${at} isStacked=${true} spanGaps=${false} range=${[0, 1]} format=${percent} series=${groupCurves(series)} /><//>`}
+    ${hasGroups && html`<${Card}><${Chart} label="Tokens thrown away" ...${at} isStacked=${true} spanGaps=${false} range=${(_, _low, high) => [0, high > 0 ? high * 1.1 : 1]} series=${thrownAway(series)} /><//>`}
+    ${failures.length > 0 && html`<${Card}><${Chart} label=${failures.length === 1 ? html`Failures <span class="note"><${Line} text=${failureLabel(failures[0])} /></span>` : "Failures"} ...${at} spanGaps=${false} series=${failures.map((failure) => ({ label: failureLabel(failure), values: failure.counts }))} /><//>`}
   </div>`;
 }
 
@@ -101,7 +126,7 @@ export default function Run({ run: id }) {
   const run = usePolled(`/v1/runs/${encodeURIComponent(id)}`, { include: "results" }, { everyMs: 10_000 });
   const series = usePolled(run.data ? `/v1/runs/${encodeURIComponent(id)}/series` : null, { by, points: 60 }, { everyMs: 10_000 });
   if (run.error) return html`<${Page} title=${html`Run <${Line} text=${id} />`}><${Problem} error=${run.error}><p><${Link} path="/runs">All runs<//></p><//><//>`;
-  const controls = html`<${Link} class="button" path="/rollouts" query=${{ run: id }}>Rollouts<//><${Link} class="button" path="/draws" query=${{ run: id }}>Draws<//><a class="button" href="#groups" onClick=${(event) => { event.preventDefault(); document.getElementById("groups")?.scrollIntoView(); }}>Groups</a>
+  const controls = html`<${Link} class="button" path="/rollouts" query=${{ run: id }}>Rollouts<//><${Link} class="button" path="/draws" query=${{ run: id }}>Draws<//><a class="button" href="#groups" onClick=${(event) => { event.preventDefault(); document.getElementById("groups")?.focus(); }}>Groups</a>
     <${Toggle} label="Horizontal axis" name="by" options=${[["time", "Over time"], ["version", "Over weight version"]]} />`;
   const subtitle = run.data && html`${run.data.mode}, policy <${Line} text=${run.data.policy} />${run.data.state === "deleting" ? html` <${Badge} value="deleting" tone="warn" /> ${count(run.data.left)} left` : ""}${series.data?.environments?.length ? html`, ${series.data.environments.slice(0, 8).map((name) => html`<${Badge} value=${name} /> `)}` : ""}`;
   return html`<${Page} title=${html`Run <${Line} text=${id} />`} subtitle=${subtitle} controls=${controls}>
@@ -114,9 +139,9 @@ export default function Run({ run: id }) {
             <p class="muted">Waiting: in the queue, in READY and before EVAL. Other: INIT, EVAL, and RUN between calls.</p><//>
           <${Card} title="Groups" note="by how they ended"><${ShareBar} label="Groups" parts=${groupShares(curves.groups)} format=${percent} /><//>
           <${Card} title="Tokens" note=${`${short(curves.tokens.sampled)} sampled`}><${ShareBar} label="Tokens" parts=${tokenShares(curves.tokens)} format=${percent} /><//>
-          <${Card} title="Failures by code"><${Failures} failures=${failureList(curves.totals.failures)} query=${{ run: id }} empty="No rollout of this run failed." /><//>
+          <${Card} title="Failures by code"><${Failures} failures=${curves.totals.failures} query=${{ run: id }} empty="No rollout of this run failed." /><//>
         </div></div>`}<//>
-      <div id="groups"><${Groups} run=${id} /></div>
+      <div id="groups" tabindex="-1"><${Groups} run=${id} /></div>
       <${Settings} run=${data} />
     </div>`}<//>
   <//>`;

@@ -1,0 +1,72 @@
+"""The members of a group beside each other in Chromium, while they run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest_asyncio
+from playwright.async_api import Browser, expect
+
+from rollyard.core import id_of
+from rollyard.testing.script import FolderTokenizer, Reply, Turn
+from rollyard.testing.scripted_engine import ScriptedEngine
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.service.site import Site, engine_table, finish, open_site, shell, task
+from tests.service.skill import member_of
+from tests.web.conftest import NewVisitor
+
+
+def acts(turn: Turn) -> Reply:
+    """Both members look around. Member 1 then waits for a file, and does something else than member 0."""
+    if "<|im_start|>" not in turn.text:
+        return Reply("ok")  # the probe
+    found = re.search(r"wait for go at (\S+?)[.<]", turn.text)
+    if turn.number == 0 or found is None:
+        return Reply(shell("echo looking"))
+    is_first = member_of(id_of(turn.session_id))[1] == 0
+    wait = f"while [ ! -e {found[1]} ]; do sleep 0.05; done"
+    commands = ["touch done"] if is_first else [wait, "echo nothing"]
+    return Reply(shell(commands[turn.number - 1]) if turn.number <= len(commands) else finish())
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def site(browser: Browser, tmp_path: Path) -> AsyncGenerator[Site, None]:
+    engine = ScriptedEngine(acts, tokenizer=FolderTokenizer(tokenizer_dir()))
+    async with engine, open_site(tmp_path / "site", engines=[engine_table(engine)], drain_s=0) as opened:
+        yield opened
+
+
+async def test_a_comparison_follows_members_that_run(site: Site, new_visitor: NewVisitor, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    body = {"id": "pair", "task": task(f"wait for go at {go}."), "size": 2, "spares": 0}
+    assert (await site.post("/v1/groups", body)).status == 202
+    await site.ended("pair-0")
+    visitor = await new_visitor(site)
+    page = await visitor.open("/groups/default/pair?a=0&b=1")
+    compared = page.locator("#compared")
+    await expect(compared.locator(".live-mark")).to_have_text("Member 1 runs: this follows.")
+    await expect(compared.locator(".parting-head")).to_contain_text("They part")
+    other = compared.locator("mark.different").nth(1)
+    await expect(other).to_contain_text("while [ ! -e")
+    await expect(compared).not_to_contain_text("echo nothing")
+    go.touch()
+    await expect(compared.locator(".two-sides").last).to_contain_text("echo nothing")
+    await expect(compared.locator(".live-mark")).to_have_count(0)
+    await expect(page.locator(".badge", has_text="complete").first).to_be_visible()
+
+
+async def test_a_member_that_has_not_started_says_so_and_then_its_messages_come(
+    site: Site, new_visitor: NewVisitor, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    go.touch()
+    await site.hold()
+    body = {"id": "late", "task": task(f"wait for go at {go}."), "size": 2, "spares": 0}
+    assert (await site.post("/v1/groups", body)).status == 202
+    visitor = await new_visitor(site)
+    page = await visitor.open("/groups/default/late?a=0&b=1")
+    await expect(page.locator("#compared")).to_contain_text("has no messages yet")
+    assert (await site.call("PATCH", "/v1/pools", json={"init": 4})).status == 200
+    await expect(page.locator("#compared .parting-head")).to_contain_text("They part at turn 1")
