@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from rollyard.core.trace import common_prefix
+
 if TYPE_CHECKING:
     from rollyard.embedded.transformer.attention import Kv
     from rollyard.embedded.transformer.paged import PagedKv
@@ -132,18 +134,3 @@ def _marks(tokens: array[int], salt: str) -> Iterator[int]:
 
 def _begins(entry: CachedPrefix, tokens: array[int]) -> bool:
     return entry.tokens[: len(tokens)] == tokens
-
-
-def common_prefix(one: array[int], other: array[int]) -> int:
-    """Returns the length of the common prefix, by a few comparisons of array slices."""
-    high = min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    low = 0  # they are equal up to here, and differ before `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
