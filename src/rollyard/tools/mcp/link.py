@@ -23,6 +23,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED
 
 from rollyard.core import RollyardError
+from rollyard.core.exception_groups import first_error
 from rollyard.tools.mcp.pipes import MESSAGE_BYTES
 from rollyard.tools.mcp.sources import START_S, OutsideServer
 
@@ -165,7 +166,7 @@ class McpConnection:
             ready.cancel()
             raise
         except BaseException as error:
-            cause = _first(error)
+            cause = first_error(error)
             if not ready.done():
                 known = isinstance(cause, RollyardError | ServerNotStarted)
                 ready.set_exception(cause if known else ServerNotStarted(f"{type(cause).__name__}: {cause}"))
@@ -187,10 +188,3 @@ class McpConnection:
         with contextlib.suppress(asyncio.CancelledError):
             if task.done():
                 task.exception()
-
-
-def _first(error: BaseException) -> BaseException:
-    """Returns the first leaf of nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
