@@ -7,13 +7,13 @@ The folder contains `cluster.json` (the job's number), `job.sh`, `job.log`, `tok
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollyard.core.files import replacing
 from rollyard.fleet.slurm import JobSpec, SlurmError, script
 
 COMMAND_S = 60.0
@@ -186,8 +186,5 @@ def _slurm(*argv: str, may_miss: str = "") -> str:
 
 def _write(path: Path, text: str) -> None:
     """Writes the file atomically, readable by the user alone."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
-    draft.replace(path)
+    with replacing(path, mode=0o600) as file:
+        file.write(text.encode())

@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollyard.core.files import replacing
 from rollyard.core.locks import FileLock, locked
 from rollyard.sandbox.images.errors import ImageError
 
@@ -140,12 +141,8 @@ class ImageIndex:
     @staticmethod
     def _write(path: Path, body: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-        with open(new, "w") as file:
-            json.dump(body, file, indent=1, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
+        with replacing(path, is_durable=True) as file:
+            file.write(json.dumps(body, indent=1, sort_keys=True).encode())
 
 
 @contextmanager
