@@ -231,10 +231,10 @@ class Attempt:
         """Executes RUN. Returns its failure, if any, and whether the policy ended its own sandbox."""
         pipeline, progress = self.pipeline, self._progress
         try:
-            await self._sit_down()  # before the slot: a policy that is full must not hold RUN slots of others
+            await self._take_seat()  # before the slot: a policy that is full must not hold RUN slots of others
             await pipeline.run_pool.acquire(self._rank)
         except BaseException:
-            self._stand_up()
+            self._leave_seat()
             raise
         finally:
             pipeline.ready -= 1
@@ -258,10 +258,10 @@ class Attempt:
             try:
                 await self._dispose()
             finally:
-                self._stand_up()
+                self._leave_seat()
                 pipeline.run_pool.release()
 
-    async def _sit_down(self) -> None:
+    async def _take_seat(self) -> None:
         """Acquires a seat at the policy if the agent needs a model. Until then it is READY and no clock runs."""
         pipeline = self.pipeline
         if self._runner.resolved.agent.needs_model:
@@ -277,7 +277,7 @@ class Attempt:
         self.is_seated = True
         pipeline.seated(self.run.policy)
 
-    def _stand_up(self) -> None:
+    def _leave_seat(self) -> None:
         if self._seat is not None:
             self._seat.close()
 
