@@ -48,7 +48,7 @@ def get_job(data_dir: Path | None) -> tuple[SlurmCluster, str]:
 
 def wait_ready(cluster: SlurmCluster, job_id: str, data_dir: Path | None, wait_s: float) -> None:
     """Waits until the service is ready. Raises `CommandError` with the reason if the job ends or cannot start."""
-    from rollyard.fleet.slurm_jobs import look
+    from rollyard.fleet.slurm_jobs import read_job
 
     folder = option_for(data_dir)
     last_line = ""
@@ -57,7 +57,7 @@ def wait_ready(cluster: SlurmCluster, job_id: str, data_dir: Path | None, wait_s
         nonlocal last_line
         if cluster.url:
             return True
-        job = look(job_id)
+        job = read_job(job_id)
         if job.is_over:
             log = cluster.log_end()
             ends = f"; its log ends: {log}" if log else ""

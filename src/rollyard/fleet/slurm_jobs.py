@@ -139,13 +139,13 @@ def require_slurm() -> None:
         raise SlurmError("this machine has no Slurm: sbatch is not in PATH", "run this on a login node of the cluster")
 
 
-def look(job_id: str) -> SlurmJob:
+def read_job(job_id: str) -> SlurmJob:
     """Returns the job's state. Slurm drops an ended job after minutes; its accounting, if there is one, keeps it."""
     require_slurm()
     form = "--format=%T|%r|%N|%M|%S"
     output = _slurm("squeue", "--noheader", "--states=all", f"--jobs={job_id}", form, may_miss="Invalid job id").strip()
     if not output:
-        return SlurmJob(job_id, _accounted(job_id))
+        return SlurmJob(job_id, _state_from_accounting(job_id))
     state, reason, names, ran_for, begins_at = output.splitlines()[-1].split("|")
     nodes = _slurm("scontrol", "show", "hostnames", names).split() if names else ()
     return SlurmJob(job_id, state, "" if reason == "None" else reason, tuple(nodes), ran_for, begins_at)
@@ -156,7 +156,7 @@ def cancel(job_id: str) -> None:
     _slurm("scancel", job_id, may_miss="Invalid job id")
 
 
-def _accounted(job_id: str) -> str:
+def _state_from_accounting(job_id: str) -> str:
     try:
         output = _slurm("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
     except SlurmError:  # most small clusters have no accounting
