@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollyard.fleet.slurm import JobSpec
     from rollyard.fleet.slurm_jobs import SlurmCluster, SlurmJob
 
-LOOK_S = 2.0
+POLL_S = 2.0
 REACH_S = 30.0
 """How long a service that has written its URL to the folder may take to answer this machine."""
 
@@ -131,7 +131,7 @@ def poll(condition: Callable[[], bool], within_s: float) -> bool:
     while not condition():
         if time.monotonic() >= until:
             return False
-        time.sleep(min(LOOK_S, within_s))
+        time.sleep(min(POLL_S, within_s))
     return True
 
 

@@ -48,7 +48,7 @@ from rollyard.store.codec import from_json
 
 log = logging.getLogger("rollyard.fleet")
 
-LOOKS = 10
+CHECKS_PER_LEASE = 10
 """Checks of the nodes per lease: a lost node is noticed a tenth of a lease late at most."""
 
 
@@ -295,7 +295,7 @@ class FleetHead:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self.nodes.settings.lease_s / LOOKS)
+            await asyncio.sleep(self.nodes.settings.lease_s / CHECKS_PER_LEASE)
             self.nodes.end_silent()
 
     async def _give_back_unclaimed(self) -> None:

@@ -3,7 +3,7 @@
 It is a process of its own, because Ray ends the process that is connected to it when its GCS (the head of the *Ray*
 cluster) has been unreachable for 60 s. That must not be the service. Ray also handles SIGTERM itself, prints on stdout,
 and blocks in most of its calls; in this process, that does no harm. The head sends the configuration in the first line
-on the driver's standard input, and receives the nodes' status in a line every LOOK_EVERY_S.
+on the driver's standard input, and receives the nodes' status in a line every STATUS_EVERY_S.
 
 Facts about Ray that this relies on (tested with 2.60):
 - A driver needs a Ray node on its own machine. RAY_AUTH_MODE=token, with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, must
@@ -39,7 +39,7 @@ import msgspec
 from rollyard.fleet.ray_actor import NodeActor, NodeState
 from rollyard.fleet.ray_messages import DriverConfig, DriverOrder, DriverReport, RayNode
 
-LOOK_EVERY_S = 2.0
+STATUS_EVERY_S = 2.0
 ASK_S = 1.0
 """Seconds for which a status waits for the answers of actors; a later status has the slower answers."""
 
@@ -234,7 +234,7 @@ def main() -> None:
     while True:
         send(driver.status())
         try:
-            order = orders.get(timeout=LOOK_EVERY_S)
+            order = orders.get(timeout=STATUS_EVERY_S)
         except queue.Empty:
             continue
         if order.what == "stop_nodes":

@@ -12,7 +12,7 @@ from rollyard.cli.demo.turns import TurnReader
 from rollyard.cli.demo.view import DemoBoard
 from rollyard.client import AsyncClient, Record
 
-LOOK_S = 0.5  # between two polls of the turns and the number of tokens
+POLL_S = 0.5  # between two polls of the turns and the number of tokens
 RUN = "demo"
 
 
@@ -43,7 +43,7 @@ async def _look(client: AsyncClient, board: DemoBoard, reader: TurnReader, befor
         await _read_turns(board, reader)
         turns, tokens = await _sampled(client)
         board.sampled(turns - before[0], tokens - before[1])
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def _read_turns(board: DemoBoard, reader: TurnReader) -> None:

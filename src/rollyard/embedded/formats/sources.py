@@ -30,7 +30,7 @@ Watch = Callable[[int, int], None]
 STALL_S = 180.0
 """pip gives up after six attempts of 15 s each; a fetch that is silent for longer is stuck."""
 
-LOOK_S = 0.2  # between two measurements of the folder
+POLL_S = 0.2  # between two measurements of the folder
 
 _CHUNK_BYTES = 1 << 20
 
@@ -145,11 +145,11 @@ def file_sha256(file: Path) -> str:
         return hashlib.file_digest(data, "sha256").hexdigest()
 
 
-def _check(digest: str, pinned: str, what: str, look: str) -> None:
+def _check(digest: str, pinned: str, what: str, hint: str) -> None:
     if digest != pinned:
         raise WeightsError(
             f"{what} is refused: its sha256 is {digest}, but {pinned} was expected",
-            f"it is another file, or damaged; check where it came from ({look})",
+            f"it is another file, or damaged; check where it came from ({hint})",
         )
 
 
@@ -165,7 +165,7 @@ def _run(
             last_bytes, last_change_at = 0, time.monotonic()
             while True:
                 try:
-                    status = process.wait(LOOK_S)
+                    status = process.wait(POLL_S)
                     break
                 except subprocess.TimeoutExpired:
                     pass

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollyard.embedded.transformer.stacked import StackedKv
 
 GRAIN = 16  # tokens; a shorter prefix of another session is not worth a copy
-_LOOKS = 8  # how many caches that share the longest mark are compared, most recently used first
+_MOST_COMPARED = 8  # how many caches that share the longest mark are compared, most recently used first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class PrefixCache:
         if best is not None and best[1] == len(best[0].tokens):
             return best
         for mark in reversed([*_marks(query, salt)]):
-            for one in islice(reversed(self._by_mark.get(mark, {})), _LOOKS):
+            for one in islice(reversed(self._by_mark.get(mark, {})), _MOST_COMPARED):
                 shared = common_prefix(one.tokens, query) if one.salt == salt else 0
                 if shared >= GRAIN and (shared, False) > best_rank:
                     best, best_rank = (one, shared), (shared, False)

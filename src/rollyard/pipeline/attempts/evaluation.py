@@ -58,7 +58,7 @@ async def evaluate(
     CheckKilled unless `is_last`: the score of the last try counts.
     """
     ledger = ledger or EgressLedger()
-    troubles = ledger.troubles
+    failed_connections = ledger.failed_connections
     resources, task, plan = resolved.resources, resolved.task, resolved.plan
     if plan.eval_mode == "same" and not layers:
         raise ArtifactLost("the files that RUN left are gone with the process that ran it; EVAL `same` needs them")
@@ -94,7 +94,7 @@ async def evaluate(
                 check_whole(sandbox)
                 if sandbox.odd_kills and not is_last:
                     raise CheckKilled(KILLED)
-                if ledger.troubles > troubles and not is_last:
+                if ledger.failed_connections > failed_connections and not is_last:
                     raise CheckKilled(UNREACHED)
     return score
 

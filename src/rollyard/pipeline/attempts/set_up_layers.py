@@ -132,7 +132,7 @@ def setting_up(
                 check_whole(sandbox)
                 if sandbox.odd_kills:
                     raise SandboxLost(f"{what}: a command was killed from outside: {error.detail}") from error
-                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.troubles:
+                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.failed_connections:
                     raise ToolUnreachable(f"{what}: a host that it may reach did not answer: {error.detail}") from error
             raise
         if sandbox is not None:

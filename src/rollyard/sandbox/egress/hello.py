@@ -46,7 +46,7 @@ class _Reader:
             raise NotTls("the ClientHello is longer than its length fields declare")
 
 
-def whole_hello(data: bytes) -> bytes | None:
+def complete_hello(data: bytes) -> bytes | None:
     """Returns the ClientHello in these records, without their headers, or None if it is incomplete. Raises NotTls."""
     hello, at = b"", 0
     for _ in range(MOST_RECORDS):

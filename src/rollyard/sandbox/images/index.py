@@ -27,7 +27,7 @@ from rollyard.core.files import replacing
 from rollyard.core.locks import FileLock, locked
 from rollyard.sandbox.images.errors import ImageError
 
-LOOK_S = 0.2  # between two tries for a lock: flock has no event to wait for
+RETRY_S = 0.2  # between two tries for a lock: flock has no event to wait for
 
 BUILDING = ".building-"
 """Prefix of the folders in which builds run, each locked by its process."""
@@ -72,7 +72,7 @@ class ImageIndex:
             if not lock.try_acquire():
                 waiting(lock.holder())
                 while not lock.try_acquire():
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(RETRY_S)
             lock.write_holder()
             yield lock.fd
 
