@@ -164,7 +164,7 @@ async def test_a_report_that_cannot_be_stored_fails_only_its_own_rollout(tmp_pat
             assert record["outcome"] == "failed" and record["reward"] is None, record
             assert (record["failure"]["code"], record["failure"]["blame"]) == ("internal_error", "infra")
         pipeline = site.served.app_state.pipeline
-        assert pipeline.here == 0 and not pipeline.live
+        assert pipeline.live_here == 0 and not pipeline.live
 
 
 async def test_a_node_cannot_report_for_another(tmp_path: Path) -> None:

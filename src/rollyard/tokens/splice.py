@@ -221,7 +221,7 @@ class ConversationBook:
 
     def _remember(self, turn: PreparedTurn, answer: Message, leaf: _Leaf) -> None:
         toolset, asked = turn.toolset.digest, turn.history
-        whole = self._known.then(asked, answer, turn.toolset)
+        whole = self._known.extended(asked, answer, turn.toolset)
         self._has_completion = True
         self._leaves[toolset, whole.chain[-1]] = leaf
         self._asked.add((toolset, asked.chain[-1]))

@@ -118,7 +118,7 @@ class View:
     async def next(self, client: AsyncClient, interval_s: float) -> None:
         """Waits, and asks the service once."""
         await asyncio.sleep(min(interval_s, POLL_S))
-        answer = await _look(client)
+        answer = await _read_status(client)
         now, was_silent = time.monotonic(), bool(self._problem)
         self.is_new, self.change = False, ""
         if isinstance(answer, str):
@@ -153,7 +153,7 @@ class View:
         return body
 
 
-async def _look(client: AsyncClient) -> Status | str:
+async def _read_status(client: AsyncClient) -> Status | str:
     """Returns the status, or why the service does not answer."""
     from rollyard.client import ServiceUnreachable
     from rollyard.core import RollyardError

@@ -80,7 +80,7 @@ class CompletionCaller:
         """Why the call ended, and what it sampled; None if the engine did not return it."""
         if clock.is_expired:
             return "clock", None
-        limit = clock.alike(model_s)
+        limit = clock.with_budget(model_s)
         call = EngineCall(clock, limit, is_streamed=on_tokens is not None)
         first_contact: Contact | None = None
 

@@ -170,7 +170,7 @@ class RoutedSession:
         tries = _Tries(self._settings, self._stats)
         while True:
             member = await self._usable(tries.avoid)
-            limit = clock.alike(model_s)
+            limit = clock.with_budget(model_s)
             call = EngineCall(clock, limit, is_cuttable=False)
             member.begin(call)
             try:

@@ -335,7 +335,7 @@ class Attempt:
             except OVERRUNS as error:
                 overruns += 1
                 if overruns >= MOST_OVERRUNS:
-                    return progress.scored(failing_score, self._overrun(error, failure))
+                    return progress.scored(failing_score, self._eval_failure(error, failure))
                 progress.note(f"EVAL was tried again: {getattr(error, 'code', 'its deadline fired')}")
             except CheckKilled as killed:
                 overruns += 1
@@ -363,7 +363,7 @@ class Attempt:
                     progress.trajectory, self.clock, is_last=is_last, findings=progress.findings
                 )
 
-    def _overrun(self, error: Exception, failure: Failure | None) -> Failure:
+    def _eval_failure(self, error: Exception, failure: Failure | None) -> Failure:
         """Returns the failure of an EVAL that exceeded its deadline, or ended its sandbox, in every try."""
         if isinstance(error, PolicyFailure) and not isinstance(error, EvalDeadline):
             eval_failure = error.failure("eval")

@@ -32,7 +32,7 @@ from rollyard.core.version import __version__
 from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics
-from rollyard.pipeline.attempts.sandbox_start import check_whole, start, to_its_end
+from rollyard.pipeline.attempts.sandbox_start import check_whole, start, uninterrupted
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.resources import ResolvedTask
 from rollyard.sandbox.base import Sandbox, SandboxSpec
@@ -104,7 +104,7 @@ async def _make(
                 with boundary(SandboxStartFailed, "freezing the set-up"):
                     await sandbox.freeze(target)
             finally:
-                await to_its_end(sandbox.kill)
+                await uninterrupted(sandbox.kill)
     except DeadlineExpired:
         raise late(clock, phase) from None
 

@@ -43,7 +43,7 @@ class McpServer(Protocol):
     @property
     def is_dead(self) -> bool: ...
 
-    async def epitaph(self) -> str: ...
+    async def exit_reason(self) -> str: ...
 
 
 class RemoteMcpServer:
@@ -56,7 +56,7 @@ class RemoteMcpServer:
         if response.status_code == 404 and "mcp-session-id" in response.request.headers:
             self.is_dead = True  # the server no longer has the session
 
-    async def epitaph(self) -> str:
+    async def exit_reason(self) -> str:
         return "the connection to it ended"
 
 
@@ -64,7 +64,7 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[McpServer, Any]]]
 
 
 @asynccontextmanager
-async def reached(server: OutsideServer) -> AsyncGenerator[tuple[McpServer, Any], None]:
+async def connected_to(server: OutsideServer) -> AsyncGenerator[tuple[McpServer, Any], None]:
     """Yields the streams to a server outside, over streamable HTTP."""
     far = RemoteMcpServer()
     timeout = httpx2.Timeout(CONNECT_S, read=None)  # each call has its own timeout
@@ -123,7 +123,7 @@ class McpConnection:
             except MCPError as error:
                 if error.code != CONNECTION_CLOSED:
                     raise
-                how = await self._other.epitaph() if self._other is not None else "it is gone"
+                how = await self._other.exit_reason() if self._other is not None else "it is gone"
                 await self._end()
                 raise ServerDied(how) from None
 
@@ -141,7 +141,7 @@ class McpConnection:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(ready)
         except TimeoutError:
-            how = await self._other.epitaph() if self._other is not None else ""
+            how = await self._other.exit_reason() if self._other is not None else ""
             raise ServerNotStarted(f"it did not answer within {timeout_s:g} s{f': {how}' if how else ''}") from None
         finally:
             if self._session is None:
@@ -156,7 +156,7 @@ class McpConnection:
                     try:
                         await session.initialize()
                     except MCPError as error:
-                        how = await other.epitaph() if error.code == CONNECTION_CLOSED else error.message
+                        how = await other.exit_reason() if error.code == CONNECTION_CLOSED else error.message
                         raise ServerNotStarted(how) from error
                     self._session = session
                     if not ready.done():
