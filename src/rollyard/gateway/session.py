@@ -309,7 +309,7 @@ class GatewaySession:
         assert turn is not None
         builder: ReplyBuilder | None = None
         if exchange.is_stream:
-            builder = ReplyBuilder(self._renderer, turn, exchange.manner)
+            builder = ReplyBuilder(self._renderer, turn, exchange.reply_options)
         started_at = time.monotonic()
         try:
             with self._watch.call(number, len(turn.prompt), logged_turn=self._turns_started - 1) as call:
@@ -391,7 +391,7 @@ class GatewaySession:
         turn = exchange.turn
         assert turn is not None
         parsed = self._renderer.parse(generation.token_ids, turn.prompt, turn.tools)
-        return convert_turn(parsed, exchange.manner)
+        return convert_turn(parsed, exchange.reply_options)
 
     def _salvage(self, exchange: Exchange, partial: Generation) -> None:
         if exchange.call is not None:

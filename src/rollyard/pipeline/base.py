@@ -84,15 +84,23 @@ class LiveRollout(Protocol):
     clock: Deadline  # of the current stage
 
     @property
-    def rollout(self) -> Rollout: ...
+    def rollout(self) -> Rollout:
+        """The rollout, with its current attempt."""
+        ...
 
     @property
-    def run(self) -> Run: ...
+    def run(self) -> Run:
+        """The run that it belongs to."""
+        ...
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> State:
+        """The stage that it is in, or READY."""
+        ...
 
-    def stop(self, reason: RollyardError | Shutdown | Stale) -> None: ...
+    def stop(self, reason: RollyardError | Shutdown | Stale) -> None:
+        """Ends the work for this reason, after clean-up. The first reason counts."""
+        ...
 
     def tick(self, now: float) -> float | None:
         """Renews what it holds. Returns the seconds since the last progress in RUN, if this process can observe it."""
@@ -133,11 +141,17 @@ class AttemptHost(Protocol):
     tracer: Tracer
     clock: WorkClock
 
-    def publish(self, rollout: Rollout) -> None: ...
+    def publish(self, rollout: Rollout) -> None:
+        """Publishes the rollout's new state to readers of events."""
+        ...
 
-    def requeued(self, rollout: Rollout, delay_s: float) -> None: ...
+    def requeued(self, rollout: Rollout, delay_s: float) -> None:
+        """Called when an attempt was lost; the rollout starts again after `delay_s` at the earliest."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Starts queued rollouts, because room may have become free."""
+        ...
 
     def seated(self, policy: str) -> None:
         """Called when an admitted rollout has its seat, or needs none."""

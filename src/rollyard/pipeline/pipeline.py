@@ -143,7 +143,7 @@ class Pipeline:
                 attempt.stop(Shutdown())
         with suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_s if within_s is None else within_s):
-                while self.here or self.starting:
+                while self.live_here or self.starting:
                     await self.changed()
 
     def stop_now(self) -> None:
@@ -296,14 +296,14 @@ class Pipeline:
         return self.scheduler.queued_of(run_id) + sum(run == run_id for run in self.starting.values())
 
     @property
-    def here(self) -> int:
+    def live_here(self) -> int:
         """Live rollouts in this process."""
         return len(self.live) - self.executor.remote
 
     @property
     def places_free(self) -> int:
         """Free places in the budget of live rollouts."""
-        return self.max_live - self.here - len(self.starting) - self.quarantined - self.rescoring.active
+        return self.max_live - self.live_here - len(self.starting) - self.quarantined - self.rescoring.active
 
     async def changed(self) -> None:
         """Waits until a place may have become free."""
@@ -348,7 +348,7 @@ class Pipeline:
         pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": self.unseated}
         pools["live"] = {
             "size": self.max_live,
-            "active": self.here + self.rescoring.active,
+            "active": self.live_here + self.rescoring.active,
             "waiting": self.rescoring.waiting,
             "quarantined": self.quarantined,
         }

@@ -221,7 +221,7 @@ class ConversationBook:
 
     def history(self, turn: PreparedTurn, answer: Message) -> History:
         """The digests of a request's messages and of the answer to it."""
-        return self._known.then(turn.history, answer, turn.toolset)
+        return self._known.extended(turn.history, answer, turn.toolset)
 
     def _remember(self, turn: PreparedTurn, answer: Message, leaf: _Leaf) -> None:
         toolset, asked = turn.toolset.digest, turn.history

@@ -36,7 +36,7 @@ from rollyard.core.version import __version__
 from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics
-from rollyard.pipeline.attempts.sandbox_start import check_whole, start, to_its_end
+from rollyard.pipeline.attempts.sandbox_start import check_whole, start, uninterrupted
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.resources import ResolvedTask
 from rollyard.sandbox.base import Sandbox, SandboxSpec
@@ -108,7 +108,7 @@ async def _make(
                 with boundary(SandboxStartFailed, "freezing the set-up"):
                     await sandbox.freeze(target)
             finally:
-                await to_its_end(sandbox.kill)
+                await uninterrupted(sandbox.kill)
     except DeadlineExpired:
         raise late(clock, phase) from None
 
@@ -136,7 +136,7 @@ def setting_up(
                 check_whole(sandbox)
                 if sandbox.odd_kills:
                     raise SandboxLost(f"{what}: a command was killed from outside: {error.detail}") from error
-                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.troubles:
+                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.failed_connections:
                     raise ToolUnreachable(f"{what}: a host that it may reach did not answer: {error.detail}") from error
             raise
         if sandbox is not None:

@@ -51,7 +51,7 @@ from rollyard.observe.call_log import CallLog
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.attempts.doorway_app import DoorwayApp
-from rollyard.pipeline.attempts.sandbox_start import check_whole, ended_by_policy, start, to_its_end
+from rollyard.pipeline.attempts.sandbox_start import check_whole, ended_by_policy, start, uninterrupted
 from rollyard.pipeline.attempts.set_up_layers import INIT_GRACE_S, excluded_paths, late, prepared, setting_up
 from rollyard.pipeline.attempts.storable import storable
 from rollyard.pipeline.boundary import boundary
@@ -177,10 +177,10 @@ async def init(
             if workspace.tools and resolved.agent.needs_gateway:
                 await _serve_tools(workspace, resolved)
     except DeadlineExpired:
-        await to_its_end(workspace.close)
+        await uninterrupted(workspace.close)
         raise late(clock, phase) from None
     except BaseException:
-        await to_its_end(workspace.close)
+        await uninterrupted(workspace.close)
         raise
     return workspace
 
@@ -439,5 +439,5 @@ async def _end_gateway(gateway: GatewaySession, workspace: Workspace, running: R
     traces are taken."""
     if workspace.door is not None:
         workspace.door.shut()
-    await to_its_end(gateway.close)
+    await uninterrupted(gateway.close)
     running.info["gateway"] = gateway.info()
