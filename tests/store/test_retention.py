@@ -83,7 +83,7 @@ async def test_the_clock_counts_while_the_store_is_open_and_continues_after_a_re
 
 
 async def test_a_sweep_names_leavings_in_pieces(open_any: AnyOpener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "ITEMS", 7)
+    monkeypatch.setattr(retention, "LEAVINGS", 7)
     sizes, names = list[int](), [f"r{number:02}" for number in range(30)]
 
     def count(result: object) -> None:
