@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollyard.catalog import Catalog
+from rollyard.catalog.readers import Readers
 from rollyard.pipeline import pipeline as pipeline_module
 from rollyard.pipeline.artifacts import ArtifactFolder
 from rollyard.pipeline.attempts.runner import StageRunner
@@ -87,6 +88,46 @@ async def test_a_new_run_has_no_figures_of_another_tenants_deleted_run(
         assert (found["totals"]["count"], found["environments"], found["x"]) == (0, [], [])
         page = (await site.get("/v1/results?run=name&search=xylophone", token=OTHER)).body
         assert (page["rows"], page["total"]) == ([], 0)
+
+
+async def test_queries_that_waited_for_the_catalog_return_nothing_of_a_later_run_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go, waiting, run_query = asyncio.Event(), list[str](), Readers.run
+
+    async def late(self: Readers, query: Any, *, caller: str = "") -> Any:
+        waiting.append(caller)
+        await may_go.wait()
+        return await run_query(self, query, caller=caller)
+
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        assert (await site.post("/v1/runs", {"id": "name"}, token=TRAINER)).status == 201
+        monkeypatch.setattr(Readers, "run", late)
+        paths = ("/v1/runs/name/series", "/v1/results?run=name", "/v1/results")
+        calls = [asyncio.create_task(site.get(path, token=TRAINER)) for path in paths]
+        async with asyncio.timeout(60):
+            while len(waiting) < len(paths):
+                await asyncio.sleep(0.02)
+        await site.delete_run("name", TRAINER)
+        assert (await site.post("/v1/runs", {"id": "name"}, token=OTHER)).status == 201
+        body = {"id": "a", "run": "name", "task": task()}
+        assert (await site.post("/v1/rollouts", body, token=OTHER)).status == 202
+        await site.ended("a")
+        async with asyncio.timeout(60):
+            while await site.served.app_state.catalog.behind():
+                await asyncio.sleep(0.02)
+        may_go.set()
+        series, of_run, every = await asyncio.gather(*calls)
+        assert (series.status, of_run.status, every.body["rows"]) == (404, 404, [])
+        assert len((await site.get("/v1/results", token=OTHER)).body["rows"]) == 1
+
+
+async def test_of_two_tokens_that_create_a_run_at_once_one_has_it(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        answers = await asyncio.gather(
+            *(site.post("/v1/runs", {"id": "name"}, token=token) for token in (TRAINER, OTHER))
+        )
+        assert sorted(answer.status for answer in answers) == [201, 403]
 
 
 async def test_artifacts_of_an_id_that_is_used_again_during_a_sweep_stay(

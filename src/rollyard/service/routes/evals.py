@@ -38,6 +38,7 @@ async def create(request: Request) -> Response:
         raise Draining("the service is shutting down")
     plan = await _plan(request, body)
     record = await app_state.sampler.evals.create(plan, body.source.tasks or (), body.identity())
+    app_state.require_still(caller_of(request), record.run)  # another token may have created the same one meanwhile
     return reply(_to_object(app_state, record), 201)
 
 

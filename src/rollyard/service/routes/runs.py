@@ -55,6 +55,8 @@ async def create_run(request: Request) -> Response:
     sent = body.model_dump(exclude_unset=True, exclude={"id"})
     stored = await app_state.store.put_run(run, sent)
     app_state.pipeline.know(stored)
+    if not caller.reads(stored):
+        raise Forbidden(f"the run name {run.id!r} is taken")  # another token has created it meanwhile
     return reply(run_object(stored), 200 if known else 201)
 
 

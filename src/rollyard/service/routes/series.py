@@ -35,6 +35,7 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
     found = await app_state.catalog.series(run.id, query.by, query.points, caller=caller.name)
     groups = await app_state.store.count_groups(run.id)
     tokens = await _tokens(app_state, run.id)
+    app_state.require_still(caller, run.id)  # the catalog may have had many queries of this caller before this one
     return reply(
         {
             "by": found.by,
