@@ -324,6 +324,21 @@ async def test_a_cancel_in_a_deleted_run_does_not_end_a_rollout_of_a_later_run_o
         assert sent.body["rollouts"][0]["state"] == "queued"
 
 
+async def test_a_policy_that_only_deleted_runs_named_is_dropped(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        router = site.served.app_state.router
+        for name, policy in (("one", "unserved"), ("two", "unserved"), ("three", "default")):
+            assert (await site.post("/v1/runs", {"id": name, "policy": policy})).status == 201
+            group = {"run": name, "task": task(), "size": 1}
+            assert (await site.post("/v1/groups", group)).status == 202
+        kept, dropped = router.pool("default"), router.pool("unserved")
+        for name in ("one", "three"):
+            await site.delete_run(name)
+        assert router.pool("unserved") is dropped, "the run two still needs it"
+        await site.delete_run("two")
+        assert router.pool("unserved") is not dropped and router.pool("default") is kept
+
+
 async def test_a_deletion_continues_after_a_restart(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await fill(site)
