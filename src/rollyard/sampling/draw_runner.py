@@ -89,6 +89,11 @@ class DrawRunner:
         return self.draw_state.draw
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether the draw has ended and nothing of it is running."""
+        return not (self.draw.is_active or self.has_main_task or self._asked)
+
+    @property
     def draw_state(self) -> DrawState:
         return self._active_groups.draw_state
 
@@ -426,5 +431,7 @@ class DrawRunner:
         changes.submissions.clear()
         self._pipeline.enqueue(stored)
         self.notifier.ring()  # before the cancels: there may be hundreds, each a write of its own
+        if not self.draw.is_active:
+            self.wake()  # `main` ends
         self._on_change()
         await self._pipeline.cancelling.cancel_many(list(changes.cancels), "its group was given up")
