@@ -329,3 +329,15 @@ async def test_only_some_ended_draws_stay_in_memory_and_all_can_be_used(
         assert (await site.get("/v1/draws/a")).body["state"] == "ended"
         assert sampler.loaded("b") is None and await sampler.runner("b") is held, "a call still has it"
         assert (await site.post("/v1/draws/a/rewind", {"batch": 0, "version": 0})).status == 200
+
+
+async def test_a_draw_takes_only_so_many_pushed_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollyard.sampling.draw_runner.MOST_TASKS", 3)
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        body = {"id": "d", "group_size": 2, "source": {"push": True}}
+        assert (await site.post("/v1/draws", body)).status == 201
+        assert (await site.post("/v1/draws/d/tasks", {"tasks": tasks(2)})).body["total"] == 2
+        refused = await site.post("/v1/draws/d/tasks", {"tasks": tasks(2)})
+        assert (refused.status, refused.code) == (422, "invalid_request")
+        assert (await site.post("/v1/draws/d/tasks", {"tasks": tasks(1), "close": True})).body["total"] == 3
