@@ -25,7 +25,7 @@ from rollyard.core import (
 )
 from rollyard.core.failure import SandboxLost
 from rollyard.observe import EngineState, Metrics, PoolState, Snapshot
-from rollyard.observe.metrics import MOST_REASONS
+from rollyard.observe.metrics import MOST_REASONS, MOST_TOOLS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
@@ -121,6 +121,15 @@ def test_the_number_of_fork_reason_labels_is_bounded() -> None:
     metrics.run_ended(Trajectory("a", 1, traces=tuple(trace(f"reason {number}") for number in range(100))))
     assert len([key for key in scrape(metrics) if key[0] == "rollyard_forks_total"]) == MOST_REASONS + 1
     assert value(metrics, "rollyard_forks_total", {"reason": "other"}) == 100 - MOST_REASONS
+
+
+def test_the_number_of_tool_labels_is_bounded() -> None:
+    metrics = Metrics()
+    for number in range(MOST_TOOLS + 50):
+        metrics.tool_call(f"tool {number}", 0.1)
+    counted = [key for key in scrape(metrics) if key[0] == "rollyard_tool_call_seconds_count"]
+    assert len(counted) == MOST_TOOLS + 1
+    assert value(metrics, "rollyard_tool_call_seconds_count", {"tool": "other"}) == 50
 
 
 def test_retried_and_abandoned_completions_are_counted() -> None:

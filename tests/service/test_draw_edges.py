@@ -322,3 +322,37 @@ async def test_the_last_batch_of_an_ended_draw_can_be_read_again(tmp_path: Path)
             if got.body["is_last"]:
                 break
         assert got.body["state"] == "closed" and (await site.get(f"/v1/draws/d/batches/{number + 1}")).status == 404
+
+
+async def test_only_some_ended_draws_stay_in_memory_and_all_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard.sampling.sampler.MOST_ENDED", 1)
+    async with open_site(tmp_path) as site:
+        sampler, names = site.served.app_state.sampler, ("a", "b", "c")
+        for name in names:
+            body = {"id": name, "group_size": 2, "source": {"push": True}}
+            assert (await site.post("/v1/draws", body)).status == 201
+            assert (await site.delete(f"/v1/draws/{name}")).status == 202
+            async with asyncio.timeout(60):
+                while watched():  # the task of a draw ends with it, even if it never had a rollout
+                    await asyncio.sleep(0.01)
+        loaded = [name for name in names if sampler.loaded(name) is not None]
+        assert loaded == ["b", "c"], "the one that ended before the last was created, and the last"
+        assert [one["state"] for one in (await site.get("/v1/draws")).body["draws"]] == ["ended"] * 3
+        held = await sampler.runner("b")
+        assert (await site.get("/v1/draws/a")).body["state"] == "ended"
+        assert sampler.loaded("b") is None and await sampler.runner("b") is held, "a call still has it"
+        assert (await site.post("/v1/draws/a/rewind", {"batch": 0, "version": 0})).status == 200
+
+
+async def test_a_draw_takes_only_so_many_pushed_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollyard.sampling.draw_runner.MOST_TASKS", 3)
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        body = {"id": "d", "group_size": 2, "source": {"push": True}}
+        assert (await site.post("/v1/draws", body)).status == 201
+        assert (await site.post("/v1/draws/d/tasks", {"tasks": tasks(2)})).body["total"] == 2
+        refused = await site.post("/v1/draws/d/tasks", {"tasks": tasks(2)})
+        assert (refused.status, refused.code) == (422, "invalid_request")
+        assert (await site.post("/v1/draws/d/tasks", {"tasks": tasks(1), "close": True})).body["total"] == 3

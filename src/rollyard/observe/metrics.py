@@ -5,7 +5,8 @@ There are two kinds. *Events* (counters and histograms) are recorded where they 
 that a watcher returns, and so costs nothing on the hot path and can never drift.
 
 Invariants. Each `Metrics` has its own registry; nothing is global. Labels are bounded: codes, states, stages,
-installed environments, configured engines and runtimes, route templates. A label is never the id of a rollout, a run or
+installed environments, configured engines and runtimes, route templates; of names that others choose (tools, reasons of
+forks) the first, and `other`. A label is never the id of a rollout, a run or
 a client.
 """
 
@@ -31,6 +32,7 @@ COMMIT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.
 TOKENS = (0, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
 RETRIED = ("joined", "replayed", "resumed")  # the results of a request's retry
 MOST_REASONS = 16  # of forks: Rollyard's are few, but an external agent may report its own
+MOST_TOOLS = 200  # Rollyard's are few, but a task's own MCP server names its tools
 BATCH = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
@@ -104,6 +106,7 @@ class Metrics:
         self._watchers: list[Callable[[], Snapshot]] = []
         self._failure_codes: dict[str, set[str]] = {}  # by engine
         self._reasons: set[str] = set()  # of forks
+        self._tools: set[str] = set()
         self.registry.register(_State(self._watchers))
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
@@ -222,7 +225,9 @@ class Metrics:
         self._layers.labels(runtime, result).inc()
 
     def tool_call(self, tool: str, seconds: float) -> None:
-        self._tool_seconds.labels(tool).observe(seconds)
+        if len(self._tools) < MOST_TOOLS:
+            self._tools.add(tool)
+        self._tool_seconds.labels(tool if tool in self._tools else "other").observe(seconds)
 
     def run_ended(self, trajectory: Trajectory) -> None:
         """Counts forks, for every agent; and retries and abandoned completions, for agents with a gateway."""

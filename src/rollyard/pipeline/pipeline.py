@@ -519,6 +519,8 @@ class Pipeline:
         if self._runs.get(run_id) is run:
             self._runs.pop(run_id, None)
             self.scheduler.forget_run(run_id)
+            if run is not None and all(one.policy != run.policy for one in self._runs.values()):
+                self.resources.router.forget(run.policy)
 
 
 def _row(rollout: Rollout, waited_s: float = 0.0) -> QueuedRow:

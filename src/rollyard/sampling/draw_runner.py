@@ -31,6 +31,7 @@ from rollyard.sampling.draw_state import ActiveGroup, DrawState
 from rollyard.sampling.filters import GroupFilter
 from rollyard.sampling.notifier import Notifier
 from rollyard.sampling.open_group import OpenGroup, catch_up, check_members
+from rollyard.sampling.sources import MOST_TASKS
 from rollyard.sampling.task_order import TaskOrder
 from rollyard.store.base import Decision, StoreUnusable
 from rollyard.store.codec import to_json
@@ -89,6 +90,11 @@ class DrawRunner:
     @property
     def draw(self) -> Draw:
         return self.draw_state.draw
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the draw has ended and nothing of it is running."""
+        return not (self.draw.is_active or self.has_main_task or self._asked)
 
     @property
     def draw_state(self) -> DrawState:
@@ -236,6 +242,10 @@ class DrawRunner:
             elif not self.draw.is_active:
                 closed = f"this draw has ended ({self.draw.reason}): nothing can be pushed to it any more"
             total = self.draw_state.order.grown
+            if total + len(tasks) > MOST_TASKS:
+                raise InvalidRequest(
+                    f"tasks: the draw has {total:,} and may have {MOST_TASKS:,}: push the others to another draw"
+                )
             if tasks:
                 total = await self._store.push_items(self.draw.id, tasks, closed=closed)
             self.draw_state.order.grown = total
@@ -442,5 +452,7 @@ class DrawRunner:
             places.close()
         self._pipeline.enqueue(stored)
         self.notifier.ring()  # before the cancels: there may be hundreds, each a write of its own
+        if not self.draw.is_active:
+            self.wake()  # `main` ends
         self._on_change()
         await self._pipeline.cancelling.cancel_many(list(changes.cancels), "its group was given up")

@@ -31,6 +31,9 @@ from rollyard.store.base import Decision, StoreUnusable, SweepResult
 
 log = logging.getLogger("rollyard.sampling")
 
+MOST_ENDED = 1000
+"""Ended draws that stay in memory, with their figures. Others are read from the store when they are requested."""
+
 
 class Sampler:
     """Groups, draws and evaluations. `make_task` makes a checked task of a run from a client's or a file's task."""
@@ -46,6 +49,7 @@ class Sampler:
         self._make_task = make_task
         self._folders = folders
         self._draws: dict[str, DrawRunner] = {}
+        self._unloaded: WeakValueDictionary[str, DrawRunner] = WeakValueDictionary()  # a call may still have one
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -124,6 +128,8 @@ class Sampler:
 
     async def runner(self, draw_id: str) -> DrawRunner:
         """Returns the runner of a draw, ended or not. Raises NotFound."""
+        if (runner := self._unloaded.pop(draw_id, None)) is not None:
+            self._draws[draw_id] = runner
         if draw_id not in self._draws:
             draw = await self._store.get_draw(draw_id)
             if draw_id not in self._draws:
@@ -170,9 +176,17 @@ class Sampler:
         self.evals.notifier.ring()
 
     def _drop_draws(self, run_id: str) -> None:
-        for runner in [runner for runner in self._draws.values() if runner.draw.run == run_id]:
-            del self._draws[runner.draw.id]
-            runner.let_go()
+        for runner in [*self._draws.values(), *self._unloaded.values()]:
+            if runner.draw.run == run_id:
+                self._draws.pop(runner.draw.id, None)
+                self._unloaded.pop(runner.draw.id, None)
+                runner.let_go()
+
+    def _unload_ended(self) -> None:
+        """Keeps `MOST_ENDED` ended draws in memory: their number has no bound."""
+        ended = [runner for runner in self._draws.values() if runner.is_at_rest]
+        for runner in ended[: max(0, len(ended) - MOST_ENDED)]:
+            self._unloaded[runner.draw.id] = self._draws.pop(runner.draw.id)
 
     async def _take_up(self, draw: Draw, groups: Sequence[Group]) -> None:
         """Resumes a draw of an earlier process. An error in it ends the draw, not the service."""
@@ -206,6 +220,7 @@ class Sampler:
             partial(self._router.version, run.policy),
             on_change=self.groups.notifier.ring,
         )
+        self._unload_ended()
         self._draws[draw.id] = runner
         await runner.load(groups)
         if draw.is_active:
@@ -248,6 +263,7 @@ class Sampler:
 
     def _swept(self, swept: SweepResult) -> None:
         for draw_id in swept.draws:
+            self._unloaded.pop(draw_id, None)
             runner = self._draws.get(draw_id)
             if runner is not None and not runner.draw.is_active:
                 del self._draws[draw_id]

@@ -390,6 +390,12 @@ class EnginePool:
         """Whether an engine waits for new weights: a session that finds no other engine waits for it."""
         return self.is_paused or any(m.is_paused or m.health is Health.QUARANTINED for m in self.members.values())
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether it has no engine and no state, and nothing waits for one."""
+        is_waited_for = self._waiters or self._gate_waiters or self.seats.taken or self.seats.waiting
+        return not (self.members or self.is_named or self.is_paused or is_waited_for)
+
     def shut(self) -> None:
         self.is_paused = True
         for member in self.members.values():

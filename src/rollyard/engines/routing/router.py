@@ -192,6 +192,11 @@ class Router:
             self._policies[policy] = EnginePool(policy, self._moved)
         return self._policies[policy]
 
+    def forget(self, policy: str) -> None:
+        """Drops a policy whose last run was deleted, if it is only a name that a client chose."""
+        if (pool := self._policies.get(policy)) is not None and pool.is_unused and not self.policies.has(policy):
+            del self._policies[policy]
+
     def _moved(self) -> None:
         self._book.moved()
         for listener in self.on_moved:

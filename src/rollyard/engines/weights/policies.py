@@ -106,7 +106,7 @@ class Policies:
     # --- status
 
     def all(self) -> list[PolicyStatus]:
-        return [self.status(name) for name in self._pools if self._has(name)]
+        return [self.status(name) for name in self._pools if self.has(name)]
 
     def status(self, name: str) -> PolicyStatus:
         return status_of(self._known_pool(name), self._updates.get(name))
@@ -117,12 +117,12 @@ class Policies:
         is_mixed = any(one.health is Health.UP and one.version != pool.version for one in pool.members.values())
         return None if name in self._updates or is_mixed else pool.version
 
-    def _has(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         pool = self._pools.get(name)
         return pool is not None and (bool(pool.members) or pool.is_named or name in self._updates)
 
     def _known_pool(self, name: str) -> EnginePool:
-        if not self._has(name):
+        if not self.has(name):
             raise NotFound(
                 f"there is no policy {name!r}: no engine serves it",
                 remedy="`rollyard policies list` shows the policies that engines serve.",

@@ -81,7 +81,7 @@ async def create(request: Request) -> Response:
 
 @router.get("")
 async def list_draws(request: Request) -> Response:
-    """Returns all draws, in order of creation. `keep_rate` is null for a draw that ended before the service started."""
+    """Returns all draws, in order of creation. `keep_rate` is null for a draw that ended long ago."""
     app_state = app_state_of(request)
     caller = caller_of(request)
     runs = None if caller.is_admin else [run.id for run in app_state.readable(caller)]

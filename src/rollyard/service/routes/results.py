@@ -63,11 +63,13 @@ async def list_results(request: Request, query: Annotated[ResultsQuery, Query()]
     if query.state is not State.ENDED:
         return reply(await _live(app_state, query, wanted, search))
     before = parse_number(query.after, ENDED)
-    caller = caller_of(request).name
-    page = await app_state.catalog.page(wanted, search, before=before, limit=query.limit, caller=caller)
+    caller = caller_of(request)
+    page = await app_state.catalog.page(wanted, search, before=before, limit=query.limit, caller=caller.name)
+    if query.run is not None:
+        await app_state.run(caller, query.run)  # NotFound: it was deleted while the query waited for the catalog
     return reply(
         {
-            "rows": [row.row for row in page.rows],
+            "rows": [row.row for row in page.rows if app_state.reads_still(caller, str(row.row["run"]))],
             "next": None if page.next_seq is None else f"{ENDED}:{page.next_seq}",
             "total": page.total,
             "total_is_exact": page.is_total_exact,

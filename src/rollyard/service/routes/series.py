@@ -41,6 +41,7 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
     groups = await app_state.store.count_groups(run.id, query.by, found.width)
     ended = [one for one in groups if one.state is not GroupState.OPEN]
     tokens = await _tokens(app_state, run.id)
+    app_state.require_still(caller, run.id)  # the catalog may have had many queries of this caller before this one
     return reply(
         {
             "by": found.by,
