@@ -76,6 +76,7 @@ async def test_messages_and_calls_of_a_nodes_rollout_are_visible_and_grow(tmp_pa
         assert second["messages"][: first["next"]] == first["messages"]
         rest = await read(site, f"?after={first['next']}")
         assert rest["messages"] == second["messages"][first["next"] :] and rest["next"] == second["next"]
+        assert second["message_turns"] == [None, 0, None, 1] and rest["message_turns"] == [None, 1]
         assert "one is there" in rest["messages"][0]["content"]
         beyond = await read(site, "?after=1000")
         assert (beyond["messages"], beyond["next"], beyond["available"]) == ([], second["next"], True)

@@ -339,6 +339,21 @@ async def test_two_evaluations_are_compared_task_by_task(world: Site, new_visito
     await expect(page.locator("main")).to_contain_text("No task matches.")
 
 
+async def test_a_comparison_follows_an_evaluation_that_runs(world: Site, new_visitor: NewVisitor) -> None:
+    visitor: Visitor = await new_visitor(world)
+    page = visitor.page
+    ended = (await world.get("/v1/evals/e2")).body
+    await answer(page, "/v1/evals/e1/tasks", tasks_of("e1", ("one", 5), ("two", 5)))
+    await answer(page, "/v1/evals/e2/tasks", tasks_of("e2", ("one", 6)))
+    await answer(page, "/v1/evals/e2", {**ended, "state": "running"})
+    await visitor.open("/evals/compare?a=e1/e1&b=e2/e2")
+    rows = page.get_by_role("region", name="Tasks of both evaluations").locator("tbody tr")
+    await expect(rows.filter(has_text="two")).to_contain_text("only in A")
+    await answer(page, "/v1/evals/e2/tasks", tasks_of("e2", ("one", 6), ("two", 9)))
+    await answer(page, "/v1/evals/e2", ended)
+    await expect(rows.filter(has_text="two")).to_contain_text("+0.400")
+
+
 async def test_an_evaluation_shows_intervals_and_links_each_task_to_its_group(
     world: Site, new_visitor: NewVisitor
 ) -> None:

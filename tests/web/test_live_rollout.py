@@ -88,6 +88,8 @@ async def test_a_live_conversation_is_one_conversation(yard: Site, reader: Visit
     program = await Program.start(yard, "two-talks")
     main = await program.ask(user("main question"))
     page = await reader.open("/rollouts/default/two-talks")
+    stats = page.get_by_role("region", name="Summary").locator(".stat")
+    tokens = stats.filter(has_text="sampled tokens").locator(".value")
     messages = page.locator("article.message")
     await expect(messages).to_have_count(2)
     await program.ask({"role": "system", "content": "sub rules"}, user("sub question"))
@@ -98,6 +100,10 @@ async def test_a_live_conversation_is_one_conversation(yard: Site, reader: Visit
     await expect(messages).to_have_count(4)
     await expect(messages.nth(0)).to_contain_text("main question")
     await expect(messages.nth(2)).to_contain_text("main follow-up")
+    live = (await yard.get("/v1/rollouts/two-talks/messages")).body
+    assert live["turns"] == 3 and live["sampled_tokens"] > 0
+    await expect(tokens).to_have_text(str(live["sampled_tokens"]))
+    await expect(stats.filter(has_text="turns").locator(".value")).to_have_text("3")
     await program.end()
     await expect(page.locator(".live-mark")).to_have_count(0)
     await expect(messages).to_have_count(4)

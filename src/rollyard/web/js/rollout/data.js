@@ -23,10 +23,10 @@ export const conversationOf = (reply) => `${reply.attempt} ${reply.conversation 
 /**
  * The conversation of a rollout that runs, read every second from where the last reply ended. It starts again with a new
  * attempt, and when another conversation of an agent program is now the longest. Returns {messages,
- * messageTurns, attempt, isAvailable}; `isAvailable` false: it runs on a node that does not send them.
+ * messageTurns, attempt, turns, sampled_tokens, isAvailable}; `isAvailable` false: it runs on a node that does not send them.
  */
 export function useLiveMessages([path, query], isLive) {
-  const [state, setState] = useState({ messages: [], messageTurns: [], attempt: 0, isAvailable: true, isLoaded: false });
+  const [state, setState] = useState({ messages: [], messageTurns: [], attempt: 0, turns: 0, sampled_tokens: 0, isAvailable: true, isLoaded: false });
   useEffect(() => {
     if (!isLive) return undefined;
     const abort = new AbortController();
@@ -48,7 +48,7 @@ export function useLiveMessages([path, query], isLive) {
           messageTurns = [...messageTurns, ...(reply.message_turns || [])];
           waitMs = 50;
         }
-        setState({ messages, messageTurns, attempt: reply.attempt, isAvailable: reply.available, isLoaded: true });
+        setState({ messages, messageTurns, attempt: reply.attempt, turns: reply.turns, sampled_tokens: reply.sampled_tokens, isAvailable: reply.available, isLoaded: true });
       } catch (error) {
         if (abort.signal.aborted) return;
         if (error.status === 404) return;

@@ -102,14 +102,14 @@ function Chooser({ label, name, evals, value }) {
 /** An evaluation and its tasks; `problem` of either. */
 function useEval(name) {
   const found = parse(name);
-  const one = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}`, { run: found?.run }, { everyMs: 0 });
-  const tasks = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}/tasks`, { run: found?.run, limit: 1000 }, { everyMs: 0, list: "tasks" });
+  const one = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}`, { run: found?.run }, { everyMs: 3000 });
+  const tasks = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}/tasks`, { run: found?.run, limit: 1000 }, { everyMs: one.data?.state === "running" ? 5000 : 0, list: "tasks" });
   return { one: one.data, tasks: tasks.data?.tasks, problem: one.error || tasks.error };
 }
 
 export default function CompareEvals() {
   const { a: nameA, b: nameB } = place.value.query;
-  const list = usePolled("/v1/evals", {}, { everyMs: 0 });
+  const list = usePolled("/v1/evals", {}, { everyMs: 5000 });
   const a = useEval(nameA), b = useEval(nameB);
   const all = useMemo(() => (a.tasks && b.tasks ? pairs(a.tasks, b.tasks) : null), [a.tasks, b.tasks]);
   const evals = [...(list.data?.evals || [])].reverse();

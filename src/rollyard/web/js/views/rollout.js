@@ -67,7 +67,6 @@ function Known({ run, id, record }) {
   const messages = trajectory ? trajectory.messages : live.messages;
   const messageTurns = trajectory ? (trajectory.info || {}).message_turns : live.messageTurns;
   const isPruned = !isLive && Boolean(loaded.data) && !trajectory && Boolean(record.summary && record.summary.traces);
-  const shown = { turns: live.messages.filter((message) => message.role === "assistant").length };
   const tabs = [
     { name: "conversation", label: "Conversation", note: messages.length ? count(messages.length) : undefined },
     { name: "tokens", label: "Tokens" },
@@ -81,7 +80,7 @@ function Known({ run, id, record }) {
   const name = nameOf(record);
   return html`<${Page} title=${html`${name && html`<${Visible} text=${name} /> `}<code class="id"><${Visible} text=${record.id} /></code>`}>
     <div class="stack rollout">
-      <${Header} record=${record} live=${shown} traces=${traces} group=${group.data} />
+      <${Header} record=${record} live=${live} traces=${traces} group=${group.data} />
       ${isPruned && html`<${Pruned} record=${record} />`}
       ${(timeline.data || isLive || !isOffline) && html`<${Card} title="Time" className="time-card">${timeline.data ? html`<${Waterfall} timeline=${timeline.data} isLive=${isLive} />` : timeline.error ? html`<${Empty}>The times of its stages are not available.<//>` : html`<${Loading} />`}<//>`}
       <${Tabs} label="Parts of the rollout" tabs=${tabs} selected=${selected}>
