@@ -20,7 +20,7 @@ from bench._parts import engine
 from rollyard.sandbox.launcher import kernel
 from rollyard.sandbox.limits.limiter import mark_of
 
-LOOK_S = 0.02
+POLL_S = 0.02
 _ENGINES = ("/containers/", "/docker/")
 """Parts of the mount points of container engines, which are counted only for the runtime `oci`."""
 
@@ -92,15 +92,15 @@ class Census:
             took_s = time.monotonic() - started_at
             if is_good(count) or took_s > bound_s:
                 return count, took_s
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _processes(self) -> dict[int, str]:
         """Returns our descendants that are not zombies, with their start times."""
         with contextlib.suppress(ChildProcessError):
             for pid in _zombies():
                 os.waitpid(pid, os.WNOHANG)
-        living = kernel.living()
-        return {pid: living[pid][1] for pid in kernel.below({os.getpid()}, living)}
+        living = kernel.running_processes()
+        return {pid: living[pid][1] for pid in kernel.descendants({os.getpid()}, living)}
 
     def _mounts(self) -> Generator[str, None, None]:
         for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():

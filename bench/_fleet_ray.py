@@ -33,7 +33,7 @@ from rollyard.core import Json
 
 PAGE = 1_000
 WITHIN_S = 90.0
-LOOK_S = 0.25
+POLL_S = 0.25
 OBJECT_STORE_BYTES = 80 << 20  # Ray requires at least 75 MB; we do not use it
 
 
@@ -111,7 +111,7 @@ def _add(cluster: Any) -> None:
 async def _steady(client: AsyncClient, plan: RayPlan, count: int) -> Throughput:
     async with within(WITHIN_S, "starting Ray nodes", f"{count} nodes that are up"):
         while len([node for node in await client.nodes() if node["state"] == "up"]) < count:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
     run = f"nodes-{count}"
     await client.create_run(id=run)
     tasks = waits(plan, count)

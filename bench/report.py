@@ -28,7 +28,9 @@ def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool
     """Measures `name`, or `all`, and prints the result. Options that are None keep the benchmark's default."""
     if name == "all":
         if chosen := [option for option, value in options.items() if value is not None]:
-            raise CommandError(f"{chosen[0]} is for one bench", f"remove --{chosen[0].replace('_', '-')}", 2)
+            raise CommandError(
+                f"{chosen[0]} is an option of one benchmark", f"remove --{chosen[0].replace('_', '-')}", 2
+            )
         run_all(quick=quick, peers=peers, as_json=as_json)
         return
     measure = getattr(import_module(f"bench.{name}"), f"bench_{name}")
@@ -36,7 +38,7 @@ def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool
     known = inspect.signature(measure).parameters
     for option, value in options.items():
         if value is not None and option not in known:
-            raise CommandError(f"bench {name} has no option {option}", f"remove --{option.replace('_', '-')}", 2)
+            raise CommandError(f"benchmark {name} has no option {option}", f"remove --{option.replace('_', '-')}", 2)
     chosen = {key: value for key, value in requested.items() if key in known and value is not None}
     note(f"measuring {name}{' (quick)' if quick else ''}; the machine should be idle")
     measured = _measured(name, measure(**chosen))
@@ -73,7 +75,7 @@ def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
             failed.append(name)
     if failed:
         raise CommandError(
-            f"{len(failed)} of {len(BENCHES)} benches failed: {', '.join(failed)}", "the reasons are above"
+            f"{len(failed)} of {len(BENCHES)} benchmarks failed: {', '.join(failed)}", "the reasons are above"
         )
 
 

@@ -163,7 +163,7 @@ async def _many(runtime: BubblewrapRuntime) -> dict[str, Json]:
 
 def _pss_bytes() -> int:
     """Returns the PSS of this process and all its descendants."""
-    pids = {os.getpid()} | kernel.below({os.getpid()}, kernel.living())
+    pids = {os.getpid()} | kernel.descendants({os.getpid()}, kernel.running_processes())
     return sum(_pss_of(pid) for pid in pids)
 
 

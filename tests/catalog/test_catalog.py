@@ -228,7 +228,48 @@ async def test_a_new_run_has_no_figures_of_a_deleted_one_of_its_name(
                 await asyncio.sleep(0.02)
 
 
-async def _nothing() -> None: ...
+@pytest.mark.parametrize("is_reported", [True, False])
+async def test_a_run_that_was_deleted_before_a_restart_leaves_nothing_to_a_new_one_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reported: bool
+) -> None:
+    monkeypatch.setattr(module.Catalog, "_check_some", _nothing)  # rows stay in the file
+    async with opened(tmp_path) as store:
+        async with catalog_of(tmp_path, store) as catalog:
+            for number in range(3):
+                await end(store, f"r{number}", "secret", versions=(7, 7))
+            await end(store, "c", run="other", versions=(3, 3))
+            await caught_up(catalog)
+            await store.delete_run("run")
+            if is_reported:
+                await catalog.forget_run("run")
+        await store.put_run(Run("run"), {})
+        await end(store, "n", versions=(1, 1))
+        monkeypatch.setattr(module, "CHECKED", 2)
+        async with catalog_of(tmp_path, store) as catalog:
+            await caught_up(catalog)
+            found = await catalog.series("run", "version", 60)
+            assert (found.totals["count"], found.x, found.staleness) == (1, [1.0], [0.0])
+            page = await catalog.page(Filter(runs=("run", "other")))
+            assert ([row.key for row in page.rows], page.total) == (["n", "c"], 2)
+            assert (await catalog.series("other", "version", 60)).totals["count"] == 1
+
+
+async def test_the_marks_of_deleted_runs_and_their_versions_leave_with_their_rows(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store, catalog_of(tmp_path, store) as catalog:
+        await end(store, "a", versions=(5, 5))
+        await caught_up(catalog)
+        await store.delete_run("run")
+        await catalog.forget_run("run")
+        async with asyncio.timeout(60):
+            while catalog._deleted.among(["run"]):  # pyright: ignore[reportPrivateUsage]
+                await asyncio.sleep(0.02)
+    with sqlite3.connect(tmp_path / module.FILE) as connection:
+        for table in ("rollouts", "runs"):
+            assert connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
+    connection.close()
+
+
+async def _nothing(*_: object) -> None: ...
 
 
 async def test_a_callers_queries_run_one_after_the_other_and_delay_no_one_else(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkey
     monkeypatch.setattr(report.subprocess, "run", run)
     result = await cli("bench", "all", "--quick", "--no-peers", "--json")
     assert result.status == 1
-    assert "2 of 14 benches failed: shell, draw — the reasons are above" in result.err
+    assert "2 of 14 benchmarks failed: shell, draw — the reasons are above" in result.err
     options = ["--quick", "--no-peers", "--json"]
     assert ran == [[sys.executable, "-m", "rollyard", "bench", name, *options] for name in bench.BENCHES]
 
@@ -122,7 +122,7 @@ async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkey
 async def test_bench_all_refuses_options_of_one_bench(cli: Cli) -> None:
     result = await cli("bench", "all", "--train-s", 3)
     assert result.status == 2
-    assert "train_s is for one bench — remove --train-s" in result.err
+    assert "train_s is an option of one benchmark — remove --train-s" in result.err
 
 
 def test_make_bench_runs_all_benches() -> None:

@@ -62,7 +62,9 @@ def test_without_stragglers_or_training_the_slots_are_the_limit():
 
 async def test_options_of_draw_are_refused_by_other_benches(cli: Cli):
     refused = await cli("bench", "restart", "--train-s", "5")
-    assert refused.status == 2 and "bench restart has no option train_s" in refused.err and "--train-s" in refused.err
+    assert (
+        refused.status == 2 and "benchmark restart has no option train_s" in refused.err and "--train-s" in refused.err
+    )
     accepted = await cli("bench", "draw", "--quick", "--batches", "8", "--want", "2", "--seed", "3", "--json")
     (figures,) = accepted.json
     assert figures["bench"] == "draw" and (figures["metrics"]["batches"], figures["metrics"]["seed"]) == (2, 3)

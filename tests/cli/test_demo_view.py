@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollyard.cli.demo.model import DemoModel, DemoResult, demo_tasks, roll
+from rollyard.cli.demo.model import DemoModel, DemoResult, demo_tasks, run_tasks
 from rollyard.cli.demo.view import DemoBoard, show_best, show_results
 from rollyard.cli.rig import rig
 from rollyard.client import Record
@@ -34,7 +34,7 @@ def script(tasks: list[dict[str, Any]]) -> dict[str, Any]:
 async def shown(console: Console, tasks: list[dict[str, Any]]) -> DemoResult:
     player = DemoModel("a script", tokenizer_dir(), None, 1.0)
     async with rig(script(tasks)) as bench:
-        played = DemoResult(player, await roll(console, bench.client, player, tasks), 2.0)
+        played = DemoResult(player, await run_tasks(console, bench.client, player, tasks), 2.0)
         show_results(console, played)
         await show_best(console, bench.client, played)
     return played
@@ -77,7 +77,7 @@ def test_a_narrow_terminal_shortens_the_last_turn_and_no_state_or_number():
     written = io.StringIO()
     task = {"environment": "shell", "data": {"instruction": "Write the number of lines of log.txt."}}
     with DemoBoard(Console(file=written, width=80, force_terminal=True, color_system=None), {"one": task}) as board:
-        board.acted("one", f"shell {'x' * 54}")
+        board.add_turn("one", f"shell {'x' * 54}")
     lines = written.getvalue().splitlines()
     header, row = (next(line for line in reversed(lines) if word in line) for word in ("last", "shell: "))
     assert header.split() == ["task", "state", "turns", "tokens", "reward", "last", "turn"]

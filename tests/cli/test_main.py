@@ -157,7 +157,7 @@ async def test_an_unknown_shell_is_refused(cli: Cli):
         (["submit"], "Missing argument"),
         (["submit", "x.jsonl", "--group-size", "0"], "--group-size"),
         (["top", "--fast"], "No such option: --fast"),
-        (["bench", "nothing"], "there is no bench 'nothing'"),
+        (["bench", "nothing"], "there is no benchmark 'nothing'"),
         (["serve", "--tokenizer", "x"], "--tokenizer needs --engine"),
         (["submit", "x.jsonl", "--no-wait", "--out", "x.jsonl"], "--out needs the rollouts to end"),
         (["submit", "x.jsonl", "--out", "x.parquet"], "unknown file format"),

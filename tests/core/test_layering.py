@@ -1,6 +1,7 @@
 """The layers of the code: a package imports only from packages of lower layers, and no import is circular."""
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -32,8 +33,8 @@ BELOW: dict[str, set[str]] = {
     "client": {"core"},
     "trainers": {"client", "core"},
 }
-BELOW["service"] = {*BELOW, "fleet"} - {"client", "trainers", "embedded"}
-BELOW["testing"] = {*BELOW} - {"client", "trainers", "embedded", "service", "fleet"}
+BELOW["service"] = {*BELOW} - {"client", "trainers", "embedded", "exports"}
+BELOW["testing"] = {"engines", "tokens", "sandbox", "store", "core"}
 BELOW["cli"] = {*BELOW}
 EVERYWHERE = {"observe", "plugins"}
 
@@ -90,6 +91,25 @@ def test_a_package_imports_only_from_lower_layers(package: str):
             continue
         upward = {other for other in imported if other == "rollyard" or other.split(".")[1] not in allowed}
         assert not upward, f"{name} imports {', '.join(sorted(upward))}"
+
+
+def test_the_documented_layers_are_those_of_the_code():
+    text = (CHECKOUT / "docs" / "architecture.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \|([^|]*)\|$", text, re.MULTILINE))
+    assert rows.keys() == BELOW.keys() - {"plugins"}
+    for package, cell in rows.items():
+        stated = re.sub(r"\(.*?\)", "", cell).strip()
+        named = {*rows} if stated == "all below" else {*re.findall(r"\w+", stated)} - {"and", "below"}
+        is_whole = stated.endswith("below")
+        allowed = BELOW[package] - EVERYWHERE - {"core", package}
+        assert named <= rows.keys()
+        assert (below(named) if is_whole else named) - EVERYWHERE - {"core", package} == allowed, package
+
+
+def below(packages: set[str]) -> set[str]:
+    """The packages, and all that they import, by way of others too."""
+    more = packages.union(*(BELOW[package] for package in packages))
+    return packages if more == packages else below(more)
 
 
 def test_every_package_has_a_layer():

@@ -78,7 +78,7 @@ async def test_a_reply_read_right_after_a_standstill_does_not_count_it(clock: Wo
 
 
 async def test_alike_uses_the_same_clock(clock: WorkClock) -> None:
-    limit = Deadline(30, clock).alike(0.5)
+    limit = Deadline(30, clock).with_budget(0.5)
     async with limit.counting():
         stand_still(MOST_LATE_S + 1.0)
         await asyncio.sleep(0.01)

@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.embedded.transformer.prefixes import GRAIN, PrefixCache, common_prefix
+from rollyard.core.trace import common_prefix
+from rollyard.embedded.transformer.prefixes import GRAIN, PrefixCache
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from rollyard.engines import EngineSpec, GenerateRequest, Kind, make_engine
 from rollyard.engines.clients.http import HttpPool
 from rollyard.testing.script import ByteTokenizer, FolderTokenizer, Reply, Rules, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
-from rollyard.testing.scripted_sampling import common_prefix, scripted_logprob
+from rollyard.testing.scripted_sampling import scripted_logprob
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.engines.parts import PROMPT, TOKENIZER, probed
 
@@ -30,14 +30,6 @@ def turn_of(text: str) -> Turn:
 @given(st.text())
 def test_the_byte_tokenizer_loses_nothing(text: str) -> None:
     assert ByteTokenizer().decode(ByteTokenizer().encode(text)) == text
-
-
-@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
-def test_the_common_prefix_is_the_common_prefix(one: list[int], two: list[int]) -> None:
-    expected = 0
-    while expected < min(len(one), len(two)) and one[expected] == two[expected]:
-        expected += 1
-    assert common_prefix(array("i", one), two) == expected
 
 
 def test_rules_choose_by_marker_and_turn_from_the_prompt_alone() -> None:

@@ -345,7 +345,7 @@ async def wait_until_idle(fleet: Fleet, engine_url: str) -> None:
 def below_us() -> dict[int, str]:
     """Returns the live processes below this one, with their command lines."""
     command_lines: dict[int, str] = {}
-    for pid in kernel.below({os.getpid()}, kernel.living()):
+    for pid in kernel.descendants({os.getpid()}, kernel.running_processes()):
         with suppress(OSError):
             command_lines[pid] = (
                 Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]

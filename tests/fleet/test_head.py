@@ -50,18 +50,18 @@ class Hand:
         self.engines = {"e1": ""}  # known engines, and why it cannot use them
 
     def join(self, *holds: Key, want: int = 8, sends_views: bool = False) -> Joined:
-        standing = self._standing(want)
-        return self._head.join(Join(PROTOCOL, "0", self._name, self._name, "host", list(holds), standing, sends_views))
+        status = self._status(want)
+        return self._head.join(Join(PROTOCOL, "0", self._name, self._name, "host", list(holds), status, sends_views))
 
     async def poll(self, want: int = 8, wait_s: float = 5.0) -> Orders:
-        return await self._head.poll(Poll(self._name, self._standing(want)), wait_s)
+        return await self._head.poll(Poll(self._name, self._status(want)), wait_s)
 
     async def poll_briefly(self) -> Orders:
         """Returns the orders that come at once, after the gates."""
-        self.got = (await self._head.poll(Poll(self._name, self._standing(8)), 0.3)).number
-        return await self._head.poll(Poll(self._name, self._standing(8)), 0.3)
+        self.got = (await self._head.poll(Poll(self._name, self._status(8)), 0.3)).number
+        return await self._head.poll(Poll(self._name, self._status(8)), 0.3)
 
-    def _standing(self, want: int) -> NodeStatus:
+    def _status(self, want: int) -> NodeStatus:
         uses = [EngineUse(name, 0, 0, 0, not why, why) for name, why in self.engines.items()]
         return NodeStatus(got=self.got, want=want, engines=uses)
 
@@ -77,7 +77,7 @@ class Hand:
 
     async def send_report(self, *items: Any, want: int = 0) -> list[Key]:
         """Reports the items and returns the keys that the head refuses."""
-        report = Report(self._name, self._standing(want), list(items))
+        report = Report(self._name, self._status(want), list(items))
         return (await self._head.report(report)).refused
 
 
@@ -143,7 +143,7 @@ async def test_a_node_lost_during_its_report_leaves_nothing_behind(tmp_path: Pat
         word = asyncio.create_task(hand.send_report(Moved(key, State.RUN), saved(key)))
         await asyncio.sleep(0)
         nodes = site.served.app_state.head.nodes
-        nodes.lose(nodes.named("hand"), "went away")
+        nodes.mark_lost(nodes.named("hand"), "went away")
         await word
         async with loop_node(site, tmp_path, "n2"):
             record = await site.ended("r1")
@@ -164,7 +164,7 @@ async def test_a_report_that_cannot_be_stored_fails_only_its_own_rollout(tmp_pat
             assert record["outcome"] == "failed" and record["reward"] is None, record
             assert (record["failure"]["code"], record["failure"]["blame"]) == ("internal_error", "infra")
         pipeline = site.served.app_state.pipeline
-        assert pipeline.here == 0 and not pipeline.live
+        assert pipeline.live_here == 0 and not pipeline.live
 
 
 async def test_a_node_cannot_report_for_another(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ async def test_readers_of_a_node_that_dies_are_answered_at_once(
         timeline = asyncio.create_task(parts(site))
         await asked(hand)
         nodes = site.served.app_state.head.nodes
-        nodes.lose(nodes.named("hand"), "was killed")
+        nodes.mark_lost(nodes.named("hand"), "was killed")
         async with asyncio.timeout(90):
             for body in await asyncio.gather(*reading):
                 assert body["messages"] == []

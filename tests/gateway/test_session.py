@@ -74,6 +74,47 @@ async def test_a_history_that_is_sent_back_is_one_trace_of_what_was_sampled():
         assert [message["role"] for message in site.session.messages] == ["user", "assistant"] * 3
 
 
+async def test_the_number_of_the_conversation_grows_when_another_one_is_shown():
+    async with gateway(says("first", "second", "third", "fourth", "fifth")) as site, aiohttp.ClientSession() as http:
+        session = site.session
+
+        async def after(*contents: str, **fields: Any) -> tuple[int, int]:
+            assert (await ask(http, site, body(*contents, **fields)))["status"] == 200
+            return session.conversation_number, len(session.messages)
+
+        assert session.conversation_number == 0
+        assert await after("go") == (0, 2)
+        assert await after("go", "first", "and?") == (0, 4)
+        other = [SYSTEM, {"role": "user", "content": "go on"}]
+        assert await after(messages=other) == (0, 4)  # a shorter one is not shown
+        assert await after(*("go", "another past", "and?", "more", "so?")) == (1, 6)
+        again = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "first", "refusal": None}]
+        again += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "second", "reasoning": None}]
+        again += [{"role": "user", "content": [{"type": "text", "text": "next"}]}]
+        assert await after(messages=again) == (2, 6)
+        assert await after(*("go", "first", "and?", "second", "next", "third", "end")) == (2, 8)
+
+
+async def test_each_reply_of_the_shown_conversation_has_its_turn():
+    async with gateway(says("first", "second", "third", "fourth")) as site, aiohttp.ClientSession() as http:
+        session = site.session
+        await ask(http, site, body("go"))
+        await ask(http, site, body(*("go", "not sampled here", "and?")))
+        assert session.message_turns == {3: 1}
+        await ask(http, site, {"messages": [SYSTEM, {"role": "user", "content": "go"}]})  # a shorter one
+        await ask(http, site, body("go", "first", "and?"))
+        assert session.message_turns == {1: 0, 3: 3}
+        await ask(http, site, body("go", "first", "and?", "second", "so?"))
+        assert session.message_turns == {1: 0, 3: 3, 5: 4}
+        assert [span.turn for trace in site.verified().traces for span in trace.spans if span.is_owned] == [
+            0,
+            3,
+            4,
+            1,
+            2,
+        ]
+
+
 async def test_a_rewritten_history_forks_with_its_reason():
     async with gateway(says("first", "second")) as site, aiohttp.ClientSession() as http:
         await ask(http, site, body("go"))
@@ -299,6 +340,70 @@ async def test_parallel_requests_share_the_token_limit():
     async with gateway(says(reply), limits=limits) as site, aiohttp.ClientSession() as http:
         answers = await asyncio.gather(*(ask(http, site, body("go", max_tokens=4)) for _ in range(3)))
         assert sorted(answer["status"] for answer in answers) == [200, 200, 400]
+        assert site.verified().sampled_tokens == 6
+
+
+async def test_parallel_requests_that_wait_for_tokens_share_the_turn_limit():
+    """One at a time has room for its 8 tokens, and samples 2."""
+    limits = replace(LIMITS, max_turns=2, max_tokens=10)
+    async with gateway(says(Reply("a", latency_s=0.1)), limits=limits) as site, aiohttp.ClientSession() as http:
+        answers = await asyncio.gather(*(ask(http, site, body("go", max_tokens=8)) for _ in range(4)))
+        assert sum(answer["status"] == 200 for answer in answers) <= 2
+        assert {answer["error"]["code"] for answer in answers if answer["status"] != 200} == {"turn_limit"}
+        assert site.session.turns <= 2
+        assert isinstance(site.session.failure, TurnLimit)
+
+
+async def test_parallel_requests_within_the_turn_limit_all_get_their_turn():
+    limits = replace(LIMITS, max_turns=3, max_tokens=10)
+    async with gateway(says(Reply("a", latency_s=0.1)), limits=limits) as site, aiohttp.ClientSession() as http:
+        answers = await asyncio.gather(*(ask(http, site, body("go", max_tokens=8)) for _ in range(3)))
+        assert [answer["status"] for answer in answers] == [200] * 3
+        assert site.session.turns == 3
+
+
+async def test_tokens_that_wait_to_be_continued_count_in_the_token_limit():
+    """A retry continues 3 tokens and waits for room; another request may not sample beyond what then is left."""
+    limits = replace(LIMITS, max_tokens=20)
+    replies = {"go": Reply("a b c d e f", stall_after=3), "hold": Reply("a b c d", stall_after=2)}
+    script = lambda turn: next((reply for text, reply in replies.items() if text in turn.text), "ok")  # noqa: E731
+    async with gateway(script, limits=limits) as site, aiohttp.ClientSession() as http:
+        first = asyncio.create_task(ask(http, site, body("go", max_tokens=20)))
+        await site.engine.busy()
+        first.cancel()
+        await site.engine.idle()
+        holding = asyncio.create_task(ask(http, site, body("hold", max_tokens=12)))
+        await site.engine.busy()
+        again = asyncio.create_task(ask(http, site, body("go", max_tokens=20)))
+        while site.session.info()["resumed"] != 1:
+            await asyncio.sleep(0)
+        assert site.session.sampled_tokens == 3
+        other = asyncio.create_task(ask(http, site, body("other", max_tokens=6)))
+        while site.session.info()["requests"] != 4:
+            await asyncio.sleep(0)
+        assert len(site.engine.calls) == 2, "20 - 3 - 12 leaves 5 tokens, not 6"
+        replies["go"] = Reply("a b c d e f")
+        holding.cancel()
+        assert [answer["status"] for answer in await asyncio.gather(again, other)] == [200, 200]
+        await site.session.close()
+        assert site.verified().sampled_tokens <= 20
+
+
+async def test_tokens_that_wait_to_be_continued_are_kept_when_the_rollout_ends():
+    limits = replace(LIMITS, max_tokens=20)
+    script = lambda turn: Reply("a b c d e f", stall_after=3) if "go" in turn.text else "ok"  # noqa: E731
+    async with gateway(script, limits=limits) as site, aiohttp.ClientSession() as http:
+        first = asyncio.create_task(ask(http, site, body("go", max_tokens=20)))
+        await site.engine.busy()
+        first.cancel()
+        await site.engine.idle()
+        holding = asyncio.create_task(ask(http, site, body("go", "x", "hold", max_tokens=12)))
+        await site.engine.busy()
+        again = asyncio.create_task(ask(http, site, body("go", max_tokens=20)))
+        while site.session.info()["resumed"] != 1:
+            await asyncio.sleep(0)
+        await site.session.close()
+        assert (await again)["error"]["code"] == (await holding)["error"]["code"] == "ended"
         assert site.verified().sampled_tokens == 6
 
 

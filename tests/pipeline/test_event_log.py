@@ -51,6 +51,16 @@ async def test_a_reader_that_missed_events_gets_a_gap():
         assert (await read(event_log, nonsense, 1))[0].kind == "gap"
 
 
+async def test_the_events_of_a_deleted_run_are_dropped_and_the_others_keep_their_ids():
+    event_log = EventLog(epoch=1, ring=4)
+    for number in range(6):
+        event_log.publish(replace(rollout(number), run=f"run{number % 2}"))
+    event_log.forget_run("run0")
+    event_log.publish(replace(rollout(6), run="run0"))
+    events = await read(event_log, "1-3", 3)
+    assert [(event.id, event.rollout) for event in events] == [("1-4", "r3"), ("1-6", "r5"), ("1-7", "r6")]
+
+
 async def test_waiters_for_an_end_are_woken_and_nothing_is_kept():
     event_log = EventLog(epoch=1)
     end = event_log.end_of("r1")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.core import Blame, Json, Limits, Outcome, Rollout, SandboxOptions, Score, State, Task
+from rollyard.core import Blame, Json, Limits, Outcome, Rollout, Run, SandboxOptions, Score, State, Task
 from rollyard.core.failure import SandboxStartFailed, SetupFailed
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
 from rollyard.envs.base import ArtifactRule
@@ -208,6 +208,29 @@ async def test_shell_tasks_that_differ_only_in_their_instruction_share_a_set_up(
             assert rollout.ending is not None
             assert rollout.ending.score is not None, rollout.ending.failure
             assert (rollout.ending.score.reward, rollout.ending.summary.layer) == (1.0, layer)
+
+
+async def test_a_set_up_under_other_limits_is_another_one(tmp_path: Path):
+    """This one succeeds under each limit, and writes something else."""
+    async with open_site(tmp_path, says(finish())) as site:
+        task = shell_task(checks=["test $(cat given.txt) -gt 64"], setup=["(ulimit -n) > given.txt"])
+        low = await site.rolled(replace(task, sandbox=replace(task.sandbox, open_files=64)))
+        assert low.ending is not None and low.ending.score is not None
+        assert (low.ending.score.reward, low.ending.summary.layer) == (0.0, "made")
+        for layer in ("made", "found"):
+            rollout = await site.rolled(task)
+            assert rollout.ending is not None and rollout.ending.score is not None
+            assert (rollout.ending.score.reward, rollout.ending.summary.layer) == (1.0, layer)
+
+
+async def test_owners_do_not_share_a_set_up(tmp_path: Path):
+    environment = Counted()
+    async with pipeline_of(tmp_path, environment) as site:
+        for run, prepared in ((Run("a1", owner="a"), 1), (Run("a2", owner="a"), 1), (Run("b", owner="b"), 2)):
+            await site.store.put_run(run, {"id": run.id})
+            site.pipeline.know(run)
+            completed([await site.rolled(counted_task(), run=run.id)])
+            assert environment.prepared == prepared
 
 
 async def test_a_layer_beyond_the_bound_is_pruned_once_its_rollouts_are_done(tmp_path: Path):

@@ -19,20 +19,19 @@ def lost(index: int, code: str = "engine_unavailable") -> Sample:
     return Sample(index, f"r-{index}", code=code, fate=MemberFate.LOST)
 
 
-def rewards(samples: tuple[Sample, ...]) -> list[float | None]:
-    return [sample.reward for sample in samples]
+def rewards(task: TaskSamples) -> list[float | None]:
+    return [sample.reward for sample in task.samples]
 
 
 def test_a_spare_takes_the_place_of_a_lost_sample():
     places = placed([scored(3, 0.5), scored(0, 1.0), lost(1), scored(2, 0.0)], 3, 0)
-    assert [sample.index for sample in places] == [0, 2, 3]
+    assert [sample.index for sample in places.samples] == [0, 2, 3]
     assert rewards(places) == [1.0, 0.0, 0.5]
 
 
 def test_a_lost_sample_without_a_spare_is_missing_once():
-    places = placed([scored(0, 1.0), lost(1, "stalled"), lost(2), lost(3)], 3, 0)
-    task = TaskSamples("shell", places)
-    assert len(places) == 3 and task.rewards == (1.0,)
+    task = placed([scored(0, 1.0), lost(1, "stalled"), lost(2), lost(3)], 3, 0)
+    assert task.size == 3 and task.rewards == (1.0,)
     assert task.missing == {"engine_unavailable": 2}
 
 
@@ -43,7 +42,7 @@ def test_a_spare_that_was_not_needed_does_not_count():
 def test_all_samples_of_an_impossible_task_are_missing_even_scored_ones():
     hopeless = Sample(1, "r-1", code="setup_failed", fate=MemberFate.HOPELESS)
     cancelled = Sample(2, "r-2", code="cancelled", fate=MemberFate.CANCELLED)
-    task = TaskSamples("shell", placed([scored(0, 1.0), hopeless, cancelled], 4, 0))
+    task = placed([scored(0, 1.0), hopeless, cancelled], 4, 0)
     assert task.rewards == () and task.missing == {"setup_failed": 4}
 
 
@@ -51,13 +50,24 @@ def test_a_sample_of_other_weights_is_missing():
     """Whether they sampled all of its tokens, or only the last."""
     mixed = Sample(2, "r-2", 1.0, oldest_version=3, newest_version=4)
     silent = Sample(3, "r-3", 0.0)  # nothing was sampled: no version
-    task = TaskSamples("shell", placed([scored(0, 1.0, 3), scored(1, 1.0, 4), mixed, silent], 4, 3))
+    task = placed([scored(0, 1.0, 3), scored(1, 1.0, 4), mixed, silent], 4, 3)
     assert task.rewards == (1.0, 0.0) and task.missing == {"version_changed": 2}
 
 
 def test_samples_that_have_not_started_are_missing():
-    assert TaskSamples("", placed([], 2, 0)).missing == {"not_begun": 2}
-    assert TaskSamples("", placed([scored(0, 1.0)], 2, 0, "version_changed")).missing == {"version_changed": 1}
+    assert placed([], 2, 0).missing == {"not_begun": 2}
+    assert placed([scored(0, 1.0)], 2, 0, "version_changed").missing == {"version_changed": 1}
+
+
+def test_samples_that_have_not_started_are_counted_without_being_made():
+    """An evaluation of 2,000,000 tasks with 4096 samples each, which failed before anything ran: its samples would not
+    fit into memory, and the numbers of its tasks for each k would take minutes."""
+    never = placed([], 4096, 0, environment="math")
+    assert never.samples == ()
+    result = evaluated([never] * 200_000, Rules(4096, 4096))
+    assert result["missing"] == {"not_begun": 200_000 * 4096} and result["missing_share"] == 1
+    assert (result["all"]["tasks"], result["all"]["samples"]) == (200_000, 0)
+    assert result["all"]["missing"] == 200_000 * 4096 and result["all"]["pass_at"]["4096"] is None
 
 
 def tasks_of(*skills: int, n: int = 4, environment: str = "math", label: str = "") -> list[TaskSamples]:
@@ -87,8 +97,8 @@ def test_pass_at_k_is_computed_for_each_part_and_overall():
 
 
 def test_missing_samples_are_in_no_figure():
-    short = TaskSamples("math", placed([scored(0, 1.0), lost(1), lost(2)], 2, 0))
-    forgotten = TaskSamples("math", placed([], 2, 0, "forgotten"))
+    short = placed([scored(0, 1.0), lost(1), lost(2)], 2, 0, environment="math")
+    forgotten = placed([], 2, 0, "forgotten", environment="math")
     result = evaluated([*tasks_of(1, n=2), short, forgotten], Rules(2, 2))
     part = result["all"]
     assert result["missing"] == {"forgotten": 2, "engine_unavailable": 1} and result["missing_share"] == 0.5

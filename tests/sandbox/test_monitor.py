@@ -411,7 +411,7 @@ async def test_deleted_but_open_files_count_as_files(
 def walked(folder: Path, limit: int = 1 << 50) -> disk_walk.DiskWalk:
     walk = disk_walk.DiskWalk([str(folder)], limit, list, lambda _: set())
     while not walk.is_done:
-        walk.go_on(until=0.0)  # the smallest possible slices
+        walk.continue_until(until=0.0)  # the smallest possible slices
     return walk
 
 
@@ -433,7 +433,7 @@ def test_a_walk_leaves_no_descriptor_open(tmp_path: Path):
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     walked(tmp_path)
     unfinished = disk_walk.DiskWalk([str(tmp_path)], 1 << 50, list, lambda _: set())
-    unfinished.go_on(until=0.0)
+    unfinished.continue_until(until=0.0)
     assert not unfinished.is_done
     unfinished.stop()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
@@ -447,11 +447,11 @@ def test_a_walk_survives_concurrent_moves_and_removals(tmp_path: Path):
     (tmp_path / "z").mkdir()
     one_file(tmp_path / "z")
     walk = disk_walk.DiskWalk([str(tmp_path)], 1 << 50, list, lambda _: set())
-    walk.go_on(until=0.0)
+    walk.continue_until(until=0.0)
     small.rename(tmp_path / "elsewhere")
-    walk.go_on(until=0.0)
+    walk.continue_until(until=0.0)
     subprocess.run(["rm", "-rf", str(tmp_path / "elsewhere")], check=True)
-    walk.go_on(until=time.monotonic() + 30)
+    walk.continue_until(until=time.monotonic() + 30)
     assert walk.is_done
     assert walk.used_bytes >= 4 * MIB  # the folder next to the moved one was counted
 
@@ -476,7 +476,7 @@ def test_folders_that_deny_their_owner_access_are_counted(tmp_path: Path):
         os.chown(folder, 54321, 54321)
     for folder, mode in modes.items():
         folder.chmod(mode)
-    assert int(as_another("walk.go_on(1e18); print(walk.used_bytes)", tmp_path)) >= 12 * MIB
+    assert int(as_another("walk.continue_until(1e18); print(walk.used_bytes)", tmp_path)) >= 12 * MIB
     assert {folder: folder.stat().st_mode & 0o777 for folder in modes} == modes
 
 
@@ -488,7 +488,7 @@ def test_deeply_nested_forbidden_folders_count_as_an_attack(tmp_path: Path):
         "for _ in range(600):\n"
         "  os.mkdir('d'); ways.append(os.open('d', os.O_RDONLY)); os.chdir('d')\n"
         "for way in reversed(ways): os.fchmod(way, 0); os.close(way)\n"
-        "os.fchdir(top); walk.go_on(1e18); print(walk.over, len(os.listdir('/proc/self/fd')) < 10)"
+        "os.fchdir(top); walk.continue_until(1e18); print(walk.over, len(os.listdir('/proc/self/fd')) < 10)"
     )
     assert as_another(code, tmp_path).split() == [b"disk", b"True"]
     subprocess.run(["rm", "-rf", str(tmp_path)], check=True)

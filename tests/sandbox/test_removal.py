@@ -46,7 +46,7 @@ def test_the_mode_of_a_links_target_is_not_changed(tmp_path: Path, host: Path) -
     removal = Removal([], writer)
     link.symlink_to(host)  # as if it could not be removed
     removal.paths, removal.step = [str(link)], 1
-    while (pid := removal.go_on()) is not None:
+    while (pid := removal.next_step()) is not None:
         os.waitpid(pid, 0)
     assert os.read(reader, 1) == b"0" and not link.is_symlink()
     os.close(reader)

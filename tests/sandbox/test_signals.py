@@ -40,7 +40,7 @@ async def test_a_signal_to_the_whole_job_is_a_loss(
         pytest.skip("apptainer is not installed")
     async with kind(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60)
-        for pid in kernel.below({sandbox.pid}, kernel.living()):
+        for pid in kernel.descendants({sandbox.pid}, kernel.running_processes()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         await asyncio.sleep(0.5)  # on a busy machine the init process, which is the last, gets it later

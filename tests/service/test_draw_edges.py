@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from rollyard.core import DrawConfig, Run
+from rollyard.core.draw import SourceKind, SourceSpec
+from rollyard.core.failure import NotFound
 from rollyard.sampling.filters import FilterInput
+from rollyard.store.base import eval_items
 from tests.service.site import Site, engine_table, open_site, scripted, task
 from tests.service.skill import skilled
 from tests.service.test_draws import closed, draw, mixed, site_with, take, tasks
@@ -161,11 +165,22 @@ async def test_tasks_of_a_refused_source_are_not_drawn(tmp_path: Path) -> None:
         refused = await site.post("/v1/draws", {"id": "d", "source": {"file": str(bad)}})
         assert refused.status == 422 and "bad.jsonl:601" in refused.body["detail"]
         assert await site.served.app_state.store.count_items("d") == 0
+        refused = await site.post("/v1/evals", {"id": "e", "source": {"file": str(bad)}})
+        assert refused.status == 422 and "bad.jsonl:601" in refused.body["detail"]
+        assert await site.served.app_state.store.count_items(eval_items("e~e")) == 0
         await draw(site, source={"push": True})
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
         pushed = await site.post("/v1/draws/d/tasks", {"tasks": tasks(1), "close": True})
         assert pushed.body["total"] == 1
         assert (await closed(site, 1))["delivered"] == 1
+
+
+async def test_the_tasks_of_a_draw_whose_run_was_deleted_meanwhile_are_deleted(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        app_state, config = site.served.app_state, DrawConfig(SourceSpec(SourceKind.TASKS))
+        with pytest.raises(NotFound):
+            await app_state.sampler.create("gone~d", Run("gone"), config, tasks(3), {})
+        assert await app_state.store.count_items("gone~d") == 0
 
 
 async def test_two_draws_created_at_once_with_one_id_do_not_mix(tmp_path: Path) -> None:

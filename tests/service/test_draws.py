@@ -304,6 +304,40 @@ async def test_a_rewind_before_an_acknowledged_batch_samples_its_tasks_again(tmp
         assert {group["id"] for group in second} <= {group["id"] for group in again}, "these still have their traces"
 
 
+async def test_a_rewind_waits_for_an_acknowledgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would go on to delete the traces of the next batch with that number."""
+    events: list[str] = []
+    has_begun = asyncio.Event()
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        store = site.served.app_state.store
+        acknowledge, delivered = store.acknowledge_draw, store.delivered_groups
+
+        async def slowly(draw_id: str, batch: int) -> int:
+            has_begun.set()
+            for _ in range(50):  # a rewind has two reads before those of groups
+                await store.get_draw(draw_id)
+            released = await acknowledge(draw_id, batch)
+            events.append(f"released {released}")
+            return released
+
+        async def groups(draw_id: str, after: int, limit: int) -> Any:
+            events.append("rewind")
+            return await delivered(draw_id, after, limit)
+
+        await draw(site)
+        await take(site, 2, 1)
+        await take(site, 2, 2)
+        monkeypatch.setattr(store, "acknowledge_draw", slowly)
+        ack = asyncio.create_task(site.post("/v1/draws/d/ack", {"batch": 2}))
+        await has_begun.wait()
+        monkeypatch.setattr(store, "delivered_groups", groups)
+        assert (await site.post("/v1/draws/d/rewind", {"batch": 1, "version": 0})).status == 200
+        assert (await ack).body["deleted"] == 4 and events == ["released 4", "rewind"]
+        _, again = await take(site, 2, 2)
+        rollouts = [one["id"] for group in again for one in group["rollouts"]]
+        assert [(await site.get(f"/v1/rollouts/{one}/traces")).status for one in rollouts] == [200] * 4
+
+
 async def test_a_rewind_accepts_the_checkpoints_weights_under_a_new_version(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 30, max_staleness=0, on_stale="wait")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.sampling import eval_runner
+from rollyard.sampling import eval_runner, eval_tasks
 from rollyard.testing.script import Reply, Turn
 from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, member_of, skilled
@@ -333,6 +334,27 @@ async def test_an_evaluation_continues_after_a_restart(tmp_path: Path, was_writt
             assert (await site.get("/v1/evals/e")).body == ended
 
 
+async def test_samples_that_never_ran_need_no_memory(tmp_path: Path) -> None:
+    """Of an evaluation that was stored when their number was not limited: it ended the service at every start."""
+    async with scripted(Reply(finish(), latency_s=60)) as engine:
+        async with open_site(tmp_path, engines=[engine_table(engine)], drain_s=0.1) as site:
+            await begin(site, tasks(1))
+            await engine.busy()
+            store = site.served.app_state.store
+            record = await store.get_eval("e~e")
+            await store.put_eval(replace(record, tasks=1000, samples=4096, data={**record.data, "begun": 1}))
+        tracemalloc.start()
+        try:
+            async with scripted() as quick, open_site(tmp_path, engines=[engine_table(quick)]) as site:
+                ended = await over(site)  # its other tasks are not in the store
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert (ended["state"], ended["reason"]) == ("failed", "not_found")
+    assert sum(ended["result"]["missing"].values()) == ended["total"] - 1 == 4_095_999
+    assert peak_bytes < 200_000_000  # 100 bytes for each sample would be more
+
+
 async def test_an_evaluation_pins_its_weights_again_after_a_restart(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=60)) as engine:
         async with open_site(tmp_path, engines=[engine_table(engine)], drain_s=0.1) as site:
@@ -355,6 +377,34 @@ async def test_deleting_the_run_of_an_evaluation_deletes_it(tmp_path: Path) -> N
         assert (await site.post("/v1/policies/default/pause", {})).status == 200
 
 
+async def test_a_page_of_tasks_reads_a_bounded_number_of_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_tasks, "MOST_ROLLOUTS", 10)  # two tasks with four samples and a spare each
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await begin(site, tasks(3), k=4)
+        await over(site)
+        first = (await site.get("/v1/evals/e/tasks")).body
+        assert [task["passes"] for task in first["tasks"]] == [2, 4] and first["next"] == "t:2"
+        second = (await site.get("/v1/evals/e/tasks?after=t:2")).body
+        assert [task["index"] for task in second["tasks"]] == [2] and second["next"] is None
+
+
+async def test_rollouts_that_only_name_a_group_of_an_evaluation_are_not_in_its_tasks(tmp_path: Path) -> None:
+    """Their groups are none of it, or their indices are beyond those of its samples."""
+    async with skilled(solves) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await begin(site, tasks(2), k=4)
+        await over(site)
+        body = (await site.get("/v1/evals/e/tasks")).body
+        assert [task["index"] for task in body["tasks"]] == [0, 1]
+        await site.hold()
+        for group, index in (("e.999999999999", 0), ("e.01", 0), ("e.2", 3), ("e.1", 7)):
+            one = {"id": f"{group}-{index}", "group": group, "index": index, "task": task()}
+            answer = await site.post("/v1/rollouts", {"run": "e", "rollouts": [one]})
+            assert answer.status == 202, answer.body
+        assert (await site.get("/v1/evals/e/tasks")).body == body
+
+
 async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         for body, detail in (
@@ -366,6 +416,7 @@ async def test_an_invalid_evaluation_is_refused_with_the_reason(tmp_path: Path) 
             ({"source": tasks(1), "on_update": "wait"}, "on_update"),
             ({"source": tasks(1), "defaults": {"limits": {"max_turns": "x"}}}, "defaults"),
             ({"source": tasks(300), "by": "instruction"}, "more than 256 values"),
+            ({"source": tasks(245), "samples": 4096}, "with 4,096 of each task, that is 244 tasks"),
         ):
             answer = await site.post("/v1/evals", body)
             assert answer.status == 422 and detail in answer.body["detail"], answer.body

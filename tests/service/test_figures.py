@@ -120,6 +120,12 @@ async def test_the_tasks_of_an_evaluation(site: Site):
         }
         for index, (name, family) in enumerate((("first", "a"), ("second", "b")))
     ]
+    assert body["next"] is None
+    first = (await site.get("/v1/evals/e/tasks?limit=1")).body
+    second = (await site.get(f"/v1/evals/e/tasks?limit=1&after={first['next']}")).body
+    assert first["tasks"] + second["tasks"] == body["tasks"] and second["next"] is None
+    assert (await site.get("/v1/evals/e/tasks?after=t:999999999999")).body == {"tasks": [], "next": None}
+    assert (await site.get("/v1/evals/e/tasks?after=g:1")).status == 422
     assert (await site.get("/v1/evals/e/tasks", token=TRAINER)).status == 404
 
 

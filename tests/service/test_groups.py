@@ -1,6 +1,7 @@
 """/v1/groups with the real pipeline."""
 
 import asyncio
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,16 @@ async def test_a_cancel_while_a_groups_end_is_written_does_not_end_it_twice(tmp_
         may_write.set()
         assert (await cancelling).state == "complete"
         assert (await over(site, "g"))["state"] == "complete"
+
+
+async def test_groups_that_do_not_fit_into_the_queue_need_no_memory(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        body = {"groups": [{"task": task(), "size": 4096}] * 200}
+        tracemalloc.start()
+        try:
+            answer = await site.post("/v1/groups", body)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert (answer.status, answer.code) == (429, "queue_full")
+        assert peak_bytes < 80_000_000  # 100 bytes for each rollout would be more

@@ -15,7 +15,8 @@ from rollyard.testing.script import FolderTokenizer, Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.prorl_parts import Trainer, as_trained, good, open_trainer, work
-from tests.service.site import Site, open_site, scripted, settings, shell
+from tests.service.site import OTHER, Site, engine_table, open_site, scripted, settings, shell
+from tests.service.site import TRAINER as TENANT
 
 pytestmark = pytest.mark.slow
 
@@ -429,3 +430,40 @@ async def test_configured_tokens_are_required_and_may_be_in_the_url(tmp_path: Pa
             bearer = {"Authorization": f"Bearer {TRAINER}"}
             async with http.post(f"{url}/stop", headers=bearer) as answer:
                 assert answer.status == 200
+
+
+async def test_a_start_needs_the_policys_owner_and_does_not_end_anothers_pause(tmp_path: Path) -> None:
+    async with scripted(*good()) as engine, open_site(tmp_path, prorl=True, engines=[engine_table(engine)]) as site:
+        policy = "/v1/policies/default"
+        paused = await site.post(f"{policy}/pause", {"holder": "a"}, token=TENANT)
+        assert (paused.status, paused.body["state"]) == (200, "paused")
+        foreign = await site.post("/start", token=OTHER)
+        assert (foreign.status, foreign.code) == (403, "forbidden")
+        early = await site.post("/start", token=TENANT)
+        assert (early.status, early.code) == (409, "policy_conflict")
+        assert (await site.get("/status", token=TENANT)).status == 503  # the intake is closed
+        assert (await site.get(policy)).body["state"] == "paused"
+        assert (await site.post(f"{policy}/resume", {"version": 0, "holder": "a"}, token=TENANT)).status == 200
+        assert (await site.post("/start", token=TENANT)).status == 200
+        assert (await site.get(policy)).body["version"] > 0
+
+
+async def test_a_job_creates_its_run_only_for_a_token_that_may(tmp_path: Path) -> None:
+    async with (
+        scripted(*good()) as engine,
+        open_site(tmp_path, prorl=True, engines=[engine_table(engine)], max_runs=1) as site,
+    ):
+        submitter = (await site.post("/v1/tokens", {"access": "submitter"})).body["token"]
+        bound = (await site.post("/v1/tokens", {"access": "trainer", "runs": ["other-*"]})).body["token"]
+        assert (await site.post("/start")).status == 200
+        job = {"instance": work(), "sampling_params": {}}
+        for token in (submitter, bound):
+            for path, body in (("/start", None), ("/process", job), ("/cancel", {"job_id": "j"}), ("/stop", None)):
+                refused = await site.post(path, body, token=token)
+                assert (refused.status, refused.code) == (403, "forbidden"), path
+        assert (await site.post("/v1/runs", {"id": "mine"}, token=TENANT)).status == 201
+        full = await site.post("/process", job, token=TENANT)
+        assert (full.status, full.code) == (429, "quota_exceeded")
+        assert (await site.get("/v1/runs/prorl")).status == 404
+        assert (await site.post("/process", job, token=OTHER)).body["resolved"] is True
+        assert (await site.post("/process", job, token=TENANT)).status == 403

@@ -54,6 +54,23 @@ async def test_a_tokens_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> 
         assert (await site.post("/v1/rollouts", many(1), token=token)).status == 202, "there is room again"
 
 
+async def test_rescores_beyond_a_tokens_quota_of_queued_rollouts_are_429(tmp_path: Path) -> None:
+    async with tenant(tmp_path, queued=1) as (site, token):
+        (one,) = (await site.post("/v1/rollouts", many(1), token=token)).body["rollouts"]
+        await site.ended(one["id"])
+        assert (await site.call("PATCH", "/v1/pools", json={"eval": 0})).status == 200
+        path = f"/v1/rollouts/{one['id']}/rescore"
+        calls = [asyncio.create_task(site.post(path, token=token)) for _ in range(5)]
+        async with asyncio.timeout(60):
+            while sum(call.done() for call in calls) < 3:  # one waits for EVAL, one is queued
+                await asyncio.sleep(0.02)
+        for refused in [call.result() for call in calls if call.done()]:
+            assert (refused.status, refused.code) == (429, "quota_exceeded")
+            assert int(refused.headers["retry-after"]) > 0
+        assert (await site.call("PATCH", "/v1/pools", json={"eval": 1})).status == 200
+        assert sorted(answer.status for answer in await asyncio.gather(*calls)) == [200, 200, 429, 429, 429]
+
+
 async def test_a_runs_quota_of_queued_rollouts_is_enforced(tmp_path: Path) -> None:
     async with tenant(tmp_path) as (site, token):
         await site.hold()
@@ -148,6 +165,72 @@ async def test_a_tokens_quota_of_sessions_is_enforced(tmp_path: Path) -> None:
         assert (await site.post("/v1/sessions", {"id": "mine"})).body["is_open"]
         assert (await site.post("/v1/sessions/one/reward", {"reward": 1.0}, token=token)).status == 200
         assert (await site.post("/v1/sessions", {"id": "two"}, token=token)).body["is_open"]
+
+
+async def at_once(site: Site, path: str, bodies: list[dict[str, Any]], token: str | None) -> list[int]:
+    """Sends these bodies in parallel. Returns the statuses in order of size."""
+    answers = await asyncio.gather(*[site.post(path, body, token=token) for body in bodies])
+    return sorted(answer.status for answer in answers)
+
+
+async def test_parallel_calls_open_no_more_sessions_than_the_quota(tmp_path: Path) -> None:
+    async with tenant(tmp_path, sessions=2) as (site, token):
+        await site.hold()  # queued sessions count, too
+        statuses = await at_once(site, "/v1/sessions?wait_s=0", [{"id": f"s{n}"} for n in range(8)], token)
+        assert statuses == [201, 201, *[429] * 6]
+        listed = (await site.get("/v1/rollouts", token=token)).body["rollouts"]
+        assert await at_once(site, "/v1/sessions?wait_s=0", [{"id": one["id"]} for one in listed], token) == [201, 201]
+        for one in listed:
+            assert (await site.delete(f"/v1/sessions/{one['id']}", token=token)).status == 202
+        statuses = await at_once(site, "/v1/sessions?wait_s=0", [{"id": f"t{n}"} for n in range(3)], token)
+        assert statuses == [201, 201, 429]
+
+
+async def test_parallel_calls_create_no_more_runs_than_the_limit(tmp_path: Path) -> None:
+    async with open_site(tmp_path, max_runs=2) as site:
+        await site.hold()
+        evaluation = {"source": {"tasks": [task()]}, "on_update": "fail"}
+        runs, evals = await asyncio.gather(
+            at_once(site, "/v1/runs", [{"id": f"r{n}"} for n in range(4)], TRAINER),
+            at_once(site, "/v1/evals", [{"id": f"e{n}", **evaluation} for n in range(4)], TRAINER),
+        )
+        assert sorted([*runs, *evals]) == [201, 201, *[429] * 6]
+        assert len((await site.get("/v1/runs", token=TRAINER)).body["runs"]) == 2
+
+
+async def test_parallel_calls_create_no_more_draws_than_the_limit(tmp_path: Path) -> None:
+    async with open_site(tmp_path, max_draws=2) as site:
+        await site.hold()
+        draws = [{"id": f"d{n}", "source": {"tasks": [task()]}} for n in range(8)]
+        assert (await site.get("/v1/runs/default", token=TRAINER)).status == 200
+        assert await at_once(site, "/v1/draws", draws, TRAINER) == [201, 201, *[429] * 6]
+        for draw in (await site.get("/v1/draws", token=TRAINER)).body["draws"]:
+            assert (await site.delete(f"/v1/draws/{draw['id']}", token=TRAINER)).status == 202
+        rewind = {"batch": 0, "version": 0}
+        ids = [draw["id"] for draw in (await site.get("/v1/draws", token=TRAINER)).body["draws"]]
+        more = [await site.post("/v1/draws", {**draws[0], "id": "more"}, token=TRAINER)]
+        more += await asyncio.gather(*[site.post(f"/v1/draws/{id}/rewind", rewind, token=TRAINER) for id in ids])
+        assert sorted(answer.status for answer in more) == [200, 201, 429], [answer.body for answer in more]
+
+
+async def test_draws_of_an_owner_together_keep_to_its_quota_of_queued_rollouts(tmp_path: Path) -> None:
+    async with tenant(tmp_path, queued=4) as (site, token):
+        await site.hold()
+        draws = [{"id": f"d{n}", "source": {"tasks": [task()]}, "group_size": 2} for n in range(6)]
+        assert (await site.get("/v1/runs/default", token=token)).status == 200
+        assert await at_once(site, "/v1/draws", draws, token) == [201] * 6
+        asks = [site.post(f"/v1/draws/d{n}/batches", {"want": 4}, token=token) for n in range(6)]
+        assert {answer.status for answer in await asyncio.gather(*asks)} == {200}
+        assert len((await site.get("/v1/rollouts?state=queued", token=token)).body["rollouts"]) == 4
+
+
+async def test_of_two_callers_who_create_one_run_at_once_the_second_is_refused(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        calls = [site.post("/v1/runs", {"id": "one"}, token=token) for token in (TRAINER, OTHER)]
+        assert sorted(answer.status for answer in await asyncio.gather(*calls)) == [201, 403]
+        evaluation = {"id": "e", "run": "two", "source": {"tasks": [task()]}, "on_update": "fail"}
+        calls = [site.post("/v1/evals", evaluation, token=token) for token in (TRAINER, OTHER)]
+        assert sorted(answer.status for answer in await asyncio.gather(*calls)) == [201, 403]
 
 
 async def test_a_tokens_quota_of_stored_bytes_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ class _Load:
 
 
 def _look(pid: int, data: Path, second: int, ended: int) -> Look:
-    below = kernel.below({pid}, kernel.living())
+    below = kernel.descendants({pid}, kernel.running_processes())
     return Look(
         second=second,
         ended=ended,

@@ -18,7 +18,7 @@ from rollyard.testing.store_conformance import completed, submission, trajectory
 
 async def main(folder: Path) -> None:
     ballast = folder / "ballast"
-    ballast.write_bytes(bytes(400_000))
+    ballast.write_bytes(bytes(350_000))
     report: dict[str, object] = {}
     acknowledged: list[str] = []
     store = await SqliteStore.open(folder / "rollyard.db")

@@ -104,7 +104,7 @@ class ModelWalk:
     async def cancel(self, store: Store) -> None:
         rollout_id = self.random.choice(IDS)
         row = self.rows.get(rollout_id)
-        answer = await store.request_cancel(rollout_id, "")
+        answer = await store.request_cancel(rollout_id, "", run="run")
         assert (answer is None) == (row is None)
         if row is None:
             self.tombstones.add(rollout_id)

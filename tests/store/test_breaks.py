@@ -96,6 +96,18 @@ def test_engines_of_an_older_store_keep_their_order(tmp_path: Path) -> None:
     connection.close()
 
 
+def test_tombstones_of_an_older_store_get_their_run(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
+    migrate(connection, MIGRATIONS[:9])
+    connection.executemany("INSERT INTO runs (id, digest, record) VALUES (?, '', '')", [("default",), ("a",)])
+    rows = [(key, "", 0.0) for key in ("one", "a~two", "deleted~three")]
+    connection.executemany("INSERT INTO tombstones (id, detail, created_at) VALUES (?, ?, ?)", rows)
+    migrate(connection)
+    found = connection.execute("SELECT id, run FROM tombstones ORDER BY seq").fetchall()
+    assert found == [("one", "default"), ("a~two", "a")]
+    connection.close()
+
+
 MOUNTINFO = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
 30 22 0:40 / /home rw shared:7 master:2 - nfs4 filer:/export/home rw

@@ -211,11 +211,13 @@ async def test_the_results_of_older_records_are_migrated(open_postgres: Postgres
                 "digest, ending) VALUES ($1, 'run', 'ended', 1, 0, 0, $2, 1, 1, '', $3)",
                 *(str(number), number, to_json(ending)),
             )
+        await raw.execute("INSERT INTO tombstones (id, detail, created_at) VALUES ('run~a', '', 1), ('old~a', '', 1)")
     finally:
         await raw.close()
     async with await open_postgres() as store:
         results = (await store.results_of())["run"]
         assert (results.rewarded, results.mean_reward, results.trainable) == (1, 0.5, 1)
+    assert await open_postgres.execute("SELECT id, run FROM tombstones") == [("run~a", "run")]
 
 
 async def test_commits_are_synchronous_even_if_the_server_has_it_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +15,8 @@ from rollyard.core.failure import NotFound
 from rollyard.store._clock import MOST_STEP_S
 from rollyard.store.base import Decision, EvalRecord, Retention, Store, Submission, SweepResult, eval_items
 from rollyard.store.codec import to_json
+from rollyard.store.sql import retention
+from rollyard.store.sql.queue import Operation, WriteQueue
 from rollyard.store.sql.schema import MIGRATIONS, migrate
 from rollyard.testing.store_conformance import QUEUED, completed, submission, trajectory
 from tests.store.conftest import AnyOpener, PostgresOpener, SqliteOpener
@@ -76,6 +80,37 @@ async def test_the_clock_counts_while_the_store_is_open_and_continues_after_a_re
         await wait_for(store, clock, 1 * HOUR_S)
         with pytest.raises(NotFound):
             await store.get("r")
+
+
+async def test_a_sweep_names_leavings_in_pieces(open_any: AnyOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "LEAVINGS", 7)
+    sizes, names = list[int](), [f"r{number:02}" for number in range(30)]
+
+    def count(result: object) -> None:
+        sizes.append(len(cast(list[object], result)) if isinstance(result, list) else 0)
+
+    async with await open_any() as store:
+        await store.put_run(Run("run"), {})
+        for name in names:
+            await one_ended(store, name)
+        await store.delete_run("run")
+        put, read = WriteQueue.put, type(store)._read  # pyright: ignore[reportPrivateUsage]
+
+        def counted_put(self: WriteQueue, operation: Operation[Any]) -> asyncio.Future[Any]:
+            future: asyncio.Future[Any] = put(self, operation)
+            future.add_done_callback(lambda done: count(done.result()))
+            return future
+
+        async def counted_read(self: Any, query: Operation[Any]) -> Any:
+            found: Any = await read(self, query)
+            count(found)
+            return found
+
+        monkeypatch.setattr(WriteQueue, "put", counted_put)
+        monkeypatch.setattr(type(store), "_read", counted_read)
+        assert list((await store.sweep(DAY)).rollouts) == names
+        assert await store.sweep(DAY) == SweepResult()
+    assert max(sizes) == 7
 
 
 async def test_work_of_a_live_draw_is_kept_until_it_is_acknowledged_or_the_draw_ended_long_ago(
@@ -163,7 +198,7 @@ async def test_a_store_under_a_steady_load_stops_growing(open_any: AnyOpener) ->
                 await evaluate(store, f"eval{hour}x{few}")
             for number in range(2 * each):
                 await one_ended(store, f"lone{hour}-{number}")
-            await store.request_cancel(f"unknown{hour}", "")
+            await store.request_cancel(f"unknown{hour}", "", run="run")
             clock.now_s += HOUR_S
             await store.sweep(DAY)
             if hour % 24 == 23:

@@ -96,7 +96,7 @@ def test_a_history_is_digested_equally_step_by_step_and_at_once(messages: list[A
     for has_reasoning in (True, False):
         reader, step = Histories(has_reasoning=has_reasoning), History()
         for message in messages:
-            step = reader.then(step, message, reader.toolset(()))
+            step = reader.extended(step, message, reader.toolset(()))
         whole = history_of(messages, has_reasoning=has_reasoning)
         assert step == whole and len(whole.chain) == len(messages) + 1
         copied = history_of(json.loads(json.dumps(messages)), has_reasoning=has_reasoning)

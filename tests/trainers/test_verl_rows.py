@@ -9,7 +9,7 @@ import pytest
 from rollyard.client import Group, GroupRollout, Record, Trace
 from rollyard.core import Sampling
 from rollyard.trainers._verl_prompts import PromptGroup, asks_of_prompts, asks_of_repeated, task_of
-from rollyard.trainers._verl_rows import BlankRow, GroupRows, VerlRow, fill, harvest, padded
+from rollyard.trainers._verl_rows import BlankRow, GroupRows, VerlRow, fill, group_rows_of, padded
 from rollyard.trainers._verl_settings import Settings, defaults_of, read_settings, refuse
 from rollyard.trainers.verl import _means
 
@@ -37,7 +37,7 @@ def rollout(index: int, reward: float | None, *traces: Trace, trainable: bool = 
 
 def reap(*rollouts: GroupRollout, size: int | None = None, is_training: bool = True, **fields: Any) -> GroupRows:
     group = Group("g", rollouts=rollouts, **fields)
-    return harvest(group, len(rollouts) if size is None else size, is_training=is_training, temperature=1.0)
+    return group_rows_of(group, len(rollouts) if size is None else size, is_training=is_training, temperature=1.0)
 
 
 def test_a_response_starts_at_the_first_sampled_token_and_ends_with_the_last():

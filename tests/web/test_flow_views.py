@@ -357,7 +357,14 @@ async def test_an_evaluation_shows_intervals_and_links_each_task_to_its_group(
     world: Site, new_visitor: NewVisitor
 ) -> None:
     visitor: Visitor = await new_visitor(world)
-    await answer(visitor.page, "/v1/evals/e1/tasks", tasks_of("e1", ("first", 5), ("second", 10)))
+    every = tasks_of("e1", ("first", 5), ("second", 10))["tasks"]
+
+    def page_of(query: dict[str, str]) -> dict[str, Any]:
+        return (
+            {"tasks": every[1:], "next": None} if query.get("after") == "t:1" else {"tasks": every[:1], "next": "t:1"}
+        )
+
+    await answer(visitor.page, "/v1/evals/e1/tasks", page_of)
     page = await visitor.open("/evals/e1/e1")
     await expect(page.get_by_role("img", name="pass@1:")).to_be_visible()
     await expect(page.get_by_role("region", name="Environment")).to_contain_text("shell")

@@ -88,6 +88,27 @@ VISIT = """async (to) => {
 """Shows a view, opens what is folded, and returns what must not be there."""
 
 
+NOTHING_TO_SEE = (
+    *(0x00, 0x08, 0x1B, 0x7F, 0x85, 0xAD, 0x034F, 0x061C, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFEFF, 0xFFA0),
+    *(*range(0x180B, 0x1810), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070)),
+    *(*range(0xFE00, 0xFE10), *range(0xFFF9, 0xFFFC), *range(0x1BCA0, 0x1BCA4), *range(0x1D173, 0x1D17B)),
+    *(0xFFFE, 0xFFFF, 0xE0001, *range(0xE0020, 0xE0080), *range(0xE0100, 0xE01F0)),
+)
+
+SHOWN = {
+    "pay\u00adpal\u200c\u200d\u2062": "pay<SHY>pal<ZWNJ><ZWJ><U+2062>",
+    "ok\U000e0049\U000e0047\U000e007f": "ok<TAG I><TAG G><U+E007F>",
+    "a\ufe00\U000e0100": "a<VS1><VS17>",
+    "\u26a0\ufe0f 1\ufe0f\u20e3 \U0001f469\u200d\U0001f4bb": "\u26a0\ufe0f 1\ufe0f\u20e3 \U0001f469\u200d\U0001f4bb",
+    "\u26a0\ufe0f\ufe0f\ufe01 1\ufe0f \U0001f469\u200dx": "\u26a0\ufe0f<VS16><VS2> 1<VS16> \U0001f469<ZWJ>x",
+    "line\r\nend\r x\u202ey": "line\nend<\u240d> x<RLO>y",
+    "fine: \u00e9 \u4e2d \u05d0 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd": (
+        "fine: \u00e9 \u4e2d \u05d0 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd"
+    ),
+}
+"""Texts, and how they are shown: emoji stay whole."""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def site(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Site, None]:
     folder = tmp_path_factory.mktemp("hostile")
@@ -254,6 +275,22 @@ async def test_words_and_outputs_of_a_real_agent_stay_text(site: Site, new_visit
         found += await troubles_of(visitor, path)
     await answers(page)
     assert found == []
+
+
+async def test_invisible_characters_are_shown_by_name(site: Site, new_visitor: NewVisitor) -> None:
+    page = await (await new_visitor(site)).open("/nodes")
+    shown = await page.evaluate(
+        """async (texts) => {
+          const { visible } = await import("/assets/js/text.js");
+          return texts.map((text) => visible(text).map((part) => (part.name ? `<${part.name}>` : part.text)).join(""));
+        }""",
+        [*SHOWN, *(f"a{chr(number)}b" for number in NOTHING_TO_SEE)],
+    )
+    assert shown[: len(SHOWN)] == list(SHOWN.values())
+    plain = [
+        f"U+{number:04X}" for number, text in zip(NOTHING_TO_SEE, shown[len(SHOWN) :], strict=True) if "<" not in text
+    ]
+    assert plain == []
 
 
 def test_there_are_200_different_payloads() -> None:

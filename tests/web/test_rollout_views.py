@@ -1,8 +1,4 @@
-"""The views of rollouts, of one rollout and of a group in Chromium, with a real service.
-
-The table's rows come from `Results`, which answers like GET /v1/results: a service with thousands of rollouts takes
-minutes to fill.
-"""
+"""The views of rollouts, of one rollout and of a group in Chromium, with a real service."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
@@ -27,6 +23,7 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.site import Site, engine_table, finish, open_site, shell, task
 from tests.service.skill import CHECK
 from tests.web.conftest import NewVisitor
+from tests.web.results import Results, table
 from tests.web.visitor import Visitor
 
 ROLLOUT = "/rollouts/default/pair-0"
@@ -85,65 +82,6 @@ async def altered(page: Page, path: str, change: Callable[[dict[str, Any]], None
 
 
 # --- the table
-
-
-class Results:
-    """Answers GET /v1/results with `count` rows, the newest of which is the last that ended."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.queries: list[dict[str, str]] = []
-
-    def row(self, number: int, query: dict[str, str]) -> dict[str, Any]:
-        is_good = number % 2 == 0
-        row = {
-            "id": f"r{number}",
-            "run": "default",
-            "group": None,
-            "index": 0,
-            "state": "ended",
-            "attempt": 1,
-            "outcome": "completed" if is_good else "failed",
-            "reward": 1.0 if is_good else None,
-            "trainable": is_good,
-            "code": None if is_good else "sandbox_lost",
-            "blame": None if is_good else "infra",
-            "environment": "shell",
-            "agent": "native",
-            "policy": "default",
-            "name": f"task {number}",
-            "turns": 3,
-            "sampled_tokens": 200,
-            "prompt_tokens": 900,
-            "oldest_version": 1,
-            "newest_version": 2,
-            "engine": "e1",
-            "node": "",
-            "created_at": 1.7e9,
-            "ended_at": 1.7e9 + number,
-            "seconds": {"run": 2.0, "model": 1.0},
-        }
-        if "search" in query:
-            row["match"] = {"before": "before ", "hit": query["search"], "after": " after <b>"}
-        return row
-
-    async def __call__(self, route: Route) -> None:
-        query = {name: values[0] for name, values in parse_qs(urlsplit(route.request.url).query).items()}
-        self.queries.append(query)
-        first = int(query.get("after", self.count)) - 1
-        last = max(-1, first - int(query.get("limit", 50)))
-        rows = [self.row(number, query) for number in range(first, last, -1)]
-        following = str(last + 1) if last >= 0 else None
-        body = {"rows": rows, "next": following, "total": self.count, "total_is_exact": True, "behind": 0}
-        await route.fulfill(json=body)
-
-
-async def table(visitor: Visitor, path: str = "/rollouts", count: int = 5000) -> tuple[Page, Results]:
-    results = Results(count)
-    await visitor.page.route("**/v1/results*", results)
-    page = await visitor.open(path)
-    await expect(page.get_by_role("grid")).to_be_visible()
-    return page, results
 
 
 async def test_the_table_has_few_rows_in_the_page_and_reads_others_while_one_scrolls(reader: Visitor) -> None:
@@ -445,6 +383,29 @@ async def test_the_proof_fails_for_a_token_that_was_not_sent(reader: Visitor, ya
     await altered(page, "/rollouts/pair-0?include=trajectory", forge, yard)
     await page.reload()
     await expect(page.locator("[data-proof=bad]")).to_contain_text("2 model calls of 3")
+
+
+async def test_digests_that_were_not_recorded_prove_nothing(reader: Visitor, yard: Site) -> None:
+    def drop_all(body: dict[str, Any]) -> None:
+        for span in body["trajectory"]["traces"][0]["spans"]:
+            span |= {"prompt_digest": "", "sampled_digest": ""}
+
+    def drop_one(body: dict[str, Any]) -> None:
+        body["trajectory"]["traces"][0]["spans"][1]["sampled_digest"] = ""
+
+    def drop_spans(body: dict[str, Any]) -> None:
+        body["trajectory"]["traces"][0]["spans"] = []
+
+    verdict = reader.page.locator("[data-proof=open]")
+    for change, words in (
+        (drop_all, "3 model calls of 3: not all digests were recorded"),
+        (drop_one, "1 model call of 3: not all digests were recorded"),
+        (drop_spans, "nothing to prove"),
+    ):
+        await altered(reader.page, "/rollouts/pair-0?include=trajectory", change, yard)
+        page = await reader.open(f"{ROLLOUT}?tab=traces")
+        await expect(verdict).to_contain_text(words)
+        await expect(page.locator(".proven, .refuted")).to_have_count(2 * 3 - 1 if change is drop_one else 0)
 
 
 async def test_the_digest_of_the_page_is_blake2b(reader: Visitor) -> None:

@@ -28,24 +28,37 @@ class Solved(Protocol):
     """An environment's reference solution of a task."""
 
     @property
-    def answer(self) -> str | None: ...
+    def answer(self) -> str | None:
+        """The answer, as if passed to the finish tool; None if there is none."""
+        ...
 
     @property
-    def messages(self) -> tuple[Message, ...]: ...
+    def messages(self) -> tuple[Message, ...]:
+        """The agent's messages; if they are empty, the answer is the last message."""
+        ...
 
 
 class Conversation(Protocol):
     """One append-only conversation with the policy."""
 
     @property
-    def messages(self) -> Sequence[Message]: ...
+    def messages(self) -> Sequence[Message]:
+        """All messages so far: the environment's, the policy's and those of tools."""
+        ...
 
     @property
-    def sampled_tokens(self) -> int: ...
+    def sampled_tokens(self) -> int:
+        """The number of tokens that the policy has sampled."""
+        ...
 
     @property
     def turns(self) -> int:
         """The number of model calls that returned a turn."""
+        ...
+
+    @property
+    def message_turns(self) -> Mapping[int, int]:
+        """The turn of each message that was sampled, by the message's number."""
         ...
 
     @property
@@ -54,7 +67,9 @@ class Conversation(Protocol):
         ...
 
     async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
-        """Appends the new messages, samples the next assistant turn, appends and returns it."""
+        """Appends the new messages, samples the next assistant turn, appends and returns it. Raises PromptTooLong (for
+        the first turn) or ContextLimit if the context is too short, DeadlineExpired if RUN's time is used up, and
+        EngineFailure."""
         ...
 
     def append(self, messages: Sequence[Message]) -> None:
@@ -88,12 +103,14 @@ class AgentContext:
 
     @property
     def conversation(self) -> Conversation:
+        """The conversation of an agent without a gateway. Raises RuntimeError for other agents."""
         if isinstance(self.model, GatewaySession):
             raise RuntimeError("an agent with needs_gateway has no conversation: use context.gateway")
         return self.model
 
     @property
     def gateway(self) -> GatewaySession:
+        """The session of an agent with `needs_gateway`. Raises RuntimeError for other agents."""
         if not isinstance(self.model, GatewaySession):
             raise RuntimeError("this agent has a conversation; for a gateway, set needs_gateway on its class")
         return self.model
@@ -133,4 +150,5 @@ class Agent(ABC):
 
     @abstractmethod
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
-        """Runs the agent on the environment's messages. Returns why it ended ("stop", "finish")."""
+        """Runs the agent on the environment's messages. Returns why it ended ("stop", "finish"). Raises a
+        PolicyFailure, such as TurnLimit, to end RUN; what it left is scored."""

@@ -11,7 +11,7 @@ turn's seed is derived from run, rollout and turn, so another attempt samples al
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rollyard.agents.base import Conversation
@@ -84,6 +84,7 @@ class TokenConversation:
         self._clock = clock
         self._watch = CallMetrics(session, span, metrics, call_log)
         self._messages: list[Message] = []
+        self._message_turns: dict[int, int] = {}
         self._tools: Sequence[ToolSchema] = ()
         self._sampled_at = 0  # where the last call's tokens begin in the last trace
         self._sampled_tokens = 0
@@ -102,6 +103,10 @@ class TokenConversation:
     @property
     def turns(self) -> int:
         return self._turns
+
+    @property
+    def message_turns(self) -> Mapping[int, int]:
+        return self._message_turns
 
     @property
     def finish_reason(self) -> str:
@@ -203,6 +208,7 @@ class TokenConversation:
             untrainable=generation.untrainable,
             is_tokenizer_verified=generation.is_tokenizer_verified,
         )
+        self._message_turns[len(self._messages)] = self._turns
         self._turns += 1
         self._sampled_tokens += len(generation.token_ids)
         self._finish_reason = generation.finish_reason
@@ -232,6 +238,7 @@ class TextConversation:
         self._clock = clock
         self._watch = CallMetrics(session, span, metrics, call_log)
         self._messages: list[Message] = []
+        self._message_turns: dict[int, int] = {}
         self._sampled_tokens = 0
         self._turns = 0
         self._finish_reason = ""
@@ -247,6 +254,10 @@ class TextConversation:
     @property
     def turns(self) -> int:
         return self._turns
+
+    @property
+    def message_turns(self) -> Mapping[int, int]:
+        return self._message_turns
 
     @property
     def finish_reason(self) -> str:
@@ -269,6 +280,7 @@ class TextConversation:
             if error.data.get("context"):
                 raise (ContextLimit if self._turns else PromptTooLong)(error.detail) from error
             raise
+        self._message_turns[len(self._messages)] = self._turns
         self._turns += 1
         self._sampled_tokens += reply.completion_tokens
         self._finish_reason = reply.finish_reason

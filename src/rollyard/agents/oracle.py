@@ -6,7 +6,7 @@ nothing: it gets the lowest reward, or the task rewards inaction. Neither needs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rollyard.agents.base import Agent, AgentContext
@@ -36,6 +36,10 @@ class SilentConversation:
     @property
     def finish_reason(self) -> str:
         return ""
+
+    @property
+    def message_turns(self) -> Mapping[int, int]:
+        return {}
 
     async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
         raise RuntimeError("this agent declares that it needs no model")

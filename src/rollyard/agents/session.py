@@ -115,7 +115,7 @@ class SessionAgent(Agent):
         finally:
             del self._live[context.rollout_id]
         self._take(context, session.posted.result())
-        limit = limit or _policys(context.gateway.failure) or _policys(context.gateway.overflow)
+        limit = limit or _policy_failure(context.gateway.failure) or _policy_failure(context.gateway.overflow)
         if limit is not None:
             raise limit
         return "reward"
@@ -138,7 +138,7 @@ class SessionAgent(Agent):
                 context.beat()
                 if limit is None and ended.done():
                     watched.discard(ended)
-                    limit = _policys(ended.result())
+                    limit = _policy_failure(ended.result())
                     if limit is None:
                         raise _lost(ended.result())
         finally:
@@ -152,7 +152,7 @@ class SessionAgent(Agent):
             context.info["answer"] = posted["answer"]
 
 
-def _policys(error: RollyardError | None) -> RollyardError | None:
+def _policy_failure(error: RollyardError | None) -> RollyardError | None:
     return error if isinstance(error, PolicyFailure) else None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from rollyard.catalog import pages, schema
+from rollyard.catalog.deleted_runs import DeletedRuns, last_deleted
 from rollyard.catalog.entries import Entry
 from rollyard.catalog.filters import Filter
 from rollyard.catalog.pages import FailureCount, FoundRow, ResultPage
@@ -64,9 +65,6 @@ RETRY_S = (1.0, 5.0, 30.0)
 FILLS = 4
 """Times that a page is read again if rows of it were deleted from the store."""
 
-MOST_DELETED = 1000
-"""Names of deleted runs that are remembered. Their rows leave the file soon."""
-
 SERIES_S, SERIES_SHARE, MOST_SERIES = 2.0, 0.05, 64
 """A run's series is kept for SERIES_S, and so long that computing it again uses at most that share of a core."""
 
@@ -89,9 +87,8 @@ class Catalog:
         self._cursor = 0
         self._checked = 0  # the number up to which rows were compared with the store
         self._check_at = 0.0
-        self._deleting: set[str] = set()  # runs whose rows are to be deleted
         self._gone: set[int] = set()  # rows whose rollouts a page did not find in the store
-        self._deleted: dict[str, int] = {}  # run → the last number of the terminal order when it was deleted
+        self._deleted = DeletedRuns()
         self._must_rebuild = False
         self._problem = ""  # the last one that was logged
         self._series: dict[tuple[str, By, int], tuple[float, Series]] = {}
@@ -116,13 +113,9 @@ class Catalog:
     async def forget_run(self, run: str) -> None:
         """To be called when a run has been deleted: a new run of that name, perhaps of another tenant, must have none
         of its figures. Its rows are left out from now on, and are deleted in the background."""
-        self._deleted.pop(run, None)
-        self._deleted[run] = await self._store.last_ended()
-        while len(self._deleted) > MOST_DELETED:
-            del self._deleted[next(iter(self._deleted))]
+        self._deleted.mark(run, await self._store.last_ended())
         self._policies.pop(run, None)
         self._series = {key: kept for key, kept in self._series.items() if key[0] != run}
-        self._deleting.add(run)
         self._news.set()
 
     # --- questions ------------------------------------------------------------------------------------
@@ -138,7 +131,7 @@ class Catalog:
     ) -> ResultPage:
         """Returns ended rollouts, newest first."""
         behind = await self.behind()
-        wanted = replace(wanted, deleted=self._deleted_of(wanted.runs))
+        wanted = replace(wanted, deleted=self._deleted.among(wanted.runs))
         found, after = list[FoundRow](), before
         try:
             for _ in range(FILLS):
@@ -157,7 +150,7 @@ class Catalog:
     async def failures(self, runs: Sequence[str] | None, since: float, *, caller: str = "") -> Sequence[FailureCount]:
         """Returns the failures of rollouts of these runs, or of all, that ended since then, by code and blame."""
         try:
-            query = partial(pages.failures, runs=runs, since=since, deleted=self._deleted_of(runs))
+            query = partial(pages.failures, runs=runs, since=since, deleted=self._deleted.among(runs))
             return await self._readers.run(query, caller=caller)
         except (sqlite3.Error, OSError) as error:
             self._unanswered(error)
@@ -170,8 +163,8 @@ class Catalog:
         kept = self._series.get(key)
         if kept is not None and kept[0] > now:
             return kept[1]
+        deletions, after = self._deleted.count, self._deleted.last_of(run)
         try:
-            after = self._deleted.get(run, 0)
             query = partial(series, run=run, by=by, points=points, after=after)
             found = await self._readers.run(query, caller=caller)
         except (sqlite3.Error, OSError) as error:
@@ -182,16 +175,12 @@ class Catalog:
         ended = time.monotonic()
         if len(self._series) >= MOST_SERIES:
             self._series.clear()
-        if self._deleted.get(run, 0) == after:  # not deleted meanwhile
+        if self._deleted.count == deletions:  # it was not deleted meanwhile
             self._series[key] = (ended + max(SERIES_S, (ended - now) / SERIES_SHARE), found)
         return found
 
     async def _with_groups(self, run: str, series: Series) -> Series:
         return replace(series, groups=tuple(await self._store.count_groups(run, series.by, series.width)))
-
-    def _deleted_of(self, runs: Sequence[str] | None) -> tuple[tuple[str, int], ...]:
-        """Those of the runs whose names belonged to a run that was deleted."""
-        return tuple((run, self._deleted[run]) for run in runs or () if run in self._deleted)
 
     async def behind(self) -> int:
         """Returns how many ended rollouts are not in the catalog yet; at most so many."""
@@ -258,7 +247,23 @@ class Catalog:
             await self._rebuild()
             self._writer = await self._in_thread(partial(Writer, self._path))
             self._cursor = 0
+        await self._mark_deleted()
         self._readers.resume()
+
+    async def _mark_deleted(self) -> None:
+        """Marks the runs that were deleted and whose rows are in the file: since an earlier process, for example."""
+        oldest = await self._in_thread(lambda: self._open_writer.oldest_rows())
+        for start in range(0, len(oldest), CHECKED):
+            few = oldest[start : start + CHECKED]
+            kept = await self._store.kept([key for _, _, key in few])
+            for run, seq, key in few:
+                if (one := kept.get(key)) is not None and one.ended_seq == seq:
+                    continue
+
+                async def rows_after(number: int, run: str = run) -> Sequence[tuple[int, str]]:
+                    return await self._in_thread(partial(self._open_writer.ids_of_run, run, number, CHECKED))
+
+                self._deleted.mark(run, await last_deleted(self._store, rows_after))
 
     async def _close(self) -> None:
         writer, self._writer = self._writer, None
@@ -286,6 +291,8 @@ class Catalog:
         """Adds the next rollouts. Returns whether there may be more."""
         if self._must_rebuild:
             raise sqlite3.DatabaseError("the file is broken")
+        for run, last in self._deleted.take_versions():
+            await self._in_thread(partial(self._open_writer.renew_version, run, last))
         started = time.monotonic()
         page = await self._store.list(state=State.ENDED, after=f"e:{self._cursor}", limit=BATCH)
         if not page.rollouts:
@@ -335,9 +342,8 @@ class Catalog:
     async def _check_some(self) -> None:
         """Deletes what the store has deleted: some rows, from where the last call stopped."""
         gone, self._gone = self._gone, set[int]()
-        while self._deleting:
-            run = self._deleting.pop()
-            last = self._deleted.get(run, 0)
+        deleted = self._deleted.take_rows()
+        for run, last in deleted:
             gone |= set(await self._in_thread(partial(self._open_writer.seqs_of_run, run, last)))
         rows = list[tuple[int, str, bool]]()
         if time.monotonic() >= self._check_at:
@@ -359,6 +365,8 @@ class Catalog:
         await self._forget(pruned, only_texts=True)
         if gone or pruned:
             await self._in_thread(self._open_writer.shrink)
+        for run, last in deleted:
+            self._deleted.remove(run, last)
 
     async def _forget(self, seqs: Sequence[int], *, only_texts: bool = False) -> None:
         for start in range(0, len(seqs), FORGOTTEN):
@@ -369,14 +377,18 @@ class Catalog:
             await asyncio.sleep(min(MOST_PAUSE_S, (time.monotonic() - started) * (1 / share - 1)))
 
     async def _policy(self, run: str) -> str:
-        if run not in self._policies:
-            if len(self._policies) > 10_000:
-                self._policies.clear()
-            try:
-                self._policies[run] = (await self._store.get_run(run)).policy
-            except NotFound:  # deleted meanwhile
-                return ""
-        return self._policies[run]
+        if (policy := self._policies.get(run)) is not None:
+            return policy
+        deletions = self._deleted.count
+        try:
+            policy = (await self._store.get_run(run)).policy
+        except NotFound:  # deleted meanwhile
+            return ""
+        if len(self._policies) > 10_000:
+            self._policies.clear()
+        if self._deleted.count == deletions:
+            self._policies[run] = policy
+        return policy
 
     @property
     def _open_writer(self) -> Writer:

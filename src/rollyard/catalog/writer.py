@@ -102,6 +102,29 @@ class Writer:
         rows = self._connection.execute("SELECT seq FROM rollouts WHERE run = ? AND seq <= ?", (run, last)).fetchall()
         return [row[0] for row in rows]
 
+    def oldest_rows(self) -> list[tuple[str, int, str]]:
+        """Returns (run, number, key) of the first rollout of each run."""
+        return self._connection.execute(
+            "SELECT r.run, r.seq, r.id FROM runs q CROSS JOIN rollouts r ON r.seq = "
+            "(SELECT f.seq FROM rollouts f WHERE f.run = q.run ORDER BY f.seq LIMIT 1)"
+        ).fetchall()
+
+    def ids_of_run(self, run: str, seq: int, limit: int) -> list[tuple[int, str]]:
+        """Returns (number, key) of a run's next rollouts."""
+        return self._connection.execute(
+            "SELECT seq, id FROM rollouts WHERE run = ? AND seq > ? ORDER BY seq LIMIT ?", (run, seq, limit)
+        ).fetchall()
+
+    def renew_version(self, run: str, last: int) -> None:
+        """Sets a run's newest version to that of its rollouts after this number: earlier ones are of a deleted run."""
+        with self._transaction():
+            (newest,) = self._connection.execute(
+                "SELECT MAX(newest_version) FROM rollouts WHERE run = ? AND seq > ?", (run, last)
+            ).fetchone()
+            self._connection.execute("DELETE FROM runs WHERE run = ?", (run,))
+            if newest is not None:
+                self._connection.execute("INSERT INTO runs (run, newest_version) VALUES (?, ?)", (run, newest))
+
     def id_at(self, seq: int) -> str | None:
         row = self._connection.execute("SELECT id FROM rollouts WHERE seq = ?", (seq,)).fetchone()
         return None if row is None else row[0]

@@ -72,8 +72,8 @@ class EvalReport:
         return {
             "place": place,
             "environment": task.environment,
-            "rollouts": [sample.rollout for sample in task.samples],
-            "rewards": [sample.reward for sample in task.samples],
+            "rollouts": [*(sample.rollout for sample in task.samples), *[""] * task.absent],
+            "rewards": [*(sample.reward for sample in task.samples), *[None] * task.absent],
             "correct": task.correct(float(self.result["threshold"])),
             "missing": dict(task.missing),
         }
@@ -92,7 +92,7 @@ def read_evaluation(
     for at, place in enumerate(places):
         group = groups.get(f"{evaluation.id}.{at}", [])
         environment = str(group[0].task.get("environment", "")) if group else ""
-        tasks.append((place, TaskSamples(environment, placed(map(_sample, group), size, version))))
+        tasks.append((place, placed(map(_sample, group), size, version, environment=environment)))
     return EvalReport(evaluation, result, tuple(tasks), took_s)
 
 

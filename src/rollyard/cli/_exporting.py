@@ -12,6 +12,7 @@ from urllib.parse import quote
 from rollyard.cli._console import CommandError, err, note
 from rollyard.cli._ids import full_id
 from rollyard.core.failure import Gone, NotFound, RollyardError
+from rollyard.core.files import replacing
 from rollyard.exports.replies import Recorded, Reply, part_paths, recorded, without_files
 
 if TYPE_CHECKING:
@@ -120,9 +121,8 @@ async def export_run(client: AsyncClient, run: str, path: Path) -> JsonObject:
 
     total = ((await client.get_run(run, results=True)).get("results") or {}).get("states", {}).get("ended")
     written = skipped = 0
-    partial = path.with_name(f".{path.name}.part")
     try:
-        with partial.open("wb") as file, _progress(total) as advance:
+        with replacing(path) as file, _progress(total) as advance:
             async for body in _bodies(client, run):
                 try:
                     line = None if body is None else await asyncio.to_thread(lambda body=body: json_line(to_atif(body)))
@@ -134,11 +134,8 @@ async def export_run(client: AsyncClient, run: str, path: Path) -> JsonObject:
                     await asyncio.to_thread(file.write, line)
                     written += 1
                 advance()
-        partial.replace(path)
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror}", "give another file") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return {"run": run, "atif": str(path), "written": written, "skipped": skipped}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollyard.cli._console import CommandError, as_clause, number, plain, seconds, table
+from rollyard.core.files import replacing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -128,19 +129,14 @@ async def write_trajectories(client: AsyncClient, records: Sequence[Record], pat
 
     from rollyard.core.failure import Gone, NotFound
 
-    partial = path.with_name(f".{path.name}.part")
-    try:
-        with partial.open("wb") as file:
-            for record in records:
-                body: Mapping[str, Any]
-                try:
-                    body = (await client.trajectory(record.id, run=record.run)).record.raw
-                except (Gone, NotFound):
-                    body = record.raw
-                file.write(msgspec.json.encode(body) + b"\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as file:
+        for record in records:
+            body: Mapping[str, Any]
+            try:
+                body = (await client.trajectory(record.id, run=record.run)).record.raw
+            except (Gone, NotFound):
+                body = record.raw
+            file.write(msgspec.json.encode(body) + b"\n")
 
 
 async def _write_arrow(client: AsyncClient, records: Sequence[Record], path: Path) -> None:
@@ -148,24 +144,18 @@ async def _write_arrow(client: AsyncClient, records: Sequence[Record], path: Pat
 
     from rollyard.core.failure import Gone, NotFound
 
-    partial = path.with_name(f".{path.name}.part")
     writer: pa.ipc.RecordBatchFileWriter | None = None
-    try:
-        with pa.OSFile(str(partial), "wb") as file:
-            for record in records:
-                try:
-                    stream = await client.traces_arrow(record.id, run=record.run)
-                except (Gone, NotFound):
-                    continue
-                with pa.ipc.open_stream(stream) as reader:
-                    if writer is None:
-                        writer = pa.ipc.new_file(file, reader.schema)
-                    for batch in reader:
-                        writer.write_batch(batch)
-            if writer is not None:
-                writer.close()
+    with replacing(path) as file:
+        for record in records:
+            try:
+                stream = await client.traces_arrow(record.id, run=record.run)
+            except (Gone, NotFound):
+                continue
+            with pa.ipc.open_stream(stream) as reader:
+                if writer is None:
+                    writer = pa.ipc.new_file(file, reader.schema)
+                for batch in reader:
+                    writer.write_batch(batch)
         if writer is None:
             raise CommandError("no rollout left a trace", f"{path} was not written")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        writer.close()

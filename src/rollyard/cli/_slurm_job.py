@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollyard.fleet.slurm import JobSpec
     from rollyard.fleet.slurm_jobs import SlurmCluster, SlurmJob
 
-LOOK_S = 2.0
+POLL_S = 2.0
 REACH_S = 30.0
 """How long a service that has written its URL to the folder may take to answer this machine."""
 
@@ -48,7 +48,7 @@ def get_job(data_dir: Path | None) -> tuple[SlurmCluster, str]:
 
 def wait_ready(cluster: SlurmCluster, job_id: str, data_dir: Path | None, wait_s: float) -> None:
     """Waits until the service is ready. Raises `CommandError` with the reason if the job ends or cannot start."""
-    from rollyard.fleet.slurm_jobs import look
+    from rollyard.fleet.slurm_jobs import read_job
 
     folder = option_for(data_dir)
     last_line = ""
@@ -57,7 +57,7 @@ def wait_ready(cluster: SlurmCluster, job_id: str, data_dir: Path | None, wait_s
         nonlocal last_line
         if cluster.url:
             return True
-        job = look(job_id)
+        job = read_job(job_id)
         if job.is_over:
             log = cluster.log_end()
             ends = f"; its log ends: {log}" if log else ""
@@ -131,7 +131,7 @@ def poll(condition: Callable[[], bool], within_s: float) -> bool:
     while not condition():
         if time.monotonic() >= until:
             return False
-        time.sleep(min(LOOK_S, within_s))
+        time.sleep(min(POLL_S, within_s))
     return True
 
 

@@ -12,13 +12,15 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from rollyard.cli._console import CommandError, note
 from rollyard.core import Json
+from rollyard.core.files import replacing
 
 if TYPE_CHECKING:
     from rollyard.envs.base import Environment
@@ -101,15 +103,8 @@ def import_tasks(request: ImportOptions, out: Path | None) -> ImportResult:
             with _writing(out), out.open("w", encoding="utf-8") as there:
                 shutil.copyfileobj(draft, there)
         return result
-    partial = out.with_name(f".{out.name}.part")
-    try:
-        with _writing(out), partial.open("w", encoding="utf-8") as draft:
-            _write(request, draft, result)
-        with _writing(out):
-            partial.replace(out)
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    with _writing(out), replacing(out) as file, TextIOWrapper(file, encoding="utf-8") as draft:
+        _write(request, draft, result)
     return result
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rollyard.cli._console import connect, err, note
 from rollyard.client import ServiceUnreachable
 from rollyard.core import RollyardError, State
+from rollyard.core.exception_groups import first_error
 
 if TYPE_CHECKING:
     from rollyard.client import AsyncClient, Event, Record
@@ -155,7 +156,7 @@ async def watch(
             polling.cancel()
         return ended
     except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+        raise first_error(group) from None
     finally:
         progress.stop()
         client_log.removeFilter(_is_error)

@@ -336,7 +336,8 @@ class AsyncClient(AsyncSampling, AsyncAccess):
 
     async def messages(self, id: str, *, after: int = 0, run: str | None = None) -> JsonObject:
         """The conversation so far, also while the rollout runs: `messages` from number `after` on, `next`, `turns`,
-        `sampled_tokens`, `state` and `attempt`. A new attempt starts a new conversation."""
+        `sampled_tokens`, `state` and `attempt`. A new attempt starts a new conversation; with another
+        `conversation`, the messages do not continue those of earlier replies."""
         params = {"after": after, "run": run}
         return read_object(await self._wire.json("GET", f"/rollouts/{part(id)}/messages", params=params))
 

@@ -37,7 +37,7 @@ LEASE_S = 600.0  # of a pause that is not renewed
 UPDATE_LEASE_S = 60.0
 """Of a pause that is renewed. If a trainer is killed, others wait at most this long."""
 OUTLAST_S = 2 * UPDATE_LEASE_S
-LOOK_S = 1.0  # interval at which the expiry of another's lease is checked
+CHECK_EVERY_S = 1.0  # interval at which the expiry of another's lease is checked
 RESUME_S = 300.0  # for the steps of all engines, in parallel; the service bounds each of them
 
 
@@ -92,19 +92,19 @@ class AsyncPolicy:
                     raise
                 continue
             except PolicyConflict as conflict:
-                await self._outlast(conflict, outlasted_at)
+                await self._wait_for_expiry(conflict, outlasted_at)
                 continue
             if status.get("state") != "pausing":
                 return status
             if give_up is not None and time.monotonic() >= give_up:
                 raise TimeoutError(f"policy {self.name} is still pausing after {timeout_s:g} s")
 
-    async def _outlast(self, conflict: PolicyConflict, until: float) -> None:
+    async def _wait_for_expiry(self, conflict: PolicyConflict, until: float) -> None:
         """Waits until the holder's lease has expired. Raises the conflict if the holder is alive: it renews the lease,
         or resumes."""
         holder = conflict.data.get("holder")
         while holder is not None and time.monotonic() < until:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_EVERY_S)
             status = await self.status()
             if status.get("holder") != holder:
                 break

@@ -245,7 +245,8 @@ class Client:
 
     def messages(self, id: str, *, after: int = 0, run: str | None = None) -> JsonObject:
         """The conversation so far, also while the rollout runs: `messages` from number `after` on, `next`, `turns`,
-        `sampled_tokens`, `state` and `attempt`. A new attempt starts a new conversation.
+        `sampled_tokens`, `state` and `attempt`. A new attempt starts a new conversation; with another
+        `conversation`, the messages do not continue those of earlier replies.
         """
         return self._loop.run(self._async.messages(id, after=after, run=run))
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from rollyard.client.records import Event, Record
 from rollyard.core import RollyardError
+from rollyard.core.exception_groups import first_error
 
 log = logging.getLogger("rollyard.client")
 
@@ -76,12 +77,5 @@ async def wait_all(
     except TimeoutError:
         raise TimeoutError(f"{len(waiting)} of {len(ids)} rollouts have not ended after {timeout_s} s") from None
     except BaseExceptionGroup as group:
-        raise _first(group) from None
+        raise first_error(group) from None  # callers catch NotFound, not a group of one
     return [records[id] for id in ids]
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error inside nested task groups: callers catch NotFound, not a group of one."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

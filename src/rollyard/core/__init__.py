@@ -1,4 +1,4 @@
-"""Plain data and rules. No I/O, and no import from any other package."""
+"""Plain data and rules, and the lock files and atomic writes that several packages need. Imports no other package."""
 
 from rollyard.core.deadline import Deadline, DeadlineExpired
 from rollyard.core.draw import Batch, Draw, DrawConfig

@@ -54,7 +54,7 @@ class Deadline:
         """Whether time counts now: at least one block counts, and no block holds the clock."""
         return self._since is not None
 
-    def alike(self, budget_s: float | None) -> Deadline:
+    def with_budget(self, budget_s: float | None) -> Deadline:
         """Returns a deadline with another budget and the same clock."""
         return Deadline(budget_s, self._now)
 
@@ -190,7 +190,7 @@ class ResettableTimeout:
             self._timer.cancel()
             self._timer = None
         if self._timer is None:
-            self._timer = self._loop.call_at(due, self._ring)
+            self._timer = self._loop.call_at(due, self._on_timer)
 
     def end(self) -> None:
         """Clears it and leaves no timer in the loop."""
@@ -199,12 +199,12 @@ class ResettableTimeout:
             self._timer.cancel()
             self._timer = None
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         if self._due is None:
             return
         if self._loop.time() < self._due:
-            self._timer = self._loop.call_at(self._due, self._ring)
+            self._timer = self._loop.call_at(self._due, self._on_timer)
             return
         self._due = None
         self._act()

@@ -35,6 +35,10 @@ class PrioritySemaphore:
     def waiting(self) -> int:
         return len(self._waiters)
 
+    def last_rank(self, priority: int) -> Rank:
+        """Returns the rank of a waiter that comes after all that wait now with this priority or a higher one."""
+        return (-priority, max((rank[1] for rank, _, _ in self._waiters if rank[0] == -priority), default=0))
+
     def set_bound(self, bound: int | None) -> None:
         self.bound = bound
         self._grant()

@@ -1,11 +1,12 @@
-"""Parts of error messages that several packages need, so that a mistake is described in the same words everywhere."""
+"""Texts that several packages need: parts of error messages, so that a mistake is described in the same words
+everywhere, and texts cut or read from messages."""
 
 from __future__ import annotations
 
 import difflib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from rollyard.core.json import Json
@@ -57,6 +58,14 @@ def cut_text(text: str, most: int) -> str:
     head = most // 2
     tail = most - head
     return f"{text[:head]}\n… {len(text) - most} characters left out …\n{text[len(text) - tail :]}"
+
+
+def content_text(content: Json) -> str:
+    """Returns the content of a message as text: a string as it is, and the texts of a list of parts, joined."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
 
 def os_reason(error: OSError) -> str:

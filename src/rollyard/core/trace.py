@@ -37,6 +37,22 @@ def logprobs_array(values: list[float] | array[float] | tuple[float, ...] = ()) 
     return array("f", values)  # engines compute in float32; no precision is lost
 
 
+def common_prefix(one: array[int], other: array[int], beyond: int = 0) -> int:
+    """The length of the common prefix; 0 if it is not longer than `beyond`, which is checked cheaply."""
+    low, high = beyond, min(len(one), len(other))
+    if high <= low or one[low] != other[low] or one[:low] != other[:low]:
+        return 0
+    if one[low:high] == other[low:high]:  # the usual case
+        return high
+    while high - low > 1:  # equal up to `low`, different before `high`; slices are compared in C
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """`token_ids[start:end]` of a trace was sampled in one model call, given exactly `token_ids[:start]`."""

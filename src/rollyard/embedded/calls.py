@@ -31,7 +31,7 @@ class Call:
         self._has_logprobs = has_logprobs
         self._cached = 0
         self._spans: list[tuple[str, int, int]] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._end = asyncio.Event()  # separate: waiting for the end does not wake for each token
 
     @property
@@ -64,14 +64,14 @@ class Call:
     async def news(self) -> None:
         """Waits until something has changed since the previous call of `news`."""
         if not self.is_over:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
 
     async def over(self) -> None:
         await self._end.wait()
 
     def _notify(self) -> None:
-        self._news.set()
+        self._changed.set()
         if self.is_over:
             self._end.set()
 

@@ -78,6 +78,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
+    """One completion, as it is requested from an engine."""
+
     request_id: str
     prompt_ids: Sequence[int]
     sampling: Sampling
@@ -106,6 +108,8 @@ Top = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
+    """The sampled tokens of one call, in columns of one length."""
+
     token_ids: array[int]
     logprobs: array[float] | None  # None: the engine returned none, so the generation is not trainable
     finish_reason: Literal["stop", "length", "abort"]
@@ -143,14 +147,18 @@ class Control(Protocol):
         (keep)."""
         ...
 
-    async def set_version(self, version: int) -> bool: ...
+    async def set_version(self, version: int) -> bool:
+        """Sets the version that the engine reports for the tokens that it samples from then on."""
+        ...
 
     async def clear_cache(self) -> bool:
         """Drops every KV block; calls kept in flight are computed again. Retries for a bounded time while blocks are
         held."""
         ...
 
-    async def resume(self) -> bool: ...
+    async def resume(self) -> bool:
+        """The engine samples again: new calls, and calls kept in flight."""
+        ...
 
     async def version(self) -> str | None:
         """The weight version that the engine reports, or None."""
@@ -158,8 +166,12 @@ class Control(Protocol):
 
 
 class Engine(Protocol):
+    """A client of one inference server. Its calls raise EngineFailure, unless stated otherwise."""
+
     @property
-    def spec(self) -> EngineSpec: ...
+    def spec(self) -> EngineSpec:
+        """The engine as it was registered."""
+        ...
 
     @property
     def info(self) -> EngineInfo:
@@ -167,10 +179,12 @@ class Engine(Protocol):
         ...
 
     @property
-    def control(self) -> Control: ...
+    def control(self) -> Control:
+        """The engine's control API, for weight changes."""
+        ...
 
     async def probe(self) -> EngineInfo:
-        """Determines the engine's properties, including the meaning of its logprobs."""
+        """Determines the engine's properties, including the meaning of its logprobs. Raises EngineFailure."""
         ...
 
     async def healthy(self) -> bool:
@@ -200,7 +214,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def abort(self, request_id: str) -> None: ...
+    async def abort(self, request_id: str) -> None:
+        """Asks the engine to end a call, whose `generate` then returns what was sampled. An unknown id is ignored."""
+        ...
 
     def hang_up(self, request_id: str) -> None:
         """Stops reading a streamed call: its `generate` ends at once, as if the stream had broken there. For a call
@@ -226,7 +242,9 @@ class Engine(Protocol):
         """A file of its tokenizer, or without a name the list of them as JSON. None if the engine serves none."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Closes the connections to the engine."""
+        ...
 
 
 class Session(Protocol):
@@ -238,7 +256,9 @@ class Session(Protocol):
     """
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The id that engines use to find the session's prefix cache."""
+        ...
 
     @property
     def engine(self) -> Engine:
@@ -282,6 +302,10 @@ class Session(Protocol):
         tools: Sequence[Mapping[str, Json]],
         clock: Deadline,
         model_s: float,
-    ) -> ChatReply: ...
+    ) -> ChatReply:
+        """Returns one reply as text. Raises DeadlineExpired when `clock` expires, and EngineFailure."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Releases the seat. Idempotent."""
+        ...

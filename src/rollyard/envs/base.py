@@ -83,7 +83,9 @@ class Solution:
 class Judge(Protocol):
     """An engine of role judge. Its tokens are in no trace; a failure of it raises JudgeUnreachable."""
 
-    async def ask(self, messages: Sequence[Message]) -> ChatReply: ...
+    async def ask(self, messages: Sequence[Message]) -> ChatReply:
+        """Returns the judge's reply. Raises JudgeUnreachable if no judge answers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class Environment:
         """Raises TaskInvalid for data that can never work. Called when a task is submitted: no I/O."""
 
     def plan(self, task: Task) -> Plan:
+        """Returns what the task needs, such as a sandbox or artifacts. Called when a task is submitted: no I/O."""
         return Plan()
 
     def layer_key(self, task: Task) -> str | None:
@@ -162,6 +165,7 @@ class Environment:
         """Writes files only; runs once per task. Raise SetupFailed if the task cannot be set up."""
 
     async def init(self, context: EnvContext) -> Start:
+        """Returns what the agent starts with, and prepares this rollout's sandbox. Must be defined."""
         raise TypeError(f"{type(self).__name__} does not define init")
 
     async def collect(self, context: EnvContext) -> None:
@@ -188,6 +192,8 @@ class Environment:
         raise TaskInvalid(f"{self.name} generates no tasks: name a file or a folder of tasks")
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        """Scores what RUN left. Must be defined. Raises VerifierCrashed if the verifier gives no verdict, which is the
+        infrastructure's failure and not the policy's."""
         raise TypeError(f"{type(self).__name__} does not define eval")
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rollyard.core.files import replacing
 from rollyard.core.version import __version__
 from rollyard.exports.encoding import json_text
 from rollyard.exports.modules import join_modules
@@ -115,11 +116,6 @@ def encode(value: object) -> str:
 
 def write_page(path: Path, rollouts: Iterable[Recorded]) -> None:
     """Writes the file; an interrupted or failed call leaves none, and an old one stays."""
-    partial = path.with_name(f".{path.name}.part")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            for part in page(rollouts):
-                file.write(part)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as file:
+        for part in page(rollouts):
+            file.write(part.encode())

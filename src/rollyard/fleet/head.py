@@ -48,7 +48,7 @@ from rollyard.store.codec import from_json
 
 log = logging.getLogger("rollyard.fleet")
 
-LOOKS = 10
+CHECKS_PER_LEASE = 10
 """Checks of the nodes per lease: a lost node is noticed a tenth of a lease late at most."""
 
 
@@ -97,7 +97,7 @@ class FleetHead:
     def add_pools(self, pools: dict[str, dict[str, int]]) -> None:
         """Adds all nodes' pools; of this process, only what is running counts."""
         for name in ("init", "ready", "run", "eval", "live"):
-            own, others = pools[name], [node.standing.pools[name] for node in self.nodes.with_pool(name)]
+            own, others = pools[name], [node.status.pools[name] for node in self.nodes.with_pool(name)]
             own["size"] = own["active"] + sum(places.size for places in others)
             own["active"] += sum(places.active for places in others)
             own["waiting"] += sum(places.waiting for places in others)
@@ -135,7 +135,7 @@ class FleetHead:
                 if leased is not None and not node.is_sent(rollout_id):
                     self._pipeline.spawn(partial(self._leases.give_back, leased, "no longer has it"))
         else:
-            node.anew(join.standing)
+            node.rejoined(join.status)
             log.info("node joined", extra={"node": node.name, "host": node.host, "holds": len(keeps)})
         self.nodes.notify()
         settings = self.nodes.settings
@@ -149,9 +149,9 @@ class FleetHead:
             orders = node.orders(self._router.gates())
             remaining_s = until - time.monotonic()
             if orders is not None or remaining_s <= 0 or node.is_over:
-                return orders or Orders(node.standing.got)
+                return orders or Orders(node.status.got)
             try:
-                await asyncio.wait_for(node.news.wait(), remaining_s)
+                await asyncio.wait_for(node.has_orders.wait(), remaining_s)
             except TimeoutError:
                 continue
 
@@ -163,7 +163,7 @@ class FleetHead:
             by_key.setdefault(item.key, []).append(item)
         taken = await asyncio.gather(*(self._store_items(node, key, items) for key, items in by_key.items()))
         if report.is_leaving:
-            self.nodes.lose(node, "left")
+            self.nodes.mark_lost(node, "left")
         return Reported([key for key, is_taken in zip(by_key, taken, strict=True) if not is_taken])
 
     def view(self, view: View) -> None:
@@ -171,8 +171,8 @@ class FleetHead:
         self.nodes.with_session(view.session).views.receive(view)
 
     def _update_node(self, session: str, message: Poll | Report) -> ConnectedNode:
-        node = self.nodes.of(session, message.standing)
-        for use in message.standing.engines:
+        node = self.nodes.record_call(session, message.status)
+        for use in message.status.engines:
             self._router.used(use.engine, node.name, use.sessions, use.in_flight, use.tokens)
         return node
 
@@ -295,8 +295,8 @@ class FleetHead:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self.nodes.settings.lease_s / LOOKS)
-            self.nodes.look()
+            await asyncio.sleep(self.nodes.settings.lease_s / CHECKS_PER_LEASE)
+            self.nodes.end_silent()
 
     async def _give_back_unclaimed(self) -> None:
         """Gives back what no node has claimed within `lease_s` of this head's start."""
@@ -312,7 +312,7 @@ class FleetHead:
 
     def _gates_moved(self) -> None:
         for node in self.nodes.by_name.values():
-            node.news.set()
+            node.has_orders.set()
 
     async def settled(self) -> None:
         """Waits until every node, including those that may still claim rollouts, has applied the gates or is gone."""

@@ -64,7 +64,17 @@ class LeasedRollout:
         if self.state in BEFORE_RUN:
             return MessagePage(attempt)
         view = await self._view(after)
-        return view and MessagePage(attempt, view.turns, view.sampled_tokens, view.messages, view.end)
+        if view is None:
+            return None
+        return MessagePage(
+            attempt,
+            view.turns,
+            view.sampled_tokens,
+            view.messages,
+            view.end,
+            view.conversation,
+            view.message_turns,
+        )
 
     def timings(self) -> Timings:
         return Timings(

@@ -92,7 +92,7 @@ class Leasing:
         """Rollouts that this process itself could admit, as a pipeline without nodes would."""
         it = self._pipeline
         before_run = it.ready_slots + it.run_pool.free - it.init_pool.active - it.ready + it.unseated
-        return min(it.init_pool.free, it.max_live - it.here, before_run) - len(self._coming_here)
+        return min(it.init_pool.free, it.max_live - it.live_here, before_run) - len(self._coming_here)
 
     def _may_go(self, run_id: str) -> bool:
         """Whether a rollout of this run may be leased. It must find a free seat, because nodes run everything that they

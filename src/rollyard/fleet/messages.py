@@ -76,7 +76,7 @@ class Join(msgspec.Struct, frozen=True):
     session: str
     host: str
     holds: list[Key] = []  # running, or ended and not handed over yet
-    standing: NodeStatus = NodeStatus()
+    status: NodeStatus = msgspec.field(default=NodeStatus(), name="standing")
     sends_views: bool = False  # it answers requests for views
 
 
@@ -89,7 +89,7 @@ class Joined(msgspec.Struct, frozen=True):
 
 class Poll(msgspec.Struct, frozen=True):
     session: str
-    standing: NodeStatus
+    status: NodeStatus = msgspec.field(name="standing")
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -166,7 +166,7 @@ Item = Moved | Saved | Ended | Returned
 
 class Report(msgspec.Struct, frozen=True):
     session: str
-    standing: NodeStatus
+    status: NodeStatus = msgspec.field(name="standing")
     items: list[Item] = []
     is_leaving: bool = False  # the node leaves: what it still holds is given back at once
 
@@ -186,6 +186,8 @@ class View(msgspec.Struct, frozen=True):
     end: int = 0  # the number after the last of them
     calls: bytes = b"{}"  # JSON, as `CallLog.info` returns it
     requests: bytes = b""  # JSON, as `RequestLog.encoded` returns it
+    conversation: int = 0  # of the messages
+    message_turns: list[int | None] = []
 
     @property
     def size_bytes(self) -> int:

@@ -135,7 +135,7 @@ class Node:
                     self._answered.clear()
                     await self._answered.wait()
         with suppress(HeadUnreachable, NodeUnknown):
-            await self._link.report(Report(self._session, self._standing(), [], is_leaving=True))
+            await self._link.report(Report(self._session, self._status(), [], is_leaving=True))
 
     # --- the loops ------------------------------------------------------------------------------------
 
@@ -145,9 +145,9 @@ class Node:
             try:
                 if not self._is_joined.is_set():
                     await self._join()
-                orders = await self._link.poll(Poll(self._session, self._standing()), self._lease_s / 3)
+                orders = await self._link.poll(Poll(self._session, self._status()), self._lease_s / 3)
                 self._record_contact()
-                self._obey(orders)
+                self._apply_orders(orders)
                 retry_s = FIRST_RETRY_S
             except NodeUnknown:
                 self._is_joined.clear()
@@ -168,7 +168,7 @@ class Node:
                 self._session,
                 socket.gethostname(),
                 holds,
-                self._standing(),
+                self._status(),
                 sends_views=True,
             )
         )
@@ -196,7 +196,7 @@ class Node:
                 while True:
                     entries = self._ledger.next(MOST_ITEMS, MOST_BYTES)
                     items = [entry.item for entry in entries]
-                    reported = await self._link.report(Report(self._session, self._standing(), items))
+                    reported = await self._link.report(Report(self._session, self._status(), items))
                     self._record_contact()
                     self._ledger.acknowledge(entries, reported.refused)
                     self._answered.set()
@@ -231,7 +231,7 @@ class Node:
 
     # --- orders ---------------------------------------------------------------------------------------
 
-    def _obey(self, orders: Orders) -> None:
+    def _apply_orders(self, orders: Orders) -> None:
         self._got = orders.number
         if orders.is_drained is not None and orders.is_drained is not self._is_drained:
             self._drain(orders.is_drained)
@@ -242,7 +242,7 @@ class Node:
             if not self._ledger.accept(rollout):
                 continue
             if rollout.id in self._pipeline.live:
-                self._run(self._begin_later(rollout, lease.queued_s))
+                self._run(self._start_after_earlier_attempt(rollout, lease.queued_s))
             else:
                 self._pipeline.enqueue([rollout], lease.queued_s)
         if self._is_drained and orders.leases:  # they were sent before it was drained
@@ -258,14 +258,14 @@ class Node:
         """Runs an errand beside the loops. If it raises, so does `main`: unapplied gates must not count as applied."""
         task = asyncio.create_task(errand)
         self._errands.add(task)
-        task.add_done_callback(self._ran)
+        task.add_done_callback(self._errand_ended)
 
-    def _ran(self, task: asyncio.Task[None]) -> None:
+    def _errand_ended(self, task: asyncio.Task[None]) -> None:
         self._errands.discard(task)
         if not task.cancelled() and (error := task.exception()) and self._broke is not None and not self._broke.done():
             self._broke.set_exception(error)
 
-    async def _begin_later(self, rollout: Rollout, queued_s: float) -> None:
+    async def _start_after_earlier_attempt(self, rollout: Rollout, queued_s: float) -> None:
         """Starts a rollout after an earlier attempt of it, which was taken from this node, has cleaned up."""
         while rollout.id in self._pipeline.live:
             await self._pipeline.changed()
@@ -314,7 +314,7 @@ class Node:
     def _record_contact(self) -> None:
         self._last_contact_at = time.monotonic()
 
-    def _standing(self) -> NodeStatus:
+    def _status(self) -> NodeStatus:
         pipeline = self._pipeline
         pools = {
             name: PoolUse(pool["size"], pool["active"], pool["waiting"]) for name, pool in pipeline.pools().items()
@@ -330,7 +330,7 @@ class Node:
             )
             for status in self._router.list()
         ]
-        self._reported_reach = self._reached()
+        self._reported_reach = self._engine_reach()
         self._reported_free_places = self._free_places()
         return NodeStatus(self._got, self._reported_free_places, self._gates, self._is_drained, pools, uses)
 
@@ -343,12 +343,12 @@ class Node:
         """Called when the reachability of an engine may have changed; calls in quick succession share one check."""
         if not self._is_moved:
             self._is_moved = True
-            asyncio.get_running_loop().call_soon(self._reach)
+            asyncio.get_running_loop().call_soon(self._report_reach)
 
-    def _reach(self) -> None:
+    def _report_reach(self) -> None:
         """Reports changed reachability, and gives back what waits here for unreachable engines."""
         self._is_moved = False
-        if self._reached() == self._reported_reach:
+        if self._engine_reach() == self._reported_reach:
             return
         self.news()
         for rollout in self._ledger.rollouts:
@@ -358,7 +358,7 @@ class Node:
                 why = f"node {self.name} cannot use an engine of {run.policy if run else ''}: {why}"
                 self._ledger.give_back(Key(rollout.id, rollout.attempt), EngineUnavailable.code, why[:MOST_WHY])
 
-    def _reached(self) -> list[tuple[str, bool, bool]]:
+    def _engine_reach(self) -> list[tuple[str, bool, bool]]:
         """Returns for each engine whether it can be used from here, and whether it has been tried at all."""
         return [(it.spec.id, it.health.is_reachable, bool(it.stats.last_error)) for it in self._router.list()]
 

@@ -47,10 +47,10 @@ class ConnectedNode:
     host: str
     version: str
     last_call_at: float
-    news: asyncio.Event
+    has_orders: asyncio.Event
     views: NodeViews
     joined_at: float = field(default_factory=time.time)
-    standing: NodeStatus = field(default_factory=NodeStatus)
+    status: NodeStatus = field(default_factory=NodeStatus)
     room: NodeRoom = field(default_factory=NodeRoom)
     out: set[str] = field(default_factory=set[str])  # ids of the rollouts that it has
     ended: int = 0  # rollouts that it has handed over
@@ -72,41 +72,41 @@ class ConnectedNode:
 
     @property
     def is_drained(self) -> bool:
-        return self.standing.is_drained if self.drain_asked is None else self.drain_asked
+        return self.status.is_drained if self.drain_asked is None else self.drain_asked
 
-    def anew(self, standing: NodeStatus) -> None:
+    def rejoined(self, status: NodeStatus) -> None:
         """Handles a join: what the node may not have received is sent again, in orders numbered after its last."""
-        self._sent = max(self._sent, standing.got)
+        self._sent = max(self._sent, status.got)
         self._gates_sent = -1
-        self.standing = standing
-        self.stands(standing)
+        self.status = status
+        self.apply_status(status)
         self._leases = {name: (0, lease) for name, (_, lease) in self._leases.items()}
         self._cancels = [(0, cancel) for _, cancel in self._cancels]
         self._new_runs = [(0, run) for _, run in self._new_runs]
 
-    def stands(self, standing: NodeStatus) -> None:
+    def apply_status(self, status: NodeStatus) -> None:
         """Applies a status. The node's two loops use separate connections, so a status may arrive after a newer one or
         after a join. Then it is outdated and ignored."""
-        got = standing.got
-        if not self.standing.got <= got <= self._sent:
+        got = status.got
+        if not self.status.got <= got <= self._sent:
             return
-        if standing.gates < self.standing.gates:
-            standing = msgspec.structs.replace(standing, gates=self.standing.gates)
-        self.standing = standing
+        if status.gates < self.status.gates:
+            status = msgspec.structs.replace(status, gates=self.status.gates)
+        self.status = status
         self._leases = {name: entry for name, entry in self._leases.items() if entry[0] == 0 or entry[0] > got}
         self._cancels = [entry for entry in self._cancels if entry[0] == 0 or entry[0] > got]
         self._new_runs = [entry for entry in self._new_runs if entry[0] == 0 or entry[0] > got]
-        if self.drain_asked is not None and standing.is_drained is self.drain_asked:
+        if self.drain_asked is not None and status.is_drained is self.drain_asked:
             self.drain_asked = None
-        self.room.want = 0 if self.is_drained else max(0, standing.want - len(self._leases) - self.promised)
-        self.room.reaches = frozenset(use.engine for use in standing.engines if use.is_reachable)
-        live = standing.pools.get("live")
+        self.room.want = 0 if self.is_drained else max(0, status.want - len(self._leases) - self.promised)
+        self.room.reaches = frozenset(use.engine for use in status.engines if use.is_reachable)
+        live = status.pools.get("live")
         self.room.places = live.size if live is not None else max(1, self.room.want + len(self.out))
 
     @property
     def unreachable(self) -> dict[str, str]:
         """Engines that it cannot use, and why."""
-        return {use.engine: use.error or "not tried yet" for use in self.standing.engines if not use.is_reachable}
+        return {use.engine: use.error or "not tried yet" for use in self.status.engines if not use.is_reachable}
 
     def lease(self, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
         self.out.add(rollout.id)
@@ -114,7 +114,7 @@ class ConnectedNode:
             self._runs[run.id] = run
             self._new_runs.append((0, to_json(run)))
         self._leases[rollout.id] = (0, lease_of(rollout, queued_s))
-        self.news.set()
+        self.has_orders.set()
 
     def is_sent(self, rollout_id: str) -> bool:
         """Whether the lease is being sent: the node may not have received it yet."""
@@ -122,21 +122,21 @@ class ConnectedNode:
 
     def cancel(self, key: Key, detail: str) -> None:
         self._cancels.append((0, Cancel(key, detail)))
-        self.news.set()
+        self.has_orders.set()
 
     def drain(self, is_drained: bool) -> None:
         self.drain_asked = is_drained
         if is_drained:
             self.room.want = 0
-        self.news.set()
+        self.has_orders.set()
 
     def orders(self, gates: WeightGates) -> Orders | None:
         """Returns everything that the node has not confirmed, under a new number, or None if there is nothing new."""
         is_news = any(number == 0 for number, _ in (*self._leases.values(), *self._cancels))
-        is_missing = bool(self._leases or self._cancels or self._new_runs) and self.standing.got < self._sent
-        sends_gates = gates.number != self._gates_sent or self.standing.got < self._gates_in
+        is_missing = bool(self._leases or self._cancels or self._new_runs) and self.status.got < self._sent
+        sends_gates = gates.number != self._gates_sent or self.status.got < self._gates_in
         views = self.views.take()
-        self.news.clear()
+        self.has_orders.clear()
         if not is_news and not is_missing and not sends_gates and self.drain_asked is None and not views:
             return None
         self._sent += 1
@@ -171,11 +171,11 @@ class Nodes:
         self.settings = settings
         self.by_name: dict[str, ConnectedNode] = {}
         self._by_session: dict[str, ConnectedNode] = {}
-        self._hungry: dict[int, ConnectedNode] = {}  # by the id of its room: all that want rollouts, and some that did
+        self._wanting: dict[int, ConnectedNode] = {}  # by the id of its room: all that want rollouts, and some that did
         self._on_lost = on_lost
         self._on_room = on_room
         self._clock = clock
-        self._looked_at = clock()
+        self._checked_at = clock()
         self._replaced: dict[str, str] = {}
         self._pace = ViewPace()
         self._changed: set[asyncio.Future[None]] = set()
@@ -187,27 +187,27 @@ class Nodes:
         there = self.by_name.get(join.name)
         if there is not None and there.session == join.session:
             there.last_call_at = self._clock()
-            there.anew(join.standing)
-            self._hungry[id(there.room)] = there
+            there.rejoined(join.status)
+            self._wanting[id(there.room)] = there
             self.notify()
             return there, True
         if there is not None:
             self._replaced[there.session] = join.name
             while len(self._replaced) > REPLACED:
                 del self._replaced[next(iter(self._replaced))]
-            self.lose(there, "was started again")
-        news = asyncio.Event()
-        views = NodeViews(self._pace, news, is_supported=join.sends_views)
-        node = ConnectedNode(join.name, join.session, join.host, join.version, self._clock(), news, views)
-        self.by_name[join.name] = self._by_session[join.session] = self._hungry[id(node.room)] = node
+            self.mark_lost(there, "was started again")
+        has_orders = asyncio.Event()
+        views = NodeViews(self._pace, has_orders, is_supported=join.sends_views)
+        node = ConnectedNode(join.name, join.session, join.host, join.version, self._clock(), has_orders, views)
+        self.by_name[join.name] = self._by_session[join.session] = self._wanting[id(node.room)] = node
         return node, False
 
-    def of(self, session: str, standing: NodeStatus) -> ConnectedNode:
+    def record_call(self, session: str, status: NodeStatus) -> ConnectedNode:
         """Applies a call's status and returns the session's node. Raises `NodeUnknown` or `NodeReplaced`."""
         node = self.with_session(session)
         node.last_call_at = self._clock()
-        node.stands(standing)
-        self._hungry[id(node.room)] = node
+        node.apply_status(status)
+        self._wanting[id(node.room)] = node
         self.notify()
         return node
 
@@ -225,57 +225,57 @@ class Nodes:
         return self.by_name[name]
 
     def with_pool(self, name: str) -> Iterable[ConnectedNode]:
-        return (node for node in self.by_name.values() if name in node.standing.pools)
+        return (node for node in self.by_name.values() if name in node.status.pools)
 
-    def lose(self, node: ConnectedNode, why: str) -> None:
+    def mark_lost(self, node: ConnectedNode, why: str) -> None:
         if node.is_over:
             return
         node.is_over = True
         node.views.close()
-        node.news.set()
+        node.has_orders.set()
         self._by_session.pop(node.session, None)
-        self._hungry.pop(id(node.room), None)
+        self._wanting.pop(id(node.room), None)
         if self.by_name.get(node.name) is node:
             del self.by_name[node.name]
         self._on_lost(node, why)
         self.notify()
 
-    def look(self) -> None:
+    def end_silent(self) -> None:
         """Ends the sessions of nodes that made no call for too long."""
         now, lease_s = self._clock(), self.settings.lease_s
-        stood_still_s = now - self._looked_at
-        self._looked_at = now
+        stood_still_s = now - self._checked_at
+        self._checked_at = now
         for node in list(self.by_name.values()):
             if stood_still_s > lease_s / 2:
                 node.last_call_at = max(node.last_call_at, now - lease_s / 2)
             elif now - node.last_call_at > lease_s:
-                self.lose(node, f"made no call for {now - node.last_call_at:.1f} s")
+                self.mark_lost(node, f"made no call for {now - node.last_call_at:.1f} s")
 
     # --- places ---------------------------------------------------------------------------------------
 
     @property
     def free_places(self) -> int:
         """Rollouts that all nodes want. Read often, so it visits only nodes that have called since they wanted none."""
-        for key in [key for key, node in self._hungry.items() if node.room.want <= 0]:
-            del self._hungry[key]
-        return sum(node.room.want for node in self._hungry.values())
+        for key in [key for key, node in self._wanting.items() if node.room.want <= 0]:
+            del self._wanting[key]
+        return sum(node.room.want for node in self._wanting.values())
 
     def free_places_for(self, engines: Collection[str]) -> int:
         """Rollouts wanted by the nodes that can use one of these engines."""
-        return sum(node.room.want for node in self._hungry.values() if node.room.serves(engines))
+        return sum(node.room.want for node in self._wanting.values() if node.room.serves(engines))
 
     def place(self, rollout: Rollout, engines: Collection[str] = ()) -> ConnectedNode | None:
         """Chooses a node that can use one of these engines, if any are given. Its place is promised until the caller
         decrements `promised`."""
         needs = PlacementKeys.of(rollout)
         lost_at = {lost.node for lost in rollout.lost}
-        shunned = [node.room for node in self._hungry.values() if node.name in lost_at] if lost_at else []
-        room = place(needs, (node.room for node in self._hungry.values()), engines, shunned)
+        shunned = [node.room for node in self._wanting.values() if node.name in lost_at] if lost_at else []
+        room = place(needs, (node.room for node in self._wanting.values()), engines, shunned)
         if room is None:
             return None
         room.want -= 1
         room.remember(needs)
-        node = self._hungry[id(room)]
+        node = self._wanting[id(room)]
         node.promised += 1
         return node
 
@@ -298,4 +298,4 @@ class Nodes:
 
     def behind(self, gates: int) -> Iterable[ConnectedNode]:
         """Returns the nodes that have not applied these gates yet."""
-        return [node for node in self.by_name.values() if node.standing.gates < gates]
+        return [node for node in self.by_name.values() if node.status.gates < gates]

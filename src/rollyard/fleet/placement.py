@@ -60,7 +60,7 @@ class NodeRoom:
         """Whether one of these engines can be reached. `engines` is empty for what needs no model."""
         return not engines or not self.reaches.isdisjoint(engines)
 
-    def worth(self, needs: PlacementKeys) -> float:
+    def preference(self, needs: PlacementKeys) -> float:
         has_setup = needs.setup in self.setups
         has_image = needs.image is not None and needs.image in self.images
         return self.want / max(1, self.places) + SETUP_WORTH * has_setup + IMAGE_WORTH * has_image
@@ -81,7 +81,7 @@ def place(
     for room in rooms:
         if room.want <= 0 or not room.serves(engines):
             continue
-        worth = (all(room is not one for one in shunned), room.worth(needs))
+        worth = (all(room is not one for one in shunned), room.preference(needs))
         if best is None or worth > most:
             best, most = room, worth
     return best

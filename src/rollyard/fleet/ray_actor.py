@@ -32,6 +32,7 @@ from typing import Any
 import uvloop
 
 from rollyard.core import Json
+from rollyard.core.exception_groups import first_error
 from rollyard.core.locks import FileLock
 from rollyard.observe import logs
 
@@ -220,8 +221,7 @@ class NodeActor:
 
 def _one_line(error: BaseException) -> str:
     """Returns an error in one line. Of a task group's error, it describes the first exception inside."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(error)
     return f"{type(error).__name__}: {error}"[:500]
 
 

@@ -3,7 +3,7 @@
 It is a process of its own, because Ray ends the process that is connected to it when its GCS (the head of the *Ray*
 cluster) has been unreachable for 60 s. That must not be the service. Ray also handles SIGTERM itself, prints on stdout,
 and blocks in most of its calls; in this process, that does no harm. The head sends the configuration in the first line
-on the driver's standard input, and receives the nodes' status in a line every LOOK_EVERY_S.
+on the driver's standard input, and receives the nodes' status in a line every STATUS_EVERY_S.
 
 Facts about Ray that this relies on (tested with 2.60):
 - A driver needs a Ray node on its own machine. RAY_AUTH_MODE=token, with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, must
@@ -39,9 +39,9 @@ import msgspec
 from rollyard.fleet.ray_actor import NodeActor, NodeState
 from rollyard.fleet.ray_messages import DriverConfig, DriverOrder, DriverReport, RayNode
 
-LOOK_EVERY_S = 2.0
+STATUS_EVERY_S = 2.0
 ASK_S = 1.0
-"""Seconds that one look waits for actors to answer; a later look reads slower answers."""
+"""Seconds for which a status waits for the answers of actors; a later status has the slower answers."""
 
 SILENT_S = 15.0
 """An actor that has not answered for so long does not count as alive. A start takes 1 to 2 s."""
@@ -99,7 +99,7 @@ class Driver:
 
         ray.shutdown()
 
-    def look(self) -> DriverReport:
+    def status(self) -> DriverReport:
         """Creates missing actors, calls all of them, and returns their status."""
         import ray
 
@@ -119,7 +119,7 @@ class Driver:
         self._ask()
         if self._is_superseded:
             return self._superseded()
-        return DriverReport("look", tuple(self._node(ray_id, record) for ray_id, record in self._records.items()))
+        return DriverReport("status", tuple(self._node(ray_id, record) for ray_id, record in self._records.items()))
 
     def stop_nodes(self, bound_s: float) -> DriverReport:
         """Requests all nodes to end what they have, then ends their actors for good. Reports late ones."""
@@ -232,14 +232,14 @@ def main() -> None:
         send(DriverReport("failed", error=_why(error)))
         return
     while True:
-        send(driver.look())
+        send(driver.status())
         try:
-            order = orders.get(timeout=LOOK_EVERY_S)
+            order = orders.get(timeout=STATUS_EVERY_S)
         except queue.Empty:
             continue
         if order.what == "stop_nodes":
             send(driver.stop_nodes(order.bound_s))
-            order = orders.get()  # no more looks: they would start the nodes again
+            order = orders.get()  # no more statuses: reading one would start the nodes again
         if order.what == "close":
             driver.close()
             return

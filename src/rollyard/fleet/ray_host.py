@@ -40,12 +40,12 @@ NODE_ENTRY = "rollyard.service.node:run_node"
 """What an actor runs, by name, because that module is in a higher layer. Its `NodeOptions` is in the same module."""
 
 START_S = 120.0
-"""Timeout of the first look. Ray starts in 5 s, and takes 20 s to report a wrong token."""
+"""Timeout of the first status. Ray starts in 5 s, and takes 20 s to report a wrong token."""
 CLOSE_S = 15.0
 AGAIN_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before a driver is started again, by how often in a row it ended without a look."""
+"""Seconds before a driver is started again, by how often in a row it ended without a status."""
 STALE_S = 15.0
-"""Seconds without a look after which Ray counts as not answering."""
+"""Seconds without a status after which Ray counts as not answering."""
 TAIL_BYTES = 4096
 MAX_LINE_BYTES = 64 << 20
 
@@ -107,7 +107,7 @@ class RayHost:
         )
         self._environment = driver_environment(address, os.environ)
         self._nodes: tuple[RayNode, ...] = ()
-        self._looked_at_s: float | None = None
+        self._status_at_s: float | None = None
         self._error = ""
         self._first: asyncio.Future[None] | None = None
         self._stopped: asyncio.Future[DriverReport] | None = None
@@ -117,15 +117,15 @@ class RayHost:
         self.driver_pid: int | None = None
 
     def nodes(self) -> list[RayNode]:
-        """Returns the nodes as of the last look."""
+        """Returns the nodes as of the last status."""
         return list(self._nodes)
 
     @property
     def error(self) -> str:
         """Why `nodes` may be outdated; empty if they are not."""
-        if self._error or self._looked_at_s is None:
+        if self._error or self._status_at_s is None:
             return self._error
-        silent_s = asyncio.get_running_loop().time() - self._looked_at_s
+        silent_s = asyncio.get_running_loop().time() - self._status_at_s
         return f"Ray has not answered for {silent_s:.0f} s" if silent_s > STALE_S else ""
 
     async def __aenter__(self) -> Self:
@@ -136,7 +136,7 @@ class RayHost:
                 "Ray has no token: every process that reaches it can run code on all nodes (RAY_AUTH_MODE=token)"
             )
         self._first = asyncio.get_running_loop().create_future()
-        self._tending = asyncio.create_task(self._tend(), name="ray driver")
+        self._tending = asyncio.create_task(self._keep_driver_running(), name="ray driver")
         try:
             await asyncio.wait((self._first, self._tending), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             if not self._first.done():
@@ -179,16 +179,16 @@ class RayHost:
                 await self._tending
         self._tending = None
 
-    async def _tend(self) -> None:
+    async def _keep_driver_running(self) -> None:
         """Keeps a driver running until the host closes."""
         failures = 0
         while not self._is_closing:
-            looked_before = self._looked_at_s
-            last_words = await self._drive()
+            status_before_s = self._status_at_s
+            last_line = await self._drive()
             if self._is_closing:
                 break
-            failures = failures + 1 if self._looked_at_s == looked_before else 0
-            self._error = self._error or f"the Ray driver ended: {last_words or 'it printed no reason'}"
+            failures = failures + 1 if self._status_at_s == status_before_s else 0
+            self._error = self._error or f"the Ray driver ended: {last_line or 'it printed no reason'}"
             log.error("the Ray driver ended and is started again", extra={"told": self._error})
             assert self._first is not None
             if not self._first.done():
@@ -218,7 +218,7 @@ class RayHost:
             reader, self._writer = await asyncio.open_connection(sock=own_socket, limit=MAX_LINE_BYTES)
             output_reader, output_writer = await asyncio.open_connection(sock=output_socket)
             async with asyncio.TaskGroup() as group:
-                listening = group.create_task(_overhear(output_reader, tail))
+                listening = group.create_task(_keep_tail(output_reader, tail))
                 self._send(self._brief)
                 while (line := await reader.readline()).endswith(b"\n"):
                     self._take(msgspec.json.decode(line, type=DriverReport))
@@ -250,10 +250,10 @@ class RayHost:
         self._error = report.error
         if report.what == "superseded":
             self._nodes = ()
-        elif report.what == "look":
+        elif report.what == "status":
             self._log_changes(report.nodes)
             self._nodes = report.nodes
-            self._looked_at_s = loop.time()
+            self._status_at_s = loop.time()
         if report.what != "failed" and self._first is not None and not self._first.done():
             self._first.set_result(None)
 
@@ -278,7 +278,7 @@ async def _ended(process: subprocess.Popen[bytes], bound_s: float) -> None:
         await asyncio.to_thread(process.wait)
 
 
-async def _overhear(printed: asyncio.StreamReader, tail: bytearray) -> None:
+async def _keep_tail(printed: asyncio.StreamReader, tail: bytearray) -> None:
     """Keeps the end of what Ray prints. Ray's processes inherit the connection: it may outlive the driver."""
     while chunk := await printed.read(TAIL_BYTES):
         tail += chunk

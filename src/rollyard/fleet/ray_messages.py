@@ -49,6 +49,6 @@ class RayNode:
 class DriverReport:
     """A line to the head."""
 
-    what: Literal["look", "superseded", "stopped", "failed"]
+    what: Literal["status", "superseded", "stopped", "failed"]
     nodes: tuple[RayNode, ...] = ()
     error: str = ""

@@ -7,13 +7,13 @@ The folder contains `cluster.json` (the job's number), `job.sh`, `job.log`, `tok
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollyard.core.files import replacing
 from rollyard.fleet.slurm import JobSpec, SlurmError, script
 
 COMMAND_S = 60.0
@@ -139,13 +139,13 @@ def require_slurm() -> None:
         raise SlurmError("this machine has no Slurm: sbatch is not in PATH", "run this on a login node of the cluster")
 
 
-def look(job_id: str) -> SlurmJob:
+def read_job(job_id: str) -> SlurmJob:
     """Returns the job's state. Slurm drops an ended job after minutes; its accounting, if there is one, keeps it."""
     require_slurm()
     form = "--format=%T|%r|%N|%M|%S"
     output = _slurm("squeue", "--noheader", "--states=all", f"--jobs={job_id}", form, may_miss="Invalid job id").strip()
     if not output:
-        return SlurmJob(job_id, _accounted(job_id))
+        return SlurmJob(job_id, _state_from_accounting(job_id))
     state, reason, names, ran_for, begins_at = output.splitlines()[-1].split("|")
     nodes = _slurm("scontrol", "show", "hostnames", names).split() if names else ()
     return SlurmJob(job_id, state, "" if reason == "None" else reason, tuple(nodes), ran_for, begins_at)
@@ -156,7 +156,7 @@ def cancel(job_id: str) -> None:
     _slurm("scancel", job_id, may_miss="Invalid job id")
 
 
-def _accounted(job_id: str) -> str:
+def _state_from_accounting(job_id: str) -> str:
     try:
         output = _slurm("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
     except SlurmError:  # most small clusters have no accounting
@@ -186,8 +186,5 @@ def _slurm(*argv: str, may_miss: str = "") -> str:
 
 def _write(path: Path, text: str) -> None:
     """Writes the file atomically, readable by the user alone."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
-    draft.replace(path)
+    with replacing(path, mode=0o600) as file:
+        file.write(text.encode())

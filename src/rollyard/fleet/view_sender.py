@@ -58,7 +58,16 @@ class ViewSender:
         page = await live.page(request.after)
         if page is None:
             return None
-        return View(self._session, request.id, page.turns, page.sampled_tokens, page.messages, page.end)
+        return View(
+            self._session,
+            request.id,
+            page.turns,
+            page.sampled_tokens,
+            page.messages,
+            page.end,
+            conversation=page.conversation,
+            message_turns=list(page.message_turns),
+        )
 
 
 def _calls(info: Mapping[str, Json]) -> bytes:

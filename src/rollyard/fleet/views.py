@@ -61,11 +61,11 @@ class ViewPace:
 
 
 class NodeViews:
-    """What one node is asked. `news` is set when there is a request to send."""
+    """What one node is asked. `has_orders` is set when there is a request to send."""
 
-    def __init__(self, pace: ViewPace, news: asyncio.Event, *, is_supported: bool) -> None:
+    def __init__(self, pace: ViewPace, has_orders: asyncio.Event, *, is_supported: bool) -> None:
         self._pace = pace
-        self._news = news
+        self._has_orders = has_orders
         self._is_supported = is_supported
         self._slots = asyncio.Semaphore(PER_NODE)
         self._unsent: dict[str, ViewRequest] = {}
@@ -89,7 +89,7 @@ class NodeViews:
                 if not answer.done():  # or the node was lost meanwhile
                     self._awaited[request.id] = answer
                     self._unsent[request.id] = request
-                    self._news.set()
+                    self._has_orders.set()
                 return await answer
         except TimeoutError:
             return None

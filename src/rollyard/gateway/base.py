@@ -68,6 +68,7 @@ class Problem(Exception):
 
     @property
     def status(self) -> int:
+        """The HTTP status of the response."""
         return STATUS[self.kind]
 
 
@@ -108,6 +109,8 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """The token counts of a completion."""
+
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -144,11 +147,15 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    """A piece of a reply's text."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
+    """A piece of a reply's reasoning."""
+
     text: str
 
 
@@ -159,9 +166,13 @@ Event = Text | Reasoning | ToolCall
 class Writer(Protocol):
     """Encodes one streamed reply as `text/event-stream`, event by event. Each listener has its own."""
 
-    def begin(self) -> bytes: ...
+    def begin(self) -> bytes:
+        """Returns the bytes before the first event."""
+        ...
 
-    def event(self, event: Event) -> bytes: ...
+    def event(self, event: Event) -> bytes:
+        """Returns an event, encoded."""
+        ...
 
     def end(self, reply: Reply) -> bytes:
         """Closes open blocks and returns them with the finish reason, the usage and the terminator."""
@@ -177,19 +188,23 @@ class Writer(Protocol):
 
 
 class Dialect(Protocol):
+    """An API of the gateway: reads its requests, and encodes replies and errors."""
+
     name: str  # chat, responses, messages
     takes_raw_arguments: bool
     """Whether a call can carry arguments that are not a JSON object (OpenAI's are a string)."""
 
     def read(self, body: Mapping[str, Json]) -> ChatRequest:
-        """Raises Problem("invalid", …) that names the invalid field."""
+        """Reads a request's body. Raises Problem("invalid", …) that names the invalid field."""
         ...
 
     def reply(self, request: ChatRequest, reply: Reply) -> bytes:
         """Returns the complete reply as JSON."""
         ...
 
-    def writer(self, request: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer: ...
+    def writer(self, request: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer:
+        """Returns the encoder of one streamed reply."""
+        ...
 
     def error(self, problem: Problem) -> bytes:
         """Returns the body of an error response as JSON."""

@@ -62,7 +62,7 @@ class Exchange:
         self.listeners: set[Listener] = set()
 
     @property
-    def manner(self) -> ReplyOptions:
+    def reply_options(self) -> ReplyOptions:
         return ReplyOptions(self.dialect.takes_raw_arguments, self.granted.returns_calls, self.granted.stop)
 
     @property
@@ -70,7 +70,7 @@ class Exchange:
         return self.task is not None and not self.task.done()
 
     @property
-    def is_forsaken(self) -> bool:
+    def has_no_reader(self) -> bool:
         return not self.listeners and not self.is_delivered
 
     @property
@@ -190,5 +190,5 @@ class Listener:
         """Called when the connection ends, for any reason. Has no effect after `delivered`."""
         exchange = self.exchange
         exchange.listeners.discard(self)
-        if exchange.is_forsaken and exchange.is_running and not exchange.stop.done():
+        if exchange.has_no_reader and exchange.is_running and not exchange.stop.done():
             exchange.stop.set_result(None)

@@ -84,7 +84,7 @@ class ReplyBuilder:
             if self._is_stopped or stop is not None:
                 text, self._is_stopped = ("" if self._is_stopped else cut), True
             elif not is_end:
-                keep = _possible(text, stops)
+                keep = _possible_stop_chars(text, stops)
                 text, self._held_text = text[: len(text) - keep], text[len(text) - keep :]
         if not text:
             return []
@@ -113,7 +113,7 @@ def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     return text[:at], stop
 
 
-def _possible(text: str, stops: Sequence[str]) -> int:
+def _possible_stop_chars(text: str, stops: Sequence[str]) -> int:
     """Returns how many characters at the end of the text may be the beginning of a stop text."""
     most = max(map(len, stops)) - 1
     ends = (size for size in range(min(most, len(text)), 0, -1) if any(it.startswith(text[-size:]) for it in stops))

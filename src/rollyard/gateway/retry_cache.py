@@ -27,7 +27,7 @@ class RetryCache:
 
     def earlier(self, key: bytes, *, is_retry: bool) -> Exchange | None:
         alike = self._by_body.get(key, [])
-        lost = next((exchange for exchange in alike if exchange.is_forsaken and exchange.has_something), None)
+        lost = next((exchange for exchange in alike if exchange.has_no_reader and exchange.has_something), None)
         return lost or (alike[-1] if is_retry and alike else None)
 
     def add(self, exchange: Exchange, instead_of: Exchange | None = None) -> None:

@@ -99,11 +99,17 @@ class GatewaySession:
         self._retry_cache = RetryCache()
         self._running: dict[Exchange, int] = {}  # → the most tokens that it may sample
         self._undelivered: list[Exchange] = []  # sampled, and not received by a client yet
+        self._resuming: list[Exchange] = []  # the same, and a retry is about to continue them
+        self._admitted = 0  # requests that have a turn and wait for tokens
         self._bounds = RolloutBounds(task.limits, session)
         self.request_log = RequestLog()
         self._intake = Intake(self._book, renderer, self._bounds, self.request_log)
         self._freed = asyncio.Event()  # set when a completion ends
         self._messages: Sequence[Message] = ()
+        self._messages_digest = b""
+        self._message_turns: Mapping[int, int] = {}
+        self._turn_of: dict[bytes, int] = {}  # the digest of a conversation with its reply → the reply's turn
+        self.conversation_number = 0  # grows when `messages` are no longer those before and others after them
         self._started_requests = 0
         self._nonce = secrets.token_hex(9)
         self._is_closed = False
@@ -124,9 +130,14 @@ class GatewaySession:
         return self._messages
 
     @property
+    def message_turns(self) -> Mapping[int, int]:
+        """The turn of each message that was sampled, by the message's number."""
+        return self._message_turns
+
+    @property
     def sampled_tokens(self) -> int:
-        undelivered = sum(len(it.sampled.token_ids) for it in self._undelivered if it.sampled is not None)
-        return self._book.sampled_tokens + undelivered
+        pending = (*self._undelivered, *self._resuming)
+        return self._book.sampled_tokens + sum(len(it.sampled.token_ids) for it in pending if it.sampled is not None)
 
     @property
     def turns(self) -> int:
@@ -214,12 +225,14 @@ class GatewaySession:
                 return earlier.listen()
             if earlier in self._undelivered:
                 self._undelivered.remove(earlier)
+                self._resuming.append(earlier)
                 resumed = earlier
                 self._counts["resumed"] += 1
         try:
             return await self._start(dialect, request, key, weight, resumed, sent)
         except BaseException:
-            if resumed is not None:
+            if resumed in self._resuming:
+                self._resuming.remove(resumed)
                 self._undelivered.append(resumed)
             raise
 
@@ -246,6 +259,8 @@ class GatewaySession:
             key, dialect, turn, granted, reply_id=reply_id, is_stream=request.is_stream, received=self._received
         )
         self._retry_cache.add(exchange, instead_of=resumed)
+        if resumed is not None:
+            self._resuming.remove(resumed)
         if sent is not None:
             turns, now_s = self._turns_started, self._call_log.now_s()
             self.request_log.add(sent, turn=turns, start_s=now_s, overruled=granted.refused)
@@ -263,23 +278,29 @@ class GatewaySession:
             raise Problem("limit", error.detail, code=error.code)
 
     async def _budget(self, request: ChatRequest, turn: PreparedTurn, resume: Generation | None) -> int:
-        """Returns how many tokens it may sample, including those that it resumes from. Raises Problem at a limit."""
+        """Returns how many tokens it may sample, including those that it resumes from. Raises Problem at a limit. Its
+        turn counts while it waits; the caller starts it without waiting."""
         if resume is None:
             self._bounds.turn(self._turns_started)
         requested = min(filter(None, (request.max_tokens, self._task.sampling.max_tokens)))
         requested = self._bounds.fitting(len(turn.prompt), requested, is_first=not self._book.turns)
         has = len(resume.token_ids) if resume is not None else 0
-        while (remaining := self._bounds.tokens_left(self.sampled_tokens + has)) is not None:
-            room = has + remaining - sum(self._running.values())
-            if room >= requested or not self._running:
-                return min(requested, room)
-            self._freed.clear()
-            await self._freed.wait()  # running completions may use less than their budget
+        self._admitted += resume is None
+        try:
+            while (remaining := self._bounds.tokens_left(self.sampled_tokens)) is not None:
+                room = has + remaining - sum(self._running.values())
+                if room >= requested or not self._running:
+                    return min(requested, room)
+                self._freed.clear()
+                await self._freed.wait()  # running completions may use less than their budget
+        finally:
+            self._admitted -= resume is None
         return requested
 
     @property
     def _turns_started(self) -> int:
-        return self._book.turns + len(self._running) + len(self._undelivered)
+        pending = len(self._undelivered) + len(self._resuming) + self._admitted
+        return self._book.turns + len(self._running) + pending
 
     # --- completions
 
@@ -288,7 +309,7 @@ class GatewaySession:
         assert turn is not None
         builder: ReplyBuilder | None = None
         if exchange.is_stream:
-            builder = ReplyBuilder(self._renderer, turn, exchange.manner)
+            builder = ReplyBuilder(self._renderer, turn, exchange.reply_options)
         started_at = time.monotonic()
         try:
             with self._watch.call(number, len(turn.prompt), logged_turn=self._turns_started - 1) as call:
@@ -370,7 +391,7 @@ class GatewaySession:
         turn = exchange.turn
         assert turn is not None
         parsed = self._renderer.parse(generation.token_ids, turn.prompt, turn.tools)
-        return convert_turn(parsed, exchange.manner)
+        return convert_turn(parsed, exchange.reply_options)
 
     def _salvage(self, exchange: Exchange, partial: Generation) -> None:
         if exchange.call is not None:
@@ -384,6 +405,7 @@ class GatewaySession:
             if logged is not None:
                 logged.turn = self._book.turns
         assert turn is not None
+        number = self._book.turns
         parsed = exchange.parsed or self._read(exchange, generation)
         engine = exchange.engine or self._session.engine
         self._book.keep(
@@ -403,10 +425,24 @@ class GatewaySession:
         )
         if not is_abandoned:
             self._finish_reason = generation.finish_reason
-            if len(turn.messages) + 1 >= len(self._messages):
-                self._messages = (*turn.messages, parsed.message)
+            self._show(turn, parsed, number if self._book.turns > number else None)
             self._bounds.completed(len(turn.prompt), generation)
         exchange.recorded()
+
+    def _show(self, turn: PreparedTurn, parsed: Parsed, number: int | None) -> None:
+        """Replaces `messages` if this conversation is longer. `number` is the reply's turn, if one was recorded."""
+        shown = len(self._messages)
+        digests = self._book.history(turn, parsed.message).bare
+        if number is not None:
+            self._turn_of[digests[-1]] = number
+        if len(turn.messages) + 1 < shown:
+            return
+        if digests[shown] != self._messages_digest:
+            self.conversation_number += 1
+        self._messages, self._messages_digest = (*turn.messages, parsed.message), digests[-1]
+        self._message_turns = {
+            at: known for at, d in enumerate(digests[1:]) if (known := self._turn_of.get(d)) is not None
+        }
 
     def _problem(self, error: BaseException, exchange: Exchange) -> Problem:
         is_first = not self._book.turns
@@ -423,8 +459,9 @@ class GatewaySession:
         tasks = [exchange.task for exchange in self._running if exchange.task is not None]
         if tasks:
             await asyncio.wait(tasks)
-        for exchange in self._undelivered:
+        for exchange in (*self._undelivered, *self._resuming):
             assert exchange.sampled is not None
             self._counts["abandoned"] += not exchange.is_late  # a late one is the rollout's last turn
             self._keep(exchange, exchange.sampled, is_abandoned=not exchange.is_late)
         self._undelivered.clear()
+        self._resuming.clear()

@@ -78,7 +78,7 @@ class Connection(asyncio.Protocol):
             self._scheme = "https"
         refused = self._group.admit(self, self._name)
         if refused is not None:
-            self._turn_away(refused)
+            self._refuse_connection(refused)
             return
         self._parser = httptools.HttpRequestParser(self)
         self._enter("idle", self._group.bounds.idle_s)
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
         if self._exchange is not None and self._exchange.is_active:
             run = self._exchange.run(self._group.app, self._group.owner)
             task = self._exchange.task = start_now(run) if self._group.is_eager else self._loop.create_task(run)
-            self._group.attend(task)
+            self._group.track(task)
 
     def _without_upgrade(self) -> bytes:
         """Returns the request's head without the upgrade, for a new parser that does not wait for its acceptance."""
@@ -200,7 +200,7 @@ class Connection(asyncio.Protocol):
             detail = f"the headers did not arrive within {bounds.header_s:g} s"
             self._refuse(Refusal(Reason.HEADERS_TOO_SLOW, RequestTimedOut(detail)))
         elif self._phase == "body":
-            self._look_at_body()
+            self._check_body_rate()
         elif self._is_being_read():
             self._arm()
         else:
@@ -214,7 +214,7 @@ class Connection(asyncio.Protocol):
         self._unread_bytes = now
         return now > 0 and (before is None or now < before)
 
-    def _look_at_body(self) -> None:
+    def _check_body_rate(self) -> None:
         bounds = self._group.bounds
         if self._is_paused:  # the app does not read
             self._arm()
@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
             return False
         return self._exchange.is_complete or not self._exchange.stop()
 
-    def _turn_away(self, refusal: Refusal) -> None:
+    def _refuse_connection(self, refusal: Refusal) -> None:
         """Refuses a connection above the limit. Only `bounds.turned_away` of them at a time get a response; the others
         are aborted, since there would be no limit otherwise."""
         self._is_last = True

@@ -88,7 +88,7 @@ class ConnectionGroup:
         if not self.connections and self._is_empty is not None:
             self._is_empty.set()
 
-    def attend(self, task: asyncio.Task[None]) -> None:
+    def track(self, task: asyncio.Task[None]) -> None:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         if self.is_closed:  # the app itself closed the server

@@ -16,6 +16,7 @@ from typing import Literal
 
 from rollyard.core import Artifact
 from rollyard.core.failure import ArtifactLost
+from rollyard.core.files import replacing
 from rollyard.envs.base import ArtifactRule
 from rollyard.sandbox.base import Sandbox
 
@@ -92,12 +93,8 @@ def _file_name(name: str) -> str:
 
 def _write(target: Path, data: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(".part")
-    with partial.open("wb") as file:
+    with replacing(target, is_durable=True) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(target)
 
 
 def _settle(rule: ArtifactRule, kind: Literal["file", "tar"], partial: Path, target: Path) -> Artifact:

@@ -18,6 +18,7 @@ from rollyard.core import (
     Run,
     State,
     Timings,
+    Trajectory,
     WorkClock,
 )
 from rollyard.observe.metrics import Metrics
@@ -44,6 +45,24 @@ class Snapshot:
     messages: Sequence[Message] = ()
     turns: int = 0
     sampled_tokens: int = 0  # of the calls that have returned
+    conversation: int = 0  # another one of an agent program that has several
+    message_turns: Mapping[int, int] | None = None  # of those that were sampled, by number; None: not known
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, conversation: int = 0) -> Snapshot:
+        """The conversation of an attempt whose RUN is over."""
+        stored = trajectory.info.get("message_turns")
+        turns: dict[int, int] | None = None
+        if isinstance(stored, Sequence) and not isinstance(stored, str):
+            turns = {number: turn for number, turn in enumerate(stored) if isinstance(turn, int)}
+        return cls(
+            trajectory.attempt,
+            trajectory.messages,
+            trajectory.turns,
+            trajectory.sampled_tokens,
+            conversation,
+            turns,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,8 @@ class MessagePage:
     sampled_tokens: int = 0
     messages: bytes = b"[]"  # a JSON list
     end: int = 0  # the number after its last message; 0: the conversation has no messages
+    conversation: int = 0  # messages of pages with another number do not belong before or after these
+    message_turns: Sequence[int | None] = ()  # of each message, None if it was not sampled here; empty: not known
 
 
 class LiveRollout(Protocol):
@@ -63,15 +84,23 @@ class LiveRollout(Protocol):
     clock: Deadline  # of the current stage
 
     @property
-    def rollout(self) -> Rollout: ...
+    def rollout(self) -> Rollout:
+        """The rollout, with its current attempt."""
+        ...
 
     @property
-    def run(self) -> Run: ...
+    def run(self) -> Run:
+        """The run that it belongs to."""
+        ...
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> State:
+        """The stage that it is in, or READY."""
+        ...
 
-    def stop(self, reason: RollyardError | Shutdown | Stale) -> None: ...
+    def stop(self, reason: RollyardError | Shutdown | Stale) -> None:
+        """Ends the work for this reason, after clean-up. The first reason counts."""
+        ...
 
     def tick(self, now: float) -> float | None:
         """Renews what it holds. Returns the seconds since the last progress in RUN, if this process can observe it."""
@@ -112,11 +141,17 @@ class AttemptHost(Protocol):
     tracer: Tracer
     clock: WorkClock
 
-    def publish(self, rollout: Rollout) -> None: ...
+    def publish(self, rollout: Rollout) -> None:
+        """Publishes the rollout's new state to readers of events."""
+        ...
 
-    def requeued(self, rollout: Rollout, delay_s: float) -> None: ...
+    def requeued(self, rollout: Rollout, delay_s: float) -> None:
+        """Called when an attempt was lost; the rollout starts again after `delay_s` at the earliest."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Starts queued rollouts, because room may have become free."""
+        ...
 
     def seated(self, policy: str) -> None:
         """Called when an admitted rollout has its seat, or needs none."""

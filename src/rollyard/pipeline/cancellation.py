@@ -8,7 +8,7 @@ after a restart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rollyard.core import Rollout
@@ -43,13 +43,11 @@ class CancellationHost(Protocol):
 
 
 class Cancellation:
-    """Cancels rollouts and deletes runs. `deleting` contains the runs that are being deleted; `on_deleted` is called
-    with each that has been."""
+    """Cancels rollouts and deletes runs. `deleting` contains the runs that are being deleted."""
 
     def __init__(self, pipeline: CancellationHost) -> None:
         self._pipeline = pipeline
         self.deleting: set[str] = set()
-        self.on_deleted: list[Callable[[str], Awaitable[None]]] = []
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> None:
         """Cancels each of the rollouts."""
@@ -83,9 +81,6 @@ class Cancellation:
             except Stale:
                 await asyncio.sleep(AGAIN_S)
                 continue
-            self.deleting.discard(run_id)
-            for call in self.on_deleted:
-                await call(run_id)
             return
 
     def _live_of(self, run_id: str) -> list[str]:

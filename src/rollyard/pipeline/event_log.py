@@ -37,7 +37,7 @@ class EventLog:
     def __init__(self, epoch: int, ring: int = 20_000) -> None:
         self._epoch = epoch
         self._next = 1
-        self._ring: deque[Event] = deque(maxlen=ring)
+        self._ring: deque[Event | None] = deque(maxlen=ring)  # None: an event of a deleted run
         self._news: asyncio.Future[None] | None = None
         self._ends: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
 
@@ -62,6 +62,12 @@ class EventLog:
             future = self._ends.pop(rollout.id, None)
             if future is not None and not future.done():
                 future.set_result(None)
+
+    def forget_run(self, run_id: str) -> None:
+        """Drops the events of a deleted run, which readers of a later run of that name must not get. The ids of the
+        others stay."""
+        kept = (None if event is not None and event.run == run_id else event for event in self._ring)
+        self._ring = deque(kept, maxlen=self._ring.maxlen)
 
     @property
     def last_id(self) -> str:
@@ -90,7 +96,8 @@ class EventLog:
                     break
                 event = self._ring[index]
                 position += 1
-                yield event
+                if event is not None:
+                    yield event
             else:
                 if self._news is None or self._news.done():
                     self._news = asyncio.get_running_loop().create_future()

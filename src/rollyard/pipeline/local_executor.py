@@ -58,7 +58,7 @@ class LocalExecutor:
         pipeline = self._pipeline
         return (
             pipeline.init_pool.free > 0
-            and pipeline.places_free > pipeline.rescoring.waiting
+            and pipeline.places_free > pipeline.rescoring.needed_places
             and pipeline.init_pool.active + pipeline.ready - pipeline.unseated
             < pipeline.ready_slots + pipeline.run_pool.free
         )

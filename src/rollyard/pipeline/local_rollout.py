@@ -26,7 +26,7 @@ from rollyard.core import (
 from rollyard.core.failure import EvalDeadline, PolicyFailure
 from rollyard.envs.findings import Findings
 from rollyard.pipeline.attempts.runner import StageRunner
-from rollyard.pipeline.attempts.sandbox_start import to_its_end
+from rollyard.pipeline.attempts.sandbox_start import uninterrupted
 from rollyard.pipeline.resources import StageResources
 
 LEASE_S = 86_400.0
@@ -71,7 +71,7 @@ async def play(
                 result = await runner.collect(result)
                 trajectory = result.trajectory
             finally:
-                await to_its_end(runner.close)
+                await uninterrupted(runner.close)
             if result.is_sandbox_gone:
                 return _play_result(marks, runner.resolved.plan.failing_score, result.failure, trajectory)
             marks.append(time.monotonic())

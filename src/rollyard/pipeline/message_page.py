@@ -39,7 +39,17 @@ def page_of(snapshot: Snapshot, after: int, *, is_live: bool) -> MessagePage:
             break
         page.append(data)
     end = min(after, len(snapshot.messages)) + len(page)
-    return MessagePage(snapshot.attempt, snapshot.turns, snapshot.sampled_tokens, b"[%b]" % b",".join(page), end)
+    known = snapshot.message_turns
+    message_turns = () if known is None else [known.get(number) for number in range(end - len(page), end)]
+    return MessagePage(
+        snapshot.attempt,
+        snapshot.turns,
+        snapshot.sampled_tokens,
+        b"[%b]" % b",".join(page),
+        end,
+        conversation=snapshot.conversation,
+        message_turns=message_turns,
+    )
 
 
 def _encoded(message: Message) -> bytes:

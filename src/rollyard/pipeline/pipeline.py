@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -45,6 +45,9 @@ from rollyard.store.base import QueuedRow, Retention, Store, StoreUnusable, Subm
 log = logging.getLogger("rollyard.pipeline")
 
 SWEEP_EVERY_S = 60.0
+
+LEAVINGS = 64
+"""Rollouts whose artifacts are deleted between two checks of whether their ids are in use again."""
 
 
 class Pipeline:
@@ -80,7 +83,7 @@ class Pipeline:
         self.live: dict[str, LiveRollout] = {}
         self.quarantined = 0  # places lost to sandboxes that could not be proven gone
         self.starting: dict[str, str] = {}  # run ids of rollouts that have left the queue and are not live yet
-        self._arriving = 0  # rollouts being stored, whose places in the queue are taken
+        self._arriving = 0  # rollouts being stored or waiting to be rescored, whose places in the queue are taken
         self._arriving_by: Counter[str] = Counter()  # by owner
         self._arriving_in: Counter[str] = Counter()  # by run
         self.overfull: set[str] = set()  # owners that have used up their storage quota
@@ -94,6 +97,7 @@ class Pipeline:
         self._idle = asyncio.Event()
         self.on_end: list[Callable[[Rollout], None]] = []  # called with every terminal record, after its commit
         self.on_swept: list[Callable[[SweepResult], None]] = []  # called with what retention has deleted
+        self.on_deleted: list[Callable[[str], Awaitable[None]]] = []  # called with each deleted run; its name is taken
         self.on_room: list[Callable[[], None]] = []  # called after everything that may free a place
         self.broken: StoreUnusable | None = None
         self.broke = asyncio.Event()  # the store is unusable: the process should end
@@ -139,7 +143,7 @@ class Pipeline:
                 attempt.stop(Shutdown())
         with suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_s if within_s is None else within_s):
-                while self.here or self.starting:
+                while self.live_here or self.starting:
                     await self.changed()
 
     def stop_now(self) -> None:
@@ -176,8 +180,8 @@ class Pipeline:
 
     @contextmanager
     def arriving(self, count: int, run_id: str) -> Generator[None, None, None]:
-        """Reserves places in the queue while `count` new rollouts of a run are being stored. Raises `Draining`,
-        `QueueFull` or `QuotaExceeded`."""
+        """Reserves places in the queue: for `count` new rollouts of a run while they are being stored, or for one that
+        waits to be rescored. Raises `Draining`, `QueueFull` or `QuotaExceeded`."""
         if self.is_draining:
             raise Draining("the service is shutting down")
         if count > self.room:
@@ -228,7 +232,7 @@ class Pipeline:
         """Queues rollouts that were stored now or earlier; known ones are skipped. `waited_s` is the time spent in
         another queue before this one."""
         for rollout in stored:
-            if rollout.state is State.QUEUED and not self._has(rollout.id):
+            if rollout.state is State.QUEUED and not self.has(rollout.id):
                 self.executor.queued(rollout)
                 self.scheduler.push(_row(rollout, waited_s))
                 self.event_log.publish(rollout)
@@ -237,14 +241,17 @@ class Pipeline:
                 self._notify_end(rollout)
         self.wake()
 
-    def _has(self, rollout_id: str) -> bool:
+    def has(self, rollout_id: str) -> bool:
+        """Whether the rollout is queued, being started or live."""
         return rollout_id in self.scheduler or rollout_id in self.starting or rollout_id in self.live
 
-    async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
+    async def cancel(
+        self, rollout_id: str, detail: str = "cancelled by the client", *, run: str | None = None
+    ) -> Rollout | None:
         """Cancels a rollout. Durable when it returns; a live attempt ends soon after. Returns None if the rollout is
-        not stored yet: the cancel is kept for its submit."""
+        not stored; if the client named its `run`, the cancel is kept for its submit."""
         was_queued = self.scheduler.remove(rollout_id)
-        rollout = await self.store.request_cancel(rollout_id, detail)
+        rollout = await self.store.request_cancel(rollout_id, detail, run=run)
         if rollout is not None and rollout.state is State.ENDED:
             was_queued |= self.scheduler.remove(rollout_id)  # it was submitted or requeued in between
         attempt = self.live.get(rollout_id)
@@ -272,11 +279,16 @@ class Pipeline:
 
     async def delete_run(self, run_id: str) -> None:
         """Completes `cancelling.begin_deletion`: cancels what has not ended, waits for it, and deletes the run."""
+        run = self._runs.get(run_id)
         await self.cancelling.delete(run_id)
-        self._forget_run(run_id)
+        try:
+            await self._forget_run(run_id, run)
+        finally:
+            self.cancelling.deleting.discard(run_id)
 
     async def rescore(self, rollout_id: str) -> Rollout:
-        """Evaluates saved artifacts again. The terminal record does not change; the new score is appended."""
+        """Evaluates saved artifacts again. The terminal record does not change; the new score is appended. Raises as
+        `arriving` does: until it starts, it takes a place in the queue."""
         return await self.rescoring.rescore(rollout_id)
 
     def queued_of(self, run_id: str) -> int:
@@ -284,14 +296,14 @@ class Pipeline:
         return self.scheduler.queued_of(run_id) + sum(run == run_id for run in self.starting.values())
 
     @property
-    def here(self) -> int:
+    def live_here(self) -> int:
         """Live rollouts in this process."""
         return len(self.live) - self.executor.remote
 
     @property
     def places_free(self) -> int:
         """Free places in the budget of live rollouts."""
-        return self.max_live - self.here - len(self.starting) - self.quarantined - self.rescoring.active
+        return self.max_live - self.live_here - len(self.starting) - self.quarantined - self.rescoring.active
 
     async def changed(self) -> None:
         """Waits until a place may have become free."""
@@ -336,7 +348,7 @@ class Pipeline:
         pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": self.unseated}
         pools["live"] = {
             "size": self.max_live,
-            "active": self.here + self.rescoring.active,
+            "active": self.live_here + self.rescoring.active,
             "waiting": self.rescoring.waiting,
             "quarantined": self.quarantined,
         }
@@ -371,6 +383,7 @@ class Pipeline:
 
     def _admit(self) -> None:
         self._is_awake = False
+        self.rescoring.start_next()
         self.executor.start_queued()
         due = self.scheduler.next_due()
         if self._timer is not None:
@@ -490,16 +503,22 @@ class Pipeline:
         runs_before = dict(self._runs)
         swept = await self.store.sweep(Retention(self.settings.retain_s))
         for run_id in swept.runs:
-            if self._runs.get(run_id) is runs_before.get(run_id):  # otherwise it was created again meanwhile
-                self._forget_run(run_id)
+            await self._forget_run(run_id, runs_before.get(run_id))
         for listener in self.on_swept:
             listener(swept)
-        for rollout_id in swept.rollouts:
-            await self.resources.artifacts.delete(rollout_id)
+        for start in range(0, len(swept.rollouts), LEAVINGS):
+            for rollout_id in await self.store.leavings_among(swept.rollouts[start : start + LEAVINGS]):
+                await self.resources.artifacts.delete(rollout_id)
 
-    def _forget_run(self, run_id: str) -> None:
-        self._runs.pop(run_id, None)
-        self.scheduler.forget_run(run_id)
+    async def _forget_run(self, run_id: str, run: Run | None) -> None:
+        """Forgets a run that the store has deleted, unless its owner has created it again meanwhile. Until it returns,
+        no other token can take the name: a new run must find nothing of the old one."""
+        self.event_log.forget_run(run_id)
+        for call in self.on_deleted:
+            await call(run_id)
+        if self._runs.get(run_id) is run:
+            self._runs.pop(run_id, None)
+            self.scheduler.forget_run(run_id)
 
 
 def _row(rollout: Rollout, waited_s: float = 0.0) -> QueuedRow:

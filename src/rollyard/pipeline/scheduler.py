@@ -112,20 +112,21 @@ class Scheduler:
         queue.owner.queued -= 1
         return True
 
-    def pop(self, now: float, may_go: Callable[[str], bool] = lambda _: True) -> QueuedRow | None:
-        """Removes and returns the next row of the runs that may go. It counts as live in its run until `release`."""
+    def pop(
+        self, now: float, may_go: Callable[[str], bool] = lambda _: True, *, above: int | None = None
+    ) -> QueuedRow | None:
+        """Removes and returns the next row of the runs that may go, if its priority is higher than `above`. It counts
+        as live in its run until `release`."""
         while self._delayed and self._delayed[0][0] <= now:
             _, _, row = heapq.heappop(self._delayed)
             if self._present.get(row.id) is row:
                 self._push_due(row)
         best: tuple[int, float, float, int, _RunQueue] | None = None
         for run_id, queue in self._runs.items():
-            if not queue.queued or any(
-                one.max_live is not None and one.live >= one.max_live for one in (queue, queue.owner)
-            ):
+            if not queue.queued or not _has_live_room(queue):
                 continue
             head = self._head(queue)
-            if head is None or not may_go(run_id):
+            if head is None or (above is not None and head.priority <= above) or not may_go(run_id):
                 continue
             key = (-head.priority, queue.owner.virtual_time, queue.virtual_time, head.seq, queue)
             if best is None or key[:4] < best[:4]:
@@ -143,8 +144,12 @@ class Scheduler:
             one.live += 1
         return row
 
+    def has_live_room(self, run_id: str) -> bool:
+        """Whether the quotas of the run and its owner allow another live rollout."""
+        return _has_live_room(self._queue(run_id))
+
     def adopt(self, run_id: str) -> None:
-        """Counts a rollout as live that was not popped here: one recovered in EVAL."""
+        """Counts a rollout as live that was not popped here: one recovered in EVAL, or one that is rescored."""
         self._live(run_id, 1)
 
     def release(self, run_id: str) -> None:
@@ -181,3 +186,7 @@ class Scheduler:
                 return row
             heapq.heappop(queue.rows)
         return None
+
+
+def _has_live_room(queue: _RunQueue) -> bool:
+    return all(one.max_live is None or one.live < one.max_live for one in (queue, queue.owner))

@@ -28,6 +28,10 @@ class WorkerPool:
     def waiting(self) -> int:
         return self._slots.waiting
 
+    def last_rank(self, priority: int) -> Rank:
+        """Returns the rank of a waiter that comes after all that wait now with this priority or a higher one."""
+        return self._slots.last_rank(priority)
+
     def resize(self, size: int) -> None:
         """Changes the number of slots. With zero the stage stops: what is in it continues, nothing new enters."""
         if size < 0:

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -80,6 +81,7 @@ class DrawRunner:
         self._paused_until = 0.0
         self._written = ""  # progress and batch as stored
         self._asked: set[asyncio.Task[object]] = set()
+        self._releases: set[asyncio.Task[int]] = set()  # acknowledgements that delete traces
         self._timer: asyncio.TimerHandle | None = None  # one that has not fired
         self._is_removed = False
         self.has_main_task = False  # `main` is running or about to run
@@ -252,7 +254,11 @@ class DrawRunner:
                 raise InvalidRequest(f"batch {number} cannot be acknowledged: the last closed batch is {last}")
             self.draw.progress.acked = max(self.draw.progress.acked, number)
             await self._write(GroupChanges())
-        return await self._store.acknowledge_draw(self.draw.id, number)
+            # Not awaited under the lock: it deletes the traces of any number of groups.
+            release = asyncio.create_task(self._store.acknowledge_draw(self.draw.id, number))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
+        return await release
 
     async def rewind(self, number: int, version: int, policy_version: int | None = None) -> None:
         """Applies `DrawState.rewind`. The policy must already have the checkpoint's weights, which sample what is
@@ -273,6 +279,8 @@ class DrawRunner:
                 )
             place = await self._end_of(number)
             acked_place = await self._end_of(progress.acked) if number < progress.acked else place
+            if self._releases:  # otherwise they would also release the groups that get these batches' numbers next
+                await asyncio.wait(self._releases)
             changes = GroupChanges(undone_after=number)
             taken = await self._store.delivered_groups(self.draw.id, place, 1_000_000)
             self._active_groups.rewind(number, place, version, taken, changes, acked_place=acked_place)
@@ -306,8 +314,9 @@ class DrawRunner:
                 changes = GroupChanges()
                 for is_infra in self._active_groups.look(changes, may_begin=not self._pipeline.is_draining):
                     self._hold_off(is_infra)
-                is_again = await self._decide(changes)
-                await self._write(changes)
+                with ExitStack() as places:
+                    is_again = await self._decide(changes, places)
+                    await self._write(changes, places)
         except StoreUnusable:
             raise
         except Exception as error:  # the draw cannot continue after half a decision
@@ -327,8 +336,9 @@ class DrawRunner:
         changes.groups = {name: group for name, group in changes.groups.items() if name not in unborn}
         await self._write(changes)
 
-    async def _decide(self, changes: GroupChanges) -> bool:
-        """Makes one decision. Returns whether to decide again at once."""
+    async def _decide(self, changes: GroupChanges, places: ExitStack) -> bool:
+        """Makes one decision. Returns whether to decide again at once. `places` gets the places in the queue of the
+        groups that begin: other draws of the owner must not take them before they are stored."""
         draw_state = self.draw_state
         draw_state.set_version(self._version())
         draw_state.elapsed_s = time.time() - self.draw.created_at
@@ -352,6 +362,8 @@ class DrawRunner:
         if not room:  # the queue is full of other rollouts, and no event reports room
             self.wake_in(FULL_S)
         admitted = draw_state.admit(min(MOST_AT_ONCE, room))
+        if admitted:
+            places.enter_context(self._pipeline.arriving(len(admitted) * self.draw.config.group_size, self.run.id))
         for one in admitted:
             await self._begin(one, changes)
         return bool(admitted)
@@ -401,8 +413,8 @@ class DrawRunner:
 
     # --- writing --------------------------------------------------------------------------------------
 
-    async def _write(self, changes: GroupChanges) -> None:
-        """Writes a decision, then applies it."""
+    async def _write(self, changes: GroupChanges, places: ExitStack | None = None) -> None:
+        """Writes a decision, then applies it. `places` are the reserved places in the queue."""
         draw_state = self.draw_state
         now = time.time()
         draw_state.draw = replace(draw_state.draw, progress=draw_state.progress, updated_at=now)
@@ -426,6 +438,8 @@ class DrawRunner:
             raise
         self._written = as_it_stands
         changes.submissions.clear()
+        if places is not None:
+            places.close()
         self._pipeline.enqueue(stored)
         self.notifier.ring()  # before the cancels: there may be hundreds, each a write of its own
         self._on_change()

@@ -19,6 +19,7 @@ than easy ones.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,7 +69,8 @@ def pass_curve(
     """Returns pass@k for many k, from each task's number of samples and of correct ones. Those k for which the same
     tasks have enough samples share their resamples."""
     curve: dict[int, Estimate | None] = {}
-    for tasks, together in groupby(sorted(ks), key=lambda k: sum(samples >= k for samples, _ in counts)):
+    sizes = sorted(samples for samples, _ in counts)
+    for tasks, together in groupby(sorted(ks), key=lambda k: len(sizes) - bisect_left(sizes, k)):
         these = list(together)
         if not tasks:
             curve |= dict.fromkeys(these)

@@ -19,23 +19,24 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from rollyard.core import Group, Json, Rollout, RollyardError, Run, Task
+from rollyard.core import Group, Json, RollyardError, Run, Task
 from rollyard.core.failure import Draining, NotFound, QueueFull, QuotaExceeded
+from rollyard.core.loop_yield import LoopYield
 from rollyard.pipeline import Pipeline
+from rollyard.sampling.eval_samples import SPARES, group_name, samples_of, started_tasks
 from rollyard.sampling.evaluation import (
     NOT_STARTED,
     VERSION_CHANGED,
     Rules,
+    Sample,
     TaskSamples,
     evaluated,
     label_of,
     placed,
-    sample_of,
 )
 from rollyard.sampling.groups import Groups, new_group
 from rollyard.sampling.membership import MemberFate
 from rollyard.sampling.notifier import Notifier
-from rollyard.sampling.open_group import rollouts_of
 from rollyard.store.base import EvalRecord, StoreUnusable, eval_items
 
 log = logging.getLogger("rollyard.sampling")
@@ -45,9 +46,6 @@ AHEAD = 1024
 
 AT_ONCE = 64
 """Groups started in one step."""
-
-SPARES = 1
-"""Spares of each group, in addition to the attempts of each rollout."""
 
 FULL_S = 1.0
 """Seconds between two checks of a queue that had no room."""
@@ -105,9 +103,7 @@ class EvalRunner:
 
     @property
     def _started_tasks(self) -> int:
-        """Tasks that were started."""
-        started = self.record.data.get("begun", 0)
-        return started if isinstance(started, int) else 0
+        return started_tasks(self.record)
 
     async def main(self) -> None:
         """Runs until the evaluation has ended."""
@@ -222,29 +218,36 @@ class EvalRunner:
             await self._end("done", None, None, result)
 
     async def _result(self, otherwise: str) -> dict[str, Json]:
-        record = self.record
+        record, tasks, loop_yield = self.record, list[TaskSamples](), LoopYield()
         by = record.data.get("by")
-        tasks = [
-            await self._samples(number, by if isinstance(by, str) else None, otherwise)
-            for number in range(record.tasks)
-        ]
+        empty: dict[TaskSamples, TaskSamples] = {}  # tasks without samples share one: there may be millions
+        for number in range(record.tasks):
+            task = await self._samples(number, by if isinstance(by, str) else None, otherwise)
+            tasks.append(task if task.samples else empty.setdefault(task, task))
+            await loop_yield.step()
         rules = Rules(record.k, record.samples, record.threshold, record.seed)
         return await asyncio.to_thread(evaluated, tasks, rules, has_labels=isinstance(by, str))
 
     async def _samples(self, number: int, by: str | None, otherwise: str) -> TaskSamples:
         record = self.record
-        rollouts: list[Rollout] = []
+        rollout, samples = None, list[Sample]()
         if number < self._started_tasks:
-            rollouts = await rollouts_of(self._store, group_name(record.id, number))
-            otherwise = otherwise if rollouts else "forgotten"  # retention has deleted its records
+            rollout, samples = await samples_of(self._store, record, number, otherwise)
+            otherwise = otherwise if samples else "forgotten"  # retention has deleted its records
         task = Task("")
-        if rollouts:
-            task = rollouts[0].task
+        if rollout is not None:
+            task = rollout.task
         else:
             with suppress(RollyardError):
                 task = self._make_task(await self._store.get_item(eval_items(record.id), number))
-        samples = placed((sample_of(one, otherwise) for one in rollouts), record.samples, record.version, otherwise)
-        return TaskSamples(task.environment, samples, "" if by is None else label_of(task.data, by))
+        return placed(
+            samples,
+            record.samples,
+            record.version,
+            otherwise,
+            environment=task.environment,
+            label="" if by is None else label_of(task.data, by),
+        )
 
     async def _end(
         self,
@@ -276,7 +279,3 @@ class EvalRunner:
         if started is not None:
             self.record = replace(self.record, data={**self.record.data, "begun": started})
         await self._store.put_eval(self.record)
-
-
-def group_name(eval_id: str, number: int) -> str:
-    return f"{eval_id}.{number}"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,10 +30,13 @@ from rollyard.sampling.evaluation import label_of
 from rollyard.sampling.groups import Groups
 from rollyard.sampling.notifier import Notifier
 from rollyard.sampling.open_group import check_members
-from rollyard.sampling.sources import RawTask, copy_source
+from rollyard.sampling.sources import RawTask, copy_source, creating
 from rollyard.store.base import EvalRecord, eval_items
 
 log = logging.getLogger("rollyard.sampling")
+
+MOST_SAMPLES = 1_000_000
+"""Limit on tasks × samples: at the end all samples that ran are in memory, about 0.3 KB each."""
 
 MOST_LABELS = 256
 """Limit on values of `by`: each has its own figures in the result."""
@@ -113,6 +117,7 @@ class Evals:
             raise InvalidRequest(
                 f"samples: the queue holds {self._pipeline.settings.max_queued} rollouts, not that many"
             )
+        _check_samples(len(tasks), plan.samples)
         if self._pipeline.run_of(plan.run) is not None:
             try:
                 await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})
@@ -131,9 +136,10 @@ class Evals:
             created_at=now,
             owner=plan.owner,
         )
-        labels: set[str] = set()
+        labels, numbers = set[str](), count(1)
 
         def check(raw: RawTask) -> None:
+            _check_samples(next(numbers), plan.samples)
             task = self._make_task(raw, run)
             check_members(task, plan.samples)
             if plan.by is not None:
@@ -141,34 +147,35 @@ class Evals:
                 if len(labels) > MOST_LABELS:
                     raise InvalidRequest(f"by: {plan.by!r} has more than {MOST_LABELS} values")
 
-        source = await copy_source(
-            plan.source,
-            tasks,
-            draw_id=eval_items(plan.id),
-            store=self._store,
-            environments=self._pipeline.resources.environments,
-            folders=self._folders,
-            check=check,
-        )
-        assert source.size is not None
-        record = EvalRecord(
-            id=plan.id,
-            run=plan.run,
-            policy=plan.policy,
-            version=-1,
-            k=plan.k,
-            samples=plan.samples,
-            tasks=source.size,
-            threshold=plan.threshold,
-            max_missing=plan.max_missing,
-            on_update=plan.on_update,
-            seed=plan.seed,
-            created_at=now,
-            data={"priority": plan.priority, "pool_share": plan.pool_share, "by": plan.by, "begun": 0},
-        )
-        run = await self._store.put_run(run, {**body, "eval": plan.id})
-        self._pipeline.know(run)
-        record = await self._store.put_eval(record, body)
+        async with creating(self._store, eval_items(plan.id)):
+            source = await copy_source(
+                plan.source,
+                tasks,
+                draw_id=eval_items(plan.id),
+                store=self._store,
+                environments=self._pipeline.resources.environments,
+                folders=self._folders,
+                check=check,
+            )
+            assert source.size is not None
+            record = EvalRecord(
+                id=plan.id,
+                run=plan.run,
+                policy=plan.policy,
+                version=-1,
+                k=plan.k,
+                samples=plan.samples,
+                tasks=source.size,
+                threshold=plan.threshold,
+                max_missing=plan.max_missing,
+                on_update=plan.on_update,
+                seed=plan.seed,
+                created_at=now,
+                data={"priority": plan.priority, "pool_share": plan.pool_share, "by": plan.by, "begun": 0},
+            )
+            run = await self._store.put_run(run, {**body, "eval": plan.id})
+            self._pipeline.know(run)
+            record = await self._store.put_eval(record, body)
         self._keep(record, run)
         return record
 
@@ -220,6 +227,15 @@ class Evals:
         runner = self._runners.get(group_id.rpartition(".")[0])
         if runner is not None:
             runner.group_over(group_id)
+
+
+def _check_samples(tasks: int, samples: int) -> None:
+    if tasks * samples > MOST_SAMPLES:
+        raise InvalidRequest(
+            f"an evaluation has at most {MOST_SAMPLES:,} samples: with {samples:,} of each task, that is"
+            f" {MOST_SAMPLES // samples:,} tasks, and there are more",
+            remedy="Take fewer samples of each task, or divide the tasks among several evaluations.",
+        )
 
 
 def _conflict(plan: EvalPlan, known: EvalRecord) -> IdConflict:

@@ -50,11 +50,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TaskSamples:
-    """A task's samples, one for each place: those with a reward are in the figures, the others are missing."""
+    """A task's samples: those with a reward are in the figures, the others are missing. Places without a rollout are
+    only counted: an evaluation that fails early may have millions."""
 
     environment: str
     samples: tuple[Sample, ...]
     label: str = ""  # the task's value of `by`
+    absent: int = 0  # places without a rollout
+    absent_code: str = ""  # why they have none
+
+    @property
+    def size(self) -> int:
+        return len(self.samples) + self.absent
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -62,7 +69,10 @@ class TaskSamples:
 
     @property
     def missing(self) -> Counter[str]:
-        return Counter(sample.code for sample in self.samples if sample.reward is None)
+        missing = Counter(sample.code for sample in self.samples if sample.reward is None)
+        if self.absent:
+            missing[self.absent_code] += self.absent
+        return missing
 
     def correct(self, threshold: float) -> int:
         return sum(is_correct(reward, threshold) for reward in self.rewards)
@@ -88,25 +98,29 @@ def sample_of(rollout: Rollout, otherwise: str) -> Sample:
     )
 
 
-def placed(samples: Iterable[Sample], size: int, version: int, otherwise: str = NOT_STARTED) -> tuple[Sample, ...]:
+def placed(
+    samples: Iterable[Sample],
+    size: int,
+    version: int,
+    otherwise: str = NOT_STARTED,
+    *,
+    environment: str = "",
+    label: str = "",
+) -> TaskSamples:
     """Returns a task's `size` places, filled from all its rollouts. A rollout that infrastructure lost leaves its place
-    to a spare; if no spare is left, the sample is missing."""
+    to a spare; if no spare is left, the sample is missing. `otherwise` is the code of places without a rollout."""
     ordered = sorted(samples, key=lambda sample: sample.index)
     hopeless = next((sample for sample in ordered if sample.fate is MemberFate.HOPELESS), None)
     if hopeless is not None:
-        return tuple(
-            replace(sample, reward=None, code=hopeless.code)
-            for sample in _filled([one for one in ordered if one.index < size], size, hopeless.code)
-        )
+        first = [one for one in ordered if one.index < size]
+        chosen = [replace(sample, reward=None, code=hopeless.code) for sample in first]
+        return TaskSamples(environment, tuple(chosen), label, size - len(chosen), hopeless.code)
     stood = [sample for sample in ordered if sample.fate is not MemberFate.LOST][:size]
     lost = [sample for sample in ordered if sample.fate is MemberFate.LOST]
     short = min(size - len(stood), len(lost))
     chosen = sorted([*stood, *lost[len(lost) - short :]], key=lambda sample: sample.index)
-    return tuple(_pinned(sample, version) for sample in _filled(chosen, size, otherwise))
-
-
-def _filled(samples: Sequence[Sample], size: int, code: str) -> list[Sample]:
-    return [*samples, *(Sample(-1, "", code=code) for _ in range(size - len(samples)))]
+    pinned = tuple(_pinned(sample, version) for sample in chosen)
+    return TaskSamples(environment, pinned, label, size - len(pinned), otherwise)
 
 
 def _pinned(sample: Sample, version: int) -> Sample:
@@ -117,7 +131,9 @@ def _pinned(sample: Sample, version: int) -> Sample:
 
 def evaluated(tasks: Sequence[TaskSamples], rules: Rules, *, has_labels: bool = False) -> dict[str, Json]:
     """Returns the result of an evaluation as it is stored and returned to clients."""
-    missing = sum((task.missing for task in tasks), Counter[str]())
+    missing = Counter[str]()
+    for task in tasks:
+        missing.update(task.missing)
     environments = _parts(tasks, lambda task: task.environment)
     parts = {name: measured(part, rules) for name, part in environments.items()}
     result: dict[str, Json] = {
@@ -151,7 +167,7 @@ def measured(tasks: Sequence[TaskSamples], rules: Rules) -> dict[str, Json]:
     return {
         "tasks": len(tasks),
         "samples": len(scored),
-        "missing": sum(len(task.samples) for task in tasks) - len(scored),
+        "missing": sum(task.size for task in tasks) - len(scored),
         "reward": _estimate_json(reward_over_tasks([task.rewards for task in tasks], seed=rules.seed)),
         "pass_at": {str(k): _estimate_json(estimate) for k, estimate in curve.items()},
         "turns": _mean([sample.turns for sample in scored]),

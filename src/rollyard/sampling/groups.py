@@ -15,10 +15,12 @@ from dataclasses import replace
 from functools import partial
 
 from rollyard.core import Group, GroupState, Json, Rollout, RollyardError, Task
+from rollyard.core.failure import NotFound
+from rollyard.core.loop_yield import LoopYield
 from rollyard.pipeline import Pipeline
 from rollyard.sampling.notifier import Notifier
 from rollyard.sampling.open_group import OpenGroup, catch_up, check_members
-from rollyard.store.base import Decision, StoreUnusable
+from rollyard.store.base import Decision, StoreUnusable, Submission
 
 log = logging.getLogger("rollyard.sampling")
 
@@ -53,11 +55,15 @@ class Groups:
     async def put(self, entries: Sequence[tuple[Group, Task, Mapping[str, Json]]]) -> list[Group]:
         """Stores groups and queues their rollouts; durable when it returns. An existing one with this body is
         returned."""
-        for group, task, _ in entries:
-            check_members(task, group.size)
-        opened = [OpenGroup(group, task) for group, task, _ in entries]
-        submissions = [new for one in opened for new in one.begin(range(one.group.size))]
-        with self._pipeline.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
+        count = sum(group.size for group, _, _ in entries)
+        # Room first: a short request may name more rollouts than fit into memory.
+        with self._pipeline.arriving(count, entries[0][0].run if entries else ""):
+            opened, submissions, loop_yield = list[OpenGroup](), list[Submission](), LoopYield()
+            for group, task, _ in entries:
+                check_members(task, group.size)
+                opened.append(OpenGroup(group, task))
+                submissions += opened[-1].begin(range(group.size))
+                await loop_yield.step()
             for one in opened:
                 self._open.setdefault(one.id, one)  # before the commit: a member may end right after it
             already_open = {one.id for one in opened if self._open[one.id] is not one}
@@ -98,6 +104,12 @@ class Groups:
         self._notify(group_id)
         return group
 
+    def close_run(self, run_id: str) -> None:
+        """Forgets the open groups of a run that is about to be deleted: they are deleted with it, and nothing more may
+        be written of them."""
+        for group_id in [opened.id for opened in self._open.values() if opened.group.run == run_id]:
+            del self._open[group_id]
+
     async def wait(self, group_id: str, within_s: float) -> Group:
         """Returns the record when it is no longer open, or in its current state when `within_s` is over."""
         look = partial(self._store.get_group, group_id)
@@ -117,6 +129,8 @@ class Groups:
                     await self._look(opened)
                 except StoreUnusable:
                     raise
+                except NotFound:  # its run was deleted meanwhile
+                    self._open.pop(group_id, None)
                 except Exception as error:  # a spare's id is taken, for example: ends only this group
                     log.exception("a group failed unexpectedly", extra={"group": group_id})
                     reason = error.code if isinstance(error, RollyardError) else "internal_error"

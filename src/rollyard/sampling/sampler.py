@@ -26,7 +26,7 @@ from rollyard.sampling.evals import Evals
 from rollyard.sampling.filters import GroupFilter, MissingFilter, keep_of
 from rollyard.sampling.groups import Groups
 from rollyard.sampling.open_group import check_members
-from rollyard.sampling.sources import RawTask, copy_source
+from rollyard.sampling.sources import RawTask, copy_source, creating
 from rollyard.store.base import Decision, StoreUnusable, SweepResult
 
 log = logging.getLogger("rollyard.sampling")
@@ -52,6 +52,7 @@ class Sampler:
     async def __aenter__(self) -> Self:
         self._pipeline.on_end.append(self._ended)  # first: ends that occur while the store is read count, too
         self._pipeline.on_swept.append(self._swept)
+        self._pipeline.on_deleted.append(self._forget_run)
         self._router.on_version.append(self._versioned)
         unfinished: dict[str | None, list[Group]] = defaultdict(list)
         for group in await self._store.unfinished_groups():
@@ -71,6 +72,7 @@ class Sampler:
     async def __aexit__(self, *_: object) -> None:
         self._pipeline.on_end.remove(self._ended)
         self._pipeline.on_swept.remove(self._swept)
+        self._pipeline.on_deleted.remove(self._forget_run)
         self._router.on_version.remove(self._versioned)
         for task in self._tasks:
             task.cancel()
@@ -105,7 +107,7 @@ class Sampler:
             def check(raw: RawTask) -> None:
                 check_members(self._make_task(raw, run), config.group_size)
 
-            try:
+            async with creating(self._store, draw_id):
                 source = await copy_source(
                     config.source,
                     tasks,
@@ -115,12 +117,10 @@ class Sampler:
                     folders=self._folders,
                     check=check,
                 )
-            except RollyardError:
-                await self._store.put_items(draw_id, 0, [])
-                raise
-            now = time.time()
-            draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
-            return await self._load(await self._store.put_draw(draw, body), [])
+                now = time.time()
+                draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
+                draw = await self._store.put_draw(draw, body)
+            return await self._load(draw, [])
 
     async def runner(self, draw_id: str) -> DrawRunner:
         """Returns the runner of a draw, ended or not. Raises NotFound."""
@@ -134,9 +134,9 @@ class Sampler:
         """Returns the runner of a draw if it is in memory, as that of every active draw is."""
         return self._draws.get(draw_id)
 
-    def active_of(self, owner: str) -> int:
-        """The number of active draws in the runs of an owner."""
-        return sum(runner.draw.is_active and runner.run.owner == owner for runner in self._draws.values())
+    def active_of(self, owner: str) -> set[str]:
+        """The active draws in the runs of an owner."""
+        return {key for key, runner in self._draws.items() if runner.draw.is_active and runner.run.owner == owner}
 
     async def rewind(self, draw_id: str, batch: int, version: int, policy_version: int | None = None) -> DrawRunner:
         runner = await self.runner(draw_id)
@@ -156,13 +156,23 @@ class Sampler:
         await self._pipeline.delete_run(run_id)
 
     async def close_run(self, run_id: str) -> None:
-        """Ends all draws and evaluations of a run that is about to be deleted."""
+        """Ends all draws, evaluations and groups of a run that is about to be deleted."""
         await self.evals.close_run(run_id)
+        self.groups.close_run(run_id)
         for runner in list(self._draws.values()):
             if runner.draw.run == run_id:
                 await runner.close("closed", "its run was deleted")
-                self._draws.pop(runner.draw.id, None)
-                runner.let_go()
+        self._drop_draws(run_id)
+
+    async def _forget_run(self, run_id: str) -> None:
+        self._drop_draws(run_id)  # one may have been read again during the deletion
+        self.groups.notifier.ring()
+        self.evals.notifier.ring()
+
+    def _drop_draws(self, run_id: str) -> None:
+        for runner in [runner for runner in self._draws.values() if runner.draw.run == run_id]:
+            del self._draws[runner.draw.id]
+            runner.let_go()
 
     async def _take_up(self, draw: Draw, groups: Sequence[Group]) -> None:
         """Resumes a draw of an earlier process. An error in it ends the draw, not the service."""

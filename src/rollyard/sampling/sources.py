@@ -10,7 +10,8 @@ Errors are reported with their place (`FILE:LINE`) before anything is started.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,16 @@ MOST_TASKS = 2_000_000
 """Limit on the tasks of one source: an environment may generate without end."""
 
 RawTask = Mapping[str, Json]
+
+
+@asynccontextmanager
+async def creating(store: Store, draw_id: str) -> AsyncGenerator[None, None]:
+    """Deletes the tasks of a draw again if it cannot be created. If the service ends meanwhile, its next start does."""
+    try:
+        yield
+    except Exception:
+        await store.put_items(draw_id, 0, [])
+        raise
 
 
 async def copy_source(

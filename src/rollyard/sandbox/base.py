@@ -98,10 +98,12 @@ class SandboxEnd:
 
 
 class Process(Protocol):
-    """A process started by `spawn`. `pid` is the host's number, for /proc only: signals are sent through a pidfd."""
+    """A process started by `spawn`."""
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """The host's number, for /proc only: signals are sent through a pidfd."""
+        ...
 
     async def wait(self) -> int:
         """Returns its exit status (−signal if a signal ended it). May be awaited more than once."""
@@ -114,11 +116,18 @@ class Process(Protocol):
 
 @runtime_checkable
 class Sandbox(Protocol):
-    @property
-    def id(self) -> str: ...
+    """A place in which commands run isolated from the host; the module's docstring has its invariants. A call after its
+    end raises the failure of the cause: SandboxLost, or a PolicyFailure."""
 
     @property
-    def spec(self) -> SandboxSpec: ...
+    def id(self) -> str:
+        """The sandbox's id, unique on this machine."""
+        ...
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """The specification that it was started with."""
+        ...
 
     @property
     def control_dir(self) -> Path:
@@ -159,7 +168,7 @@ class Sandbox(Protocol):
 
     @property
     def end(self) -> SandboxEnd | None:
-        """None while it lives."""
+        """How it ended; None while it lives."""
         ...
 
     async def ended(self) -> SandboxEnd:
@@ -201,11 +210,12 @@ class Sandbox(Protocol):
         ...
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Writes a whole file and creates the folders above it."""
+        """Writes a whole file and creates the folders above it. Raises OSError, or ValueError for a path through a
+        link."""
         ...
 
     async def upload(self, source: Path, path: str) -> None:
-        """Copies a host file or folder to `path`."""
+        """Copies a host file or folder to `path`. Raises OSError or ValueError as `write` does."""
         ...
 
     async def download(self, path: str, target: Path, *, limit_bytes: int) -> Literal["file", "tar"]:
@@ -213,7 +223,8 @@ class Sandbox(Protocol):
         ...
 
     async def unpack(self, archive: Path, path: str) -> None:
-        """Unpacks a tar archive made by `download` into the folder `path`."""
+        """Unpacks a tar archive made by `download` into the folder `path`. Raises OSError or ValueError as `write`
+        does."""
         ...
 
     def renew(self, lease_s: float) -> None:

@@ -149,8 +149,8 @@ class LayerCache:
     async def get(self, key: str, make: Make, *, terms: str = "") -> LayerLease:
         """Returns a lease of this key's layer, made by `make(path)` if there is none. The caller must release it.
 
-        `terms` covers what decides whether `make` fails but not what it writes (its deadline, its limits): a cached
-        failure applies only to callers with the same terms.
+        `terms` covers what decides whether `make` fails but not what it writes (its deadline): a cached failure
+        applies only to callers with the same terms.
         """
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not a layer key")

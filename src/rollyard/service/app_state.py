@@ -13,7 +13,7 @@ from rollyard.agents.session import SessionAgent
 from rollyard.catalog import Catalog
 from rollyard.core import DEFAULT_RUN, Json, Run, check_id, key_of
 from rollyard.core.access import AuditEntry
-from rollyard.core.failure import AmbiguousId, Forbidden, NotFound, QuotaExceeded
+from rollyard.core.failure import AmbiguousId, Forbidden, NotFound
 from rollyard.engines.routing.router import Router
 from rollyard.fleet.head import FleetHead
 from rollyard.fleet.ray_host import RayHost
@@ -24,6 +24,7 @@ from rollyard.service.history import History
 from rollyard.service.security.access import Caller, caller_of, owns_policy
 from rollyard.service.security.keys import SessionKeys
 from rollyard.service.security.logins import Logins
+from rollyard.service.security.quotas import CreationQuotas
 from rollyard.service.security.tokens import Tokens
 from rollyard.service.settings import Settings
 from rollyard.store.base import ItemKind, Store
@@ -50,6 +51,7 @@ class AppState:
     sampler: Sampler
     catalog: Catalog
     history: History
+    quotas: CreationQuotas
     keys: SessionKeys
     sessions: SessionAgent  # holds the open sessions
     runtimes: Mapping[str, Mapping[str, str]]  # the result of each runtime's probe at start
@@ -75,26 +77,15 @@ class AppState:
             raise NotFound(f"there is no run {run_id!r}", remedy=NO_RUN)
         return stored_run
 
-    def require_room_for_run(self, caller: Caller) -> None:
-        """Raises `QuotaExceeded` if the caller may create no more runs. All runs are in memory, with their defaults,
-        and every listing goes through them."""
-        most = self.settings.max_runs
-        if not caller.is_admin and sum(run.owner == caller.name for run in self.pipeline.runs) >= most:
-            raise QuotaExceeded(
-                f"this token has created {most} runs, which is the limit (max_runs)", remedy="Delete runs."
-            )
+    def require_still(self, caller: Caller, run_id: str) -> None:
+        """For a call that has waited: raises `NotFound` if the caller may not read the run any more. It may have been
+        deleted meanwhile, and its name may be that of another tenant's run."""
+        if not self.reads_still(caller, run_id):
+            raise NotFound(f"there is no run {run_id!r}", remedy=NO_RUN)
 
-    def require_room_for_draw(self, caller: Caller, key: str) -> None:
-        """Raises `QuotaExceeded` if the caller may have no more active draws: their tasks and samples are in memory."""
-        runner = self.sampler.loaded(key)
-        if caller.is_admin or (runner is not None and runner.draw.is_active):
-            return
-        most = self.settings.max_draws
-        if self.sampler.active_of(caller.name) >= most:
-            raise QuotaExceeded(
-                f"the runs of this token have {most} active draws, which is the limit (max_draws)",
-                remedy="Close draws that no trainer reads.",
-            )
+    def reads_still(self, caller: Caller, run_id: str) -> bool:
+        run = self.pipeline.run_of(run_id)
+        return run is not None and caller.reads(run)
 
     def readable(self, caller: Caller) -> list[Run]:
         """All runs that the caller may read."""

@@ -50,6 +50,7 @@ from rollyard.service.schemas.engine import EngineBody
 from rollyard.service.security.bounds import end_all
 from rollyard.service.security.keys import load_keys
 from rollyard.service.security.logins import Logins
+from rollyard.service.security.quotas import CreationQuotas
 from rollyard.service.security.tokens import Tokens, load_tokens
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.service.tasks import checked_task
@@ -120,7 +121,7 @@ async def open_app(
             Catalog(settings.data_dir, store, is_busy=lambda: bool(pipeline.live))
         )
         pipeline.on_end.append(catalog.wake)
-        pipeline.cancelling.on_deleted.append(catalog.forget_run)
+        pipeline.on_deleted.append(catalog.forget_run)
         history = await stack.enter_async_context(History(pipeline, router))
         app_state = AppState(
             settings=settings,
@@ -133,6 +134,7 @@ async def open_app(
             sampler=sampler,
             catalog=catalog,
             history=history,
+            quotas=CreationQuotas(pipeline, sampler, max_runs=settings.max_runs, max_draws=settings.max_draws),
             keys=keys,
             sessions=_sessions(agents),
             runtimes=probes,

@@ -67,7 +67,7 @@ def snapshot(pipeline: Pipeline, router: Router) -> Snapshot:
                 node.room.want,
                 node.heard_s_ago,
                 node.is_drained,
-                {use.engine: use.is_reachable for use in node.standing.engines},
+                {use.engine: use.is_reachable for use in node.status.engines},
             )
             for node in nodes
         },

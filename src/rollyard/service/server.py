@@ -17,7 +17,6 @@ import contextlib
 import errno
 import gc
 import logging
-import os
 import resource
 import signal
 import socket
@@ -31,6 +30,7 @@ import uvloop
 
 from rollyard.agents.registry import Agents
 from rollyard.core.address import split_pin, with_pin
+from rollyard.core.files import replacing
 from rollyard.core.texts import cannot_listen
 from rollyard.core.version import __version__
 from rollyard.envs.registry import Environments
@@ -146,9 +146,8 @@ def url_of(listener: socket.socket, tls: Tls | None = None) -> str:
 @contextlib.contextmanager
 def _announced(path: Path, url: str) -> Generator[None, None, None]:
     """Writes the URL to a file below data_dir, where the CLI finds it, and removes the file at the end."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(url + "\n")
-    draft.replace(path)
+    with replacing(path) as file:
+        file.write(f"{url}\n".encode())
     try:
         yield
     finally:

@@ -98,7 +98,7 @@ class EngineSettings(BaseModel):
     )
     tokenizer: str = Field(default="", description="A folder or hub name; empty: found by its model.")
     renderer: str = Field(default="", description="The chat renderer; empty: chosen by the model's name.")
-    capacity: Count = Field(default=256, description="Most sessions at once.")
+    capacity: Count = Field(default=256, description="Maximum number of sessions at once.")
     admission: Literal["adaptive", "fixed"] = Field(
         default="adaptive", description="Limit on sessions: what its KV cache allows up to capacity, or capacity."
     )
@@ -170,13 +170,19 @@ class Settings(BaseModel):
     sandbox_cpus: float | None = Field(
         default=None, gt=0, description="Default CPU limit of a sandbox; unset: all CPUs."
     )
-    max_task_memory_bytes: int = Field(default=1 << 40, ge=1 << 20, description="Most memory that a task may request.")
-    max_task_disk_bytes: int = Field(
-        default=4 << 40, ge=1 << 20, description="Most disk space that a task may request."
+    max_task_memory_bytes: int = Field(
+        default=1 << 40, ge=1 << 20, description="Maximum memory that a task may request."
     )
-    max_task_files: int = Field(default=10_000_000, ge=1, description="Most files that a task may request.")
-    max_task_cpus: float = Field(default=1024, gt=0, description="Most CPUs that a task may request.")
-    max_task_processes: Count = Field(default=65_536, description="Most processes that a task may request.")
+    max_task_disk_bytes: int = Field(
+        default=4 << 40, ge=1 << 20, description="Maximum disk space that a task may request."
+    )
+    max_task_files: int = Field(
+        default=10_000_000, ge=1, description="Maximum number of files that a task may request."
+    )
+    max_task_cpus: float = Field(default=1024, gt=0, description="Maximum number of CPUs that a task may request.")
+    max_task_processes: Count = Field(
+        default=65_536, description="Maximum number of processes that a task may request."
+    )
     max_task_s: Seconds = Field(
         default=7 * 86_400.0,
         description="Longest deadline of a stage that a task may request; also the default, if shorter.",
@@ -244,16 +250,22 @@ class Settings(BaseModel):
     run_slots: Count = Field(default=256, description="Rollouts in RUN at once.")
     eval_slots: Count = Field(default=32, description="Rollouts in EVAL at once.")
     ready_slots: int = Field(default=16, ge=0, le=1_000_000, description="Size of the READY buffer.")
-    max_live: Count | None = Field(default=None, description="Most live sandboxes; unset: the sum of all slots.")
+    max_live: Count | None = Field(
+        default=None, description="Maximum number of live sandboxes; unset: the sum of all slots."
+    )
     max_runs: Count = Field(
-        default=5000, description="Most runs that one token may have created; evaluations have a run each."
+        default=5000, description="Maximum number of runs that one token may have created; evaluations have a run each."
     )
-    max_draws: Count = Field(default=500, description="Most active draws in the runs that one token has created.")
+    max_draws: Count = Field(
+        default=500, description="Maximum number of active draws in the runs that one token has created."
+    )
     max_queued: Count = Field(
-        default=100_000, le=10_000_000, description="Most queued rollouts; further submits get 429."
+        default=100_000, le=10_000_000, description="Maximum number of queued rollouts; further submits get 429."
     )
-    max_attempts: Count = Field(default=3, description="Most attempts at a rollout if infrastructure fails.")
-    eval_attempts: Count = Field(default=3, description="Most attempts at scoring a rollout.")
+    max_attempts: Count = Field(
+        default=3, description="Maximum number of attempts at a rollout if infrastructure fails."
+    )
+    eval_attempts: Count = Field(default=3, description="Maximum number of attempts at scoring a rollout.")
     drain_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="Seconds for RUN and EVAL at shutdown.")
     on_term: Literal["drain", "stop"] = Field(
         default="drain",
@@ -281,12 +293,13 @@ class Settings(BaseModel):
     max_header_bytes: int = Field(
         default=32 << 10, ge=1024, le=1 << 20, description="Largest headers of a request, including its URL."
     )
-    max_headers: Count = Field(default=128, description="Most headers of a request.")
+    max_headers: Count = Field(default=128, description="Maximum number of headers of a request.")
     max_connections: Count = Field(
-        default=4096, description="Most open connections; never more than half of the process's open files."
+        default=4096,
+        description="Maximum number of open connections; never more than half of the process's open files.",
     )
     max_connections_per_address: Count = Field(
-        default=2048, description="Most open connections from one IPv4 address or one IPv6 /64."
+        default=2048, description="Maximum number of open connections from one IPv4 address or one IPv6 /64."
     )
     http_header_s: Seconds = Field(default=10.0, description="Seconds to receive the headers of a request.")
     http_body_s: Seconds = Field(default=60.0, description="Seconds to receive a body, plus one for each KiB received.")

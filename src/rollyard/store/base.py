@@ -5,7 +5,8 @@ Invariants, tested for every store by `rollyard.testing.store_conformance`:
   it is `IdConflict`, and nothing of that call is stored.
 - A rollout ends once: `end` is a compare-and-set on position and epoch; a second caller gets `Stale`.
 - An ended record is visible only after its commit, which gives it the next number in the terminal order.
-- A cancel that arrives before its submit wins: the submit finds the tombstone and ends as cancelled.
+- A cancel that arrives before its submit wins: the submit finds the tombstone and ends as cancelled. Tombstones are
+  deleted with their run, and are stored only in a run that exists: a later run of that name has none.
 - Moves are written in the order of the calls; a caller that need not wait for the disk does not await.
 - Only one process has a store open. Each opening increments the epoch; rows of an older epoch are requeued, except
   those that are leased to a node, if the opener keeps leases.
@@ -111,6 +112,8 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Page:
+    """A page of a listing of rollouts."""
+
     rollouts: tuple[Rollout, ...]
     next_cursor: str | None  # pass as `after`. None: no more; for ended, only on an empty page (repeat the call later)
 
@@ -214,11 +217,17 @@ class ItemKind(StrEnum):
 
 
 class Store(Protocol):
-    @property
-    def epoch(self) -> int: ...
+    """The durable record of a service. A write for an attempt that is no longer the rollout's raises `Stale`."""
 
     @property
-    def recovered(self) -> Recovery: ...
+    def epoch(self) -> int:
+        """The number of this opening of the store. Writes of earlier ones are refused."""
+        ...
+
+    @property
+    def recovered(self) -> Recovery:
+        """What the opening did with the rollouts of the last process."""
+        ...
 
     @property
     def broken(self) -> str | None:
@@ -231,9 +240,13 @@ class Store(Protocol):
         """Idempotent by id, like submit. Returns the stored run."""
         ...
 
-    async def get_run(self, run_id: str) -> Run: ...
+    async def get_run(self, run_id: str) -> Run:
+        """Returns a run. Raises `NotFound`."""
+        ...
 
-    async def list_runs(self) -> Sequence[Run]: ...
+    async def list_runs(self) -> Sequence[Run]:
+        """Returns all runs, in order of creation."""
+        ...
 
     async def begin_deletion(self, run_id: str) -> None:
         """Refuses further submissions to the run, and leaves its rollouts out of `queued`; `delete_run` must follow."""
@@ -270,8 +283,9 @@ class Store(Protocol):
         `NotFound` for an unknown run; `IdConflict` also for an id that occurs twice in the call."""
         ...
 
-    async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
-        """Ends a queued rollout, marks a live one, or stores a tombstone (None). Durable before it returns."""
+    async def request_cancel(self, rollout_id: str, detail: str, *, run: str | None = None) -> Rollout | None:
+        """Ends a queued rollout or marks a live one. None: it is unknown; with `run`, a tombstone is stored, unless
+        there is no such run. Durable before it returns."""
         ...
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> Sequence[str]:
@@ -307,7 +321,9 @@ class Store(Protocol):
         """Records that its EVAL was stopped, not lost: the next opening repeats it without counting that."""
         ...
 
-    async def saved_run(self, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None: ...
+    async def saved_run(self, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None:
+        """Returns the results of RUN as `save_run` stored them; None if there are none."""
+        ...
 
     async def end(
         self,
@@ -327,7 +343,9 @@ class Store(Protocol):
         ...
 
     # reading
-    async def get(self, rollout_id: str) -> Rollout: ...
+    async def get(self, rollout_id: str) -> Rollout:
+        """Returns a rollout. Raises `NotFound`."""
+        ...
 
     async def get_many(self, ids: Sequence[str]) -> Sequence[Rollout]:
         """In the order given; unknown ids are left out."""
@@ -405,7 +423,9 @@ class Store(Protocol):
         """Commits a `Decision`. Durable before it returns; returns the rollouts as stored."""
         ...
 
-    async def get_group(self, group_id: str) -> Group: ...
+    async def get_group(self, group_id: str) -> Group:
+        """Returns a group. Raises `NotFound`."""
+        ...
 
     async def count_groups(self, run_id: str, by: GroupAxis, width: int) -> Sequence[GroupCount]:
         """Returns how many of a run's groups are in which state, for each span of their last change or of their newest
@@ -440,7 +460,9 @@ class Store(Protocol):
         """Idempotent by id."""
         ...
 
-    async def get_draw(self, draw_id: str) -> Draw: ...
+    async def get_draw(self, draw_id: str) -> Draw:
+        """Returns a draw. Raises `NotFound`."""
+        ...
 
     async def list_draws(self, runs: Sequence[str] | None = None) -> Sequence[Draw]:
         """Returns the draws of these runs, or of all, in order of creation."""
@@ -457,15 +479,21 @@ class Store(Protocol):
         why no task may be added: `SourceClosed` then, unless all of them exist."""
         ...
 
-    async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]: ...
+    async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]:
+        """Returns a task of a draw by its number. Raises `NotFound`."""
+        ...
 
-    async def count_items(self, draw_id: str) -> int: ...
+    async def count_items(self, draw_id: str) -> int:
+        """Returns the number of tasks of a draw."""
+        ...
 
     async def list_batches(self, draw_id: str, before: int | None, limit: int) -> Sequence[Batch]:
         """Returns the batches of a draw before that number, newest first."""
         ...
 
-    async def get_batch(self, draw_id: str, number: int) -> Batch: ...
+    async def get_batch(self, draw_id: str, number: int) -> Batch:
+        """Returns a batch of a draw. Raises `NotFound`."""
+        ...
 
     async def acknowledge_draw(self, draw_id: str, batch: int) -> int:
         """Deletes the traces of batches up to this one, which the trainer has saved. Returns the number of groups."""
@@ -475,16 +503,22 @@ class Store(Protocol):
         """With a body: a new one, idempotent by id. Without: a change."""
         ...
 
-    async def get_eval(self, eval_id: str) -> EvalRecord: ...
+    async def get_eval(self, eval_id: str) -> EvalRecord:
+        """Returns an evaluation. Raises `NotFound`."""
+        ...
 
-    async def list_evals(self) -> Sequence[EvalRecord]: ...
+    async def list_evals(self) -> Sequence[EvalRecord]:
+        """Returns all evaluations, in order of creation."""
+        ...
 
     # engines that clients added
     async def put_engine(self, spec: EngineSpec) -> None:
         """Stores an engine, and replaces one with the same id."""
         ...
 
-    async def engines(self) -> Sequence[EngineSpec]: ...
+    async def engines(self) -> Sequence[EngineSpec]:
+        """Returns all engines."""
+        ...
 
     async def delete_engine(self, engine_id: str) -> None:
         """Does nothing if the engine does not exist."""
@@ -495,7 +529,9 @@ class Store(Protocol):
         """Replaces one with the same name. Durable before it returns."""
         ...
 
-    async def policies(self) -> Sequence[PolicyRecord]: ...
+    async def policies(self) -> Sequence[PolicyRecord]:
+        """Returns all policies."""
+        ...
 
     # access
     async def put_token(self, record: TokenRecord) -> None:
@@ -506,7 +542,9 @@ class Store(Protocol):
         """In order of creation."""
         ...
 
-    async def delete_token(self, token_id: str) -> None: ...
+    async def delete_token(self, token_id: str) -> None:
+        """Does nothing if the token does not exist."""
+        ...
 
     async def put_login(self, record: LoginRecord) -> None:
         """Stores a new sign-in. Durable before it returns."""
@@ -550,4 +588,10 @@ class Store(Protocol):
         that no file is left behind."""
         ...
 
-    async def close(self) -> None: ...
+    async def leavings_among(self, ids: Sequence[str]) -> Sequence[str]:
+        """Returns those of the rollouts that a sweep returned whose ids were not submitted again since."""
+        ...
+
+    async def close(self) -> None:
+        """Commits what is queued and releases the lock. Idempotent."""
+        ...

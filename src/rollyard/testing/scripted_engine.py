@@ -38,6 +38,7 @@ import orjson
 from aiohttp import web
 
 from rollyard.core.engine import TOKENIZER_PATH
+from rollyard.core.trace import common_prefix
 from rollyard.testing.script import (
     END,
     START,
@@ -62,7 +63,7 @@ from rollyard.testing.scripted_dialects import (
     chat_prompt,
     spoil,
 )
-from rollyard.testing.scripted_sampling import Finish, LogprobsMode, Sampled, common_prefix, cut_at_text, cut_reply
+from rollyard.testing.scripted_sampling import Finish, LogprobsMode, Sampled, cut_at_text, cut_reply
 from rollyard.testing.scripted_streams import MIDWAY, stream_out
 from rollyard.testing.scripted_work import ScriptedGeneration, ScriptedGenerations
 from rollyard.testing.tokenizer_files import tokenizer_dir
@@ -482,7 +483,7 @@ class ScriptedEngine:
             return 0
         known = self._prefixes.get((session_id, salt))
         _remember(self._prefixes, (session_id, salt), array("i", [*prompt, *sampled]))
-        return 0 if known is None else min(common_prefix(known, prompt), len(prompt) - 1)
+        return 0 if known is None else min(common_prefix(known, array("i", prompt)), len(prompt) - 1)
 
     def _encode(self, reply: Reply) -> list[int]:
         if reply.token_ids is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -121,19 +120,3 @@ def cut_reply(
         if stop in ids:
             ids = ids[: ids.index(stop) + 1]
     return (ids, "stop") if len(ids) <= max_tokens else (ids[:max_tokens], "length")
-
-
-def common_prefix(known: array[int], prompt: Sequence[int]) -> int:
-    """Returns the length of the common prefix. The usual case, all of `known`, takes one comparison."""
-    new = array("i", prompt)
-    size = min(len(known), len(new))
-    if known[:size] == new[:size]:
-        return size
-    low, high = 0, size  # known[:low] is equal, known[:high] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if known[low:middle] == new[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

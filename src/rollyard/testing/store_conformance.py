@@ -345,8 +345,9 @@ def _is_cancelled(rollout: Rollout | None) -> bool:
 @_check
 async def a_cancel_before_its_submit_wins(open_store: Open) -> None:
     async with opened(open_store) as store:
-        assert await store.request_cancel("a", "too late") is None
-        assert await store.request_cancel("a", "again") is None
+        assert await store.request_cancel("a", "too late", run="run") is None
+        assert await store.request_cancel("a", "again", run="run") is None
+        assert await store.request_cancel("b", "of no run") is None
     async with opened(open_store) as store:
         (rollout, other) = await store.submit([submission("a"), submission("b")])
         assert _is_cancelled(rollout) and not _is_cancelled(other)
@@ -354,6 +355,21 @@ async def a_cancel_before_its_submit_wins(open_store: Open) -> None:
         assert rollout.ending.failure.detail == "too late"
         assert list(await store.submit([submission("a")])) == [rollout]
         assert await ended_ids(store) == ["a"]
+
+
+@_check
+async def tombstones_are_deleted_with_their_run(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_run(Run("swept"), {})
+        assert await store.request_cancel("a", "too late", run="run") is None
+        assert await store.request_cancel("b", "too late", run="swept") is None
+        await store.delete_run("run")
+        assert await store.request_cancel("c", "too late", run="run") is None
+        assert (await store.sweep(Retention(0))).runs == ("swept",)
+        await store.put_run(Run("run"), {})
+        await store.put_run(Run("swept"), {})
+        came = await store.submit([submission("a"), submission("b", run="swept"), submission("c")])
+        assert not any(_is_cancelled(rollout) for rollout in came)
 
 
 @_check
@@ -670,7 +686,7 @@ async def a_sweep_deletes_expired_rollouts(open_store: Open) -> None:
     async with opened(open_store) as store:
         await _end_all(store, [f"r{i:03}" for i in range(130)])
         await store.submit([submission("queued")])
-        await store.request_cancel("never came", "")
+        await store.request_cancel("never came", "", run="run")
         before = (await store.list(state=State.ENDED, limit=1000)).next_cursor
         assert await store.sweep(Retention(3600)) == SweepResult()
         assert len((await store.sweep(Retention(0))).rollouts) == 130
@@ -702,6 +718,8 @@ async def deleting_a_run_deletes_its_rollouts(open_store: Open) -> None:
         assert again.position == QUEUED
         leavings = (await store.sweep(Retention(3600))).rollouts
         assert len(leavings) == 130 and "r000" not in leavings  # the id is in use again: its files stay
+        await store.submit([submission("r001")])
+        assert list(await store.leavings_among(["r001", "r002", "unknown"])) == ["r002"]
 
 
 @_check

@@ -162,6 +162,18 @@ async def tasks_of_a_draw_are_stored_and_pushed_once(open_store: Open) -> None:
 
 
 @_check
+async def an_opening_deletes_tasks_of_draws_that_were_never_stored(open_store: Open) -> None:
+    names = ("a", "d", eval_items("d"), eval_items("e"), "z")
+    async with opened(open_store) as store:
+        for name in names:
+            await store.put_items(name, 0, [{"n": 0}, {"n": 1}])
+        await store.put_draw(draw(), {})
+        await store.put_eval(EvalRecord("e", "run", "default", 0), {})
+    async with opened(open_store) as store:
+        assert [await store.count_items(name) for name in names] == [0, 2, 0, 2, 0]
+
+
+@_check
 async def unacknowledged_groups_of_a_live_draw_are_not_deleted(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_draw(draw(), {})
@@ -289,6 +301,23 @@ async def deleting_a_run_deletes_its_draws(open_store: Open) -> None:
         await raises(NotFound, store.get_batch("d", 1))
         await raises(NotFound, store.get_eval("e"))
         assert await store.count_items("d") == 0 and [one.id for one in await store.list_draws()] == ["theirs"]
+
+
+@_check
+async def nothing_is_written_of_a_run_that_was_deleted(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        group, record = Group("g", "run", 1), EvalRecord("e", "run", "default", 1)
+        await store.put_groups([(group, {})], [])
+        await store.put_eval(record, {})
+        await store.begin_deletion("run")
+        await raises(NotFound, store.put_eval(EvalRecord("late", "run", "default", 1), {}))
+        await store.step(Decision(groups=(replace(group, state=GroupState.CANCELLED),)))
+        await store.delete_run("run")
+        await raises(NotFound, store.step(Decision(groups=(replace(group, state=GroupState.FAILED),))))
+        await raises(NotFound, store.put_groups([(group, {})], []))
+        await store.put_run(Run("run"), {})
+        await raises(NotFound, store.put_eval(replace(record, state="done")))
+        assert await store.list_groups() == ((), None) and list(await store.list_evals()) == []
 
 
 @_check

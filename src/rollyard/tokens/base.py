@@ -54,10 +54,14 @@ class Renderer(Protocol):
     Invariant: `extend(p, s, …)[:len(p)+len(s)] == p + s`; it returns None where that cannot be verified."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The renderer's name, such as chatml."""
+        ...
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an assistant turn."""
+        ...
 
     @property
     def longest_token_chars(self) -> int:
@@ -66,11 +70,12 @@ class Renderer(Protocol):
 
     @property
     def markers(self) -> Markers | None:
-        """None: a turn of this format can only be parsed when it is complete."""
+        """The ids of thinking and tool calls; None if a turn can only be parsed when it is complete."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """The ids of a whole conversation, with the prompt for the next assistant turn."""
+        """The ids of a whole conversation, with the prompt for the next assistant turn. Raises TaskInvalid if the chat
+        template cannot render the messages."""
         ...
 
     def extend(
@@ -80,7 +85,8 @@ class Renderer(Protocol):
         new_messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
     ) -> list[int] | None:
-        """The next prompt: the previous prompt, the sampled tokens, then the tokens of the new messages."""
+        """The next prompt: the previous prompt, the sampled tokens, then the tokens of the new messages. None if the
+        result would not start with the first two."""
         ...
 
     def parse(
@@ -94,7 +100,9 @@ class Renderer(Protocol):
         there is no grammar for this format."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """The tokenizer's ids of a text, with markers recognised: for comparing tokenizers, not for prompts."""

@@ -46,7 +46,7 @@ def demonstrated_turn(
     expected = _read(turn, renderer.name)
     prompt = list(prompt_ids)
     reasons: list[str] = []
-    for following in _followings(expected.tool_calls):
+    for following in _possible_next_messages(expected.tool_calls):
         try:
             whole = renderer.render([*messages, expected.message, *following], tools)
         except (InvalidRequest, TaskInvalid) as error:  # the template refuses this order of turns
@@ -67,7 +67,7 @@ def demonstrated_turn(
     raise TaskInvalid(f"{CANNOT} ({renderer.name}): {reasons[0]}", renderer=renderer.name)
 
 
-def _followings(calls: Sequence[ToolCall]) -> Iterator[list[Message]]:
+def _possible_next_messages(calls: Sequence[ToolCall]) -> Iterator[list[Message]]:
     """Messages that may follow the turn, the most likely first. Some templates accept no user message while a call is
     open; some strip the thinking of turns before a user message."""
     if calls:

@@ -177,7 +177,7 @@ class TemplateRenderer:
     ) -> list[int] | None:
         """The tokens after the close token of a stand-in turn that is followed by `new`; None if not verified."""
         content, called, thought = f"{word}said", f"{word}called", f"{word}thought"
-        turn = self._stand_in(new, content, called, thought if has_thinking else "")
+        turn = self._placeholder_turn(new, content, called, thought if has_thinking else "")
         try:
             sent = self._fill(before, tools, True)
             shorter = self._fill([*before, turn], tools, False)
@@ -207,7 +207,7 @@ class TemplateRenderer:
         cut = text.find(self._close_text, at) if at >= 0 else -1
         return at, cut + len(self._close_text) if cut >= 0 else -1
 
-    def _stand_in(self, new: Sequence[Message], content: str, called: str, thought: str) -> Message:
+    def _placeholder_turn(self, new: Sequence[Message], content: str, called: str, thought: str) -> Message:
         """A turn that `new` may follow: with a call for each tool result, and thinking in the format of `parse`."""
         turn: dict[str, Json] = {"role": "assistant", "content": content}
         if thought and None in self._think:

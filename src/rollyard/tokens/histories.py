@@ -95,21 +95,25 @@ class Histories:
             bare.append(less)
         return History(tuple(chain), tuple(bare))
 
-    def then(self, history: History, message: Message, toolset: Toolset) -> History:
+    def extended(self, history: History, message: Message, toolset: Toolset) -> History:
         chain, bare = self._links(message, history.chain[-1], history.bare[-1], toolset)
         return History((*history.chain, chain), (*history.bare, bare))
 
     def _links(self, message: Message, chain: bytes, bare: bytes, toolset: Toolset) -> tuple[bytes, bytes]:
-        message_hash = _hash(_canonical(self._essence(message, toolset)))
+        message_hash = _hash(_canonical(self._canonical_content(message, toolset)))
         bare = _hash(bare + message_hash)
         if not self._has_reasoning:
             return bare, bare
         thought = _canonical(_text(message.get("reasoning_content"))) if message.get("role") == "assistant" else b""
         return _hash(chain + message_hash + thought), bare
 
-    def _essence(self, message: Message, toolset: Toolset) -> Json:
+    def _canonical_content(self, message: Message, toolset: Toolset) -> Json:
         """The content of a message in a canonical form, which is the same for all encodings."""
-        role, content, name = _brief(message.get("role")), message.get("content"), _brief(message.get("name"))
+        role, content, name = (
+            _digest_if_long(message.get("role")),
+            message.get("content"),
+            _digest_if_long(message.get("name")),
+        )
         if role in ("system", "developer"):
             return ["system", _text(content, _without_changing), name]
         if role == "assistant":
@@ -128,7 +132,7 @@ class Histories:
         if arguments_digest is None:
             arguments_digest = _arguments(arguments, defaults.values)
             _keep(self._read, key, arguments_digest, MAX_CALLS)
-        return [_brief(name), arguments_digest]
+        return [_digest_if_long(name), arguments_digest]
 
 
 def digest(value: object) -> bytes:
@@ -146,16 +150,16 @@ def _without_changing(text: str) -> str:
     return _CHANGING.sub("", text) if "x-anthropic-billing-header:" in text else text
 
 
-def _same(text: str) -> str:
+def _unchanged(text: str) -> str:
     return text
 
 
-def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
+def _text(content: Json, clean: Callable[[str], str] = _unchanged) -> Json:
     """Text parts are joined; a part that is not text (an image) stays a part, so that no text equals it."""
     if content is None:
         return ""
     if isinstance(content, str):
-        return _brief(clean(content))
+        return _digest_if_long(clean(content))
     parts: list[Json] = []
     pieces: list[str] = []
     for part in content if isinstance(content, Sequence) else [content]:
@@ -163,13 +167,13 @@ def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
         if isinstance(text, str):
             pieces.append(clean(text))
         else:
-            parts += [_brief("".join(pieces)), [part]]
+            parts += [_digest_if_long("".join(pieces)), [part]]
             pieces = []
-    last = _brief("".join(pieces))
+    last = _digest_if_long("".join(pieces))
     return [*parts, last] if parts else last
 
 
-def _brief(value: Json) -> Json:
+def _digest_if_long(value: Json) -> Json:
     """A long text's digest, computed step by step, in an object, so that no text equals it. Other values unchanged."""
     if not isinstance(value, str) or len(value) <= LONG_CHARS:
         return value

@@ -224,8 +224,8 @@ def _streaming(renderer: Renderer) -> Property:
 def _reasoning(tokenizer: Tokenizer, renderer: Renderer) -> Property:
     name = "reasoning"
     calls: Message = {**_CALLS, "reasoning_content": _THOUGHT}
-    in_history = _shows(renderer, (_ASK, _THINKS, _MORE))
-    with_tools = _shows(renderer, (_ASK, calls, _RESULT), _TOOLS)
+    in_history = _renders_thinking(renderer, (_ASK, _THINKS, _MORE))
+    with_tools = _renders_thinking(renderer, (_ASK, calls, _RESULT), _TOOLS)
     try:
         is_written = _THOUGHT in _text(tokenizer, (_ASK, _THINKS))
     except Exception:  # no template, or one that raises
@@ -285,7 +285,7 @@ def _turn(
     return after_prompt[: after_prompt.index(stop[0]) + 1]
 
 
-def _shows(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> bool:
+def _renders_thinking(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> bool:
     try:
         return _THOUGHT in renderer.decode(renderer.render(messages, tools))
     except Exception:  # a template may raise anything

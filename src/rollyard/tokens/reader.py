@@ -87,12 +87,12 @@ class Reader:
             self._emit("reasoning", self._channel.take())
         elif self._state is _State.TEXT:
             self._read_text(self._channel.take())
-        return self._taken()
+        return self._take_output()
 
     def finish(self) -> tuple[list[Delta | ToolCall], Parsed]:
         """Returns what is left to emit, and the turn as it was emitted."""
         truth = self._parsed()
-        content, thought = self._so_far("text"), self._so_far("reasoning")
+        content, thought = self._emitted_text("text"), self._emitted_text("reasoning")
         is_consistent = truth.content.startswith(content) and truth.reasoning.startswith(thought)
         if is_consistent:
             self._emit("reasoning", truth.reasoning[len(thought) :])
@@ -106,10 +106,10 @@ class Reader:
                 self._emit(kind, text)
         if list(truth.tool_calls[: len(self._calls)]) == self._calls:
             self._emit_calls(truth.tool_calls)
-        content, thought, calls = self._so_far("text"), self._so_far("reasoning"), tuple(self._calls)
+        content, thought, calls = self._emitted_text("text"), self._emitted_text("reasoning"), tuple(self._calls)
         if (content, thought, calls) == (truth.content, truth.reasoning, truth.tool_calls):
-            return self._taken(), truth
-        return self._taken(), Parsed(content, thought, calls, assistant_message(content, thought, calls))
+            return self._take_output(), truth
+        return self._take_output(), Parsed(content, thought, calls, assistant_message(content, thought, calls))
 
     # --- one id ---
 
@@ -157,7 +157,7 @@ class Reader:
 
     def _begin_thinking(self, token: int) -> None:
         self._emit("text", self._channel.take())
-        if token == self._markers.think_open and not self._so_far("text") and not self._channel.has_more:
+        if token == self._markers.think_open and not self._emitted_text("text") and not self._channel.has_more:
             self._channel = TextStream(self._renderer.decode)
             self._state = _State.THINK
         else:  # not at the start of a turn: only the renderer can interpret it
@@ -168,7 +168,7 @@ class Reader:
         self._channel = TextStream(self._renderer.decode)
         self._state, self._has_thought = _State.ANSWER, True
         parsed = self._parsed()
-        if parsed.content or parsed.reasoning != self._so_far("reasoning"):
+        if parsed.content or parsed.reasoning != self._emitted_text("reasoning"):
             self._wait(len(self._ids))
 
     def _end(self) -> None:
@@ -200,7 +200,7 @@ class Reader:
         self._calls += new
         self._out += new
 
-    def _so_far(self, kind: Kind) -> str:
+    def _emitted_text(self, kind: Kind) -> str:
         self._emitted[kind] = ["".join(self._emitted[kind])]
         return self._emitted[kind][0]
 
@@ -220,6 +220,6 @@ class Reader:
         remaining = self._ids[at:]
         return remaining[: next((n for n, token in enumerate(remaining) if token in ends), len(remaining))]
 
-    def _taken(self) -> list[Delta | ToolCall]:
+    def _take_output(self) -> list[Delta | ToolCall]:
         taken, self._out = self._out, []
         return taken

@@ -45,7 +45,7 @@ def load_renderer(tokenizer: Tokenizer, model_name: str, renderer_name: str = ""
             library_name = library_name_of(name)
             if library_name is not None:
                 return LibraryRenderer(tokenizer, library_name)
-    if _speaks_chatml(tokenizer):
+    if _is_chatml(tokenizer):
         return ChatML(tokenizer, _default_system(tokenizer))
     try:
         return _by_template(tokenizer)
@@ -64,7 +64,7 @@ def _by_template(tokenizer: Tokenizer) -> Renderer:
     return TemplateRenderer(tokenizer)
 
 
-def _speaks_chatml(tokenizer: Tokenizer) -> bool:
+def _is_chatml(tokenizer: Tokenizer) -> bool:
     if not tokenizer.has_chat_template:
         return False
     try:

@@ -219,9 +219,13 @@ class ConversationBook:
             self._remember(turn, parsed.message, _Leaf(builder, sampled_at, len(builder)))
         return parsed
 
+    def history(self, turn: PreparedTurn, answer: Message) -> History:
+        """The digests of a request's messages and of the answer to it."""
+        return self._known.extended(turn.history, answer, turn.toolset)
+
     def _remember(self, turn: PreparedTurn, answer: Message, leaf: _Leaf) -> None:
         toolset, asked = turn.toolset.digest, turn.history
-        whole = self._known.then(asked, answer, turn.toolset)
+        whole = self.history(turn, answer)
         self._has_completion = True
         self._leaves[toolset, whole.chain[-1]] = leaf
         self._asked.add((toolset, asked.chain[-1]))

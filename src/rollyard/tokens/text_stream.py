@@ -33,14 +33,14 @@ class CharacterStream:
         """Returns the characters that are complete."""
         if not self._pending:
             return ""
-        text = self._behind(self._pending)
+        text = self._decode_after_context(self._pending)
         if not text.endswith("\ufffd"):
             self._before, self._pending = self._pending, []
             return text
         if len(self._pending) <= _WINDOW:
             return ""
         for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):  # invalid bytes
-            head, tail = self._behind(self._pending[:cut]), self._decode(self._pending[cut:])
+            head, tail = self._decode_after_context(self._pending[:cut]), self._decode(self._pending[cut:])
             if tail and head + tail == text:
                 self._before, self._pending = self._pending[:cut], self._pending[cut:]
                 return head
@@ -49,9 +49,9 @@ class CharacterStream:
     def flush(self) -> str:
         """Returns what is pending, at the end of the text."""
         pending, self._pending = self._pending, []
-        return self._behind(pending) if pending else ""
+        return self._decode_after_context(pending) if pending else ""
 
-    def _behind(self, ids: Sequence[int]) -> str:
+    def _decode_after_context(self, ids: Sequence[int]) -> str:
         if not self._before:
             return self._decode(ids)
         return self._decode([*self._before, *ids])[len(self._decode(self._before)) :]

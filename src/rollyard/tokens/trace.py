@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 from rollyard.core import Sampling, Span, Trace, ids_array, logprobs_array
 from rollyard.core.failure import TraceInvalid
-from rollyard.core.trace import DEMONSTRATION, LogprobsKind
+from rollyard.core.trace import DEMONSTRATION, LogprobsKind, common_prefix
 
 NO_LOGPROBS = "the engine gave no logprobs"
 NO_VERSION = "the engine named no weight version"
@@ -170,16 +170,7 @@ class TraceBuilder:
     def common_prefix(self, ids: Sequence[int], beyond: int = 0) -> int:
         """The length of the common prefix; 0 if it is not longer than `beyond`, which is checked cheaply."""
         other = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
-        low, high = beyond, min(len(self._ids), len(other))
-        if high <= low or self._ids[low] != other[low] or self._ids[:low] != other[:low]:
-            return 0
-        while low < high:  # bisect on slices: compared in C, about twice the length in total
-            middle = (low + high + 1) // 2
-            if self._ids[low:middle] == other[low:middle]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return common_prefix(self._ids, other, beyond)
 
     def build(self) -> Trace:
         """The trace so far. Later appends do not change it."""

@@ -106,14 +106,14 @@ def _reads_tty(pid: int) -> bool:
     number, first = int(words[0]), int(words[1], 16)
     if number in _SELECT and first == 1:  # select on descriptor 0 alone, as readline does
         first = 0
-    elif number in _POLL and int(words[2], 16) == 1 and _waits_for_ever(number, words[3]):
+    elif number in _POLL and int(words[2], 16) == 1 and _has_no_timeout(number, words[3]):
         first = _polled(pid, first)  # one descriptor alone, as busybox's `read` and `vi` do
     elif number not in _READ:
         return False
     return str(Path(f"/proc/{pid}/fd/{first}").readlink()).startswith(("/dev/pts/", "/dev/tty"))
 
 
-def _waits_for_ever(number: int, timeout: str) -> bool:
+def _has_no_timeout(number: int, timeout: str) -> bool:
     """Whether the call has no timeout: −1 for poll, a null pointer for ppoll."""
     return int(timeout, 16) & 0xFFFFFFFF == 0xFFFFFFFF if number == 7 else int(timeout, 16) == 0
 

@@ -52,40 +52,61 @@ class Tool(Protocol):
     """One tool, opened for one rollout."""
 
     @property
-    def spec(self) -> ToolSpec: ...
+    def spec(self) -> ToolSpec:
+        """The tool's definition as the model sees it."""
+        ...
 
-    async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult: ...
+    async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
+        """Executes one call. An error is a result with `is_error`; it raises only if the sandbox has ended."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Releases what the tool holds."""
+        ...
 
 
 @runtime_checkable
 class ToolKind(Protocol):
-    """Creates tools. `needs_sandbox`: whether a rollout has to start a sandbox. `needs_python`: whether Rollyard's
-    portable Python is bound into it, for images that have none."""
+    """Creates tools of one kind, one for each rollout."""
 
     @property
-    def spec(self) -> ToolSpec: ...
+    def spec(self) -> ToolSpec:
+        """The definition of the tools that it creates."""
+        ...
 
     @property
-    def needs_sandbox(self) -> bool: ...
+    def needs_sandbox(self) -> bool:
+        """Whether a rollout with this tool has to start a sandbox."""
+        ...
 
     @property
-    def needs_python(self) -> bool: ...
+    def needs_python(self) -> bool:
+        """Whether Rollyard's portable Python is bound into the sandbox, for images that have none."""
+        ...
 
-    async def open(self, context: ToolContext) -> Tool: ...
+    async def open(self, context: ToolContext) -> Tool:
+        """Returns the tool of one rollout."""
+        ...
 
 
 class ToolSource(Protocol):
     """Creates tools that are known only after it is opened: those of an MCP server. Closing one of them closes all."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the source, which is part of its tools' names."""
+        ...
 
     @property
-    def needs_sandbox(self) -> bool: ...
+    def needs_sandbox(self) -> bool:
+        """Whether a rollout with this source has to start a sandbox."""
+        ...
 
     @property
-    def needs_python(self) -> bool: ...
+    def needs_python(self) -> bool:
+        """Whether Rollyard's portable Python is bound into the sandbox."""
+        ...
 
-    async def open(self, context: ToolContext) -> Sequence[Tool]: ...
+    async def open(self, context: ToolContext) -> Sequence[Tool]:
+        """Returns its tools for one rollout. Raises SetupFailed or ToolUnreachable if it cannot be reached."""
+        ...

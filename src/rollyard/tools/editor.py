@@ -101,7 +101,7 @@ class EditorTool:
             ["sh", "-c", _LIST, "sh", path], cwd=path, timeout_s=timeout_s, output_bytes=2 * self._output_bytes
         )
         if result.status != 0:
-            raise Refused(f"The directory {path} cannot be listed: {_complaint(result.stderr)}")
+            raise Refused(f"The directory {path} cannot be listed: {_stderr_text(result.stderr)}")
         listed = result.stdout.decode("utf-8", "replace")
         if result.dropped_bytes:
             listed += f"\n[… {result.dropped_bytes} bytes left out]\n"
@@ -229,7 +229,7 @@ class EditorTool:
                 raise Refused(f"{path} cannot be written: {_reason(error)}") from None
             return " This image has no `sh` or no `cat`: its mode is 644 now."
         state = await self._put_back(path, before, timeout_s)
-        raise Refused(f"{path} cannot be written: {_complaint(result.stderr)}. {state}")
+        raise Refused(f"{path} cannot be written: {_stderr_text(result.stderr)}. {state}")
 
     async def _put_back(self, path: str, before: bytes, timeout_s: float) -> str:
         """Restores the file after a failed write: a full disk may have truncated the old text and taken part of the new
@@ -282,7 +282,7 @@ def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _complaint(stderr: bytes) -> str:
+def _stderr_text(stderr: bytes) -> str:
     return stderr.decode("utf-8", "replace").strip()[-500:] or "no reason was given"
 
 

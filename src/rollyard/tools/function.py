@@ -47,7 +47,7 @@ MAX_LEFT = 32
 """The most threads of one function that may outlive their deadlines; each uses memory and other resources."""
 
 
-class _Untitled(GenerateJsonSchema):
+class _WithoutTitles(GenerateJsonSchema):
     """Generates schemas without titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
@@ -109,7 +109,7 @@ class FunctionKind(Generic[P, R]):
     def __init__(self, function: Callable[P, R], name: str, description: str) -> None:
         self._function = function
         self._signature = _Signature.of(function, name)
-        schema = cast("dict[str, Json]", self._signature.model.model_json_schema(schema_generator=_Untitled))
+        schema = cast("dict[str, Json]", self._signature.model.model_json_schema(schema_generator=_WithoutTitles))
         self.spec = ToolSpec(name, description, {"properties": {}, **schema})
         self.needs_sandbox = bool(self._signature.injected)
         self.needs_python = False

@@ -16,6 +16,7 @@ from typing import Any
 
 from rollyard.client import Trace, Trajectory
 from rollyard.core import Json, Message, Span
+from rollyard.core.texts import content_text
 
 CUT_OFF = frozenset({"token_limit", "context_limit"})
 
@@ -89,10 +90,10 @@ def _with_tokens(items: list[Item], trace: Trace | None, span: Span | None) -> l
 def _sampled_items(message: Message, name: str, at: int) -> list[Item]:
     """Returns the items that one call sampled: at least one."""
     items: list[Item] = []
-    if reasoning := _text(message.get("reasoning_content")):
+    if reasoning := content_text(message.get("reasoning_content")):
         summary = [{"type": "summary_text", "text": reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{name}_{at}", "summary": summary})
-    text, calls = _text(message.get("content")), message.get("tool_calls")
+    text, calls = content_text(message.get("content")), message.get("tool_calls")
     if text or not calls:
         items.append(_message(text, name, at + len(items)))
     for call in calls if isinstance(calls, Sequence) else ():
@@ -103,7 +104,7 @@ def _sampled_items(message: Message, name: str, at: int) -> list[Item]:
 
 
 def _context_item(message: Message) -> Item:
-    text = _text(message.get("content"))
+    text = content_text(message.get("content"))
     if message.get("role") == "tool":
         return {"type": "function_call_output", "call_id": str(message.get("tool_call_id") or ""), "output": text}
     return {"type": "message", "role": message.get("role"), "content": text}
@@ -128,14 +129,6 @@ def _called(call: Json) -> tuple[str, str, str]:
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return str(fields.get("id") or ""), str(function.get("name") or ""), text
-
-
-def _text(content: Json) -> str:
-    """Returns the content as text; of a list of parts, their joined text."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else ()
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
 
 def _usage(trajectory: Trajectory) -> Item | None:

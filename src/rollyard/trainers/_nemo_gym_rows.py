@@ -130,7 +130,7 @@ def failure_row(
 ) -> dict[str, Any]:
     result_row: dict[str, Any] = {
         **row,
-        "response": _nothing(row),
+        "response": _empty_response(row),
         "reward": 0.0,
         "mask_sample": True,
         "_ng_failure_class": code,
@@ -144,7 +144,7 @@ def failure_row(
     return result_row
 
 
-def _nothing(row: Row) -> dict[str, Any]:
+def _empty_response(row: Row) -> dict[str, Any]:
     """Returns a response without samples, which no trainer can take for a real one."""
     record = Record(id="none")
     return {**response_of(row, Trajectory(record)), "status": "failed"}

@@ -59,7 +59,7 @@ class RollyardRolloutFunc:
             self._push_weights(client, trainer)
             # The n copies of a prompt are adjacent; with several processes, each has a part of them.
             requests = [(prompt, len([*copies])) for prompt, copies in itertools.groupby(prompts)]
-            rows = [row_of(rollout) for group in self._roll(client, requests) for rollout in group.rollouts]
+            rows = [row_of(rollout) for group in self._sample_groups(client, requests) for rollout in group.rollouts]
         if len(rows) != len(prompts):
             raise RolloutsMissing(f"{len(prompts)} prompts got {len(rows)} rollouts")
         return {
@@ -71,7 +71,7 @@ class RollyardRolloutFunc:
             "rollyard_rollout": [row.rollout for row in rows],
         }
 
-    def _roll(self, client: Client, requests: Sequence[tuple[Any, int]]) -> list[Group]:
+    def _sample_groups(self, client: Client, requests: Sequence[tuple[Any, int]]) -> list[Group]:
         """Returns a complete group for each prompt, in order."""
         groups: dict[int, Group] = {}
         for _ in range(self._tries):

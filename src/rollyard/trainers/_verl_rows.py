@@ -95,7 +95,7 @@ class GroupRows:
         return [(member, row) for member, rows in enumerate(self.members) for row in rows]
 
 
-def harvest(group: Group, size: int, *, is_training: bool, temperature: float | None = None) -> GroupRows:
+def group_rows_of(group: Group, size: int, *, is_training: bool, temperature: float | None = None) -> GroupRows:
     """In training, takes only trainable members; else all with a score (nothing in a run of mode eval is trainable).
 
     `temperature` is that of the trainer's logprobs. Raises ValueError for a trace that was sampled with another one.

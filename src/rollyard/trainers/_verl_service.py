@@ -100,7 +100,7 @@ class VerlService:
             await self._prepare()
             await self._resume(asks[0].version)
             self._open += len(asks)
-        results = await asyncio.gather(*(self._hand_in(ask) for ask in asks), return_exceptions=True)
+        results = await asyncio.gather(*(self._start_group(ask) for ask in asks), return_exceptions=True)
         refused = [result for result in results if isinstance(result, BaseException)]
         if refused:
             await asyncio.gather(
@@ -109,7 +109,7 @@ class VerlService:
             await self._close(len(asks))
             raise refused[0]
 
-    async def _hand_in(self, ask: PromptGroup) -> Group:
+    async def _start_group(self, ask: PromptGroup) -> Group:
         # One member is enough: the manager decides whether verl can use a short group.
         options: dict[str, Any] = {"size": ask.size, "spares": self._settings.spares, "min_members": 1}
         return await self._client.group(ask.task, id=ask.group, run=ask.run, **options)

@@ -76,7 +76,7 @@ class GymAgent:
             body = task_of(row, self.server)
             await self.client.submit([body], run=self.run, ids=[name])
             try:
-                record = await _unless(self.client.wait(name, run=self.run), disconnected)
+                record = await _unless_disconnected(self.client.wait(name, run=self.run), disconnected)
             except asyncio.CancelledError:
                 if not is_named:
                     await self._cancel(name)
@@ -133,8 +133,8 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif math.isfinite(reward):
             scored[row.get(TASK_INDEX, 0)].append(float(reward))
     everything = [reward for rewards in scored.values() for reward in rewards]
-    groups = [{TASK_INDEX: task, **_moments(scored[task])} for task in sorted(scored, key=str)]
-    agent = {**_moments(everything), "rollouts": len(rows), "failures": failures, "tasks": len(scored)}
+    groups = [{TASK_INDEX: task, **_reward_statistics(scored[task])} for task in sorted(scored, key=str)]
+    agent = {**_reward_statistics(everything), "rollouts": len(rows), "failures": failures, "tasks": len(scored)}
     return {
         "group_level_metrics": groups,
         "agent_metrics": agent,
@@ -142,7 +142,7 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _moments(values: list[float]) -> dict[str, float]:
+def _reward_statistics(values: list[float]) -> dict[str, float]:
     if not values:
         return {}
     return {
@@ -227,7 +227,7 @@ class _NoPages:
         await self._app(scope, receive, send)
 
 
-async def _unless(work: Awaitable[Record], disconnected: Awaitable[object] | None) -> Record:
+async def _unless_disconnected(work: Awaitable[Record], disconnected: Awaitable[object] | None) -> Record:
     """Returns the record. Raises CancelledError as soon as the caller disconnects."""
     task = asyncio.ensure_future(work)
     other = asyncio.ensure_future(disconnected) if disconnected is not None else None

@@ -24,7 +24,7 @@ from typing import Any
 from rollyard.client.groups import Group
 from rollyard.core.group import mean_of
 from rollyard.trainers._verl_prompts import PromptGroup, asks_of_prompts, asks_of_repeated
-from rollyard.trainers._verl_rows import GroupRows, VerlRow, fill, harvest, padded
+from rollyard.trainers._verl_rows import GroupRows, VerlRow, fill, group_rows_of, padded
 from rollyard.trainers._verl_service import VerlService
 from rollyard.trainers._verl_settings import read_settings, refuse
 
@@ -98,7 +98,7 @@ class RollyardAgentLoopManager:
         try:
             await put_status(ask, "running")
             async with self._service.ended(ask) as group:
-                group_rows = self._harvest(ask, group)
+                group_rows = self._rows_of_group(ask, group)
                 if len(group_rows.members) >= (1 if ask.is_validation else min(2, ask.size)):
                     await put_rows(ask, group_rows.rows)
                     status = "failure" if group_rows.lost else "finished"
@@ -136,11 +136,11 @@ class RollyardAgentLoopManager:
 
     async def _collect(self, ask: PromptGroup) -> GroupRows:
         async with self._service.ended(ask) as group:
-            return self._harvest(ask, group)
+            return self._rows_of_group(ask, group)
 
-    def _harvest(self, ask: PromptGroup, group: Group) -> GroupRows:
+    def _rows_of_group(self, ask: PromptGroup, group: Group) -> GroupRows:
         temperature = None if ask.is_validation or ask.is_greedy else float(self._rollout.temperature)
-        group_rows = harvest(group, ask.size, is_training=not ask.is_validation, temperature=temperature)
+        group_rows = group_rows_of(group, ask.size, is_training=not ask.is_validation, temperature=temperature)
         if group_rows.lost or group_rows.untrainable:
             facts = {
                 "group": group.id,

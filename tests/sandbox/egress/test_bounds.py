@@ -90,7 +90,7 @@ async def test_failed_lookups_are_reported(runtime: LaunchedRuntime):
         )
         assert "unknown.sub.test has no address" in output and "was not looked up in time" in output
         assert "has 65 addresses" in output
-        assert site.verdicts == {"dns": 3} and site.ledger.troubles == 3
+        assert site.verdicts == {"dns": 3} and site.ledger.failed_connections == 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.sandbox.egress.addresses import why_not
-from rollyard.sandbox.egress.hello import MOST_BYTES, NotTls, server_name, whole_hello
+from rollyard.sandbox.egress.hello import MOST_BYTES, NotTls, complete_hello, server_name
 from rollyard.sandbox.egress.mirrors import apt_source, egress_env, mirror_rule, write_apt_files
 
 PUBLIC = ["1.1.1.1", "93.184.216.34", "2606:4700::1111", "2a00:1450:4001:800::200e"]
@@ -65,14 +65,14 @@ def real_hello(name: str | None) -> bytes:
 def test_the_name_in_a_real_hello_is_found():
     data = real_hello("allowed.test")
     for size in range(len(data)):
-        assert whole_hello(data[:size]) is None
-    hello = whole_hello(data)
+        assert complete_hello(data[:size]) is None
+    hello = complete_hello(data)
     assert hello is not None and server_name(hello) == "allowed.test"
-    assert server_name(whole_hello(real_hello(None)) or b"") is None
+    assert server_name(complete_hello(real_hello(None)) or b"") is None
 
 
 def test_data_after_the_hello_is_not_parsed():
-    assert whole_hello(real_hello("a.test") + b"\x17\x03\x03 early data")
+    assert complete_hello(real_hello("a.test") + b"\x17\x03\x03 early data")
 
 
 @given(st.binary(max_size=600), st.integers(0, 520), st.integers(0, 255))
@@ -81,7 +81,7 @@ def test_arbitrary_bytes_do_not_crash_the_parser(noise: bytes, at: int, byte: in
     data[at % len(data)] = byte
     for text in (noise, bytes(data), REAL[: at % len(REAL)] + noise, b"\x16\x03\x01" + noise):
         try:
-            hello = whole_hello(text)
+            hello = complete_hello(text)
             if hello is not None:
                 server_name(hello)
         except NotTls:
@@ -94,9 +94,9 @@ REAL = real_hello("allowed.test")
 def test_a_hello_is_bounded():
     record = b"\x16\x03\x01" + (16000).to_bytes(2, "big")
     with pytest.raises(NotTls, match="larger than"):
-        whole_hello(record + b"\x01" + (MOST_BYTES * 2).to_bytes(3, "big") + bytes(15996))
+        complete_hello(record + b"\x01" + (MOST_BYTES * 2).to_bytes(3, "big") + bytes(15996))
     with pytest.raises(NotTls, match="too many records"):
-        whole_hello(b"".join(b"\x16\x03\x01\x00\x01" + bytes([byte]) for byte in (1, 0, 1, *[0] * 20)))
+        complete_hello(b"".join(b"\x16\x03\x01\x00\x01" + bytes([byte]) for byte in (1, 0, 1, *[0] * 20)))
 
 
 @pytest.mark.parametrize("url", ["ftp://a.b/", "http://user:secret@a.b/", "a.b", "http://", "http://a.b:99999/"])

@@ -14,46 +14,54 @@ from rollyard.cli._console import AsJson, CommandError, out, print_json
 CHECKOUT = Path(__file__).parents[4]
 
 BENCHES = {
-    "shell": "commands in a sandbox's shell: latency and throughput",
-    "ipython": "cells in a sandbox's Python: latency and start",
-    "sandbox": "starts, forks and memory of sandboxes, each runtime; the doorway",
-    "survive": "what is left of 50 starting sandboxes when their service is killed",
-    "endurance": "what ten thousand sandboxes, started and ended, leave behind",
-    "gateway": "what the gateway adds to a completion, and how many it carries",
+    "shell": "latency and throughput of commands in a sandbox's shell",
+    "ipython": "latency of cells in a sandbox's Python, and its start time",
+    "sandbox": "start, fork and memory of sandboxes, each runtime; the doorway",
+    "survive": "what remains when a service with 50 starting sandboxes is killed",
+    "endurance": "what ten thousand sandboxes leave behind when they have ended",
+    "gateway": "latency that the gateway adds to a completion, and its throughput",
     "pipeline": "turns per second, CPU and memory per rollout, end to end",
-    "stages": "does a slow EVAL slow RUN down?",
-    "restart": "how long until a killed service with 10,000 queued rollouts serves again",
-    "draw": "batches of useful groups: time, waste and bias of four ways to fill them (simulated)",
-    "arrow": "a batch of 256 traces of 8,000 tokens: bytes and time as Arrow and as JSON",
-    "engine": "tokens and turns per second of the embedded engine, and of transformers' generate",
-    "web": "tables, searches and open pages of the dashboard, with 100,000 stored rollouts",
-    "fleet": "what 1 to 8 Ray nodes carry, and what leases and results cost the head",
+    "stages": "throughput of RUN while EVAL is slow",
+    "restart": "time until a killed service with 10,000 queued rollouts serves again",
+    "draw": "time, waste and bias of four ways to fill batches (simulated)",
+    "arrow": "size and time of a batch of 256 traces, as Arrow and as JSON",
+    "engine": "tokens and turns per second of the embedded engine",
+    "web": "response times of the dashboard with 100,000 stored rollouts",
+    "fleet": "throughput of 1 to 8 Ray nodes; cost of a rollout for the head",
 }
 
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(BENCHES)}, or all; without it they are listed.")
+        str | None, typer.Argument(help=f"The benchmark: {', '.join(BENCHES)}, or all. Without a name, list them.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A shorter, rougher measurement.")] = False,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers, too.")] = True,
-    runtime: Annotated[str | None, typer.Option(help="The sandbox runtime, where a bench can choose.")] = None,
-    batches: Annotated[int | None, typer.Option(min=1, help="draw: batches that are counted.")] = None,
-    want: Annotated[int | None, typer.Option(min=1, help="draw: groups in a batch.")] = None,
-    slots: Annotated[int | None, typer.Option(min=8, help="draw: rollouts at once.")] = None,
-    train_s: Annotated[float | None, typer.Option(min=0, help="draw: what the trainer takes for a batch.")] = None,
-    stragglers: Annotated[float | None, typer.Option(min=0, max=1, help="draw: the share that is slow.")] = None,
-    seed: Annotated[int | None, typer.Option(help="draw: another world.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for a shorter time, less accurately.")] = False,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Also measure the compared programs.")] = True,
+    runtime: Annotated[str | None, typer.Option(help="Sandbox runtime, for benchmarks that support several.")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="draw: number of counted batches. [default: 48]")] = None,
+    want: Annotated[int | None, typer.Option(min=1, help="draw: groups per batch. [default: 32]")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=8, help="draw: rollouts that run at the same time. [default: 16 × --want]")
+    ] = None,
+    train_s: Annotated[
+        float | None, typer.Option(min=0, help="draw: seconds that the trainer spends on a batch. [default: 150]")
+    ] = None,
+    stragglers: Annotated[
+        float | None, typer.Option(min=0, max=1, help="draw: share of slow rollouts. [default: 0.05]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="draw: seed of the simulation. [default: 0]")] = None,
     model: Annotated[
-        str | None, typer.Option(help="engine: what `rollyard engine --model` takes. [default: smollm2]")
+        str | None, typer.Option(help="engine: a model, as for `rollyard engine --model`. [default: smollm2]")
     ] = None,
     device: Annotated[str | None, typer.Option(help="engine: auto, cpu, cuda or cuda:N.")] = None,
     dtype: Annotated[str | None, typer.Option(help="engine: auto, float32, bfloat16 or float16.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="engine: sampled for each request. [default: 64]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="engine: tokens sampled for each request. [default: 64]")
+    ] = None,
     prompt: Annotated[int | None, typer.Option(min=1, help="engine: tokens of each prompt. [default: 128]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine, and print the figures beside those of the peers."""
+    """Run a benchmark on this machine, and compare the figures with those of other programs."""
     if name is None:
         for each, what in BENCHES.items():
             if as_json:
@@ -62,7 +70,7 @@ def command(
                 out().print(f"{each:<10} {what}", markup=False)
         return
     if name not in BENCHES and name != "all":
-        raise CommandError(f"there is no bench {name!r}", f"there are: {', '.join(BENCHES)}, and all", 2)
+        raise CommandError(f"there is no benchmark {name!r}", f"there are: {', '.join(BENCHES)}, and all", 2)
     options = {
         "runtime": runtime, "batches": batches, "want": want, "slots": slots, "train_s": train_s,
         "stragglers": stragglers, "seed": seed, "model": model, "device": device, "dtype": dtype, "tokens": tokens,

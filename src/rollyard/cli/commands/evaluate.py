@@ -48,7 +48,7 @@ SHARED = ("images", "agents", "python")
 
 DRAIN_S = 1.0  # nothing runs at the end, unless it was interrupted
 
-LOOK_S = 2.0  # between two polls of the progress
+POLL_S = 2.0  # between two polls of the progress
 PAGE = 1000  # records per request
 
 
@@ -233,7 +233,7 @@ async def _watch(client: AsyncClient, evaluation: Evaluation) -> Evaluation:
         task = bar.add_task("", total=evaluation.total)
         while not evaluation.is_ended:
             bar.update(task, completed=evaluation.done)
-            evaluation = await client.get_eval(evaluation.id, wait_s=LOOK_S)
+            evaluation = await client.get_eval(evaluation.id, wait_s=POLL_S)
     return evaluation
 
 

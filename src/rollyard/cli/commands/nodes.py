@@ -27,7 +27,7 @@ nodes = typer.Typer(help="The machines of a fleet: list, drain, resume.", no_arg
 
 Name = Annotated[str, typer.Argument(metavar="NODE", help="Its name, as `rollyard nodes list` shows it.")]
 
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 NODES_GIVE_WAY = ("engines", "host", "node")
@@ -78,7 +78,7 @@ def drain(
             try:
                 async with asyncio.timeout(timeout_s):
                     while wait and any(node["live"] for node in drained.values()):
-                        await asyncio.sleep(LOOK_S)
+                        await asyncio.sleep(POLL_S)
                         there = {node["name"]: node for node in await client.nodes()}
                         drained = {one: there.get(one, {**node, "live": 0}) for one, node in drained.items()}
             except TimeoutError:

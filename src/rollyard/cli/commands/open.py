@@ -12,6 +12,7 @@ import typer
 from rollyard.cli._browser import open_in_browser
 from rollyard.cli._console import AsJson, Token, Url, connect, note, print_json, run
 from rollyard.core.failure import Forbidden
+from rollyard.core.files import replacing
 from rollyard.core.paths import data_home
 
 
@@ -66,13 +67,11 @@ def _redirecting_file(link: str) -> Path:
     folder = data_home(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "open.html"
-    draft = folder / f".open.html.{os.getpid()}"
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        address = escape(link)
-        file.write(
+    address = escape(link)
+    with replacing(path, mode=0o600) as file:
+        page = (
             '<!doctype html><meta charset="utf-8"><title>Rollyard</title>'
             f'<meta http-equiv="refresh" content="0;url={address}"><a href="{address}">Rollyard</a>\n'
         )
-    draft.replace(path)
+        file.write(page.encode())
     return path

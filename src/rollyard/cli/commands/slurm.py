@@ -114,7 +114,7 @@ def up(
     requeued and continues where it stopped.
     """
     from rollyard.fleet.slurm import JobSpec, script
-    from rollyard.fleet.slurm_jobs import SlurmCluster, look, require_slurm
+    from rollyard.fleet.slurm_jobs import SlurmCluster, read_job, require_slurm
 
     folder = folder_of(data_dir)
     slots = {"init_slots": init_slots, "run_slots": run_slots, "eval_slots": eval_slots, "ready_slots": ready_slots}
@@ -158,13 +158,14 @@ def up(
             text = script(spec)
             print_json({"script": text}) if as_json else sys.stdout.write(text)
             return
-        for extra, is_needed in (("ray", spec.uses_ray), ("postgres", store.startswith("postgres"))):
-            if is_needed:
-                require(extra)  # the nodes run this Python
+        if spec.uses_ray:  # the nodes run this Python
+            require("ray")
+        if store.startswith("postgres"):
+            require("postgres")
         require_slurm()
         check_disk(spec, store)
         cluster = SlurmCluster(folder)
-        if cluster.job_id and not (job := look(cluster.job_id)).is_over:
+        if cluster.job_id and not (job := read_job(cluster.job_id)).is_over:
             raise CommandError(
                 f"job {job.id} of {folder} exists already, {job.state}", f"rollyard slurm down{option_for(data_dir)}"
             )
@@ -172,7 +173,7 @@ def up(
         note(f"job {job_id} is submitted: {folder / 'job.sh'}")
         if wait_s:
             wait_ready(cluster, job_id, data_dir, wait_s)
-        _show_up(cluster, look(job_id), as_json)
+        _show_up(cluster, read_job(job_id), as_json)
 
 
 def _show_up(cluster: SlurmCluster, job: SlurmJob, as_json: bool) -> None:
@@ -186,11 +187,11 @@ def _show_up(cluster: SlurmCluster, job: SlurmJob, as_json: bool) -> None:
 @slurm.command("status", epilog="Example: rollyard slurm status --json")
 def status(data_dir: Folder = None, as_json: AsJson = False) -> None:
     """Show the job, its nodes, and the status of its service."""
-    from rollyard.fleet.slurm_jobs import look
+    from rollyard.fleet.slurm_jobs import read_job
 
     cluster, job_id = get_job(data_dir)
     with translated_errors():
-        job = look(job_id)
+        job = read_job(job_id)
     service = service_of(cluster) if cluster.url and not job.is_over else None
     if as_json:
         print_json(job_object(cluster, job, service))
@@ -215,22 +216,22 @@ def down(
     as_json: AsJson = False,
 ) -> None:
     """Drain the service and end its job. Unfinished rollouts continue with the next `up`. May be repeated."""
-    from rollyard.fleet.slurm_jobs import cancel, look
+    from rollyard.fleet.slurm_jobs import cancel, read_job
 
     cluster, job_id = get_job(data_dir)
     with translated_errors():
-        job = look(job_id)
+        job = read_job(job_id)
         if not job.is_over:
             note(f"job {job.id} is {job.state}: it will be drained and ended")
             cluster.drain(job)
-            if not poll(lambda: look(job_id).is_over, wait_s):
+            if not poll(lambda: read_job(job_id).is_over, wait_s):
                 note(f"job {job.id} did not end within {wait_s:g} s; cancelling it")
                 cancel(job_id)
-                if not poll(lambda: look(job_id).is_over, wait_s or REACH_S):
+                if not poll(lambda: read_job(job_id).is_over, wait_s or REACH_S):
                     raise CommandError(
-                        f"job {job.id} was cancelled, but is still {look(job_id).state}", "try again later"
+                        f"job {job.id} was cancelled, but is still {read_job(job_id).state}", "try again later"
                     )
-            job = look(job_id)
+            job = read_job(job_id)
     if as_json:
         print_json(job_object(cluster, job))
     else:

@@ -127,7 +127,11 @@ def _show(findings: Sequence[Finding], plays: bool) -> None:
             both = (finding.oracle, finding.noop)
             spent = sum(it.init_s + it.run_s + it.eval_s for it in both if it is not None)
             grid.add_row(
-                plain(finding.place), plain(finding.environment), *map(_reward, both), seconds(spent), _word(finding)
+                plain(finding.place),
+                plain(finding.environment),
+                *map(_reward, both),
+                seconds(spent),
+                _state_word(finding),
             )
         if len(findings) > ROWS:
             grid.caption = f"… and {len(findings) - ROWS} more; --json has them all"
@@ -143,7 +147,7 @@ def _reward(played: PlayResult | None) -> str:
     return "–" if played is None or played.score is None else f"{played.score.reward:.3g}"
 
 
-def _word(finding: Finding) -> str:
+def _state_word(finding: Finding) -> str:
     if finding.problems:
         return "[red]problem[/]"
     if finding.not_tried:

@@ -1,6 +1,6 @@
 """`rollyard top`: a live view of the stages. One request to /v1/status per frame; rates are differences of two.
 
-The service is asked at least every LOOK_S, whatever the interval between two frames is, and has ANSWER_S to answer. So
+The service is asked at least every POLL_S, whatever the interval between two frames is, and has ANSWER_S to answer. So
 the view says within two seconds that the service is gone, and that it is back. The last known state stays visible.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STAGES = ("queue", "init", "ready", "run", "eval", "live")
 BAR = 24
-LOOK_S = 1.0
+POLL_S = 1.0
 ANSWER_S = 1.0
 RETURN_S = 10.0  # how long the return of the service is shown
 PASSING = (429, 502, 503, 504)  # statuses that end by themselves
@@ -117,8 +117,8 @@ class View:
 
     async def next(self, client: AsyncClient, interval_s: float) -> None:
         """Waits, and asks the service once."""
-        await asyncio.sleep(min(interval_s, LOOK_S))
-        answer = await _look(client)
+        await asyncio.sleep(min(interval_s, POLL_S))
+        answer = await _read_status(client)
         now, was_silent = time.monotonic(), bool(self._problem)
         self.is_new, self.change = False, ""
         if isinstance(answer, str):
@@ -153,7 +153,7 @@ class View:
         return body
 
 
-async def _look(client: AsyncClient) -> Status | str:
+async def _read_status(client: AsyncClient) -> Status | str:
     """Returns the status, or why the service does not answer."""
     from rollyard.client import ServiceUnreachable
     from rollyard.core import RollyardError

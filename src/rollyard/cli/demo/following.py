@@ -12,7 +12,7 @@ from rollyard.cli.demo.turns import TurnReader
 from rollyard.cli.demo.view import DemoBoard
 from rollyard.client import AsyncClient, Record
 
-LOOK_S = 0.5  # between two polls of the turns and the number of tokens
+POLL_S = 0.5  # between two polls of the turns and the number of tokens
 RUN = "demo"
 
 
@@ -25,31 +25,31 @@ async def follow(
     with DemoBoard(console, dict(zip(ids, tasks, strict=True))) as board:
         submitted = await client.submit(tasks, run=RUN, ids=ids)
         reader = TurnReader(client)
-        looking = asyncio.ensure_future(_look(client, board, reader, before))
+        polling = asyncio.ensure_future(_poll_turns(client, board, reader, before))
         try:
             records = await client.wait_all(
                 [record.id for record in submitted], on_end=board.ended, on_event=board.moved, timeout_s=within_s
             )
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
         await _read_turns(board, reader)
         return records
 
 
-async def _look(client: AsyncClient, board: DemoBoard, reader: TurnReader, before: tuple[int, int]) -> None:
+async def _poll_turns(client: AsyncClient, board: DemoBoard, reader: TurnReader, before: tuple[int, int]) -> None:
     """Polls what no event reports: the turns of the rollouts, and the engine's tokens."""
     while True:
         await _read_turns(board, reader)
         turns, tokens = await _sampled(client)
         board.sampled(turns - before[0], tokens - before[1])
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def _read_turns(board: DemoBoard, reader: TurnReader) -> None:
     for id, has_ended in board.unread():
         for action in await reader.read(id):
-            board.acted(id, action)
+            board.add_turn(id, action)
         if has_ended:
             board.finished(id)
 

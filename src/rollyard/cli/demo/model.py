@@ -93,7 +93,7 @@ async def play(console: Console, player: DemoModel, count: int, *, is_quiet: boo
                 await client.add_engine(url=url, kind="vllm", tokenizer=str(player.folder), capacity=AT_ONCE)
                 await _warm_up(client, tasks[0])
             started = time.monotonic()
-            records = await roll(console, client, player, tasks)
+            records = await run_tasks(console, client, player, tasks)
             took_s = time.monotonic() - started
             played = DemoResult(player, records, took_s, await write_kept_page(client, records, "demo"))
             if not is_quiet:
@@ -119,7 +119,9 @@ async def _warm_up(client: AsyncClient, task: dict[str, Any]) -> None:
         raise CommandError(f"a first rollout failed: {failure['code']}: {failure['detail']}", "rollyard doctor")
 
 
-async def roll(console: Console, client: AsyncClient, player: DemoModel, tasks: list[dict[str, Any]]) -> list[Record]:
+async def run_tasks(
+    console: Console, client: AsyncClient, player: DemoModel, tasks: list[dict[str, Any]]
+) -> list[Record]:
     """Runs the tasks, shows them on the board, and returns their records."""
     sampling = {**DEFAULTS["sampling"], "temperature": player.temperature}
     await client.create_run(RUN, seed=SEED, defaults={**DEFAULTS, "sampling": sampling})

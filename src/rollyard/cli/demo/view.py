@@ -79,7 +79,7 @@ class DemoBoard:
             if state in ("run", "eval", "ended") and id not in self._finished
         ]
 
-    def acted(self, id: str, action: str) -> None:
+    def add_turn(self, id: str, action: str) -> None:
         """Adds a turn of a running rollout: what the model did."""
         self._actions[id].append(action)
         if not self._console.is_terminal:

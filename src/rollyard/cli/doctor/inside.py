@@ -24,7 +24,7 @@ from rollyard.sandbox.python import INSIDE, PortablePython
 from rollyard.service.runtimes import AnyRuntime
 
 LIMITS = SandboxLimits(memory_bytes=96 << 20, processes=64, open_files=512, cpus=0.5)
-LOOK_S, LEASE_S = 30.0, 120.0
+COMMAND_S, LEASE_S = 30.0, 120.0
 FORKS = 160
 
 SCRIPT = r"""
@@ -112,7 +112,7 @@ async def _probe_results(sandbox: Sandbox, python: PortablePython) -> Mapping[st
         url = sandbox.doorway.url
     column = 1 if os.uname().machine == "aarch64" else 0
     argv = [*python.argv, "-c", SCRIPT, str(REFUSED["keyctl"][column]), url, str(FORKS)]
-    result = await sandbox.exec(argv, timeout_s=LOOK_S, env=python.env)
+    result = await sandbox.exec(argv, timeout_s=COMMAND_S, env=python.env)
     try:
         return json.loads(result.stdout)
     except ValueError:
@@ -205,7 +205,7 @@ async def _memory(sandbox: LaunchedSandbox, python: PortablePython) -> DoctorChe
     means = sandbox.limits_in_force.get("memory", "none")
     name, most = "memory limit", f"{(LIMITS.memory_bytes or 0) >> 20} MiB"
     try:
-        result = await sandbox.exec([*python.argv, "-c", MEMORY_SCRIPT], timeout_s=LOOK_S, env=python.env)
+        result = await sandbox.exec([*python.argv, "-c", MEMORY_SCRIPT], timeout_s=COMMAND_S, env=python.env)
     except MemoryLimit:
         return DoctorCheck(
             name, "warn", f"a sandbox beyond {most} is ended by Rollyard's {means}, not by the kernel", DELEGATE

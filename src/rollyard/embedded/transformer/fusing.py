@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """Replaces sequences of small kernels in transformers by a single one, so a GPU has fewer kernels to launch.
 
-Only the modules of the engine's copy of a model are changed (`model._twin`), not their classes. A replacement is
+Only the modules of the engine's copy of a model are changed (`model._shared_copy`), not their classes. A replacement is
 compared with the original, and the caller compares the whole model afterwards.
 """
 

@@ -23,7 +23,7 @@ MOST_SUMS = 256  # queries × value size in one program: 64 registers per thread
 
 
 @triton.jit
-def _look(asked, some, block_values, is_visible, scale, most, total, mixed):
+def _add_block(asked, some, block_values, is_visible, scale, most, total, mixed):
     """Adds one block to the attention of one query. Each position within a block has its own sum, so nothing is
     summed across threads before the end."""
     score = tl.where(is_visible, tl.sum(some * asked[None, :], 1) * scale, -1e30)
@@ -99,13 +99,13 @@ def _attend(
         block_values = tl.load(
             values + line[:, None] * VALUE_SIZE + v_at[None, :], mask=is_visible[:, None] & is_value[None, :], other=0.0
         ).to(tl.float32)
-        most0, total0, mixed0 = _look(q0, some, block_values, is_visible, scale, most0, total0, mixed0)
+        most0, total0, mixed0 = _add_block(q0, some, block_values, is_visible, scale, most0, total0, mixed0)
         if COUNT > 1:
-            most1, total1, mixed1 = _look(q1, some, block_values, is_visible, scale, most1, total1, mixed1)
+            most1, total1, mixed1 = _add_block(q1, some, block_values, is_visible, scale, most1, total1, mixed1)
         if COUNT > 2:
-            most2, total2, mixed2 = _look(q2, some, block_values, is_visible, scale, most2, total2, mixed2)
+            most2, total2, mixed2 = _add_block(q2, some, block_values, is_visible, scale, most2, total2, mixed2)
         if COUNT > 3:
-            most3, total3, mixed3 = _look(q3, some, block_values, is_visible, scale, most3, total3, mixed3)
+            most3, total3, mixed3 = _add_block(q3, some, block_values, is_visible, scale, most3, total3, mixed3)
     kind = out.dtype.element_ty
     result = _finish(q0, new_key, new_value, scale, most0, total0, mixed0)
     tl.store(out + m0 * VALUE_SIZE + v_at, result.to(kind), mask=is_value)

@@ -76,7 +76,7 @@ class Llama:
         self._weights = dict(checkpoint.weights)  # without any adapter
         self._changed: frozenset[str] = frozenset()  # weights that an adapter is added to
         self._layers: list[Layer] = []
-        self._lay_out({})
+        self._derive_layers({})
 
     def new_kv(self) -> StackedKv:
         return StackedKv(self._layout)
@@ -126,14 +126,14 @@ class Llama:
         states = torch.embedding(self._weights[EMBEDDING], torch.tensor(ids)).float()
         for layer, goals, known in zip(self._layers, written, there, strict=True):
             normed = rms_norm(states, (shape.size,), layer.before_attention, shape.epsilon)
-            mixed = self._mix(layer, normed, turns, sizes, goals, known)
+            mixed = self._attention(layer, normed, turns, sizes, goals, known)
             states = states + layer.output(mixed)
             normed = rms_norm(states, (shape.size,), layer.before_mlp, shape.epsilon)
             gate, up = layer.gate_up(normed).split(shape.hidden, 1)
             states += layer.down(silu(gate).mul_(up))
         return states
 
-    def _mix(
+    def _attention(
         self,
         layer: Layer,
         normed: Tensor,
@@ -193,32 +193,32 @@ class Llama:
         of the folder and replaces the previous adapter."""
         if isinstance(weights, Adapter):
             merged = {name: weights.added(name, self._weights[name].float()) for name in weights.pairs}
-            self._lay_out(merged)
+            self._derive_layers(merged)
         else:
             self._weights = dict(weights)
             self._layers.clear()
-            self._lay_out({})
+            self._derive_layers({})
 
     @torch.inference_mode()
-    def _lay_out(self, merged: Mapping[str, Tensor]) -> None:
+    def _derive_layers(self, merged: Mapping[str, Tensor]) -> None:
         """Derives the tensors used in computation; for a change of adapter, only those of the changed layers."""
         changed = self._changed | merged.keys()
         self._changed = frozenset(merged)
-        taken = _Taken(self._shape, self._weights, merged)
+        layer_weights = _LayerWeights(self._shape, self._weights, merged)
         if not self._layers:
-            self._layers = [taken.layer(at) for at in range(self._shape.layers)]
+            self._layers = [layer_weights.layer(at) for at in range(self._shape.layers)]
             changed = changed | {LAST_NORM, EMBEDDING}
         else:
             for at in range(self._shape.layers):
                 start = f"model.layers.{at}."
                 if any(name.startswith(start) for name in changed):
-                    self._layers[at] = taken.layer(at)
+                    self._layers[at] = layer_weights.layer(at)
         if changed & {LAST_NORM, EMBEDDING, HEAD}:
-            self._last_norm = taken(LAST_NORM)
-            self._head = Linear(taken(EMBEDDING if self._shape.is_tied else HEAD))
+            self._last_norm = layer_weights(LAST_NORM)
+            self._head = Linear(layer_weights(EMBEDDING if self._shape.is_tied else HEAD))
 
 
-class _Taken:
+class _LayerWeights:
     """The weights in float32, with an adapter added, and fused for each layer."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> None:

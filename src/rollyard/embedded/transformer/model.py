@@ -51,7 +51,7 @@ class Model:
 
         AttentionInterface.register(NAME, attention)
         self._original = module
-        self._module = _twin(module)
+        self._module = _shared_copy(module)
         self._module.set_attn_implementation(NAME)
         config = module.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
@@ -81,7 +81,7 @@ class Model:
         for piece in pieces:
             if (size := piece.kv.length + len(piece.tokens)) > piece.kv.capacity:
                 piece.kv.reserve(size)
-        logits = self._ragged(pieces) if self._batches is None else self._batches.forward(pieces)
+        logits = self._run_ragged(pieces) if self._batches is None else self._batches.forward(pieces)
         for piece in pieces:
             piece.kv.advance(len(piece.tokens))
         return logits
@@ -103,7 +103,7 @@ class Model:
             raise ArithmeticError(NO_NUMBERS)
         return drawn_rows
 
-    def _ragged(self, pieces: Sequence[Piece]) -> Tensor:
+    def _run_ragged(self, pieces: Sequence[Piece]) -> Tensor:
         ids: list[int] = []
         places: list[int] = []
         rows: list[Row] = []
@@ -156,7 +156,7 @@ class Model:
             self._compare()
         except Unsupported as error:
             log.warning("the Triton kernels cannot be used: using plain torch", extra={"error": str(error)})
-            self._module = _twin(self._original)
+            self._module = _shared_copy(self._original)
             self._module.set_attn_implementation(NAME)
             return False
         return True
@@ -170,7 +170,9 @@ class Model:
     def _compare(self) -> tuple[int, dict[int, LayerShape]]:
         """Raises Unsupported if pieces give other logprobs than the whole. Returns bytes per token and layer shapes."""
         ids = [(7 * n + 1) % self.vocabulary for n in range(CHECK_TOKENS)]
-        plain = _twin(self._original)(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        plain = _shared_copy(self._original)(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[
+            0
+        ]
         first, second = self.new_kv(), self.new_kv()
         half = CHECK_TOKENS // 2
         try:
@@ -275,7 +277,7 @@ def load_module(name: str | Path, *, device: str, dtype: Any = "auto") -> Any:
         raise Unsupported(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def _twin(module: Any) -> Any:
+def _shared_copy(module: Any) -> Any:
     """Returns a copy of the module tree with the same tensors, in evaluation mode."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors}).eval()

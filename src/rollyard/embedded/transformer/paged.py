@@ -143,21 +143,21 @@ class Paged:
 
     def put(self, layer: int, new: tuple[Tensor, Tensor]) -> None:
         """Writes the new keys and values, (rows, heads, tokens, size)."""
-        target = self._once("target", new[0].shape[1], self._target)
+        target = self._computed_once("target", new[0].shape[1], self._target)
         for pool, one in zip(self.pool.layers[layer], new, strict=True):
             pool.view(-1, pool.shape[-1])[target] = one.reshape(-1, one.shape[-1])
 
     def all(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
         """Returns all keys and values of the block tables, (rows, heads, tokens of a table, size)."""
-        source = self._once("source", heads, self._source)
+        source = self._computed_once("source", heads, self._source)
         keys, values = (pool[source].flatten(2, 3) for pool in self.pool.layers[layer])
         return keys, values
 
     def mask(self, window: int | None) -> Tensor:
         """Returns the attention mask, (rows, tokens, tokens of a table)."""
-        return self._once("seen", window, self._mask)
+        return self._computed_once("seen", window, self._mask)
 
-    def _once(self, name: str, what: Any, make: Callable[[Any], Tensor]) -> Tensor:
+    def _computed_once(self, name: str, what: Any, make: Callable[[Any], Tensor]) -> Tensor:
         if (name, what) not in self._cache:
             self._cache[name, what] = make(what)
         return self._cache[name, what]
@@ -215,7 +215,7 @@ class Batches:
         """Samples `count` tokens for each piece of one token. Returns them and their logprobs, (pieces, count)."""
         rows, blocks = len(pieces), max(_blocks_of(piece, count) for piece in pieces)
         if self._is_rounded:
-            rows, blocks = _power(rows, LEAST_ROWS), _power(blocks, LEAST_BLOCKS)
+            rows, blocks = _power_of_two(rows, LEAST_ROWS), _power_of_two(blocks, LEAST_BLOCKS)
         packed = torch.from_numpy(_packed(pieces, rows, 1, blocks))
         with at_device(self._device):
             inputs, play = self._graphs.of(
@@ -254,7 +254,7 @@ class Batches:
         prompts = [kind for kind in groups if kind[0] > 1]
         if self._is_rounded and len(prompts) > 1:
             widest, rows = max(prompts)[0], sum(len(groups[kind]) for kind in prompts)
-            if widest * _power(rows, 1) <= MERGED_TOKENS:
+            if widest * _power_of_two(rows, 1) <= MERGED_TOKENS:
                 groups[widest, -1] = [index for kind in prompts for index in groups.pop(kind)]
         return groups
 
@@ -266,12 +266,12 @@ class Batches:
         if not self._is_rounded:
             return tokens, _blocks_of(piece)
         size = 1 if tokens == 1 else next((one for one in PROMPT_SIZES if one >= tokens), tokens)
-        return size, 0 if self._kernel is not None and size == 1 else _power(_blocks_of(piece), LEAST_BLOCKS)
+        return size, 0 if self._kernel is not None and size == 1 else _power_of_two(_blocks_of(piece), LEAST_BLOCKS)
 
     def _run_group(self, pieces: Sequence[Piece], tokens: int) -> Tensor:
         rows, blocks = len(pieces), max(map(_blocks_of, pieces))
         if self._is_rounded:
-            rows, blocks = _power(rows, LEAST_ROWS if tokens == 1 else 1), _power(blocks, LEAST_BLOCKS)
+            rows, blocks = _power_of_two(rows, LEAST_ROWS if tokens == 1 else 1), _power_of_two(blocks, LEAST_BLOCKS)
         return self._run_packed(_packed(pieces, rows, tokens, blocks), tokens)
 
     def _run_packed(self, packed: np.ndarray[Any, Any], tokens: int) -> Tensor:
@@ -319,5 +319,5 @@ def _blocks_of(piece: Piece, count: int | None = None) -> int:
     return -(-(piece.kv.length + (count or len(piece.tokens))) // BLOCK_TOKENS)
 
 
-def _power(number: int, least: int) -> int:
+def _power_of_two(number: int, least: int) -> int:
     return max(least, 1 << (number - 1).bit_length())

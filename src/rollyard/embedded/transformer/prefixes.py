@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from rollyard.core.trace import common_prefix
+
 if TYPE_CHECKING:
     from rollyard.embedded.transformer.attention import Kv
     from rollyard.embedded.transformer.paged import PagedKv
     from rollyard.embedded.transformer.stacked import StackedKv
 
 GRAIN = 16  # tokens; a shorter prefix of another session is not worth a copy
-_LOOKS = 8  # how many caches that share the longest mark are compared, most recently used first
+_MOST_COMPARED = 8  # how many caches that share the longest mark are compared, most recently used first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +77,7 @@ class PrefixCache:
         if best is not None and best[1] == len(best[0].tokens):
             return best
         for mark in reversed([*_marks(query, salt)]):
-            for one in islice(reversed(self._by_mark.get(mark, {})), _LOOKS):
+            for one in islice(reversed(self._by_mark.get(mark, {})), _MOST_COMPARED):
                 shared = common_prefix(one.tokens, query) if one.salt == salt else 0
                 if shared >= GRAIN and (shared, False) > best_rank:
                     best, best_rank = (one, shared), (shared, False)
@@ -132,18 +134,3 @@ def _marks(tokens: array[int], salt: str) -> Iterator[int]:
 
 def _begins(entry: CachedPrefix, tokens: array[int]) -> bool:
     return entry.tokens[: len(tokens)] == tokens
-
-
-def common_prefix(one: array[int], other: array[int]) -> int:
-    """Returns the length of the common prefix, by a few comparisons of array slices."""
-    high = min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    low = 0  # they are equal up to here, and differ before `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

@@ -40,7 +40,7 @@ from rollyard.engines.pool.seats import Seats
 
 log = logging.getLogger("rollyard.engines")
 
-_HARDNESS = {PauseMode.DRAIN: 0, PauseMode.KEEP: 1, PauseMode.ABORT: 2}
+_STRICTNESS = {PauseMode.DRAIN: 0, PauseMode.KEEP: 1, PauseMode.ABORT: 2}
 
 
 class Health(StrEnum):
@@ -160,7 +160,7 @@ class PoolMember:
     mode: PauseMode | None = None  # while it is paused: what happens to its calls in flight
     is_joined: bool = False  # it has the version of its policy, and may take calls
     is_pause_accepted: bool = False  # the engine itself accepted a pause
-    elsewhere: RemoteLoad = field(default_factory=RemoteLoad)
+    remote_load: RemoteLoad = field(default_factory=RemoteLoad)
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -177,13 +177,13 @@ class PoolMember:
     def load(self) -> tuple[bool, float, int]:
         sessions, cap = self.sessions, self.cap
         is_full = cap is not None and sessions >= cap
-        in_flight = self.stats.in_flight + self.elsewhere.in_flight
+        in_flight = self.stats.in_flight + self.remote_load.in_flight
         return is_full, sessions / max(1, cap or self.engine.spec.capacity), in_flight
 
     @property
     def sessions(self) -> int:
         """Live sessions of this router and of nodes."""
-        return self.stats.sessions + self.elsewhere.sessions
+        return self.stats.sessions + self.remote_load.sessions
 
     def record_load(self, load: EngineLoad | None, now_s: float, *, is_anew: bool = False) -> None:
         """Records the reported load and adjusts the cap. `is_anew`: the engine has just come up."""
@@ -204,7 +204,7 @@ class PoolMember:
 
     def status(self) -> EngineStatus:
         info = self.engine.info if self.is_probed else None
-        stats, more = self.stats, self.elsewhere
+        stats, more = self.stats, self.remote_load
         if more.sessions or more.in_flight or more.tokens:
             in_flight, tokens = stats.in_flight + more.in_flight, stats.tokens + more.tokens
             stats = replace(stats, sessions=self.sessions, in_flight=in_flight, tokens=tokens)
@@ -276,14 +276,14 @@ class PoolMember:
         """Cuts its calls, or (sparing) only those that cannot report their versions. Returns one future per cut call,
         done when the call has ended."""
         if self.is_paused:
-            self._harden(PauseMode.KEEP if is_sparing else PauseMode.ABORT)
+            self._set_stricter_mode(PauseMode.KEEP if is_sparing else PauseMode.ABORT)
         cut = [call for call in self.calls if call.is_cuttable and not (is_sparing and self.names_versions_of(call))]
         for call in cut:
             call.cut()
         return [call.ended for call in cut]
 
-    def _harden(self, mode: PauseMode) -> None:
-        if self.mode is None or _HARDNESS[mode] > _HARDNESS[self.mode]:
+    def _set_stricter_mode(self, mode: PauseMode) -> None:
+        if self.mode is None or _STRICTNESS[mode] > _STRICTNESS[self.mode]:
             self.mode = mode
             self.pool.moved()
 
@@ -296,7 +296,7 @@ class PoolMember:
         caller cuts calls as the mode requires."""
         self.is_paused = True
         self.is_leaving = is_leaving
-        self._harden(mode)
+        self._set_stricter_mode(mode)
         for call in self.calls:
             call.was_paused = True
             if mode is not PauseMode.DRAIN:

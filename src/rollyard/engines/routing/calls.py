@@ -80,7 +80,7 @@ class CompletionCaller:
         """Why the call ended, and what it sampled; None if the engine did not return it."""
         if clock.is_expired:
             return "clock", None
-        limit = clock.alike(model_s)
+        limit = clock.with_budget(model_s)
         call = EngineCall(clock, limit, is_streamed=on_tokens is not None)
         first_contact: Contact | None = None
 
@@ -101,7 +101,7 @@ class CompletionCaller:
                 return ending.why, None
             ending.close()
             member.sampled(part)
-            return ending.why, _vetted(member, await with_versions(member, call, part, first_contact))
+            return ending.why, _marked_unverified(member, await with_versions(member, call, part, first_contact))
         except EngineFailure as error:
             if ending.why != "done":  # it was ended from here, so the engine is not blamed
                 self._stats.tokens_lost += ending.is_hung_up
@@ -116,7 +116,7 @@ class CompletionCaller:
             member.end(call)
 
 
-def _vetted(member: PoolMember, part: Generation) -> Generation:
+def _marked_unverified(member: PoolMember, part: Generation) -> Generation:
     """The part, marked if the engine's tokenizer is not verified to be the renderer's."""
     if member.is_tokenizer_verified:
         return part

@@ -41,7 +41,7 @@ class FollowerRouter(Router):
         await super().__aexit__(*exc)
 
     def _make_health(self, vet: Vet | None) -> HealthWatch:
-        return FollowerHealth(self.settings, vet, lambda member: self.policies.welcome(member))
+        return FollowerHealth(self.settings, vet, lambda member: self.policies.admit_engine(member))
 
     def _make_policies(self, bounds: PolicySettings) -> Policies:
         return FollowerPolicies(self._policies, self.pool, self._health.revive, bounds, self._settled)
@@ -64,22 +64,24 @@ class FollowerRouter(Router):
         specs = {spec.id: spec for spec in gates.specs}
         for member in list(self._members.values()):
             if specs.get(member.id) != member.engine.spec:
-                leaving = asyncio.create_task(self._see_off(*self._take_out(member.id)), name=f"leave {member.id}")
+                leaving = asyncio.create_task(
+                    self._close_when_idle(*self._detach(member.id)), name=f"leave {member.id}"
+                )
                 self._leaving[leaving] = member
                 leaving.add_done_callback(self._leaving.pop)
         new = [spec for spec in gates.specs if spec.id not in self._members]
         random.shuffle(new)  # it breaks ties between equally loaded engines; nodes must not all start with the same one
         for spec in new:
-            self._take_in(spec)
+            self._attach(spec)
         for policy in gates.policies:
             pool = self.pool(policy.name)
             pool.version, pool.is_named, pool.is_paused = policy.version, policy.is_named, policy.is_paused
             for gate in policy.engines:
                 if gate.id in pool.members:
-                    self._obey(pool.members[gate.id], gate)
+                    self._apply_gate(pool.members[gate.id], gate)
             pool.wake()
 
-    def _take_in(self, spec: EngineSpec) -> None:
+    def _attach(self, spec: EngineSpec) -> None:
         if self._http is None:
             raise RuntimeError("the router is not open")
         is_judge = spec.role is Role.JUDGE
@@ -87,9 +89,9 @@ class FollowerRouter(Router):
         member = PoolMember(make_engine(spec, self._http), pool, is_joined=is_judge)
         self._members[spec.id] = member
         pool.add(member)
-        self._watch_anew(member)
+        self._restart_watch(member)
 
-    def _obey(self, member: PoolMember, gate: EngineGate) -> None:
+    def _apply_gate(self, member: PoolMember, gate: EngineGate) -> None:
         """Applies one gate. While it is closed its version does not matter, because no call starts."""
         if gate.next_version is not None and gate.next_version != member.next_version:
             member.expect(gate.next_version)
@@ -114,10 +116,10 @@ class FollowerRouter(Router):
         if is_lifted or (member.health is Health.UP and not gate.is_joined):
             member.set_health(Health.DOWN)
         if gate.is_joined and (is_lifted or not member.is_joined):
-            self._watch_anew(member)
+            self._restart_watch(member)
         member.is_joined = gate.is_joined
 
-    def _watch_anew(self, member: PoolMember) -> None:
+    def _restart_watch(self, member: PoolMember) -> None:
         """Starts the health watch again, with a check at once."""
         if (watch := self._watches.get(member.id)) is not None:
             watch.cancel()
@@ -135,7 +137,7 @@ class FollowerHealth(HealthWatch):
         await super().watch_once(member)
         member.pool.moved()  # its last error may have changed
 
-    async def look(self, member: PoolMember, *, is_anew: bool = False) -> None:
+    async def read_load(self, member: PoolMember, *, is_anew: bool = False) -> None:
         """Does nothing: a node has no caps, and requests from all nodes would put load on the engine."""
 
     async def revive(self, member: PoolMember) -> None:
@@ -145,7 +147,7 @@ class FollowerHealth(HealthWatch):
         given another one by a trainer."""
         if not member.is_probed:
             await self.probe(member)
-        generation = await self.try_it(member)
+        generation = await self.sample_once(member)
         before, named = member.reported_version, member.version
         reported = generation.versions[-1].version if generation is not None and generation.versions else -1
         is_other = reported != named and (before == named or reported < 0 <= before)
@@ -159,7 +161,7 @@ class FollowerHealth(HealthWatch):
 class FollowerPolicies(Policies):
     """A node's policies. Only the head updates weights; at a node, an engine that answers has its gate's version."""
 
-    async def welcome(self, member: PoolMember) -> None:
+    async def admit_engine(self, member: PoolMember) -> None:
         if member.is_joined and member.health is Health.DOWN:
             member.set_health(Health.UP)
 

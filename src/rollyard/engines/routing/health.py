@@ -29,12 +29,12 @@ class HealthWatch:
     """Probes engines, watches their health, and brings them up again."""
 
     def __init__(
-        self, settings: RouterSettings, vet: Vet | None, welcome: Callable[[PoolMember], Awaitable[None]]
+        self, settings: RouterSettings, vet: Vet | None, admit_engine: Callable[[PoolMember], Awaitable[None]]
     ) -> None:
-        """`welcome` is called for an engine that answers, for the first time or again."""
+        """`admit_engine` is called for an engine that answers, for the first time or again."""
         self._settings = settings
         self._vet = vet
-        self._welcome = welcome
+        self._admit_engine = admit_engine
 
     async def probe(self, member: PoolMember) -> None:
         """Determines an engine's properties."""
@@ -47,11 +47,11 @@ class HealthWatch:
         except TimeoutError:
             raise EngineTimeout(f"engine {member.id} did not answer its probe within {seconds} s") from None
         member.is_probed = True
-        await self.look(member, is_anew=True)
+        await self.read_load(member, is_anew=True)
 
     async def revive(self, member: PoolMember) -> None:
         """Checks that an engine that is not up can sample, so that it may be taken in again."""
-        await (self.try_it(member) if member.is_probed else self.probe(member))
+        await (self.sample_once(member) if member.is_probed else self.probe(member))
 
     async def watch(self, member: PoolMember) -> None:
         while True:
@@ -63,7 +63,7 @@ class HealthWatch:
             if not await member.engine.healthy() and member.health is Health.UP:
                 member.failed("its health check failed", self._settings.trip_after)
                 return
-            await self.look(member)
+            await self.read_load(member)
             if self._may_be_another(member):
                 await verify(member)
             return
@@ -71,7 +71,7 @@ class HealthWatch:
             return
         try:
             await self.revive(member)
-            await self._welcome(member)
+            await self._admit_engine(member)
         except EngineFailure as error:
             member.stats.set_error(error.detail)
         except Exception as error:  # vetting loads arbitrary files and templates; the next check tries again
@@ -86,7 +86,7 @@ class HealthWatch:
         is_named = member.pool.is_named and member.is_joined and not member.is_paused
         return is_policy and is_named and member.health is Health.UP and member.engine.contact != member.verified
 
-    async def look(self, member: PoolMember, *, is_anew: bool = False) -> None:
+    async def read_load(self, member: PoolMember, *, is_anew: bool = False) -> None:
         """Reads the engine's load for its cap, from before its first session on. The other kinds report no load, and
         judges have no sessions."""
         spec = member.engine.spec
@@ -94,7 +94,7 @@ class HealthWatch:
             load = await member.engine.load()
             member.record_load(load, asyncio.get_running_loop().time(), is_anew=is_anew)
 
-    async def try_it(self, member: PoolMember) -> Generation | None:
+    async def sample_once(self, member: PoolMember) -> Generation | None:
         """Samples one real token, or makes only a health check if the engine returns no tokens."""
         engine, generation = member.engine, None
         try:
@@ -106,5 +106,5 @@ class HealthWatch:
                     generation = await engine.generate(request)
         except TimeoutError:
             raise EngineTimeout(f"engine {member.id} sampled nothing in {self._settings.probe_s} s") from None
-        await self.look(member, is_anew=True)
+        await self.read_load(member, is_anew=True)
         return generation

@@ -82,7 +82,7 @@ class Router:
         self.policies = self._make_policies(PolicySettings(self.settings.control_s, self.settings.abort_grace_s))
 
     def _make_health(self, vet: Vet | None) -> HealthWatch:
-        return HealthWatch(self.settings, vet, lambda member: self.policies.welcome(member))
+        return HealthWatch(self.settings, vet, lambda member: self.policies.admit_engine(member))
 
     def _make_policies(self, bounds: PolicySettings) -> Policies:
         return Policies(self._policies, self.pool, self._health.revive, bounds, self._settled)
@@ -132,7 +132,7 @@ class Router:
         pool.moved()
         try:
             if member.is_probed or is_waiting:
-                await self.policies.welcome(member)
+                await self.policies.admit_engine(member)
         except BaseException:
             await self.remove(spec.id)
             raise
@@ -146,9 +146,9 @@ class Router:
         """Removes an engine. Its running calls are cut, and continue on other engines from the sampled tokens."""
         if engine_id not in self._members:
             raise NotFound(f"there is no engine {engine_id!r}", remedy=LISTED)
-        await self._see_off(*self._take_out(engine_id))
+        await self._close_when_idle(*self._detach(engine_id))
 
-    def _take_out(self, engine_id: str) -> tuple[PoolMember, asyncio.Task[None] | None]:
+    def _detach(self, engine_id: str) -> tuple[PoolMember, asyncio.Task[None] | None]:
         """Detaches the engine; it is no longer selectable."""
         member = self._members.pop(engine_id)
         member.pool.drop(member)
@@ -157,7 +157,7 @@ class Router:
             call.cut()
         return member, self._watches.pop(engine_id, None)
 
-    async def _see_off(self, member: PoolMember, watch: asyncio.Task[None] | None) -> None:
+    async def _close_when_idle(self, member: PoolMember, watch: asyncio.Task[None] | None) -> None:
         try:
             if watch is not None:
                 watch.cancel()
@@ -296,13 +296,13 @@ class Router:
     def used(self, engine_id: str, node: str, sessions: int, in_flight: int, tokens: int) -> None:
         """Records a node's current use of an engine; `tokens` is the node's total."""
         member = self._members.get(engine_id)
-        if member is not None and member.elsewhere.record(node, sessions, in_flight, tokens):
+        if member is not None and member.remote_load.record(node, sessions, in_flight, tokens):
             member.pool.touch(member)
 
     def left(self, node: str) -> None:
         """Removes the load of a node that is gone."""
         for member in self._members.values():
-            if member.elsewhere.remove(node):
+            if member.remote_load.remove(node):
                 member.pool.touch(member)
 
     async def _settled(self) -> None:

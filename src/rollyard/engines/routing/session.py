@@ -108,7 +108,7 @@ class RoutedSession:
                     return completion.generation("length")
                 if stop is not None and stop.done():
                     return completion.generation("abort")
-                member = await self._unless(stop, tries.avoid, clock)
+                member = await self._usable_unless_stopped(stop, tries.avoid, clock)
                 self._calls += 1
                 request = GenerateRequest(
                     # no id is a prefix of another: SGLang aborts every call whose id starts with the given one
@@ -170,7 +170,7 @@ class RoutedSession:
         tries = _Tries(self._settings, self._stats)
         while True:
             member = await self._usable(tries.avoid)
-            limit = clock.alike(model_s)
+            limit = clock.with_budget(model_s)
             call = EngineCall(clock, limit, is_cuttable=False)
             member.begin(call)
             try:
@@ -198,7 +198,9 @@ class RoutedSession:
 
     # --- which engine
 
-    async def _unless(self, stop: asyncio.Future[None] | None, avoid: set[PoolMember], clock: Deadline) -> PoolMember:
+    async def _usable_unless_stopped(
+        self, stop: asyncio.Future[None] | None, avoid: set[PoolMember], clock: Deadline
+    ) -> PoolMember:
         """`_usable`, with the clock stopped while it waits. Raises `_Stopped` when `stop` is done."""
         member = self._member
         if member.is_usable and member not in avoid and not self._is_closed:

@@ -48,7 +48,7 @@ from rollyard.engines.weights.state import (
     status_of,
     still_paused,
 )
-from rollyard.engines.weights.steps import all_of, pause_engine, renew_engine, take_in
+from rollyard.engines.weights.steps import all_of, pause_engine, prepare_engine, renew_engine
 from rollyard.engines.weights.version_pins import VersionPins
 
 log = logging.getLogger("rollyard.engines")
@@ -364,7 +364,7 @@ class Policies:
         update = self._updates.get(member.pool.name)
         return known is not None and (known.error is not None or (update is not None and update.covers(member.id)))
 
-    async def welcome(self, member: PoolMember) -> None:
+    async def admit_engine(self, member: PoolMember) -> None:
         """Admits an engine that answers, for the first time or again: it takes calls, waits for its policy, or is
         quarantined."""
         pool = member.pool
@@ -391,7 +391,7 @@ class Policies:
                     await all_of(member.cut(is_sparing=False))
                     await self._followed()
                 if not is_covered or is_to_pause:
-                    error = await take_in(member, self._settings, is_to_pause=is_to_pause, is_new=is_new)
+                    error = await prepare_engine(member, self._settings, is_to_pause=is_to_pause, is_new=is_new)
             if update is self._updates.get(pool.name) and version == pool.version and not (update and update.resuming):
                 break  # nothing changed meanwhile
         if member.health in (Health.GONE, Health.QUARANTINED):

@@ -64,7 +64,7 @@ async def renew_engine(
     return None
 
 
-async def take_in(member: PoolMember, bounds: PolicySettings, *, is_to_pause: bool, is_new: bool) -> str | None:
+async def prepare_engine(member: PoolMember, bounds: PolicySettings, *, is_to_pause: bool, is_new: bool) -> str | None:
     """Pauses an engine that was added or came back, or checks that it has its policy's version. Returns why it must not
     take calls, or None."""
     control = member.engine.control

@@ -29,7 +29,7 @@ SOLUTION = "solution"
 SOLUTION_BYTES = 1 << 20
 PROBE_S = 60.0
 
-_LOOK = """
+_MISSING_MODULES = """
 import sys, ctypes, resource, json, importlib.util
 if sys.version_info < (3, 7): sys.exit(1)
 print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
@@ -95,7 +95,7 @@ async def _probe(sandbox: Sandbox, data: CodeData) -> None:
                 program=program,
             )
     if data.is_called:
-        result = await sandbox.exec(["python3", "-I", "-c", _LOOK, *_imported(data)], timeout_s=PROBE_S)
+        result = await sandbox.exec(["python3", "-I", "-c", _MISSING_MODULES, *_imported(data)], timeout_s=PROBE_S)
         if result.status != 0:
             raise SetupFailed("code: the image's python3 cannot run the tests: it must be 3.7 or newer, with ctypes")
         if missing := result.stdout.decode("utf-8", "replace").split():

@@ -17,6 +17,7 @@ from itertools import islice
 
 from rollyard.core import Json, Message, Trajectory
 from rollyard.core.failure import ContextLimit, TokenLimit
+from rollyard.core.texts import content_text
 from rollyard.envs.gym.row import GymData, params_of
 
 _CUT_OFF = (TokenLimit.code, ContextLimit.code)
@@ -65,7 +66,7 @@ def _items(messages: Sequence[Message], name: str, tools: Sequence[str]) -> list
     items: list[dict[str, Json]] = []
     unread: set[str] = set()
     for message in messages:
-        role, text, calls = message.get("role"), _text(message.get("content")), message.get("tool_calls")
+        role, text, calls = message.get("role"), content_text(message.get("content")), message.get("tool_calls")
         if role == "tool":
             call_id = str(message.get("tool_call_id", ""))
             if call_id in unread:
@@ -76,7 +77,7 @@ def _items(messages: Sequence[Message], name: str, tools: Sequence[str]) -> list
         if role != "assistant":
             items.append({"type": "message", "role": role, "content": text})
             continue
-        if reasoning := _text(message.get("reasoning_content")):
+        if reasoning := content_text(message.get("reasoning_content")):
             content: Json = [{"type": "reasoning_text", "text": reasoning}]
             items.append({"type": "reasoning", "id": f"rs_{name}_{len(items)}", "summary": [], "content": content})
         if text or not calls:
@@ -117,14 +118,6 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _text(content: Json) -> str:
-    """The text of a message's content; of parts, their joined text."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else ()
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
 
 def _usage(trajectory: Trajectory) -> Json:

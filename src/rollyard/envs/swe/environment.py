@@ -74,7 +74,7 @@ class SweEnvironment(Environment):
             if result.status != 0:
                 raise SetupFailed(f"the hidden tests could not be removed: {result.stderr[-500:]!r}")
         await repository.base(sandbox, data.workdir, timeout_s=limit_s)
-        await repository.hide_the_future(sandbox, data.workdir, timeout_s=limit_s)
+        await repository.remove_later_history(sandbox, data.workdir, timeout_s=limit_s)
 
     async def init(self, context: EnvContext) -> Start:
         data = SweData.read(context.task)

@@ -54,7 +54,7 @@ cd "$(git rev-parse --git-dir)" && rm -f FETCH_HEAD ORIG_HEAD
 """Removes all references to commits outside HEAD's history: a later commit contains the fix."""
 
 
-async def hide_the_future(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
+async def remove_later_history(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
     """Removes remotes, later branches and tags, and reflogs from the repository. Objects remain, unreferenced."""
     await _checked_output(sandbox, _HIDE, workdir, _REPOSITORY_ENV, "hiding later commits", timeout_s)
 

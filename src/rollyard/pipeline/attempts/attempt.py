@@ -133,10 +133,17 @@ class Attempt:
         progress, running = self._progress, self._progress.running
         attempt = self.rollout.attempt
         if (done := progress.trajectory) is not None:
-            return Snapshot(attempt, done.messages, done.turns, done.sampled_tokens)
+            return Snapshot.of(done, running.conversation_number)
         if running.conversation is None:
             return Snapshot(attempt)
-        return Snapshot(attempt, running.conversation.messages, running.turns, running.sampled_tokens)
+        return Snapshot(
+            attempt,
+            running.conversation.messages,
+            running.turns,
+            running.sampled_tokens,
+            running.conversation_number,
+            running.message_turns,
+        )
 
     def timings(self) -> Timings:
         return self._progress.timings()
@@ -231,10 +238,10 @@ class Attempt:
         """Executes RUN. Returns its failure, if any, and whether the policy ended its own sandbox."""
         pipeline, progress = self.pipeline, self._progress
         try:
-            await self._sit_down()  # before the slot: a policy that is full must not hold RUN slots of others
+            await self._take_seat()  # before the slot: a policy that is full must not hold RUN slots of others
             await pipeline.run_pool.acquire(self._rank)
         except BaseException:
-            self._stand_up()
+            self._leave_seat()
             raise
         finally:
             pipeline.ready -= 1
@@ -258,10 +265,10 @@ class Attempt:
             try:
                 await self._dispose()
             finally:
-                self._stand_up()
+                self._leave_seat()
                 pipeline.run_pool.release()
 
-    async def _sit_down(self) -> None:
+    async def _take_seat(self) -> None:
         """Acquires a seat at the policy if the agent needs a model. Until then it is READY and no clock runs."""
         pipeline = self.pipeline
         if self._runner.resolved.agent.needs_model:
@@ -277,7 +284,7 @@ class Attempt:
         self.is_seated = True
         pipeline.seated(self.run.policy)
 
-    def _stand_up(self) -> None:
+    def _leave_seat(self) -> None:
         if self._seat is not None:
             self._seat.close()
 
@@ -335,7 +342,7 @@ class Attempt:
             except OVERRUNS as error:
                 overruns += 1
                 if overruns >= MOST_OVERRUNS:
-                    return progress.scored(failing_score, self._overrun(error, failure))
+                    return progress.scored(failing_score, self._eval_failure(error, failure))
                 progress.note(f"EVAL was tried again: {getattr(error, 'code', 'its deadline fired')}")
             except CheckKilled as killed:
                 overruns += 1
@@ -363,7 +370,7 @@ class Attempt:
                     progress.trajectory, self.clock, is_last=is_last, findings=progress.findings
                 )
 
-    def _overrun(self, error: Exception, failure: Failure | None) -> Failure:
+    def _eval_failure(self, error: Exception, failure: Failure | None) -> Failure:
         """Returns the failure of an EVAL that exceeded its deadline, or ended its sandbox, in every try."""
         if isinstance(error, PolicyFailure) and not isinstance(error, EvalDeadline):
             eval_failure = error.failure("eval")

@@ -19,7 +19,7 @@ from rollyard.engines.base import ChatReply
 from rollyard.envs.base import EnvContext, Evidence, Judge
 from rollyard.envs.findings import Findings
 from rollyard.observe.metrics import Metrics
-from rollyard.pipeline.attempts.sandbox_start import check_whole, start, to_its_end
+from rollyard.pipeline.attempts.sandbox_start import check_whole, start, uninterrupted
 from rollyard.pipeline.attempts.set_up_layers import eval_spec
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.resources import ResolvedTask, StageResources
@@ -58,7 +58,7 @@ async def evaluate(
     CheckKilled unless `is_last`: the score of the last try counts.
     """
     ledger = ledger or EgressLedger()
-    troubles = ledger.troubles
+    failed_connections = ledger.failed_connections
     resources, task, plan = resolved.resources, resolved.task, resolved.plan
     if plan.eval_mode == "same" and not layers:
         raise ArtifactLost("the files that RUN left are gone with the process that ran it; EVAL `same` needs them")
@@ -76,14 +76,14 @@ async def evaluate(
                     egress = resolved.egress(ledger, is_eval=True)
                     spec = replace(eval_spec(spec, plan, layers), egress=egress)
                     sandbox = await start(resolved, spec, clock, lease_s=lease_s, metrics=metrics)
-                    stack.push_async_callback(to_its_end, sandbox.kill)
+                    stack.push_async_callback(uninterrupted, sandbox.kill)
                     watch(sandbox)
                     if plan.eval_mode == "fresh":
                         artifacts = await _unpack(resources, sandbox, trajectory, rollout_id)
         except DeadlineExpired:
             raise SandboxStartFailed(f"EVAL's sandbox did not start within {clock.budget_s:g} s") from None
         async with clock.counting():
-            judge = _PatientJudge(resources.router, clock)
+            judge = _UntimedJudge(resources.router, clock)
             context = EnvContext(task, rollout_id, sandbox, judge, findings or Findings())
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
             what, environment = f"{task.environment}.eval", resolved.environment
@@ -94,12 +94,12 @@ async def evaluate(
                 check_whole(sandbox)
                 if sandbox.odd_kills and not is_last:
                     raise CheckKilled(KILLED)
-                if ledger.troubles > troubles and not is_last:
+                if ledger.failed_connections > failed_connections and not is_last:
                     raise CheckKilled(UNREACHED)
     return score
 
 
-class _PatientJudge:
+class _UntimedJudge:
     """Calls the judges with EVAL's clock held: a slow judge does not use up the policy's deadline. A judge has its own
     time limit, after which it raises JudgeUnreachable."""
 

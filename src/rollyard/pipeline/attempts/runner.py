@@ -43,6 +43,7 @@ class StageRunner:
             self.resolved,
             self._rollout.id,
             clock,
+            owner=self._run.owner,
             lease_s=self._lease_s,
             metrics=self._metrics,
             ledger=self.ledger,

@@ -72,7 +72,7 @@ def check_whole(sandbox: Sandbox) -> None:
         raise SandboxLost("the machine was short of memory, and the kernel killed a process of this sandbox")
 
 
-async def to_its_end(work: Callable[[], Coroutine[object, object, None]]) -> None:
+async def uninterrupted(work: Callable[[], Coroutine[object, object, None]]) -> None:
     """Runs work that ends a sandbox. A cancel does not interrupt it, so the caller can rely on the sandbox being gone.
     The cancel is raised afterwards, unless the work itself raises (SandboxStuck)."""
     task = asyncio.ensure_future(work())

@@ -1,8 +1,12 @@
 """How the stages use layers: INIT's set-up runs once and is shared, and EVAL `same` runs on the files that RUN left.
 
 The key of a set-up covers what its files depend on: the environment's own key (`Environment.layer_key`), Rollyard's
-version, the runtime, and the current image. It does not cover the deadline and limits: they decide whether a set-up
-succeeds, not what it writes. A failure is remembered for tasks with the same deadline and limits.
+version, the runtime, the current image, what it may reach, and its limits: a set-up that ignores an error succeeds
+under a low limit, too, with less in its files. It covers the owner, because the maker of a layer decides its content:
+what was fetched, at what time, and whatever an environment's own key leaves out. So a layer affects only its owner's
+rollouts, and one that is found does not reveal what others run. The key does not cover the deadline, which ends the
+whole set-up: it decides whether one succeeds, not what it writes. A failure is remembered for tasks with the same
+deadline.
 
 Invariants. A rollout's own set-up counts against its init_s; waiting for another's does not. While `prepare` runs, its
 sandbox uses the rollout's place in the budget of live sandboxes: it never exists together with the rollout's own.
@@ -32,7 +36,7 @@ from rollyard.core.version import __version__
 from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics
-from rollyard.pipeline.attempts.sandbox_start import check_whole, start, to_its_end
+from rollyard.pipeline.attempts.sandbox_start import check_whole, start, uninterrupted
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.resources import ResolvedTask
 from rollyard.sandbox.base import Sandbox, SandboxSpec
@@ -44,7 +48,7 @@ INIT_GRACE_S = 60.0
 
 
 async def prepared(
-    resolved: ResolvedTask, rollout_id: str, spec: SandboxSpec, clock: Deadline, *, metrics: Metrics | None
+    resolved: ResolvedTask, rollout_id: str, spec: SandboxSpec, clock: Deadline, *, owner: str, metrics: Metrics | None
 ) -> LayerLease | None:
     """Returns the layer of this task's `prepare`, made or found. None: it is not shared, and `prepare` has not run."""
     task, runtime, layers = resolved.task, resolved.runtime, resolved.layers
@@ -57,12 +61,12 @@ async def prepared(
     async def make(target: Path) -> None:
         await _make(resolved, rollout_id, spec, clock, target, metrics)
 
-    # What a set-up writes depends on what it could fetch.
-    parts = [own, task.environment, __version__, runtime.name, image_identity(spec.image), *_reachable(spec.egress)]
+    machine = [__version__, runtime.name, image_identity(spec.image)]
+    bounds = [asdict(spec.limits), *_reachable(spec.egress)]
+    parts = [owner, task.environment, own, machine, bounds]
     key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
-    terms = json.dumps([task.limits.init_s, asdict(spec.limits)])
     try:
-        lease = await layers.get(key, make, terms=terms)
+        lease = await layers.get(key, make, terms=json.dumps(task.limits.init_s))
     except Exception:
         if metrics is not None:
             metrics.layer_used(runtime.name, "failed")
@@ -104,7 +108,7 @@ async def _make(
                 with boundary(SandboxStartFailed, "freezing the set-up"):
                     await sandbox.freeze(target)
             finally:
-                await to_its_end(sandbox.kill)
+                await uninterrupted(sandbox.kill)
     except DeadlineExpired:
         raise late(clock, phase) from None
 
@@ -132,7 +136,7 @@ def setting_up(
                 check_whole(sandbox)
                 if sandbox.odd_kills:
                     raise SandboxLost(f"{what}: a command was killed from outside: {error.detail}") from error
-                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.troubles:
+                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.failed_connections:
                     raise ToolUnreachable(f"{what}: a host that it may reach did not answer: {error.detail}") from error
             raise
         if sandbox is not None:

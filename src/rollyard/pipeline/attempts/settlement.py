@@ -42,9 +42,9 @@ class Settlement:
             elif isinstance(verdict, Shutdown) and progress.state is State.EVAL:
                 await self._pipeline.store.excuse_eval(progress.rollout.id, progress.rollout.position)
             elif isinstance(verdict, Stale):
-                await self._overtaken()
+                await self._publish_stored_end()
         except Stale:
-            await self._overtaken()
+            await self._publish_stored_end()
         except StoreUnusable:
             raise  # nothing can be written any more: the service ends
         except Exception as error:  # this rollout's result cannot be written: end only this one
@@ -115,7 +115,7 @@ class Settlement:
         self._pipeline.publish(rollout)
         return True
 
-    async def _overtaken(self) -> None:
+    async def _publish_stored_end(self) -> None:
         """Publishes the record if another writer has ended it, such as a cancel during admission."""
         rollout = self._progress.rollout
         log.info("attempt was overtaken", extra={"rollout": rollout.id, "state": rollout.state})

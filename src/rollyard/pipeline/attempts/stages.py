@@ -10,7 +10,7 @@ Invariants. An INIT that fails leaves nothing running. RUN returns whatever was 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,7 +51,7 @@ from rollyard.observe.call_log import CallLog
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.attempts.doorway_app import DoorwayApp
-from rollyard.pipeline.attempts.sandbox_start import check_whole, ended_by_policy, start, to_its_end
+from rollyard.pipeline.attempts.sandbox_start import check_whole, ended_by_policy, start, uninterrupted
 from rollyard.pipeline.attempts.set_up_layers import INIT_GRACE_S, excluded_paths, late, prepared, setting_up
 from rollyard.pipeline.attempts.storable import storable
 from rollyard.pipeline.boundary import boundary
@@ -136,11 +136,13 @@ async def init(
     rollout_id: str,
     clock: Deadline,
     *,
+    owner: str,
     lease_s: float,
     metrics: Metrics | None = None,
     ledger: EgressLedger | None = None,
 ) -> Workspace:
-    """Starts the sandbox, prepares files, starts services, opens tools. `ledger` records what sandboxes reach."""
+    """Starts the sandbox, prepares files, starts services, opens tools. `owner` is that of the run; `ledger` records
+    what sandboxes reach."""
     task, environment, needs, kinds = resolved.task, resolved.environment, resolved.needs, resolved.tools
     workspace = Workspace(resolved.plan)
     spec: SandboxSpec | None = None
@@ -153,7 +155,7 @@ async def init(
             workspace.python = await resolved.python()
             if workspace.python is not None and resolved.runtime.is_isolated:
                 spec = replace(spec, binds=(*spec.binds, Bind(workspace.python.folder, INSIDE)))
-            workspace.lease = await prepared(resolved, rollout_id, spec, clock, metrics=metrics)
+            workspace.lease = await prepared(resolved, rollout_id, spec, clock, owner=owner, metrics=metrics)
             if workspace.lease is not None:
                 spec = replace(spec, layers=(workspace.lease.path,))
         async with clock.counting():
@@ -175,10 +177,10 @@ async def init(
             if workspace.tools and resolved.agent.needs_gateway:
                 await _serve_tools(workspace, resolved)
     except DeadlineExpired:
-        await to_its_end(workspace.close)
+        await uninterrupted(workspace.close)
         raise late(clock, phase) from None
     except BaseException:
-        await to_its_end(workspace.close)
+        await uninterrupted(workspace.close)
         raise
     return workspace
 
@@ -250,6 +252,15 @@ class RunState:
         return self.conversation.request_log.encoded() if isinstance(self.conversation, GatewaySession) else b""
 
     @property
+    def conversation_number(self) -> int:
+        """Another one when an agent program's messages are of another of its conversations."""
+        return self.conversation.conversation_number if isinstance(self.conversation, GatewaySession) else 0
+
+    @property
+    def message_turns(self) -> Mapping[int, int]:
+        return self.conversation.message_turns if self.conversation else {}
+
+    @property
     def sampled_tokens(self) -> int:
         return self.conversation.sampled_tokens if self.conversation else 0
 
@@ -259,15 +270,21 @@ class RunState:
 
     def trajectory(self, rollout: Rollout, workspace: Workspace, ended_by: str) -> Trajectory:
         conversation = self.conversation
+        messages = tuple(conversation.messages if conversation else ()) or workspace.start.messages
+        message_turns = [self.message_turns.get(number) for number in range(len(messages))]
         return Trajectory(
             rollout_id=rollout.id,
             attempt=rollout.attempt,
             traces=conversation.traces() if conversation else (),
-            messages=tuple(conversation.messages if conversation else ()) or workspace.start.messages,
+            messages=messages,
             tools=tuple(tool.spec.schema() for tool in workspace.tools.values()),
             turns=self.turns,
             ended_by=ended_by,
-            info={**self.info, **(self.call_log.info() if self.call_log is not None else {})},
+            info={
+                **self.info,
+                **(self.call_log.info() if self.call_log is not None else {}),
+                "message_turns": list[Json](message_turns),
+            },
             requests=self.requests,
         )
 
@@ -422,5 +439,5 @@ async def _end_gateway(gateway: GatewaySession, workspace: Workspace, running: R
     traces are taken."""
     if workspace.door is not None:
         workspace.door.shut()
-    await to_its_end(gateway.close)
+    await uninterrupted(gateway.close)
     running.info["gateway"] = gateway.info()

@@ -11,7 +11,7 @@ MOST_BYTES = 16 << 10
 """Largest ClientHello. One with post-quantum keys has about 2 KB."""
 
 MOST_RECORDS = 16
-"""Most records in which a ClientHello may arrive. Clients send one."""
+"""Maximum number of records in which a ClientHello may arrive. Clients send one."""
 
 _HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME, _HOST_NAME = 22, 1, 0, 0
 
@@ -46,7 +46,7 @@ class _Reader:
             raise NotTls("the ClientHello is longer than its length fields declare")
 
 
-def whole_hello(data: bytes) -> bytes | None:
+def complete_hello(data: bytes) -> bytes | None:
     """Returns the ClientHello in these records, without their headers, or None if it is incomplete. Raises NotTls."""
     hello, at = b"", 0
     for _ in range(MOST_RECORDS):

@@ -34,7 +34,7 @@ class EgressLedger:
         self.verdicts: dict[str, int] = {}
 
     @property
-    def troubles(self) -> int:
+    def failed_connections(self) -> int:
         """Connections to allowed hosts that could not be resolved or reached, because of the network or the host."""
         return self.verdicts.get("dns", 0) + self.verdicts.get("connect", 0)
 

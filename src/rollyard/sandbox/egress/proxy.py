@@ -18,6 +18,7 @@ import socket
 
 import h11
 
+from rollyard.core.exception_groups import first_error
 from rollyard.sandbox.egress.base import EGRESS_PORT, Egress, Refused
 from rollyard.sandbox.egress.gate import EgressGate, split_authority
 from rollyard.sandbox.egress.plain import Lines, check_request, check_target, exchange
@@ -91,7 +92,7 @@ class EgressProxy:
                 raise Refused("connections", f"{link.bounds.connections} connections are open already", 503)
             await self._answer(link)
         except* Refused as group:
-            await _refuse(link, _first(group))
+            await _refuse(link, first_error(group))
         except* h11.ProtocolError:
             await _refuse(link, Refused("request", "the request is not HTTP/1.1", 400))
         except* OSError:
@@ -159,8 +160,3 @@ async def _refuse(link: ProxyConnection, refused: Refused) -> None:
         async with asyncio.timeout(LINGER_S):
             while await link.reader.read(CHUNK):
                 pass
-
-
-def _first(group: BaseExceptionGroup[Refused]) -> Refused:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -10,7 +10,7 @@ import asyncio
 
 from rollyard.core.egress import host_of, is_address
 from rollyard.sandbox.egress.base import Refused
-from rollyard.sandbox.egress.hello import NotTls, server_name, whole_hello
+from rollyard.sandbox.egress.hello import NotTls, complete_hello, server_name
 from rollyard.sandbox.egress.streams import CHUNK, ProxyConnection
 
 ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
@@ -40,7 +40,7 @@ async def _hello(link: ProxyConnection, host: str, data: bytes) -> bytes:
     """Reads a ClientHello that names `host`, and returns all bytes that the client has sent so far."""
     try:
         async with asyncio.timeout(link.bounds.head_s):
-            while (hello := whole_hello(data)) is None:
+            while (hello := complete_hello(data)) is None:
                 more = await link.reader.read(CHUNK)
                 if not more:
                     raise Refused("tls", "the client closed the connection before its ClientHello was complete")

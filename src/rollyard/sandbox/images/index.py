@@ -23,10 +23,11 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollyard.core.files import replacing
 from rollyard.core.locks import FileLock, locked
 from rollyard.sandbox.images.errors import ImageError
 
-LOOK_S = 0.2  # between two tries for a lock: flock has no event to wait for
+RETRY_S = 0.2  # between two tries for a lock: flock has no event to wait for
 
 BUILDING = ".building-"
 """Prefix of the folders in which builds run, each locked by its process."""
@@ -71,7 +72,7 @@ class ImageIndex:
             if not lock.try_acquire():
                 waiting(lock.holder())
                 while not lock.try_acquire():
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(RETRY_S)
             lock.write_holder()
             yield lock.fd
 
@@ -140,12 +141,8 @@ class ImageIndex:
     @staticmethod
     def _write(path: Path, body: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-        with open(new, "w") as file:
-            json.dump(body, file, indent=1, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
+        with replacing(path, is_durable=True) as file:
+            file.write(json.dumps(body, indent=1, sort_keys=True).encode())
 
 
 @contextmanager

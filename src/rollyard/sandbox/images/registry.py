@@ -60,7 +60,7 @@ class RetrySettings:
     silence_s: float = 60.0
 
 
-class _Passing(Exception):
+class _Transient(Exception):
     """A failure that is worth a retry."""
 
 
@@ -115,13 +115,13 @@ class Registry:
         while True:
             have = part.stat().st_size
             try:
-                await self._go_on(blob, part, on_progress)
+                await self._continue_download(blob, part, on_progress)
                 if not await asyncio.to_thread(verify_file, part, blob):
                     part.write_bytes(b"")
-                    raise _Passing("its sha256 differs from the manifest's")
+                    raise _Transient("its sha256 differs from the manifest's")
                 part.rename(target)
                 return target
-            except (aiohttp.ClientError, TimeoutError, _Passing) as error:
+            except (aiohttp.ClientError, TimeoutError, _Transient) as error:
                 broken += 1
                 failures = 1 if part.stat().st_size > have else failures + 1
                 why = str(error) or type(error).__name__
@@ -130,7 +130,7 @@ class Registry:
                 log.info("download interrupted", extra={"blob": blob.digest, "at": part.stat().st_size, "why": why})
                 await asyncio.sleep(self._patience.wait_s * 2 ** (failures - 1))
 
-    async def _go_on(self, blob: Blob, part: Path, on_progress: ProgressCallback) -> None:
+    async def _continue_download(self, blob: Blob, part: Path, on_progress: ProgressCallback) -> None:
         """Appends to the file until it is as long as the blob."""
         have = part.stat().st_size
         if have > blob.size:
@@ -144,7 +144,7 @@ class Registry:
             is_resumed = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
             if reply.status == 416 or (reply.status == 206 and not is_resumed):
                 part.write_bytes(b"")
-                raise _Passing("the registry cannot resume the download")
+                raise _Transient("the registry cannot resume the download")
             await self._check(reply, f"blob {blob.digest}")
             with open(part, "ab" if is_resumed else "wb") as file:
                 on_progress(file.tell())
@@ -156,13 +156,13 @@ class Registry:
                     await asyncio.to_thread(file.write, data)
                     on_progress(file.tell())
         if part.stat().st_size < blob.size:
-            raise _Passing(f"it ended at {part.stat().st_size:,} of {blob.size:,} bytes")
+            raise _Transient(f"it ended at {part.stat().st_size:,} of {blob.size:,} bytes")
 
     async def _read(self, blob: Blob) -> bytes:
         if blob.size > MOST_JSON_BYTES:
             raise HostileImage(f"a manifest has {blob.size:,} bytes")
         for path in (f"manifests/{blob.digest}", f"blobs/{blob.digest}"):
-            with suppress(_NotThere):
+            with suppress(_NotFound):
                 return verify(await self._small(path, MANIFESTS), blob)
         raise ImageError(f"{self._base.host} does not have {blob.digest}")
 
@@ -175,7 +175,7 @@ class Registry:
                 async with await self._open(path, {"Accept": ", ".join(accept)}) as reply:
                     await self._check(reply, path)
                     return await _whole(reply, path)
-            except (aiohttp.ClientError, TimeoutError, _Passing) as error:
+            except (aiohttp.ClientError, TimeoutError, _Transient) as error:
                 failures += 1
                 if failures >= self._patience.tries:
                     why = str(error) or type(error).__name__
@@ -187,9 +187,9 @@ class Registry:
         if reply.status in (200, 206):
             return
         if reply.status in _AGAIN:
-            raise _Passing(f"the registry answered {reply.status}")
+            raise _Transient(f"the registry answered {reply.status}")
         if reply.status == 404:
-            raise _NotThere(
+            raise _NotFound(
                 f"there is no {self._reference} ({what})", "check its name and tag; a private one may need a login"
             )
         if reply.status in (401, 403):
@@ -253,14 +253,14 @@ class Registry:
         headers = {"Authorization": login.header} if login else {}
         async with self._http.get(realm.update_query(query), headers=headers, allow_redirects=False) as reply:
             if reply.status in _AGAIN:
-                raise _Passing(f"{realm.host} answered {reply.status}")
+                raise _Transient(f"{realm.host} answered {reply.status}")
             if reply.status != 200:
                 return ""  # the registry then refuses the request, and that error has the remedy
             raw = await _whole(reply, "a token")
         return f"Bearer {_token(raw, str(realm.host))}"
 
 
-class _NotThere(ImageError):
+class _NotFound(ImageError):
     """The registry answered 404."""
 
 

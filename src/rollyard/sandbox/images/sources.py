@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rollyard.core.exception_groups import first_error
 from rollyard.sandbox.images.archives import Archive, Layout
 from rollyard.sandbox.images.errors import HostileImage, ImageError
 from rollyard.sandbox.images.oci import Blob, BlobSource, FoundImage
@@ -100,7 +101,7 @@ class LayeredImage:
                 # By digest: an image may have one layer twice.
                 fetching = {digest: group.create_task(fetch(blob)) for digest, blob in by_digest.items()}
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise first_error(errors) from None
         for place, blob in enumerate(resolved.layers):
             path = fetching[blob.digest].result()
             site.report(PullStep("unpack", blob.digest, 0, blob.size))

@@ -97,7 +97,7 @@ class Unpacker:
             self._forget()
 
     def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        self._go_on()
+        self._check_stop()
         self.entries += 1
         if self.entries > self.bounds.entries:
             raise HostileImage(f"it has more than {self.bounds.entries:,} entries")
@@ -117,7 +117,7 @@ class Unpacker:
         elif member.isreg():
             self._file(tar, folder, name, member)
         elif member.issym():
-            self._clear_way(folder, name)
+            self._remove_entry(folder, name)
             os.symlink(text_of(member.linkname), name, dir_fd=folder)
         elif member.islnk():
             self._link(folder, path, member)
@@ -129,7 +129,7 @@ class Unpacker:
                 break
             self._fresh.add(path[:depth])
 
-    def _go_on(self) -> None:
+    def _check_stop(self) -> None:
         if self.stop.is_set():
             raise ImageError("unpacking was stopped")
 
@@ -138,7 +138,7 @@ class Unpacker:
     def _folder(self, folder: int, name: str, member: tarfile.TarInfo) -> None:
         file_stat = lstat(folder, name)
         if file_stat is None or not stat.S_ISDIR(file_stat.st_mode):
-            self._clear_way(folder, name)
+            self._remove_entry(folder, name)
             os.mkdir(name, 0o700, dir_fd=folder)
         fd = os.open(name, _FOLDER, dir_fd=folder)
         try:
@@ -147,7 +147,7 @@ class Unpacker:
             os.close(fd)
 
     def _file(self, tar: tarfile.TarFile, folder: int, name: str, member: tarfile.TarInfo) -> None:
-        self._clear_way(folder, name)
+        self._remove_entry(folder, name)
         source = tar.extractfile(member)
         if source is None:
             raise ImageError(f"{member.name!r} has no content")
@@ -155,7 +155,7 @@ class Unpacker:
         with open(fd, "wb", buffering=0) as target:
             remaining = member.size
             while remaining > 0:
-                self._go_on()
+                self._check_stop()
                 data = source.read(min(CHUNK, remaining))
                 if not data:
                     raise EOFError(f"{member.name!r} ends early")
@@ -181,7 +181,7 @@ class Unpacker:
             file_stat = lstat(there, target[-1])
             if file_stat is None or stat.S_ISDIR(file_stat.st_mode):
                 raise HostileImage(f"{member.name!r} is a hard link to {member.linkname!r}, which is not a file")
-            self._clear_way(here, path[-1])
+            self._remove_entry(here, path[-1])
             os.link(target[-1], path[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
         finally:
             os.close(here)
@@ -189,7 +189,7 @@ class Unpacker:
 
     def _whiteout(self, real: tuple[str, ...], folder: int, name: str) -> None:
         if name == OPAQUE:
-            self._hide(folder, real)
+            self._remove_hidden(folder, real)
             return
         hidden = name.removeprefix(WHITEOUT)
         if hidden.startswith(WHITEOUT):
@@ -200,29 +200,29 @@ class Unpacker:
         if file_stat is None:
             return
         if (*real, hidden) not in self._fresh:
-            self._clear_way(folder, hidden)
+            self._remove_entry(folder, hidden)
         elif stat.S_ISDIR(file_stat.st_mode):
             fd = os.open(hidden, _FOLDER, dir_fd=folder)
             try:
-                self._hide(fd, (*real, hidden))
+                self._remove_hidden(fd, (*real, hidden))
             finally:
                 os.close(fd)
 
-    def _hide(self, folder: int, path: tuple[str, ...]) -> None:
+    def _remove_hidden(self, folder: int, path: tuple[str, ...]) -> None:
         """Removes the folder's contents, except for entries of this layer."""
         for name in os.listdir(folder):
             below = (*path, name)
             if below not in self._fresh:
-                self._clear_way(folder, name)
+                self._remove_entry(folder, name)
             elif stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 fd = os.open(name, _FOLDER, dir_fd=folder)
                 try:
-                    self._hide(fd, below)
+                    self._remove_hidden(fd, below)
                 finally:
                     os.close(fd)
 
     @staticmethod
-    def _clear_way(folder: int, name: str) -> None:
+    def _remove_entry(folder: int, name: str) -> None:
         file_stat = lstat(folder, name)
         if file_stat is None:
             return

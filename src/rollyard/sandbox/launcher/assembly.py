@@ -180,7 +180,7 @@ def mount_sif(sif: Message, image: str, target: str) -> int:
     os.close(stderr)
     if status:
         raise OSError(f"squashfuse: {message or status}")
-    return next(child for child, (parent, _) in kernel.living().items() if parent == 1)
+    return next(child for child, (parent, _) in kernel.running_processes().items() if parent == 1)
 
 
 def run_inner(
@@ -223,7 +223,7 @@ def run_inner(
         world = NamespacedSpace((first, *vital), first)
         env: dict[str, str] = {}
     else:
-        pid = innermost(idle)
+        pid = innermost_process(idle)
         world, env = NamespacedSpace((idle, *vital), pid), environment(pid)
         shut(world, config["shm_bytes"])
     for fd in (echoed, info, stderr):  # `echo` stays open: at EOF the idle process would end
@@ -231,10 +231,10 @@ def run_inner(
     return world, env
 
 
-def innermost(root: int) -> int:
+def innermost_process(root: int) -> int:
     """Returns the idle process: the one below `root` that is deepest in PID namespaces, and there the youngest."""
     candidates: list[tuple[int, int, int]] = []
-    for pid in kernel.below({root}, kernel.living()):
+    for pid in kernel.descendants({root}, kernel.running_processes()):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
             numbers = next(line for line in status if line.startswith("NSpid:")).split()[1:]
             candidates.append((len(numbers), int(numbers[-1]), pid))

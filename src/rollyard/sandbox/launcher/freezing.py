@@ -26,10 +26,10 @@ def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
         for name in Path(path).parts[1:]:
             here = here / name
             try:
-                is_folder = stat.S_ISDIR(_looked_at(here).st_mode)
+                is_folder = stat.S_ISDIR(_lstat(here).st_mode)
             except FileNotFoundError:
                 break
-            if not is_folder or _hides(here):
+            if not is_folder or _is_opaque(here):
                 entries.append(here)
                 break
         else:
@@ -38,7 +38,7 @@ def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
     return [path for path in dict.fromkeys(entries) if not any(other in path.parents for other in entries)]
 
 
-def _looked_at(path: Path) -> os.stat_result:
+def _lstat(path: Path) -> os.stat_result:
     """Like lstat. If the folder's mode denies access, changes it: the current user owns all files of a sandbox."""
     try:
         return path.lstat()
@@ -47,7 +47,7 @@ def _looked_at(path: Path) -> os.stat_result:
         return path.lstat()
 
 
-def _hides(folder: Path) -> bool:
+def _is_opaque(folder: Path) -> bool:
     try:
         return any(name in _OPAQUE for name in os.listxattr(folder, follow_symlinks=False))
     except OSError:

@@ -215,7 +215,7 @@ def reaped(wake: int) -> Iterator[tuple[int, int]]:
 # --- ending a process tree ----------------------------------------------------------------------------
 
 
-def living() -> dict[int, tuple[int, str]]:
+def running_processes() -> dict[int, tuple[int, str]]:
     """Returns pid → (parent, start time) of every visible process that is not a zombie."""
     processes = {}
     for name in os.listdir("/proc"):
@@ -227,7 +227,7 @@ def living() -> dict[int, tuple[int, str]]:
     return processes
 
 
-def below(roots: set[int], processes: dict[int, tuple[int, str]]) -> set[int]:
+def descendants(roots: set[int], processes: dict[int, tuple[int, str]]) -> set[int]:
     descendants: set[int] = set()
     level = set(roots)
     while level:
@@ -239,10 +239,10 @@ def below(roots: set[int], processes: dict[int, tuple[int, str]]) -> set[int]:
 def kill_below(root: int, spare: set[int] | None = None) -> None:
     """Kills all descendants of `root`, repeatedly until there are no more; by pidfd, never by number."""
     for _ in range(100):
-        processes = living()
-        targets = below({root}, processes)
+        processes = running_processes()
+        targets = descendants({root}, processes)
         if spare:
-            targets -= spare | below(spare, processes)
+            targets -= spare | descendants(spare, processes)
         if not targets:
             return
         for pid in targets:

@@ -72,7 +72,7 @@ class Removal:
             with contextlib.suppress(OSError):  # usually there are few files, and no process is needed
                 remove_small(path)
 
-    def go_on(self) -> int | None:
+    def next_step(self) -> int | None:
         """Starts the next step and returns its PID, or sends the answer and returns None."""
         self.paths = [path for path in self.paths if os.path.lexists(path)]
         while self.paths and self.step < len(self.STEPS):
@@ -249,7 +249,7 @@ class ForkServer:
         return opened
 
     def remove(self, removal: Removal) -> None:
-        pid = removal.go_on()
+        pid = removal.next_step()
         if pid is not None:
             self.removals[pid] = removal
 

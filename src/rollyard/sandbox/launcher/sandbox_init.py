@@ -146,7 +146,7 @@ class SandboxInit:
     def reap(self) -> None:
         for pid, status in kernel.reaped(self.wake):
             if pid in self.world.vital:
-                if status - 128 in JOB_SIGNALS and self.got_it_too():
+                if status - 128 in JOB_SIGNALS and self.was_signalled_too():
                     status = 128 - status
                 kernel.send(self.ctl, {"event": "ended", "status": status, "which": self.world.vital.index(pid)})
                 self.world.leave()
@@ -161,7 +161,7 @@ class SandboxInit:
     def on_signal(self, *_: object) -> None:
         self.is_signalled = True
 
-    def got_it_too(self) -> bool:
+    def was_signalled_too(self) -> bool:
         """Whether the signal that ended the first process was sent to the whole job: then it reaches this process
         too."""
         end = time.monotonic() + JOB_SIGNAL_S

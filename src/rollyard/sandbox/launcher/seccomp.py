@@ -107,10 +107,10 @@ def _instructions(refuse_memfd: bool, column: int, arch: int) -> Iterator[_Instr
     for numbers in (REFUSED | (UNSEEN_MEMORY if refuse_memfd else {})).values():
         yield from _refuse_if(_IF_EQUAL, numbers[column])
     yield from _refuse_if(_IF_EQUAL, CLONE3[column], ENOSYS)
-    yield from _look_at(CLONE[column], 0, _IF_ANY_BIT, NAMESPACES)
-    yield from _look_at(UNSHARE[column], 0, _IF_ANY_BIT, NAMESPACES | NEWTIME)
-    yield from _look_at(IOCTL[column], 1, _IF_EQUAL, TIOCSTI, TIOCLINUX)
-    yield from _look_at(SOCKET[column], 0, _IF_EQUAL, *FOREIGN_FAMILIES)
+    yield from _refuse_by_argument(CLONE[column], 0, _IF_ANY_BIT, NAMESPACES)
+    yield from _refuse_by_argument(UNSHARE[column], 0, _IF_ANY_BIT, NAMESPACES | NEWTIME)
+    yield from _refuse_by_argument(IOCTL[column], 1, _IF_EQUAL, TIOCSTI, TIOCLINUX)
+    yield from _refuse_by_argument(SOCKET[column], 0, _IF_EQUAL, *FOREIGN_FAMILIES)
     yield _RETURN, 0, 0, _ALLOW
 
 
@@ -119,7 +119,7 @@ def _refuse_if(test: int, value: int, errno: int = EPERM) -> Iterator[_Instructi
     yield _RETURN, 0, 0, _ERRNO | errno
 
 
-def _look_at(number: int, argument: int, test: int, *values: int) -> Iterator[_Instruction]:
+def _refuse_by_argument(number: int, argument: int, test: int, *values: int) -> Iterator[_Instruction]:
     """Refuses one call by the low 32 bits of one argument: the kernel reads only these."""
     yield _IF_EQUAL, 0, 2 + 2 * len(values), number
     yield _LOAD, 0, 0, 16 + 8 * argument

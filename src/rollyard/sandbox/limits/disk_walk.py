@@ -1,8 +1,8 @@
 """Measures a sandbox's disk use in bytes and files: everything below its folders, and deleted files that are still
 open. Bytes are allocated blocks; every inode counts as a file, so folders and links are files too.
 
-A walk is done in slices: `DiskWalk.go_on` runs until a given time and continues from there at the next call, so that a
-million files delay the resource monitor no more at once than ten. It ends early once a limit is exceeded.
+A walk is done in slices: `DiskWalk.continue_until` runs until a given time and continues from there at the next call,
+so that a million files delay the resource monitor no more at once than ten. It ends early once a limit is exceeded.
 
 Invariants. No link is followed and no name resolved twice: each step opens one name in an open folder, so that a
 concurrent rename or replacement cannot redirect the walk. The upper folders stay open, so that a rename below cannot
@@ -58,7 +58,7 @@ class DiskWalk:
         self._linked: set[_Key] = set()
         self._steps = self._all(folders)
 
-    def go_on(self, until: float) -> None:
+    def continue_until(self, until: float) -> None:
         """Runs until that time of `time.monotonic`, or to the end."""
         while not self.is_done:
             for _ in range(64):  # entries between two reads of the clock

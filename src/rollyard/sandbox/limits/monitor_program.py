@@ -171,12 +171,12 @@ class ResourceMonitor:
         tick_s = TICK_S if len(self.watched) <= MANY else TICK_MANY_S
         started_at, used = time.monotonic(), time.process_time()
         self.process_table = None
-        self.look_at_machine(started_at, bool(has_reserves))
+        self.check_machine(started_at, bool(has_reserves))
         for watched in list(self.watched.values()):
-            self.look_at_events(watched, started_at)
-        self.look_at_trees(started_at)
+            self.check_events(watched, started_at)
+        self.check_processes(started_at)
         spent = time.process_time() - used
-        self.look_at_disks(started_at, max(LEAST_SLICE_S, SHARE * tick_s - spent))
+        self.check_disks(started_at, max(LEAST_SLICE_S, SHARE * tick_s - spent))
         spent = time.process_time() - used
         return max(tick_s - (time.monotonic() - started_at), spent / SHARE, 0.01)
 
@@ -186,7 +186,7 @@ class ResourceMonitor:
 
     # --- checks ---
 
-    def look_at_machine(self, now: float, has_reserves: bool) -> None:
+    def check_machine(self, now: float, has_reserves: bool) -> None:
         if now - self.machine_at < 1.0:
             return
         self.machine_at = now
@@ -207,7 +207,7 @@ class ResourceMonitor:
             numbers = {"memory_available_bytes": available, "disk_free_bytes": free, "disk_free_files": free_files}
             kernel.send(self.sock, {"event": "pressure", "is_low": is_low, **numbers})
 
-    def look_at_events(self, watched: WatchedSandbox, now: float) -> None:
+    def check_events(self, watched: WatchedSandbox, now: float) -> None:
         for file in watched.events:
             has_risen = file.has_risen()
             if not file.is_pids:
@@ -217,7 +217,7 @@ class ResourceMonitor:
                 self.report(watched, "processes", f"at the limit for {SUSTAINED_S:g} s; {file.count} more were refused")
                 return
 
-    def look_at_trees(self, now: float) -> None:
+    def check_processes(self, now: float) -> None:
         """Reads /proc once, and only if a sandbox's memory or processes must be counted."""
         counted = [
             watched
@@ -262,7 +262,7 @@ class ResourceMonitor:
                 watched.inside, watched.inside_paths, watched.inside_at = 0, [], float("-inf")
         return 0
 
-    def look_at_disks(self, now: float, slice_s: float) -> None:
+    def check_disks(self, now: float, slice_s: float) -> None:
         """Walks the sandboxes that have waited longest first, until the time slice is used up."""
         until = time.monotonic() + slice_s
         filled: dict[str, tuple[int, int]] = {}
@@ -276,7 +276,7 @@ class ResourceMonitor:
                     continue
                 watched.walk = self.new_walk(watched)
                 watched.filled_at_walk = level
-            watched.walk.go_on(until)
+            watched.walk.continue_until(until)
             if watched.walk.is_done:
                 walk, watched.walk, watched.walked_at = watched.walk, None, now
                 if walk.over == "files":

@@ -46,7 +46,7 @@ class ApptainerRuntime(NamespacedRuntime):
         self._gates: dict[str | None, asyncio.Semaphore] = {}
         return await super().__aenter__()
 
-    def _gate(self, spec: SandboxSpec) -> asyncio.Semaphore:
+    def _start_semaphore(self, spec: SandboxSpec) -> asyncio.Semaphore:
         return self._gates.setdefault(spec.image, asyncio.Semaphore(AT_ONCE))
 
     def _host_trees(self) -> list[Tree]:

@@ -116,7 +116,7 @@ class LaunchedRuntime(ABC):
     async def _on_ended(self, sandbox_id: str, place: SandboxPaths) -> None:  # noqa: B027
         """Called when its end is proven, before its files are deleted."""
 
-    def _gate(self, spec: SandboxSpec) -> asyncio.Semaphore:
+    def _start_semaphore(self, spec: SandboxSpec) -> asyncio.Semaphore:
         """Returns the semaphore that a start waits for."""
         return self._starting
 
@@ -194,7 +194,7 @@ class LaunchedRuntime(ABC):
             self.waiting -= 1
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
-        async with self._gate(spec):
+        async with self._start_semaphore(spec):
             try:
                 return await self._start(spec, lease_s)
             except SandboxStartFailed as error:

@@ -15,12 +15,12 @@ service from using the file.
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from rollyard.core.files import replacing
 from rollyard.service.settings import SettingsError
 
 FILE = "prorl.json"  # below data_dir
@@ -74,17 +74,8 @@ class IntakeFile:
         self.now = intake
 
     def _write(self, intake: Intake) -> None:
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with draft.open("wb") as file:
+        with replacing(self._path, is_durable=True) as file:
             file.write(msgspec.json.encode(intake))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _load(self) -> Intake:
         try:

@@ -27,13 +27,15 @@ from itertools import count
 import msgspec
 
 from rollyard.core import Json, Rollout, RollyardError, Run, State, Trajectory, check_id, key_of, new_id
+from rollyard.core.access import Access
 from rollyard.core.engine import Role
-from rollyard.core.failure import ArtifactLost, Blame, MalformedId, NotFound
+from rollyard.core.failure import ArtifactLost, Blame, Forbidden, MalformedId, NotFound, PolicyConflict
 from rollyard.service.app_state import AppState
 from rollyard.service.prorl.handlers import Choices, task_body
 from rollyard.service.prorl.intake import FILE, IntakeFile
 from rollyard.service.prorl.sampling import task_fields_of
 from rollyard.service.schemas.task import merge, to_task
+from rollyard.service.security.access import OPERATOR, Caller, require_new_run
 from rollyard.store.base import Submission
 
 log = logging.getLogger("rollyard.service")
@@ -50,7 +52,7 @@ class ProrlJob:
     instance: Mapping[str, Json]
     sampling_params: Mapping[str, Json]
     job_id: str | None = None
-    owner: str = ""  # of the run, if this job creates it
+    caller: Caller = OPERATOR
 
     @property
     def identity(self) -> dict[str, Json]:
@@ -76,13 +78,13 @@ class ProrlJobs:
         self._stops = 0
         self._choices = Choices(app_state.settings.prorl_images, tuple(app_state.settings.mcp_servers))
 
-    async def start(self) -> bool:
-        """Opens the intake and sets a new version of the weights. Returns False if it was open."""
-        is_news = await self.intake.begin()
-        await self._name_version()
-        return is_news
+    async def start(self, holder: str) -> bool:
+        """Sets a new version of the weights and opens the intake. Returns False if it was open. Raises
+        `PolicyConflict`, and opens nothing, while another than `holder` updates the weights."""
+        await self._name_version(holder)
+        return await self.intake.begin()
 
-    async def _name_version(self) -> None:
+    async def _name_version(self, holder: str) -> None:
         """Sets the next version on the policy's engines. A later version that was set through /v1/policies is left
         unchanged."""
         router, policy, version = self._app_state.router, self.policy, self.intake.now.version
@@ -90,7 +92,9 @@ class ProrlJobs:
             return
         await self.intake.name_version(version + 1)
         try:
-            await router.policies.resume(policy, version + 1)
+            await router.policies.resume(policy, version + 1, holder=holder)
+        except PolicyConflict:
+            raise
         except RollyardError as error:  # the engines are quarantined and report why; the next /start retries
             log.warning("a new weight version could not be set", extra={"policy": policy, "detail": error.detail})
 
@@ -137,8 +141,9 @@ class ProrlJobs:
         finally:
             self.waiting -= 1
 
-    async def cancel(self, job_id: str) -> None:
-        await self._app_state.pipeline.cancel(rollout_id(job_id), "cancelled by the client")
+    async def cancel(self, job_id: str, caller: Caller) -> None:
+        run = await self._run(caller)  # the cancel of a job that has not arrived is kept in its run
+        await self._app_state.pipeline.cancel(rollout_id(job_id), run=run.id)
 
     async def cancel_all(self) -> None:
         """Cancels all rollouts that have not ended, and waits up to `STOP_S` for them: then weights may change."""
@@ -189,7 +194,7 @@ class ProrlJobs:
 
     async def _submit(self, job: ProrlJob, name: str) -> Rollout:
         app_state = self._app_state
-        run = await self._run(job.owner)
+        run = await self._run(job.caller)
         body = merge(task_body(job.instance, app_state.resources.environments, self._choices), run.defaults)
         sent = merge(body, task_fields_of(job.sampling_params))
         task = to_task(sent, app_state.resources.ceilings.defaults, ("instance",))
@@ -198,10 +203,25 @@ class ProrlJobs:
         (stored,) = await app_state.pipeline.submit([Submission(rollout, job.identity)])
         return stored
 
-    async def _run(self, owner: str) -> Run:
+    async def _run(self, caller: Caller) -> Run:
         """The run, created on first use. The operator may create it before, with defaults."""
+        app_state = self._app_state
+        run = app_state.pipeline.run_of(RUN)
+        if run is None:
+            self.require_use(caller)
+            owner = "" if caller.is_admin else caller.name
+            with app_state.quotas.new_run(caller, RUN):
+                run = await app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
+                app_state.pipeline.know(run)
+        self.require_use(caller)  # another caller may have created it meanwhile
+        return run
+
+    def require_use(self, caller: Caller) -> None:
+        """Raises `Forbidden` unless the caller may submit jobs, or create the run if it does not exist yet."""
         run = self._app_state.pipeline.run_of(RUN)
         if run is None:
-            run = await self._app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
-            self._app_state.pipeline.know(run)
-        return run
+            if caller.access not in (Access.ADMIN, Access.TRAINER):
+                raise Forbidden(f"the run {RUN!r} does not exist, and a {caller.access} token cannot create runs")
+            require_new_run(caller, RUN, self.policy, self._app_state.tokens.callers)
+        elif not caller.writes(run):
+            raise Forbidden(f"the run {RUN!r} was created with another token")

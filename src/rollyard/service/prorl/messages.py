@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rollyard.core import Json, Message, Span, Trace, Trajectory
+from rollyard.core import Message, Span, Trace, Trajectory
+from rollyard.core.texts import content_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def _plain(message: Message) -> dict[str, Any]:
     """The message in ProRL Agent's format: content as text, tool calls as their functions."""
     plain: dict[str, Any] = {
         "role": message.get("role"),
-        "content": _text(message.get("content")),
+        "content": content_text(message.get("content")),
         "token_ids": [],
         "input_ids": None,
         "logprobs": None,
@@ -124,11 +125,3 @@ def _plain(message: Message) -> dict[str, Any]:
         if message.get(name) is not None:
             plain[name] = message[name]
     return plain
-
-
-def _text(content: Json) -> str:
-    """The content, or the text of its parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else ()
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))

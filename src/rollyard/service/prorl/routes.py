@@ -1,6 +1,7 @@
 """The paths, with ProRL Agent's bodies, responses and statuses.
 
     400   /start if the intake is open; an instance without a handler
+    409   /start while another holder has the policy paused
     503   /stop, /status, /cancel, /process if the intake is closed; /process without an engine; the service is closing
     504   /process took longer than `prorl_timeout_s`: the rollout continues, and the same call waits for it again
 
@@ -21,13 +22,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.core import State, id_of
-from rollyard.core.failure import EngineExists, Forbidden, InvalidRequest, NotFound, TaskInvalid, UnknownEnvironment
+from rollyard.core.failure import EngineExists, InvalidRequest, NotFound, TaskInvalid, UnknownEnvironment
 from rollyard.engines.clients.prorl import kind_at
 from rollyard.engines.clients.transport import open_http
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.json_body import SMALL_BYTES, decode
-from rollyard.service.prorl.jobs import RUN, ProrlJob, ProrlJobs
+from rollyard.service.prorl.jobs import ProrlJob, ProrlJobs
 from rollyard.service.prorl.results import result_of
 from rollyard.service.schemas.body import check_body
 from rollyard.service.schemas.engine import EngineBody, engine_id
@@ -84,8 +85,12 @@ class ServerBody(_Body):
 
 @router.post("/start")
 async def start(request: Request) -> Response:
-    """Opens the intake, for one batch of the trainer."""
-    if not await _jobs(request).start():
+    """Opens the intake, for one batch of the trainer. It sets a version of the weights: as under /v1/policies, only the
+    policy's owner and admins may do that, and not while another holder has it paused."""
+    app_state, jobs = app_state_of(request), _jobs(request)
+    if jobs.has_engine:
+        await app_state.own_policy(request, jobs.policy)
+    if not await jobs.start(caller_of(request).name):
         return _refused(400, "Server is already running")
     return reply({"status": "Server started successfully"})
 
@@ -122,13 +127,13 @@ async def process(request: Request) -> Response:
         return _not_running()
     if not jobs.has_engine:
         return _refused(503, "No LLM server addresses configured. Please add at least one LLM server address.")
-    owner = "" if caller_of(request).is_admin else caller_of(request).name
-    job = ProrlJob(body.instance, body.sampling_params, body.job_id, owner)
+    job = ProrlJob(body.instance, body.sampling_params, body.job_id, caller_of(request))
     try:
         rollout = await jobs.begin(job)
     except (UnknownEnvironment, TaskInvalid) as error:
         return _refused(400, f"Invalid dataset type or instance: {error.detail}")
     ended = await while_connected(request, jobs.ended(rollout, app_state.settings.prorl_timeout_s), app_state.closing)
+    jobs.require_use(caller_of(request))  # the run may be another tenant's by now
     if ended is None:
         return _refused(503, f"the service is closing; the job is stored as rollout {id_of(rollout.id)}")
     if ended.state is not State.ENDED:
@@ -151,7 +156,7 @@ async def cancel(request: Request) -> Response:
     body = await _read(request, CancelBody)
     if not jobs.intake.now.is_open:
         return _not_running()
-    await jobs.cancel(body.job_id)
+    await jobs.cancel(body.job_id, caller_of(request))
     return reply({"status": f"Cancel requested for job {body.job_id}"})
 
 
@@ -219,11 +224,10 @@ async def _remove(app_state: AppState, name: str) -> None:
 
 
 def _jobs(request: Request) -> ProrlJobs:
-    """The jobs. If tokens are required, they belong to one tenant: the first that used these paths."""
-    caller, run = caller_of(request), app_state_of(request).pipeline.run_of(RUN)
-    if not (caller.can_write if run is None else caller.writes(run)):
-        raise Forbidden(f"the run {RUN!r} was created with another token")
-    return request.app.state.prorl
+    """The jobs. If tokens are required, they belong to one tenant: the first that submitted one."""
+    jobs: ProrlJobs = request.app.state.prorl
+    jobs.require_use(caller_of(request))
+    return jobs
 
 
 def _refused(status: int, detail: str) -> Response:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -74,8 +74,8 @@ async def create(request: Request) -> Response:
     config = body.to_config(run)
     require_priority(caller_of(request), config.priority)
     key = key_of(run.id, name)
-    app_state.require_room_for_draw(caller_of(request), key)
-    runner = await app_state.sampler.create(key, run, config, body.source.tasks or (), body.identity())
+    with app_state.quotas.active_draw(caller_of(request), run, key):
+        runner = await app_state.sampler.create(key, run, config, body.source.tasks or (), body.identity())
     return reply(draw_object(runner.draw, runner.draw_state), 201)
 
 
@@ -148,6 +148,7 @@ async def get_batch(request: Request, draw_id: str, number: Count, query: Annota
     batch = await while_connected(request, runner.batch(number, wait_s), app_state.closing) if wait_s else None
     if batch is None:
         batch = await runner.found(number)
+    app_state.require_still(caller_of(request), runner.run.id)
     return reply(batch_object(batch))
 
 
@@ -160,7 +161,8 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
     accept = request.headers.get("accept", "")
     if sse.MEDIA_TYPE in accept:
         after = query.after or request.headers.get("last-event-id")
-        return sse.EventStream(_frames(app_state, runner, parse_place(after), query), app_state.closing)
+        frames = _frames(app_state, runner, parse_place(after), query)
+        return sse.EventStream(_of_run(request, runner.run.id, frames), app_state.closing)
     after = parse_place(query.after)
     wait_s = app_state.wait_s(query.wait_s)
     page = (
@@ -169,6 +171,7 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
         else None
     )
     groups, batch = page or await _look(app_state, runner, after, query)
+    app_state.require_still(caller_of(request), runner.run.id)
     with_traces = query.include == "traces"
     loaded = [await load_group(app_state.store, group, with_traces=with_traces) for group in groups]
     last = groups[-1].place if groups else None
@@ -206,10 +209,11 @@ async def acknowledge(request: Request, draw_id: str, run: InRun = None) -> Resp
 @router.post("/{draw_id}/rewind", openapi_extra=json_body(RewindBody))
 async def rewind(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Undoes the batches after this one, for a trainer that has returned to an earlier checkpoint."""
-    key = (await _mine(request, draw_id, run)).draw.id
+    app_state = app_state_of(request)
+    runner = await _mine(request, draw_id, run)
     body = await read_body(request, RewindBody)
-    app_state_of(request).require_room_for_draw(caller_of(request), key)  # a draw that has ended becomes active
-    runner = await app_state_of(request).sampler.rewind(key, body.batch, body.version, body.policy_version)
+    with app_state.quotas.active_draw(caller_of(request), runner.run, runner.draw.id):  # it may have ended
+        runner = await app_state.sampler.rewind(runner.draw.id, body.batch, body.version, body.policy_version)
     return reply(draw_object(runner.draw, runner.draw_state))
 
 
@@ -248,6 +252,16 @@ async def _page(
                     return groups, batch
                 await change
     return await _look(app_state, runner, after, query)
+
+
+async def _of_run(request: Request, run_id: str, frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The frames, until the run is deleted: the next run of that name may have a draw with this id."""
+    app_state, caller = app_state_of(request), caller_of(request)
+    async with aclosing(frames):
+        async for data in frames:
+            if not app_state.reads_still(caller, run_id):
+                return
+            yield data
 
 
 async def _frames(

@@ -127,7 +127,7 @@ async def _set_drained(request: Request, name: str, *, is_drained: bool) -> Resp
 
 
 def node_object(node: ConnectedNode) -> dict[str, Json]:
-    standing = node.standing
+    status = node.status
     return {
         "name": node.name,
         "host": node.host,
@@ -138,10 +138,10 @@ def node_object(node: ConnectedNode) -> dict[str, Json]:
         "live": len(node.out) + node.promised,
         "ended": node.ended,
         "wants": node.room.want,
-        "gates": standing.gates,
+        "gates": status.gates,
         "pools": {
             name: {"size": places.size, "active": places.active, "waiting": places.waiting}
-            for name, places in standing.pools.items()
+            for name, places in status.pools.items()
         },
         "engines": {
             use.engine: {
@@ -150,7 +150,7 @@ def node_object(node: ConnectedNode) -> dict[str, Json]:
                 "is_reachable": use.is_reachable,
                 "error": without_password(node.unreachable.get(use.engine, "")) or None,
             }
-            for use in standing.engines
+            for use in status.engines
         },
     }
 

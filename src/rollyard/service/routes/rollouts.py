@@ -172,7 +172,8 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
     page: Page | None = None
     unfinished = await app_state.store.has_unfinished(runs, query.group) if is_ended else None
     if wait_s:
-        page = await while_connected(request, _first_ended(app_state, query, runs, wait_s), app_state.closing)
+        page = await while_connected(request, _first_ended(request, query, wait_s), app_state.closing)
+        runs = await _runs(request, query)  # some may have been deleted meanwhile
     if page is None:
         page = await _list(app_state, query, runs)
     if page.rollouts and unfinished:  # the last one may have ended since; with an empty page, the earlier answer counts
@@ -204,13 +205,15 @@ async def _list(app_state: AppState, query: ListQuery, runs: list[str] | None) -
     )
 
 
-async def _first_ended(app_state: AppState, query: ListQuery, runs: list[str] | None, wait_s: float) -> Page:
-    """The page, as soon as it is not empty."""
+async def _first_ended(request: Request, query: ListQuery, wait_s: float) -> Page:
+    """The page, as soon as it is not empty. The runs are those that the caller may read then."""
+    app_state = app_state_of(request)
     event_log = app_state.pipeline.event_log
     try:
         async with asyncio.timeout(wait_s):
             while True:
                 last_id = event_log.last_id
+                runs = await _runs(request, query)
                 page = await _list(app_state, query, runs)
                 if page.rollouts:
                     return page
@@ -219,7 +222,7 @@ async def _first_ended(app_state: AppState, query: ListQuery, runs: list[str] | 
                         if event.kind == "gap" or (event.state is State.ENDED and (runs is None or event.run in runs)):
                             break
     except TimeoutError:
-        return await _list(app_state, query, runs)
+        return await _list(app_state, query, await _runs(request, query))
 
 
 @router.get("/rollouts/{rollout_id}")
@@ -234,6 +237,7 @@ async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQue
         rollout = await while_connected(request, app_state.pipeline.wait(key, wait_s), app_state.closing)
     if rollout is None:
         rollout = await app_state.store.get(key)
+    app_state.require_still(caller_of(request), rollout.run)
     if _accepts_arrow(request):
         return await _arrow(await _trajectory(app_state, rollout), rollout, with_record=True)
     body = record(rollout)
@@ -266,27 +270,31 @@ async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Re
 @router.get("/rollouts/{rollout_id}/messages")
 async def get_messages(request: Request, rollout_id: str, query: Annotated[MessagesQuery, Query()]) -> Response:
     """Returns the conversation so far, also while the rollout runs; of a new attempt it starts again. While it runs, a
-    message of more than 1 MB is cut. `available` is false while it runs on a node that does not send the messages."""
+    message of more than 1 MB is cut, and of an agent program that has several conversations the longest is returned:
+    with another `conversation`, these messages do not continue earlier pages. `available` is false while it runs on a
+    node that does not send the messages."""
     app_state = app_state_of(request)
     key = await _find(request, rollout_id, query.run)
     live = app_state.pipeline.live.get(key)
     page = await live.page(query.after) if live is not None else None
     rollout = await app_state.store.get(key)
+    app_state.require_still(caller_of(request), rollout.run)
     live = app_state.pipeline.live.get(key)  # its node may have been asked: it may have ended meanwhile
     if page is None or not page.end:
         trajectory = await app_state.store.trajectory(key)
         if trajectory is not None:
-            saved = Snapshot(trajectory.attempt, trajectory.messages, trajectory.turns, trajectory.sampled_tokens)
-            page = page_of(saved, query.after, is_live=False)
+            page = page_of(Snapshot.of(trajectory), query.after, is_live=False)
     shown = page or MessagePage(rollout.attempt)
     return reply(
         {
             "id": id_of(key),
             "state": live.state if live is not None else rollout.state,
             "attempt": shown.attempt,
+            "conversation": shown.conversation,
             "turns": shown.turns,
             "sampled_tokens": shown.sampled_tokens,
             "messages": msgspec.Raw(shown.messages),
+            "message_turns": shown.message_turns,
             "next": shown.end,
             "available": page is not None or live is None,
         }
@@ -306,7 +314,7 @@ async def get_texts(request: Request, rollout_id: str, run: InRun = None) -> Res
 @router.post("/rollouts/{rollout_id}/rescore")
 async def rescore(request: Request, rollout_id: str, run: InRun = None) -> Response:
     """Scores the saved artifacts again, without inference. The score is appended to `scores`; the terminal record is
-    not changed."""
+    not changed. While it waits it counts as a queued rollout of its run, then as a live one."""
     app_state = app_state_of(request)
     await request.body()  # unused, but it must be read before a disconnect can be detected
     key = await _find_writable(request, rollout_id, run)
@@ -333,12 +341,12 @@ async def cancel_by_id(request: Request, rollout_id: str, run: str | None) -> Ro
     """Cancels a rollout. Returns None if it is unknown; then it is cancelled when it is submitted."""
     app_state, caller = app_state_of(request), caller_of(request)
     try:
-        key = await _find_writable(request, rollout_id, run)
+        key, coming_run = await _find_writable(request, rollout_id, run), None
     except NotFound:
         into = await app_state.run(caller, run or DEFAULT_RUN)
         require_write(caller, into)
-        key = key_of(into.id, rollout_id)
-    return await app_state.pipeline.cancel(key)
+        key, coming_run = key_of(into.id, rollout_id), into.id
+    return await app_state.pipeline.cancel(key, run=coming_run)
 
 
 async def _rescore(pipeline: Pipeline, rollout_id: str) -> Rollout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -49,13 +50,19 @@ async def create_run(request: Request) -> Response:
         raise Forbidden(f"a {caller.access} token cannot create runs")
     if known is None:
         require_new_run(caller, run.id, run.policy, app_state.tokens.callers)
-        app_state.require_room_for_run(caller)
     elif not caller.reads(known):
-        raise Forbidden(f"the run name {run.id!r} is taken")
+        raise _taken(run.id)
     sent = body.model_dump(exclude_unset=True, exclude={"id"})
-    stored = await app_state.store.put_run(run, sent)
-    app_state.pipeline.know(stored)
+    with app_state.quotas.new_run(caller, run.id) if known is None else nullcontext():
+        stored = await app_state.store.put_run(run, sent)
+        app_state.pipeline.know(stored)
+    if not caller.reads(stored):  # another caller has just created it, with the same body
+        raise _taken(run.id)
     return reply(run_object(stored), 200 if known else 201)
+
+
+def _taken(run_id: str) -> Forbidden:
+    return Forbidden(f"the run name {run_id!r} is taken")
 
 
 @router.get("/runs")

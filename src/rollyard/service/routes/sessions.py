@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.agents.session import POSTED, LiveSession
-from rollyard.core import Rollout, Run, Score, State, check_id, id_of, key_of, new_id
-from rollyard.core.failure import Draining, NotFound, QuotaExceeded, SessionConflict
+from rollyard.core import Rollout, Score, State, check_id, id_of, key_of, new_id
+from rollyard.core.failure import Draining, NotFound, SessionConflict
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.openapi import json_body
 from rollyard.service.routes.rollouts import cancel_by_id
@@ -57,7 +57,6 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
     require_write(caller_of(request), run)
     priority = run.priority if body.priority is None else body.priority
     require_priority(caller_of(request), priority)
-    _require_room(app_state, run)
     task = body.to_task(defaults_of(app_state.resources, run))
     app_state.resources.check(task, run)
     rollout = Rollout(
@@ -68,7 +67,8 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
         index=body.index,
         priority=priority,
     )
-    (stored,) = await app_state.pipeline.submit([Submission(rollout, body.identity())])
+    with app_state.quotas.open_session(run, rollout.id):
+        (stored,) = await app_state.pipeline.submit([Submission(rollout, body.identity())])
     stored = await _wait_open(request, stored, query.wait_s)
     live = app_state.sessions.live(stored.id)
     root = f"{request.url.scheme}://{request.headers['host']}"
@@ -108,6 +108,7 @@ async def give_reward(request: Request, session_id: str, query: Annotated[WaitQu
         wait_s = app_state.wait_s(query.wait_s)
         ended = await while_connected(request, app_state.pipeline.wait(rollout.id, wait_s), app_state.closing)
         rollout = ended or await app_state.store.get(rollout.id)
+        app_state.require_still(caller_of(request), rollout.run)
     if (live is None or rollout.state is State.ENDED) and not await _has(app_state, rollout, body):
         raise _conflict(rollout)
     return reply(record(rollout), 200 if rollout.state is State.ENDED else 202)
@@ -128,15 +129,6 @@ async def cancel_session(request: Request, session_id: str, run: InRun = None) -
     return reply({"id": session_id, "state": cancelled.state if cancelled else "cancelled_before_submit"}, 202)
 
 
-def _require_room(app_state: AppState, run: Run) -> None:
-    most = app_state.tokens.quota_of(run.owner).sessions
-    if most is None:
-        return
-    live = [one for one in app_state.pipeline.live.values() if one.run.owner == run.owner]
-    if sum(one.rollout.task.environment == SESSION for one in live) >= most:
-        raise QuotaExceeded(f"the token may have {most} sessions open at once")
-
-
 async def _session(request: Request, session_id: str, run: str | None) -> Rollout:
     app_state = app_state_of(request)
     rollout = await app_state.store.get(await app_state.find(caller_of(request), ItemKind.ROLLOUT, session_id, run))
@@ -155,6 +147,7 @@ async def _wait_open(request: Request, rollout: Rollout, wait_s: float) -> Rollo
     wait_s = app_state.wait_s(wait_s)
     if wait_s and rollout.state is not State.ENDED and app_state.sessions.live(rollout.id) is None:
         await while_connected(request, _open_or_ended(app_state, rollout.id, wait_s), app_state.closing)
+    app_state.require_still(caller_of(request), rollout.run)
     return await app_state.store.get(rollout.id)
 
 

@@ -46,7 +46,7 @@ class SamplingBody(Body):
     top_k: Annotated[int, Field(ge=-1, le=INT64)] = _about(
         "Samples from this many of the most likely tokens; -1: from all.", Sampling().top_k
     )
-    max_tokens: Count = _about("Most tokens of one model call.", Sampling().max_tokens)
+    max_tokens: Count = _about("Maximum number of tokens of one model call.", Sampling().max_tokens)
     extra: Object = Field(default_factory=dict, description="Other parameters, as the engine names them.")
 
 
@@ -57,11 +57,13 @@ class LimitsBody(Body):
     tool_s: Seconds = _about("Seconds of one tool call.", Limits().tool_s)
     model_s: Seconds = _about("Seconds of one model call.", Limits().model_s)
     stall_s: Seconds = _about("Seconds in RUN without any progress.", Limits().stall_s)
-    max_turns: Count = _about("Most turns of the agent.", Limits().max_turns)
-    max_tokens: Count | None = _about("Most sampled tokens of the rollout; null: no limit.")
-    max_context: Count | None = _about("Most tokens of a prompt and its completion; null: the engine's limit.")
+    max_turns: Count = _about("Maximum number of turns of the agent.", Limits().max_turns)
+    max_tokens: Count | None = _about("Maximum number of sampled tokens of the rollout; null: no limit.")
+    max_context: Count | None = _about(
+        "Maximum number of tokens of a prompt and its completion; null: the engine's limit."
+    )
     output_bytes: Annotated[int, Field(ge=64, le=64 << 20)] = _about(
-        "Most bytes of a tool's output that the model gets.", Limits().output_bytes
+        "Maximum number of bytes of a tool's output that the model gets.", Limits().output_bytes
     )
 
 
@@ -86,13 +88,15 @@ class EgressBody(Body):
 class SandboxBody(Body):
     runtime: Name | None = _about("The sandbox runtime; null: the service's default.")
     image: Text | None = _about("The image, by name or path; null: the host's /usr, read-only.")
-    memory_bytes: Count | None = _about("Most memory; null: the setting `sandbox_memory_bytes`.")
-    processes: Count | None = _about("Most processes and threads; null: the setting `sandbox_processes`.")
-    disk_bytes: Count | None = _about("Most disk space; null: the setting `sandbox_disk_bytes`.")
-    open_files: Count | None = _about("Most open files of a process; null: the setting `sandbox_open_files`.")
-    files: Count | None = _about("Most files and folders created; null: the setting `sandbox_files`.")
+    memory_bytes: Count | None = _about("Maximum memory; null: the setting `sandbox_memory_bytes`.")
+    processes: Count | None = _about("Maximum number of processes and threads; null: the setting `sandbox_processes`.")
+    disk_bytes: Count | None = _about("Maximum disk space; null: the setting `sandbox_disk_bytes`.")
+    open_files: Count | None = _about(
+        "Maximum number of open files of a process; null: the setting `sandbox_open_files`."
+    )
+    files: Count | None = _about("Maximum number of files and folders created; null: the setting `sandbox_files`.")
     cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] | None = _about(
-        "Most CPUs; null: the setting `sandbox_cpus`."
+        "Maximum number of CPUs; null: the setting `sandbox_cpus`."
     )
     egress: EgressBody | None = _about("The hosts that it may reach; null: it is offline.")
 

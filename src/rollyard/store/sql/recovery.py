@@ -7,6 +7,8 @@ EVAL, can be scored from what RUN left → stays, leased to no node, and is list
 EVAL otherwise                      → as INIT, READY, RUN
 leased to a node, and leases are kept → unchanged, and listed in `Recovery.leased`; a cancel still ends it
 queued                              → unchanged: only counted, so that ten thousand of them cost nothing
+
+It also deletes the tasks of draws and evaluations whose creation the end of the last process interrupted.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from rollyard.core.failure import LostToRestarts
 from rollyard.store.base import LeasedRow, Recovery
 from rollyard.store.codec import from_json
 from rollyard.store.sql.dialect import Connection
+from rollyard.store.sql.groups import forget_unowned_items
 from rollyard.store.sql.moves import RequeueWrite
 from rollyard.store.sql.rows import EncodedEnding, cancelled, finish
 
@@ -64,6 +67,7 @@ def recover(
             finish(connection, seq, EncodedEnding.of(Ending(Outcome.FAILED, failure=error.failure(state))))
             failed += 1
     RequeueWrite.together(connection, lost)
+    forget_unowned_items(connection)
     return epoch, Recovery(queued, len(lost), tuple(evals), failed, len(asked), tuple(leased))
 
 

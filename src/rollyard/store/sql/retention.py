@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.store.base import Stale, eval_items
 from rollyard.store.sql.dialect import Connection, Row
+from rollyard.store.sql.groups import forget_items
 from rollyard.store.sql.queue import Steps
+from rollyard.store.sql.writes import SLICE, sliced
 
 CHUNK = 50
 """Rollouts deleted in one operation: at up to 0.5 ms each, other writes wait about 25 ms for it."""
 
-ITEMS = 1000
-"""Tasks of a draw that are deleted in one statement: about 2 ms."""
+LEAVINGS = 1000
+"""Leavings that are read at once: about 2 ms."""
 
 Place = tuple[float, int]
 """kept_from and seq: the position of a sweep."""
@@ -76,10 +78,12 @@ def forget(connection: Connection, table: str, before: float, places: Sequence[P
             _forget_rollout(connection, row)
         else:
             if table == "draws":
-                yield from _forget_items(connection, row[1])
-                connection.execute("DELETE FROM batches WHERE draw = ?", (row[1],))
+                yield from forget_items(connection, row[1])
+                yield from _forget_batches(connection, row[1])
             elif table == "evals":
-                yield from _forget_items(connection, eval_items(row[1]))
+                yield from forget_items(connection, eval_items(row[1]))
+            elif table == "runs":
+                yield from _forget_tombstones(connection, row[1])
             connection.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
         deleted.append(row[1])
         yield
@@ -124,6 +128,7 @@ def forget_of_run(connection: Connection, run_id: str) -> Steps[int]:
         yield
     if len(rows) < CHUNK:
         yield from _forget_draws(connection, run_id)
+        yield from _forget_tombstones(connection, run_id)
         connection.execute("DELETE FROM runs WHERE id = ?", (run_id,))
         return 0
     return len(rows)
@@ -132,20 +137,30 @@ def forget_of_run(connection: Connection, run_id: str) -> Steps[int]:
 def _forget_draws(connection: Connection, run_id: str) -> Steps[None]:
     """Deletes a run's draws, groups and evaluations, after its rollouts."""
     for (draw_id,) in connection.execute("SELECT id FROM draws WHERE run = ?", (run_id,)).fetchall():
-        yield from _forget_items(connection, draw_id)
-        connection.execute("DELETE FROM batches WHERE draw = ?", (draw_id,))
-        yield
+        yield from forget_items(connection, draw_id)
+        yield from _forget_batches(connection, draw_id)
     for (eval_id,) in connection.execute("SELECT id FROM evals WHERE run = ?", (run_id,)).fetchall():
-        yield from _forget_items(connection, eval_items(eval_id))
+        yield from forget_items(connection, eval_items(eval_id))
     for table in ("draws", "groups", "evals"):
-        connection.execute(f"DELETE FROM {table} WHERE run = ?", (run_id,))
+        yield from _forget_rows(connection, table, run_id)
+
+
+def _forget_tombstones(connection: Connection, run_id: str) -> Steps[None]:
+    """Deletes the cancels of a run's unknown ids: they must not end rollouts of a later run of that name."""
+    yield from _forget_rows(connection, "tombstones", run_id)
+
+
+def _forget_rows(connection: Connection, table: str, run_id: str) -> Steps[None]:
+    while connection.execute(
+        f"DELETE FROM {table} WHERE seq IN (SELECT seq FROM {table} WHERE run = ? LIMIT ?)", (run_id, SLICE)
+    ).rowcount:
         yield
 
 
-def _forget_items(connection: Connection, draw_id: str) -> Steps[None]:
+def _forget_batches(connection: Connection, draw_id: str) -> Steps[None]:
     while connection.execute(
-        "DELETE FROM draw_items WHERE draw = ? AND item IN (SELECT item FROM draw_items WHERE draw = ? LIMIT ?)",
-        (draw_id, draw_id, ITEMS),
+        "DELETE FROM batches WHERE draw = ? AND number IN (SELECT number FROM batches WHERE draw = ? LIMIT ?)",
+        (draw_id, draw_id, SLICE),
     ).rowcount:
         yield
 
@@ -220,7 +235,21 @@ def _forget_rollout(connection: Connection, row: Row) -> None:
         )
 
 
-def name_leavings(connection: Connection, deleted: Sequence[str]) -> list[str]:
-    """Removes the ids whose artifacts were deleted; returns the others."""
-    connection.execute_each("DELETE FROM leavings WHERE id = ?", [(rollout_id,) for rollout_id in deleted])
-    return [row[0] for row in connection.execute("SELECT id FROM leavings").fetchall()]
+def forget_leavings(connection: Connection, ids: Sequence[str]) -> Steps[None]:
+    """Removes ids whose artifacts were deleted."""
+    for few in sliced(ids):
+        among, listed = connection.dialect.among.format("id"), connection.dialect.listed(list(few))
+        connection.execute(f"DELETE FROM leavings WHERE {among}", (listed,))
+        yield
+
+
+def leavings(connection: Connection, after: str) -> list[str]:
+    """Returns the next ids whose artifacts are to be deleted, `LEAVINGS` at most."""
+    rows = connection.read_rows("id", "FROM leavings WHERE id > ? ORDER BY id LIMIT ?", (after, LEAVINGS))
+    return [row[0] for row in rows]
+
+
+def leavings_among(connection: Connection, ids: Sequence[str]) -> list[str]:
+    dialect = connection.dialect
+    rows = connection.read_rows("id", f"FROM leavings WHERE {dialect.among.format('id')}", (dialect.listed(ids),))
+    return [row[0] for row in rows]

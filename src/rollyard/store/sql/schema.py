@@ -202,7 +202,16 @@ V9 = (
         evidence BLOB NOT NULL)""",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6, V7, V8, V9)
+V10 = (
+    # The run of a tombstone: it is deleted with the run. Those of runs that no longer exist are deleted now.
+    "ALTER TABLE tombstones ADD COLUMN run TEXT NOT NULL DEFAULT ''",
+    "UPDATE tombstones SET run = CASE WHEN instr(id, '~') > 0 THEN substr(id, 1, instr(id, '~') - 1) "
+    "ELSE 'default' END",
+    "DELETE FROM tombstones WHERE run NOT IN (SELECT id FROM runs)",
+    "CREATE INDEX tombstones_run ON tombstones (run)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6, V7, V8, V9, V10)
 
 
 POSTGRES_ALSO: dict[int, tuple[str, ...]] = {
@@ -226,6 +235,7 @@ _POSTGRES_REPLACEMENTS = (
     ("BLOB", "BYTEA"),
     (" WITHOUT ROWID", ""),
     ("= rowid", "= seq"),  # of an empty table: no PostgreSQL store is older than that migration
+    ("instr(id", "strpos(id"),
     ("json_extract(ending, '$.score.reward')", "(ending::json #>> '{score,reward}')::double precision"),
     ("json_extract(ending, '$.is_trainable')", "(ending::json ->> 'is_trainable')::boolean::int"),
 )

@@ -229,8 +229,8 @@ class SqlStore(ABC):
         stored = await self._from_client(writes.Submit(await _new_rows_in_steps(submissions)))
         return _as_rollouts(stored)
 
-    async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
-        row = await self._from_client(partial(writes.request_cancel, rollout_id=rollout_id, detail=detail))
+    async def request_cancel(self, rollout_id: str, detail: str, *, run: str | None = None) -> Rollout | None:
+        row = await self._from_client(partial(writes.request_cancel, rollout_id=rollout_id, detail=detail, run=run))
         return None if row is None else to_rollout(row)
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> Sequence[str]:
@@ -458,8 +458,20 @@ class SqlStore(ABC):
         while await self._from_client(partial(retention_sql.forget_batches, before=before)):
             pass
         deleted = {table: await self._forget(table, before) for table in retention_sql.TABLES}
-        self._swept = await self._from_client(partial(retention_sql.name_leavings, deleted=self._swept))
+        for start in range(0, len(self._swept), retention_sql.LEAVINGS):
+            few = self._swept[start : start + retention_sql.LEAVINGS]
+            await self._from_client(partial(retention_sql.forget_leavings, ids=few))
+        self._swept = await self._leavings()
         return SweepResult(tuple(self._swept), tuple(deleted["draws"]), tuple(deleted["runs"]))
+
+    async def leavings_among(self, ids: Sequence[str]) -> Sequence[str]:
+        return await self._read(partial(retention_sql.leavings_among, ids=ids))
+
+    async def _leavings(self) -> list[str]:
+        named = list[str]()
+        while few := await self._read(partial(retention_sql.leavings, after=named[-1] if named else "")):
+            named += few
+        return named
 
     async def _forget(self, table: str, before: float) -> list[str]:
         deleted, place = list[str](), retention_sql.START

@@ -220,17 +220,11 @@ def _put_bodies(connection: Connection, rows: Sequence[NewRow]) -> dict[str, int
     return known | {row[0]: row[1] for row in added}
 
 
-def request_cancel(connection: Connection, rollout_id: str, detail: str) -> Row | None:
+def request_cancel(connection: Connection, rollout_id: str, detail: str, run: str | None) -> Row | None:
     row = connection.execute("SELECT seq, state FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
     if row is None:
-        # Selected first: in PostgreSQL, an insert with a conflict uses up a number too, and enough repeated cancels
-        # would delete the tombstones of others.
-        if connection.execute("SELECT 1 FROM tombstones WHERE id = ?", (rollout_id,)).fetchone() is None:
-            (number,) = connection.execute(
-                "INSERT INTO tombstones (id, detail, created_at, kept_from) VALUES (?, ?, ?, ?) RETURNING seq",
-                (rollout_id, detail, time.time(), connection.clock.now()),
-            ).fetchone()
-            connection.execute("DELETE FROM tombstones WHERE seq <= ?", (number - TOMBSTONES,))
+        if run is not None and _known_runs(connection, {run}):
+            _put_tombstone(connection, rollout_id, run, detail)
         return None
     seq, state = row
     if state != State.ENDED:
@@ -241,6 +235,17 @@ def request_cancel(connection: Connection, rollout_id: str, detail: str) -> Row 
     if state == State.QUEUED:
         finish(connection, seq, cancelled(detail, State.QUEUED))
     return find(connection, rollout_id)
+
+
+def _put_tombstone(connection: Connection, rollout_id: str, run: str, detail: str) -> None:
+    # Selected first: in PostgreSQL, an insert with a conflict uses up a number too, and enough repeated cancels would
+    # delete the tombstones of others.
+    if connection.execute("SELECT 1 FROM tombstones WHERE id = ?", (rollout_id,)).fetchone() is None:
+        (number,) = connection.execute(
+            "INSERT INTO tombstones (id, run, detail, created_at, kept_from) VALUES (?, ?, ?, ?, ?) RETURNING seq",
+            (rollout_id, run, detail, time.time(), connection.clock.now()),
+        ).fetchone()
+        connection.execute("DELETE FROM tombstones WHERE seq <= ?", (number - TOMBSTONES,))
 
 
 def cancel_many(connection: Connection, ids: Sequence[str], detail: str) -> Steps[list[str]]:

@@ -23,6 +23,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED
 
 from rollyard.core import RollyardError
+from rollyard.core.exception_groups import first_error
 from rollyard.tools.mcp.pipes import MESSAGE_BYTES
 from rollyard.tools.mcp.sources import START_S, OutsideServer
 
@@ -42,7 +43,7 @@ class McpServer(Protocol):
     @property
     def is_dead(self) -> bool: ...
 
-    async def epitaph(self) -> str: ...
+    async def exit_reason(self) -> str: ...
 
 
 class RemoteMcpServer:
@@ -55,7 +56,7 @@ class RemoteMcpServer:
         if response.status_code == 404 and "mcp-session-id" in response.request.headers:
             self.is_dead = True  # the server no longer has the session
 
-    async def epitaph(self) -> str:
+    async def exit_reason(self) -> str:
         return "the connection to it ended"
 
 
@@ -63,7 +64,7 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[McpServer, Any]]]
 
 
 @asynccontextmanager
-async def reached(server: OutsideServer) -> AsyncGenerator[tuple[McpServer, Any], None]:
+async def connected_to(server: OutsideServer) -> AsyncGenerator[tuple[McpServer, Any], None]:
     """Yields the streams to a server outside, over streamable HTTP."""
     far = RemoteMcpServer()
     timeout = httpx2.Timeout(CONNECT_S, read=None)  # each call has its own timeout
@@ -122,7 +123,7 @@ class McpConnection:
             except MCPError as error:
                 if error.code != CONNECTION_CLOSED:
                     raise
-                how = await self._other.epitaph() if self._other is not None else "it is gone"
+                how = await self._other.exit_reason() if self._other is not None else "it is gone"
                 await self._end()
                 raise ServerDied(how) from None
 
@@ -140,7 +141,7 @@ class McpConnection:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(ready)
         except TimeoutError:
-            how = await self._other.epitaph() if self._other is not None else ""
+            how = await self._other.exit_reason() if self._other is not None else ""
             raise ServerNotStarted(f"it did not answer within {timeout_s:g} s{f': {how}' if how else ''}") from None
         finally:
             if self._session is None:
@@ -155,7 +156,7 @@ class McpConnection:
                     try:
                         await session.initialize()
                     except MCPError as error:
-                        how = await other.epitaph() if error.code == CONNECTION_CLOSED else error.message
+                        how = await other.exit_reason() if error.code == CONNECTION_CLOSED else error.message
                         raise ServerNotStarted(how) from error
                     self._session = session
                     if not ready.done():
@@ -165,7 +166,7 @@ class McpConnection:
             ready.cancel()
             raise
         except BaseException as error:
-            cause = _first(error)
+            cause = first_error(error)
             if not ready.done():
                 known = isinstance(cause, RollyardError | ServerNotStarted)
                 ready.set_exception(cause if known else ServerNotStarted(f"{type(cause).__name__}: {cause}"))
@@ -187,10 +188,3 @@ class McpConnection:
         with contextlib.suppress(asyncio.CancelledError):
             if task.done():
                 task.exception()
-
-
-def _first(error: BaseException) -> BaseException:
-    """Returns the first leaf of nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

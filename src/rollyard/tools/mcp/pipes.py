@@ -126,14 +126,14 @@ class McpProgram:
         poll.register(self._stdout, 0)
         return bool(poll.poll(0))
 
-    async def epitaph(self) -> str:
+    async def exit_reason(self) -> str:
         """Returns how it ended, and its standard error."""
         how = self.trouble or "its output ended"
         if self._process is not None and not self.trouble:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_S):
                     how = f"it exited with status {await self._process.wait()}"
-        self._hear_errors()
+        self._read_stderr()
         errors, _ = self._errors.text()
         return f"{how}; on standard error: {errors.strip()}" if errors.strip() else how
 
@@ -163,7 +163,7 @@ class McpProgram:
                 await self._ready(self._stdin, self._loop.add_writer, self._loop.remove_writer)
         self.is_writing = False
 
-    def _hear_errors(self) -> int:
+    def _read_stderr(self) -> int:
         try:
             data = os.read(self._stderr, CHUNK_BYTES)
         except OSError:
@@ -175,7 +175,7 @@ class McpProgram:
         """Reads standard error continuously, so that the server does not block on it."""
         while True:
             await self._ready(self._stderr, self._loop.add_reader, self._loop.remove_reader)
-            read_bytes = self._hear_errors()
+            read_bytes = self._read_stderr()
             if not read_bytes:
                 return
             if read_bytes == CHUNK_BYTES:
@@ -203,7 +203,7 @@ class McpProgram:
                     if message is not None:
                         await deliver.send(SessionMessage(message))
 
-    async def speak(self, messages: MemoryObjectReceiveStream[SessionMessage]) -> None:
+    async def send_messages(self, messages: MemoryObjectReceiveStream[SessionMessage]) -> None:
         """Writes the session's messages to its input. If the program has closed its input, it is detected by a timeout
         or its end."""
         with messages:
@@ -257,7 +257,7 @@ async def running(
         with read, write:
             async with anyio.create_task_group() as group:
                 group.start_soon(program.listen, deliver)
-                group.start_soon(program.speak, messages)
+                group.start_soon(program.send_messages, messages)
                 group.start_soon(program.errors)
                 try:
                     yield program, (read, write)

@@ -35,7 +35,7 @@ from rollyard.core.failure import SetupFailed, ToolUnreachable
 from rollyard.sandbox.base import Sandbox
 from rollyard.tools._output import Output
 from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
-from rollyard.tools.mcp.link import Connect, McpConnection, ServerDied, ServerNotStarted, TimedOut, reached
+from rollyard.tools.mcp.link import Connect, McpConnection, ServerDied, ServerNotStarted, TimedOut, connected_to
 from rollyard.tools.mcp.pipes import running
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ async def open_tools(source: McpSource, context: ToolContext) -> list[McpTool]:
 def _connect(source: McpSource, sandbox: Sandbox | None) -> Connect:
     server = source.server
     if server is not None:
-        return lambda: reached(server)
+        return lambda: connected_to(server)
     if sandbox is None:
         raise RuntimeError("an MCP server that is a command needs a sandbox")
     return lambda: running(sandbox, source.command, source.env)

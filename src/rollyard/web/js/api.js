@@ -128,13 +128,27 @@ export const isTransient = (error) => !(error instanceof ApiError) || error.stat
 /** The pause before the next try, after so many `failures` before this one: what the service asks for, or 1, 2, 4, 5 s. */
 export const pauseMs = (error, failures) => error.retryAfterMs || Math.min(5000, 1000 * 2 ** failures);
 
+/** The most pages that a view reads of one list. */
+const MOST_PAGES = 20;
+
+/** A reply and the pages after it, as one: their items of `list` together. `next` stays if there are more pages. */
+async function pagesOf(path, query, list, signal) {
+  const data = await get(path, query, signal);
+  for (let page = 1; data.next && page < MOST_PAGES; page += 1) {
+    const more = await get(path, { ...query, after: data.next }, signal);
+    data[list].push(...more[list]);
+    data.next = more.next;
+  }
+  return data;
+}
+
 /**
  * Data that is read again every `everyMs` while the page is visible (0: once). Returns {data, error, isLoading, refresh}.
  *
  * After an error that may pass, the old data stays and the call is repeated after 1, 2, 4, then every 5 s; other errors
- * are returned and not repeated. `path` null: nothing is read.
+ * are returned and not repeated. `path` null: nothing is read. `list`: the name of a list of which all pages are read.
  */
-export function usePolled(path, query = {}, { everyMs: interval = 2000 } = {}) {
+export function usePolled(path, query = {}, { everyMs: interval = 2000, list = "" } = {}) {
   const everyMs = isOffline ? 0 : interval;
   const key = path === null ? null : address(path, query);
   const [state, setState] = useState({ key, data: undefined, error: null });
@@ -150,7 +164,7 @@ export function usePolled(path, query = {}, { everyMs: interval = 2000 } = {}) {
       isBusy = true;
       let wait = everyMs;
       try {
-        const data = await get(path, query, abort.signal);
+        const data = await (list ? pagesOf(path, query, list, abort.signal) : get(path, query, abort.signal));
         failures = 0;
         setState({ key, data, error: null });
       } catch (error) {

@@ -12,25 +12,40 @@ const CHUNK_CHARACTERS = 200_000; // shown per click: more would stall the page
 const CHUNK_LINES = 2000;
 const CHUNK_PARTS = 2000; // colours and invisible characters: each is an element of its own
 
-const SHOWN = new Map([["\u2028", "LS"], ["\u2029", "PS"], ["\u200b", "ZWSP"], ["\u2060", "WJ"], ["\ufeff", "BOM"],
-  ["\u061c", "ALM"], ["\u200e", "LRM"], ["\u200f", "RLM"], ["\u202a", "LRE"], ["\u202b", "RLE"], ["\u202c", "PDF"],
-  ["\u202d", "LRO"], ["\u202e", "RLO"], ["\u2066", "LRI"], ["\u2067", "RLI"], ["\u2068", "FSI"], ["\u2069", "PDI"]]);
-const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u2028\u2029\u2060\ufeff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]/u;
+const NAMES = new Map([["\u2028", "LS"], ["\u2029", "PS"], ["\u200b", "ZWSP"], ["\u200c", "ZWNJ"], ["\u200d", "ZWJ"],
+  ["\u2060", "WJ"], ["\ufeff", "BOM"], ["\u00ad", "SHY"], ["\u034f", "CGJ"], ["\u180e", "MVS"], ["\u061c", "ALM"],
+  ["\u200e", "LRM"], ["\u200f", "RLM"], ["\u202a", "LRE"], ["\u202b", "RLE"], ["\u202c", "PDF"], ["\u202d", "LRO"],
+  ["\u202e", "RLO"], ["\u2066", "LRI"], ["\u2067", "RLI"], ["\u2068", "FSI"], ["\u2069", "PDI"]]);
+
+// Controls, separators, half surrogate pairs, and all that Unicode says may be shown as nothing: zero width, directions,
+// soft hyphens, fillers, variation selectors, tags. Those that emoji need (pictures, keycaps, joined ones) stay.
+const INVISIBLE = new RegExp(
+  String.raw`(?!(?<=\p{Extended_Pictographic})\ufe0f|(?<=[#*0-9])\ufe0f(?=\u20e3)|(?<=\p{Extended_Pictographic}[\ufe0f\u{1f3fb}-\u{1f3ff}]?)\u200d(?=\p{Extended_Pictographic}))` +
+  String.raw`[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffb\u{13430}-\u{1343f}\ud800-\udfff\p{Noncharacter_Code_Point}\p{Default_Ignorable_Code_Point}]`, "u");
+const ALL_INVISIBLE = new RegExp(INVISIBLE.source, "gu");
+
+/** The name of an invisible character. A tag's is the character that it stands for. */
+function nameOf(character) {
+  const number = character.codePointAt(0);
+  if (NAMES.has(character)) return NAMES.get(character);
+  if (number < 32) return String.fromCodePoint(0x2400 + number);
+  if (number >= 0xfe00 && number <= 0xfe0f) return `VS${number - 0xfe00 + 1}`;
+  if (number >= 0xe0100 && number <= 0xe01ef) return `VS${number - 0xe0100 + 17}`;
+  if (number > 0xe0020 && number < 0xe007f) return `TAG ${String.fromCharCode(number - 0xe0000)}`;
+  return `U+${number.toString(16).toUpperCase().padStart(4, "0")}`;
+}
 
 /** Splits a text into plain parts and names of invisible characters: [{text} | {name}]. */
 export function visible(text) {
   if (!INVISIBLE.test(text)) return [{ text }];
-  const parts = [];
-  let plain = "";
-  for (const character of text.replace(/\r+\n/g, "\n")) {
-    if (!INVISIBLE.test(character)) { plain += character; continue; }
-    if (plain) parts.push({ text: plain });
-    plain = "";
-    const number = character.codePointAt(0);
-    const name = SHOWN.get(character) || (number < 32 ? String.fromCodePoint(0x2400 + number) : `U+${number.toString(16).toUpperCase().padStart(4, "0")}`);
-    parts.push({ name });
+  const given = text.replace(/\r+\n/g, "\n"), parts = [];
+  let last = 0;
+  for (const found of given.matchAll(ALL_INVISIBLE)) {
+    if (found.index > last) parts.push({ text: given.slice(last, found.index) });
+    parts.push({ name: nameOf(found[0]) });
+    last = found.index + found[0].length;
   }
-  if (plain) parts.push({ text: plain });
+  if (last < given.length) parts.push({ text: given.slice(last) });
   return parts;
 }
 

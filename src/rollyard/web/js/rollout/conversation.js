@@ -70,10 +70,10 @@ function Reasoning({ text }) {
 }
 
 /** `messages` may grow while the rollout runs. Messages that have been rendered are not rendered again. */
-export function Conversation({ messages, isLive }) {
+export function Conversation({ messages, messageTurns, isLive }) {
   const [most, setMost] = useState(() => Math.max(CHUNK_MESSAGES, anchored() + 1));
   const rendered = useRef(new WeakMap());
-  const turns = useMemo(() => turnsOf(messages), [messages]);
+  const turns = useMemo(() => turnsOf(messages, messageTurns), [messages, messageTurns]);
   const wasNearEnd = useRef(false);
   const root = document.documentElement;
   wasNearEnd.current = isLive && root.scrollHeight - root.clientHeight - root.scrollTop < NEAR_END_PX && root.scrollTop > 0;

@@ -17,30 +17,38 @@ export function addressesOf(run, id, group) {
   };
 }
 
+/** Which conversation a reply of GET …/messages is of: pages of two conversations do not belong together. */
+export const conversationOf = (reply) => `${reply.attempt} ${reply.conversation ?? 0}`;
+
 /**
- * The conversation of a rollout that runs, read every second from where the last reply ended. A new attempt starts the
- * conversation again. Returns {messages, attempt, isAvailable}; `isAvailable` false: it runs on a node that does not send them.
+ * The conversation of a rollout that runs, read every second from where the last reply ended. It starts again with a new
+ * attempt, and when another conversation of an agent program is now the longest. Returns {messages,
+ * messageTurns, attempt, isAvailable}; `isAvailable` false: it runs on a node that does not send them.
  */
 export function useLiveMessages([path, query], isLive) {
-  const [state, setState] = useState({ messages: [], attempt: 0, isAvailable: true, isLoaded: false });
+  const [state, setState] = useState({ messages: [], messageTurns: [], attempt: 0, isAvailable: true, isLoaded: false });
   useEffect(() => {
     if (!isLive) return undefined;
     const abort = new AbortController();
-    let messages = [], attempt = null, timer = 0;
+    let messages = [], messageTurns = [], shown = null, timer = 0;
     const read = async () => {
       let waitMs = 1000;
       try {
         const reply = await get(path, { after: messages.length, ...query }, abort.signal);
-        const isNewAttempt = attempt !== null && reply.attempt !== attempt;
-        attempt = reply.attempt;
-        if (isNewAttempt && messages.length) {
+        const isAnother = reply.available && conversationOf(reply) !== shown;
+        if (isAnother) shown = conversationOf(reply);
+        if (isAnother && messages.length) {
           messages = [];
-          waitMs = 1; // this page began in the middle of the new attempt
-        } else if (reply.messages.length) {
+          messageTurns = [];
+          timer = setTimeout(read, 1); // this page began in the middle of the other conversation
+          return;
+        }
+        if (reply.messages.length) {
           messages = [...messages, ...reply.messages];
+          messageTurns = [...messageTurns, ...(reply.message_turns || [])];
           waitMs = 50;
         }
-        setState({ messages, attempt, isAvailable: reply.available, isLoaded: true });
+        setState({ messages, messageTurns, attempt: reply.attempt, isAvailable: reply.available, isLoaded: true });
       } catch (error) {
         if (abort.signal.aborted) return;
         if (error.status === 404) return;
@@ -97,20 +105,39 @@ export function commandOf(call) {
   return null;
 }
 
-/** The turn (from 0) of each message: the number of the model call that sampled it or, of other messages, that read it. */
-export function turnsOf(messages) {
-  let turn = 0;
-  return messages.map((message) => (message.role === "assistant" ? turn++ : turn));
+/**
+ * The turn (from 0) of each message: the number of the model call that sampled it or, of other messages, that read it.
+ * `known`: the turn of each that was sampled in this rollout, null for the others. A conversation need not have all turns
+ * of its rollout, and an assistant's message may have been given. Without `known`, the assistant's messages are counted.
+ */
+export function turnsOf(messages, known) {
+  const isKnown = Array.isArray(known) && known.length === messages.length && known.every((turn) => turn === null || Number.isInteger(turn));
+  if (!isKnown) {
+    let turn = 0;
+    return messages.map((message) => (message.role === "assistant" ? turn++ : turn));
+  }
+  let next = known.reduce((most, turn) => (turn === null ? most : Math.max(most, turn)), -1) + 1;
+  const turns = new Array(known.length);
+  for (let at = known.length - 1; at >= 0; at--) {
+    if (known[at] !== null) next = known[at];
+    turns[at] = known[at] === null && messages[at].role === "assistant" ? undefined : next;
+  }
+  return turns;
 }
 
-/** (reward − mean) / spread of the group's statistics, 0 without a spread; null while the group is not complete. */
-export function advantageOf(reward, stats) {
-  if (!stats || typeof stats.mean !== "number" || typeof reward !== "number") return null;
-  return stats.spread ? (reward - stats.mean) / stats.spread : 0;
+/**
+ * The advantage of a member, by its index: {value, why}. The value is (reward − mean) / spread of the members that are
+ * trained on, 0 without a spread; null with the reason if it has none.
+ */
+export function advantageOf(group, index) {
+  const none = (why) => ({ value: null, why });
+  if (!group || !group.stats || group.state === "open") return none("Its group is not complete yet.");
+  const member = group.members.find((one) => one.index === index), { mean, spread } = group.stats;
+  if (!member || typeof member.reward !== "number") return none("It has no reward.");
+  if (!member.is_member) return none("Its group does not count it.");
+  if (!member.trainable || typeof mean !== "number") return none("It is not trained on.");
+  return { value: spread ? (member.reward - mean) / spread : 0, why: "" };
 }
-
-/** Whether a group's statistics are final. */
-export const isSettled = (group) => Boolean(group && group.stats && group.state !== "open");
 
 /** The traces' spans by turn: turn → {trace, span} of the trace that owns it. */
 export function spansByTurn(traces) {

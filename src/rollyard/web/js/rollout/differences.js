@@ -6,7 +6,7 @@ import { count, plural } from "../format.js";
 import { LongText } from "../text.js";
 import { Empty, Loading, Problem } from "../ui.js";
 import { Message } from "./conversation.js";
-import { addressesOf, callsOf, reasoningOf, textOf, turnsOf } from "./data.js";
+import { addressesOf, callsOf, conversationOf, reasoningOf, textOf, turnsOf } from "./data.js";
 
 const MOST_MESSAGES = 2000;
 const CHUNK = 40;
@@ -21,19 +21,20 @@ export function useAllMessages(run, id) {
   useEffect(() => {
     const abort = new AbortController();
     const [path, query] = addressesOf(run, id).messages;
-    let messages = [], attempt = null, isLive = null, failures = 0, timer = 0;
+    let messages = [], messageTurns = [], shown = null, isLive = null, failures = 0, timer = 0;
     const read = async () => {
       let waitMs = 0;
       try {
         const reply = await get(path, { after: messages.length, ...query }, abort.signal);
-        const isOther = attempt !== null && (reply.attempt !== attempt || (reply.state !== "ended") !== isLive);
-        [attempt, isLive, failures] = [reply.attempt, reply.state !== "ended", 0];
+        const isOther = shown !== null && (conversationOf(reply) !== shown || (reply.state !== "ended") !== isLive);
+        [shown, isLive, failures] = [conversationOf(reply), reply.state !== "ended", 0];
         if (isOther) {
-          messages = [];
+          [messages, messageTurns] = [[], []];
         } else if (reply.messages.length && messages.length < MOST_MESSAGES) {
           messages = [...messages, ...reply.messages];
+          messageTurns = [...messageTurns, ...(reply.message_turns || [])];
         } else {
-          setState({ id, messages, isAvailable: reply.available, isLive, error: null });
+          setState({ id, messages, messageTurns, isAvailable: reply.available, isLive, error: null });
           if (!isLive || messages.length >= MOST_MESSAGES) return;
           waitMs = LIVE_MS;
         }
@@ -118,7 +119,7 @@ export function Differences({ run, a, b }) {
     return html`<${Empty}>Member ${member.index} has no messages: it ended before the first, or they were acknowledged or have expired.<//>`;
   }
   const { shared, outputs, isSame } = parting(left.messages, right.messages);
-  const turns = [turnsOf(left.messages), turnsOf(right.messages)];
+  const turns = [turnsOf(left.messages, left.messageTurns), turnsOf(right.messages, right.messageTurns)];
   const names = [`Member ${a.index}`, `Member ${b.index}`];
   const running = [[left, a], [right, b]].filter(([side]) => side.isLive).map(([, member]) => member.index);
   const follows = running.length > 0 && html`<p class="note live-mark" role="status">Member ${running.join(" and member ")} ${running.length === 1 ? "runs" : "run"}: this follows.</p>`;
@@ -130,7 +131,7 @@ export function Differences({ run, a, b }) {
     ${follows}
     <button type="button" class="fold" aria-expanded=${showsShared} onClick=${() => setShared(!showsShared)}>${showsShared ? "Hide" : "Show"} ${plural(shared, "message")} that both share</button>
     ${showsShared && html`<div class="conversation">${left.messages.slice(0, shared).map((message, index) => html`<${Message} key=${index} message=${message} number=${index} turn=${turns[0][index]} mark=${outputs.includes(index) ? "first-different" : ""} />`)}</div>`}
-    <h2 class="parting-head">${outputs.includes(shared) ? "Both took the same actions; a tool's output differs" : isAhead ? "The same so far; one is ahead" : "They part"} at turn ${turn}, message ${shared}</h2>
+    <h2 class="parting-head">${outputs.includes(shared) ? "Both took the same actions; a tool's output differs" : isAhead ? "The same so far; one is ahead" : "They part"} at ${turn === undefined ? "" : `turn ${turn}, `}message ${shared}</h2>
     ${outputs.length > 0 && outputs[0] < shared && html`<p class="note">Before that, the output of ${plural(outputs.length, "tool call")} differs; both acted the same after it. The first is message ${outputs[0]}.</p>`}
     <div class="two-sides">
       <${Action} name=${names[0]} message=${left.messages[shared]} other=${right.messages[shared]} isLive=${left.isLive} />

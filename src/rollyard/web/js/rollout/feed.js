@@ -1,8 +1,8 @@
 // The pages of GET /v1/results: read by cursor as the reader scrolls, and the first page again every two seconds.
 //
 // New rows wait in `fresh` until the reader asks for them: nothing that is on the screen moves.
-import { useEffect, useRef, useState } from "../dom.js";
-import { get } from "../api.js";
+import { effect, useEffect, useRef, useState } from "../dom.js";
+import { caller, get } from "../api.js";
 
 const PATH = "/v1/results";
 const PAGE_ROWS = 100;
@@ -11,25 +11,51 @@ const START = { rows: [], next: null, total: 0, isExact: true, behind: 0, fresh:
 
 const keyOf = (row) => `${row.run}~${row.id}`;
 
-let kept = { key: null }; // of the last list, so that the back button returns to the same place
+const NOTHING = { key: null };
+let kept = NOTHING; // of the last list, so that the back button returns to the same place
+
+effect(() => { if (!caller.value) kept = NOTHING; }); // they were rows of the person who signed out
+
+/** The state of a list when its view opens: no page is being read, and what is new is not known yet. */
+const opened = (key) => (kept.key === key ? { ...kept.state, isReading: false, fresh: 0 } : START);
+
+const whenOf = (row) => row.ended_at || row.created_at;
+
+/**
+ * Compares the loaded rows with the first page of now: {fresh, covered}. Both are in the same order, newest first.
+ * `fresh`: rows newer than all that are loaded. `covered`: so many of the loaded rows, from the first one on, must be in
+ * the page if they still belong to the list. When rows leave the list, older ones, which may not be loaded yet, move up
+ * into the page: they are not new, and a row at the end of what is loaded has not left because new ones came.
+ */
+export function compared(loaded, { rows, next }) {
+  const places = new Map(loaded.map((row, index) => [keyOf(row), index]));
+  const firstKnown = rows.findIndex((row) => places.has(keyOf(row)));
+  const newest = loaded[0];
+  const fresh = firstKnown >= 0 ? rows.slice(0, firstKnown) : rows.filter((row) => !newest || whenOf(row) > whenOf(newest));
+  if (!next) return { fresh, covered: loaded.length };
+  const last = rows[rows.length - 1];
+  if (!last || fresh.length === rows.length) return { fresh, covered: 0 };
+  return { fresh, covered: places.get(keyOf(last)) ?? loaded.length };
+}
 
 /** Remembers where the reader is in the list. */
 export function keepPlace(place) {
-  Object.assign(kept, place);
+  if (kept !== NOTHING) Object.assign(kept, place);
 }
 
 /** Returns {…state, more, showFresh, reload, kept}. `query`: the parameters of GET /v1/results. */
 export function useFeed(query) {
   const key = JSON.stringify(query);
-  const [state, setState] = useState(() => (kept.key === key ? kept.state : START));
+  const [state, setState] = useState(() => opened(key));
   const current = useRef(null);
   if (!current.current || current.current.key !== key) {
     if (current.current) current.current.abort.abort();
-    current.current = { key, abort: new AbortController(), state: kept.key === key ? kept.state : START, pending: [], isGap: false };
+    current.current = { key, abort: new AbortController(), state: opened(key), pending: [], isGap: false };
     if (kept.key !== key) kept = { key, state: START, top: 0, selected: -1 };
   }
   const feed = current.current;
   const update = (changes) => {
+    if (feed.abort.signal.aborted) return; // the view is closed, or shows another list
     feed.state = { ...feed.state, ...changes };
     if (kept.key === feed.key) kept.state = feed.state;
     if (current.current === feed) setState(feed.state);
@@ -66,14 +92,15 @@ export function useFeed(query) {
       return;
     }
     if (!feed.state.rows.length) return; // further pages are being read
-    const now = new Map(reply.rows.map((row) => [keyOf(row), row])), known = new Set(feed.state.rows.map(keyOf));
-    feed.pending = reply.rows.filter((row) => !known.has(keyOf(row)));
-    feed.isGap = feed.pending.length === reply.rows.length && reply.rows.length > 0;
+    const now = new Map(reply.rows.map((row) => [keyOf(row), row]));
+    const { fresh, covered } = compared(feed.state.rows, reply);
+    feed.pending = fresh;
+    feed.isGap = fresh.length > 0 && fresh.length === reply.rows.length && Boolean(reply.next);
     let isChanged = false;
     const rows = feed.state.rows.map((row, index) => {
       const found = now.get(keyOf(row));
       if (found && JSON.stringify(found) !== JSON.stringify(row)) { isChanged = true; return found; }
-      if (!found && query.state === "live" && index < reply.rows.length && !feed.isGap && !row.hasLeft) { isChanged = true; return { ...row, hasLeft: true }; }
+      if (!found && query.state === "live" && index < covered && !row.hasLeft) { isChanged = true; return { ...row, hasLeft: true }; }
       return row;
     });
     update({ ...figures(reply), ...(isChanged ? { rows } : {}), fresh: feed.pending.length, isGap: feed.isGap, error: null });

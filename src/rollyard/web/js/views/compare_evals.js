@@ -103,7 +103,7 @@ function Chooser({ label, name, evals, value }) {
 function useEval(name) {
   const found = parse(name);
   const one = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}`, { run: found?.run }, { everyMs: 0 });
-  const tasks = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}/tasks`, { run: found?.run }, { everyMs: 0 });
+  const tasks = usePolled(found && `/v1/evals/${encodeURIComponent(found.id)}/tasks`, { run: found?.run, limit: 1000 }, { everyMs: 0, list: "tasks" });
   return { one: one.data, tasks: tasks.data?.tasks, problem: one.error || tasks.error };
 }
 

@@ -81,12 +81,13 @@ const SHOW = table({ "": () => true, none: (task) => task.samples > 0 && task.pa
 
 function Tasks({ one }) {
   const { q = "", show = "" } = place.value.query;
-  const polled = usePolled(`/v1/evals/${encodeURIComponent(one.id)}/tasks`, { run: one.run }, { everyMs: one.state === "running" ? 5000 : 0 });
+  const polled = usePolled(`/v1/evals/${encodeURIComponent(one.id)}/tasks`, { run: one.run, limit: 1000 }, { everyMs: one.state === "running" ? 5000 : 0, list: "tasks" });
   const tasks = polled.data?.tasks || [];
   const parts = useMemo(() => partsOf(tasks), [polled.data]);
   const matches = SHOW[show] || SHOW[""];
   const found = tasks.filter((task) => matches(task) && (!q || `${task.index} ${task.name} ${Object.values(task.by || {}).join(" ")}`.toLowerCase().includes(q.toLowerCase())));
-  return html`<${Card} title="Tasks" note=${found.length === tasks.length ? plural(tasks.length, "task") : `${count(found.length)} of ${plural(tasks.length, "task")}`}>
+  const read = `${polled.data?.next ? "the first " : ""}${plural(tasks.length, "task")}`; // not all, if there are very many
+  return html`<${Card} title="Tasks" note=${found.length === tasks.length ? read : `${count(found.length)} of ${read}`}>
     <div class="controls card-controls"><${Filter} label="Filter tasks" /><${Choice} label="Show" name="show" options=${[["", "all tasks"], ["none", "never passed"], ["some", "sometimes passed"], ["all", "always passed"], ["missing", "with missing samples"]]} /></div>
     <${Loaded} of=${polled}>${() => html`<${DataTable} label="Tasks" columns=${TASKS(one.run, parts)} rows=${found} rowKey=${(task) => task.index} sort="index" empty=${tasks.length ? "No task matches." : "No task yet."} />`}<//><//>`;
 }

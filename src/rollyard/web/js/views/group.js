@@ -5,7 +5,7 @@ import { count, percent, reward } from "../format.js";
 import { Link, paths, place, setQuery } from "../router.js";
 import { Visible } from "../text.js";
 import { Badge, Card, Empty, Loading, Page, Problem, Stat, Time } from "../ui.js";
-import { advantageOf, isSettled } from "../rollout/data.js";
+import { advantageOf } from "../rollout/data.js";
 import { Differences } from "../rollout/differences.js";
 
 const LIVE = new Set(["open"]);
@@ -80,7 +80,7 @@ function Members({ members, group, run }) {
   return html`<p class="note">Choose two members to see where they part.</p><div class="table-frame" tabindex="0" role="region" aria-label="Members"><table class="members">
     <thead><tr><th scope="col">compare</th><th scope="col">member</th><th scope="col">outcome</th><th scope="col" class="numeric">reward</th><th scope="col" class="numeric">advantage</th><th scope="col">length</th></tr></thead>
     <tbody>${members.map((member) => {
-      const advantage = isSettled(group) && member.trainable ? advantageOf(member.reward, group.stats) : null;
+      const advantage = advantageOf(group, member.index).value;
       return html`<tr key=${member.index} class=${member.is_member || group.state === "open" ? "" : "spare"}>
         <td><input type="checkbox" checked=${[a, b].includes(String(member.index))} onChange=${() => choose(member.index)} aria-label=${`Compare member ${member.index}`} /></td>
         <td><${Link} path=${paths.rollout(run, member.rollout)}>#${member.index}<//> ${member.index >= group.size && html`<span class="note">spare</span>`}</td>

@@ -6,9 +6,9 @@
 //   /v1/rollouts/I?include=trajectory&run=R       messages, traces, artifacts, info; once it has ended
 //   /v1/rollouts/I/timeline?run=R                 polled until the rollout has ended
 //   /v1/rollouts/I/texts?run=R                    once it has ended
-//   /v1/rollouts/I/requests?run=R                 with the tab "requests"
+//   /v1/rollouts/I/requests?run=R                 with the tab "requests"; polled until the rollout has ended
 //   /v1/rollouts/I/artifacts?run=R                with the tab "evidence"
-//   /v1/groups/G?run=R
+//   /v1/groups/G?run=R                            polled until the group is complete
 //   /v1/rollouts/I/messages?after=N&run=R         only while the rollout has not ended
 //   /v1/rollouts/I/artifacts/NAME?run=R           a download; never in an exported file
 import { html, useEffect, useState } from "../dom.js";
@@ -18,7 +18,7 @@ import { isOffline, Link, place } from "../router.js";
 import { Visible } from "../text.js";
 import { Card, Empty, Loading, Page, Problem } from "../ui.js";
 import { Conversation } from "../rollout/conversation.js";
-import { addressesOf, advantageOf, isSettled, useLiveMessages } from "../rollout/data.js";
+import { addressesOf, advantageOf, useLiveMessages } from "../rollout/data.js";
 import { Details } from "../rollout/details.js";
 import { Evidence } from "../rollout/evidence.js";
 import { Forks } from "../rollout/forks.js";
@@ -56,13 +56,16 @@ function Known({ run, id, record }) {
   const needsTexts = loaded.data ? hasTraces(loaded.data) : TEXTS.has(tab); // on these tabs, both are read at once
   const texts = usePolled(...(needsTexts ? ended(at.texts) : [null, {}]), { everyMs: 0 });
   const timeline = usePolled(...at.timeline, { everyMs: isLive ? 2000 : 0 });
-  const group = usePolled(...at.group, { everyMs: isLive ? 5000 : 0 });
-  const requests = usePolled(...(tab === "requests" ? at.requests : [null, {}]), { everyMs: 0 });
+  const [isGroupOpen, setGroupOpen] = useState(true);
+  const group = usePolled(...at.group, { everyMs: isGroupOpen ? 5000 : 0 });
+  useEffect(() => { if (group.data) setGroupOpen(group.data.state === "open"); }, [group.data]);
+  const requests = usePolled(...(tab === "requests" ? at.requests : [null, {}]), { everyMs: isLive ? 2000 : 0 });
   const live = useLiveMessages(at.messages, isLive);
 
   const trajectory = (loaded.data && loaded.data.trajectory) || null;
   const traces = trajectory ? trajectory.traces : EMPTY;
   const messages = trajectory ? trajectory.messages : live.messages;
+  const messageTurns = trajectory ? (trajectory.info || {}).message_turns : live.messageTurns;
   const isPruned = !isLive && Boolean(loaded.data) && !trajectory && Boolean(record.summary && record.summary.traces);
   const shown = { turns: live.messages.filter((message) => message.role === "assistant").length };
   const tabs = [
@@ -82,11 +85,13 @@ function Known({ run, id, record }) {
       ${isPruned && html`<${Pruned} record=${record} />`}
       ${(timeline.data || isLive || !isOffline) && html`<${Card} title="Time" className="time-card">${timeline.data ? html`<${Waterfall} timeline=${timeline.data} isLive=${isLive} />` : timeline.error ? html`<${Empty}>The times of its stages are not available.<//>` : html`<${Loading} />`}<//>`}
       <${Tabs} label="Parts of the rollout" tabs=${tabs} selected=${selected}>
-        <${Panel} tab=${selected} ...${{ record, isLive, isPruned, live, loaded, trajectory, traces, messages, texts, timeline, group, requests, at }} />
+        <${Panel} tab=${selected} ...${{ record, isLive, isPruned, live, loaded, trajectory, traces, messages, messageTurns, texts, timeline, group, requests, at }} />
       <//>
     </div>
   <//>`;
 }
+
+const agentOf = (record) => (record.task && record.task.agent && record.task.agent.name) || "native";
 
 const hasTraces = (data) => Boolean(data.trajectory && data.trajectory.traces.length);
 
@@ -107,18 +112,24 @@ function missing({ isLive, isPruned, loaded, traces, record }) {
 }
 
 function Panel(all) {
-  const { tab, record, isLive, isPruned, live, loaded, trajectory, traces, messages, texts, timeline, group, requests, at } = all;
+  const { tab, record, isLive, isPruned, live, loaded, trajectory, traces, messages, messageTurns, texts, timeline, group, requests, at } = all;
   if (tab === "record") return html`<${Details} record=${record} trajectory=${trajectory} />`;
   if (!isLive && loaded.error) return html`<${Problem} error=${loaded.error} />`;
-  const isKept = tab === "conversation" && live.messages.length > 0; // of the time before it ended
+  const isFollowed = isLive ? record.state !== "queued" : live.isLoaded && Boolean(requests.data); // its requests
+  const isKept = tab === "conversation" ? live.messages.length > 0 : tab === "requests" && isFollowed; // of the time before it ended
   if (!isLive && !loaded.data && !isKept) return html`<${Loading} />`;
   if (tab === "evidence") return html`<${Evidence} record=${record} trajectory=${trajectory} artifactsAt=${at.artifacts} />`;
   if (tab === "conversation" || tab === "terminal") {
     if (isPruned) return html`<${Empty}>The messages were deleted with the traces.<//>`;
     if (isLive && !live.isAvailable && !messages.length) return html`<${Empty}>It runs on a node of the fleet that does not send its messages now. They are here when it has ended.<//>`;
     if (isLive && record.state === "queued" && !messages.length) return html`<${Empty}>It is in the queue. The conversation appears here when it runs.<//>`;
-    if (tab === "terminal") return html`<${Card} title="Shell session"><${Replay} messages=${messages} timeline=${timeline.data} /><//>`;
-    return html`<${Conversation} messages=${messages} isLive=${isLive} />`;
+    if (tab === "terminal") return html`<${Card} title="Shell session"><${Replay} messages=${messages} messageTurns=${messageTurns} timeline=${timeline.data} task=${record.task} /><//>`;
+    return html`<${Conversation} messages=${messages} messageTurns=${messageTurns} isLive=${isLive} />`;
+  }
+  const areTextsLoading = !isLive && traces.length > 0 && texts.isLoading;
+  if (tab === "requests" && isFollowed && (isLive || !loaded.data || areTextsLoading)) {
+    if (requests.isLoading) return html`<${Loading} />`;
+    return html`<${Card} title="Requests">${requests.error && html`<${Problem} error=${requests.error} />`}<${Requests} requests=${requests.data || null} agent=${agentOf(record)} traces=${EMPTY} texts=${null} isLive /><//>`;
   }
   const why = missing(all);
   if (why) return html`<${Empty}>${why}<//>`;
@@ -132,8 +143,6 @@ function Panel(all) {
     if (requests.isLoading) return html`<${Loading} />`;
     return html`<${Card} title="Requests">${requests.error && html`<p class="note">What the agent sent is not available here; below is what the engine got.</p>`}<${Requests} requests=${requests.data || null} traces=${traces} texts=${decoded} /><//>`;
   }
-  const isComplete = isSettled(group.data);
-  const advantage = isComplete ? advantageOf(record.reward, group.data.stats) : null;
-  const why0 = !record.group ? "It belongs to no group." : !isComplete ? "Its group is not complete yet." : "It has no reward.";
-  return html`<${Card} title="Tokens"><${Strip} traces=${traces} texts=${decoded} advantage=${advantage} whyNoAdvantage=${why0} turnRewards=${(record.score && record.score.turn_rewards) || EMPTY} /><//>`;
+  const { value: advantage, why: whyNoAdvantage } = record.group ? advantageOf(group.data, record.index) : { value: null, why: "It belongs to no group." };
+  return html`<${Card} title="Tokens"><${Strip} traces=${traces} texts=${decoded} advantage=${advantage} whyNoAdvantage=${whyNoAdvantage} turnRewards=${(record.score && record.score.turn_rewards) || EMPTY} /><//>`;
 }
