@@ -161,6 +161,20 @@ async def test_runs_are_filtered_and_sorted_by_the_address(world: Site, new_visi
     await expect(page.get_by_label("Filter by name")).to_have_value("")
 
 
+async def test_a_long_name_leaves_room_on_a_narrow_screen(world: Site, new_visitor: NewVisitor) -> None:
+    visitor: Visitor = await new_visitor(world, width=390)
+    (run, *_) = (await world.get("/v1/runs?include=results")).body["runs"]
+    await answer(visitor.page, "/v1/runs", {"runs": [{**run, "id": "grpo-qwen2.5-7b-instruct-" + "seed42" * 8}]})
+    page = await visitor.open("/runs")
+    await expect(page.get_by_role("columnheader", name="Policy")).to_be_in_viewport(ratio=1)
+    long = [{"id": "gpu-" * 12, "state": "down", "paused": False, "version": 1, "sessions": 1, "cap": 2}]
+    await answer(visitor.page, "/v1/overview", overview(engines=long))
+    await visitor.go("/")
+    await page.locator(".badge", has_text="down").scroll_into_view_if_needed()
+    await expect(page.locator(".badge", has_text="down")).to_be_in_viewport(ratio=1)
+    assert await page.locator(".table-frame").first.evaluate("(frame) => frame.scrollLeft") == 0
+
+
 SERIES: dict[str, Any] = {
     "x": [1, 2],
     "count": [4, 4],

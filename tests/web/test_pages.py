@@ -314,6 +314,22 @@ UNREACHABLE = """() => [...document.querySelectorAll("main a, main button, main 
   .map((e) => e.outerHTML.slice(0, 200))"""
 
 
+async def test_a_text_is_folded_only_if_much_is_left(visitor: Visitor) -> None:
+    page = await visitor.open("/runs")
+    assert await page.evaluate(FOLDED, [40, 43, 60]) == [None, None, "Show more (100 B left)"]
+
+
+FOLDED = """async (sizes) => {
+  const { html, render } = await import("/assets/js/dom.js");
+  const { LongText } = await import("/assets/js/text.js");
+  return sizes.map((size) => {
+    const box = document.createElement("div");
+    render(html`<${LongText} text=${"line\\n".repeat(size)} />`, box);
+    return box.querySelector("button")?.textContent ?? null;
+  });
+}"""
+
+
 async def test_the_theme_follows_the_system_and_can_be_chosen(world: Site, new_visitor: NewVisitor) -> None:
     background = "() => getComputedStyle(document.body).backgroundColor"
     light, dark = await new_visitor(world), await new_visitor(world, theme="dark")

@@ -169,13 +169,18 @@ class Catalog:
             found = await self._readers.run(query, caller=caller)
         except (sqlite3.Error, OSError) as error:
             self._unanswered(error)
-            return Series(by, share={name: [] for name in ("model", "tool", "waiting", "other")})
+            empty = Series(by, share={name: [] for name in ("model", "tool", "waiting", "other")})
+            return await self._with_groups(run, empty)
+        found = await self._with_groups(run, found)
         ended = time.monotonic()
         if len(self._series) >= MOST_SERIES:
             self._series.clear()
         if self._deleted.count == deletions:  # it was not deleted meanwhile
             self._series[key] = (ended + max(SERIES_S, (ended - now) / SERIES_SHARE), found)
         return found
+
+    async def _with_groups(self, run: str, series: Series) -> Series:
+        return replace(series, groups=tuple(await self._store.count_groups(run, series.by, series.width)))
 
     async def behind(self) -> int:
         """Returns how many ended rollouts are not in the catalog yet; at most so many."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollyard.store.base import GroupCount
+
 By = Literal["time", "version"]
 
 MOST_FAILURES = 20
@@ -48,6 +50,7 @@ class Series:
     environments: list[str] = field(default_factory=list[str])
     totals: dict[str, object] = field(default_factory=dict[str, object])
     sampled_tokens: int = 0
+    groups: tuple[GroupCount, ...] = ()  # from the store, in spans of `width`
 
 
 def series(connection: sqlite3.Connection, run: str, by: By, points: int, after: int = 0) -> Series:

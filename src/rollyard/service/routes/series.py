@@ -38,8 +38,7 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
     caller = caller_of(request)
     run = await app_state.run(caller, run_id)
     found = await app_state.catalog.series(run.id, query.by, query.points, caller=caller.name)
-    groups = await app_state.store.count_groups(run.id, query.by, found.width)
-    ended = [one for one in groups if one.state is not GroupState.OPEN]
+    ended = [one for one in found.groups if one.state is not GroupState.OPEN]
     tokens = await _tokens(app_state, run.id)
     app_state.require_still(caller, run.id)  # the catalog may have had many queries of this caller before this one
     return reply(
@@ -54,7 +53,7 @@ async def get_series(request: Request, run_id: str, query: Annotated[SeriesQuery
             "staleness": found.staleness,
             "share": found.share,
             "failures": found.failures,
-            "groups": {state: sum(one.number for one in groups if one.state is state) for state in GroupState},
+            "groups": {state: sum(one.number for one in found.groups if one.state is state) for state in GroupState},
             "group_counts": _columns(found, [(one, one.number) for one in ended]),
             "group_tokens": _columns(found, [(one, one.tokens) for one in ended]),
             "tokens": {"sampled": found.sampled_tokens, **tokens},

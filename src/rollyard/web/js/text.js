@@ -152,11 +152,17 @@ export function cut(text, from, characters, lines) {
   return code >= 0xd800 && code < 0xdc00 && end < text.length ? end - 1 : end;
 }
 
+/** Where a text is folded. A short rest is not worth a button. */
+function folded(text) {
+  const end = cut(text, 0, FOLD_CHARACTERS, FOLD_LINES);
+  return cut(text, end, FOLD_CHARACTERS / 8, FOLD_LINES / 8) === text.length ? text.length : end;
+}
+
 /** A long text of an agent or a tool. `ansi`: colours of a terminal are shown. */
 export function LongText({ text, ansi = false, className = "" }) {
   const given = typeof text === "string" ? text : String(text ?? "");
   const value = useMemo(() => (ansi ? lines(given) : given), [given, ansi]);
-  const first = useMemo(() => cut(value, 0, FOLD_CHARACTERS, FOLD_LINES), [value]);
+  const first = useMemo(() => folded(value), [value]);
   const [end, setEnd] = useState(null);
   const shown = end === null ? first : Math.min(Math.max(end, first), value.length);
   const body = value.slice(0, shown);
