@@ -151,7 +151,10 @@ class Pipeline:
     # --- called by clients ----------------------------------------------------------------------------
 
     def know(self, run: Run) -> None:
+        is_new = run.id not in self._runs
         self._runs[run.id] = run
+        if is_new:
+            self.event_log.run_created(run.id)
         self.scheduler.set_quota(run)
         self.scheduler.set_owner(run.owner, self.quota_of(run.owner).live)
 

@@ -214,9 +214,9 @@ async def _first_ended(app_state: AppState, query: ListQuery, runs: list[str] | 
                 page = await _list(app_state, query, runs)
                 if page.rollouts:
                     return page
-                async with aclosing(event_log.events(last_id)) as events:
+                async with aclosing(event_log.events(last_id, runs)) as events:
                     async for event in events:
-                        if event.kind == "gap" or (event.state is State.ENDED and (runs is None or event.run in runs)):
+                        if event.kind == "gap" or event.state is State.ENDED:
                             break
     except TimeoutError:
         return await _list(app_state, query, runs)
