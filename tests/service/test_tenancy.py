@@ -397,6 +397,31 @@ async def test_tokens_are_created_rotated_and_revoked_without_a_restart(tmp_path
         assert newest["entries"] + older["entries"] == entries and older["next"] is None
 
 
+async def test_a_change_of_quota_at_the_same_time_undoes_no_revocation_and_no_rotation(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        tokens = [(await site.post("/v1/tokens", {"access": "trainer"})).body for _ in range(8)]
+        answers = await asyncio.gather(
+            *[
+                call
+                for number, one in enumerate(tokens)
+                for call in (
+                    site.delete(f"/v1/tokens/{one['id']}")
+                    if number % 2
+                    else site.post(f"/v1/tokens/{one['id']}/rotate", {}),
+                    site.put(f"/v1/tokens/{one['id']}/quota", {"live": 3}),
+                )
+            ]
+        )
+        assert {answer.status for answer in answers} <= {200, 204, 404}
+        rotated = [answer.body["token"] for answer in answers if answer.status == 200 and "token" in answer.body]
+        for one in tokens:
+            assert (await site.get("/v1/runs", token=one["token"])).status == 401
+    async with open_site(tmp_path) as site:  # what is stored
+        for one in tokens:
+            assert (await site.get("/v1/runs", token=one["token"])).status == 401
+        assert [(await site.get("/v1/runs", token=token)).status for token in rotated] == [200] * 4
+
+
 async def test_a_token_expires(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         created = (await site.post("/v1/tokens", {"access": "reader", "expires_s": 0.3})).body
