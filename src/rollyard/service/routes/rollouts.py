@@ -112,7 +112,8 @@ async def submit(request: Request) -> Response:
         )
         submissions.append(Submission(rollout, body.identity()))
         await loop_yield.step()
-    stored = await app_state.pipeline.submit(submissions)
+    with app_state.pipeline.creating_in(run):
+        stored = await app_state.pipeline.submit(submissions)
     return reply({"rollouts": [record(rollout) for rollout in stored]}, 202)
 
 
