@@ -15,7 +15,7 @@ from rollyard.testing.script import FolderTokenizer, Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.prorl_parts import Trainer, as_trained, good, open_trainer, work
-from tests.service.site import Site, open_site, scripted, settings, shell
+from tests.service.site import OTHER, Site, open_site, scripted, settings, shell
 
 pytestmark = pytest.mark.slow
 
@@ -429,3 +429,15 @@ async def test_configured_tokens_are_required_and_may_be_in_the_url(tmp_path: Pa
             bearer = {"Authorization": f"Bearer {TRAINER}"}
             async with http.post(f"{url}/stop", headers=bearer) as answer:
                 assert answer.status == 200
+
+
+async def test_of_two_tenants_whose_first_jobs_arrive_at_once_one_gets_the_run(tmp_path: Path) -> None:
+    tokens = [TRAINER, OTHER]
+    chosen = {"prorl": True, "prorl_tokenizer": str(tokenizer_dir()), "trainer_tokens": tokens}
+    async with scripted(*good()) as engine, open_site(tmp_path, **chosen) as site:
+        assert (await site.post("/add_llm_server", {"address": engine.url})).status == 200
+        assert (await site.post("/start", token=TRAINER)).status == 200
+        body = {"instance": work(), "sampling_params": {"max_iterations": 4}}
+        calls = [site.post("/process", {**body, "job_id": token}, token=token) for token in tokens]
+        assert sorted(answer.status for answer in await asyncio.gather(*calls)) == [200, 403]
+        assert len((await site.get("/v1/rollouts?run=prorl")).body["rollouts"]) == 1

@@ -28,12 +28,13 @@ import msgspec
 
 from rollyard.core import Json, Rollout, RollyardError, Run, State, Trajectory, check_id, key_of, new_id
 from rollyard.core.engine import Role
-from rollyard.core.failure import ArtifactLost, Blame, MalformedId, NotFound
+from rollyard.core.failure import ArtifactLost, Blame, Forbidden, MalformedId, NotFound
 from rollyard.service.app_state import AppState
 from rollyard.service.prorl.handlers import Choices, task_body
 from rollyard.service.prorl.intake import FILE, IntakeFile
 from rollyard.service.prorl.sampling import task_fields_of
 from rollyard.service.schemas.task import merge, to_task
+from rollyard.service.security.access import OPERATOR, Caller
 from rollyard.store.base import Submission
 
 log = logging.getLogger("rollyard.service")
@@ -50,7 +51,7 @@ class ProrlJob:
     instance: Mapping[str, Json]
     sampling_params: Mapping[str, Json]
     job_id: str | None = None
-    owner: str = ""  # of the run, if this job creates it
+    caller: Caller = OPERATOR  # its run's owner, if this job creates it
 
     @property
     def identity(self) -> dict[str, Json]:
@@ -189,19 +190,28 @@ class ProrlJobs:
 
     async def _submit(self, job: ProrlJob, name: str) -> Rollout:
         app_state = self._app_state
-        run = await self._run(job.owner)
+        run = await self._run(job.caller)
         body = merge(task_body(job.instance, app_state.resources.environments, self._choices), run.defaults)
         sent = merge(body, task_fields_of(job.sampling_params))
         task = to_task(sent, app_state.resources.ceilings.defaults, ("instance",))
         app_state.resources.check(task, run)
         rollout = Rollout(id=name, run=run.id, task=task, priority=run.priority)
-        (stored,) = await app_state.pipeline.submit([Submission(rollout, job.identity)])
+        with app_state.pipeline.creating_in(run):
+            (stored,) = await app_state.pipeline.submit([Submission(rollout, job.identity)])
         return stored
 
-    async def _run(self, owner: str) -> Run:
-        """The run, created on first use. The operator may create it before, with defaults."""
+    async def _run(self, caller: Caller) -> Run:
+        """The run, created on first use. The operator may create it before, with defaults. Raises `Forbidden` if
+        another caller has just created it."""
         run = self._app_state.pipeline.run_of(RUN)
         if run is None:
+            owner = "" if caller.is_admin else caller.name
             run = await self._app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
             self._app_state.pipeline.know(run)
+        if not caller.writes(run):
+            raise other_tenants()
         return run
+
+
+def other_tenants() -> Forbidden:
+    return Forbidden(f"the run {RUN!r} was created with another token")

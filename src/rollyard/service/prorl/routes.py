@@ -21,13 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.core import State, id_of
-from rollyard.core.failure import EngineExists, Forbidden, InvalidRequest, NotFound, TaskInvalid, UnknownEnvironment
+from rollyard.core.failure import EngineExists, InvalidRequest, NotFound, TaskInvalid, UnknownEnvironment
 from rollyard.engines.clients.prorl import kind_at
 from rollyard.engines.clients.transport import open_http
 from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.json_body import SMALL_BYTES, decode
-from rollyard.service.prorl.jobs import RUN, ProrlJob, ProrlJobs
+from rollyard.service.prorl.jobs import RUN, ProrlJob, ProrlJobs, other_tenants
 from rollyard.service.prorl.results import result_of
 from rollyard.service.schemas.body import check_body
 from rollyard.service.schemas.engine import EngineBody, engine_id
@@ -122,8 +122,7 @@ async def process(request: Request) -> Response:
         return _not_running()
     if not jobs.has_engine:
         return _refused(503, "No LLM server addresses configured. Please add at least one LLM server address.")
-    owner = "" if caller_of(request).is_admin else caller_of(request).name
-    job = ProrlJob(body.instance, body.sampling_params, body.job_id, owner)
+    job = ProrlJob(body.instance, body.sampling_params, body.job_id, caller_of(request))
     try:
         rollout = await jobs.begin(job)
     except (UnknownEnvironment, TaskInvalid) as error:
@@ -222,7 +221,7 @@ def _jobs(request: Request) -> ProrlJobs:
     """The jobs. If tokens are required, they belong to one tenant: the first that used these paths."""
     caller, run = caller_of(request), app_state_of(request).pipeline.run_of(RUN)
     if not (caller.can_write if run is None else caller.writes(run)):
-        raise Forbidden(f"the run {RUN!r} was created with another token")
+        raise other_tenants()
     return request.app.state.prorl
 
 
