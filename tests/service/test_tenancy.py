@@ -15,7 +15,7 @@ import pytest
 
 from rollyard.sandbox.breaker import FAILURES
 from rollyard.testing.script import Reply
-from tests.service.site import Answer, Site, engine_table, finish, open_site, scripted, task
+from tests.service.site import TRAINER, Answer, Site, engine_table, finish, open_site, scripted, task
 
 CALLERS = ("admin", "owner", "submitter", "reader", "auditor", "stranger", "node", "nobody")
 """owner: the trainer that owns the work. submitter, reader: bound to its runs. auditor: a reader of all runs. stranger:
@@ -349,6 +349,29 @@ async def test_a_policy_belongs_to_the_first_trainer_that_changes_it_unless_an_a
             assert (await site.post(resume, {"version": 2}, token=first)).code == "forbidden"
             assert (await site.post(resume, {"version": 2}, token=second)).status == 200
             assert (await site.post(resume, {"version": 3})).status == 200, "an admin may always"
+
+
+async def test_a_trainer_cannot_take_a_policy_while_an_admin_gives_it_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        owner = (await site.post("/v1/tokens", {"access": "trainer"})).body["id"]
+        store, stored, may_go = site.served.app_state.store, asyncio.Event(), asyncio.Event()
+        put_owner = store.put_owner
+
+        async def held(policy: str, name: str | None) -> None:
+            await put_owner(policy, name)
+            stored.set()
+            await may_go.wait()
+
+        monkeypatch.setattr(store, "put_owner", held)
+        giving = asyncio.create_task(site.put("/v1/policies/default/owner", {"owner": owner}))
+        await stored.wait()
+        monkeypatch.setattr(store, "put_owner", put_owner)
+        assert (await site.post("/v1/policies/default/pause", {}, token=TRAINER)).code == "forbidden"
+        may_go.set()
+        assert (await giving).body["owner"] == owner
+        assert await store.owners() == {"default": owner}
 
 
 async def test_events_of_other_runs_are_not_sent(tmp_path: Path) -> None:
