@@ -2,22 +2,31 @@
 
 import asyncio
 import gc
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
 
 from rollyard.core import Position, Rollout, State, Task
 from rollyard.pipeline.event_log import Event, EventLog
 
 
-def rollout(number: int, state: State = State.QUEUED) -> Rollout:
-    return replace(Rollout(f"r{number}", "run", Task("shell")), position=Position(state))
+def rollout(number: int, state: State = State.QUEUED, run: str = "run") -> Rollout:
+    return replace(Rollout(f"r{number}", run, Task("shell")), position=Position(state))
 
 
-async def read(event_log: EventLog, after: str | None, count: int) -> list[Event]:
+async def read(
+    event_log: EventLog,
+    after: str | None,
+    count: int,
+    runs: list[str] | None = None,
+    grows: Callable[[str], bool] | None = None,
+) -> list[Event]:
     events: list[Event] = []
-    async for event in event_log.events(after):
-        events.append(event)
-        if len(events) == count:
-            break
+    async with aclosing(event_log.events(after, runs, grows=grows)) as stream:
+        async for event in stream:
+            events.append(event)
+            if len(events) == count:
+                break
     return events
 
 
@@ -59,6 +68,41 @@ async def test_the_events_of_a_deleted_run_are_dropped_and_the_others_keep_their
     event_log.publish(replace(rollout(6), run="run0"))
     events = await read(event_log, "1-3", 3)
     assert [(event.id, event.rollout) for event in events] == [("1-4", "r3"), ("1-6", "r5"), ("1-7", "r6")]
+
+
+async def test_events_of_other_runs_are_not_read_and_leave_no_gap():
+    event_log = EventLog(epoch=1, ring=3)
+    reader = asyncio.create_task(read(event_log, None, 2, ["mine", "also mine"]))
+    await asyncio.sleep(0)
+    for number in range(10):  # more than the ring holds
+        event_log.publish(rollout(number, run="theirs"))
+    event_log.publish(rollout(10, run="mine"))
+    await asyncio.sleep(0)
+    for number in range(20, 30):
+        event_log.publish(rollout(number, run="theirs"))
+    event_log.publish(rollout(30, run="also mine"))
+    assert [(event.kind, event.rollout) for event in await reader] == [("state", "r10"), ("state", "r30")]
+    assert not event_log._readers
+
+
+async def test_a_reader_that_was_woken_too_long_ago_gets_a_gap():
+    event_log = EventLog(epoch=1, ring=3)
+    reader = asyncio.create_task(read(event_log, None, 1, ["mine"]))
+    await asyncio.sleep(0)
+    event_log.publish(rollout(1, run="mine"))
+    for number in range(10):
+        event_log.publish(rollout(number, run="theirs"))
+    assert [event.kind for event in await reader] == ["gap"]
+
+
+async def test_a_reader_follows_new_runs_that_it_may_read():
+    event_log = EventLog(epoch=1)
+    reader = asyncio.create_task(read(event_log, None, 2, [], grows=lambda run: run.startswith("mine")))
+    await asyncio.sleep(0)
+    for run in ("mine-1", "theirs", "mine-2"):
+        event_log.run_created(run)
+        event_log.publish(rollout(1, run=run))
+    assert [event.run for event in await reader] == ["mine-1", "mine-2"]
 
 
 async def test_waiters_for_an_end_are_woken_and_nothing_is_kept():

@@ -1,9 +1,12 @@
 """A draw and its waiters are woken at once, not with the next poll or the next unrelated event."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rollyard.core import Group, id_of
+from tests.service.site import open_site, task
 from tests.service.skill import skilled
 from tests.service.test_draws import closed, draw, mixed, site_with
 
@@ -73,3 +76,45 @@ async def test_a_due_timer_is_not_postponed_by_a_later_one(tmp_path: Path, monke
         runner.wake_in(0.0)
         async with asyncio.timeout(90):
             await woken.wait()
+
+
+async def test_the_end_of_a_group_wakes_only_its_own_waiters(tmp_path: Path, monkeypatch: Any) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        names = ["ends", "stays"]
+        groups = [{"id": name, "task": task(), "size": 1} for name in names]
+        assert (await site.post("/v1/groups", {"groups": groups})).status == 202
+        store, looks = site.served.app_state.store, Counter[str]()
+        get_group = store.get_group
+
+        async def counted(group_id: str) -> Group:
+            group = await get_group(group_id)
+            looks[id_of(group_id)] += 1
+            return group
+
+        monkeypatch.setattr(store, "get_group", counted)
+        waits = {name: asyncio.create_task(site.get(f"/v1/groups/{name}?wait_s=60")) for name in names}
+        async with asyncio.timeout(60):
+            while looks != {"ends": 1, "stays": 1}:
+                await asyncio.sleep(0)
+        assert (await site.delete("/v1/groups/ends")).status == 202
+        assert (await waits["ends"]).body["state"] == "cancelled"
+        for _ in range(3):  # time in which a waiter that was woken would look
+            assert (await site.get("/v1/groups")).status == 200
+        assert looks["stays"] == 1
+        assert (await site.delete("/v1/groups/stays")).status == 202
+        assert (await waits["stays"]).body["state"] == "cancelled"
+
+
+async def test_a_draws_group_wakes_those_that_wait_for_it(tmp_path: Path) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await site.hold()
+        await draw(site, 2, shuffle=False)
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        async with asyncio.timeout(60):
+            while not (listed := (await site.get("/v1/groups?draw=d&state=open")).body["groups"]):
+                await asyncio.sleep(0.01)
+        wait = asyncio.create_task(site.get(f"/v1/groups/{listed[0]['id']}?wait_s=60"))
+        await site.get("/v1/groups")
+        assert (await site.call("PATCH", "/v1/pools", json={"init": 4})).status == 200
+        assert (await wait).body["state"] != "open"

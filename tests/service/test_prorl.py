@@ -467,3 +467,15 @@ async def test_a_job_creates_its_run_only_for_a_token_that_may(tmp_path: Path) -
         assert (await site.get("/v1/runs/prorl")).status == 404
         assert (await site.post("/process", job, token=OTHER)).body["resolved"] is True
         assert (await site.post("/process", job, token=TENANT)).status == 403
+
+
+async def test_of_two_tenants_whose_first_jobs_arrive_at_once_one_gets_the_run(tmp_path: Path) -> None:
+    tokens = [TENANT, OTHER]
+    chosen = {"prorl": True, "prorl_tokenizer": str(tokenizer_dir()), "trainer_tokens": tokens}
+    async with scripted(*good()) as engine, open_site(tmp_path, **chosen) as site:
+        assert (await site.post("/add_llm_server", {"address": engine.url})).status == 200
+        assert (await site.post("/start", token=TENANT)).status == 200
+        body = {"instance": work(), "sampling_params": {"max_iterations": 4}}
+        calls = [site.post("/process", {**body, "job_id": token}, token=token) for token in tokens]
+        assert sorted(answer.status for answer in await asyncio.gather(*calls)) == [200, 403]
+        assert len((await site.get("/v1/rollouts?run=prorl")).body["rollouts"]) == 1

@@ -12,7 +12,7 @@ import pytest
 
 from rollyard.service import sse
 from rollyard.testing.script import Reply
-from tests.service.site import TRAINER, Site, engine_table, finish, open_site, scripted, shell, task
+from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, shell, task
 
 ARROW = {"Accept": "application/vnd.apache.arrow.stream"}
 
@@ -247,6 +247,24 @@ async def test_events_report_each_change_and_can_be_resumed(tmp_path: Path) -> N
             assert (await frames(reply, 1))[0]["id"] == ended["id"]
         async with site.http.get(f"{site.url}/v1/events?after=0-1&run=other", headers=headers) as reply:
             assert (await frames(reply, 1))[0]["event"] == "gap"
+
+
+async def test_a_tenants_events_include_runs_that_it_creates_later_and_no_others(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        headers = {"Authorization": f"Bearer {TRAINER}"}
+        async with asyncio.timeout(90), site.http.get(f"{site.url}/v1/events", headers=headers) as reply:
+            for run, token in (("one", TRAINER), ("theirs", OTHER), ("two", TRAINER)):
+                assert (await site.post("/v1/runs", {"id": run}, token=token)).status == 201
+                assert (await site.post("/v1/rollouts", {"run": run, "task": task()}, token=token)).status == 202
+            assert [event["run"] for event in await frames(reply, 2)] == ["one", "two"]
+        async with asyncio.timeout(90), asyncio.TaskGroup() as group:
+            waits = group.create_task(site.get("/v1/rollouts?state=ended&wait_s=60", token=TRAINER))
+            await waiting(site, 1)
+            for token in (OTHER, TRAINER):
+                (one,) = (await site.get("/v1/rollouts?limit=1", token=token)).body["rollouts"]
+                assert (await site.delete(f"/v1/rollouts/{one['id']}", token=token)).status == 202
+        assert [one["run"] for one in waits.result().body["rollouts"]] == ["one"]
 
 
 async def test_an_idle_stream_is_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

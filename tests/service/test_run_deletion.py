@@ -168,3 +168,45 @@ async def test_a_cancel_in_the_background_that_fails_does_not_end_the_service(
             while "a task of the pipeline failed" not in caplog.text:
                 await asyncio.sleep(0.02)
         assert (await site.get("/readyz")).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/rollouts", "/v1/groups", "/v1/draws", "/v1/sessions?wait_s=0"])
+async def test_what_a_call_creates_is_never_stored_in_another_tenants_run_of_that_name(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant deletes its run while a call of its own creates something in it, and another tenant takes the name."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/rollouts": {"rollouts": [{"task": task()}]},
+        "/v1/groups": {"task": task(), "size": 1},
+        "/v1/draws": {"source": {"tasks": [task()]}},
+    }
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        store = site.served.app_state.store
+        entered, may_go = asyncio.Event(), asyncio.Event()
+        for name in ("submit", "put_groups", "put_draw"):
+            monkeypatch.setattr(store, name, _held(getattr(store, name), entered, may_go))
+        assert (await site.post("/v1/runs", {"id": "shared"}, token=TRAINER)).status == 201
+        body = {**bodies.get(path, {}), "run": "shared"}
+        creating = asyncio.create_task(site.post(path, body, token=TRAINER))
+        await entered.wait()
+        assert (await site.delete("/v1/runs/shared", token=TRAINER)).status in (202, 204)
+        taken = await site.post("/v1/runs", {"id": "shared"}, token=OTHER)
+        may_go.set()
+        answer = await creating
+        assert (answer.status, answer.code) == (404, "not_found"), answer.body
+        if taken.status != 201:
+            await wait_deleted(site, "shared")
+            assert (await site.post("/v1/runs", {"id": "shared"}, token=OTHER)).status == 201
+        for listing in ("/v1/rollouts", "/v1/groups", "/v1/draws"):
+            found = (await site.get(listing, token=OTHER)).body[listing.removeprefix("/v1/")]
+            assert found == [], listing
+
+
+def _held(write: Any, entered: asyncio.Event, may_go: asyncio.Event) -> Any:
+    async def held(*args: Any) -> Any:
+        entered.set()
+        await may_go.wait()
+        return await write(*args)
+
+    return held

@@ -15,7 +15,7 @@ import pytest
 
 from rollyard.sandbox.breaker import FAILURES
 from rollyard.testing.script import Reply
-from tests.service.site import Answer, Site, engine_table, finish, open_site, scripted, task
+from tests.service.site import TRAINER, Answer, Site, engine_table, finish, open_site, scripted, task
 
 CALLERS = ("admin", "owner", "submitter", "reader", "auditor", "stranger", "node", "nobody")
 """owner: the trainer that owns the work. submitter, reader: bound to its runs. auditor: a reader of all runs. stranger:
@@ -351,6 +351,29 @@ async def test_a_policy_belongs_to_the_first_trainer_that_changes_it_unless_an_a
             assert (await site.post(resume, {"version": 3})).status == 200, "an admin may always"
 
 
+async def test_a_trainer_cannot_take_a_policy_while_an_admin_gives_it_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        owner = (await site.post("/v1/tokens", {"access": "trainer"})).body["id"]
+        store, stored, may_go = site.served.app_state.store, asyncio.Event(), asyncio.Event()
+        put_owner = store.put_owner
+
+        async def held(policy: str, name: str | None) -> None:
+            await put_owner(policy, name)
+            stored.set()
+            await may_go.wait()
+
+        monkeypatch.setattr(store, "put_owner", held)
+        giving = asyncio.create_task(site.put("/v1/policies/default/owner", {"owner": owner}))
+        await stored.wait()
+        monkeypatch.setattr(store, "put_owner", put_owner)
+        assert (await site.post("/v1/policies/default/pause", {}, token=TRAINER)).code == "forbidden"
+        may_go.set()
+        assert (await giving).body["owner"] == owner
+        assert await store.owners() == {"default": owner}
+
+
 async def test_events_of_other_runs_are_not_sent(tmp_path: Path) -> None:
     async with service(tmp_path) as running:
         headers = {"Authorization": f"Bearer {running.tokens['stranger']}"}
@@ -395,6 +418,31 @@ async def test_tokens_are_created_rotated_and_revoked_without_a_restart(tmp_path
         newest = (await site.get("/v1/audit?limit=1")).body
         older = (await site.get(f"/v1/audit?limit=5&before={newest['next']}")).body
         assert newest["entries"] + older["entries"] == entries and older["next"] is None
+
+
+async def test_a_change_of_quota_at_the_same_time_undoes_no_revocation_and_no_rotation(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        tokens = [(await site.post("/v1/tokens", {"access": "trainer"})).body for _ in range(8)]
+        answers = await asyncio.gather(
+            *[
+                call
+                for number, one in enumerate(tokens)
+                for call in (
+                    site.delete(f"/v1/tokens/{one['id']}")
+                    if number % 2
+                    else site.post(f"/v1/tokens/{one['id']}/rotate", {}),
+                    site.put(f"/v1/tokens/{one['id']}/quota", {"live": 3}),
+                )
+            ]
+        )
+        assert {answer.status for answer in answers} <= {200, 204, 404}
+        rotated = [answer.body["token"] for answer in answers if answer.status == 200 and "token" in answer.body]
+        for one in tokens:
+            assert (await site.get("/v1/runs", token=one["token"])).status == 401
+    async with open_site(tmp_path) as site:  # what is stored
+        for one in tokens:
+            assert (await site.get("/v1/runs", token=one["token"])).status == 401
+        assert [(await site.get("/v1/runs", token=token)).status for token in rotated] == [200] * 4
 
 
 async def test_a_token_expires(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class CancellationHost(Protocol):
 
     def publish(self, rollout: Rollout) -> None: ...
 
+    def is_created_in(self, run_id: str) -> bool: ...
+
     async def changed(self) -> None: ...
 
 
@@ -67,14 +69,15 @@ class Cancellation:
         self._pipeline.scheduler.drop_run(run_id)
 
     async def delete(self, run_id: str) -> None:
-        """Cancels the run's rollouts that have not ended, waits for them, and deletes the run."""
+        """Cancels the run's rollouts that have not ended, waits for them and for calls that create something in it, and
+        deletes the run."""
         detail = "its run was deleted"
         while True:
             while ids := await self._pipeline.store.queued_of(run_id, CANCELS):
                 await self._end(ids, detail)
             for rollout_id in self._live_of(run_id):
                 await self._pipeline.cancel(rollout_id, detail)
-            while self._live_of(run_id):
+            while self._live_of(run_id) or self._pipeline.is_created_in(run_id):
                 await self._pipeline.changed()
             try:
                 await self._pipeline.store.delete_run(run_id)

@@ -2,6 +2,9 @@
 
 Events are kept in a bounded ring in memory. An event contains what changed, not the resulting record. After a gap (a
 slow reader, a restart) the reader gets a `gap` event and lists the store, whose terminal order is durable.
+
+Invariant. A waiting reader is woken by events of the runs that it follows, and by no others. It has read everything
+that happened in them when it waits, so the events of others are never a gap for it.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -31,6 +34,24 @@ class Event:
     code: str | None = None
 
 
+class _Reader:
+    """What a reader follows, and the future of its next event while it waits."""
+
+    __slots__ = ("grows", "news", "runs")
+
+    def __init__(self, runs: Iterable[str] | None, grows: Callable[[str], bool] | None) -> None:
+        self.runs = None if runs is None else set(runs)  # None: all
+        self.grows = grows
+        self.news: asyncio.Future[int] | None = None
+
+    def follows(self, run_id: str) -> bool:
+        return self.runs is None or run_id in self.runs
+
+    def wake(self, number: int) -> None:
+        if self.news is not None and not self.news.done():
+            self.news.set_result(number)
+
+
 class EventLog:
     """The newest events of one process. `epoch` identifies the process; `ring` is the number of events kept."""
 
@@ -38,7 +59,8 @@ class EventLog:
         self._epoch = epoch
         self._next = 1
         self._ring: deque[Event | None] = deque(maxlen=ring)  # None: an event of a deleted run
-        self._news: asyncio.Future[None] | None = None
+        self._readers: dict[str | None, set[_Reader]] = {}  # by run; None: those of all runs
+        self._growing: set[_Reader] = set()
         self._ends: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
 
     def publish(self, rollout: Rollout) -> None:
@@ -56,8 +78,9 @@ class EventLog:
             )
         )
         self._next += 1
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        for key in (rollout.run, None):
+            for reader in self._readers.get(key, ()):
+                reader.wake(self._next - 1)
         if rollout.state is State.ENDED:
             future = self._ends.pop(rollout.id, None)
             if future is not None and not future.done():
@@ -82,26 +105,58 @@ class EventLog:
             future = self._ends[rollout_id] = asyncio.get_running_loop().create_future()
         return future
 
-    async def events(self, after: str | None = None) -> AsyncGenerator[Event, None]:
-        """Yields the events after that id, then each new one, without end."""
+    def run_created(self, run_id: str) -> None:
+        """Called for every new run: readers of a growing set of runs may follow it."""
+        for reader in self._growing:
+            if reader.runs is not None and reader.grows is not None and reader.grows(run_id):
+                reader.runs.add(run_id)
+                self._readers.setdefault(run_id, set()).add(reader)
+
+    async def events(
+        self,
+        after: str | None = None,
+        runs: Iterable[str] | None = None,
+        *,
+        grows: Callable[[str], bool] | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Yields the events after that id, then each new one, without end. `runs`: only of these; `grows` returns
+        whether it follows a run that is created later, too."""
         position = self._next if after is None else self._position(after)
-        while True:
-            first = self._next - len(self._ring)
-            if position < first:
-                yield Event(id=f"{self._epoch}-{first - 1}", at=time.time(), kind="gap")
-                position = first
-            while position < self._next:
-                index = position - (self._next - len(self._ring))
-                if index < 0:  # overwritten while the reader was busy
-                    break
-                event = self._ring[index]
-                position += 1
-                if event is not None:
-                    yield event
-            else:
-                if self._news is None or self._news.done():
-                    self._news = asyncio.get_running_loop().create_future()
-                await asyncio.shield(self._news)
+        reader = _Reader(runs, grows)
+        self._add(reader)
+        try:
+            while True:
+                first = self._next - len(self._ring)
+                if position < first:
+                    yield Event(id=f"{self._epoch}-{first - 1}", at=time.time(), kind="gap")
+                    position = first
+                while position < self._next:
+                    index = position - (self._next - len(self._ring))
+                    if index < 0:  # overwritten while the reader was busy
+                        break
+                    event = self._ring[index]
+                    position += 1
+                    if event is not None and reader.follows(event.run):
+                        yield event
+                else:
+                    reader.news = asyncio.get_running_loop().create_future()
+                    position = await reader.news
+        finally:
+            self._remove(reader)
+
+    def _add(self, reader: _Reader) -> None:
+        for key in (None,) if reader.runs is None else reader.runs:
+            self._readers.setdefault(key, set()).add(reader)
+        if reader.grows is not None:
+            self._growing.add(reader)
+
+    def _remove(self, reader: _Reader) -> None:
+        for key in (None,) if reader.runs is None else reader.runs:
+            readers = self._readers.get(key, set())
+            readers.discard(reader)
+            if not readers:
+                self._readers.pop(key, None)
+        self._growing.discard(reader)
 
     def _position(self, event_id: str) -> int:
         epoch, _, number = event_id.partition("-")

@@ -25,6 +25,7 @@ from rollyard.core.failure import (
     Draining,
     InternalError,
     InvalidRequest,
+    NotFound,
     QueueFull,
     QuotaExceeded,
     Stalled,
@@ -86,6 +87,7 @@ class Pipeline:
         self._arriving = 0  # rollouts being stored or waiting to be rescored, whose places in the queue are taken
         self._arriving_by: Counter[str] = Counter()  # by owner
         self._arriving_in: Counter[str] = Counter()  # by run
+        self._creating_in: Counter[str] = Counter()  # by run: calls that create something in it
         self.overfull: set[str] = set()  # owners that have used up their storage quota
         self.quota_of: Callable[[str], Quota] = lambda _: Quota()  # by owner
         self.rescoring = Rescoring(self)
@@ -155,7 +157,10 @@ class Pipeline:
     # --- called by clients ----------------------------------------------------------------------------
 
     def know(self, run: Run) -> None:
+        is_new = run.id not in self._runs
         self._runs[run.id] = run
+        if is_new:
+            self.event_log.run_created(run.id)
         self.scheduler.set_quota(run)
         self.scheduler.set_owner(run.owner, self.quota_of(run.owner).live)
 
@@ -170,6 +175,28 @@ class Pipeline:
     @property
     def runs(self) -> Collection[Run]:
         return self._runs.values()
+
+    @contextmanager
+    def creating_in(self, run: Run) -> Generator[None, None, None]:
+        """Ensures that what a call creates is not stored in a later run of that name, perhaps of another owner: a
+        deletion waits for the call. Raises `NotFound` if the run is being deleted, or has been since it was read."""
+        known = self._runs.get(run.id)
+        if run.id in self.cancelling.deleting:
+            raise NotFound(f"run {run.id!r} is being deleted")
+        if known is None or (known.owner, known.created_at) != (run.owner, run.created_at):
+            raise NotFound(f"there is no run {run.id!r}: it was deleted during this call")
+        self._creating_in[run.id] += 1
+        try:
+            yield
+        finally:
+            self._creating_in[run.id] -= 1
+            if not self._creating_in[run.id]:
+                del self._creating_in[run.id]
+                self.notify()
+
+    def is_created_in(self, run_id: str) -> bool:
+        """Whether a call creates something in that run."""
+        return run_id in self._creating_in
 
     async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
         """Stores and queues rollouts; they are durable when it returns. The caller has checked the tasks."""

@@ -41,6 +41,8 @@ class RescoringHost(AttemptHost, Protocol):
 
     def arriving(self, count: int, run_id: str) -> AbstractContextManager[None]: ...
 
+    def creating_in(self, run: Run) -> AbstractContextManager[None]: ...
+
     def run_of(self, run_id: str) -> Run | None: ...
 
     async def changed(self) -> None: ...
@@ -84,9 +86,10 @@ class Rescoring:
             "components": dict(score.components),
             "metrics": dict(score.metrics),
         }
-        if (await pipeline.store.get(rollout_id)).seq != rollout.seq:
-            raise NotFound(f"rollout {rollout_id} was deleted while it was scored")  # and another one has its id
-        return await pipeline.store.add_score(rollout_id, entry)
+        with pipeline.creating_in(run):
+            if (await pipeline.store.get(rollout_id)).seq != rollout.seq:
+                raise NotFound(f"rollout {rollout_id} was deleted while it was scored")  # and another one has its id
+            return await pipeline.store.add_score(rollout_id, entry)
 
     async def _score(self, rollout: Rollout, run: Run) -> tuple[Trajectory, Score]:
         pipeline = self._pipeline

@@ -66,7 +66,7 @@ class DrawRunner:
         make_task: MakeTask,
         version: Callable[[], int],
         *,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.notifier = Notifier()  # a group was delivered, a batch closed, or the draw ended
         self._on_change = on_change
@@ -201,7 +201,7 @@ class DrawRunner:
 
     async def batch(self, number: int, within_s: float) -> Batch:
         """Returns a batch when it is closed, or in its current state when `within_s` is over."""
-        return await self.notifier.until(partial(self.found, number), lambda batch: not batch.is_open, within_s)
+        return await self.notifier.until("", partial(self.found, number), lambda batch: not batch.is_open, within_s)
 
     async def found(self, number: int) -> Batch:
         """Returns a batch in its current state. Raises NotFound."""
@@ -454,5 +454,6 @@ class DrawRunner:
         self.notifier.ring()  # before the cancels: there may be hundreds, each a write of its own
         if not self.draw.is_active:
             self.wake()  # `main` ends
-        self._on_change()
+        for group_id in changes.groups:
+            self._on_change(group_id)
         await self._pipeline.cancelling.cancel_many(list(changes.cancels), "its group was given up")

@@ -56,7 +56,7 @@ MakeTask = Callable[[Mapping[str, Json]], Task]
 
 
 class EvalRunner:
-    """Runs one evaluation. The notifier rings at its end."""
+    """Runs one evaluation. The notifier rings for its id at its end."""
 
     def __init__(
         self, pipeline: Pipeline, groups: Groups, notifier: Notifier, record: EvalRecord, run: Run, make_task: MakeTask
@@ -262,7 +262,7 @@ class EvalRunner:
         await self._store.put_eval(ended)
         self.record = ended
         self._policies.pins.unpin(ended.policy, ended.id)
-        self._notifier.ring()
+        self._notifier.ring(ended.id)
         self.wake()
 
     async def _cancel_groups(self) -> None:

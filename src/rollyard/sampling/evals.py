@@ -75,7 +75,7 @@ class Evals:
         folders: Sequence[Path],
         own: Callable[[Coroutine[Any, Any, None], str], object],
     ) -> None:
-        self.notifier = Notifier()  # an evaluation has ended
+        self.notifier = Notifier()  # by evaluation: it has ended
         self._pipeline = pipeline
         self._store = pipeline.store
         self._groups = groups
@@ -190,7 +190,7 @@ class Evals:
     async def wait(self, eval_id: str, within_s: float) -> EvalRecord:
         """Returns the record when the evaluation has ended or `within_s` is over."""
         look = partial(self._store.get_eval, eval_id)
-        return await self.notifier.until(look, lambda record: record.state != RUNNING, within_s)
+        return await self.notifier.until(eval_id, look, lambda record: record.state != RUNNING, within_s)
 
     async def cancel(self, eval_id: str) -> EvalRecord:
         """Ends the evaluation, unless it has ended."""

@@ -29,7 +29,7 @@ class Groups:
     """All groups that belong to no draw."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.notifier = Notifier()  # a group has ended
+        self.notifier = Notifier()  # by group: it has changed
         self.on_over: list[Callable[[str], None]] = []  # called with its id
         self._pipeline = pipeline
         self._store = pipeline.store
@@ -113,7 +113,7 @@ class Groups:
     async def wait(self, group_id: str, within_s: float) -> Group:
         """Returns the record when it is no longer open, or in its current state when `within_s` is over."""
         look = partial(self._store.get_group, group_id)
-        return await self.notifier.until(look, lambda group: group.state is not GroupState.OPEN, within_s)
+        return await self.notifier.until(group_id, look, lambda group: group.state is not GroupState.OPEN, within_s)
 
     async def main(self) -> None:
         """Starts spares and ends groups, until it is cancelled."""
@@ -169,7 +169,7 @@ class Groups:
         self._notify(opened.id)
 
     def _notify(self, group_id: str) -> None:
-        self.notifier.ring()
+        self.notifier.ring(group_id)
         for listener in self.on_over:
             listener(group_id)
 

@@ -18,6 +18,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from rollyard.core import (
+    Draw,
+    DrawConfig,
     Ending,
     EngineSpec,
     LostAttempt,
@@ -34,6 +36,7 @@ from rollyard.core import (
     ids_array,
     logprobs_array,
 )
+from rollyard.core.draw import SourceKind, SourceSpec
 from rollyard.core.engine import Kind
 from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
 from rollyard.core.task import Sampling
@@ -430,6 +433,8 @@ async def a_run_being_deleted_accepts_and_starts_nothing(open_store: Open) -> No
         await raises(NotFound, store.begin_deletion("unknown"))
         await store.begin_deletion("old")
         await raises(NotFound, store.submit([submission("c", run="old")]))
+        draw = Draw("d", "old", DrawConfig(SourceSpec(SourceKind.TASKS, size=1)))
+        await raises(NotFound, store.put_draw(draw, {}))
         await raises(IdConflict, store.put_run(Run("old"), {}))
     async with opened(open_store) as store:
         assert list(await store.deleting_runs()) == ["old"]

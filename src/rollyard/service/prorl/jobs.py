@@ -52,7 +52,7 @@ class ProrlJob:
     instance: Mapping[str, Json]
     sampling_params: Mapping[str, Json]
     job_id: str | None = None
-    caller: Caller = OPERATOR
+    caller: Caller = OPERATOR  # its run's owner, if this job creates it
 
     @property
     def identity(self) -> dict[str, Json]:
@@ -200,7 +200,8 @@ class ProrlJobs:
         task = to_task(sent, app_state.resources.ceilings.defaults, ("instance",))
         app_state.resources.check(task, run)
         rollout = Rollout(id=name, run=run.id, task=task, priority=run.priority)
-        (stored,) = await app_state.pipeline.submit([Submission(rollout, job.identity)])
+        with app_state.pipeline.creating_in(run):
+            (stored,) = await app_state.pipeline.submit([Submission(rollout, job.identity)])
         return stored
 
     async def _run(self, caller: Caller) -> Run:

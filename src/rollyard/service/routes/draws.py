@@ -74,7 +74,7 @@ async def create(request: Request) -> Response:
     config = body.to_config(run)
     require_priority(caller_of(request), config.priority)
     key = key_of(run.id, name)
-    with app_state.quotas.active_draw(caller_of(request), run, key):
+    with app_state.pipeline.creating_in(run), app_state.quotas.active_draw(caller_of(request), run, key):
         runner = await app_state.sampler.create(key, run, config, body.source.tasks or (), body.identity())
     return reply(draw_object(runner.draw, runner.draw_state), 201)
 

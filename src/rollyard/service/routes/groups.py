@@ -67,7 +67,8 @@ async def create(request: Request) -> Response:
         group = new_group(key_of(run.id, name), run.id, body.size, body.spares, body.min_members, priority, version)
         submissions.append((group, task, body.identity()))
         await loop_yield.step()
-    groups = await app_state.sampler.groups.put(submissions)
+    with app_state.pipeline.creating_in(run):
+        groups = await app_state.sampler.groups.put(submissions)
     return reply({"groups": [group_object(group) for group in groups]}, 202)
 
 

@@ -105,10 +105,10 @@ async def set_owner(request: Request, name: str) -> Response:
     body = await read_body(request, OwnerBody)
     status = app_state.router.policies.status(name)
     await app_state.audit(request, "set_policy_owner", name, owner=body.owner)
-    await app_state.store.put_owner(name, body.owner)
     app_state.owners.pop(name, None)
     if body.owner is not None:
         app_state.owners[name] = body.owner
+    await app_state.store.put_owner(name, body.owner)  # after: a trainer that pauses now must not become the owner
     return reply(_object(app_state, status))
 
 

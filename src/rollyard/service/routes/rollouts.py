@@ -112,7 +112,8 @@ async def submit(request: Request) -> Response:
         )
         submissions.append(Submission(rollout, body.identity()))
         await loop_yield.step()
-    stored = await app_state.pipeline.submit(submissions)
+    with app_state.pipeline.creating_in(run):
+        stored = await app_state.pipeline.submit(submissions)
     return reply({"rollouts": [record(rollout) for rollout in stored]}, 202)
 
 
@@ -217,9 +218,9 @@ async def _first_ended(request: Request, query: ListQuery, wait_s: float) -> Pag
                 page = await _list(app_state, query, runs)
                 if page.rollouts:
                     return page
-                async with aclosing(event_log.events(last_id)) as events:
+                async with aclosing(event_log.events(last_id, runs)) as events:
                     async for event in events:
-                        if event.kind == "gap" or (event.state is State.ENDED and (runs is None or event.run in runs)):
+                        if event.kind == "gap" or event.state is State.ENDED:
                             break
     except TimeoutError:
         return await _list(app_state, query, await _runs(request, query))

@@ -67,7 +67,7 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
         index=body.index,
         priority=priority,
     )
-    with app_state.quotas.open_session(run, rollout.id):
+    with app_state.pipeline.creating_in(run), app_state.quotas.open_session(run, rollout.id):
         (stored,) = await app_state.pipeline.submit([Submission(rollout, body.identity())])
     stored = await _wait_open(request, stored, query.wait_s)
     live = app_state.sessions.live(stored.id)

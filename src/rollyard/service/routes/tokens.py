@@ -67,12 +67,12 @@ async def rotate_token(request: Request, token_id: str) -> Response:
     require_admin(request)
     app_state = app_state_of(request)
     body = await read_body(request, RotateBody)
-    known = app_state.tokens.get(token_id)
     expires_at = None if body.expires_s is None else time.time() + body.expires_s
-    record, token = new_token(replace(known, expires_at=expires_at))
-    await app_state.audit(request, "rotate_token", record.id)
-    await app_state.store.put_token(record)
-    app_state.tokens.put(record)
+    async with app_state.tokens.changing:
+        record, token = new_token(replace(app_state.tokens.get(token_id), expires_at=expires_at))
+        await app_state.audit(request, "rotate_token", record.id)
+        await app_state.store.put_token(record)
+        app_state.tokens.put(record)
     return reply({**token_object(record), "token": token})
 
 
@@ -82,10 +82,11 @@ async def change_quota(request: Request, token_id: str) -> Response:
     require_admin(request)
     app_state = app_state_of(request)
     body = await read_body(request, QuotaBody)
-    record = replace(app_state.tokens.get(token_id), quota=body.to_quota())
-    await app_state.audit(request, "change_quota", record.id, **vars(body))
-    await app_state.store.put_token(record)
-    app_state.tokens.put(record)
+    async with app_state.tokens.changing:
+        record = replace(app_state.tokens.get(token_id), quota=body.to_quota())
+        await app_state.audit(request, "change_quota", record.id, **vars(body))
+        await app_state.store.put_token(record)
+        app_state.tokens.put(record)
     app_state.pipeline.quota_changed(record.id)
     return reply(token_object(record))
 
@@ -95,10 +96,11 @@ async def revoke_token(request: Request, token_id: str) -> Response:
     """Revokes a token. Its runs stay, for admins."""
     require_admin(request)
     app_state = app_state_of(request)
-    record = app_state.tokens.get(token_id)
-    await app_state.audit(request, "revoke_token", record.id, name=record.name)
-    await app_state.store.delete_token(record.id)
-    app_state.tokens.remove(record.id)
+    async with app_state.tokens.changing:
+        record = app_state.tokens.get(token_id)
+        await app_state.audit(request, "revoke_token", record.id, name=record.name)
+        await app_state.store.delete_token(record.id)
+        app_state.tokens.remove(record.id)
     return Response(status_code=204)
 
 

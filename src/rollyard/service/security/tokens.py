@@ -5,11 +5,12 @@ a fleet, it also creates a node token.
 
 Invariants. A token is compared by its digest, in constant time, with all tokens. A token file is complete or absent,
 and is refused if other users can read it. A created token is returned once, when it is created; the store holds its
-digest. A revoked or expired token is refused from the next call on.
+digest. A revoked or expired token is refused from the next call on, whatever else changes it at the same time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -56,6 +57,7 @@ class Tokens:
             for digest in map(_digest, tokens)
         ]
         self._created: dict[str, TokenRecord] = {}
+        self.changing = asyncio.Lock()  # held from reading a record to storing its successor
         self._known = list(self._configured)
 
     @property

@@ -194,9 +194,10 @@ def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: s
 
 
 def _require_run(connection: Connection, run_id: str) -> None:
-    """Raises `NotFound` if the run does not exist: it may have been deleted since the caller's check."""
-    if connection.execute("SELECT 1 FROM runs WHERE id = ? AND is_deleting = 0", (run_id,)).fetchone() is None:
-        raise NotFound(f"there is no run {run_id!r}, or it is being deleted")
+    """Raises `NotFound` if the run does not exist or is being deleted, perhaps only since the caller's check."""
+    row = connection.execute("SELECT is_deleting FROM runs WHERE id = ?", (run_id,)).fetchone()
+    if row is None or row[0]:
+        raise NotFound(f"there is no run {run_id!r}" if row is None else f"run {run_id!r} is being deleted")
 
 
 # --- reading ------------------------------------------------------------------------------------------
